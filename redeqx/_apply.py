@@ -1,0 +1,271 @@
+"""A traced function, re-evaluated with each weight gathered where it is used.
+
+Under fully sharded data parallelism a weight lives split over the axis that also splits the batch. Left to itself XLA then
+follows the weights: it computes the whole batch on every device and sums activations. So each weight is constrained, at
+its use, to its spec without the fsdp axis. That is ZeRO-3 (arXiv:1910.02054): an all-gather before the layer, again in the
+backward pass, and a reduce-scatter of the gradient, with the batch split throughout.
+
+The model need not know: its function is traced to a jaxpr, and the jaxpr is evaluated again, equation by equation, with
+those constraints put in, also inside the bodies of scans, jits and remats. An equation is evaluated through
+`jaxpr_as_fun`, which keeps its name scopes and source lines, so profiles and tracebacks still show the user's code. An
+equation whose inside is not followed (`cond`, `while`, custom derivatives) gets its weights gathered before it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a weight (or a slice of one) lives, and how it is used; one entry a dim in both specs."""
+
+    lives: NamedSharding
+    used: NamedSharding
+
+    def dims(self, dims: Sequence[int | None]) -> "Home":
+        """The home of the weight whose dim `i` is this one's dim `dims[i]`, None for a new dim."""
+
+        def pick(sharding: NamedSharding) -> NamedSharding:
+            spec = (*sharding.spec, *[None] * (1 + max((d for d in dims if d is not None), default=0)))
+            return NamedSharding(sharding.mesh, P(*(None if dim is None else spec[dim] for dim in dims)))
+
+        return Home(pick(self.lives), pick(self.used))
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A value of the evaluation that still is (a view of) a parameter."""
+
+    value: Any
+    home: Home
+
+
+def gather_at_use(fn: Callable[..., Any], homes: Sequence[Home | None]) -> Callable[..., Any]:
+    """`fn`, with each array of its first argument gathered where it is used; the same values and gradients.
+
+    **Arguments:**
+
+    - `fn`: takes a sequence of arrays, then any PyTrees of arrays, and returns a PyTree of arrays.
+    - `homes`: for each array of that sequence where it lives and how it is used; None for one that needs no gathering.
+        With nothing but None, `fn` itself is returned.
+    """
+    if all(home is None for home in homes):
+        return fn
+
+    def gathered(weights: Sequence[Any], *args: Any) -> Any:
+        flat, treedef = jax.tree.flatten((tuple(weights), *args))
+        closed, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(treedef, flat)), return_shape=True)(*flat)
+        padded = [*homes, *[None] * (len(flat) - len(homes))]
+        outs = _evaluate(closed, _label(flat, padded), regather=True, in_loop=False)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    return gathered
+
+
+# --- the evaluation -------------------------------------------------------------------------------------------------
+
+
+def _label(values: Sequence[Any], homes: Sequence[Home | None]) -> list[Any]:
+    """Mark the weights among `values`.
+
+    The constraint to where they live changes nothing here. Its transpose does, in the backward pass: gradients of all uses
+    are added first, then cut to the shard that the device keeps, inside the loop over layers already.
+    """
+    return [
+        value if home is None else _Weight(jax.lax.with_sharding_constraint(value, home.lives), home)
+        for value, home in zip(values, homes, strict=True)
+    ]
+
+
+def _value(value: Any) -> Any:
+    return value.value if isinstance(value, _Weight) else value
+
+
+def _home(value: Any) -> Home | None:
+    return value.home if isinstance(value, _Weight) else None
+
+
+def _gather(value: Any) -> Any:
+    """The whole weight. Its transpose sums the gradient over the batch's shards; `_label` then brings it back home."""
+    if not isinstance(value, _Weight):
+        return value
+    with jax.named_scope("gather"):
+        return jax.lax.with_sharding_constraint(value.value, value.home.used)
+
+
+def _evaluate(closed: Any, args: Sequence[Any], *, regather: bool, in_loop: bool) -> list[Any]:
+    """The outputs of a closed jaxpr, whose arguments may be weights.
+
+    **Arguments:**
+
+    - `regather`: gather again in the backward pass, rather than keep what was gathered; off inside a remat, which does so
+        by itself.
+    - `in_loop`: inside a scan, whose forward and backward loops XLA cannot merge.
+    """
+    jaxpr = closed.jaxpr
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        ins = [read(atom) for atom in eqn.invars]
+        if not any(isinstance(value, _Weight) for value in ins):
+            outs = _run(eqn, ins)
+        elif eqn.primitive.name in _VIEWS and (dims := _VIEWS[eqn.primitive.name](eqn)) is not None:
+            # A view of a weight is a weight: gather a slice, a cast or a transpose, rather than slice what was gathered.
+            outs = [_Weight(_run(eqn, [_value(value) for value in ins])[0], ins[0].home.dims(dims))]
+        elif eqn.primitive.name in _INSIDE:
+            outs = _INSIDE[eqn.primitive.name](eqn, ins, regather, in_loop)
+        else:
+            outs = _use(eqn, ins, regather, in_loop)
+        for var, out in zip(eqn.outvars, outs, strict=True):
+            env[var] = out
+    return [_gather(read(atom)) for atom in jaxpr.outvars]
+
+
+def _run(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+    """One equation, evaluated with its name scope and source line."""
+    values = {atom: value for atom, value in zip(eqn.invars, ins, strict=True) if not isinstance(atom, jex.Literal)}
+    info = jex.DebugInfo("redeqx", eqn.primitive.name, None, None)
+    jaxpr = jex.Jaxpr((), list(values), eqn.outvars, [eqn], eqn.effects, info)
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*values.values())
+
+
+def _use(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
+    """An equation that computes with weights: gathered for it, and gathered again by its backward pass."""
+    homes = [_home(value) for value in ins]
+
+    def compute(*values: Any) -> list[Any]:
+        weights = [v if home is None else _Weight(v, home) for v, home in zip(values, homes, strict=True)]
+        return _run(eqn, [_gather(value) for value in weights])
+
+    if regather and not eqn.effects:
+        # Without this the backward pass would keep every gathered weight since the forward pass: the whole model.
+        compute = jax.checkpoint(compute, prevent_cse=not in_loop)
+    return compute(*map(_value, ins))
+
+
+# --- views of a weight: which dim of the operand each dim of the output is; None where it is not a view we follow ------
+
+
+def _same(eqn: Any) -> list[int]:
+    return list(range(eqn.outvars[0].aval.ndim))
+
+
+def _squeezed(eqn: Any) -> list[int]:
+    removed = {dim % eqn.invars[0].aval.ndim for dim in eqn.params["dimensions"]}
+    return [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in removed]
+
+
+def _broadcast(eqn: Any) -> list[int | None] | None:
+    operand, shape, to = eqn.invars[0].aval.shape, eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    if len(eqn.invars) > 1 or any(operand[i] != shape[dim] for i, dim in enumerate(to)):
+        return None
+    if len(shape) != len(operand) and any(size != 1 for dim, size in enumerate(shape) if dim not in to):
+        return None  # a real broadcast: a use
+    return [to.index(dim) if dim in to else None for dim in range(len(shape))]
+
+
+def _reshaped(eqn: Any) -> list[int | None] | None:
+    """Only reshapes that add or drop dims of size 1."""
+    before, after = eqn.invars[0].aval.shape, eqn.params["new_sizes"]
+    if len(eqn.invars) > 1 or [n for n in before if n != 1] != [n for n in after if n != 1]:
+        return None
+    kept = iter([dim for dim, size in enumerate(before) if size != 1])
+    return [None if size == 1 else next(kept) for size in after]
+
+
+def _sliced(eqn: Any) -> list[int] | None:
+    """A slice is a view where it takes all of every dim that is split; `_evaluate` knows only the shapes, so of all dims
+    but the first, over which layers are stacked."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return _same(eqn) if before[1:] == after[1:] and len(before) > 1 else None
+
+
+_VIEWS: dict[str, Callable[[Any], Any]] = {
+    "convert_element_type": _same,
+    "copy": _same,
+    "transpose": lambda eqn: list(eqn.params["permutation"]),
+    "squeeze": _squeezed,
+    "expand_dims": _broadcast,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshaped,
+    "slice": _sliced,
+    "dynamic_slice": _sliced,
+}
+
+
+# --- equations with jaxprs inside: the same equation around an inside that gathers -----------------------------------
+
+
+def _inner(closed: Any, homes: Sequence[Home | None], *, regather: bool, in_loop: bool) -> Any:
+    """The closed jaxpr of the same inputs and outputs that gathers the weights among its arguments at their use."""
+    avals = [var.aval for var in closed.jaxpr.invars]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+
+    def inside(*args: Any) -> list[Any]:
+        return _evaluate(closed, _label(args, homes), regather=regather, in_loop=in_loop)
+
+    return jax.make_jaxpr(inside)(*shapes)
+
+
+def _jit(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
+    homes = [_home(value) for value in ins]
+    key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
+    inner = _inner(eqn.params[key], homes, regather=regather, in_loop=in_loop)
+    return _run(eqn.replace(params={**eqn.params, key: inner}), list(map(_value, ins)))
+
+
+def _remat(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
+    homes = [_home(value) for value in ins]
+    inner = _inner(jex.ClosedJaxpr(eqn.params["jaxpr"], ()), homes, regather=False, in_loop=in_loop)
+    policy = eqn.params["policy"]
+
+    def keep_nothing_gathered(prim: Any, *args: Any, **params: Any) -> Any:
+        return False if prim.name == "sharding_constraint" else policy(prim, *args, **params)
+
+    params = {**eqn.params, "jaxpr": inner.jaxpr, "policy": policy and keep_nothing_gathered}
+    assert not inner.consts, "a remat's jaxpr is closed over nothing"
+    return _run(eqn.replace(params=params), list(map(_value, ins)))
+
+
+def _scan(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
+    n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    body = eqn.params["jaxpr"]
+    # A weight that every iteration reads whole is gathered once, before the loop; one that iterations take slices of, in it.
+    consts = [
+        value if _only_sliced(var, body.jaxpr) else _gather(value)
+        for var, value in zip(body.jaxpr.invars, ins[:n_consts], strict=False)
+    ]
+    ins = [*consts, *map(_gather, ins[n_consts : n_consts + n_carry]), *ins[n_consts + n_carry :]]
+    homes = [_home(value) for value in ins]
+    for i in range(n_consts + n_carry, len(ins)):
+        home = homes[i]
+        if home is not None:
+            homes[i] = home.dims(range(1, eqn.invars[i].aval.ndim))
+    inner = _inner(body, homes, regather=regather, in_loop=True)
+    return _run(eqn.replace(params={**eqn.params, "jaxpr": inner}), list(map(_value, ins)))
+
+
+def _only_sliced(var: Any, jaxpr: Any) -> bool:
+    uses = [eqn for eqn in jaxpr.eqns if var in [v for v in eqn.invars if not isinstance(v, jex.Literal)]]
+    return bool(uses) and all(eqn.primitive.name == "dynamic_slice" and _sliced(eqn) is not None for eqn in uses)
+
+
+_INSIDE: dict[str, Callable[..., list[Any]]] = {
+    "jit": _jit,
+    "pjit": _jit,
+    "closed_call": _jit,
+    "core_call": _jit,
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "remat": _remat,
+    "scan": _scan,
+}
