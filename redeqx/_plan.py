@@ -8,18 +8,18 @@ import fnmatch
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import PyTree
 
 from . import _rules
+from ._dataflow import leaves_read
 from ._mesh import FSDP, MODEL, replicated
 from ._paths import is_array_like, named_leaves, nearest, render
 
@@ -40,11 +40,12 @@ class LeafPlan:
     spec: P
     reason: str
     n_shards: int  # distinct pieces that the spec cuts the leaf into
+    is_read: bool | None = None  # whether the loss reads it; None where no loss was traced
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the whole leaf."""
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Plan:
 
     mesh: Mesh
     leaves: Mapping[str, LeafPlan]
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> LeafPlan:
         if name not in self.leaves:
@@ -175,6 +176,29 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None) -> 
                 f"Split it with `overrides={{'{name}': ...}}`."
             )
     return Plan(mesh, planned, tuple(warnings))
+
+
+def mark_read(plan: Plan, model: PyTree, fn: Callable[..., Any], *args: PyTree) -> Plan:
+    """The plan with a note on each leaf that `fn(model, *args)` does not read, by tracing it abstractly.
+
+    **Arguments:**
+
+    - `model`: of arrays or shapes; `fn` gets the same structure.
+    - `args`: PyTrees of arrays or shapes.
+    """
+    arrays, static = eqx.partition(model, is_array_like)
+    leaves, treedef = jax.tree.flatten(arrays)
+
+    def of_leaves(leaves: list[Any], *args: PyTree) -> Any:
+        return fn(eqx.combine(jax.tree.unflatten(treedef, leaves), static), *args)
+
+    reads = dict(zip(named_leaves(arrays), leaves_read(of_leaves, leaves, *args), strict=True))
+    note = "; the loss does not read it"
+    marked = {
+        name: replace(leaf, is_read=reads[name], reason=leaf.reason + ("" if reads[name] else note))
+        for name, leaf in plan.leaves.items()
+    }
+    return replace(plan, leaves=marked)
 
 
 def place(model: PyTree, plan: Plan) -> PyTree:
@@ -383,9 +407,7 @@ def _walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[s
                 stacked[f"{render(role_path)}.{leaf_name}"] = max(_n_stacked(linear), 0)
         heads, kv_heads = how.n_heads(node)
         found = _rules.attention(*roles.values(), n_shards=n_shards, heads=heads, kv_heads=kv_heads)
-        note = (
-            f"; recognised by the names of its fields, register {type(node).__name__} to be sure" if how.by_name else ""
-        )
+        note = f"; recognised by the names of its fields, register {type(node).__name__} to be sure" if how.by_name else ""
         for name, split in found.items():
             _set_layer(splits, name, _rules.Split(split.dim, split.reason + note), layers[name])
         rest = [(key, child) for key, child in _children(node) if render((key,)) not in roles]

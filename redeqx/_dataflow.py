@@ -1,0 +1,39 @@
+"""What a traced loss does with each leaf of a model, read from its jaxpr: so far, whether it reads the leaf at all."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+
+def leaves_read(fn: Callable[..., Any], leaves: Sequence[Any], *args: Any) -> list[bool]:
+    """For each leaf, whether the gradient of `fn(leaves, *args)` can depend on it.
+
+    Traces `fn` abstractly: no array is made. An inside that is not followed (`while`, `cond`) counts as reading all it gets.
+
+    **Arguments:**
+
+    - `fn`: takes a sequence of arrays, then any PyTrees, and returns arrays.
+    - `leaves`, `args`: arrays or `jax.ShapeDtypeStruct`s.
+    """
+    closed = jax.make_jaxpr(lambda leaves, *args: fn(leaves, *args))(list(leaves), *args)
+    live = _live_inputs(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    return live[: len(leaves)]
+
+
+def _live_inputs(jaxpr: Any, live_outputs: Sequence[bool]) -> list[bool]:
+    """Which inputs of a jaxpr some live output depends on, from the last equation to the first."""
+    live = {v for v, alive in zip(jaxpr.outvars, live_outputs, strict=True) if alive and not isinstance(v, jex.Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        outs = [var in live for var in eqn.outvars]
+        if not any(outs) or eqn.primitive.name == "stop_gradient":
+            continue
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        inner = getattr(inner, "jaxpr", inner)
+        if eqn.primitive.name != "scan" and inner is not None and len(inner.invars) == len(eqn.invars):
+            reads = _live_inputs(inner, outs)
+        else:
+            reads = [True] * len(eqn.invars)
+        live.update(v for v, read in zip(eqn.invars, reads, strict=True) if read and not isinstance(v, jex.Literal))
+    return [var in live for var in jaxpr.invars]

@@ -1,0 +1,231 @@
+"""The Deployer: devices, keys, plans, schedules and the console, joined for one run."""
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ._console import Console, Tracker
+from ._mesh import make_mesh, n_batch_shards
+from ._paths import is_array_like, named_leaves
+from ._plan import Overrides, Plan, make_plan, mark_read
+from ._step import as_sums
+
+
+class Deployer:
+    """The devices of a run and how models are laid out on them.
+
+    **Arguments:**
+
+    - `jax_seed`: the one seed of the run: keys, order of examples.
+    - `n_model_shards`: devices among which each layer's tensors are split. The number to raise when a model does not fit.
+    - `n_fsdp_shards`: devices among which parameters and optimizer state are split while the batch stays split. What both
+        leave over of the devices is data parallelism.
+    - `workdir`: the folder of the run: metrics, checkpoints, outputs. None records nothing.
+    - `verbose`: whether to print.
+    - `n_processes`, `host0_address`, `host0_port`, `process_id`, `n_local_devices`: of a run over several processes, which
+        this version does not carry.
+    - `run_tensorboard`: whether to write TensorBoard events to the workdir (extra `tensorboard`).
+    - `loggers`: further trackers; anything with `log(metrics: dict, step: int)`.
+
+    Raises ValueError where the shards do not divide the devices.
+    """
+
+    def __init__(
+        self,
+        jax_seed: int = 0,
+        n_model_shards: int = 1,
+        n_fsdp_shards: int = 1,
+        workdir: str | Path | None = None,
+        verbose: bool = True,
+        n_processes: int | None = None,
+        host0_address: str | None = None,
+        host0_port: int | None = None,
+        process_id: int | None = None,
+        n_local_devices: int | None = None,
+        run_tensorboard: bool = False,
+        loggers: Iterable[Tracker] = (),
+    ):
+        given = {"host0_address": host0_address, "host0_port": host0_port, "process_id": process_id}
+        given["n_local_devices"] = n_local_devices
+        if (n_processes or 1) != 1 or jax.process_count() > 1:
+            found = max(n_processes or 1, jax.process_count())
+            raise ValueError(f"`n_processes`: expected 1, got {found}. This version runs on one process; start one a host.")
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"`{name}`: expected None on one process, got {value!r}. Leave it out.")
+        self.jax_seed = jax_seed
+        self.mesh = make_mesh(n_model_shards, n_fsdp_shards)
+        self.workdir = None if workdir is None else Path(workdir)
+        if self.workdir is not None:
+            self.workdir.mkdir(parents=True, exist_ok=True)
+        self.console = Console(self.workdir, verbose=verbose, run_tensorboard=run_tensorboard, loggers=loggers)
+        self._n_keys = 0
+
+    @property
+    def n_batch_shards(self) -> int:
+        """In how many parts the rows of a batch are split: the data axis times the fsdp axis."""
+        return n_batch_shards(self.mesh)
+
+    def next_key(self) -> PRNGKeyArray:
+        """The next key of the run: the same at the same call of every run with the same seed."""
+        self._n_keys += 1
+        return jax.random.fold_in(jax.random.key(self.jax_seed), self._n_keys)
+
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        model: PyTree,
+        loss_fn: Callable[..., Any] | None = None,
+        batch: PyTree | None = None,
+        overrides: Overrides | None = None,
+    ) -> Plan:
+        """How each leaf of the model is split over the mesh, with a reason for each.
+
+        The order of the two rules is that of the walk over the model's fields. With a loss and a batch the loss is traced
+        too, and leaves that it does not read are marked.
+
+        **Arguments:**
+
+        - `model`: an Equinox module, of arrays or of their shapes (`eqx.filter_eval_shape`).
+        - `loss_fn`, `batch`: the loss, `(model, batch, key)`, and what `collate_fn` returns (or its shapes).
+        - `overrides`: specs by path or glob, as `{"head.weight": ("model", None)}`; None keeps a leaf whole; early
+            patterns win.
+
+        Raises ValueError for an override that matches nothing, names an unknown axis or does not divide. Warns of each
+        large leaf that no axis splits.
+        """
+        plan = make_plan(model, self.mesh, overrides)
+        for message in plan.warnings:
+            warnings.warn(message, stacklevel=2)
+        if loss_fn is None or batch is None:
+            if (loss_fn is None) != (batch is None):
+                missing = "batch" if batch is None else "loss_fn"
+                raise ValueError(f"`{missing}`: expected with `loss_fn` and `batch` both or neither, got None. Pass both.")
+            return plan
+
+        def total(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
+            return as_sums(loss_fn(model, batch, key), jax.tree.leaves(batch)[0].shape[0])[0]
+
+        return mark_read(plan, model, total, batch, jax.eval_shape(lambda: jax.random.key(0)))
+
+    def init(self, make_model: Callable[[], PyTree], plan: Plan | None = None) -> PyTree:
+        """The model that `make_model()` returns, each device creating only its own shards.
+
+        **Arguments:**
+
+        - `make_model`: makes the model, on the device, without arguments: `lambda: Model(key=deployer.next_key())`.
+        - `plan`: of its leaves; the walk's by default.
+        """
+        shapes = eqx.filter_eval_shape(make_model)
+        plan = self.plan(shapes) if plan is None else plan
+        arrays, static = eqx.partition(shapes, is_array_like)
+        shardings = [plan.sharding(name) for name in named_leaves(arrays)]
+
+        def make() -> list[Any]:
+            return jax.tree.leaves(eqx.filter(make_model(), is_array_like))
+
+        leaves = jax.jit(make, out_shardings=shardings)()
+        return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), static)
+
+    # --- batches and schedules ----------------------------------------------------------------------------------------
+
+    def get_accumulate_grad_batches(self, global_batch_size: int, per_device_batch_size: int) -> int:
+        """How many micro-batches make one update of `global_batch_size` examples.
+
+        Raises ValueError where `per_device_batch_size` times the batch shards does not divide it.
+        """
+        micro = per_device_batch_size * self.n_batch_shards
+        if per_device_batch_size < 1 or global_batch_size < 1 or global_batch_size % micro:
+            raise ValueError(
+                f"`global_batch_size`: expected a multiple of {per_device_batch_size} rows a device x "
+                f"{self.n_batch_shards} shards = {micro}, got {global_batch_size}. Change one of the two."
+            )
+        return global_batch_size // micro
+
+    def get_lr_schedule_fn(
+        self,
+        train_size: int,
+        per_device_batch_size: int,
+        n_epochs: int,
+        learning_rate: float,
+        schedule_type: str = "linear",
+        warmup_ratio: float = 0.0,
+        warmup_steps: int | None = None,
+        init_learning_rate: float = 0.0,
+        end_learning_rate: float = 0.0,
+        accumulate_grad_batches: int = 1,
+    ) -> optax.Schedule:
+        """A schedule over the optimizer updates of a fit: linear warm-up, then decay to the last update.
+
+        **Arguments:**
+
+        - `train_size`: examples an epoch; the last update of an epoch may hold fewer than the others.
+        - `schedule_type`: of the decay: `"linear"`, `"cosine"`, or `"constant"` for none.
+        - `warmup_ratio`, `warmup_steps`: the length of the warm-up, as a share of all updates or as updates.
+        - `accumulate_grad_batches`: micro-batches an update. Updates are counted, never micro-batches.
+
+        Raises ValueError for an unknown type, for sizes below 1 and for a warm-up longer than the fit.
+        """
+        sizes = {"train_size": train_size, "per_device_batch_size": per_device_batch_size, "n_epochs": n_epochs}
+        for name, size in {**sizes, "accumulate_grad_batches": accumulate_grad_batches}.items():
+            if size < 1:
+                raise ValueError(f"`{name}`: expected at least 1, got {size}. Pass a positive number.")
+        batch_size = per_device_batch_size * self.n_batch_shards * accumulate_grad_batches
+        n_steps = n_epochs * math.ceil(train_size / batch_size)
+        n_warmup = round(warmup_ratio * n_steps) if warmup_steps is None else warmup_steps
+        if not 0 <= n_warmup <= n_steps:
+            raise ValueError(f"`warmup_steps`: expected 0 to the {n_steps} updates of the fit, got {n_warmup}. Shorten it.")
+        n_decay = max(n_steps - n_warmup, 1)
+        if schedule_type == "linear":
+            decay = optax.linear_schedule(learning_rate, end_learning_rate, n_decay)
+        elif schedule_type == "cosine":
+            alpha = end_learning_rate / learning_rate if learning_rate else 0.0
+            decay = optax.cosine_decay_schedule(learning_rate, n_decay, alpha)
+        elif schedule_type == "constant":
+            decay = optax.constant_schedule(learning_rate)
+        else:
+            raise ValueError(
+                f"`schedule_type`: expected 'linear', 'cosine' or 'constant', got {schedule_type!r}. "
+                "Any optax schedule can be given to the optimizer instead."
+            )
+        if n_warmup == 0:
+            return decay
+        return optax.join_schedules([optax.linear_schedule(init_learning_rate, learning_rate, n_warmup), decay], [n_warmup])
+
+    # --- what is said and recorded ------------------------------------------------------------------------------------
+
+    def log_info(self, message: str, *, title: str | None = None) -> None:
+        """Prints a message, once for the whole run."""
+        self.console.info(message, title=title)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
+        """Records numbers by name at a step: `metrics.jsonl`, TensorBoard, the loggers."""
+        self.console.metrics(metrics, step)
+
+    def save_outputs(self, outputs: Sequence[Any], name: str = "outputs.jsonl") -> Path:
+        """Writes one JSON line an output to `workdir/outputs/NAME` and returns its path. Arrays become nested lists.
+
+        Raises ValueError without a workdir, TypeError for what JSON does not hold.
+        """
+        if self.workdir is None:
+            raise ValueError("`workdir`: expected a folder, got None. Pass `Deployer(workdir=...)` to save outputs.")
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, jax.Array | np.ndarray | np.generic):
+                return np.asarray(value).tolist()
+            raise TypeError(f"`outputs`: expected what JSON holds, got {type(value).__name__}. Convert it first.")
+
+        path = self.workdir / "outputs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(output, default=plain) + "\n" for output in outputs), "utf-8")
+        return path

@@ -1,0 +1,241 @@
+"""A whole run of training: epochs, evaluations, checkpoints, and going on where an earlier run stopped.
+
+It drives a Trainer, which takes the steps. Where a run stands is four numbers (`Position`), saved beside the weights, so
+that a run that was killed ends with the same bits as one that was not.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._console import Progress
+from ._data import check_examples, examples_of, size_of, slices
+
+if TYPE_CHECKING:
+    from ._trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands: after `examples` examples of an epoch of one of the trainer's fits, all counted from 0.
+
+    `data_state` is what an iterable of examples says of itself there.
+    """
+
+    fit: int = 0
+    epoch: int = 0
+    examples: int = 0
+    data_state: Any = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `Trainer.fit`, which documents them."""
+
+    train_examples: Any
+    per_device_batch_size: int
+    n_epochs: int
+    eval_examples: Any = None
+    eval_per_device_batch_size: int | None = None
+    eval_loss: bool = True
+    eval_predictor: Any = None
+    eval_metric_fn: Callable[[Any, list], Mapping[str, Any]] | None = None
+    eval_sanity_check: bool = True
+    eval_every_n_steps: int | None = None
+    save_every_n_steps: int | None = None
+    save_ckpt_every_k_epochs: int | None = None
+    save_last_ckpt: bool = False
+    save_argmin_ckpt_by_metrics: Sequence[str] = ()
+    save_argmax_ckpt_by_metrics: Sequence[str] = ()
+    keep_last: int = 2
+    save_opt_states: bool = True
+    save_float_dtype: Any = None
+    resume: bool = True
+
+    @property
+    def tracked(self) -> dict[str, tuple[str, float]]:
+        """For each tag of a best checkpoint its metric, and +1 where more is better, -1 where less is."""
+        least = {f"argmin_{name}": (name, -1.0) for name in self.save_argmin_ckpt_by_metrics}
+        return {**least, **{f"argmax_{name}": (name, 1.0) for name in self.save_argmax_ckpt_by_metrics}}
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_examples is not None and (self.eval_loss or self.eval_metric_fn is not None)
+
+    @property
+    def saves(self) -> bool:
+        return bool(self.save_every_n_steps or self.save_ckpt_every_k_epochs or self.save_last_ckpt or self.tracked)
+
+    def check(self, workdir: Path | None) -> None:
+        """Raise for arguments that cannot work, before any work."""
+        for name in ("per_device_batch_size", "n_epochs", "keep_last"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}`: expected at least 1, got {getattr(self, name)}. Pass a positive number.")
+        optional = (
+            "eval_per_device_batch_size",
+            "eval_every_n_steps",
+            "save_every_n_steps",
+            "save_ckpt_every_k_epochs",
+        )
+        for name in optional:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}`: expected at least 1 or None, got {value}. Pass a positive number.")
+        for name in ("save_argmin_ckpt_by_metrics", "save_argmax_ckpt_by_metrics"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(
+                    f"`{name}`: expected names of metrics in a list, got a string. Write [{getattr(self, name)!r}]."
+                )
+        check_examples(self.train_examples)
+        if self.eval_examples is not None and size_of(self.eval_examples) is None:
+            found = type(self.eval_examples).__name__
+            raise TypeError(f"`eval_examples`: expected `len()` and integer items, got {found}. Pass a list.")
+        if self.eval_examples is not None:
+            check_examples(self.eval_examples, "eval_examples")
+        if self.eval_metric_fn is not None and self.eval_predictor is None:
+            raise ValueError("`eval_metric_fn`: expected with an `eval_predictor`, got None. Pass the predictor too.")
+        needs_eval = self.eval_predictor is not None or self.eval_every_n_steps or self.tracked
+        if needs_eval and not self.evaluates:
+            raise ValueError(
+                "`eval_examples`: expected examples and something to evaluate, got "
+                f"{'none' if self.eval_examples is None else 'no `eval_loss` and no `eval_metric_fn`'}. "
+                "The evaluation that was asked for needs them."
+            )
+        if self.saves and workdir is None:
+            raise ValueError("`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`.")
+
+
+@dataclass
+class Fit:
+    """One fit of a trainer, under way."""
+
+    trainer: "Trainer"
+    options: Options
+    metrics: dict[str, float] = field(default_factory=dict)  # of the newest evaluation
+
+    def run(self) -> dict[str, float]:
+        """Train to the end of the last epoch; returns the metrics of the last evaluation."""
+        options, trainer = self.options, self.trainer
+        options.check(trainer.deployer.workdir)
+        start = trainer._begin_fit(options.resume)
+        if start is None:
+            trainer.deployer.log_info("this fit is done already: the checkpoint was saved after it")
+            return {}
+        console = trainer.deployer.console
+        with console.progress(n_epochs=options.n_epochs, first_step=trainer.step) as progress:
+            if options.eval_examples is not None and options.eval_sanity_check:
+                self._check_evaluation(progress)
+            for epoch in range(start.epoch, options.n_epochs):
+                self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), progress)
+        trainer._end_fit()
+        self._summarise()
+        return self.metrics
+
+    def _epoch(self, epoch: int, start: Position, progress: Progress) -> None:
+        options, trainer = self.options, self.trainer
+        examples = examples_of(options.train_examples, epoch)
+        n, batch_size = size_of(examples), trainer.batch_size(options.per_device_batch_size)
+        if n is not None:
+            trainer._check_train_size(n)
+            left = -(-(n - start.examples) // batch_size) + (options.n_epochs - epoch - 1) * -(-n // batch_size)
+            progress.n_steps = trainer.step + left
+        steps = slices(
+            examples,
+            batch_size,
+            seed=(trainer.deployer.jax_seed, start.fit, epoch),
+            position=start.examples,
+            state=start.data_state,
+        )
+        for ready, is_last in trainer._updates(steps, options.per_device_batch_size, progress, epoch):
+            if is_last:
+                break  # what is due then is due at the end of the epoch
+            trainer._position = Position(start.fit, epoch, ready.position, ready.data_state)
+            tags = self._evaluate(progress) if _is_due(trainer.step, options.eval_every_n_steps) else set()
+            if tags or _is_due(trainer.step, options.save_every_n_steps):
+                self._save(tags, progress)
+        trainer._flush(progress)
+        trainer._position = Position(start.fit, epoch + 1)
+        tags = self._evaluate(progress) if options.evaluates else set()
+        if _is_due(epoch + 1, options.save_ckpt_every_k_epochs):
+            tags.add(f"epoch_{epoch + 1}")
+        if tags or options.save_last_ckpt or _is_due(trainer.step, options.save_every_n_steps):
+            self._save(tags, progress)
+
+    # --- evaluation -----------------------------------------------------------------------------------------------------
+
+    def _measure(self, examples: Any, progress: Progress) -> dict[str, float]:
+        options, trainer = self.options, self.trainer
+        rows = options.eval_per_device_batch_size or options.per_device_batch_size
+        metrics: dict[str, float] = {}
+        with progress.pause("evaluating"):
+            if options.eval_loss:
+                metrics.update(trainer.eval_metrics(examples, rows))
+            if options.eval_predictor is not None:
+                outputs = options.eval_predictor.predict(examples, rows, model=trainer.model)
+                if options.eval_metric_fn is not None:
+                    metrics.update({k: float(v) for k, v in options.eval_metric_fn(examples, outputs).items()})
+        missing = sorted({name for name, _ in options.tracked.values()} - set(metrics))
+        if missing:
+            raise ValueError(
+                f"`save_argmin_ckpt_by_metrics`, `save_argmax_ckpt_by_metrics`: expected metrics among {sorted(metrics)}, "
+                f"which the evaluation returns, got {missing}. Return them from `eval_metric_fn`, or drop them."
+            )
+        return metrics
+
+    def _check_evaluation(self, progress: Progress) -> None:
+        """Run the whole evaluation on one batch, so that a mistake in it shows before training and not after an epoch."""
+        options = self.options
+        rows = options.eval_per_device_batch_size or options.per_device_batch_size
+        n = min(size_of(options.eval_examples) or 0, rows * self.trainer.deployer.n_batch_shards)
+        self._measure([options.eval_examples[i] for i in range(n)], progress)
+
+    def _evaluate(self, progress: Progress) -> set[str]:
+        """Evaluate; returns the tags of which this is now the best checkpoint."""
+        trainer = self.trainer
+        trainer._flush(progress)
+        self.metrics = self._measure(self.options.eval_examples, progress)
+        console = trainer.deployer.console
+        console.metrics({f"eval_{name}": value for name, value in self.metrics.items()}, trainer.step)
+        console.info(f"step {trainer.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in self.metrics.items()))
+        better = set()
+        for tag, (name, sign) in self.options.tracked.items():
+            value, best = self.metrics[name], trainer._best.get(tag)
+            if value == value and (best is None or sign * value > sign * best["value"]):  # NaN is never the best
+                trainer._best[tag] = {"value": value, "step": trainer.step}
+                better.add(tag)
+        return better
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def _save(self, tags: set[str], progress: Progress) -> None:
+        options, trainer = self.options, self.trainer
+        trainer._flush(progress)  # a loss that is not finite raises here, before anything is written
+        with progress.pause("saving"):
+            path = trainer._save(
+                sorted(tags),
+                metrics=self.metrics,
+                keep_last=options.keep_last,
+                save_opt_states=options.save_opt_states,
+                save_float_dtype=options.save_float_dtype,
+            )
+        names = ", ".join(["last", *sorted(tags)])
+        trainer.deployer.console.info(f"step {trainer.step}: saved {path} ({names})")
+
+    def _summarise(self) -> None:
+        trainer = self.trainer
+        rows = {"steps": f"{trainer.step:,}"}
+        rows.update({f"eval {name}": f"{value:.6g}" for name, value in self.metrics.items()})
+        checkpoints = trainer._checkpoints
+        index = {} if checkpoints is None else checkpoints.index()
+        for tag in self.options.tracked:
+            if tag in trainer._best and tag in index:
+                best = trainer._best[tag]
+                rows[tag] = f"{best['value']:.6g} at step {best['step']}: {checkpoints.resolve(tag)}"
+        if "last" in index:
+            rows["last"] = str(checkpoints.resolve("last"))
+        trainer.deployer.console.summary(rows)
+
+
+def _is_due(count: int, every: int | None) -> bool:
+    return every is not None and count % every == 0

@@ -1,0 +1,151 @@
+"""The Predictor: a model and `pred_fn` over any number of examples, in their order."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from ._data import collate, pad_rows, prefetch
+from ._deployer import Deployer
+from ._mesh import replicated, split_rows
+from ._paths import is_array_like
+from ._plan import Plan, place
+from ._step import Parts, make_predict_step
+
+
+class Predictor:
+    """Runs `pred_fn` on a model, batch by batch, on the deployer's mesh.
+
+    **Arguments:**
+
+    - `deployer`: the devices.
+    - `model`: an Equinox module; switched to inference mode for `pred_fn`. None where each `predict` gets its own.
+    - `collate_fn`: examples to a PyTree of numpy arrays with a row an example.
+    - `pred_fn`: `(model, batch, key)` to a PyTree of arrays with a row an example; with `model_state`,
+        `(model, state, batch, key)`. Rows must not depend on each other: the last batch is filled up with its last row.
+    - `output_fn`: the outputs of a batch (numpy, without the filling) to a list with an entry an example; by default a
+        list of the rows.
+    - `model_state`: of layers that have one, as `eqx.nn.make_with_state` gives it.
+    - `compute_dtype`: floating leaves of the model are cast to it for `pred_fn`.
+    - `plan`: how the model is split; `deployer.plan(model)` by default.
+    """
+
+    def __init__(
+        self,
+        deployer: Deployer,
+        *,
+        model: PyTree | None = None,
+        collate_fn: Callable[[list], PyTree],
+        pred_fn: Callable[..., PyTree],
+        output_fn: Callable[[PyTree], list] | None = None,
+        model_state: PyTree | None = None,
+        compute_dtype: Any = None,
+        plan: Plan | None = None,
+    ):
+        self._deployer = deployer
+        self._model = model
+        self._collate_fn = collate_fn
+        self._pred_fn = pred_fn
+        self._output_fn = output_fn or _rows
+        self._model_state = model_state
+        self._compute_dtype = compute_dtype
+        self._plan = plan
+        self._step: tuple[Any, Parts, Callable[..., Any]] | None = None
+        self._placed: tuple[PyTree, PyTree] | None = None
+        # Set by a Trainer: its model and state of the moment, and its plan.
+        self._source: Callable[[], tuple[PyTree, PyTree, Plan]] | None = None
+
+    def predict(self, examples: Any, per_device_batch_size: int, model: PyTree | None = None) -> list:
+        """The outputs of all examples, in their order.
+
+        **Arguments:**
+
+        - `examples`: anything with `len()` and integer items.
+        - `per_device_batch_size`: rows at one position of the data and fsdp axes.
+        - `model`: in place of the Predictor's own, of the same structure.
+
+        Raises ValueError where `output_fn` does not return an entry an example.
+        """
+        return [output for batch in self.iterate(examples, per_device_batch_size, model) for output in batch]
+
+    def iterate(self, examples: Any, per_device_batch_size: int, model: PyTree | None = None) -> Iterator[list]:
+        """The outputs batch by batch, as the device hands them on, for more examples than the host holds outputs of."""
+        if per_device_batch_size < 1:
+            raise ValueError(f"`per_device_batch_size`: expected at least 1, got {per_device_batch_size}.")
+        n = len(examples)
+        if n == 0:
+            return
+        model, state, plan = self._resolve(model)
+        parts, step = self._step_for(model, state, plan)
+        trained, frozen = parts.take(model)
+        state_leaves = jax.tree.leaves(state)
+        n_shards = self._deployer.n_batch_shards
+        batch_size = min(per_device_batch_size * n_shards, -(-n // n_shards) * n_shards)
+        sharding = split_rows(self._deployer.mesh)
+
+        def prepare() -> Iterator[tuple[int, PyTree]]:
+            for start in range(0, n, batch_size):
+                rows = [examples[i] for i in range(start, min(start + batch_size, n))]
+                batch = pad_rows(collate(self._collate_fn, rows), batch_size)
+                yield len(rows), jax.device_put(batch, sharding)
+
+        key = jax.device_put(jax.random.key(self._deployer.jax_seed), replicated(self._deployer.mesh))
+        pending: deque[tuple[int, PyTree]] = deque()
+        for i, (n_rows, batch) in enumerate(prefetch(prepare())):
+            outputs = step(trained, frozen, state_leaves, batch, key, np.uint32(i))
+            jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
+            pending.append((n_rows, outputs))
+            if len(pending) > 1:  # one batch computes while the one before is handed on
+                yield self._hand_on(*pending.popleft())
+        while pending:
+            yield self._hand_on(*pending.popleft())
+
+    def _hand_on(self, n_rows: int, outputs: PyTree) -> list:
+        listed = self._output_fn(jax.tree.map(lambda x: np.asarray(x)[:n_rows], outputs))
+        if not isinstance(listed, Sequence) or isinstance(listed, str) or len(listed) != n_rows:
+            found = f"{len(listed)} entries" if hasattr(listed, "__len__") else type(listed).__name__
+            raise ValueError(
+                f"`output_fn`: expected a list of {n_rows} entries, one for each example, got {found}. "
+                "Return a list with an entry for each row of the batch."
+            )
+        return list(listed)
+
+    def _resolve(self, model: PyTree | None) -> tuple[PyTree, PyTree, Plan]:
+        """The model and state to run, placed, and the plan by which they are."""
+        if self._source is not None:
+            own, state, plan = self._source()
+            return (own if model is None else place(model, plan)), state, plan
+        if model is None and self._model is None:
+            raise ValueError("`model`: expected a model, got None. Pass it to `Predictor` or to `predict`.")
+        if self._plan is None:
+            self._plan = self._deployer.plan(self._model if model is None else model)
+        state = _placed_whole(self._model_state, self._deployer)
+        if model is not None:
+            return place(model, self._plan), state, self._plan
+        if self._placed is None:
+            self._placed = (place(self._model, self._plan), state)
+        return *self._placed, self._plan
+
+    def _step_for(self, model: PyTree, state: PyTree, plan: Plan) -> tuple[Parts, Callable[..., Any]]:
+        """The compiled step, made anew where the model's structure is another one."""
+        structure = jax.tree.structure(eqx.filter(model, is_array_like))
+        if self._step is None or self._step[0] != structure:
+            parts = Parts.of(model)
+            treedef = None if state is None else jax.tree.structure(state)
+            step = make_predict_step(parts, plan, self._pred_fn, treedef, self._compute_dtype)
+            self._step = (structure, parts, step)
+        return self._step[1], self._step[2]
+
+
+def _rows(outputs: PyTree) -> list:
+    """A batch of outputs as a list of the rows: arrays, or PyTrees of them."""
+    leaves, treedef = jax.tree.flatten(outputs)
+    return [jax.tree.unflatten(treedef, row) for row in zip(*leaves, strict=True)]
+
+
+def _placed_whole(state: PyTree, deployer: Deployer) -> PyTree:
+    return None if state is None else jax.device_put(state, replicated(deployer.mesh))

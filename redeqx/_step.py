@@ -1,0 +1,392 @@
+"""The train, eval and predict steps: one program for every mesh, under filtered jit.
+
+A step takes a model apart once (`Parts`: arrays that are trained, arrays that are not, and everything else) and jits a
+function of flat lists of arrays. `eqx.filter_jit` would walk the whole module on every call; here the walk happens once.
+
+Sums are kept as sums: a loss is a total and a weight, both are added over rows, devices and micro-batches, and divided
+once. So no number depends on how the work was cut.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jaxtyping import Array, PyTree
+
+from ._apply import Home, gather_at_use
+from ._mesh import replicated, split_rows
+from ._paths import is_array_like, named_leaves
+from ._plan import Plan, shardings_like
+
+
+class Loss(eqx.Module):
+    """The exact form of a loss: a sum, and what to divide it by.
+
+    The library adds totals and weights over devices, micro-batches and evaluation batches, and divides once.
+
+    **Arguments:**
+
+    - `total`: a scalar, the sum over the rows (or tokens) of a micro-batch.
+    - `weight`: a scalar, how many of them there are. It is not differentiated.
+    - `metrics`: more sums by name, reported divided by `weight`; or pairs `(total, weight)` with their own.
+    """
+
+    total: Any
+    weight: Any
+    metrics: Mapping[str, Any] = eqx.field(default_factory=dict)
+
+
+def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Array, dict[str, tuple[Array, Array]]]:
+    """A loss as `(total, weight, {name: (total, weight)})`, all scalars of float32 (float64 in 64-bit mode).
+
+    **Arguments:**
+
+    - `loss`: a `Loss`, or a scalar that is a mean over `n_rows` rows.
+
+    Raises TypeError for anything that is not numbers, ValueError for numbers that are not scalars.
+    """
+    dtype = jnp.zeros(()).dtype
+
+    def scalar(name: str, value: Any) -> Array:
+        try:
+            value = jnp.asarray(value)
+        except TypeError as error:
+            raise TypeError(
+                f"`{where}`: expected {name} to be a scalar, got {type(value).__name__}. "
+                "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`."
+            ) from error
+        if value.shape != ():
+            raise ValueError(
+                f"`{where}`: expected {name} to be a scalar, got shape {value.shape}. "
+                "Return its mean, or `redeqx.Loss(total=its sum, weight=its size)`."
+            )
+        if not jnp.issubdtype(value.dtype, jnp.number) or jnp.issubdtype(value.dtype, jnp.complexfloating):
+            raise TypeError(f"`{where}`: expected {name} to be a real number, got {value.dtype}. Take its real part.")
+        return value.astype(dtype)
+
+    if not isinstance(loss, Loss):
+        return scalar("the loss", loss) * n_rows, jnp.asarray(n_rows, dtype), {}
+    weight = jax.lax.stop_gradient(scalar("`Loss.weight`", loss.weight))
+    metrics = {}
+    for name, metric in loss.metrics.items():
+        total, over = metric if isinstance(metric, tuple) else (metric, weight)
+        metrics[name] = (scalar(f"metric {name!r}", total), scalar(f"the weight of metric {name!r}", over))
+    return scalar("`Loss.total`", loss.total), weight, jax.lax.stop_gradient(metrics)
+
+
+# --- a model in parts -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a model is taken apart into flat lists of arrays, and put together again.
+
+    `trained` and `frozen` arrays are lists in the tree's order; what is no array stays in `static`.
+    """
+
+    names: tuple[tuple[str, ...], tuple[str, ...]]  # of the trained and the frozen leaves
+    treedefs: tuple[Any, Any]
+    static: PyTree
+
+    @classmethod
+    def of(cls, model: PyTree, trainable: Any = eqx.is_inexact_array) -> "Parts":
+        """The parts of a model, or of its shapes."""
+        arrays, static = eqx.partition(model, is_array_like)
+        # Shapes count as the arrays that they stand for, which `eqx.is_inexact_array` alone would not see.
+        trained, frozen = eqx.partition(arrays, _is_inexact if trainable is eqx.is_inexact_array else trainable)
+        names = (tuple(named_leaves(trained)), tuple(named_leaves(frozen)))
+        return cls(names, (jax.tree.structure(trained), jax.tree.structure(frozen)), static)
+
+    def take(self, model: PyTree) -> tuple[list[Any], list[Any]]:
+        """The trained and the frozen arrays of a model of the same structure."""
+        leaves = named_leaves(model)
+        return [leaves[name] for name in self.names[0]], [leaves[name] for name in self.names[1]]
+
+    def trained_tree(self, trained: Sequence[Any]) -> PyTree:
+        """The model with None for all but the trained arrays, as an optimizer sees it."""
+        return jax.tree.unflatten(self.treedefs[0], trained)
+
+    def put(
+        self, trained: Sequence[Any], frozen: Sequence[Any], *, inference: bool = False, compute_dtype: Any = None
+    ) -> PyTree:
+        """The model of these arrays, its floating leaves cast to `compute_dtype` where that is given."""
+        trees = [jax.tree.unflatten(d, leaves) for d, leaves in zip(self.treedefs, (trained, frozen), strict=True)]
+        if compute_dtype is not None:
+            trees = jax.tree.map(lambda x: x.astype(compute_dtype) if _is_floating(x) else x, trees)
+        model = eqx.combine(*trees, self.static)
+        return eqx.nn.inference_mode(model) if inference else model
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return is_array_like(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def homes(plan: Plan, names: Sequence[str]) -> list[Home | None]:
+    """For each leaf that the fsdp axis splits, where it lives and how it is used."""
+    found = []
+    for name in names:
+        lives = plan.sharding(name)
+        used = NamedSharding(plan.mesh, plan.spec_in_use(name))
+        found.append(None if lives.spec == used.spec else Home(lives, used))
+    return found
+
+
+# --- the steps ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Functions:
+    """What the user wrote, over a model in parts."""
+
+    parts: Parts
+    plan: Plan
+    loss_fn: Callable[..., Any]
+    has_state: bool = False
+    compute_dtype: Any = None
+    grad_fn: Callable[..., Any] | None = None
+
+    def _model(self, weights: Sequence[Array], inference: bool) -> PyTree:
+        n_trained = len(self.parts.names[0])
+        return self.parts.put(
+            weights[:n_trained], weights[n_trained:], inference=inference, compute_dtype=self.compute_dtype
+        )
+
+    def _gathered(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return gather_at_use(fn, homes(self.plan, [name for names in self.parts.names for name in names]))
+
+    def loss(self, inference: bool) -> Callable[..., Any]:
+        """`(weights, state, batch, key) -> (total, (weight, metrics, state))`, weights gathered at their use."""
+
+        def loss(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
+            model = self._model(weights, inference)
+            out = self.loss_fn(model, *([state] if self.has_state else []), batch, key)
+            out, state = self._with_state(out, state, "loss_fn")
+            total, weight, metrics = as_sums(out, _n_rows(batch))
+            return total, (weight, metrics, state)
+
+        return self._gathered(loss)
+
+    def gradient(self) -> Callable[..., Any]:
+        """`(trained, frozen, state, batch, key) -> (gradients of the total, total, weight, metrics, state)`."""
+        loss = self.loss(inference=False)
+
+        def default(trained: list, frozen: list, state: PyTree, batch: PyTree, key: Array) -> Any:
+            def of_trained(trained: list) -> Any:
+                return loss([*trained, *frozen], state, batch, key)
+
+            (total, (weight, metrics, state)), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
+            return grads, total, weight, metrics, state
+
+        if self.grad_fn is None:
+            return default
+        grad_fn = self.grad_fn
+
+        def user(weights: list, state: PyTree, batch: PyTree, key: Array) -> Any:
+            model = self._model(weights, inference=False)
+            out, grads = grad_fn(model, *([state] if self.has_state else []), batch, key)
+            out, state = self._with_state(out, state, "grad_fn")
+            total, weight, metrics = as_sums(out, _n_rows(batch), "grad_fn")
+            leaves = {name: leaf for name, leaf in named_leaves(grads).items() if is_array_like(leaf)}
+            picked = []
+            for name, param in zip(self.parts.names[0], weights, strict=False):
+                if name not in leaves or leaves[name].shape != param.shape:
+                    found = leaves[name].shape if name in leaves else "none"
+                    raise ValueError(
+                        f"`grad_fn` gradient `{name}`: expected shape {param.shape}, got {found}. "
+                        "Return a gradient for every trainable leaf, in the model's structure."
+                    )
+                picked.append(leaves[name] * weight)
+            return picked, total, weight, metrics, state
+
+        gathered = self._gathered(user)
+        return lambda trained, frozen, *rest: gathered([*trained, *frozen], *rest)
+
+    def _with_state(self, out: Any, state: PyTree, where: str) -> tuple[Any, PyTree]:
+        if not self.has_state:
+            return out, state
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"`{where}`: expected `(loss, state)`, as `model_state` was given, got {type(out).__name__}. "
+                "Return the state beside the loss."
+            )
+        return out
+
+
+def _n_rows(batch: PyTree) -> int:
+    return jax.tree.leaves(batch)[0].shape[0]
+
+
+def _accumulate(fn: Callable[..., Any], state: PyTree, groups: Sequence[PyTree], key: Array) -> tuple[Any, PyTree]:
+    """The sums of `fn(state, micro_batch, key) -> (sums, state)` over all micro-batches of all groups, and the last state.
+
+    Each micro-batch has its own key, by its place in the step.
+    """
+    sums: Any = None
+    start = 0
+    for group in groups:
+        n = jax.tree.leaves(group)[0].shape[0]
+
+        def of(state: PyTree, i: Any, micro_batch: PyTree) -> Any:
+            return fn(state, micro_batch, jax.random.fold_in(key, i))
+
+        if n == 1:
+            added, state = of(state, start, jax.tree.map(lambda x: x[0], group))
+        else:
+
+            def body(carry: Any, xs: Any) -> Any:
+                total, state = carry
+                added, state = of(state, *xs)
+                return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, added), state), None
+
+            first = jax.tree.map(lambda x: x[0], group)
+            shapes = jax.eval_shape(lambda state, first: of(state, 0, first)[0], state, first)
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
+            (added, state), _ = jax.lax.scan(body, (zeros, state), (start + jnp.arange(n), group))
+        sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
+        start += n
+    return sums, state
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the lists of arrays that a train step carries live."""
+
+    trained: list[NamedSharding]
+    opt_state: list[NamedSharding]
+    state: list[NamedSharding]
+
+
+def make_train_step(
+    functions: Functions,
+    optimizer: optax.GradientTransformation,
+    lr_schedule_fn: Callable[[Any], Any] | None,
+    opt_treedef: Any,
+    state_treedef: Any,
+    layout: Layout,
+) -> tuple[Callable[..., Any], list[str]]:
+    """The jitted step `(trained, opt_state, state, step, frozen, key, groups) -> (trained, opt_state, state, step, vector)`.
+
+    All but the frozen arrays, the key and the batch are donated. The vector holds the metrics whose names the list has
+    once the step has been traced: one transfer a step, however many there are.
+    """
+    parts, mesh = functions.parts, functions.plan.mesh
+    gradient = functions.gradient()
+    names: list[str] = []
+
+    def step_fn(trained, opt_state, state, step, frozen, key, groups):
+        key = jax.random.fold_in(key, step)
+
+        def micro_step(state, batch, key):
+            tree = jax.tree.unflatten(state_treedef, state)
+            grads, total, weight, metrics, tree = gradient(trained, frozen, tree, batch, key)
+            grads = [jax.lax.with_sharding_constraint(g, s) for g, s in zip(grads, layout.trained, strict=True)]
+            return (grads, total, weight, metrics), _state_leaves(tree, state, state_treedef)
+
+        (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, key)
+        grads = [(g / weight.astype(g.dtype)).astype(x.dtype) for g, x in zip(grads, trained, strict=True)]
+        # A sum of squares a leaf: `vdot` or raveling would gather every split gradient.
+        squares = [jnp.sum(jnp.square(g.astype(total.dtype))) for g in grads]
+        values = {"loss": total / weight, "grad_norm": jnp.sqrt(jnp.sum(jnp.stack(squares)))}
+        if lr_schedule_fn is not None:
+            values["learning_rate"] = jnp.asarray(lr_schedule_fn(step), total.dtype)
+        values.update({name: metric / over for name, (metric, over) in metrics.items()})
+        tree = parts.trained_tree(trained)
+        updates, opt_tree = optimizer.update(parts.trained_tree(grads), jax.tree.unflatten(opt_treedef, opt_state), tree)
+        trained = jax.tree.leaves(eqx.apply_updates(tree, updates))
+        names[:] = values
+        return trained, jax.tree.leaves(opt_tree), state, step + 1, jnp.stack(list(values.values()))
+
+    whole = replicated(mesh)
+    shardings = (layout.trained, layout.opt_state, layout.state, whole, whole)
+    return jax.jit(step_fn, donate_argnums=(0, 1, 2, 3), out_shardings=shardings), names
+
+
+def _state_leaves(tree: PyTree, before: Sequence[Array], treedef: Any) -> list[Array]:
+    if jax.tree.structure(tree) != treedef:
+        raise ValueError(
+            "`loss_fn` state: expected the structure of `model_state`, got another one. "
+            "Return the state that the model's call returned."
+        )
+    return [new.astype(old.dtype) for new, old in zip(jax.tree.leaves(tree), before, strict=True)]
+
+
+def make_eval_step(functions: Functions, state_treedef: Any) -> tuple[Callable[..., Any], list[str]]:
+    """The jitted `(trained, frozen, state, key, i, groups) -> vector` of sums, of the `i`-th batch: total and weight of the
+    loss, then those of each metric in the list of names; the model in inference mode."""
+    loss = functions.loss(inference=True)
+    names: list[str] = []
+
+    def eval_fn(trained, frozen, state, key, i, groups):
+        def micro_step(state, batch, key):
+            total, (weight, metrics, _) = loss([*trained, *frozen], jax.tree.unflatten(state_treedef, state), batch, key)
+            return {"loss": (total, weight), **metrics}, state
+
+        sums, _ = _accumulate(micro_step, state, groups, jax.random.fold_in(key, i))
+        names[:] = sums
+        return jnp.stack([x for pair in sums.values() for x in pair])
+
+    return jax.jit(eval_fn, out_shardings=replicated(functions.plan.mesh)), names
+
+
+def make_predict_step(
+    parts: Parts, plan: Plan, pred_fn: Callable[..., Any], state_treedef: Any = None, compute_dtype: Any = None
+) -> Callable[..., Any]:
+    """The jitted `(trained, frozen, state, batch, key, i) -> outputs` of the `i`-th batch, rows split over the batch axes; the
+    model in inference mode.
+
+    **Arguments:**
+
+    - `state_treedef`: of the model state that `pred_fn` gets too; None where there is none.
+    """
+    n_trained = len(parts.names[0])
+
+    def predict(weights, state, batch, key):
+        model = parts.put(weights[:n_trained], weights[n_trained:], inference=True, compute_dtype=compute_dtype)
+        extra = [] if state_treedef is None else [jax.tree.unflatten(state_treedef, state)]
+        outputs = pred_fn(model, *extra, batch, key)
+        n_rows = _n_rows(batch)
+        for name, leaf in named_leaves(outputs).items():
+            if not is_array_like(leaf) or not leaf.shape or leaf.shape[0] != n_rows:
+                found = getattr(leaf, "shape", type(leaf).__name__)
+                raise ValueError(
+                    f"`pred_fn` output `{name}`: expected {n_rows} rows, one for each of the batch, got {found}. "
+                    "Return arrays whose leading dim is the batch."
+                )
+        return outputs
+
+    gathered = gather_at_use(predict, homes(plan, [name for names in parts.names for name in names]))
+
+    def predict_fn(trained, frozen, state, batch, key, i):
+        return gathered([*trained, *frozen], state, batch, jax.random.fold_in(key, i))
+
+    return jax.jit(predict_fn, out_shardings=split_rows(plan.mesh))
+
+
+def init_opt_state(
+    optimizer: optax.GradientTransformation, parts: Parts, trained: Sequence[Array], plan: Plan
+) -> tuple[list[Array], Any, list[NamedSharding]]:
+    """The optimizer's state as leaves, its treedef, and where the leaves live; created in place, never whole."""
+
+    def init(trained: Sequence[Array]) -> PyTree:
+        return optimizer.init(parts.trained_tree(trained))
+
+    shapes = jax.eval_shape(init, list(trained))
+    treedef = jax.tree.structure(shapes)
+    shardings = jax.tree.leaves(shardings_like(shapes, plan))
+    leaves = jax.jit(lambda trained: jax.tree.leaves(init(trained)), out_shardings=shardings)(list(trained))
+    return leaves, treedef, shardings
+
+
+def shard_bytes(arrays: Sequence[jax.Array]) -> int:
+    """Bytes of these arrays that one device holds."""
+    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in arrays)

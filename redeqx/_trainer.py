@@ -1,0 +1,573 @@
+"""The Trainer: a model, an optimizer and a loss; one update after another, on any mesh.
+
+It holds the state of training and takes single passes over examples. A whole run, with its epochs, evaluations,
+checkpoints and resumption, is `_fit`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from ._checkpoint import Checkpoints
+from ._console import Progress
+from ._data import Slice, check_examples, collate, cut_rows, n_tokens, place_batch, prefetch, slices
+from ._deployer import Deployer
+from ._fit import Fit, Options, Position
+from ._mesh import replicated
+from ._paths import named_leaves
+from ._plan import Plan, mark_read, place
+from ._predictor import Predictor
+from ._step import Functions, Layout, Parts, as_sums, init_opt_state, make_eval_step, make_train_step, shard_bytes
+
+# Metrics are read this many steps late, so that the device always has a step queued while the host reads.
+_LAG = 2
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A step's batch on the mesh."""
+
+    groups: tuple[PyTree, ...]
+    n_examples: int
+    n_tokens: int | None
+    position: int  # examples of the epoch up to its end
+    data_state: Any
+
+    @property
+    def signature(self) -> Any:
+        """What a compiled program depends on."""
+        return tuple(
+            (jax.tree.structure(g), *((x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(g))) for g in self.groups
+        )
+
+
+class Trainer:
+    """Trains an Equinox model on the deployer's mesh.
+
+    Numbers do not depend on the mesh, on micro-batches or on a restart. Arrays of `model` are copied to the mesh at first
+    use, when a batch is at hand; those that `deployer.init` made are taken over, and deleted by the first update.
+
+    **Arguments:**
+
+    - `deployer`: the devices.
+    - `model`: an Equinox module. In evaluation and prediction it is switched by `eqx.nn.inference_mode`.
+    - `optimizer`: an optax transformation; one update is one *step*.
+    - `collate_fn`: a list of examples to a PyTree of numpy arrays with a row an example.
+    - `loss_fn`: `(model, batch, key)` to a scalar, the mean over the rows of the batch, or to a `redeqx.Loss`. With
+        `model_state`: `(model, state, batch, key)` to `(loss, state)`.
+    - `model_state`: of layers that have one (`eqx.nn.BatchNorm`), as `eqx.nn.make_with_state` gives it.
+    - `trainable`: which leaves are trained: a function of a leaf, or a PyTree of booleans in the model's structure.
+    - `lr_schedule_fn`: of steps; only logged. Give the same to the optimizer.
+    - `accumulate_grad_batches`: micro-batches a step.
+    - `compute_dtype`: floating leaves of the model are cast to it for the loss; parameters and updates keep theirs. The
+        batch is left alone: cast floating inputs in `loss_fn`.
+    - `grad_fn`: `(model, batch, key)` (with `model_state` after `model`) to `(loss, grads)`, in place of the gradient of
+        `loss_fn`; `grads` is of the loss that it returns, `total / weight`, and has the model's structure. With
+        `model_state` it returns `((loss, state), grads)`.
+    - `plan`: how the model is split; `deployer.plan(model, loss_fn, batch)` with the first batch by default.
+
+    Raises ValueError where no leaf is trainable.
+    """
+
+    def __init__(
+        self,
+        deployer: Deployer,
+        *,
+        model: PyTree,
+        optimizer: optax.GradientTransformation,
+        collate_fn: Callable[[list], PyTree],
+        loss_fn: Callable[..., Any],
+        model_state: PyTree | None = None,
+        trainable: Any = eqx.is_inexact_array,
+        lr_schedule_fn: Callable[[Any], Any] | None = None,
+        accumulate_grad_batches: int = 1,
+        compute_dtype: Any = None,
+        grad_fn: Callable[..., Any] | None = None,
+        plan: Plan | None = None,
+    ):
+        if accumulate_grad_batches < 1:
+            raise ValueError(f"`accumulate_grad_batches`: expected at least 1, got {accumulate_grad_batches}.")
+        self.deployer = deployer
+        self.step = 0
+        self.plan = plan
+        self._accumulate = accumulate_grad_batches
+        self._optimizer = optimizer
+        self._collate_fn = collate_fn
+        self._loss_fn = loss_fn
+        self._has_state = model_state is not None
+        self._lr_schedule_fn = lr_schedule_fn
+        self._compute_dtype = compute_dtype
+        self._grad_fn = grad_fn
+        self._key, self._eval_key = jax.random.split(deployer.next_key())
+        self._parts = Parts.of(model, trainable)
+        if not self._parts.names[0]:
+            raise ValueError(
+                "`trainable`: expected at least one trainable leaf, got none of "
+                f"{len(self._parts.names[1])} arrays. Check the filter and the model."
+            )
+        self._given: tuple[PyTree, PyTree] | None = (model, model_state)  # until placed
+        self._pending: deque[tuple[int, int | None, jax.Array, _Ready]] = deque()
+        self._last_metrics: dict[str, float] = {}
+        self._restore_from: Path | None = None  # a checkpoint to load once placed
+        # Of fits: how many are done, where the one under way stands, where an earlier run stopped, the best so far.
+        self._n_fits = 0
+        self._position = Position()
+        self._restored: Position | None = None
+        self._train_size: int | None = None
+        self._best: dict[str, dict[str, float]] = {}
+        self._checkpoints = None if deployer.workdir is None else Checkpoints(deployer.workdir / "ckpts")
+
+    # --- the state of training ------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> PyTree:
+        """The model as it is now. The next step deletes its arrays: save it, or copy what is to be kept."""
+        if self._given is not None:
+            return self._given[0]
+        return self._parts.put(self._trained, self._frozen)
+
+    @property
+    def model_state(self) -> PyTree | None:
+        """The state of the model's stateful layers as it is now; None where there are none."""
+        if self._given is not None:
+            return self._given[1]
+        return jax.tree.unflatten(self._state_treedef, self._state) if self._has_state else None
+
+    @property
+    def opt_state(self) -> PyTree:
+        """The optimizer's state as it is now."""
+        self._ensure_placed(None)
+        return jax.tree.unflatten(self._opt_treedef, self._opt_state)
+
+    def _ensure_placed(self, batch: PyTree | None) -> None:
+        """Place the model, make the optimizer's state and the steps; once, at first use.
+
+        **Arguments:**
+
+        - `batch`: the shapes of a micro-batch; None where there is none, and then no loss is traced.
+        """
+        if self._given is None:
+            return
+        model, state = self._given
+
+        def total(model: PyTree, batch: PyTree, key: Any) -> Any:
+            out = self._loss_fn(model, *([state] if self._has_state else []), batch, key)
+            out = out[0] if self._has_state and isinstance(out, tuple) else out
+            return as_sums(out, jax.tree.leaves(batch)[0].shape[0])[0]
+
+        given = self.plan is not None
+        plan = self.plan or self.deployer.plan(model, *(() if batch is None else (total, batch)))
+        if given and batch is not None:
+            plan = mark_read(plan, model, total, batch, jax.eval_shape(lambda: jax.random.key(0)))
+        if self._grad_fn is None and all(plan[name].is_read is False for name in self._parts.names[0]):
+            raise ValueError(
+                "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of "
+                f"{len(self._parts.names[0])}. Use the model that `loss_fn` is given, not one from outside."
+            )
+        self.plan = plan
+        whole = replicated(self.deployer.mesh)
+        self._trained, self._frozen = self._parts.take(place(model, plan))
+        self._state = jax.tree.leaves(jax.device_put(state, whole, may_alias=False))
+        self._state_treedef = jax.tree.structure(state)
+        self._opt_state, self._opt_treedef, opt_layout = init_opt_state(self._optimizer, self._parts, self._trained, plan)
+        self._step = jax.device_put(jnp.asarray(self.step, jnp.int32), whole)
+        self._key, self._eval_key = jax.device_put((self._key, self._eval_key), whole)
+        functions = Functions(self._parts, plan, self._loss_fn, self._has_state, self._compute_dtype, self._grad_fn)
+        layout = Layout([plan.sharding(name) for name in self._parts.names[0]], opt_layout, [whole] * len(self._state))
+        self._train_step, self._metric_names = make_train_step(
+            functions, self._optimizer, self._lr_schedule_fn, self._opt_treedef, self._state_treedef, layout
+        )
+        self._eval_step, self._eval_names = make_eval_step(functions, self._state_treedef)
+        self._compiled: set[Any] = set()
+        self._given = None
+        if self._restore_from is not None:
+            self._restore(self._restore_from)
+            self._restore_from = None
+        self._say_header()
+
+    # --- single passes --------------------------------------------------------------------------------------------------
+
+    def train(self, examples: Any, per_device_batch_size: int) -> dict[str, float]:
+        """One pass over the examples, in the order that they are in; returns the last step's metrics.
+
+        **Arguments:**
+
+        - `examples`: anything with `len()` and integer items, or an iterable.
+        - `per_device_batch_size`: rows of a micro-batch at one position of the data and fsdp axes.
+        """
+        steps = self._slices(examples, self.batch_size(per_device_batch_size))
+        with self.deployer.console.progress(first_step=self.step, title="train") as progress:
+            for _ in self._updates(steps, per_device_batch_size, progress, epoch=None):
+                pass
+            self._flush(progress)
+        return dict(self._last_metrics)
+
+    def eval_loss(self, examples: Any, per_device_batch_size: int) -> float:
+        """The loss over all the examples: totals and weights are added up, and divided once.
+
+        The same for every batch size, with a remainder too.
+        """
+        return self.eval_metrics(examples, per_device_batch_size)["loss"]
+
+    def eval_metrics(self, examples: Any, per_device_batch_size: int) -> dict[str, float]:
+        """`{"loss": ...}` over all the examples, and every metric of `Loss.metrics` with it."""
+        steps = self._slices(examples, per_device_batch_size * self.deployer.n_batch_shards)
+        sums: np.ndarray | float = 0.0
+        pending: deque[jax.Array] = deque()
+        with self.deployer.console.progress(title="evaluate") as progress:
+            for i, ready in enumerate(self._ready(steps, per_device_batch_size)):
+                self._ensure_placed(_micro_batch(ready))
+                args = (self._trained, self._frozen, self._state, self._eval_key, np.uint32(i), ready.groups)
+                vector = self._call("eval step", self._eval_step, args, ready, progress)
+                vector.copy_to_host_async()
+                pending.append(vector)
+                if len(pending) > _LAG:
+                    sums = sums + np.asarray(pending.popleft(), np.float64)
+            for vector in pending:
+                sums = sums + np.asarray(vector, np.float64)
+        pairs = np.asarray(sums).reshape(-1, 2)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return dict(zip(self._eval_names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
+
+    def get_default_predictor(
+        self, pred_fn: Callable[..., PyTree], output_fn: Callable[[PyTree], list] | None = None
+    ) -> Predictor:
+        """A Predictor of this trainer's model as it is at each call, with its `collate_fn`, plan and `compute_dtype`."""
+        predictor = Predictor(
+            self.deployer,
+            collate_fn=self._collate_fn,
+            pred_fn=pred_fn,
+            output_fn=output_fn,
+            compute_dtype=self._compute_dtype,
+        )
+
+        def source() -> tuple[PyTree, PyTree, Plan]:
+            self._ensure_placed(None)
+            assert self.plan is not None
+            return self.model, self.model_state, self.plan
+
+        predictor._source = source
+        return predictor
+
+    def batch_size(self, per_device_batch_size: int) -> int:
+        """Examples a step: rows a device x batch shards x micro-batches."""
+        return per_device_batch_size * self.deployer.n_batch_shards * self._accumulate
+
+    def compile(self, examples: Any, per_device_batch_size: int) -> jax.stages.Compiled:
+        """The compiled train step for the first step's examples, to look into: its memory, its collectives, its text."""
+        steps = self._slices(examples, self.batch_size(per_device_batch_size))
+        ready = self._prepare(next(steps), per_device_batch_size)
+        self._ensure_placed(_micro_batch(ready))
+        return self._train_step.lower(*self._train_args(ready)).compile()
+
+    def _slices(self, examples: Any, batch_size: int) -> Iterator[Slice]:
+        if batch_size < 1:
+            raise ValueError("`per_device_batch_size`: expected at least 1, got less. Pass a positive number.")
+        check_examples(examples, "examples")
+        return slices(examples, batch_size, name="examples")
+
+    def _prepare(self, slice: Slice, per_device_batch_size: int) -> _Ready:
+        batch = collate(self._collate_fn, slice.examples)
+        groups = cut_rows(len(slice.examples), per_device_batch_size, self.deployer.n_batch_shards)
+        placed = place_batch(batch, groups, self.deployer.mesh)
+        return _Ready(placed, len(slice.examples), n_tokens(batch), slice.position, slice.state)
+
+    def _ready(self, steps: Iterable[Slice], per_device_batch_size: int) -> Iterator[_Ready]:
+        return prefetch(self._prepare(step, per_device_batch_size) for step in steps)
+
+    def _train_args(self, ready: _Ready) -> tuple[Any, ...]:
+        return (self._trained, self._opt_state, self._state, self._step, self._frozen, self._key, ready.groups)
+
+    def _call(self, what: str, step: Callable[..., Any], args: tuple, ready: _Ready, progress: Progress) -> Any:
+        """Call a jitted step, saying so where it has to compile first."""
+        signature = (what, ready.signature)
+        if signature in self._compiled:
+            return step(*args)
+        with progress.compiling(what):
+            outs = step(*args)
+        self._compiled.add(signature)
+        return outs
+
+    def _updates(
+        self, steps: Iterable[Slice], per_device_batch_size: int, progress: Progress, epoch: int | None
+    ) -> Iterator[tuple[_Ready, bool]]:
+        """Take the steps; after each yields its batch and whether it was the last.
+
+        The device may still be at it then, and the metrics of the newest steps unread: `_flush` waits for both.
+        """
+        batches = self._ready(steps, per_device_batch_size)
+        ready = next(batches, None)
+        while ready is not None:
+            self._ensure_placed(_micro_batch(ready))
+            outs = self._call("train step", self._train_step, self._train_args(ready), ready, progress)
+            self._trained, self._opt_state, self._state, self._step, vector = outs
+            self.step += 1
+            vector.copy_to_host_async()
+            self._pending.append((self.step, epoch, vector, ready))
+            if len(self._pending) > _LAG:
+                self._record(progress)
+            following = next(batches, None)
+            yield ready, following is None
+            ready = following
+
+    def _record(self, progress: Progress) -> None:
+        """Read the metrics of the oldest step that is still unread, check them, show and record them."""
+        step, epoch, vector, ready = self._pending.popleft()
+        metrics = dict(zip(self._metric_names, np.asarray(vector).tolist(), strict=True))
+        for name in ("loss", "grad_norm"):
+            if not np.isfinite(metrics[name]):
+                self._pending.clear()
+                index = {} if self._checkpoints is None else self._checkpoints.index()
+                last = f"The last good checkpoint is {index['last']}." if "last" in index else "Nothing was saved yet."
+                what = "the loss" if name == "loss" else "the gradient's norm"
+                raise ValueError(
+                    f"`{name}` at step {step}: expected {what} to be finite, got {metrics[name]}. {last} "
+                    "Lower the learning rate, clip gradients, or look at that step's examples."
+                )
+        self._last_metrics = metrics
+        shown = {} if epoch is None else {"epoch": epoch + 1}
+        self.deployer.console.metrics({**shown, **metrics}, step)
+        progress.update(
+            step,
+            metrics=metrics,
+            n_examples=ready.n_examples,
+            n_tokens=ready.n_tokens,
+            epoch=None if epoch is None else epoch + 1,
+        )
+
+    def _flush(self, progress: Progress) -> None:
+        while self._pending:
+            self._record(progress)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def save_ckpt(
+        self, name: str = "last", *, keep_last: int = 2, save_opt_states: bool = True, save_float_dtype: Any = None
+    ) -> Path:
+        """Saves model, optimizer state and position to the workdir; returns the checkpoint's folder.
+
+        **Arguments:**
+
+        - `name`: what `load_ckpt` and `index.json` call it; the checkpoint stays while it has a name.
+        - `keep_last`: how many of the newest stay without one.
+        - `save_opt_states`: whether to save what only resuming needs.
+        - `save_float_dtype`: floating leaves of the model are cast to it in the file.
+
+        Raises ValueError without a workdir, OSError where the disk has no room; what was saved before stays whole.
+        """
+        return self._save([name], {}, keep_last, save_opt_states, save_float_dtype)
+
+    def load_ckpt(self, name: str | Path = "last", *, load_opt_states: bool = True) -> None:
+        """Loads a checkpoint onto this trainer's mesh, whichever mesh it was saved on.
+
+        **Arguments:**
+
+        - `name`: a name of the index (`"last"`, `"argmax_accuracy"`), of a checkpoint, or a path.
+        - `load_opt_states`: whether to load the optimizer's state and the step too; without, only the model.
+
+        Raises ValueError where the checkpoint is damaged or of another model, naming what differs.
+        """
+        self._ensure_placed(None)
+        self._load(self._need_checkpoints().resolve(name), load_opt_states)
+
+    def _need_checkpoints(self) -> Checkpoints:
+        if self._checkpoints is None:
+            raise ValueError("`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`.")
+        return self._checkpoints
+
+    def _save(
+        self,
+        tags: Sequence[str],
+        metrics: Mapping[str, float],
+        keep_last: int,
+        save_opt_states: bool,
+        save_float_dtype: Any,
+    ) -> Path:
+        self._ensure_placed(None)
+        trees: dict[str, PyTree] = {"model": self.model}
+        if self._has_state:
+            trees["model_state"] = self.model_state
+        if save_opt_states:
+            trees["optimizer"] = self.opt_state
+        record = {
+            "redeqx": version("redeqx"),
+            "step": self.step,
+            **asdict(self._position),
+            "train_size": self._train_size,
+            "seed": self.deployer.jax_seed,
+            "mesh": dict(self.deployer.mesh.shape),
+            "metrics": dict(metrics),
+            "best": self._best,
+        }
+        checkpoints = self._need_checkpoints()
+        return checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype)
+
+    def _load(self, path: Path, load_opt_states: bool) -> None:
+        checkpoints, plan = self._need_checkpoints(), self.plan
+        assert plan is not None
+        record = checkpoints.record(path)
+        whole = replicated(self.deployer.mesh)
+        model = checkpoints.load(path, "model", self.model, plan.sharding)
+        opt_leaves, state_leaves = self._opt_state, self._state
+        if load_opt_states:
+            shardings = dict(zip(named_leaves(self.opt_state), (x.sharding for x in self._opt_state), strict=True))
+            opt_leaves = jax.tree.leaves(checkpoints.load(path, "optimizer", self.opt_state, shardings.__getitem__))
+        if self._has_state:
+            state_leaves = jax.tree.leaves(checkpoints.load(path, "model_state", self.model_state, lambda _: whole))
+        # Nothing of the trainer changes before everything has been read.
+        self._trained, self._frozen = self._parts.take(model)
+        self._opt_state, self._state = opt_leaves, state_leaves
+        if load_opt_states:
+            self.step = record["step"]
+            self._step = jax.device_put(jnp.asarray(self.step, jnp.int32), whole)
+            self._best = record["best"]
+            self._position = _position(record)
+
+    # --- runs -------------------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        train_examples: Any,
+        per_device_batch_size: int,
+        n_epochs: int,
+        eval_examples: Any = None,
+        eval_per_device_batch_size: int | None = None,
+        eval_loss: bool = True,
+        eval_predictor: Predictor | None = None,
+        eval_metric_fn: Callable[[Any, list], Mapping[str, Any]] | None = None,
+        eval_sanity_check: bool = True,
+        eval_every_n_steps: int | None = None,
+        save_every_n_steps: int | None = None,
+        save_ckpt_every_k_epochs: int | None = None,
+        save_last_ckpt: bool = False,
+        save_argmin_ckpt_by_metrics: Sequence[str] = (),
+        save_argmax_ckpt_by_metrics: Sequence[str] = (),
+        keep_last: int = 2,
+        save_opt_states: bool = True,
+        save_float_dtype: Any = None,
+        resume: bool = True,
+    ) -> dict[str, float]:
+        """Trains for `n_epochs` passes, evaluates and saves on the way; returns the metrics of the last evaluation.
+
+        Every example is used once an epoch; the last step of an epoch holds what is left. A run that was stopped goes on
+        from its newest checkpoint and ends with the same bits.
+
+        **Arguments:**
+
+        - `train_examples`: an object with `len()` and integer items, shuffled anew each epoch; or a function of the epoch
+            that returns one; or an iterable.
+        - `per_device_batch_size`: rows of a micro-batch at one position of the data and fsdp axes. A step has
+            `trainer.batch_size(per_device_batch_size)` examples.
+        - `eval_examples`: with `len()` and integer items; evaluated at the end of every epoch, and every
+            `eval_every_n_steps` steps.
+        - `eval_per_device_batch_size`: rows, `per_device_batch_size` by default.
+        - `eval_loss`: whether to evaluate the loss; its metric is called `"loss"`.
+        - `eval_predictor`, `eval_metric_fn`: outputs for `eval_examples`, and `(examples, outputs)` to a dict of numbers.
+        - `eval_sanity_check`: whether to evaluate one batch before training, so that mistakes show at once.
+        - `save_every_n_steps`, `save_ckpt_every_k_epochs`, `save_last_ckpt`: save every n steps; after every k-th epoch,
+            to keep (`"epoch_3"` in the index); at the end of every epoch.
+        - `save_argmin_ckpt_by_metrics`, `save_argmax_ckpt_by_metrics`: names of metrics by which the best checkpoint is
+            kept (`"argmax_accuracy"` in the index).
+        - `keep_last`: how many of the newest checkpoints stay, beside those.
+        - `save_opt_states`: whether to save the optimizer's state. Without it a run cannot be resumed.
+        - `save_float_dtype`: floating leaves of the model are cast to it in the file, and a resumed run goes on with them.
+        - `resume`: whether to go on where the workdir's newest checkpoint stands. Without, a workdir that holds
+            checkpoints is refused.
+
+        Raises ValueError or TypeError for arguments that cannot work, before any work; ValueError for a loss that is not
+        finite, naming the step.
+        """
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        return Fit(self, Options(**arguments)).run()
+
+    def _begin_fit(self, resume: bool) -> Position | None:
+        """Where the fit that begins starts from; None where an earlier run has done it already."""
+        fit = self._n_fits
+        index = {} if self._checkpoints is None else self._checkpoints.index()
+        if fit == 0 and self.step == 0 and "last" in index:
+            assert self._checkpoints is not None
+            path = self._checkpoints.resolve("last")
+            if not resume:
+                raise ValueError(
+                    f"`workdir`: expected no checkpoints, as `resume=False`, got {path}. "
+                    "Pass `resume=True` to go on from it, or another workdir to begin anew."
+                )
+            record = self._checkpoints.record(path)
+            if record["seed"] != self.deployer.jax_seed:
+                raise ValueError(
+                    f"`jax_seed`: expected {record['seed']}, as in {path}, got {self.deployer.jax_seed}. "
+                    "Pass the same seed to go on, or another workdir to begin anew."
+                )
+            self._restored, self._train_size = _position(record), record["train_size"]
+            self.step = record["step"]
+            if self._given is None:
+                self._restore(path)
+            else:
+                self._restore_from = path
+            self.deployer.console.rewind(self.step)
+            self.deployer.log_info(f"resuming from {path}, step {self.step}")
+        if self._restored is None:
+            return Position(fit)
+        if fit < self._restored.fit:
+            self._end_fit()
+            return None
+        start, self._restored = self._restored, None
+        return start if start.fit == fit else Position(fit)
+
+    def _end_fit(self) -> None:
+        self._n_fits += 1
+        self._train_size = None
+        self._position = Position(self._n_fits)
+
+    def _restore(self, path: Path) -> None:
+        try:
+            self._load(path, load_opt_states=True)
+        except ValueError as error:
+            raise ValueError(
+                f"`workdir`: expected a run that this trainer can go on with, got {path}, which it cannot: {error} "
+                "For a new run choose another workdir."
+            ) from error
+
+    def _check_train_size(self, n: int) -> None:
+        if self._train_size not in (None, n):
+            raise ValueError(
+                f"`train_examples`: expected {self._train_size}, as in the run that is resumed, got {n}. "
+                "Its order of examples would be another one. For new examples choose another workdir."
+            )
+        self._train_size = n
+
+    def _say_header(self) -> None:
+        plan, mesh = self.plan, self.deployer.mesh
+        assert plan is not None
+        devices = mesh.devices.flat
+        held = shard_bytes([*self._trained, *self._frozen])
+        opt = shard_bytes(self._opt_state)
+        rows = {
+            "devices": f"{mesh.size} x {devices[0].device_kind}",
+            "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+            "parameters": f"{sum(x.size for x in self._trained):,} trained"
+            + (f", {sum(x.size for x in self._frozen):,} frozen" if self._frozen else ""),
+            "bytes per device": f"{held / 2**20:,.1f} MiB parameters, {opt / 2**20:,.1f} MiB optimizer state",
+            "plan": plan.summary(),
+            "workdir": str(self.deployer.workdir) if self.deployer.workdir else "none: nothing is recorded",
+        }
+        self.deployer.console.header(rows)
+
+
+def _micro_batch(ready: _Ready) -> PyTree:
+    """The shapes of one micro-batch, as `loss_fn` sees it."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), ready.groups[0])
+
+
+def _position(record: Mapping[str, Any]) -> Position:
+    return Position(record["fit"], record["epoch"], record["examples"], record["data_state"])
