@@ -118,15 +118,14 @@ def _evaluate(closed: Any, args: Sequence[Any], *, regather: bool, in_loop: bool
         ins = [read(atom) for atom in eqn.invars]
         if not any(isinstance(value, _Weight) for value in ins):
             outs = _run(eqn, ins)
-        elif eqn.primitive.name in _VIEWS and (dims := _VIEWS[eqn.primitive.name](eqn)) is not None:
+        elif (home := _view(eqn, ins[0])) is not None:
             # A view of a weight is a weight: gather a slice, a cast or a transpose, rather than slice what was gathered.
-            outs = [_Weight(_run(eqn, [_value(value) for value in ins])[0], ins[0].home.dims(dims))]
+            outs = [_Weight(_run(eqn, list(map(_value, ins)))[0], home)]
         elif eqn.primitive.name in _INSIDE:
             outs = _INSIDE[eqn.primitive.name](eqn, ins, regather, in_loop)
         else:
             outs = _use(eqn, ins, regather, in_loop)
-        for var, out in zip(eqn.outvars, outs, strict=True):
-            env[var] = out
+        env.update(zip(eqn.outvars, outs, strict=True))
     return [_gather(read(atom)) for atom in jaxpr.outvars]
 
 
@@ -152,7 +151,20 @@ def _use(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[An
     return compute(*map(_value, ins))
 
 
-# --- views of a weight: which dim of the operand each dim of the output is; None where it is not a view we follow ------
+# --- views of a weight ------------------------------------------------------------------------------------------------
+# Each function gives, for every dim of an equation's output, the dim of its operand that it is, None for a new one; or None
+# alone where the equation computes something.
+
+
+def _view(eqn: Any, operand: Any) -> Home | None:
+    """The home of what the equation makes of a weight, where that is the weight seen otherwise; None where it is a use."""
+    dims = _VIEWS[eqn.primitive.name](eqn) if eqn.primitive.name in _VIEWS else None
+    if dims is None or not isinstance(operand, _Weight):
+        return None
+    home = operand.home
+    # A part of a split dim lies on some of the shards only: cut it from the gathered weight.
+    split = {dim for sharding in (home.lives, home.used) for dim, axes in enumerate(sharding.spec) if axes is not None}
+    return home.dims(dims) if split <= set(dims) else None
 
 
 def _same(eqn: Any) -> list[int]:
@@ -182,16 +194,16 @@ def _reshaped(eqn: Any) -> list[int | None] | None:
     return [None if size == 1 else next(kept) for size in after]
 
 
-def _sliced(eqn: Any) -> list[int] | None:
-    """A slice is a view where it takes all of every dim that is split; `_evaluate` knows only the shapes, so of all dims
-    but the first, over which layers are stacked."""
+def _sliced(eqn: Any) -> list[int | None]:
+    """A dim that is cut is a new one."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    return _same(eqn) if before[1:] == after[1:] and len(before) > 1 else None
+    return [dim if size == before[dim] else None for dim, size in enumerate(after)]
 
 
 _VIEWS: dict[str, Callable[[Any], Any]] = {
     "convert_element_type": _same,
     "copy": _same,
+    "stop_gradient": _same,
     "transpose": lambda eqn: list(eqn.params["permutation"]),
     "squeeze": _squeezed,
     "expand_dims": _broadcast,
@@ -218,9 +230,8 @@ def _inner(closed: Any, homes: Sequence[Home | None], *, regather: bool, in_loop
 
 def _jit(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
     homes = [_home(value) for value in ins]
-    key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-    inner = _inner(eqn.params[key], homes, regather=regather, in_loop=in_loop)
-    return _run(eqn.replace(params={**eqn.params, key: inner}), list(map(_value, ins)))
+    inner = _inner(eqn.params["jaxpr"], homes, regather=regather, in_loop=in_loop)
+    return _run(eqn.replace(params={**eqn.params, "jaxpr": inner}), list(map(_value, ins)))
 
 
 def _remat(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
@@ -241,7 +252,7 @@ def _scan(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[A
     body = eqn.params["jaxpr"]
     # A weight that every iteration reads whole is gathered once, before the loop; one that iterations take slices of, in it.
     consts = [
-        value if _only_sliced(var, body.jaxpr) else _gather(value)
+        value if _only_sliced(var, value, body.jaxpr) else _gather(value)
         for var, value in zip(body.jaxpr.invars, ins[:n_consts], strict=False)
     ]
     ins = [*consts, *map(_gather, ins[n_consts : n_consts + n_carry]), *ins[n_consts + n_carry :]]
@@ -254,16 +265,15 @@ def _scan(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[A
     return _run(eqn.replace(params={**eqn.params, "jaxpr": inner}), list(map(_value, ins)))
 
 
-def _only_sliced(var: Any, jaxpr: Any) -> bool:
-    uses = [eqn for eqn in jaxpr.eqns if var in [v for v in eqn.invars if not isinstance(v, jex.Literal)]]
-    return bool(uses) and all(eqn.primitive.name == "dynamic_slice" and _sliced(eqn) is not None for eqn in uses)
+def _only_sliced(var: Any, value: Any, jaxpr: Any) -> bool:
+    """Whether a loop's body only takes slices of a weight, each of which is gathered where it is used."""
+    uses = [eqn for eqn in jaxpr.eqns if any(atom is var for atom in eqn.invars)]
+    return bool(uses) and all(eqn.primitive.name == "dynamic_slice" and _view(eqn, value) is not None for eqn in uses)
 
 
 _INSIDE: dict[str, Callable[..., list[Any]]] = {
     "jit": _jit,
     "pjit": _jit,
-    "closed_call": _jit,
-    "core_call": _jit,
     "remat2": _remat,
     "checkpoint": _remat,
     "remat": _remat,

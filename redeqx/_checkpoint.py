@@ -119,87 +119,50 @@ def _damaged(path: Path, rule: str, got: str) -> ValueError:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Where one tensor lies in a file: bytes `[start, stop)`, counted from the file's first byte."""
+    """What one tensor is, and where: bytes `[start, stop)`, counted from the end of the header."""
 
-    shape: tuple[int, ...]
     dtype: np.dtype
+    shape: tuple[int, ...]
     start: int
     stop: int
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """A file before its tensors are written: the header, and where each tensor goes, in the file's order."""
-
-    header: bytes  # with the 8 bytes of its length
-    tensors: Mapping[str, _Tensor]
-    size: int
-
-
-def _layout(leaves: Mapping[str, Any], float_dtype: Any = None) -> _Layout:
-    """Where each leaf goes, from shapes and dtypes alone: every process that asks gets the same answer."""
-    specs: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+def _layout(leaves: Mapping[str, Any], float_dtype: Any) -> tuple[bytes, dict[str, _Tensor], int]:
+    """The header, the tensors in the file's order, and the file's size, from shapes and dtypes alone: every process that
+    asks gets the same answer."""
+    if float_dtype is not None and not _is_float(np.dtype(float_dtype)):
+        raise ValueError(f"`float_dtype`: expected a floating dtype, got {np.dtype(float_dtype)}. Pass None to cast none.")
+    specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(f"`{name}`: expected an array, got only its shape {leaf}. Create the arrays, then save.")
-        shape, dtype = _stored(leaf)
-        if float_dtype is not None and _is_float(dtype):
-            dtype = float_dtype
-        dtype = np.dtype(dtype)
-        if dtype not in _CODES:
-            raise TypeError(
-                f"`{name}`: expected a dtype that safetensors can store ({', '.join(map(str, _CODES))}), got {dtype}. "
-                "Cast the leaf before saving."
-            )
         if name == "__metadata__":
             raise ValueError("`__metadata__`: expected another name, got the one that safetensors keeps. Rename it.")
-        specs[name] = shape, dtype
+        shape, dtype = _stored(leaf)
+        dtype = np.dtype(float_dtype if float_dtype is not None and _is_float(dtype) else dtype)
+        if dtype not in _CODES:
+            known = ", ".join(map(str, _CODES))
+            raise TypeError(f"`{name}`: expected a dtype that safetensors has ({known}), got {dtype}. Cast it first.")
+        specs[name] = dtype, shape
+    tensors: dict[str, _Tensor] = {}
+    stop = 0
     # The widest first, so that each tensor is aligned to its items: safetensors allows no gap between two.
-    specs = dict(sorted(specs.items(), key=lambda item: -item[1][1].itemsize))
-    fields, stop = {}, 0
-    for name, (shape, dtype) in specs.items():
+    for name, (dtype, shape) in sorted(specs.items(), key=lambda item: -item[1][0].itemsize):
         start, stop = stop, stop + math.prod(shape) * dtype.itemsize
-        fields[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": [start, stop]}
+        tensors[name] = _Tensor(dtype, shape, start, stop)
+    fields = {
+        name: {"dtype": _CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [tensor.start, tensor.stop]}
+        for name, tensor in tensors.items()
+    }
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    base = 8 + len(text)
-    tensors = {
-        name: _Tensor(*specs[name], base + field["data_offsets"][0], base + field["data_offsets"][1])
-        for name, field in fields.items()
-    }
-    return _Layout(struct.pack("<Q", len(text)) + text, tensors, base + stop)
+    return struct.pack("<Q", len(text)) + text, tensors, 8 + len(text) + stop
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
-
-
-def _write(path: Path, leaves: Mapping[str, Any], layout: _Layout) -> dict[str, int]:
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
-    try:
-        if hasattr(os, "posix_fallocate"):  # macOS has none
-            # A full disk says so here, before any work.
-            os.posix_fallocate(fd, 0, layout.size)
-        _pwrite(fd, memoryview(layout.header)[8:], 8)
-        crc32 = zlib.crc32(layout.header)
-        for name, tensor in layout.tensors.items():
-            flat = _to_host(leaves[name]).reshape(-1)
-            step = _CHUNK // tensor.dtype.itemsize
-            offset = tensor.start
-            for start in range(0, flat.size, step):
-                chunk = flat[start : start + step].astype(tensor.dtype, copy=False).view(np.uint8).data
-                _pwrite(fd, chunk, offset)
-                crc32 = zlib.crc32(chunk, crc32)
-                offset += len(chunk)
-            assert offset == tensor.stop, name
-        # The header's length comes last: until then the file says that its header is empty, and no reader takes it.
-        _pwrite(fd, memoryview(layout.header)[:8], 0)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return {"size": layout.size, "crc32": crc32}
 
 
 def write_tensors(path: Path, leaves: Mapping[str, Any], float_dtype: Any = None) -> dict[str, int]:
@@ -215,7 +178,27 @@ def write_tensors(path: Path, leaves: Mapping[str, Any], float_dtype: Any = None
 
     Raises TypeError for a leaf whose dtype safetensors cannot store, OSError where the disk is full.
     """
-    return _write(path, leaves, _layout(leaves, float_dtype))
+    header, tensors, size = _layout(leaves, float_dtype)
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
+    try:
+        if hasattr(os, "posix_fallocate"):  # macOS has none
+            os.posix_fallocate(fd, 0, size)  # a full disk says so here, before any work
+        _pwrite(fd, memoryview(header)[8:], 8)
+        crc32 = zlib.crc32(header)
+        for name, tensor in tensors.items():
+            flat = _to_host(leaves[name]).reshape(-1)
+            offset, step = len(header) + tensor.start, _CHUNK // tensor.dtype.itemsize
+            for start in range(0, flat.size, step):
+                chunk = flat[start : start + step].astype(tensor.dtype, copy=False).view(np.uint8).data
+                _pwrite(fd, chunk, offset)
+                crc32 = zlib.crc32(chunk, crc32)
+                offset += len(chunk)
+        # The header's length comes last: until then the file says that its header is empty, and no reader takes it.
+        _pwrite(fd, memoryview(header)[:8], 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return {"size": size, "crc32": crc32}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -225,8 +208,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _parse(path: Path, name: str, field: Any, base: int) -> _Tensor:
-    """One entry of a header whose data begin at byte `base`."""
+def _parse(path: Path, name: str, field: Any) -> _Tensor:
     match field:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
             pass
@@ -239,7 +221,7 @@ def _parse(path: Path, name: str, field: Any, base: int) -> _Tensor:
     n_bytes = math.prod(shape) * DTYPES[code].itemsize
     if stop - start != n_bytes:
         raise _damaged(path, f"`{name}` to take {n_bytes} bytes, as {code} {shape} does", f"{stop - start}")
-    return _Tensor(tuple(shape), DTYPES[code], base + start, base + stop)
+    return _Tensor(DTYPES[code], tuple(shape), start, stop)
 
 
 class TensorFile:
@@ -256,26 +238,26 @@ class TensorFile:
         size = path.stat().st_size
         if size < 8:
             raise _damaged(path, "at least the 8 bytes of a header's length", f"{size} bytes")
-        self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
-        (length,) = struct.unpack("<Q", self._bytes[:8].tobytes())
-        base = 8 + length
+        content = np.memmap(path, dtype=np.uint8, mode="r")
+        (length,) = struct.unpack("<Q", content[:8].tobytes())
         if not 2 <= length <= min(size - 8, _MAX_HEADER):
             raise _damaged(path, f"a header of 2 to {min(size - 8, _MAX_HEADER)} bytes", f"a length of {length}")
         try:
-            fields = json.loads(self._bytes[8:base].tobytes(), object_pairs_hook=_unique)
+            fields = json.loads(content[8 : 8 + length].tobytes(), object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
             raise _damaged(path, "a header of JSON", str(error)) from error
         if not isinstance(fields, dict):
             raise _damaged(path, "a header that is a JSON object", f"a {type(fields).__name__}")
         fields.pop("__metadata__", None)
-        self._tensors = {name: _parse(path, name, field, base) for name, field in fields.items()}
-        stop = base
+        self._data = content[8 + length :]
+        self._tensors = {name: _parse(path, name, field) for name, field in fields.items()}
+        stop = 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
             if tensor.start != stop:
-                raise _damaged(path, f"`{name}` to begin at byte {stop}, where the one before ends", f"{tensor.start}")
+                raise _damaged(path, f"`{name}` to begin at {stop}, where the one before ends", f"{tensor.start}")
             stop = tensor.stop
-        if stop != size:
-            raise _damaged(path, f"{stop} bytes, as the header says", f"{size} bytes")
+        if stop != self._data.size:
+            raise _damaged(path, f"{stop} bytes of tensors, as the header says", f"{self._data.size}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -297,7 +279,7 @@ class TensorFile:
         """
         tensor = self._tensor(name)
         # A copy: JAX on CPU would otherwise share the file's pages, and follow whatever happens to the file.
-        return np.array(self._bytes[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)[index])
+        return np.array(self._data[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)[index])
 
     def _tensor(self, name: str) -> _Tensor:
         if name not in self._tensors:
@@ -552,8 +534,8 @@ class Checkpoints:
         except (TypeError, ValueError) as error:
             raise TypeError(f"`record`: expected what JSON can hold, got {error}. Convert it before saving.") from error
         assert not set(_RESERVED) & plain.keys()
-        leaves = {kind: _arrays(tree) for kind, tree in trees.items()}
-        layouts = {kind: _layout(leaves[kind], float_dtype if kind == "model" else None) for kind in trees}
+        files = {kind: (_arrays(tree), float_dtype if kind == "model" else None) for kind, tree in trees.items()}
+        needed = sum(_layout(leaves, dtype)[2] for leaves, dtype in files.values())
         index = self.index()
 
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -567,7 +549,6 @@ class Checkpoints:
             if _order(name)[0] == step and _order(name)[1] >= repeat:
                 self._remove(name)
 
-        needed = sum(layout.size for layout in layouts.values())
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             raise OSError(
@@ -576,11 +557,8 @@ class Checkpoints:
         tmp = self.folder / f"{_TMP}{target.name}"
         try:
             tmp.mkdir()
-            files = {}
-            for kind in trees:
-                file = tmp / f"{kind}.safetensors"
-                files[file.name] = _write(file, leaves[kind], layouts[kind])
-            full = {**plain, "format": FORMAT, "version": VERSION, "files": files}
+            sums = {f"{kind}.safetensors": write_tensors(tmp / f"{kind}.safetensors", *files[kind]) for kind in files}
+            full = {**plain, "format": FORMAT, "version": VERSION, "files": sums}
             _write_json(tmp / _RECORD, {**full, "crc32": _record_crc32(full)})
             _fsync_folder(tmp)
             os.rename(tmp, target)

@@ -226,14 +226,14 @@ class Fit:
         trainer = self.trainer
         rows = {"steps": f"{trainer.step:,}"}
         rows.update({f"eval {name}": f"{value:.6g}" for name, value in self.metrics.items()})
-        checkpoints = trainer._checkpoints
-        index = {} if checkpoints is None else checkpoints.index()
-        for tag in self.options.tracked:
-            if tag in trainer._best and tag in index:
-                best = trainer._best[tag]
-                rows[tag] = f"{best['value']:.6g} at step {best['step']}: {checkpoints.resolve(tag)}"
-        if "last" in index:
-            rows["last"] = str(checkpoints.resolve("last"))
+        if trainer._checkpoints is not None:
+            index = trainer._checkpoints.index()
+            for tag in self.options.tracked:
+                if tag in trainer._best and tag in index:
+                    best = trainer._best[tag]
+                    rows[tag] = f"{best['value']:.6g} at step {best['step']}: {trainer._checkpoints.resolve(tag)}"
+            if "last" in index:
+                rows["last"] = str(trainer._checkpoints.resolve("last"))
         trainer.deployer.console.summary(rows)
 
 

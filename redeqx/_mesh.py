@@ -67,7 +67,6 @@ def simulate_devices(n_devices: int) -> None:
 
     Raises RuntimeError where JAX's backends have been started already.
     """
-    os.environ["NPROC"] = str(max(2 * n_devices, int(os.environ.get("NPROC", "0")), os.cpu_count() or 1))
     try:
         jax.config.update("jax_num_cpu_devices", n_devices)
     except RuntimeError as error:
@@ -75,3 +74,4 @@ def simulate_devices(n_devices: int) -> None:
             f"`simulate_devices({n_devices})`: expected JAX's devices to be untouched, got a started backend. "
             "Call it at the top of the script, before any array is made."
         ) from error
+    os.environ["NPROC"] = str(max(2 * n_devices, int(os.environ.get("NPROC", "0")), os.cpu_count() or 1))

@@ -31,6 +31,11 @@ LARGE_SIZE = 2**20
 Overrides = Mapping[str, P | Sequence[str | Sequence[str] | None] | None]
 
 
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 @dataclass(frozen=True)
 class LeafPlan:
     """How one leaf is split: its spec on the mesh, one entry a dim, and the reason."""
@@ -70,7 +75,7 @@ class Plan:
 
     def spec_in_use(self, name: str) -> P:
         """The leaf's spec without the fsdp axis: how a layer computes with it."""
-        return P(*(None if axes == FSDP else axes for axes in self[name].spec))
+        return P(*(tuple(axis for axis in _axes(entry) if axis != FSDP) or None for entry in self[name].spec))
 
     @property
     def n_parameters(self) -> int:
@@ -88,7 +93,7 @@ class Plan:
 
     def summary(self) -> str:
         """One line: how many leaves are split by which axis, and how many stay whole."""
-        axes = [{axis for axis in leaf.spec if axis is not None} for leaf in self.leaves.values()]
+        axes = [{axis for entry in leaf.spec for axis in _axes(entry)} for leaf in self.leaves.values()]
         counts = {axis: sum(axis in of for of in axes) for axis in (MODEL, FSDP) if self.mesh.shape[axis] > 1}
         split = ", ".join(f"{n} split over {axis}" for axis, n in counts.items()) or "one shard"
         return f"{len(axes)} leaves: {split}, {sum(not of for of in axes)} whole"
@@ -98,7 +103,7 @@ class Plan:
         merged: dict[tuple[str, ...], list[str]] = {}
         for name, leaf in self.leaves.items():
             shape = " x ".join(map(str, leaf.shape)) or "scalar"
-            spec = ", ".join("·" if axes is None else str(axes) for axes in leaf.spec) or "·"
+            spec = ", ".join("+".join(_axes(entry)) or "·" for entry in leaf.spec) or "·"
             pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
             reason = re.sub(r"(?<=\.)\d+(?=\.)", "*", leaf.reason)
             merged.setdefault((pattern, shape, spec, reason), []).append(name)
@@ -132,41 +137,27 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None) -> 
     Raises ValueError for an override that matches nothing, names an unknown axis or does not divide.
     """
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
-    n_model, n_fsdp = mesh.shape[MODEL], mesh.shape[FSDP]
-    splits, stacked = _walk(model, n_model)
+    splits, stacked = _walk(model, mesh.shape[MODEL])
     chosen = _resolve_overrides(overrides or {}, leaves, mesh)
-    first_of: dict[int, str] = {}
+    unknown = _rules.Split(None, "whole: no layer that the walk knows")
+    decides: dict[int, str] = {}  # of leaves that are the same array, the one that the others follow: one that rules know
+    for name in sorted(leaves, key=lambda name: name not in splits):
+        decides.setdefault(id(leaves[name]), name)
     planned: dict[str, LeafPlan] = {}
     warnings = []
     for name, leaf in leaves.items():
-        shape, n_stacked = tuple(leaf.shape), stacked.get(name, 0)
-        split = splits.get(name) or _rules.Split(None, "whole: no layer that the walk knows")
-        twin = first_of.setdefault(id(leaf), name)
-        if twin != name and shape == planned[twin].shape:
-            split = _rules.tie(splits.get(twin) or split, twin)
+        shape, twin = tuple(leaf.shape), decides[id(leaf)]
+        split, n_stacked = splits.get(twin, unknown), stacked.get(twin, 0)
+        if twin != name:
+            split = _rules.tie(split, twin)
             warnings.append(
                 f"`{name}`: the same array as `{twin}`, but two leaves of the tree: training will let them drift apart. "
                 "Tie them with `eqx.nn.Shared`."
             )
-        if name in chosen:
-            spec, reason = chosen[name]
-        else:
-            axes: list[str | None] = [None] * len(shape)
-            if split.dim is not None:
-                axes[n_stacked + split.dim] = MODEL
-            reason = split.reason
-            if n_fsdp > 1 and math.prod(shape) >= MIN_FSDP_SIZE:
-                taken = {*range(n_stacked), *(dim for dim, axis in enumerate(axes) if axis)}
-                dim = _rules.largest_free_dim(shape, taken, n_fsdp)
-                if dim is None:
-                    reason += f"; no free dim for {n_fsdp} fsdp shards"
-                else:
-                    axes[dim] = FSDP
-                    reason += f"; fsdp on dim {dim}"
-            spec = P(*axes)
-        n_shards = math.prod(mesh.shape[axis] for axes_of in spec for axis in _axes(axes_of))
+        spec, reason = chosen[name] if name in chosen else _spec(shape, n_stacked, split, mesh)
+        n_shards = math.prod(mesh.shape[axis] for entry in spec for axis in _axes(entry))
         planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, n_shards)
-    n_shards = n_model * n_fsdp
+    n_shards = mesh.shape[MODEL] * mesh.shape[FSDP]
     total = sum(math.prod(leaf.shape) for leaf in planned.values())
     for name, leaf in planned.items():
         size = math.prod(leaf.shape)
@@ -176,6 +167,25 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None) -> 
                 f"Split it with `overrides={{'{name}': ...}}`."
             )
     return Plan(mesh, planned, tuple(warnings))
+
+
+def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mesh) -> tuple[P, str]:
+    """The spec and reason of a leaf: what the rules split over the model axis, the fsdp axis along the largest free dim."""
+    axes: list[tuple[str, ...]] = [()] * len(shape)
+    split_dim = None if split.dim is None else n_stacked + split.dim
+    if split_dim is not None:
+        axes[split_dim] = (MODEL,)
+    reason, n_fsdp = split.reason, mesh.shape[FSDP]
+    if n_fsdp > 1 and math.prod(shape) >= MIN_FSDP_SIZE:
+        dim = _rules.largest_free_dim(shape, {*range(n_stacked), split_dim}, n_fsdp)
+        if dim is None and split_dim is not None and shape[split_dim] % (mesh.shape[MODEL] * n_fsdp) == 0:
+            dim = split_dim  # both axes on one dim, as for a long bias
+        if dim is None:
+            reason += f"; no free dim for {n_fsdp} fsdp shards"
+        else:
+            axes[dim] += (FSDP,)
+            reason += f"; fsdp on dim {dim}"
+    return P(*(entry or None for entry in axes)), reason
 
 
 def mark_read(plan: Plan, model: PyTree, fn: Callable[..., Any], *args: PyTree) -> Plan:
@@ -390,9 +400,9 @@ def _walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[s
             attention = _attention_of(node)
             if attention is not None:
                 sequence.append(None)
-                _visit_attention(path, node, attention)
+                visit_attention(path, node, attention)
 
-    def _visit_attention(path: tuple[Any, ...], node: Any, how: _Attention) -> None:
+    def visit_attention(path: tuple[Any, ...], node: Any, how: _Attention) -> None:
         roles = {}
         for role, linear in zip(how.names, how.projections(node), strict=True):
             role_path = (*path, jtu.GetAttrKey(role))
@@ -460,11 +470,6 @@ def _inherit_stacks(model: PyTree, stacked: dict[str, int]) -> None:
                 stacked[name] = min(known)
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def _resolve_overrides(overrides: Overrides, leaves: Mapping[str, Any], mesh: Mesh) -> dict[str, tuple[P, str]]:
     """The spec and reason of each leaf that an override names, checked."""
     chosen: dict[str, tuple[P, str]] = {}
@@ -481,6 +486,11 @@ def _resolve_overrides(overrides: Overrides, leaves: Mapping[str, Any], mesh: Me
                 raise ValueError(
                     f"`overrides[{pattern!r}]`: expected at most {len(shape)} entries for `{name}` of shape {shape}, "
                     f"got {tuple(spec)}. Give one mesh axis or None a dim."
+                )
+            named = [axis for entry in spec for axis in _axes(entry)]
+            if len(set(named)) < len(named):
+                raise ValueError(
+                    f"`overrides[{pattern!r}]`: expected each mesh axis once, got {tuple(spec)}. Split one dim by it."
                 )
             for dim, entry in enumerate(spec):
                 for axis in _axes(entry):

@@ -8,7 +8,7 @@ splits its output (dim 0, a "column" split), one whose input arrives split split
 and its output is whole again. Dims are those of Equinox's `[out, in]` weights.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 OUT = 0  # dim 0 of an `[out, in]` weight, and the rows of an embedding
@@ -49,12 +49,13 @@ class Layer:
 def in_calling_order(siblings: Sequence[Layer]) -> list[Layer]:
     """The layers that are fields of one module, from field order into the order that their sizes suggest.
 
-    Where sizes allow two orders (`down: f -> d` declared before `up: d -> f`) the chain begins with the layer that widens.
+    Where sizes allow two orders (`down: f -> d` declared before `up: d -> f`) the chain begins with the layer that widens. A
+    longer chain that field order makes already, like an autoencoder's, stays as it is.
     """
-    first = siblings[0] if siblings else None
-    for i, layer in enumerate(siblings):
-        if first and layer.widens and (layer.in_size, layer.out_size) == (first.out_size, first.in_size):
-            return [*siblings[i:], *siblings[:i]]
+    if len(siblings) > 1:
+        first, second = siblings[:2]
+        if second.widens and (second.in_size, second.out_size) == (first.out_size, first.in_size):
+            return [*siblings[1:], first]
     return list(siblings)
 
 
@@ -118,7 +119,7 @@ def attention(
     units = query.out_size if heads is None else heads
     kv_units = min(key.out_size, value.out_size) if kv_heads is None else kv_heads
     if units % n_shards or output.in_size % n_shards:
-        why = f"{units} heads do not divide over {n_shards} shards"
+        why = f"{units} {'features' if heads is None else 'heads'} do not divide over {n_shards} shards"
         flipped = {layer.name: _other(layer, IN, why, n_shards) for layer in (query, key, value)}
         return {**flipped, output.name: _other(output, OUT, why, n_shards)}
     over = f"{units} heads over {n_shards} shards" if heads is not None else f"{n_shards} shards"
@@ -128,7 +129,8 @@ def attention(
     }
     for role, layer in (("key", key), ("value", value)):
         if kv_units % n_shards:
-            reason = f"whole: {kv_units} key/value heads do not divide over {n_shards} shards, queries on each read them"
+            what = "features" if kv_heads is None else "heads"
+            reason = f"whole: {kv_units} key/value {what} do not divide over {n_shards} shards, queries on each read them"
             splits[layer.name] = Split(None, reason)
         else:
             over = f"{kv_units} heads over {n_shards} shards" if kv_heads is not None else f"{n_shards} shards"
@@ -158,14 +160,14 @@ def embedding(n_rows: int, n_shards: int) -> Split:
     return Split(None, f"whole: {n_rows} rows do not divide over {n_shards} shards; a table padded to {padded} rows would")
 
 
-def largest_free_dim(shape: tuple[int, ...], taken: Iterable[int], n_shards: int) -> int | None:
+def largest_free_dim(shape: tuple[int, ...], taken: Collection[int | None], n_shards: int) -> int | None:
     """The largest dim that is not taken and divides, the first of equals: what the fsdp axis splits. None if there is none.
 
     **Arguments:**
 
-    - `taken`: the dim that the model axis splits, and the dims over which layers are stacked.
+    - `taken`: the dim that the model axis splits (None where it splits none), and those over which layers are stacked.
     """
-    free = [dim for dim in range(len(shape)) if dim not in set(taken) and shape[dim] and shape[dim] % n_shards == 0]
+    free = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] and shape[dim] % n_shards == 0]
     return max(free, key=lambda dim: shape[dim], default=None)
 
 

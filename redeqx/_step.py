@@ -274,7 +274,7 @@ def make_train_step(
     state_treedef: Any,
     layout: Layout,
 ) -> tuple[Callable[..., Any], list[str]]:
-    """The jitted step `(trained, opt_state, state, step, frozen, key, groups) -> (trained, opt_state, state, step, vector)`.
+    """The jitted `(trained, opt_state, state, step, frozen, key, groups) -> (trained, opt_state, state, step, vector)`.
 
     All but the frozen arrays, the key and the batch are donated. The vector holds the metrics whose names the list has
     once the step has been traced: one transfer a step, however many there are.
@@ -321,7 +321,7 @@ def _state_leaves(tree: PyTree, before: Sequence[Array], treedef: Any) -> list[A
 
 
 def make_eval_step(functions: Functions, state_treedef: Any) -> tuple[Callable[..., Any], list[str]]:
-    """The jitted `(trained, frozen, state, key, i, groups) -> vector` of sums, of the `i`-th batch: total and weight of the
+    """The jitted `(trained, frozen, state, key, i, groups) -> vector` of sums over the `i`-th batch: total and weight of the
     loss, then those of each metric in the list of names; the model in inference mode."""
     loss = functions.loss(inference=True)
     names: list[str] = []
@@ -341,8 +341,8 @@ def make_eval_step(functions: Functions, state_treedef: Any) -> tuple[Callable[.
 def make_predict_step(
     parts: Parts, plan: Plan, pred_fn: Callable[..., Any], state_treedef: Any = None, compute_dtype: Any = None
 ) -> Callable[..., Any]:
-    """The jitted `(trained, frozen, state, batch, key, i) -> outputs` of the `i`-th batch, rows split over the batch axes; the
-    model in inference mode.
+    """The jitted `(trained, frozen, state, batch, key, i) -> outputs` of the `i`-th batch, rows split over the batch axes;
+    the model in inference mode.
 
     **Arguments:**
 

@@ -46,9 +46,8 @@ class _Ready:
     @property
     def signature(self) -> Any:
         """What a compiled program depends on."""
-        return tuple(
-            (jax.tree.structure(g), *((x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(g))) for g in self.groups
-        )
+        leaves, treedef = jax.tree.flatten(self.groups)
+        return treedef, *((x.shape, x.dtype) for x in leaves)
 
 
 class Trainer:
@@ -165,9 +164,8 @@ class Trainer:
             out = out[0] if self._has_state and isinstance(out, tuple) else out
             return as_sums(out, jax.tree.leaves(batch)[0].shape[0])[0]
 
-        given = self.plan is not None
-        plan = self.plan or self.deployer.plan(model, *(() if batch is None else (total, batch)))
-        if given and batch is not None:
+        plan = self.plan or self.deployer.plan(model)
+        if batch is not None:
             plan = mark_read(plan, model, total, batch, jax.eval_shape(lambda: jax.random.key(0)))
         if self._grad_fn is None and all(plan[name].is_read is False for name in self._parts.names[0]):
             raise ValueError(
@@ -278,8 +276,9 @@ class Trainer:
 
     def _prepare(self, slice: Slice, per_device_batch_size: int) -> _Ready:
         batch = collate(self._collate_fn, slice.examples)
-        groups = cut_rows(len(slice.examples), per_device_batch_size, self.deployer.n_batch_shards)
-        placed = place_batch(batch, groups, self.deployer.mesh)
+        micro = per_device_batch_size * self.deployer.n_batch_shards
+        cut = cut_rows(len(slice.examples), micro, self.deployer.mesh.size)
+        placed = place_batch(batch, cut, self.deployer.mesh)
         return _Ready(placed, len(slice.examples), n_tokens(batch), slice.position, slice.state)
 
     def _ready(self, steps: Iterable[Slice], per_device_batch_size: int) -> Iterator[_Ready]:

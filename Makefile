@@ -1,0 +1,51 @@
+# Two commands for a fresh machine: `make demo` and `make test`. Each makes .venv and installs what it needs.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Simulated devices need a thread each in XLA's pool, or their collectives wait for each other for ever.
+export NPROC ?= 16
+
+.PHONY: demo test lint sweep benchmarks clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m examples.language_modeling.main
+
+test: lint
+	$(BIN)/python -m pytest -q -m "not sweep and not parity"
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# Long sweeps, left out of a newcomer's first test.
+sweep: $(VENV)/.test
+	$(BIN)/python -m pytest -q -m sweep
+
+# What is measured and never asserted; step_speed.py needs the peers of the `bench` extra.
+benchmarks: $(VENV)/.bench
+	$(BIN)/python tests/benchmarks/step_overhead.py
+	$(BIN)/python tests/benchmarks/collectives.py
+	$(BIN)/python tests/benchmarks/step_speed.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable ".[examples,hf]"
+	touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable ".[dev,examples,hf,tensorboard]"
+	touch $@
+
+# torch first and alone, pinned to the digit: a looser requirement draws gigabytes of CUDA.
+$(VENV)/.bench: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
