@@ -11,7 +11,7 @@ import itertools
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,8 +281,11 @@ def _resumed(iterable: Any, position: int, state: Any) -> Iterator[Any]:
 # --- ahead of the step --------------------------------------------------------------------------------------------------
 
 
-def prefetch(items: Iterator[Any], depth: int = 2) -> Iterator[Any]:
-    """The same items, prepared by a thread up to `depth` ahead; its exceptions are raised here, with their tracebacks."""
+def prefetch(items: Iterator[Any], depth: int = 2) -> Generator[Any, None, None]:
+    """The same items, prepared by a thread up to `depth` ahead; its exceptions are raised here, with their tracebacks.
+
+    Who may stop before the end closes it: the thread would otherwise live as long as a traceback that holds the caller's frame.
+    """
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
     stopped = threading.Event()
 

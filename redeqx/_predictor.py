@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ._data import collate, pad_rows, prefetch
+from ._data import collate, pad_rows, prefetch, size_of
 from ._deployer import Deployer
 from ._mesh import replicated, split_rows
 from ._paths import is_array_like
@@ -75,8 +76,14 @@ class Predictor:
     def iterate(self, examples: Any, per_device_batch_size: int, model: PyTree | None = None) -> Iterator[list]:
         """The outputs batch by batch, as the device hands them on, for more examples than the host holds outputs of."""
         if per_device_batch_size < 1:
-            raise ValueError(f"`per_device_batch_size`: expected at least 1, got {per_device_batch_size}.")
-        n = len(examples)
+            raise ValueError(
+                f"`per_device_batch_size`: expected at least 1, got {per_device_batch_size}. Pass a positive number."
+            )
+        n = size_of(examples)
+        if n is None:
+            raise TypeError(
+                f"`examples`: expected `len()` and integer items, got {type(examples).__name__}. Pass a list of them."
+            )
         if n == 0:
             return
         model, state, plan = self._resolve(model)
@@ -95,12 +102,13 @@ class Predictor:
 
         key = jax.device_put(jax.random.key(self._deployer.jax_seed), replicated(self._deployer.mesh))
         pending: deque[tuple[int, PyTree]] = deque()
-        for i, (n_rows, batch) in enumerate(prefetch(prepare())):
-            outputs = step(trained, frozen, state_leaves, batch, key, np.uint32(i))
-            jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
-            pending.append((n_rows, outputs))
-            if len(pending) > 1:  # one batch computes while the one before is handed on
-                yield self._hand_on(*pending.popleft())
+        with closing(prefetch(prepare())) as batches:
+            for i, (n_rows, batch) in enumerate(batches):
+                outputs = step(trained, frozen, state_leaves, batch, key, np.uint32(i))
+                jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
+                pending.append((n_rows, outputs))
+                if len(pending) > 1:  # one batch computes while the one before is handed on
+                    yield self._hand_on(*pending.popleft())
         while pending:
             yield self._hand_on(*pending.popleft())
 
@@ -131,8 +139,9 @@ class Predictor:
         return *self._placed, self._plan
 
     def _step_for(self, model: PyTree, state: PyTree, plan: Plan) -> tuple[Parts, Callable[..., Any]]:
-        """The compiled step, made anew where the model's structure is another one."""
-        structure = jax.tree.structure(eqx.filter(model, is_array_like))
+        """The compiled step, made anew where the model differs in more than its arrays."""
+        arrays, static = eqx.partition(model, is_array_like)
+        structure = jax.tree.structure(arrays), jax.tree.leaves(static)
         if self._step is None or self._step[0] != structure:
             parts = Parts.of(model)
             treedef = None if state is None else jax.tree.structure(state)

@@ -1,0 +1,350 @@
+"""safetensors files: arrays by name in, slices of arrays out, for PyTrees however sharded.
+
+Owns the file: its layout, writer and reader, and how a PyTree's leaves become tensors and come back onto any mesh. Folders
+of files, and what becomes of them in a crash, are `_checkpoint`.
+
+The writer is our own because `safetensors.numpy.save_file` (0.8) writes arrays that are not C-contiguous in the wrong
+order, without an error, holds the whole file in memory and never fsyncs. This one knows every offset before the first
+byte: it holds one tensor at a time, and each process of several could write its own shards in place.
+"""
+
+import json
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import PyTree
+
+from ._paths import is_array_like, map_named, named_leaves, nearest
+
+# Every dtype that safetensors can name and numpy can hold, but the packed ones of 4 and 6 bits.
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype("<u1"),
+    "I8": np.dtype("<i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(jnp.bfloat16),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(jnp.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(jnp.float8_e5m2fnuz),
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+CHUNK = 2**24  # bytes written at once: casts and checksums need that much more memory, whatever the tensor's size
+_MAX_HEADER = 10**8  # bytes; the limit of the safetensors library
+_MAX_PROBLEMS = 10  # tensors named by one error
+
+
+# --- leaves ---------------------------------------------------------------------------------------------------------
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys, which is stored as its key data."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _stored(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of a leaf as a file holds it."""
+    if _is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return tuple(leaf.shape), leaf.dtype
+
+
+def array_leaves(tree: PyTree) -> dict[str, Any]:
+    """The leaves that a file holds, by name; the others are structure."""
+    return {name: leaf for name, leaf in named_leaves(tree).items() if is_array_like(leaf)}
+
+
+def _to_host(leaf: Any) -> np.ndarray:
+    """The whole leaf in this process's memory, C-contiguous."""
+    if isinstance(leaf, jax.Array):
+        if _is_key(leaf):
+            leaf = jax.random.key_data(leaf)
+        # A fresh array over the same shards: the host copy that `np.asarray` makes stays with the array that it was asked
+        # of, and with the tree's own arrays that would pile up a second model on the host.
+        shards = [shard.data for shard in leaf.addressable_shards]
+        leaf = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+    return np.ascontiguousarray(leaf)
+
+
+def damaged(path: Path, rule: str, got: str) -> ValueError:
+    """The error for a file that is not what its writer left."""
+    return ValueError(f"`{path}`: expected {rule}, got {got}. The file is damaged or unfinished: load another checkpoint.")
+
+
+# --- one file -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What one tensor is, and where: bytes `[start, stop)`, counted from the end of the header."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def _layout(leaves: Mapping[str, Any], float_dtype: Any) -> tuple[bytes, dict[str, _Tensor], int]:
+    """The header, the tensors in the file's order, and the file's size, from shapes and dtypes alone: every process that
+    asks gets the same answer."""
+    if float_dtype is not None and not _is_float(np.dtype(float_dtype)):
+        raise ValueError(f"`float_dtype`: expected a floating dtype, got {np.dtype(float_dtype)}. Pass None to cast none.")
+    specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(f"`{name}`: expected an array, got only its shape {leaf}. Create the arrays, then save.")
+        if name == "__metadata__":
+            raise ValueError("`__metadata__`: expected another name, got the one that safetensors keeps. Rename it.")
+        shape, dtype = _stored(leaf)
+        dtype = np.dtype(float_dtype if float_dtype is not None and _is_float(dtype) else dtype)
+        if dtype not in _CODES:
+            known = ", ".join(map(str, _CODES))
+            raise TypeError(f"`{name}`: expected a dtype that safetensors has ({known}), got {dtype}. Cast it first.")
+        specs[name] = dtype, shape
+    tensors: dict[str, _Tensor] = {}
+    stop = 0
+    # The widest first, so that each tensor is aligned to its items: safetensors allows no gap between two.
+    for name, (dtype, shape) in sorted(specs.items(), key=lambda item: -item[1][0].itemsize):
+        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
+        tensors[name] = _Tensor(dtype, shape, start, stop)
+    fields = {
+        name: {"dtype": _CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [tensor.start, tensor.stop]}
+        for name, tensor in tensors.items()
+    }
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, tensors, 8 + len(text) + stop
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def file_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
+    """Bytes of the file that `write_tensors` would write; raises what it would raise for the leaves."""
+    return _layout(leaves, float_dtype)[2]
+
+
+def write_tensors(path: Path, leaves: Mapping[str, Any], float_dtype: Any = None) -> dict[str, int]:
+    """Writes arrays by name as one safetensors file, and returns its `{"size": bytes, "crc32": checksum}`.
+
+    The host holds one whole tensor at a time. The file is fsynced but not put in place atomically: that is what
+    `Checkpoints.save` does.
+
+    **Arguments:**
+
+    - `leaves`: JAX arrays (however sharded), numpy arrays, or typed PRNG keys, which are stored as their key data.
+    - `float_dtype`: the dtype to which floating leaves are cast; others are never cast.
+
+    Raises TypeError for a leaf whose dtype safetensors cannot store, OSError where the disk is full.
+    """
+    header, tensors, size = _layout(leaves, float_dtype)
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
+    try:
+        if hasattr(os, "posix_fallocate"):  # macOS has none
+            os.posix_fallocate(fd, 0, size)  # a full disk says so here, before any work
+        _pwrite(fd, memoryview(header)[8:], 8)
+        crc32 = zlib.crc32(header)
+        for name, tensor in tensors.items():
+            flat = _to_host(leaves[name]).reshape(-1)
+            offset, step = len(header) + tensor.start, CHUNK // tensor.dtype.itemsize
+            for start in range(0, flat.size, step):
+                chunk = flat[start : start + step].astype(tensor.dtype, copy=False).view(np.uint8).data
+                _pwrite(fd, chunk, offset)
+                crc32 = zlib.crc32(chunk, crc32)
+                offset += len(chunk)
+        # The header's length comes last: until then the file says that its header is empty, and no reader takes it.
+        _pwrite(fd, memoryview(header)[:8], 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return {"size": size, "crc32": crc32}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name that occurs twice")
+    return fields
+
+
+def _parse(path: Path, name: str, field: Any) -> _Tensor:
+    match field:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
+            pass
+        case _:
+            raise damaged(path, f"`{name}` to have dtype, shape and data_offsets", f"{field}")
+    if code not in DTYPES:
+        raise damaged(path, f"`{name}` to be one of {', '.join(DTYPES)}", code)
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise damaged(path, f"`{name}` to have a shape of sizes", f"{shape}")
+    n_bytes = math.prod(shape) * DTYPES[code].itemsize
+    if stop - start != n_bytes:
+        raise damaged(path, f"`{name}` to take {n_bytes} bytes, as {code} {shape} does", f"{stop - start}")
+    return _Tensor(DTYPES[code], tuple(shape), start, stop)
+
+
+class TensorFile:
+    """A safetensors file, its header read and checked, whose tensors are read slice by slice."""
+
+    def __init__(self, path: Path):
+        """**Arguments:**
+
+        - `path`: any safetensors file, also another library's.
+
+        Raises ValueError where the header is no safetensors header, or disagrees with itself or with the file's size.
+        """
+        self.path = path
+        size = path.stat().st_size
+        if size < 8:
+            raise damaged(path, "at least the 8 bytes of a header's length", f"{size} bytes")
+        content = np.memmap(path, dtype=np.uint8, mode="r")
+        (length,) = struct.unpack("<Q", content[:8].tobytes())
+        if not 2 <= length <= min(size - 8, _MAX_HEADER):
+            raise damaged(path, f"a header of 2 to {min(size - 8, _MAX_HEADER)} bytes", f"a length of {length}")
+        try:
+            fields = json.loads(content[8 : 8 + length].tobytes(), object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
+            raise damaged(path, "a header of JSON", str(error)) from error
+        if not isinstance(fields, dict):
+            raise damaged(path, "a header that is a JSON object", f"a {type(fields).__name__}")
+        fields.pop("__metadata__", None)
+        self._data = content[8 + length :]
+        self._tensors = {name: _parse(path, name, field) for name, field in fields.items()}
+        stop = 0
+        for name, tensor in sorted(self._tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+            if tensor.start != stop:
+                raise damaged(path, f"`{name}` to begin at {stop}, where the one before ends", f"{tensor.start}")
+            stop = tensor.stop
+        if stop != self._data.size:
+            raise damaged(path, f"{stop} bytes of tensors, as the header says", f"{self._data.size}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names, in the header's order."""
+        return tuple(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return self._tensor(name).shape
+
+    def dtype(self, name: str) -> np.dtype:
+        """A tensor's dtype, as numpy (with JAX's extensions) names it."""
+        return self._tensor(name).dtype
+
+    def read(self, name: str, index: Any = ...) -> np.ndarray:
+        """A tensor, or what `index` (as for `numpy.ndarray`) selects from it, as a copy; nothing else is read.
+
+        Raises ValueError where the file has no tensor of that name.
+        """
+        tensor = self._tensor(name)
+        # A copy: JAX on CPU would otherwise share the file's pages, and follow whatever happens to the file.
+        return np.array(self._data[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)[index])
+
+    def _tensor(self, name: str) -> _Tensor:
+        if name not in self._tensors:
+            raise ValueError(
+                f"`{self.path}`: expected one of its {len(self._tensors)} tensors, got `{name}`."
+                f"{nearest(name, self._tensors)} `names` lists them."
+            )
+        return self._tensors[name]
+
+
+def _mismatches(file: TensorFile, wanted: Mapping[str, Any]) -> list[str]:
+    """What keeps a file's tensors from being the wanted leaves, one line for each."""
+    there = set(file.names)
+    missing = [name for name in wanted if name not in there]
+    extra = [name for name in file.names if name not in wanted]
+    lines = []
+    for name in missing:
+        shape, dtype = _stored(wanted[name])
+        lines.append(f"`{name}`: expected {dtype} {shape}, got none.{nearest(name, extra)}")
+    for name in extra:
+        got = f"{file.dtype(name)} {file.shape(name)}"
+        lines.append(f"`{name}`: expected no tensor of this name, got {got}.{nearest(name, missing)}")
+    for name, leaf in wanted.items():
+        if name in there:
+            (shape, dtype), got = _stored(leaf), (file.shape(name), file.dtype(name))
+            if shape != got[0] or (dtype != got[1] and not (_is_float(dtype) and _is_float(got[1]))):
+                lines.append(f"`{name}`: expected {dtype} {shape}, got {got[1]} {got[0]}.")
+    return lines
+
+
+def load_tree(
+    path: Path,
+    template: PyTree,
+    shardings: Callable[[str], Sharding] | None = None,
+    what: str = "model",
+) -> PyTree:
+    """The template with its arrays read from a safetensors file; each device reads only its own slices.
+
+    **Arguments:**
+
+    - `path`: the file.
+    - `template`: a PyTree whose array leaves give names, shapes and dtypes: JAX arrays, typed PRNG keys,
+        `jax.ShapeDtypeStruct`s, or numpy arrays, which stay numpy arrays. A floating tensor is cast to the template's
+        floating dtype. Leaves that are no arrays are handed on as they are.
+    - `shardings`: from a leaf's name to its sharding; by default the leaf's own, if it has one.
+    - `what`: what errors call the template.
+
+    Raises ValueError that names the tensors that are missing, extra, of another shape or of another kind of dtype.
+    """
+    file = TensorFile(path)
+    lines = _mismatches(file, array_leaves(template))
+    if lines:
+        more = [f"and {len(lines) - _MAX_PROBLEMS} more"] if len(lines) > _MAX_PROBLEMS else []
+        listed = "\n  - ".join(lines[:_MAX_PROBLEMS] + more)
+        raise ValueError(
+            f"`{path}`: expected the tensors of this {what}, got {len(lines)} that differ:\n  - {listed}\n"
+            f"Build the {what} that was saved, or load the checkpoint of this one."
+        )
+
+    def restore(name: str, leaf: Any) -> Any:
+        if not is_array_like(leaf):
+            return leaf
+        shape, dtype = _stored(leaf)
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return file.read(name).astype(dtype, copy=False)
+        sharding = leaf.sharding if shardings is None else shardings(name)
+        if sharding is None:
+            array = jnp.asarray(file.read(name).astype(dtype, copy=False))
+        else:
+            # A key's sharding serves its data too: the one dim that data have more comes last, and is whole.
+            array = jax.make_array_from_callback(
+                shape, sharding, lambda index: file.read(name, index).astype(dtype, copy=False)
+            )
+        if array.dtype != dtype:
+            raise ValueError(f"`{name}`: expected {dtype}, got {array.dtype} from JAX. Set `jax_enable_x64` to load it.")
+        if _is_key(leaf):
+            # `key_impl` wants an array, where the template may hold only a shape.
+            return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty((), leaf.dtype)))
+        return array
+
+    return map_named(restore, template)
