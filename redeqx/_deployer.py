@@ -69,6 +69,7 @@ class Deployer:
             self.workdir.mkdir(parents=True, exist_ok=True)
         self.console = Console(self.workdir, verbose=verbose, run_tensorboard=run_tensorboard, loggers=loggers)
         self._n_keys = 0
+        self._records_begun = False
 
     @property
     def n_batch_shards(self) -> int:
@@ -144,8 +145,12 @@ class Deployer:
 
         Raises ValueError where `per_device_batch_size` times the batch shards does not divide it.
         """
+        if per_device_batch_size < 1:
+            raise ValueError(
+                f"`per_device_batch_size`: expected at least 1, got {per_device_batch_size}. Pass a positive number."
+            )
         micro = per_device_batch_size * self.n_batch_shards
-        if per_device_batch_size < 1 or global_batch_size < 1 or global_batch_size % micro:
+        if global_batch_size < 1 or global_batch_size % micro:
             raise ValueError(
                 f"`global_batch_size`: expected a multiple of {per_device_batch_size} rows a device x "
                 f"{self.n_batch_shards} shards = {micro}, got {global_batch_size}. Change one of the two."
@@ -171,7 +176,7 @@ class Deployer:
 
         - `train_size`: examples an epoch; the last update of an epoch may hold fewer than the others.
         - `schedule_type`: of the decay: `"linear"`, `"cosine"`, or `"constant"` for none.
-        - `warmup_ratio`, `warmup_steps`: the length of the warm-up, as a share of all updates or as updates.
+        - `warmup_ratio`, `warmup_steps`: the length of the warm-up, as a share of all updates or as updates, which win.
         - `accumulate_grad_batches`: micro-batches an update. Updates are counted, never micro-batches.
 
         Raises ValueError for an unknown type, for sizes below 1 and for a warm-up longer than the fit.
@@ -184,7 +189,10 @@ class Deployer:
         n_steps = n_epochs * math.ceil(train_size / batch_size)
         n_warmup = round(warmup_ratio * n_steps) if warmup_steps is None else warmup_steps
         if not 0 <= n_warmup <= n_steps:
-            raise ValueError(f"`warmup_steps`: expected 0 to the {n_steps} updates of the fit, got {n_warmup}. Shorten it.")
+            name, found = ("warmup_ratio", warmup_ratio) if warmup_steps is None else ("warmup_steps", warmup_steps)
+            raise ValueError(
+                f"`{name}`: expected a warm-up of 0 to the {n_steps} updates of the fit, got {found}. Choose another length."
+            )
         n_decay = max(n_steps - n_warmup, 1)
         if schedule_type == "linear":
             decay = optax.linear_schedule(learning_rate, end_learning_rate, n_decay)
@@ -212,6 +220,12 @@ class Deployer:
         """Records numbers by name at a step: `metrics.jsonl`, TensorBoard, the loggers."""
         self.console.metrics(metrics, step)
 
+    def begin_records(self, step: int) -> None:
+        """Forgets what an earlier process recorded in the workdir after `step`, where this one goes on from; once."""
+        if not self._records_begun:
+            self._records_begun = True
+            self.console.rewind(step)
+
     def save_outputs(self, outputs: Sequence[Any], name: str = "outputs.jsonl") -> Path:
         """Writes one JSON line an output to `workdir/outputs/NAME` and returns its path. Arrays become nested lists.
 
@@ -225,7 +239,8 @@ class Deployer:
                 return np.asarray(value).tolist()
             raise TypeError(f"`outputs`: expected what JSON holds, got {type(value).__name__}. Convert it first.")
 
+        lines = "".join(json.dumps(output, default=plain) + "\n" for output in outputs)
         path = self.workdir / "outputs" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(output, default=plain) + "\n" for output in outputs), "utf-8")
+        path.write_text(lines, "utf-8")
         return path

@@ -354,8 +354,10 @@ def make_predict_step(
         model = parts.put(weights[:n_trained], weights[n_trained:], inference=True, compute_dtype=compute_dtype)
         extra = [] if state_treedef is None else [jax.tree.unflatten(state_treedef, state)]
         outputs = pred_fn(model, *extra, batch, key)
-        n_rows = _n_rows(batch)
-        for name, leaf in named_leaves(outputs).items():
+        n_rows, leaves = _n_rows(batch), named_leaves(outputs)
+        if not leaves:
+            raise ValueError(f"`pred_fn`: expected arrays with a row an example, got {outputs!r}. Return a PyTree of arrays.")
+        for name, leaf in leaves.items():
             if not is_array_like(leaf) or not leaf.shape or leaf.shape[0] != n_rows:
                 found = getattr(leaf, "shape", type(leaf).__name__)
                 raise ValueError(

@@ -513,8 +513,9 @@ class Trainer:
                 self._restore(path)
             else:
                 self._restore_from = path
-            self.deployer.console.rewind(self.step)
             self.deployer.log_info(f"resuming from {path}, step {self.step}")
+        if fit == 0:
+            self.deployer.begin_records(self.step)
         if self._restored is None:
             return Position(fit)
         if fit < self._restored.fit:

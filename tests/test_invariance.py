@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+
 import redeqx
 from redeqx.models.gpt2 import GPT2, GPT2Config
 
@@ -32,7 +33,9 @@ def loss_fn(model, batch, key):
 
 def make_trainer(n_model, n_fsdp, optimizer, *, accumulate=1, dropout=0.1, **kwargs):
     deployer = redeqx.Deployer(3, n_model, n_fsdp, verbose=False, **kwargs)
-    config = GPT2Config(VOCAB, SEQ, d_model=32, n_layers=1, n_heads=8, residual_dropout=dropout, embedding_dropout=0.0, attention_dropout=0.0)
+    config = GPT2Config(
+        VOCAB, SEQ, d_model=32, n_layers=1, n_heads=8, residual_dropout=dropout, embedding_dropout=0.0, attention_dropout=0.0
+    )
     model = deployer.init(lambda: GPT2(config, key=jax.random.key(0)))
     return redeqx.Trainer(
         deployer,

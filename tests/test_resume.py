@@ -1,0 +1,172 @@
+"""A run that was stopped and started again ends with the same bits as one that was not: parameters, optimizer state, order
+of examples, and what was logged."""
+
+import json
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+
+N, BATCH = 22, 8  # three steps an epoch, the last one with six examples
+DATA = np.random.default_rng(0).normal(size=(N, 6)).astype(np.float32)
+
+
+class Model(eqx.Module):
+    mlp: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key):
+        self.mlp = eqx.nn.MLP(5, 1, 16, 1, key=key)
+        self.dropout = eqx.nn.Dropout(0.2)
+
+    def __call__(self, x, key):
+        return self.mlp(self.dropout(x, key=key))
+
+
+def loss_fn(model, batch, key):
+    keys = jax.random.split(key, len(batch))
+    return ((jax.vmap(model)(batch[:, :5], keys)[:, 0] - batch[:, 5]) ** 2).mean()
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt:
+    """A tracker that ends the run when a step is logged: nothing after that is written, as if the process had died."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def log(self, metrics, step):
+        if step == self.step and "loss" in metrics:
+            raise Killed
+
+
+def make_trainer(workdir, *, shards=(2, 2), loggers=(), seed=5):
+    deployer = redeqx.Deployer(seed, *shards, workdir=workdir, verbose=False, loggers=loggers)
+    return redeqx.Trainer(
+        deployer,
+        model=Model(jax.random.key(1)),
+        optimizer=optax.adam(1e-2),
+        collate_fn=np.stack,
+        loss_fn=loss_fn,
+    )
+
+
+def fit(trainer, examples=DATA, **kwargs):
+    rows = BATCH // trainer.deployer.n_batch_shards
+    options = {"eval_examples": DATA[:5], "save_every_n_steps": 2, "save_argmin_ckpt_by_metrics": ["loss"]}
+    return trainer.fit(examples, rows, 3, **options, **kwargs)
+
+
+def arrays(trainer):
+    trees = (eqx.filter(trainer.model, eqx.is_array), trainer.opt_state)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(trees)]
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(a, b, strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("uninterrupted")
+    trainer = make_trainer(workdir)
+    fit(trainer)
+    return arrays(trainer), (workdir / "metrics.jsonl").read_bytes(), json.loads((workdir / "ckpts/index.json").read_text())
+
+
+@pytest.mark.parametrize("step", [1, 4, 6, 8], ids=["before any save", "mid-epoch", "end of an epoch", "in the last epoch"])
+def test_killed_and_resumed_ends_with_the_same_bits(step, uninterrupted, tmp_path):
+    with pytest.raises(Killed):
+        fit(make_trainer(tmp_path, loggers=[KillAt(step)]))
+    trainer = make_trainer(tmp_path)
+    fit(trainer)
+    params, metrics, index = uninterrupted
+    assert_same_bits(arrays(trainer), params)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+    assert json.loads((tmp_path / "ckpts/index.json").read_text()) == index
+
+
+def test_finished_run_is_not_trained_again(uninterrupted, tmp_path):
+    fit(make_trainer(tmp_path), save_last_ckpt=True)
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    trainer = make_trainer(tmp_path)
+    fit(trainer, save_last_ckpt=True)
+    assert trainer.step == 9
+    assert_same_bits(arrays(trainer), uninterrupted[0])
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_second_fit_of_one_trainer_resumes_too(tmp_path):
+    """The script is run again from its top: the first fit is known to be done, the second goes on."""
+
+    def run(workdir, loggers=()):
+        trainer = make_trainer(workdir, loggers=loggers)
+        fit(trainer, save_last_ckpt=True)
+        fit(trainer, save_last_ckpt=True)
+        return arrays(trainer)
+
+    expected = run(tmp_path / "a")
+    with pytest.raises(Killed):
+        run(tmp_path / "b", [KillAt(14)])
+    assert_same_bits(run(tmp_path / "b"), expected)
+
+
+@pytest.mark.parametrize("shards", [(1, 1), (4, 2)])
+def test_resumes_on_another_mesh(shards, uninterrupted, tmp_path):
+    with pytest.raises(Killed):
+        fit(make_trainer(tmp_path, loggers=[KillAt(5)]))
+    trainer = make_trainer(tmp_path, shards=shards)
+    fit(trainer)
+    for found, expected in zip(arrays(trainer), uninterrupted[0], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-7)
+
+
+class Stream:
+    """An iterable in its own order that tells where it stands, as grain's and torchdata's do."""
+
+    def __init__(self, n_reads):
+        self.n_reads = n_reads
+
+    def __iter__(self):
+        return StreamIterator(self)
+
+
+class StreamIterator:
+    def __init__(self, stream):
+        self.stream, self.next = stream, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == N:
+            raise StopIteration
+        self.stream.n_reads.append(self.next)
+        self.next += 1
+        return DATA[self.next - 1]
+
+    def get_state(self):
+        return {"next": self.next}
+
+    def set_state(self, state):
+        self.next = state["next"]
+
+
+def test_stream_with_state_goes_on_where_it_stood(tmp_path):
+    whole = make_trainer(tmp_path / "whole")
+    fit(whole, Stream([]))
+    with pytest.raises(Killed):
+        fit(make_trainer(tmp_path / "killed", loggers=[KillAt(5)]), Stream([]))
+    reads = []
+    trainer = make_trainer(tmp_path / "killed")
+    fit(trainer, Stream(reads))
+    assert_same_bits(arrays(trainer), arrays(whole))
+    assert reads[0] == BATCH  # after step 4, the first of its epoch
