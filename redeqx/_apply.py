@@ -67,7 +67,7 @@ def gather_at_use(fn: Callable[..., Any], homes: Sequence[Home | None]) -> Calla
     return gathered
 
 
-# --- the evaluation -------------------------------------------------------------------------------------------------
+# --- the evaluation --------------------------------------------------------------------------------------------------
 
 
 def _label(values: Sequence[Any], homes: Sequence[Home | None]) -> list[Any]:
@@ -151,7 +151,7 @@ def _use(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[An
     return compute(*map(_value, ins))
 
 
-# --- views of a weight ------------------------------------------------------------------------------------------------
+# --- views of a weight -----------------------------------------------------------------------------------------------
 # Each function gives, for every dim of an equation's output, the dim of its operand that it is, None for a new one; or None
 # alone where the equation computes something.
 

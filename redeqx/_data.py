@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
@@ -108,7 +109,7 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
             "Return `np.array(...)` with a row an example."
         )
     array = np.asarray(leaf)
-    if not (array.dtype == bool or jax.dtypes.issubdtype(array.dtype, np.number)):
+    if not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)):
         raise TypeError(
             f"`collate_fn` output `{name}`: expected numbers, got an array of dtype {array.dtype} and shape {array.shape}. "
             "Rows of different lengths make such arrays: pad them; tokenize text."
@@ -135,7 +136,7 @@ def n_tokens(batch: PyTree[np.ndarray]) -> int | None:
     return max((x.size for x in jax.tree.leaves(batch) if x.ndim == 2 and x.dtype.kind in "iu"), default=None)
 
 
-# --- examples and their order -----------------------------------------------------------------------------------------
+# --- examples and their order ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -278,13 +279,59 @@ def _resumed(iterable: Any, position: int, state: Any) -> Iterator[Any]:
     return iterator
 
 
-# --- ahead of the step --------------------------------------------------------------------------------------------------
+# --- one step's batch ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step is given, on the mesh.
+
+    **Arguments:**
+
+    - `groups`: as `place_batch` makes them.
+    - `n_examples`, `n_tokens`: of the whole step; `n_tokens` where the batch tells.
+    - `position`, `state`: as its `Slice` had them.
+    """
+
+    groups: tuple[PyTree, ...]
+    n_examples: int
+    n_tokens: int | None
+    position: int
+    state: Any
+
+    @property
+    def signature(self) -> Any:
+        """What a program compiled for it depends on."""
+        leaves, treedef = jax.tree.flatten(self.groups)
+        return treedef, *((x.shape, x.dtype) for x in leaves)
+
+    @property
+    def micro_batch(self) -> PyTree:
+        """The shapes of one micro-batch, as `loss_fn` sees it."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.groups[0])
+
+
+def batches(
+    steps: Iterable[Slice], collate_fn: Callable[[list], PyTree], micro_batch_size: int, mesh: Mesh
+) -> Iterator[Batch]:
+    """The batch of each step, prepared ahead by a thread."""
+
+    def prepare(step: Slice) -> Batch:
+        batch = collate(collate_fn, step.examples)
+        cut = cut_rows(len(step.examples), micro_batch_size, mesh.size)
+        placed = place_batch(batch, cut, mesh)
+        return Batch(placed, len(step.examples), n_tokens(batch), step.position, step.state)
+
+    return prefetch(prepare(step) for step in steps)
+
+
+# --- ahead of the step -----------------------------------------------------------------------------------------------
 
 
 def prefetch(items: Iterator[Any], depth: int = 2) -> Generator[Any, None, None]:
     """The same items, prepared by a thread up to `depth` ahead; its exceptions are raised here, with their tracebacks.
 
-    Who may stop before the end closes it: the thread would otherwise live as long as a traceback that holds the caller's frame.
+    Who may stop before the end closes it: else the thread lives as long as a traceback that holds the caller's frame.
     """
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
     stopped = threading.Event()

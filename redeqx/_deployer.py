@@ -81,7 +81,7 @@ class Deployer:
         self._n_keys += 1
         return jax.random.fold_in(jax.random.key(self.jax_seed), self._n_keys)
 
-    # --- models -------------------------------------------------------------------------------------------------------
+    # --- models ------------------------------------------------------------------------------------------------------
 
     def plan(
         self,
@@ -138,7 +138,7 @@ class Deployer:
         leaves = jax.jit(make, out_shardings=shardings)()
         return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), static)
 
-    # --- batches and schedules ----------------------------------------------------------------------------------------
+    # --- batches and schedules ---------------------------------------------------------------------------------------
 
     def get_accumulate_grad_batches(self, global_batch_size: int, per_device_batch_size: int) -> int:
         """How many micro-batches make one update of `global_batch_size` examples.
@@ -210,7 +210,7 @@ class Deployer:
             return decay
         return optax.join_schedules([optax.linear_schedule(init_learning_rate, learning_rate, n_warmup), decay], [n_warmup])
 
-    # --- what is said and recorded ------------------------------------------------------------------------------------
+    # --- what is said and recorded -----------------------------------------------------------------------------------
 
     def log_info(self, message: str, *, title: str | None = None) -> None:
         """Prints a message, once for the whole run."""

@@ -5,7 +5,7 @@ that a run that was killed ends with the same bits as one that was not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,34 @@ class Position:
     epoch: int = 0
     examples: int = 0
     data_state: Any = None
+
+
+@dataclass
+class Standing:
+    """Where a trainer stands in its fits: what `trainer.json` says beside the step.
+
+    **Arguments:**
+
+    - `position`: now; `position.fit` counts the fits that are done.
+    - `train_size`: examples an epoch of the fit under way; None where not known.
+    - `best`: for each tag of a best checkpoint `{"value": ..., "step": ...}`.
+    - `earlier`: where an earlier run stopped, until the fit that goes on from there begins.
+    """
+
+    position: Position = Position()
+    train_size: int | None = None
+    best: dict[str, dict[str, float]] = field(default_factory=dict)
+    earlier: Position | None = None
+
+    def to_record(self) -> dict[str, Any]:
+        """What `trainer.json` holds of it."""
+        return {**asdict(self.position), "train_size": self.train_size, "best": self.best}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "Standing":
+        """What `trainer.json` held."""
+        position = Position(**{name: record[name] for name in ("fit", "epoch", "examples", "data_state")})
+        return cls(position, record["train_size"], record["best"])
 
 
 @dataclass(frozen=True)
@@ -118,26 +146,83 @@ class Fit:
         """Train to the end of the last epoch; returns the metrics of the last evaluation."""
         options, trainer = self.options, self.trainer
         options.check(trainer.deployer.workdir)
-        start = trainer._begin_fit(options.resume)
+        start = self._begin()
         if start is None:
             trainer.deployer.log_info("this fit is done already: the checkpoint was saved after it")
             return {}
-        console = trainer.deployer.console
-        with console.progress(n_epochs=options.n_epochs, first_step=trainer.step) as progress:
+        with trainer.deployer.console.progress(n_epochs=options.n_epochs, first_step=trainer.step) as progress:
             if options.eval_examples is not None and options.eval_sanity_check:
                 self._check_evaluation(progress)
             for epoch in range(start.epoch, options.n_epochs):
                 self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), progress)
-        trainer._end_fit()
+        self._end()
         self._summarise()
         return self.metrics
+
+    # --- where to begin ----------------------------------------------------------------------------------------------
+
+    def _begin(self) -> Position | None:
+        """Where this fit starts from; None where an earlier run has done it already."""
+        trainer = self.trainer
+        fit = trainer._standing.position.fit
+        if fit == 0 and trainer.step == 0:
+            self._find_earlier_run()
+        if fit == 0:
+            trainer.deployer.begin_records(trainer.step)
+        standing = trainer._standing
+        if standing.earlier is None:
+            return Position(fit)
+        if fit < standing.earlier.fit:
+            self._end()
+            return None
+        start, standing.earlier = standing.earlier, None
+        return start if start.fit == fit else Position(fit)
+
+    def _end(self) -> None:
+        standing = self.trainer._standing
+        standing.position = Position(standing.position.fit + 1)
+        if standing.earlier is None:
+            standing.train_size = None
+
+    def _find_earlier_run(self) -> None:
+        """Take up what the workdir's newest checkpoint holds, if there is one."""
+        trainer, checkpoints = self.trainer, self.trainer._checkpoints
+        if checkpoints is None or "last" not in checkpoints.index():
+            return
+        path = checkpoints.resolve("last")
+        if not self.options.resume:
+            raise ValueError(
+                f"`workdir`: expected no checkpoints, as `resume=False`, got {path}. "
+                "Pass `resume=True` to go on from it, or another workdir to begin anew."
+            )
+        record = checkpoints.record(path)
+        if record["seed"] != trainer.deployer.jax_seed:
+            raise ValueError(
+                f"`jax_seed`: expected {record['seed']}, as in {path}, got {trainer.deployer.jax_seed}. "
+                "Pass the same seed to go on, or another workdir to begin anew."
+            )
+        earlier = Standing.of_record(record)
+        trainer._standing = Standing(Position(), earlier.train_size, earlier.best, earlier.position)
+        trainer._resume_from(path, record["step"])
+        trainer.deployer.log_info(f"resuming from {path}, step {trainer.step}")
+
+    def _check_train_size(self, n: int) -> None:
+        standing = self.trainer._standing
+        if standing.train_size not in (None, n):
+            raise ValueError(
+                f"`train_examples`: expected {standing.train_size}, as in the run that is resumed, got {n}. "
+                "Its order of examples would be another one. For new examples choose another workdir."
+            )
+        standing.train_size = n
+
+    # --- an epoch ----------------------------------------------------------------------------------------------------
 
     def _epoch(self, epoch: int, start: Position, progress: Progress) -> None:
         options, trainer = self.options, self.trainer
         examples = examples_of(options.train_examples, epoch)
         n, batch_size = size_of(examples), trainer.batch_size(options.per_device_batch_size)
         if n is not None:
-            trainer._check_train_size(n)
+            self._check_train_size(n)
             left = -(-(n - start.examples) // batch_size) + (options.n_epochs - epoch - 1) * -(-n // batch_size)
             progress.n_steps = trainer.step + left
         steps = slices(
@@ -147,22 +232,22 @@ class Fit:
             position=start.examples,
             state=start.data_state,
         )
-        for ready, is_last in trainer._updates(steps, options.per_device_batch_size, progress, epoch):
+        for batch, is_last in trainer._updates(steps, options.per_device_batch_size, progress, epoch):
             if is_last:
                 break  # what is due then is due at the end of the epoch
-            trainer._position = Position(start.fit, epoch, ready.position, ready.data_state)
+            trainer._standing.position = Position(start.fit, epoch, batch.position, batch.state)
             tags = self._evaluate(progress) if _is_due(trainer.step, options.eval_every_n_steps) else set()
             if tags or _is_due(trainer.step, options.save_every_n_steps):
                 self._save(tags, progress)
         trainer._flush(progress)
-        trainer._position = Position(start.fit, epoch + 1)
+        trainer._standing.position = Position(start.fit, epoch + 1)
         tags = self._evaluate(progress) if options.evaluates else set()
         if _is_due(epoch + 1, options.save_ckpt_every_k_epochs):
             tags.add(f"epoch_{epoch + 1}")
         if tags or options.save_last_ckpt or _is_due(trainer.step, options.save_every_n_steps):
             self._save(tags, progress)
 
-    # --- evaluation -----------------------------------------------------------------------------------------------------
+    # --- evaluation --------------------------------------------------------------------------------------------------
 
     def _measure(self, examples: Any, progress: Progress) -> dict[str, float]:
         options, trainer = self.options, self.trainer
@@ -200,13 +285,13 @@ class Fit:
         console.info(f"step {trainer.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in self.metrics.items()))
         better = set()
         for tag, (name, sign) in self.options.tracked.items():
-            value, best = self.metrics[name], trainer._best.get(tag)
+            value, best = self.metrics[name], trainer._standing.best.get(tag)
             if value == value and (best is None or sign * value > sign * best["value"]):  # NaN is never the best
-                trainer._best[tag] = {"value": value, "step": trainer.step}
+                trainer._standing.best[tag] = {"value": value, "step": trainer.step}
                 better.add(tag)
         return better
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------------
+    # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save(self, tags: set[str], progress: Progress) -> None:
         options, trainer = self.options, self.trainer
@@ -229,8 +314,8 @@ class Fit:
         if trainer._checkpoints is not None:
             index = trainer._checkpoints.index()
             for tag in self.options.tracked:
-                if tag in trainer._best and tag in index:
-                    best = trainer._best[tag]
+                if tag in trainer._standing.best and tag in index:
+                    best = trainer._standing.best[tag]
                     rows[tag] = f"{best['value']:.6g} at step {best['step']}: {trainer._checkpoints.resolve(tag)}"
             if "last" in index:
                 rows["last"] = str(trainer._checkpoints.resolve("last"))

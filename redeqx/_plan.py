@@ -31,6 +31,12 @@ LARGE_SIZE = 2**20
 Overrides = Mapping[str, P | Sequence[str | Sequence[str] | None] | None]
 
 
+def _common(texts: Sequence[str]) -> str:
+    """Texts with dotted names that differ in some indices, as one: `*` for those."""
+    parts = zip(*(text.split(".") for text in texts), strict=True)
+    return ".".join(alike[0] if len(set(alike)) == 1 else "*" for alike in parts)
+
+
 def _axes(entry: Any) -> tuple[str, ...]:
     """The mesh axes of one entry of a spec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
@@ -100,17 +106,17 @@ class Plan:
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """The table's rows, (path, shape, spec, reason). Leaves that differ only in a list index share one row."""
-        merged: dict[tuple[str, ...], list[str]] = {}
+        merged: dict[tuple[str, ...], list[tuple[str, str]]] = {}
         for name, leaf in self.leaves.items():
             shape = " x ".join(map(str, leaf.shape)) or "scalar"
             spec = ", ".join("+".join(_axes(entry)) or "·" for entry in leaf.spec) or "·"
-            pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-            reason = re.sub(r"(?<=\.)\d+(?=\.)", "*", leaf.reason)
-            merged.setdefault((pattern, shape, spec, reason), []).append(name)
-        return [
-            (names[0] if len(names) == 1 else f"{pattern}  ({len(names)}x)", shape, spec, reason)
-            for (pattern, shape, spec, reason), names in merged.items()
-        ]
+            pattern, reason = (re.sub(r"(?<=\.)\d+(?=\.)", "*", text) for text in (name, leaf.reason))
+            merged.setdefault((pattern, shape, spec, reason), []).append((name, leaf.reason))
+        rows = []
+        for (_, shape, spec, _), alike in merged.items():
+            name, reason = map(_common, zip(*alike, strict=True))
+            rows.append((name + (f"  ({len(alike)}x)" if len(alike) > 1 else ""), shape, spec, reason))
+        return rows
 
     def explain(self) -> str:
         """The plan as a table: path, shape, mesh axis of each dim, reason; then totals and warnings."""
@@ -142,11 +148,12 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None) -> 
     unknown = _rules.Split(None, "whole: no layer that the walk knows")
     decides: dict[int, str] = {}  # of leaves that are the same array, the one that the others follow: one that rules know
     for name in sorted(leaves, key=lambda name: name not in splits):
-        decides.setdefault(id(leaves[name]), name)
+        if not isinstance(leaves[name], jax.ShapeDtypeStruct):  # one shape may stand for several arrays
+            decides.setdefault(id(leaves[name]), name)
     planned: dict[str, LeafPlan] = {}
     warnings = []
     for name, leaf in leaves.items():
-        shape, twin = tuple(leaf.shape), decides[id(leaf)]
+        shape, twin = tuple(leaf.shape), decides.get(id(leaf), name)
         split, n_stacked = splits.get(twin, unknown), stacked.get(twin, 0)
         if twin != name:
             split = _rules.tie(split, twin)
@@ -224,7 +231,10 @@ def place(model: PyTree, plan: Plan) -> PyTree:
         sharding = plan.sharding(render(path))
         if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
             return leaf
-        return jax.device_put(leaf, sharding, may_alias=False)
+        # `may_alias` alone is not enough: of keys, and of arrays put on one of the mesh's devices by hand, `device_put` hands
+        # on the caller's own buffer all the same.
+        copied = leaf.copy() if isinstance(leaf, jax.Array) else leaf
+        return jax.device_put(copied, sharding, may_alias=False)
 
     return jtu.tree_map_with_path(put, model)
 
@@ -249,7 +259,7 @@ def shardings_like(state: PyTree, plan: Plan) -> PyTree:
     return jtu.tree_map_with_path(of, state)
 
 
-# --- the walk -------------------------------------------------------------------------------------------------------
+# --- the walk --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -341,12 +351,12 @@ def _attention_of(node: Any) -> _Attention | None:
     def find(names: Sequence[str]) -> str | None:
         return next((name for name in names if isinstance(getattr(node, name, None), eqx.nn.Linear)), None)
 
-    roles = [find(names) for names in (_QUERY_NAMES, _KEY_NAMES, _VALUE_NAMES, _OUTPUT_NAMES)]
-    if None in roles:
+    query, key, value, output = map(find, (_QUERY_NAMES, _KEY_NAMES, _VALUE_NAMES, _OUTPUT_NAMES))
+    if query is None or key is None or value is None or output is None:
         return None
     heads = next((name for name in _HEADS_NAMES if isinstance(getattr(node, name, None), int)), None)
     kv_heads = next((name for name in _KV_HEADS_NAMES if name in fields), None)
-    return _Attention(*roles, heads, kv_heads, by_name=True)  # pyright: ignore[reportArgumentType]
+    return _Attention(query, key, value, output, heads, kv_heads, by_name=True)
 
 
 _NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
@@ -383,7 +393,7 @@ def _walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[s
         name = render(path)
         if isinstance(node, _LAYERS):
             for leaf_name in named_leaves(node):
-                stacked[f"{name}.{leaf_name}"] = max(_n_stacked(node), 0)
+                stacked[_within(name, leaf_name)] = max(_n_stacked(node), 0)
         if isinstance(node, eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose):
             parent = render(path[:-1]) if path and isinstance(path[-1], jtu.GetAttrKey) else None
             if parent is not None:
@@ -392,10 +402,10 @@ def _walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[s
             sequence.append(_as_layer(name, node, parent))
         elif isinstance(node, eqx.nn.Embedding):
             sequence.append(None)
-            splits[f"{name}.weight"] = _rules.embedding(node.num_embeddings, n_shards)
+            splits[_within(name, "weight")] = _rules.embedding(node.num_embeddings, n_shards)
         elif isinstance(node, _NORMS):
             for leaf_name in named_leaves(node):
-                splits[f"{name}.{leaf_name}"] = _rules.Split(None, "whole: normalisation")
+                splits[_within(name, leaf_name)] = _rules.Split(None, "whole: normalisation")
         else:
             attention = _attention_of(node)
             if attention is not None:
@@ -451,9 +461,14 @@ def _as_layer(name: str, node: Any, parent: str | None) -> _rules.Layer:
 
 
 def _set_layer(splits: dict[str, _rules.Split], name: str, split: _rules.Split, node: Any) -> None:
-    splits[f"{name}.weight"] = split
+    splits[_within(name, "weight")] = split
     if getattr(node, "bias", None) is not None:
-        splits[f"{name}.bias"] = _rules.bias(split)
+        splits[_within(name, "bias")] = _rules.bias(split)
+
+
+def _within(module: str, leaf: str) -> str:
+    """The name of a module's leaf; a model that is one layer has no name of its own."""
+    return leaf if module == render(()) else f"{module}.{leaf}"
 
 
 def _inherit_stacks(model: PyTree, stacked: dict[str, int]) -> None:

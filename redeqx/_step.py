@@ -54,20 +54,19 @@ def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Arra
     dtype = jnp.zeros(()).dtype
 
     def scalar(name: str, value: Any) -> Array:
-        try:
-            value = jnp.asarray(value)
-        except TypeError as error:
+        if not eqx.is_array_like(value):
             raise TypeError(
                 f"`{where}`: expected {name} to be a scalar, got {type(value).__name__}. "
                 "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`."
-            ) from error
+            )
+        value = jnp.asarray(value)
         if value.shape != ():
             raise ValueError(
                 f"`{where}`: expected {name} to be a scalar, got shape {value.shape}. "
                 "Return its mean, or `redeqx.Loss(total=its sum, weight=its size)`."
             )
         if not jnp.issubdtype(value.dtype, jnp.number) or jnp.issubdtype(value.dtype, jnp.complexfloating):
-            raise TypeError(f"`{where}`: expected {name} to be a real number, got {value.dtype}. Take its real part.")
+            raise TypeError(f"`{where}`: expected {name} to be a real number, got {value.dtype}. Convert it to one.")
         return value.astype(dtype)
 
     if not isinstance(loss, Loss):
@@ -80,7 +79,7 @@ def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Arra
     return scalar("`Loss.total`", loss.total), weight, jax.lax.stop_gradient(metrics)
 
 
-# --- a model in parts -------------------------------------------------------------------------------------------------
+# --- a model in parts ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def homes(plan: Plan, names: Sequence[str]) -> list[Home | None]:
     return found
 
 
-# --- the steps ----------------------------------------------------------------------------------------------------------
+# --- the steps -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,8 @@ class Functions:
 
         def user(weights: list, state: PyTree, batch: PyTree, key: Array) -> Any:
             model = self._model(weights, inference=False)
-            out, grads = grad_fn(model, *([state] if self.has_state else []), batch, key)
+            out = grad_fn(model, *([state] if self.has_state else []), batch, key)
+            out, grads = _pair(out, "grad_fn", "(loss, grads)")
             out, state = self._with_state(out, state, "grad_fn")
             total, weight, metrics = as_sums(out, _n_rows(batch), "grad_fn")
             leaves = {name: leaf for name, leaf in named_leaves(grads).items() if is_array_like(leaf)}
@@ -212,14 +212,14 @@ class Functions:
         return lambda trained, frozen, *rest: gathered([*trained, *frozen], *rest)
 
     def _with_state(self, out: Any, state: PyTree, where: str) -> tuple[Any, PyTree]:
-        if not self.has_state:
-            return out, state
-        if not (isinstance(out, tuple) and len(out) == 2):
-            raise TypeError(
-                f"`{where}`: expected `(loss, state)`, as `model_state` was given, got {type(out).__name__}. "
-                "Return the state beside the loss."
-            )
+        return _pair(out, where, "(loss, state)", ", as `model_state` was given") if self.has_state else (out, state)
+
+
+def _pair(out: Any, where: str, names: str, why: str = "") -> tuple[Any, Any]:
+    if isinstance(out, tuple) and len(out) == 2:
         return out
+    found = f"{len(out)} values" if isinstance(out, tuple) else "an array" if eqx.is_array(out) else type(out).__name__
+    raise TypeError(f"`{where}`: expected `{names}`{why}, got {found}. Return both.")
 
 
 def _n_rows(batch: PyTree) -> int:
@@ -356,7 +356,9 @@ def make_predict_step(
         outputs = pred_fn(model, *extra, batch, key)
         n_rows, leaves = _n_rows(batch), named_leaves(outputs)
         if not leaves:
-            raise ValueError(f"`pred_fn`: expected arrays with a row an example, got {outputs!r}. Return a PyTree of arrays.")
+            raise ValueError(
+                f"`pred_fn`: expected arrays with a row an example, got {outputs!r}. Return a PyTree of arrays."
+            )
         for name, leaf in leaves.items():
             if not is_array_like(leaf) or not leaf.shape or leaf.shape[0] != n_rows:
                 found = getattr(leaf, "shape", type(leaf).__name__)

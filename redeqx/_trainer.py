@@ -6,7 +6,6 @@ checkpoints and resumption, is `_fit`.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from jaxtyping import PyTree
 
 from ._checkpoint import Checkpoints
 from ._console import Progress
-from ._data import Slice, check_examples, collate, cut_rows, n_tokens, place_batch, prefetch, slices
+from ._data import Batch, Slice, batches, check_examples, slices
 from ._deployer import Deployer
-from ._fit import Fit, Options, Position
+from ._fit import Fit, Options, Standing
 from ._mesh import replicated
 from ._paths import named_leaves
 from ._plan import Plan, mark_read, place
@@ -31,23 +30,6 @@ from ._step import Functions, Layout, Parts, as_sums, init_opt_state, make_eval_
 
 # Metrics are read this many steps late, so that the device always has a step queued while the host reads.
 _LAG = 2
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """A step's batch on the mesh."""
-
-    groups: tuple[PyTree, ...]
-    n_examples: int
-    n_tokens: int | None
-    position: int  # examples of the epoch up to its end
-    data_state: Any
-
-    @property
-    def signature(self) -> Any:
-        """What a compiled program depends on."""
-        leaves, treedef = jax.tree.flatten(self.groups)
-        return treedef, *((x.shape, x.dtype) for x in leaves)
 
 
 class Trainer:
@@ -115,18 +97,13 @@ class Trainer:
                 f"{len(self._parts.names[1])} arrays. Check the filter and the model."
             )
         self._given: tuple[PyTree, PyTree] | None = (model, model_state)  # until placed
-        self._pending: deque[tuple[int, int | None, jax.Array, _Ready]] = deque()
+        self._pending: deque[tuple[int, int | None, jax.Array, Batch]] = deque()
         self._last_metrics: dict[str, float] = {}
         self._restore_from: Path | None = None  # a checkpoint to load once placed
-        # Of fits: how many are done, where the one under way stands, where an earlier run stopped, the best so far.
-        self._n_fits = 0
-        self._position = Position()
-        self._restored: Position | None = None
-        self._train_size: int | None = None
-        self._best: dict[str, dict[str, float]] = {}
+        self._standing = Standing()
         self._checkpoints = None if deployer.workdir is None else Checkpoints(deployer.workdir / "ckpts")
 
-    # --- the state of training ------------------------------------------------------------------------------------------
+    # --- the state of training ---------------------------------------------------------------------------------------
 
     @property
     def model(self) -> PyTree:
@@ -188,12 +165,10 @@ class Trainer:
         self._eval_step, self._eval_names = make_eval_step(functions, self._state_treedef)
         self._compiled: set[Any] = set()
         self._given = None
-        if self._restore_from is not None:
-            self._restore(self._restore_from)
-            self._restore_from = None
+        self._restore()
         self._say_header()
 
-    # --- single passes --------------------------------------------------------------------------------------------------
+    # --- single passes -----------------------------------------------------------------------------------------------
 
     def train(self, examples: Any, per_device_batch_size: int) -> dict[str, float]:
         """One pass over the examples, in the order that they are in; returns the last step's metrics.
@@ -223,10 +198,10 @@ class Trainer:
         sums: np.ndarray | float = 0.0
         pending: deque[jax.Array] = deque()
         with self.deployer.console.progress(title="evaluate") as progress:
-            for i, ready in enumerate(self._ready(steps, per_device_batch_size)):
-                self._ensure_placed(_micro_batch(ready))
-                args = (self._trained, self._frozen, self._state, self._eval_key, np.uint32(i), ready.groups)
-                vector = self._call("eval step", self._eval_step, args, ready, progress)
+            for i, batch in enumerate(self._batches(steps, per_device_batch_size)):
+                self._ensure_placed(batch.micro_batch)
+                args = (self._trained, self._frozen, self._state, self._eval_key, np.uint32(i), batch.groups)
+                vector = self._call("eval step", self._eval_step, args, batch, progress)
                 vector.copy_to_host_async()
                 pending.append(vector)
                 if len(pending) > _LAG:
@@ -264,9 +239,9 @@ class Trainer:
     def compile(self, examples: Any, per_device_batch_size: int) -> jax.stages.Compiled:
         """The compiled train step for the first step's examples, to look into: its memory, its collectives, its text."""
         steps = self._slices(examples, self.batch_size(per_device_batch_size))
-        ready = self._prepare(next(steps), per_device_batch_size)
-        self._ensure_placed(_micro_batch(ready))
-        return self._train_step.lower(*self._train_args(ready)).compile()
+        batch = next(self._batches(steps, per_device_batch_size))
+        self._ensure_placed(batch.micro_batch)
+        return self._train_step.lower(*self._train_args(batch)).compile()
 
     def _slices(self, examples: Any, batch_size: int) -> Iterator[Slice]:
         if batch_size < 1:
@@ -274,22 +249,16 @@ class Trainer:
         check_examples(examples, "examples")
         return slices(examples, batch_size, name="examples")
 
-    def _prepare(self, slice: Slice, per_device_batch_size: int) -> _Ready:
-        batch = collate(self._collate_fn, slice.examples)
-        micro = per_device_batch_size * self.deployer.n_batch_shards
-        cut = cut_rows(len(slice.examples), micro, self.deployer.mesh.size)
-        placed = place_batch(batch, cut, self.deployer.mesh)
-        return _Ready(placed, len(slice.examples), n_tokens(batch), slice.position, slice.state)
+    def _batches(self, steps: Iterable[Slice], per_device_batch_size: int) -> Iterator[Batch]:
+        micro_batch_size = per_device_batch_size * self.deployer.n_batch_shards
+        return batches(steps, self._collate_fn, micro_batch_size, self.deployer.mesh)
 
-    def _ready(self, steps: Iterable[Slice], per_device_batch_size: int) -> Iterator[_Ready]:
-        return prefetch(self._prepare(step, per_device_batch_size) for step in steps)
+    def _train_args(self, batch: Batch) -> tuple[Any, ...]:
+        return (self._trained, self._opt_state, self._state, self._step, self._frozen, self._key, batch.groups)
 
-    def _train_args(self, ready: _Ready) -> tuple[Any, ...]:
-        return (self._trained, self._opt_state, self._state, self._step, self._frozen, self._key, ready.groups)
-
-    def _call(self, what: str, step: Callable[..., Any], args: tuple, ready: _Ready, progress: Progress) -> Any:
+    def _call(self, what: str, step: Callable[..., Any], args: tuple, batch: Batch, progress: Progress) -> Any:
         """Call a jitted step, saying so where it has to compile first."""
-        signature = (what, ready.signature)
+        signature = (what, batch.signature)
         if signature in self._compiled:
             return step(*args)
         with progress.compiling(what):
@@ -299,29 +268,29 @@ class Trainer:
 
     def _updates(
         self, steps: Iterable[Slice], per_device_batch_size: int, progress: Progress, epoch: int | None
-    ) -> Iterator[tuple[_Ready, bool]]:
+    ) -> Iterator[tuple[Batch, bool]]:
         """Take the steps; after each yields its batch and whether it was the last.
 
         The device may still be at it then, and the metrics of the newest steps unread: `_flush` waits for both.
         """
-        batches = self._ready(steps, per_device_batch_size)
-        ready = next(batches, None)
-        while ready is not None:
-            self._ensure_placed(_micro_batch(ready))
-            outs = self._call("train step", self._train_step, self._train_args(ready), ready, progress)
+        upcoming = self._batches(steps, per_device_batch_size)
+        batch = next(upcoming, None)
+        while batch is not None:
+            self._ensure_placed(batch.micro_batch)
+            outs = self._call("train step", self._train_step, self._train_args(batch), batch, progress)
             self._trained, self._opt_state, self._state, self._step, vector = outs
             self.step += 1
             vector.copy_to_host_async()
-            self._pending.append((self.step, epoch, vector, ready))
+            self._pending.append((self.step, epoch, vector, batch))
             if len(self._pending) > _LAG:
                 self._record(progress)
-            following = next(batches, None)
-            yield ready, following is None
-            ready = following
+            following = next(upcoming, None)
+            yield batch, following is None
+            batch = following
 
     def _record(self, progress: Progress) -> None:
         """Read the metrics of the oldest step that is still unread, check them, show and record them."""
-        step, epoch, vector, ready = self._pending.popleft()
+        step, epoch, vector, batch = self._pending.popleft()
         metrics = dict(zip(self._metric_names, np.asarray(vector).tolist(), strict=True))
         for name in ("loss", "grad_norm"):
             if not np.isfinite(metrics[name]):
@@ -339,8 +308,8 @@ class Trainer:
         progress.update(
             step,
             metrics=metrics,
-            n_examples=ready.n_examples,
-            n_tokens=ready.n_tokens,
+            n_examples=batch.n_examples,
+            n_tokens=batch.n_tokens,
             epoch=None if epoch is None else epoch + 1,
         )
 
@@ -348,7 +317,7 @@ class Trainer:
         while self._pending:
             self._record(progress)
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------------
+    # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_ckpt(
         self, name: str = "last", *, keep_last: int = 2, save_opt_states: bool = True, save_float_dtype: Any = None
@@ -377,7 +346,9 @@ class Trainer:
         Raises ValueError where the checkpoint is damaged or of another model, naming what differs.
         """
         self._ensure_placed(None)
-        self._load(self._need_checkpoints().resolve(name), load_opt_states)
+        record = self._load(self._need_checkpoints().resolve(name), load_opt_states)
+        if load_opt_states:
+            self._standing = Standing.of_record(record)
 
     def _need_checkpoints(self) -> Checkpoints:
         if self._checkpoints is None:
@@ -401,17 +372,15 @@ class Trainer:
         record = {
             "redeqx": version("redeqx"),
             "step": self.step,
-            **asdict(self._position),
-            "train_size": self._train_size,
+            **self._standing.to_record(),
             "seed": self.deployer.jax_seed,
             "mesh": dict(self.deployer.mesh.shape),
             "metrics": dict(metrics),
-            "best": self._best,
         }
         checkpoints = self._need_checkpoints()
         return checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype)
 
-    def _load(self, path: Path, load_opt_states: bool) -> None:
+    def _load(self, path: Path, load_opt_states: bool) -> dict[str, Any]:
         checkpoints, plan = self._need_checkpoints(), self.plan
         assert plan is not None
         record = checkpoints.record(path)
@@ -429,10 +398,28 @@ class Trainer:
         if load_opt_states:
             self.step = record["step"]
             self._step = jax.device_put(jnp.asarray(self.step, jnp.int32), whole)
-            self._best = record["best"]
-            self._position = _position(record)
+        return record
 
-    # --- runs -------------------------------------------------------------------------------------------------------------
+    def _resume_from(self, path: Path, step: int) -> None:
+        """Load a checkpoint of an earlier run: now, or once a batch is at hand and the model is placed."""
+        self.step = step
+        self._restore_from = path
+        if self._given is None:
+            self._restore()
+
+    def _restore(self) -> None:
+        path, self._restore_from = self._restore_from, None
+        if path is None:
+            return
+        try:
+            self._load(path, load_opt_states=True)
+        except ValueError as error:
+            raise ValueError(
+                f"`workdir`: expected a run that this trainer can go on with, got {path}, which it cannot: {error} "
+                "For a new run choose another workdir."
+            ) from error
+
+    # --- runs --------------------------------------------------------------------------------------------------------
 
     def fit(
         self,
@@ -489,63 +476,6 @@ class Trainer:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         return Fit(self, Options(**arguments)).run()
 
-    def _begin_fit(self, resume: bool) -> Position | None:
-        """Where the fit that begins starts from; None where an earlier run has done it already."""
-        fit = self._n_fits
-        index = {} if self._checkpoints is None else self._checkpoints.index()
-        if fit == 0 and self.step == 0 and "last" in index:
-            assert self._checkpoints is not None
-            path = self._checkpoints.resolve("last")
-            if not resume:
-                raise ValueError(
-                    f"`workdir`: expected no checkpoints, as `resume=False`, got {path}. "
-                    "Pass `resume=True` to go on from it, or another workdir to begin anew."
-                )
-            record = self._checkpoints.record(path)
-            if record["seed"] != self.deployer.jax_seed:
-                raise ValueError(
-                    f"`jax_seed`: expected {record['seed']}, as in {path}, got {self.deployer.jax_seed}. "
-                    "Pass the same seed to go on, or another workdir to begin anew."
-                )
-            self._restored, self._train_size = _position(record), record["train_size"]
-            self.step = record["step"]
-            if self._given is None:
-                self._restore(path)
-            else:
-                self._restore_from = path
-            self.deployer.log_info(f"resuming from {path}, step {self.step}")
-        if fit == 0:
-            self.deployer.begin_records(self.step)
-        if self._restored is None:
-            return Position(fit)
-        if fit < self._restored.fit:
-            self._end_fit()
-            return None
-        start, self._restored = self._restored, None
-        return start if start.fit == fit else Position(fit)
-
-    def _end_fit(self) -> None:
-        self._n_fits += 1
-        self._train_size = None
-        self._position = Position(self._n_fits)
-
-    def _restore(self, path: Path) -> None:
-        try:
-            self._load(path, load_opt_states=True)
-        except ValueError as error:
-            raise ValueError(
-                f"`workdir`: expected a run that this trainer can go on with, got {path}, which it cannot: {error} "
-                "For a new run choose another workdir."
-            ) from error
-
-    def _check_train_size(self, n: int) -> None:
-        if self._train_size not in (None, n):
-            raise ValueError(
-                f"`train_examples`: expected {self._train_size}, as in the run that is resumed, got {n}. "
-                "Its order of examples would be another one. For new examples choose another workdir."
-            )
-        self._train_size = n
-
     def _say_header(self) -> None:
         plan, mesh = self.plan, self.deployer.mesh
         assert plan is not None
@@ -562,12 +492,3 @@ class Trainer:
             "workdir": str(self.deployer.workdir) if self.deployer.workdir else "none: nothing is recorded",
         }
         self.deployer.console.header(rows)
-
-
-def _micro_batch(ready: _Ready) -> PyTree:
-    """The shapes of one micro-batch, as `loss_fn` sees it."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), ready.groups[0])
-
-
-def _position(record: Mapping[str, Any]) -> Position:
-    return Position(record["fit"], record["epoch"], record["examples"], record["data_state"])
