@@ -12,7 +12,7 @@ equation whose inside is not followed (`cond`, `while`, custom derivatives) gets
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -27,22 +27,30 @@ class Home:
     lives: NamedSharding
     used: NamedSharding
 
-    def dims(self, dims: Sequence[int | None]) -> "Home":
-        """The home of the weight whose dim `i` is this one's dim `dims[i]`, None for a new dim."""
+    def of_view(self, dims: Sequence[int | None]) -> "Home | None":
+        """The home of the view whose dim `i` is this weight's dim `dims[i]`, None for a new dim.
 
-        def pick(sharding: NamedSharding) -> NamedSharding:
-            spec = (*sharding.spec, *[None] * (1 + max((d for d in dims if d is not None), default=0)))
-            return NamedSharding(sharding.mesh, P(*(None if dim is None else spec[dim] for dim in dims)))
-
-        return Home(pick(self.lives), pick(self.used))
+        There is none for a view that leaves out, or cuts, a dim that is split: parts of it lie on some of the shards only.
+        """
+        specs = self.lives.spec, self.used.spec
+        if not {dim for spec in specs for dim, axes in enumerate(spec) if axes is not None} <= set(dims):
+            return None
+        lives, used = (P(*(None if dim is None else spec[dim] for dim in dims)) for spec in specs)
+        return Home(NamedSharding(self.lives.mesh, lives), NamedSharding(self.used.mesh, used))
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A value of the evaluation that still is (a view of) a parameter."""
+    """A value of the evaluation that still is (a view of) a parameter.
+
+    Transposes and the like wait until it is gathered. So all uses gather the same array, once in a pass where XLA finds them
+    equal, and the backward pass is left the shard as it lives: of a turned copy XLA may choose to keep the whole.
+    """
 
     value: Any
     home: Home
+    turns: tuple[Any, ...] = ()  # the equations that wait
+    turned_home: Home | None = None  # after them
 
 
 def gather_at_use(fn: Callable[..., Any], homes: Sequence[Home | None]) -> Callable[..., Any]:
@@ -86,6 +94,19 @@ def _value(value: Any) -> Any:
     return value.value if isinstance(value, _Weight) else value
 
 
+def _turn(value: Any, turns: Sequence[Any]) -> Any:
+    for eqn in turns:
+        (value,) = _run(eqn, [value])
+    return value
+
+
+def _turned(value: Any) -> Any:
+    """The weight with nothing waiting, as an equation's inside takes it."""
+    if not isinstance(value, _Weight) or not value.turns:
+        return value
+    return _label([_turn(value.value, value.turns)], [value.turned_home])[0]
+
+
 def _home(value: Any) -> Home | None:
     return value.home if isinstance(value, _Weight) else None
 
@@ -95,7 +116,8 @@ def _gather(value: Any) -> Any:
     if not isinstance(value, _Weight):
         return value
     with jax.named_scope("gather"):
-        return jax.lax.with_sharding_constraint(value.value, value.home.used)
+        whole = jax.lax.with_sharding_constraint(value.value, value.home.used)
+    return _turn(whole, value.turns)
 
 
 def _evaluate(closed: Any, args: Sequence[Any], *, regather: bool, in_loop: bool) -> list[Any]:
@@ -119,10 +141,9 @@ def _evaluate(closed: Any, args: Sequence[Any], *, regather: bool, in_loop: bool
         if not any(isinstance(value, _Weight) for value in ins):
             outs = _run(eqn, ins)
         elif (home := _view(eqn, ins[0])) is not None:
-            # A view of a weight is a weight: gather a slice, a cast or a transpose, rather than slice what was gathered.
-            outs = [_Weight(_run(eqn, list(map(_value, ins)))[0], home)]
+            outs = [_seen(eqn, ins, home)]
         elif eqn.primitive.name in _INSIDE:
-            outs = _INSIDE[eqn.primitive.name](eqn, ins, regather, in_loop)
+            outs = _INSIDE[eqn.primitive.name](eqn, [_turned(value) for value in ins], regather, in_loop)
         else:
             outs = _use(eqn, ins, regather, in_loop)
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -139,11 +160,10 @@ def _run(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 
 def _use(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
     """An equation that computes with weights: gathered for it, and gathered again by its backward pass."""
-    homes = [_home(value) for value in ins]
 
     def compute(*values: Any) -> list[Any]:
-        weights = [v if home is None else _Weight(v, home) for v, home in zip(values, homes, strict=True)]
-        return _run(eqn, [_gather(value) for value in weights])
+        again = [replace(w, value=v) if isinstance(w, _Weight) else v for w, v in zip(ins, values, strict=True)]
+        return _run(eqn, list(map(_gather, again)))
 
     if regather and not eqn.effects:
         # Without this the backward pass would keep every gathered weight since the forward pass: the whole model.
@@ -158,13 +178,18 @@ def _use(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[An
 
 def _view(eqn: Any, operand: Any) -> Home | None:
     """The home of what the equation makes of a weight, where that is the weight seen otherwise; None where it is a use."""
-    dims = _VIEWS[eqn.primitive.name](eqn) if eqn.primitive.name in _VIEWS else None
-    if dims is None or not isinstance(operand, _Weight):
+    if eqn.primitive.name not in _VIEWS or not isinstance(operand, _Weight):
         return None
-    home = operand.home
-    # A part of a split dim lies on some of the shards only: cut it from the gathered weight.
-    split = {dim for sharding in (home.lives, home.used) for dim, axes in enumerate(sharding.spec) if axes is not None}
-    return home.dims(dims) if split <= set(dims) else None
+    dims = _VIEWS[eqn.primitive.name](eqn)
+    return None if dims is None else (operand.turned_home or operand.home).of_view(dims)
+
+
+def _seen(eqn: Any, ins: Sequence[Any], home: Home) -> _Weight:
+    """A view of a weight, a weight itself: parts and casts, which make less to gather, are taken before, the rest waits."""
+    weight = ins[0]
+    if eqn.primitive.name in _TURNS and len(ins) == 1:
+        return _Weight(weight.value, weight.home, (*weight.turns, eqn), home)
+    return _label(_run(eqn, [_value(_turned(value)) for value in ins]), [home])[0]
 
 
 def _same(eqn: Any) -> list[int]:
@@ -212,6 +237,7 @@ _VIEWS: dict[str, Callable[[Any], Any]] = {
     "slice": _sliced,
     "dynamic_slice": _sliced,
 }
+_TURNS = ("transpose", "squeeze", "expand_dims", "broadcast_in_dim", "reshape")
 
 
 # --- equations with jaxprs inside: the same equation around an inside that gathers -----------------------------------
@@ -255,14 +281,16 @@ def _scan(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[A
         value if _only_sliced(var, value, body.jaxpr) else _gather(value)
         for var, value in zip(body.jaxpr.invars, ins[:n_consts], strict=False)
     ]
-    ins = [*consts, *map(_gather, ins[n_consts : n_consts + n_carry]), *ins[n_consts + n_carry :]]
-    homes = [_home(value) for value in ins]
-    for i in range(n_consts + n_carry, len(ins)):
-        home = homes[i]
-        if home is not None:
-            homes[i] = home.dims(range(1, eqn.invars[i].aval.ndim))
+    carry = list(map(_gather, ins[n_consts : n_consts + n_carry]))
+    stacked, slice_homes = [], []
+    for value in ins[n_consts + n_carry :]:
+        home = _home(value)
+        slice_home = home and home.of_view(range(1, value.value.ndim))
+        stacked.append(value if slice_home else _gather(value))
+        slice_homes.append(slice_home)
+    homes = [*map(_home, consts), *[None] * n_carry, *slice_homes]
     inner = _inner(body, homes, regather=regather, in_loop=True)
-    return _run(eqn.replace(params={**eqn.params, "jaxpr": inner}), list(map(_value, ins)))
+    return _run(eqn.replace(params={**eqn.params, "jaxpr": inner}), list(map(_value, [*consts, *carry, *stacked])))
 
 
 def _only_sliced(var: Any, value: Any, jaxpr: Any) -> bool:

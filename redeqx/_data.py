@@ -313,8 +313,8 @@ class Batch:
 
 def batches(
     steps: Iterable[Slice], collate_fn: Callable[[list], PyTree], micro_batch_size: int, mesh: Mesh
-) -> Iterator[Batch]:
-    """The batch of each step, prepared ahead by a thread."""
+) -> Generator[Batch, None, None]:
+    """The batch of each step, prepared ahead by a thread; to be closed, as `prefetch` says."""
 
     def prepare(step: Slice) -> Batch:
         batch = collate(collate_fn, step.examples)

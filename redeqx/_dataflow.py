@@ -31,9 +31,24 @@ def _live_inputs(jaxpr: Any, live_outputs: Sequence[bool]) -> list[bool]:
             continue
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         inner = getattr(inner, "jaxpr", inner)
-        if eqn.primitive.name != "scan" and inner is not None and len(inner.invars) == len(eqn.invars):
+        if eqn.primitive.name == "scan":
+            reads = _live_inputs_of_scan(eqn, inner, outs)
+        elif inner is not None and len(inner.invars) == len(eqn.invars):
             reads = _live_inputs(inner, outs)
         else:
             reads = [True] * len(eqn.invars)
         live.update(v for v, read in zip(eqn.invars, reads, strict=True) if read and not isinstance(v, jex.Literal))
     return [var in live for var in jaxpr.invars]
+
+
+def _live_inputs_of_scan(eqn: Any, body: Any, live_outputs: Sequence[bool]) -> list[bool]:
+    """As `_live_inputs`: what one iteration reads of its carry, the iteration before must have made."""
+    n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    carry, stacked = list(live_outputs[:n_carry]), live_outputs[n_carry:]
+    while True:
+        reads = _live_inputs(body, [*carry, *stacked])
+        consts, read, slices = reads[:n_consts], reads[n_consts : n_consts + n_carry], reads[n_consts + n_carry :]
+        grown = [alive or is_read for alive, is_read in zip(carry, read, strict=True)]
+        if grown == carry:
+            return [*consts, *carry, *slices]
+        carry = grown

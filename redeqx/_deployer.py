@@ -124,7 +124,8 @@ class Deployer:
 
         **Arguments:**
 
-        - `make_model`: makes the model, on the device, without arguments: `lambda: Model(key=deployer.next_key())`.
+        - `make_model`: makes the model, without arguments: `lambda: Model(key=key)`. It is called twice, once for the shapes
+            alone, so take keys outside of it.
         - `plan`: of its leaves; the walk's by default.
         """
         shapes = eqx.filter_eval_shape(make_model)

@@ -5,6 +5,7 @@ that a run that was killed ends with the same bits as one that was not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,13 +233,14 @@ class Fit:
             position=start.examples,
             state=start.data_state,
         )
-        for batch, is_last in trainer._updates(steps, options.per_device_batch_size, progress, epoch):
-            if is_last:
-                break  # what is due then is due at the end of the epoch
-            trainer._standing.position = Position(start.fit, epoch, batch.position, batch.state)
-            tags = self._evaluate(progress) if _is_due(trainer.step, options.eval_every_n_steps) else set()
-            if tags or _is_due(trainer.step, options.save_every_n_steps):
-                self._save(tags, progress)
+        with closing(trainer._updates(steps, options.per_device_batch_size, progress, epoch)) as updates:
+            for batch, is_last in updates:
+                if is_last:
+                    break  # what is due then is due at the end of the epoch
+                trainer._standing.position = Position(start.fit, epoch, batch.position, batch.state)
+                tags = self._evaluate(progress) if _is_due(trainer.step, options.eval_every_n_steps) else set()
+                if tags or _is_due(trainer.step, options.save_every_n_steps):
+                    self._save(tags, progress)
         trainer._flush(progress)
         trainer._standing.position = Position(start.fit, epoch + 1)
         tags = self._evaluate(progress) if options.evaluates else set()

@@ -231,8 +231,8 @@ def place(model: PyTree, plan: Plan) -> PyTree:
         sharding = plan.sharding(render(path))
         if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
             return leaf
-        # `may_alias` alone is not enough: of keys, and of arrays put on one of the mesh's devices by hand, `device_put` hands
-        # on the caller's own buffer all the same.
+        # Copied first: of keys, and of arrays that were put on one of the mesh's devices by hand, `device_put` hands on the
+        # caller's own buffer whatever `may_alias` says.
         copied = leaf.copy() if isinstance(leaf, jax.Array) else leaf
         return jax.device_put(copied, sharding, may_alias=False)
 

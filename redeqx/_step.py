@@ -42,6 +42,10 @@ class Loss(eqx.Module):
     metrics: Mapping[str, Any] = eqx.field(default_factory=dict)
 
 
+# Names that the library itself records.
+_RESERVED = {"step", "epoch", "loss", "grad_norm", "learning_rate"}
+
+
 def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Array, dict[str, tuple[Array, Array]]]:
     """A loss as `(total, weight, {name: (total, weight)})`, all scalars of float32 (float64 in 64-bit mode).
 
@@ -69,14 +73,25 @@ def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Arra
             raise TypeError(f"`{where}`: expected {name} to be a real number, got {value.dtype}. Convert it to one.")
         return value.astype(dtype)
 
+    def differentiable(name: str, value: Any) -> Array:
+        if jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.integer):
+            raise TypeError(
+                f"`{where}`: expected {name} to be a floating number, got an integer. No gradient flows through it."
+            )
+        return scalar(name, value)
+
     if not isinstance(loss, Loss):
-        return scalar("the loss", loss) * n_rows, jnp.asarray(n_rows, dtype), {}
+        return differentiable("the loss", loss) * n_rows, jnp.asarray(n_rows, dtype), {}
     weight = jax.lax.stop_gradient(scalar("`Loss.weight`", loss.weight))
     metrics = {}
     for name, metric in loss.metrics.items():
+        if name in _RESERVED:
+            raise ValueError(
+                f"`{where}`: expected names of metrics other than {sorted(_RESERVED)}, got {name!r}. Rename it."
+            )
         total, over = metric if isinstance(metric, tuple) else (metric, weight)
         metrics[name] = (scalar(f"metric {name!r}", total), scalar(f"the weight of metric {name!r}", over))
-    return scalar("`Loss.total`", loss.total), weight, jax.lax.stop_gradient(metrics)
+    return differentiable("`Loss.total`", loss.total), weight, jax.lax.stop_gradient(metrics)
 
 
 # --- a model in parts ------------------------------------------------------------------------------------------------
@@ -293,9 +308,10 @@ def make_train_step(
             return (grads, total, weight, metrics), _state_leaves(tree, state, state_treedef)
 
         (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, key)
-        grads = [(g / weight.astype(g.dtype)).astype(x.dtype) for g, x in zip(grads, trained, strict=True)]
+        grads = [g / weight for g in grads]
         # A sum of squares a leaf: `vdot` or raveling would gather every split gradient.
-        squares = [jnp.sum(jnp.square(g.astype(total.dtype))) for g in grads]
+        squares = [jnp.sum(jnp.real(g * jnp.conj(g))) for g in grads]
+        grads = [g.astype(x.dtype) for g, x in zip(grads, trained, strict=True)]
         values = {"loss": total / weight, "grad_norm": jnp.sqrt(jnp.sum(jnp.stack(squares)))}
         if lr_schedule_fn is not None:
             values["learning_rate"] = jnp.asarray(lr_schedule_fn(step), total.dtype)

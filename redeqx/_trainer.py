@@ -5,7 +5,8 @@ checkpoints and resumption, is `_fit`.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,9 @@ class Trainer:
         plan: Plan | None = None,
     ):
         if accumulate_grad_batches < 1:
-            raise ValueError(f"`accumulate_grad_batches`: expected at least 1, got {accumulate_grad_batches}.")
+            raise ValueError(
+                f"`accumulate_grad_batches`: expected at least 1, got {accumulate_grad_batches}. Pass a positive number."
+            )
         self.deployer = deployer
         self.step = 0
         self.plan = plan
@@ -97,7 +100,7 @@ class Trainer:
                 f"{len(self._parts.names[1])} arrays. Check the filter and the model."
             )
         self._given: tuple[PyTree, PyTree] | None = (model, model_state)  # until placed
-        self._pending: deque[tuple[int, int | None, jax.Array, Batch]] = deque()
+        self._pending: deque[tuple[int, int | None, jax.Array, int, int | None]] = deque()
         self._last_metrics: dict[str, float] = {}
         self._restore_from: Path | None = None  # a checkpoint to load once placed
         self._standing = Standing()
@@ -152,10 +155,10 @@ class Trainer:
         self.plan = plan
         whole = replicated(self.deployer.mesh)
         self._trained, self._frozen = self._parts.take(place(model, plan))
-        self._state = jax.tree.leaves(jax.device_put(state, whole, may_alias=False))
+        self._state = jax.tree.leaves(jax.device_put(jax.tree.map(jnp.copy, state), whole))  # as `place` copies
         self._state_treedef = jax.tree.structure(state)
         self._opt_state, self._opt_treedef, opt_layout = init_opt_state(self._optimizer, self._parts, self._trained, plan)
-        self._step = jax.device_put(jnp.asarray(self.step, jnp.int32), whole)
+        self._step = jax.device_put(jnp.zeros((), jnp.int32), whole)
         self._key, self._eval_key = jax.device_put((self._key, self._eval_key), whole)
         functions = Functions(self._parts, plan, self._loss_fn, self._has_state, self._compute_dtype, self._grad_fn)
         layout = Layout([plan.sharding(name) for name in self._parts.names[0]], opt_layout, [whole] * len(self._state))
@@ -178,7 +181,7 @@ class Trainer:
         - `examples`: anything with `len()` and integer items, or an iterable.
         - `per_device_batch_size`: rows of a micro-batch at one position of the data and fsdp axes.
         """
-        steps = self._slices(examples, self.batch_size(per_device_batch_size))
+        steps = self._slices(examples, per_device_batch_size, self._accumulate)
         with self.deployer.console.progress(first_step=self.step, title="train") as progress:
             for _ in self._updates(steps, per_device_batch_size, progress, epoch=None):
                 pass
@@ -194,18 +197,19 @@ class Trainer:
 
     def eval_metrics(self, examples: Any, per_device_batch_size: int) -> dict[str, float]:
         """`{"loss": ...}` over all the examples, and every metric of `Loss.metrics` with it."""
-        steps = self._slices(examples, per_device_batch_size * self.deployer.n_batch_shards)
+        steps = self._slices(examples, per_device_batch_size)
         sums: np.ndarray | float = 0.0
         pending: deque[jax.Array] = deque()
         with self.deployer.console.progress(title="evaluate") as progress:
-            for i, batch in enumerate(self._batches(steps, per_device_batch_size)):
-                self._ensure_placed(batch.micro_batch)
-                args = (self._trained, self._frozen, self._state, self._eval_key, np.uint32(i), batch.groups)
-                vector = self._call("eval step", self._eval_step, args, batch, progress)
-                vector.copy_to_host_async()
-                pending.append(vector)
-                if len(pending) > _LAG:
-                    sums = sums + np.asarray(pending.popleft(), np.float64)
+            with closing(self._batches(steps, per_device_batch_size)) as batches:
+                for i, batch in enumerate(batches):
+                    self._ensure_placed(batch.micro_batch)
+                    args = (self._trained, self._frozen, self._state, self._eval_key, np.uint32(i), batch.groups)
+                    vector = self._call("eval step", self._eval_step, args, batch, progress)
+                    vector.copy_to_host_async()
+                    pending.append(vector)
+                    if len(pending) > _LAG:
+                        sums = sums + np.asarray(pending.popleft(), np.float64)
             for vector in pending:
                 sums = sums + np.asarray(vector, np.float64)
         pairs = np.asarray(sums).reshape(-1, 2)
@@ -238,18 +242,22 @@ class Trainer:
 
     def compile(self, examples: Any, per_device_batch_size: int) -> jax.stages.Compiled:
         """The compiled train step for the first step's examples, to look into: its memory, its collectives, its text."""
-        steps = self._slices(examples, self.batch_size(per_device_batch_size))
-        batch = next(self._batches(steps, per_device_batch_size))
+        steps = self._slices(examples, per_device_batch_size, self._accumulate)
+        with closing(self._batches(steps, per_device_batch_size)) as batches:
+            batch = next(batches)
         self._ensure_placed(batch.micro_batch)
         return self._train_step.lower(*self._train_args(batch)).compile()
 
-    def _slices(self, examples: Any, batch_size: int) -> Iterator[Slice]:
-        if batch_size < 1:
-            raise ValueError("`per_device_batch_size`: expected at least 1, got less. Pass a positive number.")
+    def _slices(self, examples: Any, per_device_batch_size: int, n_micro_batches: int = 1) -> Iterator[Slice]:
+        if per_device_batch_size < 1:
+            raise ValueError(
+                f"`per_device_batch_size`: expected at least 1, got {per_device_batch_size}. Pass a positive number."
+            )
         check_examples(examples, "examples")
-        return slices(examples, batch_size, name="examples")
+        n_rows = per_device_batch_size * self.deployer.n_batch_shards * n_micro_batches
+        return slices(examples, n_rows, name="examples")
 
-    def _batches(self, steps: Iterable[Slice], per_device_batch_size: int) -> Iterator[Batch]:
+    def _batches(self, steps: Iterable[Slice], per_device_batch_size: int) -> Generator[Batch, None, None]:
         micro_batch_size = per_device_batch_size * self.deployer.n_batch_shards
         return batches(steps, self._collate_fn, micro_batch_size, self.deployer.mesh)
 
@@ -268,29 +276,29 @@ class Trainer:
 
     def _updates(
         self, steps: Iterable[Slice], per_device_batch_size: int, progress: Progress, epoch: int | None
-    ) -> Iterator[tuple[Batch, bool]]:
+    ) -> Generator[tuple[Batch, bool], None, None]:
         """Take the steps; after each yields its batch and whether it was the last.
 
         The device may still be at it then, and the metrics of the newest steps unread: `_flush` waits for both.
         """
-        upcoming = self._batches(steps, per_device_batch_size)
-        batch = next(upcoming, None)
-        while batch is not None:
-            self._ensure_placed(batch.micro_batch)
-            outs = self._call("train step", self._train_step, self._train_args(batch), batch, progress)
-            self._trained, self._opt_state, self._state, self._step, vector = outs
-            self.step += 1
-            vector.copy_to_host_async()
-            self._pending.append((self.step, epoch, vector, batch))
-            if len(self._pending) > _LAG:
-                self._record(progress)
-            following = next(upcoming, None)
-            yield batch, following is None
-            batch = following
+        with closing(self._batches(steps, per_device_batch_size)) as upcoming:
+            batch = next(upcoming, None)
+            while batch is not None:
+                self._ensure_placed(batch.micro_batch)
+                outs = self._call("train step", self._train_step, self._train_args(batch), batch, progress)
+                self._trained, self._opt_state, self._state, self._step, vector = outs
+                self.step += 1
+                vector.copy_to_host_async()
+                self._pending.append((self.step, epoch, vector, batch.n_examples, batch.n_tokens))
+                if len(self._pending) > _LAG:
+                    self._record(progress)
+                following = next(upcoming, None)
+                yield batch, following is None
+                batch = following
 
     def _record(self, progress: Progress) -> None:
         """Read the metrics of the oldest step that is still unread, check them, show and record them."""
-        step, epoch, vector, batch = self._pending.popleft()
+        step, epoch, vector, n_examples, n_tokens = self._pending.popleft()
         metrics = dict(zip(self._metric_names, np.asarray(vector).tolist(), strict=True))
         for name in ("loss", "grad_norm"):
             if not np.isfinite(metrics[name]):
@@ -308,8 +316,8 @@ class Trainer:
         progress.update(
             step,
             metrics=metrics,
-            n_examples=batch.n_examples,
-            n_tokens=batch.n_tokens,
+            n_examples=n_examples,
+            n_tokens=n_tokens,
             epoch=None if epoch is None else epoch + 1,
         )
 
@@ -414,6 +422,7 @@ class Trainer:
         try:
             self._load(path, load_opt_states=True)
         except ValueError as error:
+            self.step, self._standing = 0, Standing()  # a second fit finds that run again, and does not write over it
             raise ValueError(
                 f"`workdir`: expected a run that this trainer can go on with, got {path}, which it cannot: {error} "
                 "For a new run choose another workdir."
@@ -445,8 +454,10 @@ class Trainer:
     ) -> dict[str, float]:
         """Trains for `n_epochs` passes, evaluates and saves on the way; returns the metrics of the last evaluation.
 
-        Every example is used once an epoch; the last step of an epoch holds what is left. A run that was stopped goes on
-        from its newest checkpoint and ends with the same bits.
+        Every example is used once an epoch; the last step of an epoch holds what is left, and of that the few rows that do
+        not divide over the devices in micro-batches of their own (which layers like BatchNorm see as small batches: give a
+        multiple of the batch size where that matters). A run that was stopped goes on from its newest checkpoint and ends
+        with the same bits.
 
         **Arguments:**
 
@@ -471,7 +482,7 @@ class Trainer:
             checkpoints is refused.
 
         Raises ValueError or TypeError for arguments that cannot work, before any work; ValueError for a loss that is not
-        finite, naming the step.
+        finite, naming the step. The model is spoilt then: `load_ckpt()` brings the last good one back.
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
         return Fit(self, Options(**arguments)).run()

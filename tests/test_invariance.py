@@ -11,7 +11,8 @@ from redeqx.models.gpt2 import GPT2, GPT2Config
 
 VOCAB, SEQ, BATCH = 64, 8, 16
 MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (2, 4)]  # (n_model_shards, n_fsdp_shards)
-EXAMPLES = [row.astype(np.int32) for row in np.random.default_rng(0).integers(0, VOCAB, (3 * BATCH - 5, SEQ + 1))]
+EXAMPLES = [row.astype(np.int32) for row in np.random.default_rng(0).integers(0, VOCAB, (3 * BATCH, SEQ + 1))]
+REST = 5  # examples fewer: the last step of the epoch is smaller, and does not divide over the devices
 
 # Softmax does not change when all scores of a query do, so these have a gradient of zero in exact arithmetic, and what
 # they get is rounding: the same size on every mesh, another value.
@@ -60,10 +61,10 @@ def assert_close(found, expected):
             assert error < 1e-5, f"{name}: {error}"
 
 
-def train(n_model, n_fsdp, optimizer, *, accumulate=1, dropout=0.1):
+def train(n_model, n_fsdp, optimizer, *, accumulate=1, dropout=0.1, examples=EXAMPLES):
     logged = Log()
     trainer = make_trainer(n_model, n_fsdp, optimizer, accumulate=accumulate, dropout=dropout, loggers=[logged])
-    trainer.fit(EXAMPLES, BATCH // trainer.deployer.n_batch_shards // accumulate, 1)
+    trainer.fit(examples, BATCH // trainer.deployer.n_batch_shards // accumulate, 1)
     return trainer, logged.losses
 
 
@@ -88,18 +89,23 @@ def test_parameters_do_not_depend_on_the_mesh(n_model, n_fsdp, reference):
     np.testing.assert_allclose(losses, reference[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
-@pytest.mark.parametrize(("n_model", "n_fsdp"), [(2, 1), (2, 2)])
-def test_parameters_do_not_depend_on_accumulation(accumulate, n_model, n_fsdp):
-    once, losses_once = train(n_model, n_fsdp, optax.sgd(0.1, momentum=0.9), dropout=0.0)
-    cut, losses_cut = train(n_model, n_fsdp, optax.sgd(0.1, momentum=0.9), accumulate=accumulate, dropout=0.0)
-    assert_close(leaves(cut), leaves(once))
-    np.testing.assert_allclose(losses_cut, losses_once, rtol=1e-5)
+def test_nor_do_they_where_the_last_step_does_not_divide():
+    trainers = [train(*mesh, optax.sgd(0.1, momentum=0.9), examples=EXAMPLES[:-REST])[0] for mesh in ((1, 1), (2, 2))]
+    assert_close(*map(leaves, trainers))
+
+
+def test_parameters_do_not_depend_on_accumulation():
+    runs = [
+        train(2, 2, optax.sgd(0.1, momentum=0.9), accumulate=n, dropout=0.0, examples=EXAMPLES[:-REST]) for n in (1, 2, 4)
+    ]
+    for trainer, losses in runs[1:]:
+        assert_close(leaves(trainer), leaves(runs[0][0]))
+        np.testing.assert_allclose(losses, runs[0][1], rtol=1e-5)
 
 
 def test_adamw_logs_the_same_losses_on_every_mesh():
     _, reference = train(1, 1, optax.adamw(1e-2))
-    for mesh in [(4, 1), (2, 2), (1, 8)]:
+    for mesh in [(4, 1), (2, 4)]:
         _, losses = train(*mesh, optax.adamw(1e-2))
         np.testing.assert_allclose(losses, reference, rtol=1e-5)
 

@@ -1,0 +1,415 @@
+"""The Predictor: as many outputs as examples, in their order, handed on batch by batch, on every mesh."""
+
+import threading
+import weakref
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+
+SHARDS = [(1, 1), (2, 2), (8, 1)]  # of the model and the fsdp axis, on eight devices
+
+
+def stack(examples):
+    return {"x": np.stack(examples).astype(np.float32)}
+
+
+def apply(model, batch, key):
+    return jax.vmap(model)(batch["x"])
+
+
+def linear(seed=0):
+    return eqx.nn.Linear(4, 8, key=jax.random.key(seed))
+
+
+def make_examples(n, seed=1):
+    return list(np.random.default_rng(seed).normal(size=(n, 4)))
+
+
+def expected(model, examples):
+    return [np.asarray(model(jnp.asarray(x, jnp.float32))) for x in examples]
+
+
+def assert_outputs(got, wanted):
+    assert isinstance(got, list)
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted, strict=True):
+        assert isinstance(a, np.ndarray)
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def deployer(n_model_shards=8, n_fsdp_shards=1, **kwargs):
+    """By default of one batch shard: batches then are as small as they get."""
+    return redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False, **kwargs)
+
+
+def prefetch_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "redeqx-prefetch"]
+
+
+# --- as many as there are examples ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+def test_an_output_for_each_example_in_their_order(shards):
+    model = linear()
+    predictor = redeqx.Predictor(deployer(*shards), model=model, collate_fn=stack, pred_fn=apply)
+    examples = make_examples(17)
+    wanted = expected(model, examples)
+    for n in (0, 1, 3, 8, 13, 16, 17):
+        for per_device_batch_size in (1, 3):
+            assert_outputs(predictor.predict(examples[:n], per_device_batch_size), wanted[:n])
+
+
+def test_no_batch_is_larger_than_asked_and_few_examples_are_few_rows():
+    seen = []
+
+    def pred_fn(model, batch, key):
+        seen.append(batch["x"].shape)
+        return apply(model, batch, key)
+
+    sizes = []
+
+    def collate_fn(examples):
+        sizes.append(len(examples))
+        return stack(examples)
+
+    predictor = redeqx.Predictor(deployer(2), model=linear(), collate_fn=collate_fn, pred_fn=pred_fn)
+    predictor.predict(make_examples(21), 2)
+    assert sizes == [8, 8, 5]  # 2 rows on each of 4 batch shards
+    assert set(seen) == {(8, 4)}  # one program, for the last batch too
+    seen.clear()
+    predictor.predict(make_examples(3), 1000)
+    assert set(seen) == {(4, 4)}  # the least that four shards can share
+
+
+@pytest.mark.parametrize("kind", ["array", "columns"])
+def test_examples_are_asked_for_length_and_integer_items(kind):
+    class Columns:
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, i):
+            assert type(i) is int
+            return {"x": np.full(4, i)}
+
+    if kind == "columns":
+        examples, collate_fn = Columns(), lambda rows: stack([row["x"] for row in rows])
+        wanted = [np.full(4, i) for i in range(5)]
+    else:
+        examples, collate_fn = np.stack(make_examples(5)), stack
+        wanted = list(examples)
+    model = linear()
+    predictor = redeqx.Predictor(deployer(), model=model, collate_fn=collate_fn, pred_fn=apply)
+    assert_outputs(predictor.predict(examples, 2), expected(model, wanted))
+
+
+def test_outputs_may_be_any_pytree():
+    def pred_fn(model, batch, key):
+        y = apply(model, batch, key)
+        return {"logits": y, "best": (jnp.argmax(y, axis=1), y.astype(jnp.bfloat16))}
+
+    model, examples = linear(), make_examples(5)
+    predictor = redeqx.Predictor(deployer(), model=model, collate_fn=stack, pred_fn=pred_fn)
+    outputs = predictor.predict(examples, 2)
+    assert_outputs([output["logits"] for output in outputs], expected(model, examples))
+    assert [int(output["best"][0]) for output in outputs] == [int(np.argmax(output["logits"])) for output in outputs]
+    assert outputs[0]["best"][1].dtype == jnp.bfloat16
+
+
+def test_output_fn_gets_numpy_without_the_filling():
+    batches = []
+
+    def output_fn(outputs):
+        batches.append(outputs)
+        return [float(row.sum()) for row in outputs]
+
+    model, examples = linear(), make_examples(5)
+    predictor = redeqx.Predictor(deployer(), model=model, collate_fn=stack, pred_fn=apply, output_fn=output_fn)
+    np.testing.assert_allclose(predictor.predict(examples, 3), [y.sum() for y in expected(model, examples)], rtol=1e-5)
+    assert [batch.shape for batch in batches] == [(3, 8), (2, 8)]
+    assert all(isinstance(batch, np.ndarray) for batch in batches)
+
+
+# --- which model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("shards", [(2, 1), (2, 4)])
+def test_another_model_may_be_given(own, shards):
+    first, second, examples = linear(0), linear(1), make_examples(5)
+    given = {"model": first} if own else {}
+    predictor = redeqx.Predictor(deployer(*shards), collate_fn=stack, pred_fn=apply, **given)
+    assert_outputs(predictor.predict(examples, 1, model=second), expected(second, examples))
+    assert_outputs(predictor.predict(examples, 1, model=first), expected(first, examples))
+    if own:
+        assert_outputs(predictor.predict(examples, 1), expected(first, examples))
+
+
+def test_a_model_that_differs_in_a_function_is_not_taken_for_the_other():
+    def model(activation):
+        return eqx.nn.MLP(4, 8, 8, 1, activation=activation, key=jax.random.key(0))
+
+    examples = make_examples(3)
+    predictor = redeqx.Predictor(deployer(), model=model(jax.nn.relu), collate_fn=stack, pred_fn=apply)
+    for activation in (jnp.tanh, jax.nn.relu):
+        given = model(activation)
+        assert_outputs(predictor.predict(examples, 1, model=given), expected(given, examples))
+    assert_outputs(predictor.predict(examples, 1), expected(model(jax.nn.relu), examples))
+
+
+def test_a_predictor_compiles_once_for_models_of_one_structure():
+    traces = []
+
+    def pred_fn(model, batch, key):
+        traces.append(1)
+        return apply(model, batch, key)
+
+    predictor = redeqx.Predictor(deployer(2, 2), collate_fn=stack, pred_fn=pred_fn)
+    examples = make_examples(16)
+    predictor.predict(examples, 2, model=linear(0))
+    n_traces = len(traces)
+    predictor.predict(examples, 2, model=linear(1))
+    assert len(traces) == n_traces
+
+
+def test_numpy_leaves_and_models_without_arrays_are_models_too():
+    class Scale(eqx.Module):
+        scale: np.ndarray
+        label: str = "scale"
+
+        def __call__(self, x):
+            return x * self.scale
+
+    class Twice(eqx.Module):
+        def __call__(self, x):
+            return 2 * x
+
+    examples = make_examples(5)
+    for model in (Scale(np.arange(4, dtype=np.float32)), Twice()):
+        predictor = redeqx.Predictor(deployer(), model=model, collate_fn=stack, pred_fn=apply)
+        assert_outputs(predictor.predict(examples, 2), expected(model, examples))
+
+
+def test_a_model_that_init_made_is_taken_over():
+    at = deployer(2, 2)
+    made = at.init(lambda: linear(3))
+    predictor = redeqx.Predictor(at, model=made, collate_fn=stack, pred_fn=apply)
+    examples = make_examples(5)
+    assert_outputs(predictor.predict(examples, 1), expected(linear(3), examples))
+
+
+def test_the_plan_given_is_the_plan_used():
+    at, model, examples = deployer(8), linear(), make_examples(3)
+    plan = at.plan(model, overrides={"weight": (None, None), "bias": None})
+    predictor = redeqx.Predictor(at, model=model, collate_fn=stack, pred_fn=apply, plan=plan)
+    assert_outputs(predictor.predict(examples, 1), expected(model, examples))
+    assert {shard.data.shape for shard in predictor._placed[0].weight.addressable_shards} == {(8, 4)}
+
+
+# --- how it is run ------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_off():
+    model = eqx.nn.Sequential([linear(), eqx.nn.Dropout(0.9)])
+
+    def pred_fn(model, batch, key):
+        keys = jax.random.split(key, len(batch["x"]))
+        return jax.vmap(lambda x, key: model(x, key=key))(batch["x"], keys)
+
+    examples = make_examples(5)
+    predictor = redeqx.Predictor(deployer(), model=model, collate_fn=stack, pred_fn=pred_fn)
+    assert_outputs(predictor.predict(examples, 2), expected(linear(), examples))
+
+
+def test_each_batch_has_its_own_key_the_same_at_each_call():
+    def pred_fn(model, batch, key):
+        return jax.random.uniform(key, (len(batch["x"]),))
+
+    predictor = redeqx.Predictor(deployer(), model=linear(), collate_fn=stack, pred_fn=pred_fn)
+    first = predictor.predict(make_examples(6), 2)
+    assert len({float(x) for x in first}) == 6
+    assert predictor.predict(make_examples(6), 2) == first
+    other = redeqx.Predictor(deployer(jax_seed=1), model=linear(), collate_fn=stack, pred_fn=pred_fn)
+    assert other.predict(make_examples(6), 2) != first
+
+
+def test_compute_dtype_casts_the_floating_leaves():
+    class Model(eqx.Module):
+        weight: jax.Array
+        table: jax.Array
+
+        def __call__(self, x):
+            return x.astype(self.weight.dtype) * self.weight + self.table
+
+    model = Model(jnp.arange(4.0), jnp.arange(4))
+    predictor = redeqx.Predictor(deployer(), model=model, collate_fn=stack, pred_fn=apply, compute_dtype=jnp.bfloat16)
+    assert predictor.predict(make_examples(2), 1)[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("shards", [(8, 1), (2, 2)])
+def test_a_model_s_state_goes_to_pred_fn(shards):
+    model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
+    mean, var = jnp.arange(4.0), jnp.arange(1.0, 5.0)
+    state = state.set(model.batch_state_index, (mean, var))
+
+    def pred_fn(model, state, batch, key):
+        return jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)[0]
+
+    examples = make_examples(5)
+    predictor = redeqx.Predictor(deployer(*shards), model=model, collate_fn=stack, pred_fn=pred_fn, model_state=state)
+    wanted = [np.asarray((x - mean) / np.sqrt(var + model.eps), np.float32) for x in examples]
+    for got, row in zip(predictor.predict(examples, 2), wanted, strict=True):
+        np.testing.assert_allclose(got, row, rtol=1e-5, atol=1e-6)
+
+
+# --- batch by batch -----------------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_handed_on_before_the_rest_is_collated():
+    n_collated = 0
+
+    def collate_fn(examples):
+        nonlocal n_collated
+        n_collated += 1
+        return stack(examples)
+
+    model, examples = linear(), make_examples(40)
+    predictor = redeqx.Predictor(deployer(), model=model, collate_fn=collate_fn, pred_fn=apply)
+    outputs = predictor.iterate(examples, 2)
+    assert n_collated == 0
+    first = next(outputs)
+    assert_outputs(first, expected(model, examples[:2]))
+    assert n_collated <= 6  # of 20: two on the device, those prepared ahead, one in hand
+    rest = [output for batch in outputs for output in batch]
+    assert n_collated == 20
+    assert_outputs(rest, expected(model, examples[2:]))
+
+
+def test_outputs_do_not_pile_up_on_the_device():
+    alive = []
+    predictor = redeqx.Predictor(deployer(), model=linear(), collate_fn=stack, pred_fn=apply)
+    predictor.predict(make_examples(2), 2)
+    structure, parts, compiled = predictor._step
+
+    def watched(*args):
+        outputs = compiled(*args)
+        alive.append(weakref.ref(outputs))
+        return outputs
+
+    predictor._step = (structure, parts, watched)
+    for i, _ in enumerate(predictor.iterate(make_examples(40), 2)):
+        assert sum(ref() is not None for ref in alive) <= 2, i
+    assert len(alive) == 20
+
+
+def test_leaving_early_or_failing_ends_the_thread():
+    predictor = redeqx.Predictor(deployer(), model=linear(), collate_fn=stack, pred_fn=apply)
+    for _ in predictor.iterate(make_examples(40), 2):
+        break
+    assert not prefetch_threads()
+
+    def pred_fn(model, batch, key):
+        raise RuntimeError("of the user")
+
+    predictor = redeqx.Predictor(deployer(), model=linear(), collate_fn=stack, pred_fn=pred_fn)
+    with pytest.raises(RuntimeError, match="of the user") as raised:
+        predictor.predict(make_examples(40), 2)
+    assert not prefetch_threads()  # though the error's traceback still holds every frame
+    assert raised.value.__traceback__ is not None
+
+
+# --- errors -------------------------------------------------------------------------------------------------------------
+
+
+def predict_error(error, n=5, model=None, examples=None, per_device_batch_size=4, **kwargs):
+    given = {"model": linear(), "collate_fn": stack, "pred_fn": apply, **kwargs}
+    with pytest.raises(error) as raised:
+        examples = make_examples(n) if examples is None else examples
+        redeqx.Predictor(deployer(), **given).predict(examples, per_device_batch_size, model)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("output_fn", "found"),
+    [
+        (lambda y: list(y)[:3], "3 entries"),
+        (lambda y: [], "0 entries"),
+        (lambda y: "four", "4 entries"),
+        (lambda y: y, "4 entries"),
+        (lambda y: None, "NoneType"),
+    ],
+)
+def test_output_fn_must_return_an_entry_an_example(output_fn, found):
+    assert predict_error(ValueError, output_fn=output_fn) == (
+        f"`output_fn`: expected a list of 4 entries, one for each example, got {found}. "
+        "Return a list with an entry for each row of the batch."
+    )
+
+
+@pytest.mark.parametrize(
+    ("pred_fn", "name", "found"),
+    [
+        (lambda m, b, k: {"y": apply(m, b, k).T}, "y", "(8, 2)"),
+        (lambda m, b, k: apply(m, b, k).sum(), "value", "()"),
+        (lambda m, b, k: (apply(m, b, k), 3), "1", "int"),
+    ],
+)
+def test_pred_fn_must_return_a_row_an_example(pred_fn, name, found):
+    assert predict_error(ValueError, pred_fn=pred_fn, per_device_batch_size=2) == (
+        f"`pred_fn` output `{name}`: expected 2 rows, one for each of the batch, got {found}. "
+        "Return arrays whose leading dim is the batch."
+    )
+
+
+def test_pred_fn_must_return_something():
+    assert predict_error(ValueError, pred_fn=lambda m, b, k: {}) == (
+        "`pred_fn`: expected arrays with a row an example, got {}. Return a PyTree of arrays."
+    )
+
+
+def test_a_model_is_needed():
+    with pytest.raises(ValueError) as raised:
+        redeqx.Predictor(deployer(), collate_fn=stack, pred_fn=apply).predict(make_examples(2), 1)
+    assert str(raised.value) == "`model`: expected a model, got None. Pass it to `Predictor` or to `predict`."
+
+
+def test_sizes_and_examples_are_checked():
+    assert predict_error(ValueError, per_device_batch_size=0) == (
+        "`per_device_batch_size`: expected at least 1, got 0. Pass a positive number."
+    )
+    assert predict_error(TypeError, examples=iter(make_examples(2))) == (
+        "`examples`: expected `len()` and integer items, got list_iterator. Pass a list of them."
+    )
+
+
+def test_collate_fn_is_checked():
+    message = predict_error(ValueError, collate_fn=lambda examples: {"x": np.zeros((2, 4))})
+    assert message.startswith("`collate_fn` output `x`: expected 4 rows, one for each example, got shape (2, 4).")
+
+
+# --- of a Trainer -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [(8, 1), (2, 2)])
+def test_a_trainer_s_predictor_follows_its_weights(shards):
+    def loss_fn(model, batch, key):
+        return jnp.mean(apply(model, batch, key) ** 2)
+
+    trainer = redeqx.Trainer(deployer(*shards), model=linear(), optimizer=optax.sgd(0.1), collate_fn=stack, loss_fn=loss_fn)
+    predictor = trainer.get_default_predictor(apply)
+    examples = make_examples(8)
+    before = predictor.predict(examples, 1)  # also before the first step
+    assert_outputs(before, expected(linear(), examples))
+    for _ in range(2):
+        trainer.fit(examples, 1, 1)
+        after = predictor.predict(examples, 1)
+        assert_outputs(after, expected(jax.device_get(trainer.model), examples))
+        assert np.abs(np.stack(after) - np.stack(before)).max() > 1e-3
+        before = after
+    assert_outputs(predictor.predict(examples, 1, model=linear(5)), expected(linear(5), examples))
