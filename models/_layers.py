@@ -1,0 +1,41 @@
+"""Equinox's layers applied to whole arrays, and initialised as papers say: the parts that every family shares.
+
+`eqx.nn` layers take one vector and are vmapped. Over `[..., in]` a vmapped `Linear` is `weight @ x`, whose output comes
+as `[out, ...]` and is transposed at each layer; the same leaves applied as `x @ weight.T` need no transpose.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+
+def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*dims out"]:
+    """`layer` applied along the last dim of `x`."""
+    out = x @ layer.weight.T
+    return out if layer.bias is None else out + layer.bias
+
+
+def layer_norm(layer: eqx.nn.LayerNorm, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+    """`layer` applied to each row of `x`; means and variances are taken in float32 at least."""
+    return jax.vmap(layer)(x)
+
+
+def embed(layer: eqx.nn.Embedding, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:
+    """The rows of `layer.weight` at `ids`.
+
+    An id beyond the vocabulary gives NaN, which a training run notices; JAX's own indexing would take the last row.
+    """
+    return layer.weight.at[ids].get(mode="fill")
+
+
+def normal_linear(in_size: int, out_size: int, *, std: float, key: PRNGKeyArray) -> eqx.nn.Linear:
+    """A `Linear` whose weight is drawn from N(0, `std`²) and whose bias is zero."""
+    layer = eqx.nn.Linear(in_size, out_size, key=key)
+    weight = std * jax.random.normal(key, (out_size, in_size))
+    return eqx.tree_at(lambda l: (l.weight, l.bias), layer, (weight, jnp.zeros(out_size)))
+
+
+def normal_embedding(n_rows: int, size: int, *, std: float, key: PRNGKeyArray) -> eqx.nn.Embedding:
+    """An `Embedding` whose weight is drawn from N(0, `std`²)."""
+    return eqx.nn.Embedding(weight=std * jax.random.normal(key, (n_rows, size)))

@@ -1,0 +1,146 @@
+"""`Stack`: equal blocks applied one after another, held as one block whose arrays have a leading layer dim.
+
+Owns how blocks are held, scanned and rematerialised. Knows nothing of what is inside a block.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from redeqx._paths import named_leaves
+
+Block = TypeVar("Block", bound=eqx.Module)
+
+
+class Stack(eqx.Module, Generic[Block]):
+    """`n_layers` equal blocks, applied in turn by one `jax.lax.scan`, so that compile time does not grow with depth.
+
+    `stack.blocks` is one block, each of its arrays of shape `[n_layers, ...]`. It may also be the plain list that
+    `stack.unstack()` gives: the blocks are then applied one by one, with the same result.
+    """
+
+    blocks: Block | list[Block]
+    n_layers: int = eqx.field(static=True)
+    remat: bool | Callable[..., Any] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        make_block: Callable[[PRNGKeyArray], Block],
+        n_layers: int,
+        *,
+        remat: bool | Callable[..., Any] = False,
+        key: PRNGKeyArray,
+    ):
+        """**Arguments:**
+
+        - `make_block`: a function from a key to one block. What is no array in it is shared by all of them.
+        - `n_layers`: how many blocks, at least 1.
+        - `remat`: whether the backward pass recomputes each block from its input, in place of keeping what is inside.
+            A policy of `jax.checkpoint_policies` says what is kept all the same.
+        - `key`: split into one key a block.
+
+        Raises ValueError where `n_layers` is less than 1.
+        """
+        if n_layers < 1:
+            raise ValueError(f"`n_layers`: expected at least 1, got {n_layers}. Leave the stack out of such a model.")
+        self.blocks = eqx.filter_vmap(make_block)(jax.random.split(key, n_layers))
+        self.n_layers = n_layers
+        self.remat = remat
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block], *, remat: bool | Callable[..., Any] = False) -> "Stack[Block]":
+        """The stack of some given blocks, as read from a file whose layers are numbered; `unstack` undoes it.
+
+        **Arguments:**
+
+        - `blocks`: at least one, alike in structure, shapes, dtypes and whatever is no array.
+        - `remat`: as for `Stack`.
+
+        Raises ValueError where there is none, or where one differs from the first.
+        """
+        if not blocks:
+            raise ValueError("`blocks`: expected at least 1, got 0. Leave the stack out of such a model.")
+        for i, block in enumerate(blocks):
+            _check_alike(i, blocks[0], block)
+        first, rest = eqx.partition(blocks[0], eqx.is_array)
+        arrays = [first, *(eqx.filter(block, eqx.is_array) for block in blocks[1:])]
+        stacked = eqx.combine(jax.tree.map(lambda *leaves: jnp.stack(leaves), *arrays), rest)
+        # Abstract, so that no block is made only to be replaced.
+        like = eqx.filter_eval_shape(cls, lambda key: blocks[0], len(blocks), remat=remat, key=jax.random.key(0))
+        return eqx.tree_at(lambda stack: stack.blocks, like, stacked)
+
+    def unstack(self) -> list[Block]:
+        """The blocks as a list, in their order, each with arrays of its own."""
+        return [self[i] for i in range(self.n_layers)]
+
+    def __getitem__(self, i: int) -> Block:
+        """The `i`-th block, counted from the end where negative. Raises IndexError where there is none."""
+        i = operator.index(i)
+        if not -self.n_layers <= i < self.n_layers:
+            raise IndexError(
+                f"`stack[{i}]`: expected an index from {-self.n_layers} to {self.n_layers - 1}, got {i}. Count from 0."
+            )
+        if isinstance(self.blocks, list):
+            return self.blocks[i]
+        return jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, self.blocks)
+
+    def __call__(self, x: Any, *args: Any, key: PRNGKeyArray | None = None) -> Any:
+        """`x` after every block: `x = block(x, *args, key=...)`, first to last.
+
+        **Arguments:**
+
+        - `x`: what one block hands to the next: an array, or a PyTree of arrays, of unchanging shapes and dtypes.
+        - `args`: handed to each block as they are, a mask for one.
+        - `key`: split into one key a block; None hands None to each, as in inference.
+        """
+        keys = None if key is None else jax.random.split(key, self.n_layers)
+        if isinstance(self.blocks, list):
+            for i, block in enumerate(self.blocks):
+                x = self._apply(block, x, args, None if keys is None else keys[i])
+            return x
+
+        arrays, rest = eqx.partition(self.blocks, eqx.is_array)
+
+        def body(x: Any, layer: tuple[Any, Any]) -> tuple[Any, None]:
+            arrays, key = layer
+            return self._apply(eqx.combine(arrays, rest), x, args, key), None
+
+        return jax.lax.scan(body, x, (arrays, keys))[0]
+
+    def _apply(self, block: Any, x: Any, args: tuple[Any, ...], key: PRNGKeyArray | None) -> Any:
+        if self.remat is False:
+            return block(x, *args, key=key)
+        policy = None if self.remat is True else self.remat
+        # Inside a scan XLA cannot merge the recomputed block with the first computation: no barrier is needed there.
+        in_scan = not isinstance(self.blocks, list)
+        apply = eqx.filter_checkpoint(
+            lambda block, x, args, key: block(x, *args, key=key), policy=policy, prevent_cse=not in_scan
+        )
+        return apply(block, x, args, key)
+
+
+def _check_alike(i: int, first: eqx.Module, block: eqx.Module) -> None:
+    """Raises ValueError, naming the leaf, where the `i`-th block cannot be stacked with the first."""
+    wanted, got = named_leaves(first), named_leaves(block)
+    if jax.tree.structure(block) != jax.tree.structure(first):
+        differing = sorted(wanted.keys() ^ got.keys())
+        raise ValueError(
+            f"`blocks.{i}`: expected the structure of `blocks.0`, got another one"
+            f"{' (`' + '`, `'.join(differing) + '`)' if differing else ''}. Stack only blocks of one make."
+        )
+    for name, leaf in wanted.items():
+        other = got[name]
+        if _describe(leaf) != _describe(other):
+            raise ValueError(
+                f"`blocks.{i}.{name}`: expected {_describe(leaf)} as in `blocks.0`, got {_describe(other)}. "
+                "Stack only blocks of one make."
+            )
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, Array) else repr(leaf)

@@ -1,0 +1,240 @@
+"""The collectives of a compiled step, read from its HLO text.
+
+Owns the grammar: computations, instructions, types, trip counts, and replica groups in each spelling that XLA prints.
+Leaves to others what the numbers mean.
+
+*Bytes* are those of the whole array: what an all-reduce sums, what is whole after an all-gather or before a
+reduce-scatter, on one device's side of the other axes. *Moved* is what one device sends in a ring of n: 2(n-1)/n of the
+bytes for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter or an all-to-all, all of them for a permute.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+_KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_CALLED = re.compile(
+    r"\b(body|condition|to_apply|calls|true_computation|false_computation|branch_computations|called_computations)="
+    r"(?:\{([^}]*)\}|%?([\w.\-]+))"
+)
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One array that one collective instruction moves; an instruction that XLA combined from several gives several.
+
+    **Arguments:**
+
+    - `kind`: `"all-reduce"`, `"all-gather"`, ... never with `-start`.
+    - `shape`, `dtype`, `bytes`: of the whole array (see above).
+    - `group`: the devices of the first group; the others are alike.
+    - `n_executions`: how often the step runs it: the product of the trip counts of the loops around it.
+    - `exact`: False inside a loop of unknown trip count (counted once) or a conditional (each branch counted).
+    - `op_name`: the JAX operation that it serves, `jit(step)/transpose(jvp())/while/body/...`; may be empty.
+    - `instruction`: the HLO name, the same for all arrays of a combined collective.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    group: tuple[int, ...]
+    n_executions: int
+    exact: bool = True
+    op_name: str = ""
+    instruction: str = ""
+
+    @property
+    def group_size(self) -> int:
+        """Devices that take part in one group."""
+        return len(self.group)
+
+    @property
+    def moved(self) -> float:
+        """Bytes that one device sends in a step, all executions together."""
+        n = self.group_size
+        share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
+        return self.n_executions * self.bytes * share.get(self.kind, (n - 1) / n)
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it serves the backward pass, what is rematerialised there included."""
+        return "transpose(" in self.op_name or "rematted_computation" in self.op_name
+
+
+def collectives(hlo_text: str) -> list[Collective]:
+    """Every collective that the entry computation reaches, in the text's order, as one device runs it.
+
+    **Arguments:**
+
+    - `hlo_text`: an optimised module, as `compiled.as_text()` gives it.
+
+    Raises ValueError where the text has no entry computation or a replica group is spelled in a way unknown here.
+    """
+    computations, entry = _computations(hlo_text)
+    if entry is None:
+        raise ValueError("`hlo_text`: expected an ENTRY computation, got none. Pass `compiled.as_text()`.")
+    n_devices = math.prod(
+        int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", hlo_text.split("\n", 1)[0])
+    )
+    return list(_walk(computations, entry, n_devices, 1, True))
+
+
+def _walk(computations: dict, name: str, n_devices: int, times: int, exact: bool) -> Iterator[Collective]:
+    for instruction, result, opcode, rest in computations[name]:
+        kind = opcode.removesuffix("-start")
+        if kind in _KINDS:
+            op_name = _OP_NAME.search(rest)
+            group = _group(rest, n_devices)
+            for dtype, shape in _arrays(_moved_type(result, opcode)):
+                if kind == "reduce-scatter":
+                    shape = _unscattered(shape, len(group), rest)
+                yield Collective(
+                    kind=kind,
+                    shape=shape,
+                    dtype=dtype,
+                    bytes=_n_bytes(dtype, shape),
+                    group=group,
+                    n_executions=times,
+                    exact=exact,
+                    op_name=op_name.group(1) if op_name else "",
+                    instruction=instruction,
+                )
+            continue  # its own `to_apply` is the sum, and an asynchronous one's `calls` is itself again
+        trip_count = _TRIP_COUNT.search(rest)
+        for role, many, one in _CALLED.findall(rest):
+            for called in re.findall(r"[\w.\-]+", many or one):
+                if called not in computations:
+                    continue
+                if opcode == "while":  # the condition runs once more than the body; collectives there are not seen
+                    yield from _walk(
+                        computations,
+                        called,
+                        n_devices,
+                        times * (int(trip_count.group(1)) if trip_count else 1),
+                        exact and trip_count is not None,
+                    )
+                else:
+                    branch = role.endswith(("true_computation", "false_computation", "branch_computations"))
+                    yield from _walk(computations, called, n_devices, times, exact and not branch)
+
+
+def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], str | None]:
+    """Each computation's instructions as (name, type, opcode, the rest of the line), and the entry's name."""
+    computations: dict[str, list[tuple[str, str, str, str]]] = {}
+    entry = current = None
+    for line in text.splitlines():
+        header = _COMPUTATION.match(line)
+        if header:
+            current = header.group(2)
+            computations[current] = []
+            entry = current if header.group(1) else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and (instruction := _INSTRUCTION.match(line)):
+            name, rest = instruction.groups()
+            result, rest = _split_type(rest)
+            opcode, _, rest = rest.strip().partition("(")
+            computations[current].append((name, result, opcode, rest))
+    return computations, entry
+
+
+def _split_type(text: str) -> tuple[str, str]:
+    """A type and what follows it: `(f32[2]{0}, u32[]) while(...)` parts before `while`; TPU layouts nest brackets."""
+    depth = 0
+    for i, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if char == " " and depth == 0:
+            return text[:i], text[i:]
+    return text, ""
+
+
+def _elements(result: str) -> list[str]:
+    """The top-level elements of a tuple type; the type itself where it is none."""
+    if not result.startswith("("):
+        return [result]
+    elements, depth = [""], 0
+    for char in re.sub(r"/\*.*?\*/", "", result[1:-1]):
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += char
+    return [element.strip() for element in elements]
+
+
+def _moved_type(result: str, opcode: str) -> str:
+    """The part of an instruction's type that is its result: a `-start` may carry operands and a context beside it."""
+    is_tuple_of_both = opcode.endswith("-start") and opcode != "all-reduce-start"
+    return _elements(result)[1] if is_tuple_of_both else result
+
+
+def _arrays(result: str) -> list[tuple[str, tuple[int, ...]]]:
+    found = re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", result)
+    return [(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)) for dtype, dims in found]
+
+
+def _n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    bits = 8 if dtype == "pred" else int((re.search(r"\d+", dtype) or ["0"])[0])
+    return math.ceil(math.prod(shape) * bits / 8)
+
+
+def _unscattered(shape: tuple[int, ...], group_size: int, rest: str) -> tuple[int, ...]:
+    dimension = re.search(r"\bdimensions=\{(\d+)\}", rest)
+    dim = int(dimension.group(1)) if dimension else 0
+    return tuple(size * group_size if i == dim else size for i, size in enumerate(shape))
+
+
+def _group(rest: str, n_devices: int) -> tuple[int, ...]:
+    """The first group's devices: from `{{0,1},{2,3}}`, `[2,4]<=[8]`, `mesh['a'=4,'b'=2] {'a'}`, a permute's pairs."""
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d, ]*)\}", rest):
+        return _integers(listed.group(1))
+    if re.search(r"replica_groups=\{\}", rest):
+        return tuple(range(n_devices))
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=(\S*)", rest):
+        return tuple(_iota(iota.group(2)).reshape(_integers(iota.group(1)))[0].tolist())
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", rest):
+        sizes = {axis: int(size) for axis, size in re.findall(r"([^,=\s]+)=(\d+)", named.group(1))}
+        order = named.group(2) or ""
+        n_ids = math.prod(sizes.values())
+        ids = _iota(order) if "T(" in order else np.array(_integers(order) or range(n_ids))
+        # An axis may take part only in part: `'a':(2)4` is a 4 long factor of axis a, with a factor of 2 before it.
+        taken = {axis: (pre, size) for axis, pre, size in re.findall(r"([^,\s:]+)(?::\((\d+)\)(\d+))?", named.group(3))}
+        shape, in_group = [], []
+        for axis, whole in sizes.items():
+            pre, size = (int(n) for n in taken[axis]) if taken.get(axis, ("", ""))[1] else (1, whole)
+            shape += [pre, size, whole // (pre * size)]
+            in_group += [False, axis in taken, False]
+        index = tuple(slice(None) if is_in else 0 for is_in in in_group)
+        return tuple(ids.reshape(shape)[index].ravel().tolist())
+    spelled = re.search(r"replica_groups=\S*", rest)
+    raise ValueError(
+        f"`replica_groups`: expected a list, an iota or a mesh, got `{spelled.group(0) if spelled else rest}`. "
+        "Teach `_hlo.py` this spelling."
+    )
+
+
+def _iota(text: str) -> np.ndarray:
+    """`[2,4]T(1,0)`: the integers from 0, reshaped, transposed where that is said, and flat again."""
+    dims, _, order = text.partition("T(")
+    ids = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
+    return ids.transpose(_integers(order.split(")")[0]) or range(ids.ndim)).ravel()
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", text))

@@ -1,0 +1,151 @@
+"""GPT-2 and its training step split by hand, as Megatron-LM and ZeRO-3 do it: what a plan is measured against.
+
+Plain arrays in a dict, Megatron's specs, and each weight gathered by hand where it is used. Maths and sizes are those
+of `redeqx.models.gpt2` without dropout.
+
+Dims: L layers, d width, h heads, f = 4 d, v vocabulary, b batch, s tokens, c = 3 for query, key and value.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+
+def weights(
+    mesh: Mesh, *, n_layers: int, d: int, vocab_size: int, n_positions: int, fused: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights' shapes and where they live; a block's have a leading dim L.
+
+    Column splits (q, k, v, up) have the model axis on their output dim, row splits (output, down) on their input dim; the
+    fsdp axis takes the other one. On the embedding it takes the dim where it moves fewer bytes, tried both ways.
+    """
+    column, row = P(None, "model", "fsdp"), P(None, "fsdp", "model")
+    table = {
+        "embedding": ((vocab_size, d), P(("model", "fsdp"), None) if mesh.shape["model"] > 1 else P(None, "fsdp")),
+        "positions": ((n_positions, d), P(None, "fsdp")),
+        "norm": ((2, d), P()),  # scale and offset
+        "blocks": {
+            "norms": ((n_layers, 2, 2, d), P()),
+            "qkv": ((n_layers, 3, d, d), P(None, *column)) if fused else [((n_layers, d, d), column)] * 3,
+            "qkv_bias": ((n_layers, 3, d), P(None, None, "model")),
+            "output": ((n_layers, d, d), row),
+            "output_bias": ((n_layers, d), P()),
+            "up": ((n_layers, 4 * d, d), column),
+            "up_bias": ((n_layers, 4 * d), P(None, "model")),
+            "down": ((n_layers, d, 4 * d), row),
+            "down_bias": ((n_layers, d), P()),
+        },
+    }
+    is_entry = lambda node: isinstance(node, tuple)  # noqa: E731
+    shapes = jax.tree.map(lambda entry: jax.ShapeDtypeStruct(entry[0], jnp.float32), table, is_leaf=is_entry)
+    return shapes, jax.tree.map(lambda entry: entry[1], table, is_leaf=is_entry)
+
+
+def gather_at_use(weight: jax.Array, spec: P, mesh: Mesh) -> jax.Array:
+    """The weight whole along the fsdp axis; in the backward pass its gradient goes back to where the weight lives."""
+    lives = NamedSharding(mesh, spec)
+    used = NamedSharding(mesh, P(*("model" if "model" in (axes or ()) else None for axes in spec)))
+
+    @jax.custom_vjp
+    def whole(weight):
+        return jax.lax.with_sharding_constraint(weight, used)
+
+    whole.defvjp(lambda w: (whole(w), None), lambda _, g: (jax.lax.with_sharding_constraint(g, lives),))
+    return whole(weight)
+
+
+def keep_nothing_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint`: the backward pass is left every activation, and no gathered weight."""
+    # The two primitives that `gather_at_use` consists of: a policy is asked about both.
+    return primitive.name not in ("sharding_constraint", "custom_vjp_call")
+
+
+def compile_step(
+    mesh: Mesh,
+    *,
+    n_layers: int,
+    d: int,
+    n_heads: int,
+    vocab_size: int,
+    n_positions: int,
+    batch: int,
+    seq: int,
+    remat: bool,
+    fused: bool,
+) -> jax.stages.Compiled:
+    """One AdamW step on a batch of token ids `[batch, seq]`, compiled for the mesh.
+
+    **Arguments:**
+
+    - `remat`: whether the backward pass recomputes each block.
+    - `fused`: query, key and value from one matmul, as in Megatron-LM, so that the gradient of their input is summed
+        over the model axis once on every backend; else from three, which CPU's compiler sums one by one.
+    """
+    is_fsdp = mesh.shape["fsdp"] > 1
+    params, specs = weights(mesh, n_layers=n_layers, d=d, vocab_size=vocab_size, n_positions=n_positions, fused=fused)
+
+    def gathered(params: Any, where: Any, n_stacked: int) -> Any:
+        if not is_fsdp:
+            return params
+        return jax.tree.map(lambda w, spec: gather_at_use(w, P(*spec[n_stacked:]), mesh), params, where)
+
+    def norm(x, scale_and_offset):
+        scale, offset = scale_and_offset
+        centred = x - x.mean(-1, keepdims=True)
+        return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5) * scale + offset
+
+    def block(x, layer):
+        w = gathered(layer, specs["blocks"], 1)
+        h = norm(x, w["norms"][0])
+        if fused:
+            qkv = jnp.einsum("bsd,ced->cbse", h, w["qkv"]) + w["qkv_bias"][:, None, None]
+        else:
+            qkv = [jnp.einsum("bsd,ed->bse", h, w["qkv"][c]) + w["qkv_bias"][c] for c in range(3)]
+        heads = (*x.shape[:2], n_heads, d // n_heads)
+        h = jax.nn.dot_product_attention(*(y.reshape(heads) for y in qkv), is_causal=True).reshape(x.shape)
+        x = x + (jnp.einsum("bsd,ed->bse", h, w["output"]) + w["output_bias"])
+        h = jax.nn.gelu(jnp.einsum("bsd,fd->bsf", norm(x, w["norms"][1]), w["up"]) + w["up_bias"])
+        return x + (jnp.einsum("bsf,df->bsd", h, w["down"]) + w["down_bias"]), None
+
+    if remat:
+        block = jax.checkpoint(block, prevent_cse=False)
+    elif is_fsdp:
+        block = jax.checkpoint(block, policy=keep_nothing_gathered, prevent_cse=False)
+
+    def loss_fn(params, ids):
+        outer = {name: spec for name, spec in specs.items() if name != "blocks"}
+        w = gathered({name: params[name] for name in outer}, outer, 0)
+        x, _ = jax.lax.scan(block, w["embedding"][ids] + w["positions"][: ids.shape[1]], params["blocks"])
+        logits = jnp.einsum("bsd,vd->bsv", norm(x, w["norm"]), w["embedding"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean()
+
+    placed = jax.tree.map(lambda _, spec: NamedSharding(mesh, spec), params, specs)
+    return compile_adamw_step(loss_fn, params, placed, jax.ShapeDtypeStruct((batch, seq), jnp.int32), mesh)
+
+
+def compile_adamw_step(
+    loss_fn: Any, params: Any, placed: Any, ids: jax.ShapeDtypeStruct, mesh: Mesh
+) -> jax.stages.Compiled:
+    """A step of `loss_fn(params, ids)`, its weights and optimizer state pinned to `placed`, the batch split by rows."""
+    optimizer = optax.adamw(1e-3)
+
+    def step(params, opt_state, ids):
+        loss, grads = jax.value_and_grad(loss_fn)(params, ids)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    whole = NamedSharding(mesh, P())
+    opt_state = jax.eval_shape(optimizer.init, params)
+    opt_placed = optax.tree_utils.tree_map_params(
+        optimizer, lambda _, where: where, opt_state, placed, transform_non_params=lambda _: whole
+    )
+    jitted = jax.jit(
+        step,
+        donate_argnums=(0, 1),
+        in_shardings=(placed, opt_placed, NamedSharding(mesh, P(("data", "fsdp")))),
+        out_shardings=(placed, opt_placed, whole),
+    )
+    return jitted.lower(params, opt_state, ids).compile()
