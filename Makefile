@@ -9,7 +9,7 @@ export NPROC ?= 16
 .PHONY: demo test lint sweep benchmarks clean
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m examples.language_modeling.main
+	$(BIN)/python examples/language_modeling/main.py
 
 test: lint
 	$(BIN)/python -m pytest -q -m "not sweep and not parity"

@@ -74,4 +74,4 @@ def simulate_devices(n_devices: int) -> None:
             f"`simulate_devices({n_devices})`: expected JAX's devices to be untouched, got a started backend. "
             "Call it at the top of the script, before any array is made."
         ) from error
-    os.environ["NPROC"] = str(max(2 * n_devices, int(os.environ.get("NPROC", "0")), os.cpu_count() or 1))
+    os.environ["NPROC"] = str(max(2 * n_devices, int(os.environ.get("NPROC") or 0), os.cpu_count() or 1))

@@ -6,6 +6,7 @@ of `redeqx.models.gpt2` without dropout.
 Dims: L layers, d width, h heads, f = 4 d, v vocabulary, b batch, s tokens, c = 3 for query, key and value.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,16 +16,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 
 def weights(
-    mesh: Mesh, *, n_layers: int, d: int, vocab_size: int, n_positions: int, fused: bool
+    *, n_layers: int, d: int, vocab_size: int, n_positions: int, fused: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The weights' shapes and where they live; a block's have a leading dim L.
 
     Column splits (q, k, v, up) have the model axis on their output dim, row splits (output, down) on their input dim; the
-    fsdp axis takes the other one. On the embedding it takes the dim where it moves fewer bytes, tried both ways.
+    fsdp axis takes the other one. The embedding is split along its vocabulary by both.
     """
     column, row = P(None, "model", "fsdp"), P(None, "fsdp", "model")
     table = {
-        "embedding": ((vocab_size, d), P(("model", "fsdp"), None) if mesh.shape["model"] > 1 else P(None, "fsdp")),
+        "embedding": ((vocab_size, d), P(("model", "fsdp"), None)),
         "positions": ((n_positions, d), P(None, "fsdp")),
         "norm": ((2, d), P()),  # scale and offset
         "blocks": {
@@ -39,9 +40,9 @@ def weights(
             "down_bias": ((n_layers, d), P()),
         },
     }
-    is_entry = lambda node: isinstance(node, tuple)  # noqa: E731
-    shapes = jax.tree.map(lambda entry: jax.ShapeDtypeStruct(entry[0], jnp.float32), table, is_leaf=is_entry)
-    return shapes, jax.tree.map(lambda entry: entry[1], table, is_leaf=is_entry)
+    entries, treedef = jax.tree.flatten(table, is_leaf=lambda node: isinstance(node, tuple))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in entries]
+    return treedef.unflatten(shapes), treedef.unflatten([spec for _, spec in entries])
 
 
 def gather_at_use(weight: jax.Array, spec: P, mesh: Mesh) -> jax.Array:
@@ -85,7 +86,7 @@ def compile_step(
         over the model axis once on every backend; else from three, which CPU's compiler sums one by one.
     """
     is_fsdp = mesh.shape["fsdp"] > 1
-    params, specs = weights(mesh, n_layers=n_layers, d=d, vocab_size=vocab_size, n_positions=n_positions, fused=fused)
+    params, specs = weights(n_layers=n_layers, d=d, vocab_size=vocab_size, n_positions=n_positions, fused=fused)
 
     def gathered(params: Any, where: Any, n_stacked: int) -> Any:
         if not is_fsdp:
@@ -115,11 +116,16 @@ def compile_step(
     elif is_fsdp:
         block = jax.checkpoint(block, policy=keep_nothing_gathered, prevent_cse=False)
 
+    @partial(jax.checkpoint, policy=keep_nothing_gathered)
+    def head(x, w):
+        w = gathered(w, {name: specs[name] for name in w}, 0)
+        return jnp.einsum("bsd,vd->bsv", norm(x, w["norm"]), w["embedding"])
+
     def loss_fn(params, ids):
         outer = {name: spec for name, spec in specs.items() if name != "blocks"}
         w = gathered({name: params[name] for name in outer}, outer, 0)
         x, _ = jax.lax.scan(block, w["embedding"][ids] + w["positions"][: ids.shape[1]], params["blocks"])
-        logits = jnp.einsum("bsd,vd->bsv", norm(x, w["norm"]), w["embedding"])
+        logits = head(x, {name: params[name] for name in ("norm", "embedding")})
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean()
 
     placed = jax.tree.map(lambda _, spec: NamedSharding(mesh, spec), params, specs)

@@ -13,7 +13,9 @@ Models: `redeqx.models.gpt2` (scanned), with and without remat, against `_megatr
 `eqx.nn` layers in a list of blocks, against the same model with specs by hand.
 
 - CPU's compiler never forms a reduce-scatter: what one would be is an all-reduce, of twice the bytes, on both sides.
-- It also sums the input gradients of query, key and value one by one, where GPU's sums them first. `fused` is the same
+- An embedding split by fsdp along its feature dim, on both sides along its vocabulary here, would move the gradient of its
+  lookup by an all-to-all of activations in place of an all-reduce of the table: 1.3 MB less of the 16.7 of 2 layers.
+- CPU's compiler also sums the input gradients of query, key and value one by one, where GPU's sums them first. `fused` is the same
   step with one matmul for the three, as Megatron-LM has it.
 """
 
@@ -99,7 +101,9 @@ def loss_fn(model: Any, ids: jax.Array, key: Any = None) -> jax.Array:
 
 def spec_by_hand(name: str) -> P:
     """Megatron's split of the user's model, the fsdp axis on the other dim."""
-    if re.search(r"(query_proj|key_proj|value_proj|up|head|embedding)\.weight$", name):
+    if name == "embedding.weight":
+        return P(("model", "fsdp"), None)
+    if re.search(r"(query_proj|key_proj|value_proj|up|head)\.weight$", name):
         return P("model", "fsdp")
     if re.search(r"(output_proj|down)\.weight$", name):
         return P("fsdp", "model")
