@@ -272,6 +272,10 @@ def _accumulate(fn: Callable[..., Any], state: PyTree, groups: Sequence[PyTree],
     return sums, state
 
 
+# Streams of one key, told apart inside the steps: keys made outside would each compile a small program.
+_TRAIN, _EVAL = 0, 1
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the lists of arrays that a train step carries live."""
@@ -299,7 +303,7 @@ def make_train_step(
     names: list[str] = []
 
     def step_fn(trained, opt_state, state, step, frozen, key, groups):
-        key = jax.random.fold_in(key, step)
+        key = jax.random.fold_in(jax.random.fold_in(key, _TRAIN), step)
 
         def micro_step(state, batch, key):
             tree = jax.tree.unflatten(state_treedef, state)
@@ -347,7 +351,7 @@ def make_eval_step(functions: Functions, state_treedef: Any) -> tuple[Callable[.
             total, (weight, metrics, _) = loss([*trained, *frozen], jax.tree.unflatten(state_treedef, state), batch, key)
             return {"loss": (total, weight), **metrics}, state
 
-        sums, _ = _accumulate(micro_step, state, groups, jax.random.fold_in(key, i))
+        sums, _ = _accumulate(micro_step, state, groups, jax.random.fold_in(jax.random.fold_in(key, _EVAL), i))
         names[:] = sums
         return jnp.stack([x for pair in sums.values() for x in pair])
 

@@ -92,7 +92,7 @@ class Trainer:
         self._lr_schedule_fn = lr_schedule_fn
         self._compute_dtype = compute_dtype
         self._grad_fn = grad_fn
-        self._key, self._eval_key = jax.random.split(deployer.next_key())
+        self._key = deployer.next_key()
         self._parts = Parts.of(model, trainable)
         if not self._parts.names[0]:
             raise ValueError(
@@ -158,8 +158,8 @@ class Trainer:
         self._state = jax.tree.leaves(jax.device_put(jax.tree.map(jnp.copy, state), whole))  # as `place` copies
         self._state_treedef = jax.tree.structure(state)
         self._opt_state, self._opt_treedef, opt_layout = init_opt_state(self._optimizer, self._parts, self._trained, plan)
-        self._step = jax.device_put(jnp.zeros((), jnp.int32), whole)
-        self._key, self._eval_key = jax.device_put((self._key, self._eval_key), whole)
+        self._step = jax.device_put(np.zeros((), np.int32), whole)
+        self._key = jax.device_put(self._key, whole)
         functions = Functions(self._parts, plan, self._loss_fn, self._has_state, self._compute_dtype, self._grad_fn)
         layout = Layout([plan.sharding(name) for name in self._parts.names[0]], opt_layout, [whole] * len(self._state))
         self._train_step, self._metric_names = make_train_step(
@@ -204,7 +204,7 @@ class Trainer:
             with closing(self._batches(steps, per_device_batch_size)) as batches:
                 for i, batch in enumerate(batches):
                     self._ensure_placed(batch.micro_batch)
-                    args = (self._trained, self._frozen, self._state, self._eval_key, np.uint32(i), batch.groups)
+                    args = (self._trained, self._frozen, self._state, self._key, np.uint32(i), batch.groups)
                     vector = self._call("eval step", self._eval_step, args, batch, progress)
                     vector.copy_to_host_async()
                     pending.append(vector)
@@ -405,7 +405,7 @@ class Trainer:
         self._opt_state, self._state = opt_leaves, state_leaves
         if load_opt_states:
             self.step = record["step"]
-            self._step = jax.device_put(jnp.asarray(self.step, jnp.int32), whole)
+            self._step = jax.device_put(np.asarray(self.step, np.int32), whole)
         return record
 
     def _resume_from(self, path: Path, step: int) -> None:

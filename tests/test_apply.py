@@ -2,10 +2,9 @@
 that still says where it comes from."""
 
 import functools
-import pathlib
-import sys
 import traceback
 
+import _hlo as hlo
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -18,9 +17,6 @@ from redeqx._mesh import make_mesh, split_rows
 from redeqx._paths import is_array_like
 from redeqx._plan import make_plan
 from redeqx.models.gpt2 import GPT2, GPT2Config
-
-sys.path.append(str(pathlib.Path(__file__).parent / "benchmarks"))
-import _hlo as hlo
 
 MESHES = {"fsdp=8": (1, 8), "data=2, fsdp=2, model=2": (2, 2)}  # n_model_shards, n_fsdp_shards
 BATCH, D, LAYERS = 16, 16, 3

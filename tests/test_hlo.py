@@ -1,17 +1,12 @@
 """The HLO reader of the benchmarks: literal snippets in each spelling, and one compiled step."""
 
-import pathlib
-import sys
-
+import _hlo as hlo
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from redeqx._mesh import make_mesh
-
-sys.path.append(str(pathlib.Path(__file__).parent / "benchmarks"))
-import _hlo as hlo
 
 _MODULE = """HloModule jit_step, is_scheduled=true, num_partitions=8
 

@@ -188,9 +188,7 @@ def test_reads_the_standard_library_and_nothing_installed_in_it():
 
 
 def test_rejects_data_without_text(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"`--data`: expected text to train on and to hold out, got 0 characters in .*"
-    ):
+    with pytest.raises(ValueError, match=r"`--data`: expected text to train on and to hold out, got 0 characters in .*"):
         read_texts(tmp_path / "missing")
 
 

@@ -188,9 +188,7 @@ def main(args: Args) -> float:
     deployer.log_info(table, title=f"bits per byte of {len(text):,} held-out bytes")
     index = json.loads((args.workdir / "ckpts/index.json").read_text())
     files = ["loss.png", "metrics.jsonl", f"ckpts/{index['last']}", f"ckpts/{index['argmin_loss']}"]
-    deployer.log_info(
-        "\n".join(str(args.workdir / file) for file in files), title="curve, metrics, last checkpoint, best"
-    )
+    deployer.log_info("\n".join(str(args.workdir / file) for file in files), title="curve, metrics, last checkpoint, best")
     return scores["GPT-2"]
 
 

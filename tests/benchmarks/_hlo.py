@@ -89,9 +89,7 @@ def collectives(hlo_text: str) -> list[Collective]:
     computations, entry = _computations(hlo_text)
     if entry is None:
         raise ValueError("`hlo_text`: expected an ENTRY computation, got none. Pass `compiled.as_text()`.")
-    n_devices = math.prod(
-        int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", hlo_text.split("\n", 1)[0])
-    )
+    n_devices = math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", hlo_text.split("\n", 1)[0]))
     return list(_walk(computations, entry, n_devices, 1, True))
 
 

@@ -132,9 +132,7 @@ def compile_step(
     return compile_adamw_step(loss_fn, params, placed, jax.ShapeDtypeStruct((batch, seq), jnp.int32), mesh)
 
 
-def compile_adamw_step(
-    loss_fn: Any, params: Any, placed: Any, ids: jax.ShapeDtypeStruct, mesh: Mesh
-) -> jax.stages.Compiled:
+def compile_adamw_step(loss_fn: Any, params: Any, placed: Any, ids: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.stages.Compiled:
     """A step of `loss_fn(params, ids)`, its weights and optimizer state pinned to `placed`, the batch split by rows."""
     optimizer = optax.adamw(1e-3)
 

@@ -178,13 +178,11 @@ def by_loop(case: Case, model: Any, where: tuple[Any, Any, Any]) -> Turn:
     @eqx.filter_jit(donate="all-except-first")
     def filtered(batch: jax.Array, model: Any, opt_state: Any) -> Any:
         params, opt_state, loss, norm = step(eqx.filter(model, eqx.is_array), opt_state, batch)
-        pinned = jax.lax.with_sharding_constraint(
-            (params, opt_state), (placed, opt_placed)
-        )  # else it moves, and recompiles
+        pinned = jax.lax.with_sharding_constraint((params, opt_state), (placed, opt_placed))  # else it moves, and recompiles
         return eqx.combine(pinned[0], static), pinned[1], loss, norm
 
     params = jax.device_put(params, placed)
-    state: tuple[Any, Any] = (eqx.combine(params, static), jax.jit(OPTIMIZER.init, out_shardings=opt_placed)(params))
+    state: Any = (eqx.combine(params, static), jax.jit(OPTIMIZER.init, out_shardings=opt_placed)(params))
 
     def turn(n_steps: int) -> dict[str, tuple[float, float]]:
         nonlocal state
@@ -272,9 +270,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", choices=MODEL_SHARDS, default=list(MODEL_SHARDS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=9, help="turns that each side takes, at least 2")
-    parser.add_argument(
-        "--first-rounds", type=int, default=3, help="fresh processes for each side's first step; 0 for none"
-    )
+    parser.add_argument("--first-rounds", type=int, default=3, help="fresh processes for each side's first step; 0 for none")
     parser.add_argument("--measure", choices=("steady", "fit", "loop"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -290,9 +286,7 @@ def main() -> None:
         for name in args.cases:
             what = ("--devices", n_devices, "--cases", name, "--rounds", args.rounds)
             rounds = in_process("--measure", "steady", *what)
-            print(
-                f"\n{name}, {n_devices} device{'s' * (n_devices > 1)}, {args.rounds} rounds of {CASES[name].steps} steps"
-            )
+            print(f"\n{name}, {n_devices} device{'s' * (n_devices > 1)}, {args.rounds} rounds of {CASES[name].steps} steps")
             print(f"  {'':12}{'ms a step':28}{'over the loop':28}{'processor ms a step':28}minus flat")
             for side in ("flat", "loop", "fit", "whole call"):
                 columns = (
@@ -303,8 +297,7 @@ def main() -> None:
                 )
                 print(f"  {side:12}" + "".join(f"{column:28}" for column in columns).rstrip(), flush=True)
             seconds = {
-                side: [in_process("--measure", side, *what) for _ in range(args.first_rounds)]
-                for side in ("loop", "fit")
+                side: [in_process("--measure", side, *what) for _ in range(args.first_rounds)] for side in ("loop", "fit")
             }
             if args.first_rounds > 1:
                 ratio = statistics.median(seconds["fit"]) / statistics.median(seconds["loop"])

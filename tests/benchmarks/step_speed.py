@@ -5,12 +5,12 @@ same maths, sizes and data for all. Each contender lives in a process of its own
 computes at a time; they take turns, round after round, so that a slow spell of the machine meets all of them.
 
 - Where the clocks differ, they differ against redeqx. Its time is that of the whole call that trains `--steps` steps,
-  with shuffling, collating, logging and set-up; so is Redco's. HF's begins with its first step, after its set-up. The
+  , collating, logging and set-up; so is Redco's. HF's begins with its first step, after its set-up. The
   twin's batches are collated before its time begins, and it reads nothing back. Redco trains the twin's flax module.
 - The three Trainers compute and log the gradient's norm, as they always do; the twin does not.
 - The ratio is the median, over the rounds, of a contender's time over the twin's in the same round.
 
-    pip install torch==2.13.0        # first and alone: a looser requirement draws the CUDA build
+    pip install torch==2.13.0       # first, so that you choose the build: CPU's is enough
     pip install -e ".[bench]"
     python tests/benchmarks/step_speed.py
 """
@@ -254,8 +254,6 @@ def hf(sizes: Sizes) -> Run:
         eos_token_id=0,
     )
     model = GPT2LMHeadModel(config)
-    folder = tempfile.mkdtemp(prefix="step_speed_hf_")
-
     losses: list[float] = []
     began = ended = 0.0
 
@@ -274,7 +272,7 @@ def hf(sizes: Sizes) -> Run:
                 losses.append(float(logs["loss"]))
 
     arguments = TrainingArguments(
-        output_dir=folder,
+        output_dir=tempfile.gettempdir(),  # nothing is saved
         per_device_train_batch_size=sizes.batch,
         num_train_epochs=1,
         learning_rate=LEARNING_RATE,
@@ -348,12 +346,17 @@ class Worker:
         self.process.stdin.flush()
         reply = self.process.stdout.readline()
         if not reply:
-            raise RuntimeError(f"`{self.name}`: expected seconds, got the end of its process. Read its log.")
+            raise RuntimeError(f"`{self.name}`: expected an answer, got the end of its process. Read the log.")
         return json.loads(reply)
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()  # its loop ends, and it tidies up
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def main() -> None:
