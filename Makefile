@@ -17,7 +17,7 @@ test: lint
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Long sweeps, left out of a newcomer's first test.
 sweep: $(VENV)/.test

@@ -56,6 +56,7 @@ class Predictor:
         self._compute_dtype = compute_dtype
         self._plan = plan
         self._step: tuple[Any, Parts, Callable[..., Any]] | None = None
+        self._compiled: set[Any] = set()
         self._placed: tuple[PyTree, PyTree] | None = None
         # Set by a Trainer: its model and state of the moment, and its plan.
         self._source: Callable[[], tuple[PyTree, PyTree, Plan]] | None = None
@@ -104,13 +105,23 @@ class Predictor:
         pending: deque[tuple[int, PyTree]] = deque()
         with closing(prefetch(prepare())) as batches:
             for i, (n_rows, batch) in enumerate(batches):
-                outputs = step(trained, frozen, state_leaves, batch, key, np.uint32(i))
+                outputs = self._call(step, (trained, frozen, state_leaves, batch, key, np.uint32(i)))
                 jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
                 pending.append((n_rows, outputs))
                 if len(pending) > 1:  # one batch computes while the one before is handed on
                     yield self._hand_on(*pending.popleft())
         while pending:
             yield self._hand_on(*pending.popleft())
+
+    def _call(self, step: Callable[..., Any], args: tuple[Any, ...]) -> PyTree:
+        """Call the jitted step, saying so where it has to compile first."""
+        signature = (step, *((x.shape, x.dtype) for x in jax.tree.leaves(args[3])))
+        if signature in self._compiled:
+            return step(*args)
+        with self._deployer.console.progress(title="predict") as progress, progress.compiling("predict step"):
+            outputs = step(*args)
+        self._compiled.add(signature)
+        return outputs
 
     def _hand_on(self, n_rows: int, outputs: PyTree) -> list:
         listed = self._output_fn(jax.tree.map(lambda x: np.asarray(x)[:n_rows], outputs))
