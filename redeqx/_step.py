@@ -319,7 +319,8 @@ def make_train_step(
         values = {"loss": total / weight, "grad_norm": jnp.sqrt(jnp.sum(jnp.stack(squares)))}
         if lr_schedule_fn is not None:
             values["learning_rate"] = jnp.asarray(lr_schedule_fn(step), total.dtype)
-        values.update({name: metric / over for name, (metric, over) in metrics.items()})
+        # Sorted, as a scan sorts them: every program of a run must agree on the order.
+        values.update({name: metric / over for name, (metric, over) in sorted(metrics.items())})
         tree = parts.trained_tree(trained)
         updates, opt_tree = optimizer.update(parts.trained_tree(grads), jax.tree.unflatten(opt_treedef, opt_state), tree)
         trained = jax.tree.leaves(eqx.apply_updates(tree, updates))
@@ -352,8 +353,8 @@ def make_eval_step(functions: Functions, state_treedef: Any) -> tuple[Callable[.
             return {"loss": (total, weight), **metrics}, state
 
         sums, _ = _accumulate(micro_step, state, groups, jax.random.fold_in(jax.random.fold_in(key, _EVAL), i))
-        names[:] = sums
-        return jnp.stack([x for pair in sums.values() for x in pair])
+        names[:] = sorted(sums)  # as a scan sorts them: every program of a run must agree on the order
+        return jnp.stack([x for name in names for x in sums[name]])
 
     return jax.jit(eval_fn, out_shardings=replicated(functions.plan.mesh)), names
 

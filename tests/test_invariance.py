@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -29,7 +30,7 @@ def loss_fn(model, batch, key):
     logits = jax.vmap(lambda ids, key: model(ids, key=key))(inputs, jax.random.split(key, len(inputs)))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     counts = labels < VOCAB // 2
-    return redeqx.Loss((losses * counts).sum(), counts.sum(), {"counted": (counts.sum(), counts.size)})
+    return redeqx.Loss((losses * counts).sum(), counts.sum(), {"ones": counts.sum(), "counted": (counts.sum(), counts.size)})
 
 
 def make_trainer(n_model, n_fsdp, optimizer, *, accumulate=1, dropout=0.1, **kwargs):
@@ -70,10 +71,11 @@ def train(n_model, n_fsdp, optimizer, *, accumulate=1, dropout=0.1, examples=EXA
 
 class Log:
     def __init__(self):
-        self.losses = []
+        self.losses, self.counted = [], []
 
     def log(self, metrics, step):
         self.losses.append(metrics["loss"])
+        self.counted.append(metrics["counted"])
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,35 @@ def test_parameters_do_not_depend_on_accumulation():
         np.testing.assert_allclose(losses, runs[0][1], rtol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def cut_reference():
+    trainer, losses = train(1, 1, optax.sgd(0.1, momentum=0.9), dropout=0.0, examples=EXAMPLES[:-REST])
+    return leaves(trainer), losses
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize(("n_model", "n_fsdp"), [*MESHES, (1, 8), (4, 2)])
+def test_parameters_do_not_depend_on_mesh_and_accumulation(n_model, n_fsdp, accumulate, cut_reference):
+    if BATCH % (accumulate * 8 // n_model):
+        pytest.skip("no whole number of rows a device")
+    trainer, losses = train(
+        n_model, n_fsdp, optax.sgd(0.1, momentum=0.9), accumulate=accumulate, dropout=0.0, examples=EXAMPLES[:-REST]
+    )
+    assert_close(leaves(trainer), cut_reference[0])
+    np.testing.assert_allclose(losses, cut_reference[1], rtol=1e-5)
+
+
+def test_metrics_keep_their_names_in_steps_of_every_cut():
+    """A step of one micro-batch, and a last one of several: two programs, one order of metrics."""
+    logged = Log()
+    trainer = make_trainer(1, 2, optax.sgd(0.0), loggers=[logged])
+    trainer.train(EXAMPLES[:-REST], 4)
+    for step, counted in enumerate(logged.counted):
+        labels = np.stack(EXAMPLES[:-REST][BATCH * 2 * step : BATCH * 2 * (step + 1)])[:, 1:]
+        assert counted == pytest.approx((labels < VOCAB // 2).mean(), rel=1e-6)
+
+
 def test_adamw_logs_the_same_losses_on_every_mesh():
     _, reference = train(1, 1, optax.adamw(1e-2))
     for mesh in [(4, 1), (2, 4)]:
@@ -115,7 +146,8 @@ def test_evaluation_does_not_depend_on_the_batch_size():
     trainer = make_trainer(2, 2, optax.sgd(0.1))
     losses = [trainer.eval_loss(EXAMPLES[:13], size) for size in (1, 2, 3, 8)]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
-    model = eqx.nn.inference_mode(jax.device_get(trainer.model))
+    on_host = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)) if eqx.is_array(x) else x, trainer.model)
+    model = eqx.nn.inference_mode(on_host)
     whole = loss_fn(model, collate_fn(EXAMPLES[:13]), jax.random.key(0))
     np.testing.assert_allclose(losses[0], float(whole.total / whole.weight), rtol=1e-5)
 
