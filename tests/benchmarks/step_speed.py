@@ -5,14 +5,17 @@ same maths, sizes and data for all. Each contender lives in a process of its own
 computes at a time; they take turns, round after round, so that a slow spell of the machine meets all of them.
 
 - Where the clocks differ, they differ against redeqx. Its time is that of the whole call that trains `--steps` steps,
-  , collating, logging and set-up; so is Redco's. HF's begins with its first step, after its set-up. The
+  with collating, logging and set-up; so is Redco's. HF's begins with its first step, after its set-up. The
   twin's batches are collated before its time begins, and it reads nothing back. Redco trains the twin's flax module.
 - The three Trainers compute and log the gradient's norm, as they always do; the twin does not.
 - The ratio is the median, over the rounds, of a contender's time over the twin's in the same round.
 
     pip install torch==2.13.0       # first, so that you choose the build: CPU's is enough
     pip install -e ".[bench]"
-    python tests/benchmarks/step_speed.py
+    python tests/benchmarks/step_speed.py --rounds 6 --steps 2
+
+Last measured on 2 quiet cores: twin 1120 ms; over it redeqx 1.21 (quartiles 1.08, 1.26), plain (redeqx's model in a
+hand-written `filter_jit` loop) 1.18, redco 1.04, hf 1.26.
 """
 
 import argparse
