@@ -1,6 +1,7 @@
 from ._deployer import Deployer as Deployer
 from ._mesh import simulate_devices as simulate_devices
-from ._plan import LeafPlan as LeafPlan, Plan as Plan, register_attention as register_attention
+from ._plan import LeafPlan as LeafPlan, Plan as Plan
 from ._predictor import Predictor as Predictor
 from ._step import Loss as Loss
 from ._trainer import Trainer as Trainer
+from ._walk import register_attention as register_attention

@@ -1,7 +1,7 @@
 """The plan: how every leaf of a model is split over the mesh, and why.
 
-Owns the walk (find the layers of a model by type, hand their sizes to the rules), the plan that comes out, and the placing
-of a model by it. The rules themselves are `_rules`; using a plan inside a step is `_apply`.
+Owns the specs (what the walk found, put on the mesh's axes), the reasons, and the placing of a model by them. Which layers
+there are is `_walk`, how one is split `_rules`; using a plan inside a step is `_apply`.
 """
 
 import fnmatch
@@ -22,6 +22,7 @@ from . import _rules
 from ._dataflow import leaves_read
 from ._mesh import FSDP, MODEL, replicated
 from ._paths import is_array_like, named_leaves, nearest, render
+from ._walk import walk
 
 # Below this many elements the fsdp axis leaves a leaf alone: gathering it would cost more in latency than it saves.
 MIN_FSDP_SIZE = 2**12
@@ -143,7 +144,7 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None) -> 
     Raises ValueError for an override that matches nothing, names an unknown axis or does not divide.
     """
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
-    splits, stacked = _walk(model, mesh.shape[MODEL])
+    splits, stacked = walk(model, mesh.shape[MODEL])
     chosen = _resolve_overrides(overrides or {}, leaves, mesh)
     unknown = _rules.Split(None, "whole: no layer that the walk knows")
     decides: dict[int, str] = {}  # of leaves that are the same array, the one that the others follow: one that rules know
@@ -257,232 +258,6 @@ def shardings_like(state: PyTree, plan: Plan) -> PyTree:
         return replicated(plan.mesh)
 
     return jtu.tree_map_with_path(of, state)
-
-
-# --- the walk --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Attention:
-    """Where an attention class keeps its projections and its numbers of heads."""
-
-    query: str
-    key: str
-    value: str
-    output: str
-    heads: str | Callable[[Any], int] | None
-    kv_heads: str | Callable[[Any], int] | None
-    by_name: bool = False
-
-    def projections(self, module: Any) -> tuple[Any, Any, Any, Any]:
-        return tuple(getattr(module, name) for name in self.names)  # pyright: ignore[reportReturnType]
-
-    @property
-    def names(self) -> tuple[str, str, str, str]:
-        return self.query, self.key, self.value, self.output
-
-    def n_heads(self, module: Any) -> tuple[int | None, int | None]:
-        heads = _read(module, self.heads)
-        kv_heads = _read(module, self.kv_heads)
-        return heads, heads if kv_heads is None else kv_heads
-
-
-def _read(module: Any, where: str | Callable[[Any], int] | None) -> int | None:
-    if where is None:
-        return None
-    return where(module) if callable(where) else getattr(module, where)
-
-
-_ATTENTIONS: dict[type, _Attention] = {
-    eqx.nn.MultiheadAttention: _Attention("query_proj", "key_proj", "value_proj", "output_proj", "num_heads", None)
-}
-
-# The last resort, for classes that nobody registered: the names that published code gives to the four projections.
-_QUERY_NAMES = ("query", "q", "q_proj", "query_proj", "wq", "to_q", "w_q", "linear_q")
-_KEY_NAMES = ("key", "k", "k_proj", "key_proj", "wk", "to_k", "w_k", "linear_k")
-_VALUE_NAMES = ("value", "v", "v_proj", "value_proj", "wv", "to_v", "w_v", "linear_v")
-_OUTPUT_NAMES = ("output", "o", "out", "o_proj", "out_proj", "output_proj", "wo", "to_out", "w_o", "linear_o", "proj")
-_HEADS_NAMES = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads", "h")
-_KV_HEADS_NAMES = ("num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_key_value_heads")
-
-
-def register_attention(
-    cls: type,
-    *,
-    query: str,
-    key: str,
-    value: str,
-    output: str,
-    heads: str | Callable[[Any], int] | None = None,
-    kv_heads: str | Callable[[Any], int] | None = None,
-) -> None:
-    """Tell the walk that `cls` is an attention, and which of its fields are the four projections.
-
-    **Arguments:**
-
-    - `cls`: the class of an Equinox module.
-    - `query`, `key`, `value`, `output`: names of fields that hold an `eqx.nn.Linear` each.
-    - `heads`, `kv_heads`: the field (or a function of the module) that says how many heads there are; a shard gets whole
-        heads only. Without `heads` the usual names are tried (`num_heads`, `n_heads`, ...), without `kv_heads` too, and
-        then there are as many as `heads`.
-
-    Raises TypeError where `cls` is no `eqx.Module`, ValueError where it has no such field.
-    """
-    if not (isinstance(cls, type) and issubclass(cls, eqx.Module)):
-        raise TypeError(f"`cls`: expected a subclass of eqx.Module, got {cls!r}. Register the class, not an instance.")
-    fields = cls.__dataclass_fields__
-    for role, name in (("query", query), ("key", key), ("value", value), ("output", output)):
-        if name not in fields:
-            raise ValueError(f"`{role}`: expected a field of {cls.__name__}, got {name!r}.{nearest(name, fields)}")
-    heads = heads or next((name for name in _HEADS_NAMES if name in fields), None)
-    kv_heads = kv_heads or next((name for name in _KV_HEADS_NAMES if name in fields), None)
-    _ATTENTIONS[cls] = _Attention(query, key, value, output, heads, kv_heads)
-
-
-def _attention_of(node: Any) -> _Attention | None:
-    """How `node` is an attention: by its type, else by the names of its fields; None if it is none."""
-    if not isinstance(node, eqx.Module):
-        return None
-    for cls in type(node).__mro__:
-        if cls in _ATTENTIONS:
-            return _ATTENTIONS[cls]
-    fields = type(node).__dataclass_fields__
-
-    def find(names: Sequence[str]) -> str | None:
-        return next((name for name in names if isinstance(getattr(node, name, None), eqx.nn.Linear)), None)
-
-    query, key, value, output = map(find, (_QUERY_NAMES, _KEY_NAMES, _VALUE_NAMES, _OUTPUT_NAMES))
-    if query is None or key is None or value is None or output is None:
-        return None
-    heads = next((name for name in _HEADS_NAMES if isinstance(getattr(node, name, None), int)), None)
-    kv_heads = next((name for name in _KV_HEADS_NAMES if name in fields), None)
-    return _Attention(query, key, value, output, heads, kv_heads, by_name=True)
-
-
-_NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
-_CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
-_LAYERS = (eqx.nn.Linear, eqx.nn.Embedding, *_CONVS, *_NORMS)
-
-
-def _n_stacked(layer: Any) -> int:
-    """Over how many leading dims a known layer is stacked (`eqx.filter_vmap` over its constructor)."""
-    weight = layer.weight
-    if not is_array_like(weight):
-        return 0
-    if isinstance(layer, _CONVS):
-        return len(weight.shape) - 2 - layer.num_spatial_dims
-    if isinstance(layer, eqx.nn.LayerNorm | eqx.nn.RMSNorm):
-        return len(weight.shape) - len(layer.shape)
-    return len(weight.shape) - (1 if isinstance(layer, _NORMS) else 2)
-
-
-def _walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[str, int]]:
-    """The split of each leaf of each known layer, and the number of stacked dims of each leaf, by name."""
-
-    def stop(node: Any) -> bool:
-        return isinstance(node, _LAYERS) or _attention_of(node) is not None
-
-    nodes = jtu.tree_flatten_with_path(model, is_leaf=stop)[0]
-    splits: dict[str, _rules.Split] = {}
-    stacked: dict[str, int] = {}
-    layers: dict[str, Any] = {}  # path -> Linear or Conv, whose weight rule 1 decides
-    sequence: list[_rules.Layer | None] = []  # rule 1's layers in calling order
-    siblings: dict[str, list[int]] = {}  # module -> positions of its fields in `sequence`
-
-    def visit(path: tuple[Any, ...], node: Any) -> None:
-        name = render(path)
-        if isinstance(node, _LAYERS):
-            for leaf_name in named_leaves(node):
-                stacked[_within(name, leaf_name)] = max(_n_stacked(node), 0)
-        if isinstance(node, eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose):
-            parent = render(path[:-1]) if path and isinstance(path[-1], jtu.GetAttrKey) else None
-            if parent is not None:
-                siblings.setdefault(parent, []).append(len(sequence))
-            layers[name] = node
-            sequence.append(_as_layer(name, node, parent))
-        elif isinstance(node, eqx.nn.Embedding):
-            sequence.append(None)
-            splits[_within(name, "weight")] = _rules.embedding(node.num_embeddings, n_shards)
-        elif isinstance(node, _NORMS):
-            for leaf_name in named_leaves(node):
-                splits[_within(name, leaf_name)] = _rules.Split(None, "whole: normalisation")
-        else:
-            attention = _attention_of(node)
-            if attention is not None:
-                sequence.append(None)
-                visit_attention(path, node, attention)
-
-    def visit_attention(path: tuple[Any, ...], node: Any, how: _Attention) -> None:
-        roles = {}
-        for role, linear in zip(how.names, how.projections(node), strict=True):
-            role_path = (*path, jtu.GetAttrKey(role))
-            if not isinstance(linear, eqx.nn.Linear):
-                raise TypeError(
-                    f"`{render(role_path)}`: expected an eqx.nn.Linear, as registered for {type(node).__name__}, "
-                    f"got {type(linear).__name__}. Register the field that holds the layer."
-                )
-            roles[role] = _as_layer(render(role_path), linear, None)
-            layers[render(role_path)] = linear
-            for leaf_name in named_leaves(linear):
-                stacked[f"{render(role_path)}.{leaf_name}"] = max(_n_stacked(linear), 0)
-        heads, kv_heads = how.n_heads(node)
-        found = _rules.attention(*roles.values(), n_shards=n_shards, heads=heads, kv_heads=kv_heads)
-        note = f"; recognised by the names of its fields, register {type(node).__name__} to be sure" if how.by_name else ""
-        for name, split in found.items():
-            _set_layer(splits, name, _rules.Split(split.dim, split.reason + note), layers[name])
-        rest = [(key, child) for key, child in _children(node) if render((key,)) not in roles]
-        for key, child in rest:
-            for sub_path, leaf in jtu.tree_flatten_with_path(child, is_leaf=stop)[0]:
-                visit((*path, key, *sub_path), leaf)
-
-    for path, node in nodes:
-        visit(path, node)
-    for positions in siblings.values():
-        ordered = _rules.in_calling_order([layer for i in positions if (layer := sequence[i]) is not None])
-        for position, layer in zip(positions, ordered, strict=True):
-            sequence[position] = layer
-    for name, split in _rules.alternate(sequence, n_shards).items():
-        _set_layer(splits, name, split, layers[name])
-    _inherit_stacks(model, stacked)
-    return splits, stacked
-
-
-def _children(node: eqx.Module) -> list[tuple[Any, Any]]:
-    """The direct children of a module with their keys, leaves unflattened."""
-    flat = jtu.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
-    return [(path[0], child) for path, child in flat]
-
-
-def _as_layer(name: str, node: Any, parent: str | None) -> _rules.Layer:
-    if isinstance(node, eqx.nn.Linear):
-        sizes = (1 if size == "scalar" else int(size) for size in (node.in_features, node.out_features))
-        return _rules.Layer(name, *sizes, parent=parent)
-    return _rules.Layer(name, node.in_channels, node.out_channels, parent, node.groups)
-
-
-def _set_layer(splits: dict[str, _rules.Split], name: str, split: _rules.Split, node: Any) -> None:
-    splits[_within(name, "weight")] = split
-    if getattr(node, "bias", None) is not None:
-        splits[_within(name, "bias")] = _rules.bias(split)
-
-
-def _within(module: str, leaf: str) -> str:
-    """The name of a module's leaf; a model that is one layer has no name of its own."""
-    return leaf if module == render(()) else f"{module}.{leaf}"
-
-
-def _inherit_stacks(model: PyTree, stacked: dict[str, int]) -> None:
-    """Leaves of no known layer are stacked as the known layers beside them are: those of the nearest module around."""
-    leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
-    for name, leaf in leaves.items():
-        parts = name.split(".")
-        for depth in range(len(parts) - 1, 0, -1):
-            if name in stacked:
-                break
-            module = ".".join(parts[:depth]) + "."
-            known = [n for other, n in stacked.items() if other.startswith(module) and n <= len(leaf.shape)]
-            if known:
-                stacked[name] = min(known)
 
 
 def _resolve_overrides(overrides: Overrides, leaves: Mapping[str, Any], mesh: Mesh) -> dict[str, tuple[P, str]]:
