@@ -58,7 +58,7 @@ class Deployer:
         given["n_local_devices"] = n_local_devices
         if (n_processes or 1) != 1 or jax.process_count() > 1:
             found = max(n_processes or 1, jax.process_count())
-            raise ValueError(f"`n_processes`: expected 1, got {found}. This version runs on one process; start one a host.")
+            raise ValueError(f"`n_processes`: expected 1, got {found}. Run one process: it drives all its devices.")
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"`{name}`: expected None on one process, got {value!r}. Leave it out.")

@@ -62,7 +62,7 @@ def test_the_mesh_is_what_was_asked_and_the_rest_is_data(shards, shape):
         ),
         ({"n_model_shards": 0}, "`n_model_shards`: expected at least 1, got 0. Pass 1 to leave that axis unused."),
         ({"n_fsdp_shards": -1}, "`n_fsdp_shards`: expected at least 1, got -1. Pass 1 to leave that axis unused."),
-        ({"n_processes": 2}, "`n_processes`: expected 1, got 2. This version runs on one process; start one a host."),
+        ({"n_processes": 2}, "`n_processes`: expected 1, got 2. Run one process: it drives all its devices."),
         ({"host0_address": "host"}, "`host0_address`: expected None on one process, got 'host'. Leave it out."),
         ({"host0_port": 1234}, "`host0_port`: expected None on one process, got 1234. Leave it out."),
         ({"process_id": 0}, "`process_id`: expected None on one process, got 0. Leave it out."),
