@@ -11,12 +11,14 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 
 def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*dims out"]:
-    """`layer` applied along the last dim of `x`."""
+    """`layer` applied along the last dim of `x`. What stands in for a `Linear` (an adapter, say) is called on the whole array."""
+    if type(layer) is not eqx.nn.Linear:
+        return layer(x)
     out = x @ layer.weight.T
     return out if layer.bias is None else out + layer.bias
 
 
-def layer_norm(layer: eqx.nn.LayerNorm, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+def norm(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
     """`layer` applied to each row of `x`; means and variances are taken in float32 at least."""
     return jax.vmap(layer)(x)
 
@@ -29,10 +31,12 @@ def embed(layer: eqx.nn.Embedding, ids: Int[Array, " seq"]) -> Float[Array, "seq
     return layer.weight.at[ids].get(mode="fill")
 
 
-def normal_linear(in_size: int, out_size: int, *, std: float, key: PRNGKeyArray) -> eqx.nn.Linear:
+def normal_linear(in_size: int, out_size: int, *, std: float, use_bias: bool = True, key: PRNGKeyArray) -> eqx.nn.Linear:
     """A `Linear` whose weight is drawn from N(0, `std`²) and whose bias is zero."""
-    layer = eqx.nn.Linear(in_size, out_size, key=key)
+    layer = eqx.nn.Linear(in_size, out_size, use_bias=use_bias, key=key)
     weight = std * jax.random.normal(key, (out_size, in_size))
+    if not use_bias:
+        return eqx.tree_at(lambda l: l.weight, layer, weight)
     return eqx.tree_at(lambda l: (l.weight, l.bias), layer, (weight, jnp.zeros(out_size)))
 
 

@@ -112,6 +112,12 @@ class Stack(eqx.Module, Generic[Block]):
 
         return jax.lax.scan(body, x, (arrays, keys))[0]
 
+    def map(self, fn: Callable[[Block], Any]) -> Any:
+        """`fn(block)` of each block, apart from the others; the results' arrays stacked, `[n_layers, ...]`."""
+        if isinstance(self.blocks, list):
+            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(fn, self.blocks))
+        return eqx.filter_vmap(fn)(self.blocks)
+
     def _apply(self, block: Any, x: Any, args: tuple[Any, ...], key: PRNGKeyArray | None) -> Any:
         if self.remat is False:
             return block(x, *args, key=key)

@@ -7,18 +7,22 @@ one, so that a plan splits each by whole heads.
 Dims: seq = tokens of one example, d = width of the model, heads x size = d.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from einops import rearrange
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from redeqx import register_attention
-
-from ._layers import embed, layer_norm, linear, normal_embedding, normal_linear
+from ._attention import Attention, Cache, causal_mask, learned_positions
+from ._config import Keys, check_heads, check_length, check_rates, check_sizes, token_ids
+from ._folder import Names, Pretrained, fused, layers, same, same_layer
+from ._layers import embed, linear, norm, normal_embedding, normal_linear
 from ._stack import Stack
+
+Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,13 @@ class GPT2Config:
     - `n_layers`, `n_heads`: blocks, and heads in each; `n_heads` divides `d_model`.
     - `embedding_dropout`, `attention_dropout`, `residual_dropout`: rates in [0, 1).
     - `layer_norm_eps`: added to the variance.
+    - `is_tied`: whether the logits are taken with the embedding, and not with a head of their own.
+    - `has_cross_attention`: whether each block also attends to a memory, as a captioning decoder's do.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where generated text begins and ends, and what fills it up.
     - `init_std`: standard deviation of the first weights; half of it for positions. The published 0.02 is for widths of
         768 and more: narrow models learn sooner from a larger one.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, and rates outside [0, 1).
     """
@@ -49,21 +57,23 @@ class GPT2Config:
     attention_dropout: float = 0.1
     residual_dropout: float = 0.1
     layer_norm_eps: float = 1e-5
+    is_tied: bool = True
+    has_cross_attention: bool = False
+    bos_token_id: int | None = 50256
+    eos_token_id: int | tuple[int, ...] | None = 50256
+    pad_token_id: int | None = None
     init_std: float = 0.02
     remat: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self):
-        for name in ("vocab_size", "n_positions", "d_model", "n_layers", "n_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}`: expected at least 1, got {getattr(self, name)}. Pass a positive size.")
-        if self.d_model % self.n_heads:
-            raise ValueError(
-                f"`n_heads`: expected a divisor of `d_model`={self.d_model}, got {self.n_heads}. "
-                "Choose a width that is a multiple of the heads."
-            )
-        for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`{name}`: expected a rate in [0, 1), got {getattr(self, name)}. Pass 0 for none.")
+        check_sizes(self, "vocab_size", "n_positions", "d_model", "n_layers", "n_heads")
+        check_heads(self)
+        check_rates(self, "embedding_dropout", "attention_dropout", "residual_dropout")
+
+    def without_dropout(self) -> "GPT2Config":
+        """The same with all three rates 0."""
+        return replace(self, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
 
     @classmethod
     def gpt2(cls) -> "GPT2Config":
@@ -85,59 +95,69 @@ class GPT2Config:
         """The published GPT-2 of 1.6 billion parameters."""
         return cls(d_model=1600, n_layers=48, n_heads=25)
 
+    @classmethod
+    def from_hf(cls, keys: Keys) -> "GPT2Config":
+        """The config that a `config.json` describes."""
+        keys.only("activation_function", "gelu_new")
+        keys.only("scale_attn_weights", True)
+        keys.only("scale_attn_by_inverse_layer_idx", False)
+        d_model = keys.get("n_embd", 768)
+        keys.only("n_inner", None, 4 * d_model)
+        return cls(
+            vocab_size=keys.get("vocab_size", 50257),
+            n_positions=keys.get("n_positions", 1024),
+            d_model=d_model,
+            n_layers=keys.get("n_layer", 12),
+            n_heads=keys.get("n_head", 12),
+            embedding_dropout=keys.get("embd_pdrop", 0.1),
+            attention_dropout=keys.get("attn_pdrop", 0.1),
+            residual_dropout=keys.get("resid_pdrop", 0.1),
+            layer_norm_eps=keys.get("layer_norm_epsilon", 1e-5),
+            is_tied=keys.get("tie_word_embeddings", True),
+            has_cross_attention=keys.get("add_cross_attention", False),
+            **keys.tokens(bos=50256, eos=50256),
+            init_std=keys.get("initializer_range", 0.02),
+            extra=keys.rest(),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        return {
+            "model_type": "gpt2",
+            "activation_function": "gelu_new",
+            "vocab_size": self.vocab_size,
+            "n_positions": self.n_positions,
+            "n_embd": self.d_model,
+            "n_layer": self.n_layers,
+            "n_head": self.n_heads,
+            "embd_pdrop": self.embedding_dropout,
+            "attn_pdrop": self.attention_dropout,
+            "resid_pdrop": self.residual_dropout,
+            "layer_norm_epsilon": self.layer_norm_eps,
+            "tie_word_embeddings": self.is_tied,
+            "add_cross_attention": self.has_cross_attention,
+            **token_ids(self),
+            "initializer_range": self.init_std,
+        }
+
 
 def _residual_std(config: GPT2Config) -> float:
     """For what is added to the residual stream, twice a block: the paper scales it by 1 / sqrt(additions)."""
     return config.init_std / (2 * config.n_layers) ** 0.5
 
 
-class Attention(eqx.Module):
-    """Causal self-attention of several heads."""
-
-    query: eqx.nn.Linear
-    key: eqx.nn.Linear
-    value: eqx.nn.Linear
-    dropout: eqx.nn.Dropout
-    output: eqx.nn.Linear
-    n_heads: int = eqx.field(static=True)
-
-    def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
-        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
-        d = config.d_model
-        self.query = normal_linear(d, d, std=config.init_std, key=q_key)
-        self.key = normal_linear(d, d, std=config.init_std, key=k_key)
-        self.value = normal_linear(d, d, std=config.init_std, key=v_key)
-        self.dropout = eqx.nn.Dropout(config.attention_dropout)
-        self.output = normal_linear(d, d, std=_residual_std(config), key=o_key)
-        self.n_heads = config.n_heads
-
-    def __call__(self, x: Float[Array, "seq d"], *, key: PRNGKeyArray | None = None) -> Float[Array, "seq d"]:
-        q, k, v = (
-            rearrange(linear(layer, x), "seq (heads size) -> seq heads size", heads=self.n_heads)
-            for layer in (self.query, self.key, self.value)
-        )
-        if self.dropout.inference or self.dropout.p == 0:
-            mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        else:
-            mixed = self._attend_with_dropout(q, k, v, key)
-        return linear(self.output, rearrange(mixed, "seq heads size -> seq (heads size)"))
-
-    def _attend_with_dropout(
-        self,
-        q: Float[Array, "seq heads size"],
-        k: Float[Array, "seq heads size"],
-        v: Float[Array, "seq heads size"],
-        key: PRNGKeyArray | None,
-    ) -> Float[Array, "seq heads size"]:
-        """Attention spelt out, for `jax.nn.dot_product_attention` drops no weights; softmax in float32, as there."""
-        seq, _, size = q.shape
-        scores = jnp.einsum("qhs,khs->hqk", q, k, preferred_element_type=jnp.float32) * size**-0.5
-        scores = jnp.where(jnp.tri(seq, dtype=bool), scores, -jnp.inf)
-        weights = jax.nn.softmax(scores).astype(v.dtype)
-        return jnp.einsum("hqk,khs->qhs", self.dropout(weights, key=key), v)
-
-
-register_attention(Attention, query="query", key="key", value="value", output="output", heads="n_heads")
+def _attention(config: GPT2Config, key: PRNGKeyArray) -> Attention:
+    q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+    d, std = config.d_model, config.init_std
+    return Attention(
+        query=normal_linear(d, d, std=std, key=q_key),
+        key=normal_linear(d, d, std=std, key=k_key),
+        value=normal_linear(d, d, std=std, key=v_key),
+        output=normal_linear(d, d, std=_residual_std(config), key=o_key),
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_heads,
+        dropout=eqx.nn.Dropout(config.attention_dropout),
+    )
 
 
 class Mlp(eqx.Module):
@@ -157,33 +177,55 @@ class Mlp(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention and MLP, each normed before and added to the residual stream after."""
+    """Attention and MLP, and a cross-attention between them where there is a memory; each normed before, added after."""
 
     attention_norm: eqx.nn.LayerNorm
     attention: Attention
+    cross_norm: eqx.nn.LayerNorm | None
+    cross_attention: Attention | None
     mlp_norm: eqx.nn.LayerNorm
     mlp: Mlp
     dropout: eqx.nn.Dropout
 
     def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
         attention_key, mlp_key = jax.random.split(key)
-        self.attention_norm = eqx.nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.attention = Attention(config, key=attention_key)
-        self.mlp_norm = eqx.nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        d, eps = config.d_model, config.layer_norm_eps
+        self.attention_norm = eqx.nn.LayerNorm(d, eps=eps)
+        self.attention = _attention(config, attention_key)
+        self.cross_norm = eqx.nn.LayerNorm(d, eps=eps) if config.has_cross_attention else None
+        cross_key = jax.random.fold_in(key, 2)
+        self.cross_attention = _attention(config, cross_key) if config.has_cross_attention else None
+        self.mlp_norm = eqx.nn.LayerNorm(d, eps=eps)
         self.mlp = Mlp(config, key=mlp_key)
         self.dropout = eqx.nn.Dropout(config.residual_dropout)
 
-    def __call__(self, x: Float[Array, "seq d"], *, key: PRNGKeyArray | None = None) -> Float[Array, "seq d"]:
-        keys = (None, None, None) if key is None else jax.random.split(key, 3)
+    def __call__(
+        self,
+        carry: Carry,
+        mask: Bool[Array, "seq source"],
+        memory: Float[Array, "memory d"] | None = None,
+        memory_mask: Bool[Array, "1 memory"] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Carry:
+        x, cache = carry
+        keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         with jax.named_scope("attention"):
-            mixed = self.attention(layer_norm(self.attention_norm, x), key=keys[0])
+            mixed, cache = self.attention(norm(self.attention_norm, x), mask=mask, cache=cache, key=keys[0])
             x = x + self.dropout(mixed, key=keys[1])
+        if self.cross_attention is not None and self.cross_norm is not None:
+            cross_keys = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 1))
+            with jax.named_scope("cross_attention"):
+                pairs = self.cross_attention.project_memory(memory) if cache is None else cache.read_memory()
+                normed = norm(self.cross_norm, x)
+                mixed = self.cross_attention.attend_memory(normed, pairs, mask=memory_mask, key=cross_keys[0])
+                x = x + self.dropout(mixed, key=cross_keys[1])
         with jax.named_scope("mlp"):
-            x = x + self.dropout(self.mlp(layer_norm(self.mlp_norm, x)), key=keys[2])
-        return x
+            x = x + self.dropout(self.mlp(norm(self.mlp_norm, x)), key=keys[2])
+        return x, cache
 
 
-class GPT2(eqx.Module):
+class GPT2(Pretrained):
     """GPT-2, from token ids to the logits of each next token. Called on one example; `jax.vmap` it over a batch.
 
     ```python
@@ -195,13 +237,18 @@ class GPT2(eqx.Module):
     `eqx.nn.inference_mode(model)` takes dropout out, and no key is needed then.
     """
 
+    config_class = GPT2Config
+    model_types = ("gpt2",)
+    architectures = ("GPT2LMHeadModel", "GPT2Model")
+
     embedding: eqx.nn.Embedding
-    # An array and not an `eqx.nn.Embedding`: it is added as a slice, never looked up, so it must not be split along its
-    # rows as a lookup table is.
+    # An array and not an `eqx.nn.Embedding`: it is mostly added as a slice, so it must not be split along its rows as a
+    # lookup table is.
     positions: Float[Array, "n_positions d"]
     dropout: eqx.nn.Dropout
     stack: Stack[Block]
     norm: eqx.nn.LayerNorm
+    head: eqx.nn.Linear | None  # None where the logits are taken with the embedding
     config: GPT2Config = eqx.field(static=True)
 
     def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
@@ -212,32 +259,125 @@ class GPT2(eqx.Module):
             added to the residual stream scaled by `1 / sqrt(2 * n_layers)`, biases 0, norms 1.
         """
         embedding_key, positions_key, stack_key = jax.random.split(key, 3)
-        self.embedding = normal_embedding(config.vocab_size, config.d_model, std=config.init_std, key=embedding_key)
-        self.positions = config.init_std / 2 * jax.random.normal(positions_key, (config.n_positions, config.d_model))
+        vocab, d, std = config.vocab_size, config.d_model, config.init_std
+        self.embedding = normal_embedding(vocab, d, std=std, key=embedding_key)
+        self.positions = std / 2 * jax.random.normal(positions_key, (config.n_positions, d))
         self.dropout = eqx.nn.Dropout(config.embedding_dropout)
         self.stack = Stack(lambda key: Block(config, key=key), config.n_layers, remat=config.remat, key=stack_key)
-        self.norm = eqx.nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.norm = eqx.nn.LayerNorm(d, eps=config.layer_norm_eps)
+        head_key = jax.random.fold_in(key, 1)
+        self.head = None if config.is_tied else normal_linear(d, vocab, std=std, use_bias=False, key=head_key)
         self.config = config
 
-    def __call__(self, ids: Int[Array, " seq"], *, key: PRNGKeyArray | None = None) -> Float[Array, "seq vocab"]:
+    def __call__(
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        mask: Bool[Array, " seq"] | None = None,
+        memory: Float[Array, "memory d"] | None = None,
+        memory_mask: Bool[Array, " memory"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "seq vocab"]:
         """The logits of the token after each of `ids`, given it and those before it.
 
         **Arguments:**
 
         - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
+        - `mask`: which of them are tokens, and not padding on either side; None for all. Positions count tokens.
+        - `memory`, `memory_mask`: what the cross-attentions attend to, and which rows of it; None where there are none.
         - `key`: for dropout; not needed in inference.
 
-        Raises ValueError for more ids than positions.
+        Raises ValueError for more ids than positions, and for a memory without a cross-attention or the reverse.
         """
-        (seq,) = ids.shape
-        if seq > self.config.n_positions:
+        if (memory is not None) != self.config.has_cross_attention:
             raise ValueError(
-                f"`ids`: expected at most `n_positions`={self.config.n_positions} tokens, got {seq}. "
-                "Cut the example, or make the model with more positions."
+                f"`memory`: expected {'one' if self.config.has_cross_attention else 'None'} with `has_cross_attention`="
+                f"{self.config.has_cross_attention}, got {'None' if memory is None else memory.shape}. Change one of the two."
             )
-        dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
-        with jax.named_scope("embedding"):
-            x = self.dropout(embed(self.embedding, ids) + self.positions[:seq], key=dropout_key)
-        x = self.stack(x, key=stack_key)
+        x, _ = self._hidden(ids, mask, None, memory, memory_mask, key)
         with jax.named_scope("head"):
-            return layer_norm(self.norm, x) @ self.embedding.weight.T
+            return self._logits(x)
+
+    def init_cache(
+        self,
+        length: int,
+        memory: Float[Array, "memory d"] | None = None,
+        memory_mask: Bool[Array, " memory"] | None = None,
+    ) -> Cache:
+        """An empty cache for one example of at most `length` tokens, padding included.
+
+        **Arguments:**
+
+        - `memory`, `memory_mask`: as for a call; their keys and values are computed here, once.
+
+        Raises ValueError for more tokens than positions.
+        """
+        check_length("length", length, self.config.n_positions)
+        config = self.config
+        size = config.d_model // config.n_heads
+        pairs = None
+        if memory is not None:
+            pairs = self.stack.map(lambda block: block.cross_attention.project_memory(memory))
+        dtype = self.embedding.weight.dtype
+        return Cache.empty(config.n_layers, length, config.n_heads, size, dtype, memory=pairs, memory_mask=memory_mask)
+
+    def decode(
+        self, ids: Int[Array, " seq"], cache: Cache, *, mask: Bool[Array, " seq"] | None = None
+    ) -> tuple[Float[Array, " vocab"], Cache]:
+        """The logits of the token after the last of `ids`, which go on from those in the cache; and the cache with them.
+
+        **Arguments:**
+
+        - `ids`, `mask`: as for a call; padding is on the left, so that the last one is a token.
+        """
+        x, cache = self._hidden(ids, mask, cache, None, cache.memory_mask, None)
+        return self._logits(x[-1:])[0], cache
+
+    def _hidden(self, ids, mask, cache, memory, memory_mask, key) -> tuple[Float[Array, "seq d"], Any]:
+        (seq,) = ids.shape
+        check_length("ids", seq, self.config.n_positions)
+        dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
+        if cache is not None:
+            cache = cache.begin(jnp.ones(seq, bool) if mask is None else mask)
+        memory_mask = None if memory_mask is None else memory_mask[None]
+        with jax.named_scope("embedding"):
+            x = embed(self.embedding, ids) + learned_positions(self.positions, mask, seq, cache)
+            x = self.dropout(x, key=dropout_key)
+        x, cache = self.stack((x, cache), causal_mask(mask, seq, cache), memory, memory_mask, key=stack_key)
+        return norm(self.norm, x), None if cache is None else cache.end(seq)
+
+    def _logits(self, x: Float[Array, "seq d"]) -> Float[Array, "seq vocab"]:
+        return x @ self.embedding.weight.T if self.head is None else linear(self.head, x)
+
+    @staticmethod
+    def names(config: GPT2Config) -> Names:
+        """Where a Hugging Face folder keeps each leaf. Its matrices are `[in, out]`, query, key and value in one."""
+        block = [
+            *same_layer("ln_1", "attention_norm"),
+            *fused("attn.c_attn", ("attention.query", "attention.key", "attention.value"), is_transposed=True),
+            *same_layer("attn.c_proj", "attention.output", is_transposed=True),
+            *same_layer("ln_2", "mlp_norm"),
+            *same_layer("mlp.c_fc", "mlp.up", is_transposed=True),
+            *same_layer("mlp.c_proj", "mlp.down", is_transposed=True),
+        ]
+        if config.has_cross_attention:
+            block += [
+                *same_layer("ln_cross_attn", "cross_norm"),
+                *same_layer("crossattention.q_attn", "cross_attention.query", is_transposed=True),
+                *fused("crossattention.c_attn", ("cross_attention.key", "cross_attention.value"), is_transposed=True),
+                *same_layer("crossattention.c_proj", "cross_attention.output", is_transposed=True),
+            ]
+        return Names(
+            tensors=[
+                same("transformer.wte.weight", "embedding.weight"),
+                same("transformer.wpe.weight", "positions"),
+                *layers("transformer.h.{}.", "stack.blocks.", config.n_layers, block),
+                *same_layer("transformer.ln_f", "norm"),
+                *([] if config.is_tied else [same("lm_head.weight", "head.weight")]),
+            ],
+            # The masks that old files carry.
+            ignored=("*.attn.bias", "*.attn.masked_bias", "*.crossattention.bias", "*.crossattention.masked_bias"),
+            copies={"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {},
+            # The Hub's first files hold the base model, whose names lack the prefix.
+            aliases=((r"^(?=(wte|wpe|h|ln_f)\.)", "transformer."),),
+        )

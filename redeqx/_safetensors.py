@@ -109,7 +109,9 @@ class _Tensor:
     stop: int
 
 
-def _layout(leaves: Mapping[str, Any], float_dtype: Any) -> tuple[bytes, dict[str, _Tensor], int]:
+def _layout(
+    leaves: Mapping[str, Any], float_dtype: Any, metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, _Tensor], int]:
     """The header, the tensors in the file's order, and the file's size, from shapes and dtypes alone: every process that
     asks gets the same answer."""
     if float_dtype is not None and not _is_float(np.dtype(float_dtype)):
@@ -132,7 +134,8 @@ def _layout(leaves: Mapping[str, Any], float_dtype: Any) -> tuple[bytes, dict[st
     for name, (dtype, shape) in sorted(specs.items(), key=lambda item: -item[1][0].itemsize):
         start, stop = stop, stop + math.prod(shape) * dtype.itemsize
         tensors[name] = _Tensor(dtype, shape, start, stop)
-    fields = {
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    fields |= {
         name: {"dtype": _CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [tensor.start, tensor.stop]}
         for name, tensor in tensors.items()
     }
@@ -152,7 +155,9 @@ def file_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
     return _layout(leaves, float_dtype)[2]
 
 
-def write_tensors(path: Path, leaves: Mapping[str, Any], float_dtype: Any = None) -> dict[str, int]:
+def write_tensors(
+    path: Path, leaves: Mapping[str, Any], float_dtype: Any = None, metadata: Mapping[str, str] | None = None
+) -> dict[str, int]:
     """Writes arrays by name as one safetensors file, and returns its `{"size": bytes, "crc32": checksum}`.
 
     The host holds one whole tensor at a time. The file is fsynced but not put in place atomically: that is what
@@ -160,12 +165,14 @@ def write_tensors(path: Path, leaves: Mapping[str, Any], float_dtype: Any = None
 
     **Arguments:**
 
-    - `leaves`: JAX arrays (however sharded), numpy arrays, or typed PRNG keys, which are stored as their key data.
+    - `leaves`: JAX arrays (however sharded), numpy arrays, typed PRNG keys, which are stored as their key data, or
+        anything with `shape`, `dtype` and `__array__`, which is asked for its values when its turn comes.
     - `float_dtype`: the dtype to which floating leaves are cast; others are never cast.
+    - `metadata`: texts for the header's `__metadata__`.
 
     Raises TypeError for a leaf whose dtype safetensors cannot store, OSError where the disk is full.
     """
-    header, tensors, size = _layout(leaves, float_dtype)
+    header, tensors, size = _layout(leaves, float_dtype, metadata)
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
     try:
         if hasattr(os, "posix_fallocate"):  # macOS has none
@@ -264,9 +271,16 @@ class TensorFile:
 
         Raises ValueError where the file has no tensor of that name.
         """
-        tensor = self._tensor(name)
         # A copy: JAX on CPU would otherwise share the file's pages, and follow whatever happens to the file.
-        return np.array(self._data[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)[index])
+        return np.array(self.view(name)[index])
+
+    def view(self, name: str) -> np.ndarray:
+        """A tensor as a view of the file, read where it is looked at; to be sliced, then copied.
+
+        Raises ValueError where the file has no tensor of that name.
+        """
+        tensor = self._tensor(name)
+        return self._data[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)
 
     def _tensor(self, name: str) -> _Tensor:
         if name not in self._tensors:

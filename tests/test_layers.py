@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redeqx.models._layers import embed, layer_norm, linear, normal_embedding, normal_linear
+from redeqx.models._layers import embed, linear, norm, normal_embedding, normal_linear
 
 
 @pytest.mark.parametrize("use_bias", [False, True])
@@ -28,7 +28,7 @@ def test_layer_norm_and_embedding_are_the_layers_row_by_row():
     ids = jnp.array([3, 0, 6, 3])
     x = embed(table, ids)
     np.testing.assert_array_equal(x, jax.vmap(table)(ids))
-    np.testing.assert_allclose(layer_norm(norm, x), jax.vmap(norm)(x))
+    np.testing.assert_allclose(norm(layer, x), jax.vmap(norm)(x))
     assert np.isnan(embed(table, jnp.array([7]))).all()
 
 

@@ -1,0 +1,251 @@
+"""Attention as every family of this folder computes it, and the cache of keys and values that decoding fills.
+
+Owns the four projections, grouped key/value heads, masks and the cache. What turns queries and keys (rotary positions),
+what is added to the scores (relative positions), and how weights are drawn belongs to a family's own file.
+
+Dims: seq = queries, source = what is attended to, heads x size = width of the queries, groups x size = that of keys and
+values (kv_heads), length = slots of a cache.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from redeqx import register_attention
+
+from ._layers import linear
+
+
+class Cache(eqx.Module):
+    """The keys and values of one example's tokens so far, a slot a token, for all layers of a decoder.
+
+    Each call writes its tokens at the same slots in every row of a batch, so that under `jax.vmap` (with `in_axes=axes`)
+    writing stays one `dynamic_update_slice`. A decoder hands the cache from block to block; each block writes its layer and
+    moves on to the next.
+    """
+
+    keys: Float[Array, "*layers length groups size"]
+    values: Float[Array, "*layers length groups size"]
+    mask: Bool[Array, "*length"]  # slots that hold a token; padding and empty slots do not
+    index: Int[Array, ""]  # the first slot of the tokens at hand: as many have been filled before
+    layer: Int[Array, ""]  # the layer whose turn it is
+    memory: tuple[Array, Array] | None = None  # keys and values of a cross-attention, [layers source groups size] each
+    memory_mask: Bool[Array, " source"] | None = None  # positions of the source that hold something; None for all
+
+    @classmethod
+    def empty(
+        cls,
+        n_layers: int,
+        length: int,
+        n_kv_heads: int,
+        size: int,
+        dtype: Any,
+        *,
+        memory: tuple[Array, Array] | None = None,
+        memory_mask: Bool[Array, " source"] | None = None,
+    ) -> "Cache":
+        """A cache of `length` empty slots, over a memory or none."""
+        keys, zero = jnp.zeros((n_layers, length, n_kv_heads, size), dtype), jnp.zeros((), jnp.int32)
+        return cls(keys, jnp.zeros_like(keys), jnp.zeros(length, bool), zero, zero, memory, memory_mask)
+
+    def begin(self, mask: Bool[Array, " seq"]) -> "Cache":
+        """The cache with the slots of `seq` more tokens taken, before any layer has written its keys and values.
+
+        **Arguments:**
+
+        - `mask`: which of them are tokens, and not padding.
+        """
+        mask = jax.lax.dynamic_update_slice(self.mask, mask, (self.index,))
+        return eqx.tree_at(lambda c: (c.mask, c.layer), self, (mask, jnp.zeros_like(self.layer)))
+
+    def end(self, seq: int) -> "Cache":
+        """The cache after all layers have written `seq` tokens."""
+        return eqx.tree_at(lambda c: (c.index, c.layer), self, (self.index + seq, jnp.zeros_like(self.layer)))
+
+    def write(
+        self, keys: Float[Array, "seq groups size"], values: Float[Array, "seq groups size"]
+    ) -> tuple["Cache", Float[Array, "length groups size"], Float[Array, "length groups size"]]:
+        """The cache with the tokens at hand in it, at the layer whose turn it is; and all keys and values of that layer."""
+        start = (self.layer, self.index, 0, 0)
+        all_keys = jax.lax.dynamic_update_slice(self.keys, keys[None].astype(self.keys.dtype), start)
+        all_values = jax.lax.dynamic_update_slice(self.values, values[None].astype(self.values.dtype), start)
+        cache = eqx.tree_at(lambda c: (c.keys, c.values, c.layer), self, (all_keys, all_values, self.layer + 1))
+        pick = lambda array: jax.lax.dynamic_index_in_dim(array, self.layer, keepdims=False)  # noqa: E731
+        return cache, pick(all_keys), pick(all_values)
+
+    def read_memory(self) -> tuple[Float[Array, "source groups size"], Float[Array, "source groups size"]]:
+        """The cross-attention's keys and values at the layer whose turn it was: its self-attention has written already."""
+        assert self.memory is not None
+        keys, values = self.memory
+        pick = lambda array: jax.lax.dynamic_index_in_dim(array, self.layer - 1, keepdims=False)  # noqa: E731
+        return pick(keys), pick(values)
+
+    @property
+    def axes(self) -> "Cache":
+        """`in_axes` and `out_axes` for `jax.vmap` over rows: counters are shared, all else has a row an example."""
+        batched = jax.tree.map(lambda _: 0, self)
+        return eqx.tree_at(lambda c: (c.index, c.layer), batched, (None, None))
+
+
+# --- which token sees which -----------------------------------------------------------------------------------------
+
+
+def token_positions(mask: Bool[Array, " seq"] | None, seq: int, cache: Cache | None = None) -> Int[Array, " seq"]:
+    """The position of each token among the tokens, padding not counted; 0 for padding before the first.
+
+    **Arguments:**
+
+    - `mask`: which of the `seq` are tokens; None for all. With a cache, as given to `cache.begin`.
+    - `cache`: after `begin`; the tokens in it come before.
+    """
+    if cache is not None:
+        counted = jnp.maximum(jnp.cumsum(cache.mask) - 1, 0)
+        return jax.lax.dynamic_slice(counted, (cache.index,), (seq,))
+    if mask is None:
+        return jnp.arange(seq)
+    return jnp.maximum(jnp.cumsum(mask) - 1, 0)
+
+
+def learned_positions(
+    table: Float[Array, "rows d"],
+    mask: Bool[Array, " seq"] | None,
+    seq: int,
+    cache: Cache | None = None,
+    *,
+    offset: int = 0,
+) -> Float[Array, "seq d"]:
+    """The rows of a table of learned positions, for tokens as `token_positions` counts them.
+
+    **Arguments:**
+
+    - `offset`: rows of the table before that of position 0.
+    """
+    if mask is None and cache is None:
+        return table[offset : offset + seq]  # a slice, where a lookup would need the whole table on every device
+    return table[offset + token_positions(mask, seq, cache)]
+
+
+def causal_mask(
+    mask: Bool[Array, " seq"] | None, seq: int, cache: Cache | None = None, *, window: int | None = None
+) -> Bool[Array, "seq source"]:
+    """Which positions each token sees: tokens up to itself, and of those the `window` last where one is given.
+
+    Padding sees itself, so that no softmax is over nothing. `source` is `seq`, or the slots of the cache.
+    """
+    start, length = (0, seq) if cache is None else (cache.index, cache.mask.shape[0])
+    queries, sources = (start + jnp.arange(seq))[:, None], jnp.arange(length)
+    sees = sources <= queries
+    if window is not None:
+        sees &= queries - sources < window
+    real = mask if cache is None else cache.mask
+    return sees if real is None else sees & real | (sources == queries)
+
+
+# --- the attention --------------------------------------------------------------------------------------------------
+
+
+class Attention(eqx.Module):
+    """Attention of several heads, of a sequence to itself or to another. Its four projections are a family's to make.
+
+    `n_kv_heads` below `n_heads` groups the queries: each key/value head serves `n_heads / n_kv_heads` of them.
+    """
+
+    query: eqx.nn.Linear
+    key: eqx.nn.Linear
+    value: eqx.nn.Linear
+    output: eqx.nn.Linear
+    n_heads: int = eqx.field(static=True)
+    n_kv_heads: int = eqx.field(static=True)
+    dropout: eqx.nn.Dropout = eqx.nn.Dropout(0.0)
+    scale: float | None = eqx.field(static=True, default=None)  # of the scores; size ** -0.5 where None
+    query_norm: eqx.nn.RMSNorm | None = None  # over each head's queries, and keys, before they turn
+    key_norm: eqx.nn.RMSNorm | None = None
+
+    def project_memory(
+        self, memory: Float[Array, "source d"]
+    ) -> tuple[Float[Array, "source groups size"], Float[Array, "source groups size"]]:
+        """Keys and values of what is attended to. A cross-attention computes them once for all tokens to come."""
+        keys, values = (
+            rearrange(linear(layer, memory), "source (groups size) -> source groups size", groups=self.n_kv_heads)
+            for layer in (self.key, self.value)
+        )
+        return keys if self.key_norm is None else jax.vmap(jax.vmap(self.key_norm))(keys), values
+
+    def __call__(
+        self,
+        x: Float[Array, "seq d"],
+        *,
+        memory: Float[Array, "source d"] | None = None,
+        mask: Bool[Array, "seq source"] | Bool[Array, "1 source"] | None = None,
+        bias: Float[Array, "heads seq source"] | None = None,
+        turn: Callable[[Array], Array] | None = None,
+        cache: Cache | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "seq d"], Cache | None]:
+        """What each row of `x` draws from what it sees, and the cache with this layer's keys and values in it.
+
+        **Arguments:**
+
+        - `memory`: what is attended to; `x` itself where None, or the cache's memory by `attend_memory`.
+        - `mask`: which positions are seen; None for all.
+        - `bias`: added to the scores before the softmax.
+        - `turn`: applied to queries and keys `[seq, heads, size]`, as rotary positions are.
+        - `cache`: then keys and values are written to it, and `source` is its slots.
+        - `key`: for dropout of attention weights.
+        """
+        keys, values = self.project_memory(x if memory is None else memory)
+        queries = self._queries(x)
+        if turn is not None:
+            queries, keys = turn(queries), turn(keys)
+        if cache is not None:
+            cache, keys, values = cache.write(keys, values)
+        return self._attend(queries, keys, values, mask, bias, key), cache
+
+    def attend_memory(
+        self,
+        x: Float[Array, "seq d"],
+        memory: tuple[Float[Array, "source groups size"], Float[Array, "source groups size"]],
+        *,
+        mask: Bool[Array, "1 source"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "seq d"]:
+        """What each row of `x` draws from keys and values that `project_memory` made."""
+        return self._attend(self._queries(x), *memory, mask, None, key)
+
+    def _queries(self, x: Float[Array, "seq d"]) -> Float[Array, "seq heads size"]:
+        queries = rearrange(linear(self.query, x), "seq (heads size) -> seq heads size", heads=self.n_heads)
+        return queries if self.query_norm is None else jax.vmap(jax.vmap(self.query_norm))(queries)
+
+    def _attend(self, queries, keys, values, mask, bias, key) -> Float[Array, "seq d"]:
+        scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
+        keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, (queries.shape[0], keys.shape[0]))[None]
+        if self.dropout.inference or self.dropout.p == 0:
+            mixed = jax.nn.dot_product_attention(queries, keys, values, bias, mask, scale=scale)
+        else:
+            mixed = self._with_dropout(queries, keys, values, mask, bias, scale, key)
+        return linear(self.output, rearrange(mixed, "seq heads size -> seq (heads size)"))
+
+    def _with_dropout(self, queries, keys, values, mask, bias, scale, key) -> Float[Array, "seq heads size"]:
+        """Attention spelt out, for `jax.nn.dot_product_attention` drops no weights; softmax in float32, as there."""
+        grouped = rearrange(queries, "seq (groups n) size -> seq groups n size", groups=self.n_kv_heads)
+        scores = jnp.einsum("qgns,kgs->gnqk", grouped, keys, preferred_element_type=jnp.float32) * scale
+        scores = rearrange(scores, "groups n seq source -> (groups n) seq source")
+        if bias is not None:
+            scores = scores + bias
+        if mask is not None:
+            scores = jnp.where(mask, scores, -jnp.inf)
+        weights = self.dropout(jax.nn.softmax(scores).astype(values.dtype), key=key)
+        weights = rearrange(weights, "(groups n) seq source -> groups n seq source", groups=self.n_kv_heads)
+        return rearrange(jnp.einsum("gnqk,kgs->qgns", weights, values), "seq groups n size -> seq (groups n) size")
+
+
+register_attention(
+    Attention, query="query", key="key", value="value", output="output", heads="n_heads", kv_heads="n_kv_heads"
+)

@@ -1,0 +1,568 @@
+"""Hugging Face folders: `config.json` and safetensors in, and out again so that their own library loads them.
+
+Owns the name tables (tensor on disk <-> leaves of the tree <-> how one becomes the other), the shards of a folder, and the
+reading of each device's own slices. A table is a family's; one is used in both directions.
+"""
+
+import fnmatch
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
+
+from redeqx import Deployer, Plan
+from redeqx._paths import is_array_like, map_named, named_leaves, nearest
+from redeqx._safetensors import TensorFile, write_tensors
+
+from ._config import Keys
+
+CONFIG = "config.json"
+_MAX_PROBLEMS = 10  # tensors named by one error
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Name:
+    """One tensor on disk, and the leaves of the tree that it holds.
+
+    **Arguments:**
+
+    - `disk`: its name there; `{}` stands for the number of a layer where `n_layers` is set.
+    - `leaves`: paths in the tree.
+    - `load`: from the tensor to its leaves. Only views (slices, transposes, reshapes), so that a device reads from the
+        file what it keeps and no more.
+    - `save`: from the leaves to the tensor.
+    - `n_layers`: where each leaf is a stack `[n_layers, ...]` of what one tensor a layer holds.
+    """
+
+    disk: str
+    leaves: tuple[str, ...]
+    load: Callable[[np.ndarray], Sequence[np.ndarray]] = lambda tensor: (tensor,)
+    save: Callable[..., np.ndarray] = lambda leaf: leaf
+    n_layers: int | None = None
+
+    @property
+    def on_disk(self) -> list[str]:
+        """The tensors' names, one a layer."""
+        return [self.disk] if self.n_layers is None else [self.disk.format(i) for i in range(self.n_layers)]
+
+
+@dataclass(frozen=True)
+class Names:
+    """The table of one model.
+
+    **Arguments:**
+
+    - `tensors`: every tensor that is written.
+    - `ignored`: globs of names that files carry and that are no weights: masks, position counters.
+    - `copies`: tensors that may stand in a file beside the one that they are tied to; read only to see that they are the
+        same, never written.
+    - `aliases`: `(pattern, replacement)` of regular expressions that turn the spelling of old files into today's; all are
+        applied, in order.
+    """
+
+    tensors: Sequence[Name]
+    ignored: tuple[str, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    def current(self, name: str) -> str:
+        """Today's spelling of a name in a file."""
+        for pattern, replacement in self.aliases:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+
+def same(disk: str, leaf: str) -> Name:
+    """A tensor that is the leaf."""
+    return Name(disk, (leaf,))
+
+
+def transposed(disk: str, leaf: str) -> Name:
+    """A matrix that is `[in, out]` on disk."""
+    return Name(disk, (leaf,), lambda tensor: (tensor.T,), lambda leaf: leaf.T)
+
+
+def reshaped(disk: str, leaf: str, on_disk: tuple[int, ...], in_tree: tuple[int, ...]) -> Name:
+    """A tensor whose dims of size 1 (or whose grouping of dims) differ: a convolution's bias, a class token."""
+    return Name(disk, (leaf,), lambda t: (_view(t, in_tree, on_disk),), lambda leaf: leaf.reshape(on_disk))
+
+
+def _view(tensor: np.ndarray, shape: tuple[int, ...], expected: tuple[int, ...]) -> np.ndarray:
+    """`tensor` reshaped, or as it is where it has not the expected shape; the check of shapes then says so."""
+    return tensor.reshape(shape) if tensor.shape == expected else tensor
+
+
+def same_layer(disk: str, leaf: str, *, use_bias: bool = True, is_transposed: bool = False) -> list[Name]:
+    """The `weight` and `bias` of a layer (linear, norm, embedding).
+
+    **Arguments:**
+
+    - `is_transposed`: whether the matrix is `[in, out]` on disk.
+    """
+    weight = (transposed if is_transposed else same)(f"{disk}.weight", f"{leaf}.weight")
+    return [weight, *([same(f"{disk}.bias", f"{leaf}.bias")] if use_bias else [])]
+
+
+def fused(disk: str, layers: Sequence[str], *, use_bias: bool = True, is_transposed: bool = False) -> list[Name]:
+    """The weight and bias of several layers of equal size held as one, their outputs side by side."""
+    n, axis = len(layers), -1 if is_transposed else 0
+
+    def cut(tensor: np.ndarray, axis: int) -> list[np.ndarray]:
+        size = tensor.shape[axis] // n
+        parts = [slice(i * size, (i + 1) * size) for i in range(n)]
+        return [tensor[..., part] if axis == -1 else tensor[part] for part in parts]
+
+    turn = np.transpose if is_transposed else lambda tensor: tensor
+    weight = Name(
+        f"{disk}.weight",
+        tuple(f"{layer}.weight" for layer in layers),
+        lambda tensor: [turn(part) for part in cut(tensor, axis)],
+        lambda *leaves: np.concatenate([turn(leaf) for leaf in leaves], axis),
+    )
+    bias = Name(
+        f"{disk}.bias",
+        tuple(f"{layer}.bias" for layer in layers),
+        lambda tensor: cut(tensor, 0),
+        lambda *leaves: np.concatenate(leaves),
+    )
+    return [weight, bias] if use_bias else [weight]
+
+
+def layers(disk: str, leaf: str, n_layers: int, block: Iterable[Name]) -> list[Name]:
+    """The tensors of a stack of `n_layers` blocks.
+
+    **Arguments:**
+
+    - `disk`: prefix of the names there, with `{}` for the number: `"transformer.h.{}."`.
+    - `leaf`: prefix of the paths: `"stack.blocks."`.
+    - `block`: the tensors of one block, named within it.
+    """
+    return [
+        replace(name, disk=disk + name.disk, leaves=tuple(leaf + path for path in name.leaves), n_layers=n_layers)
+        for name in block
+    ]
+
+
+def within(disk: str, leaf: str, names: Iterable[Name]) -> list[Name]:
+    """The tensors of a part of a model, whose names and paths begin with a prefix each."""
+    return [replace(name, disk=disk + name.disk, leaves=tuple(leaf + path for path in name.leaves)) for name in names]
+
+
+# --- models that have a folder --------------------------------------------------------------------------------------
+
+
+class Pretrained(eqx.Module):
+    """A model that a Hugging Face folder holds. A family's models say which folders, and where each leaf is in them."""
+
+    config_class: ClassVar[Any]  # with `from_hf(Keys)`, `to_hf()` and `extra`
+    model_types: ClassVar[tuple[str, ...]]  # of `config.json`; of diffusers, its `_class_name`
+    architectures: ClassVar[tuple[str, ...]]  # classes of transformers; the first is written, unless `architecture` says
+    weights_name: ClassVar[str] = "model"  # of the files; diffusers has another
+
+    config: eqx.AbstractVar[Any]
+
+    @staticmethod
+    def names(config: Any) -> Names:
+        """The table of a model of this config."""
+        raise NotImplementedError
+
+    @classmethod
+    def architecture(cls, config: Any) -> str:
+        """The class that `transformers` loads a saved folder with."""
+        del config
+        return cls.architectures[0]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        dtype: Any = None,
+        deployer: Deployer | None = None,
+        plan: Plan | None = None,
+        **changes: Any,
+    ) -> tuple[Any, Any]:
+        """The model in a folder, and its config. As `redeqx.models.from_pretrained`, for one class."""
+        folder = Path(folder)
+        config = cls.config_class.from_hf(Keys(read_config(folder), folder / CONFIG))
+        if changes:
+            fields = config.__dataclass_fields__
+            for name in changes:
+                if name not in fields or name == "extra":
+                    raise ValueError(f"`{name}`: expected a field of {type(config).__name__}.{nearest(name, fields)}")
+            config = replace(config, **changes)
+        return load(cls, config, folder, dtype=dtype, deployer=deployer, plan=plan), config
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed `config.json` of a folder. Raises ValueError where there is none, or none of JSON."""
+    path = folder / CONFIG
+    if not folder.is_dir():
+        raise ValueError(
+            f"`{folder}`: expected a folder, got {'a file' if folder.exists() else 'nothing there'}. Pass "
+            "the folder that holds `config.json`; a model of the Hub has to be downloaded first."
+        )
+    if not path.is_file():
+        there = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "an empty folder"
+        raise ValueError(f"`{path}`: expected a file, got {there}. Pass the folder that holds `config.json`.")
+    try:
+        fields = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"`{path}`: expected JSON, got {error}. Correct the file.") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"`{path}`: expected a JSON object, got {type(fields).__name__}. Correct the file.")
+    return fields
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+class _Source:
+    """The tensors of a folder by name, over one file or several."""
+
+    def __init__(self, folder: Path, stem: str):
+        self.folder = folder
+        self._where: dict[str, TensorFile] = {}
+        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        if index.is_file():
+            self.path = index
+            self._open_shards(index)
+        elif single.is_file():
+            self.path = single
+            file = TensorFile(single)
+            self._where = dict.fromkeys(file.names, file)
+        else:
+            pickles = sorted(
+                p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
+            )
+            found = ", ".join(pickles) if pickles else "none"
+            remedy = (
+                "Convert it with its own library (`save_pretrained` writes safetensors): pickled weights can run any code, "
+                "and are never read here."
+                if pickles
+                else "Pass the folder that holds the weights."
+            )
+            raise ValueError(
+                f"`{single}`: expected safetensors, or `{index.name}` beside their shards, got {found}. {remedy}"
+            )
+
+    def _open_shards(self, index: Path) -> None:
+        try:
+            shards = json.loads(index.read_text("utf-8"))["weight_map"]
+            pairs = [(str(name), str(shard)) for name, shard in shards.items()]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"`{index}`: expected JSON with a `weight_map`, got {error!r}. Fetch the index again."
+            ) from error
+        files: dict[str, TensorFile] = {}
+        for name, shard in pairs:
+            if shard not in files:
+                path = self.folder / shard
+                if Path(shard).name != shard or shard in (".", ".."):
+                    raise ValueError(
+                        f"`{index}`: `{name}`: expected a file of this folder, got {shard!r}, which points outside. "
+                        "Do not load a folder that you do not trust."
+                    )
+                if not path.is_file():
+                    raise ValueError(f"`{path}`: expected the shard that `{index.name}` names, got none. Fetch it again.")
+                files[shard] = TensorFile(path)
+            if name not in files[shard].names:
+                raise ValueError(
+                    f"`{self.folder / shard}`: expected the tensor `{name}`, as `{index.name}` says, got none. "
+                    "Fetch the folder again."
+                )
+            self._where[name] = files[shard]
+
+    def names(self) -> Iterable[str]:
+        return self._where
+
+    def view(self, name: str) -> np.ndarray:
+        """A tensor as a view of its file: what is indexed is read, and no more."""
+        return self._where[name].view(name)
+
+    def path_of(self, name: str) -> Path:
+        return self._where[name].path
+
+
+def load(
+    cls: type[Pretrained],
+    config: Any,
+    folder: Path,
+    *,
+    dtype: Any = None,
+    deployer: Deployer | None = None,
+    plan: Plan | None = None,
+) -> Any:
+    """A model of the class and config, its arrays read from a folder; the arguments are those of `from_pretrained`."""
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`dtype`: expected a floating dtype, got {np.dtype(dtype)}. Pass None to keep the file's.")
+    if plan is not None and deployer is None:
+        raise ValueError("`deployer`: expected one with `plan`, got None. Pass the deployer that made the plan.")
+    shapes = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
+    wanted = {name: leaf for name, leaf in named_leaves(shapes).items() if is_array_like(leaf)}
+    source, names = _Source(folder, cls.weights_name), cls.names(config)
+    tensors = _match(source, names, wanted, folder / CONFIG)
+    held = {leaf: [parts[i] for parts in tensors[name.disk]] for name in names.tensors for i, leaf in enumerate(name.leaves)}
+    dtypes = {leaf: _dtype(parts, dtype) for leaf, parts in held.items()}
+    shapes = map_named(
+        lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) if is_array_like(leaf) else leaf, shapes
+    )
+    if deployer is not None and plan is None:
+        plan = deployer.plan(shapes)
+    stacked = {leaf for name in names.tensors if name.n_layers is not None for leaf in name.leaves}
+
+    def read(name: str, leaf: Any) -> Any:
+        if not is_array_like(leaf):
+            return leaf
+        sharding = SingleDeviceSharding(jax.devices()[0]) if plan is None else plan.sharding(name)
+        if name in stacked:
+            return _read_stack(held[name], leaf, sharding)
+        return _read(held[name][0], leaf, sharding)
+
+    return map_named(read, shapes)
+
+
+def _dtype(parts: Sequence[np.ndarray], dtype: Any) -> Any:
+    """The dtype of a leaf: that of the files (the widest, where layers differ) or, of floats, the wanted one."""
+    found = functools.reduce(jnp.promote_types, [part.dtype for part in parts])
+    return np.dtype(dtype) if dtype is not None and jnp.issubdtype(found, jnp.floating) else found
+
+
+def _read(view: np.ndarray, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+    """A leaf from a view of its file, each device reading its own slice of it."""
+
+    def piece(index: Any) -> np.ndarray:
+        # A copy: JAX on CPU would otherwise share the file's pages, and follow whatever happens to the file.
+        return np.array(view[index], dtype=leaf.dtype, order="C")
+
+    return jax.make_array_from_callback(leaf.shape, sharding, piece)
+
+
+def _read_stack(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+    """A stacked leaf, layer by layer, so that the host holds one layer's tensor at a time and never the stack."""
+    one, whole = sharding, sharding
+    if isinstance(sharding, NamedSharding):
+        spec = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))
+        one = NamedSharding(sharding.mesh, P(*spec[1:]))
+        whole = NamedSharding(sharding.mesh, P(None, *spec[1:]))
+    stack = _empty(leaf.shape, np.dtype(leaf.dtype), whole)
+    layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    for i, view in enumerate(views):
+        stack = _put(stack, _read(view, layer, one), np.int32(i), whole)
+        stack.block_until_ready()  # else the host would run ahead, and hold all the layers that wait
+    return jax.device_put(stack, sharding)
+
+
+def _empty(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _put(stack: jax.Array, layer: jax.Array, i: Any, sharding: Sharding) -> jax.Array:
+    stack = jax.lax.dynamic_update_index_in_dim(stack, layer, i, 0)
+    return jax.lax.with_sharding_constraint(stack, sharding) if isinstance(sharding, NamedSharding) else stack
+
+
+def _match(
+    source: _Source, names: Names, wanted: Mapping[str, Any], config_path: Path
+) -> dict[str, list[Sequence[np.ndarray]]]:
+    """The views of each table entry's tensors, one sequence of leaves a layer, once all of them are known to be right.
+
+    Raises ValueError that lists what is missing, unknown, of another shape, or tied but different.
+    """
+    spelt: dict[str, str] = {}
+    problems = []
+    for name in source.names():
+        current = names.current(name)
+        if current in spelt:
+            problems.append(f"`{name}`: expected one tensor `{current}`, got `{spelt[current]}` too.")
+        spelt[current] = name
+    needed = {disk for name in names.tensors for disk in name.on_disk}
+    extra = [
+        name
+        for name in spelt
+        if name not in needed and name not in names.copies and not any(fnmatch.fnmatchcase(name, g) for g in names.ignored)
+    ]
+    found: dict[str, list[Sequence[np.ndarray]]] = {}
+    for name in names.tensors:
+        found[name.disk] = []
+        for disk in name.on_disk:
+            if disk not in spelt:
+                problems.append(f"`{disk}`: expected for `{name.leaves[0]}`, got none.{nearest(disk, extra)}")
+                continue
+            tensor = source.view(spelt[disk])
+            parts = name.load(tensor)
+            shapes = [wanted[leaf].shape[name.n_layers is not None :] for leaf in name.leaves]
+            if [part.shape for part in parts] != [tuple(shape) for shape in shapes]:
+                dummies = [np.broadcast_to(np.int8(0), shape) for shape in shapes]
+                expected = name.save(*dummies).shape
+                problems.append(f"`{disk}`: expected {expected}, as `{CONFIG}` says, got {tensor.shape}.")
+            found[name.disk].append(parts)
+    missing = [disk for disk in needed if disk not in spelt]
+    for name in extra:
+        shape = source.view(spelt[name]).shape
+        problems.append(f"`{spelt[name]}`: expected no tensor of this name, got {shape}.{nearest(name, missing)}")
+    for copy, original in names.copies.items():
+        if copy in spelt and original in spelt:
+            a, b = source.view(spelt[copy]), source.view(spelt[original])
+            if a.shape != b.shape or not _equal(a, b):
+                problems.append(
+                    f"`{copy}`: expected the same values as `{original}`, to which `{CONFIG}` ties it, got others. "
+                    "Set `tie_word_embeddings` to false there."
+                )
+    if problems:
+        more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
+        listed = "\n  - ".join(problems[:_MAX_PROBLEMS] + more)
+        raise ValueError(
+            f"`{source.path}`: expected the tensors that `{config_path}` describes, got {len(problems)} that differ:\n"
+            f"  - {listed}\nLoad the weights with their own config, and the class that they were saved from."
+        )
+    return found
+
+
+def _equal(a: np.ndarray, b: np.ndarray, rows: int = 1024) -> bool:
+    """Whether two views hold the same values; read a few rows at a time."""
+    return all(np.array_equal(a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows))
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A tensor to be written: its shape and dtype now, its values when they are asked for."""
+
+    name: Name
+    layer: int | None
+    leaves: Sequence[Any]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        del copy
+        parts = [leaf if self.layer is None else _layer(leaf, np.int32(self.layer)) for leaf in self.leaves]
+        tensor = self.name.save(*[_to_host(part) for part in parts])
+        return np.ascontiguousarray(tensor, dtype=dtype)
+
+
+@jax.jit
+def _layer(stack: jax.Array, i: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
+
+
+def _to_host(leaf: Any) -> np.ndarray:
+    # Of a copy where it is the model's own array: the host copy that numpy asks for stays with the array.
+    return np.asarray(leaf + 0 if isinstance(leaf, np.ndarray) else jnp.copy(leaf))
+
+
+def to_disk(model: Any, names: Names) -> dict[str, _Saved]:
+    """The tensors of a folder, by name, none of them read yet. Raises TypeError for a model of shapes alone."""
+    leaves = named_leaves(model)
+    tensors: dict[str, _Saved] = {}
+    for name in names.tensors:
+        parts = [leaves[leaf] for leaf in name.leaves]
+        for path, part in zip(name.leaves, parts, strict=True):
+            if isinstance(part, jax.ShapeDtypeStruct):
+                raise TypeError(f"`{path}`: expected an array, got only its shape {part}. Create the arrays, then save.")
+        skip = name.n_layers is not None
+        dummies = [np.broadcast_to(np.int8(0), part.shape[skip:]) for part in parts]
+        shape, dtype = name.save(*dummies).shape, functools.reduce(jnp.promote_types, [part.dtype for part in parts])
+        for i, disk in enumerate(name.on_disk):
+            tensors[disk] = _Saved(name, i if skip else None, parts, shape, np.dtype(dtype))
+    return tensors
+
+
+def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
+    """Writes a model and its config as a folder that `transformers` or `diffusers` loads, and returns its path.
+
+    The host holds one tensor at a time. Each file is written beside, fsynced and renamed; the config comes last.
+
+    **Arguments:**
+
+    - `model`, `config`: as `from_pretrained` returned them, or of the same classes.
+    - `folder`: made where it does not exist. Weights of the same name in it are replaced.
+    - `max_shard_size`: bytes of one file, or a text like `"200MB"`; more than one file get an index.
+
+    Raises TypeError for a model of no family here, ValueError for a size that is none, OSError where the disk is full.
+    """
+    if not isinstance(model, Pretrained):
+        raise TypeError(
+            f"`model`: expected one of redeqx.models, got {type(model).__name__}. Save other models with "
+            "`Trainer.save_ckpt`: their names are their own."
+        )
+    limit = _bytes(max_shard_size)
+    cls, folder = type(model), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = to_disk(model, cls.names(config))
+    shards: list[dict[str, _Saved]] = [{}]
+    for name, tensor in tensors.items():
+        if shards[-1] and sum(t.n_bytes for t in shards[-1].values()) + tensor.n_bytes > limit:
+            shards.append({})
+        shards[-1][name] = tensor
+    stem, n = cls.weights_name, len(shards)
+    files = [f"{stem}.safetensors"] if n == 1 else [f"{stem}-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
+    for file, shard in zip(files, shards, strict=True):
+        # transformers takes no file that does not say which library's layout it has.
+        _replace(folder / file, lambda path, shard=shard: write_tensors(path, shard, metadata={"format": "pt"}))
+    index = folder / f"{stem}.safetensors.index.json"
+    if n > 1:
+        size = sum(tensor.n_bytes for tensor in tensors.values())
+        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        _replace_json(index, {"metadata": {"total_size": size}, "weight_map": where})
+    else:
+        index.unlink(missing_ok=True)
+    for old in folder.glob(f"{stem}*.safetensors"):
+        if re.fullmatch(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors", old.name) and old.name not in files:
+            old.unlink()
+    _replace_json(folder / CONFIG, to_config(cls, config, tensors))
+    return folder
+
+
+def to_config(cls: type[Pretrained], config: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of a model's folder."""
+    fields = {**config.extra, **config.to_hf()}
+    if "_class_name" in fields:  # diffusers: it names the class, and keeps no dtype
+        return fields
+    dtypes = {str(tensor.dtype) for tensor in tensors.values() if jnp.issubdtype(tensor.dtype, jnp.floating)}
+    dtype = {"dtype": dtypes.pop()} if len(dtypes) == 1 else {}
+    return {**fields, "architectures": [cls.architecture(config)], **dtype}
+
+
+def _bytes(size: int | str) -> int:
+    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*", str(size).upper())
+    n = int(float(match[1]) * units.get(match[2] or "B", 0)) if match else 0
+    if n < 1:
+        raise ValueError(f"`max_shard_size`: expected bytes, or a text like '5GB', got {size!r}. Pass one of the two.")
+    return n
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file beside and rename it, so that a reader sees the old one or the new one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _replace_json(path: Path, fields: Mapping[str, Any]) -> None:
+    _replace(path, lambda beside: beside.write_text(json.dumps(fields, indent=2) + "\n", "utf-8"))

@@ -1,0 +1,64 @@
+"""`from_pretrained`: which of the families a folder holds. Reading it is `_folder`."""
+
+from pathlib import Path
+from typing import Any
+
+from redeqx import Deployer, Plan
+
+from ._folder import CONFIG, Pretrained, read_config
+from .gpt2 import GPT2
+
+# Of the classes for one model type, the first is taken for a folder that names no class.
+MODELS: tuple[type[Pretrained], ...] = (GPT2,)
+
+
+def from_pretrained(
+    folder: str | Path,
+    *,
+    dtype: Any = None,
+    deployer: Deployer | None = None,
+    plan: Plan | None = None,
+    **changes: Any,
+) -> tuple[Any, Any]:
+    """The model that a Hugging Face folder holds, and its config, by the `model_type` and class that `config.json` names.
+
+    The host never holds more than the largest tensor of the files: layers are read one by one, and with a deployer each device
+    reads only its own slices.
+
+    **Arguments:**
+
+    - `folder`: holds `config.json` and safetensors, in one file or in shards with an index.
+    - `dtype`: to which floating tensors are cast; None keeps the files'.
+    - `deployer`: on whose mesh the model is placed; without one it is on the first device.
+    - `plan`: how it is split; `deployer.plan` of the model by default.
+    - `changes`: fields of the config that are to differ from the folder's, such as `remat=True`.
+
+    Raises ValueError that names file, key and remedy: for a folder that is none, an unknown model, a config that the family
+    does not implement, tensors that are missing, unknown or of another shape, and for pickles.
+    """
+    folder = Path(folder)
+    cls = _model_class(read_config(folder), folder / CONFIG)
+    return cls.from_pretrained(folder, dtype=dtype, deployer=deployer, plan=plan, **changes)
+
+
+def _model_class(fields: dict[str, Any], path: Path) -> type[Pretrained]:
+    key = "_class_name" if "_class_name" in fields else "model_type"
+    model_type = fields.get(key)
+    of_type = [cls for cls in MODELS if model_type in cls.model_types]
+    if not of_type:
+        known = ", ".join(sorted({name for cls in MODELS for name in cls.model_types}))
+        raise ValueError(
+            f"`{path}`: `{key}`: expected one of {known}, got {model_type!r}. "
+            "Bring other models as modules of your own: any Equinox module will do."
+        )
+    architectures = fields.get("architectures") or [of_type[0].architectures[0]]
+    if key == "_class_name":
+        return of_type[0]
+    for cls in of_type:
+        if architectures[0] in cls.architectures:
+            return cls
+    known = ", ".join(name for cls in of_type for name in cls.architectures)
+    raise ValueError(
+        f"`{path}`: `architectures`: expected one of {known}, got {architectures[0]!r}. "
+        "Name one of them, where its weights are what you want of this folder."
+    )
