@@ -24,17 +24,17 @@ from ._layers import linear
 class Cache(eqx.Module):
     """The keys and values of one example's tokens so far, a slot a token, for all layers of a decoder.
 
-    Each call writes its tokens at the same slots in every row of a batch, so that under `jax.vmap` (with `in_axes=axes`)
+    Each call writes its tokens at the same slots in every row of a batch, so that under `jax.vmap` (with `in_axes=axes()`)
     writing stays one `dynamic_update_slice`. A decoder hands the cache from block to block; each block writes its layer and
     moves on to the next.
     """
 
-    keys: Float[Array, "*layers length groups size"]
-    values: Float[Array, "*layers length groups size"]
+    keys: Float[Array, "*layers groups length size"]
+    values: Float[Array, "*layers groups length size"]
     mask: Bool[Array, "*length"]  # slots that hold a token; padding and empty slots do not
     index: Int[Array, ""]  # the first slot of the tokens at hand: as many have been filled before
     layer: Int[Array, ""]  # the layer whose turn it is
-    memory: tuple[Array, Array] | None = None  # keys and values of a cross-attention, [layers source groups size] each
+    memory: tuple[Array, Array] | None = None  # keys and values of a cross-attention, [layers groups source size] each
     memory_mask: Bool[Array, " source"] | None = None  # positions of the source that hold something; None for all
 
     @classmethod
@@ -50,7 +50,7 @@ class Cache(eqx.Module):
         memory_mask: Bool[Array, " source"] | None = None,
     ) -> "Cache":
         """A cache of `length` empty slots, over a memory or none."""
-        keys, zero = jnp.zeros((n_layers, length, n_kv_heads, size), dtype), jnp.zeros((), jnp.int32)
+        keys, zero = jnp.zeros((n_layers, n_kv_heads, length, size), dtype), jnp.zeros((), jnp.int32)
         return cls(keys, jnp.zeros_like(keys), jnp.zeros(length, bool), zero, zero, memory, memory_mask)
 
     def begin(self, mask: Bool[Array, " seq"]) -> "Cache":
@@ -68,28 +68,33 @@ class Cache(eqx.Module):
         return eqx.tree_at(lambda c: (c.index, c.layer), self, (self.index + seq, jnp.zeros_like(self.layer)))
 
     def write(
-        self, keys: Float[Array, "seq groups size"], values: Float[Array, "seq groups size"]
-    ) -> tuple["Cache", Float[Array, "length groups size"], Float[Array, "length groups size"]]:
+        self, keys: Float[Array, "groups seq size"], values: Float[Array, "groups seq size"]
+    ) -> tuple["Cache", Float[Array, "groups length size"], Float[Array, "groups length size"]]:
         """The cache with the tokens at hand in it, at the layer whose turn it is; and all keys and values of that layer."""
-        start = (self.layer, self.index, 0, 0)
+        start = (self.layer, 0, self.index, 0)
         all_keys = jax.lax.dynamic_update_slice(self.keys, keys[None].astype(self.keys.dtype), start)
         all_values = jax.lax.dynamic_update_slice(self.values, values[None].astype(self.values.dtype), start)
         cache = eqx.tree_at(lambda c: (c.keys, c.values, c.layer), self, (all_keys, all_values, self.layer + 1))
         pick = lambda array: jax.lax.dynamic_index_in_dim(array, self.layer, keepdims=False)  # noqa: E731
         return cache, pick(all_keys), pick(all_values)
 
-    def read_memory(self) -> tuple[Float[Array, "source groups size"], Float[Array, "source groups size"]]:
+    def read_memory(self) -> tuple[Float[Array, "groups source size"], Float[Array, "groups source size"]]:
         """The cross-attention's keys and values at the layer whose turn it was: its self-attention has written already."""
         assert self.memory is not None
         keys, values = self.memory
         pick = lambda array: jax.lax.dynamic_index_in_dim(array, self.layer - 1, keepdims=False)  # noqa: E731
         return pick(keys), pick(values)
 
-    @property
-    def axes(self) -> "Cache":
-        """`in_axes` and `out_axes` for `jax.vmap` over rows: counters are shared, all else has a row an example."""
+    def axes(self, *, shares_memory: bool = False) -> "Cache":
+        """`in_axes` and `out_axes` for `jax.vmap` over rows: counters are shared, all else has a row an example.
+
+        **Arguments:**
+
+        - `shares_memory`: whether all rows attend to the same memory, as the beams of one example do.
+        """
         batched = jax.tree.map(lambda _: 0, self)
-        return eqx.tree_at(lambda c: (c.index, c.layer), batched, (None, None))
+        shared = (lambda c: (c.index, c.layer, c.memory, c.memory_mask)) if shares_memory else lambda c: (c.index, c.layer)
+        return eqx.tree_at(shared, batched, replace_fn=lambda _: None, is_leaf=lambda x: x is None)
 
 
 # --- which token sees which -----------------------------------------------------------------------------------------
@@ -168,13 +173,10 @@ class Attention(eqx.Module):
 
     def project_memory(
         self, memory: Float[Array, "source d"]
-    ) -> tuple[Float[Array, "source groups size"], Float[Array, "source groups size"]]:
-        """Keys and values of what is attended to. A cross-attention computes them once for all tokens to come."""
-        keys, values = (
-            rearrange(linear(layer, memory), "source (groups size) -> source groups size", groups=self.n_kv_heads)
-            for layer in (self.key, self.value)
-        )
-        return keys if self.key_norm is None else jax.vmap(jax.vmap(self.key_norm))(keys), values
+    ) -> tuple[Float[Array, "groups source size"], Float[Array, "groups source size"]]:
+        """Keys and values of what is attended to, head by head. A cross-attention computes them once for all tokens."""
+        keys, values = (rearrange(a, "source groups size -> groups source size") for a in self._keys_and_values(memory))
+        return keys, values
 
     def __call__(
         self,
@@ -198,10 +200,11 @@ class Attention(eqx.Module):
         - `cache`: then keys and values are written to it, and `source` is its slots.
         - `key`: for dropout of attention weights.
         """
-        keys, values = self.project_memory(x if memory is None else memory)
+        keys, values = self._keys_and_values(x if memory is None else memory)
         queries = self._queries(x)
         if turn is not None:
             queries, keys = turn(queries), turn(keys)
+        keys, values = (rearrange(array, "source groups size -> groups source size") for array in (keys, values))
         if cache is not None:
             cache, keys, values = cache.write(keys, values)
         return self._attend(queries, keys, values, mask, bias, key), cache
@@ -209,7 +212,7 @@ class Attention(eqx.Module):
     def attend_memory(
         self,
         x: Float[Array, "seq d"],
-        memory: tuple[Float[Array, "source groups size"], Float[Array, "source groups size"]],
+        memory: tuple[Float[Array, "groups source size"], Float[Array, "groups source size"]],
         *,
         mask: Bool[Array, "1 source"] | None = None,
         key: PRNGKeyArray | None = None,
@@ -221,29 +224,43 @@ class Attention(eqx.Module):
         queries = rearrange(linear(self.query, x), "seq (heads size) -> seq heads size", heads=self.n_heads)
         return queries if self.query_norm is None else jax.vmap(jax.vmap(self.query_norm))(queries)
 
+    def _keys_and_values(
+        self, memory: Float[Array, "source d"]
+    ) -> tuple[Float[Array, "source groups size"], Float[Array, "source groups size"]]:
+        keys, values = (
+            rearrange(linear(layer, memory), "source (groups size) -> source groups size", groups=self.n_kv_heads)
+            for layer in (self.key, self.value)
+        )
+        return keys if self.key_norm is None else jax.vmap(jax.vmap(self.key_norm))(keys), values
+
     def _attend(self, queries, keys, values, mask, bias, key) -> Float[Array, "seq d"]:
         scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
         keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
         if mask is not None:
-            mask = jnp.broadcast_to(mask, (queries.shape[0], keys.shape[0]))[None]
-        if self.dropout.inference or self.dropout.p == 0:
-            mixed = jax.nn.dot_product_attention(queries, keys, values, bias, mask, scale=scale)
+            mask = jnp.broadcast_to(mask, (queries.shape[0], keys.shape[1]))[None]
+        drops = not self.dropout.inference and self.dropout.p > 0
+        # One query, as in decoding, is no matter for a fused kernel, and that wants another order of a whole cache.
+        if drops or queries.shape[0] == 1:
+            mixed = self._spelt_out(queries, keys, values, mask, bias, scale, key)
         else:
-            mixed = self._with_dropout(queries, keys, values, mask, bias, scale, key)
+            keys, values = (rearrange(array, "groups source size -> source groups size") for array in (keys, values))
+            mixed = jax.nn.dot_product_attention(queries, keys, values, bias, mask, scale=scale)
         return linear(self.output, rearrange(mixed, "seq heads size -> seq (heads size)"))
 
-    def _with_dropout(self, queries, keys, values, mask, bias, scale, key) -> Float[Array, "seq heads size"]:
-        """Attention spelt out, for `jax.nn.dot_product_attention` drops no weights; softmax in float32, as there."""
-        grouped = rearrange(queries, "seq (groups n) size -> seq groups n size", groups=self.n_kv_heads)
-        scores = jnp.einsum("qgns,kgs->gnqk", grouped, keys, preferred_element_type=jnp.float32) * scale
-        scores = rearrange(scores, "groups n seq source -> (groups n) seq source")
+    def _spelt_out(self, queries, keys, values, mask, bias, scale, key) -> Float[Array, "seq heads size"]:
+        """Attention by its definition, for `jax.nn.dot_product_attention` drops no weights; softmax in float32, as there."""
+        n_queries, groups = queries.shape[0], self.n_kv_heads
+        grouped = rearrange(queries, "seq (groups n) size -> groups size (n seq)", groups=groups)
+        # Products of matrices, keys first: in any other order XLA's CPU compiler transposes a whole cache for each token.
+        scores = jnp.matmul(keys, grouped, preferred_element_type=jnp.float32) * scale
+        scores = rearrange(scores, "groups source (n seq) -> (groups n) seq source", seq=n_queries)
         if bias is not None:
             scores = scores + bias
         if mask is not None:
             scores = jnp.where(mask, scores, -jnp.inf)
         weights = self.dropout(jax.nn.softmax(scores).astype(values.dtype), key=key)
-        weights = rearrange(weights, "(groups n) seq source -> groups n seq source", groups=self.n_kv_heads)
-        return rearrange(jnp.einsum("gnqk,kgs->qgns", weights, values), "seq groups n size -> seq (groups n) size")
+        weights = rearrange(weights, "(groups n) seq source -> groups (n seq) source", groups=groups)
+        return rearrange(jnp.matmul(weights, values), "groups (n seq) size -> seq (groups n) size", seq=n_queries)
 
 
 register_attention(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 
 def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*dims out"]:
-    """`layer` applied along the last dim of `x`. What stands in for a `Linear` (an adapter, say) is called on the whole array."""
+    """`layer` applied along the last dim of `x`. What stands in for a `Linear`, as an adapter does, is called on `x`."""
     if type(layer) is not eqx.nn.Linear:
         return layer(x)
     out = x @ layer.weight.T

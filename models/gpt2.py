@@ -290,13 +290,29 @@ class GPT2(Pretrained):
         Raises ValueError for more ids than positions, and for a memory without a cross-attention or the reverse.
         """
         if (memory is not None) != self.config.has_cross_attention:
+            wanted, got = "one" if memory is None else "None", "None" if memory is None else memory.shape
             raise ValueError(
-                f"`memory`: expected {'one' if self.config.has_cross_attention else 'None'} with `has_cross_attention`="
-                f"{self.config.has_cross_attention}, got {'None' if memory is None else memory.shape}. Change one of the two."
+                f"`memory`: expected {wanted} with `has_cross_attention`={self.config.has_cross_attention}, got {got}. "
+                "Change one of the two."
             )
-        x, _ = self._hidden(ids, mask, None, memory, memory_mask, key)
+        return self.logits(self.hidden(ids, mask=mask, memory=memory, memory_mask=memory_mask, key=key))
+
+    def hidden(
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        mask: Bool[Array, " seq"] | None = None,
+        memory: Float[Array, "memory d"] | None = None,
+        memory_mask: Bool[Array, " memory"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "seq d"]:
+        """What `logits` takes: the residual stream after all blocks, normed. The arguments are those of a call."""
+        return self._run(ids, mask, None, memory, memory_mask, key)[0]
+
+    def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
+        """The logits of the next tokens, from hidden states."""
         with jax.named_scope("head"):
-            return self._logits(x)
+            return hidden @ self.embedding.weight.T if self.head is None else linear(self.head, hidden)
 
     def init_cache(
         self,
@@ -330,10 +346,10 @@ class GPT2(Pretrained):
 
         - `ids`, `mask`: as for a call; padding is on the left, so that the last one is a token.
         """
-        x, cache = self._hidden(ids, mask, cache, None, cache.memory_mask, None)
-        return self._logits(x[-1:])[0], cache
+        hidden, cache = self._run(ids, mask, cache, None, cache.memory_mask, None)
+        return self.logits(hidden[-1]), cache
 
-    def _hidden(self, ids, mask, cache, memory, memory_mask, key) -> tuple[Float[Array, "seq d"], Any]:
+    def _run(self, ids, mask, cache, memory, memory_mask, key) -> tuple[Float[Array, "seq d"], Any]:
         (seq,) = ids.shape
         check_length("ids", seq, self.config.n_positions)
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
@@ -345,9 +361,6 @@ class GPT2(Pretrained):
             x = self.dropout(x, key=dropout_key)
         x, cache = self.stack((x, cache), causal_mask(mask, seq, cache), memory, memory_mask, key=stack_key)
         return norm(self.norm, x), None if cache is None else cache.end(seq)
-
-    def _logits(self, x: Float[Array, "seq d"]) -> Float[Array, "seq vocab"]:
-        return x @ self.embedding.weight.T if self.head is None else linear(self.head, x)
 
     @staticmethod
     def names(config: GPT2Config) -> Names:

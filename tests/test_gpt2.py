@@ -113,14 +113,6 @@ def test_each_dropout_has_its_own_rate_and_keeps_the_mean(name):
     assert abs((noisy.mean(0) - quiet).mean()) < 0.1 * noisy.std(0).mean()
 
 
-def test_attention_spelt_out_equals_the_fused_one():
-    attention = make_model().stack[0].attention
-    keep_all = eqx.tree_at(lambda a: a.dropout.p, attention, 1e-12)
-    x = jax.random.normal(jax.random.key(3), (11, CONFIG.d_model))
-    fused = run(eqx.nn.inference_mode(attention), x)
-    np.testing.assert_allclose(run(keep_all, x, jax.random.key(0)), fused, rtol=1e-5, atol=1e-6)
-
-
 def test_unstacked_equals_stacked():
     model = make_model(NO_DROPOUT)
     unstacked = eqx.tree_at(lambda m: m.stack.blocks, model, model.stack.unstack())

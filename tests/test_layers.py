@@ -24,11 +24,11 @@ def test_linear_needs_no_transposed_output():
 
 
 def test_layer_norm_and_embedding_are_the_layers_row_by_row():
-    norm, table = eqx.nn.LayerNorm(6), eqx.nn.Embedding(7, 6, key=jax.random.key(0))
+    layer, table = eqx.nn.LayerNorm(6), eqx.nn.Embedding(7, 6, key=jax.random.key(0))
     ids = jnp.array([3, 0, 6, 3])
     x = embed(table, ids)
     np.testing.assert_array_equal(x, jax.vmap(table)(ids))
-    np.testing.assert_allclose(norm(layer, x), jax.vmap(norm)(x))
+    np.testing.assert_allclose(norm(layer, x), jax.vmap(layer)(x))
     assert np.isnan(embed(table, jnp.array([7]))).all()
 
 

@@ -1,0 +1,383 @@
+"""Generation: token after token from a decoder or an encoder-decoder, with a cache of keys and values, under one jit.
+
+Greedy, sampled, or by beam search with the rules of `transformers` 5, so that both give the same tokens. The models' side is
+three methods: `encode` (of encoder-decoders), `init_cache` and `decode`.
+
+Dims: batch, prompt = tokens given, beams, new = tokens generated, vocab.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from ._attention import Cache
+
+_NEVER = -1e9  # the score of what cannot be; finite, as in transformers, so that sums of it stay comparable
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What is fixed about one generation: static under jit."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    eos: tuple[int, ...]
+    pad: int
+    forced_first: int | None
+    forced_last: int | None
+    sample: bool
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    n_beams: int
+    n_return: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+
+    def ends(self, token: Int[Array, "*rows"]) -> Bool[Array, "*rows"]:
+        return jnp.isin(token, jnp.array(self.eos, jnp.int32))
+
+    def allowed(self, scores: Float[Array, "*rows vocab"], step: Any) -> Float[Array, "*rows vocab"]:
+        """Scores of the tokens that may come at a step, -inf for the others."""
+        if self.min_new_tokens and self.eos:
+            too_short = step < self.min_new_tokens
+            scores = jnp.where(too_short & self.ends(jnp.arange(scores.shape[-1])), -jnp.inf, scores)
+        for forced, at in ((self.forced_first, 0), (self.forced_last, self.max_new_tokens - 1)):
+            if forced is not None:
+                alone = jnp.where(jnp.arange(scores.shape[-1]) == forced, 0.0, -jnp.inf)
+                scores = jnp.where(step == at, alone, scores)
+        return scores
+
+
+def generate(
+    model: Any,
+    inputs: Array | np.ndarray,
+    *,
+    max_new_tokens: int,
+    mask: Bool[Array, "batch source"] | Bool[np.ndarray, "batch source"] | None = None,
+    min_new_tokens: int = 0,
+    sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    n_beams: int = 1,
+    n_return: int | None = None,
+    length_penalty: float = 1.0,
+    early_stopping: bool | Literal["never"] = False,
+    eos_token_id: int | tuple[int, ...] | None = None,
+    pad_token_id: int | None = None,
+    key: PRNGKeyArray | None = None,
+) -> Int[Array, "batch new"] | Int[Array, "batch sequences new"]:
+    """The tokens with which a model goes on, `[batch, max_new_tokens]`; after an end-of-text token comes padding.
+
+    The whole batch is one program, which ends when all rows have. It is compiled once for each shape of the inputs: pad
+    prompts on the left to a common length. In `pred_fn` it runs on the model's mesh.
+
+    **Arguments:**
+
+    - `model`: a decoder (GPT-2, LLaMA, ...) or an encoder-decoder (T5, BART, ...) of redeqx.models. Dropout is taken out.
+    - `inputs`: a batch of prompts `[batch, prompt]`; of encoder-decoders what the encoder takes, token ids or images.
+    - `mask`: which of the inputs are tokens, and not padding: on the left of a decoder's prompts.
+    - `max_new_tokens`, `min_new_tokens`: tokens to generate, the end of the text included.
+    - `sample`: draw each token from its distribution, in place of taking the likeliest.
+    - `temperature`, `top_k`, `top_p`: of that distribution: logits are divided by the first, then cut to the `top_k`
+        likeliest tokens, then to the fewest likeliest ones that hold `top_p` of what is left.
+    - `n_beams`: of a beam search; 1 for none.
+    - `n_return`: how many sequences to return for each prompt, `[batch, n_return, max_new_tokens]`: the best beams, or as
+        many samples. None for one, without that dim.
+    - `length_penalty`: of a beam search; the sum of log-probabilities is divided by `length ** length_penalty`.
+    - `early_stopping`: True ends a beam search with `n_beams` finished sequences; False when no running one is likely to be
+        better, `"never"` when none can be.
+    - `eos_token_id`, `pad_token_id`: as the config says where None; without a padding token the end-of-text token pads.
+    - `key`: for sampling.
+
+    Raises ValueError for counts below 1, more tokens than the model has positions, sampling without a key, and arguments
+    that do not go together; TypeError for a model that does not generate.
+    """
+    if not (hasattr(model, "decode") and hasattr(model, "init_cache")):
+        raise TypeError(
+            f"`model`: expected one with `init_cache` and `decode`, got {type(model).__name__}. "
+            "Pass a decoder or an encoder-decoder of redeqx.models, or give yours these two methods."
+        )
+    config = getattr(model, "config", None)
+    is_encoder_decoder = hasattr(model, "encode")
+    for name, count in (("max_new_tokens", max_new_tokens), ("n_beams", n_beams), ("n_return", n_return)):
+        if count is not None and count < 1:
+            raise ValueError(f"`{name}`: expected at least 1, got {count}. Pass a positive number.")
+    if not 0 <= min_new_tokens <= max_new_tokens:
+        raise ValueError(
+            f"`min_new_tokens`: expected 0 to `max_new_tokens`={max_new_tokens}, got {min_new_tokens}. Lower it."
+        )
+    if early_stopping not in (True, False, "never"):
+        raise ValueError(f"`early_stopping`: expected True, False or 'never', got {early_stopping!r}. Pass one of them.")
+    _check_sampling(sample, temperature, top_k, top_p, n_beams, key)
+    if n_return is not None and n_return > n_beams and not sample:
+        raise ValueError(
+            f"`n_return`: expected at most `n_beams`={n_beams}, got {n_return}. Raise `n_beams`, or pass `sample=True`."
+        )
+    ids = jnp.asarray(inputs)
+    if not is_encoder_decoder and (ids.ndim != 2 or ids.shape[1] < 1 or not jnp.issubdtype(ids.dtype, jnp.integer)):
+        raise ValueError(
+            f"`inputs`: expected token ids of shape (batch, prompt), got {ids.dtype} {ids.shape}. "
+            "Pass at least one token each."
+        )
+    if mask is not None and mask.shape != ids.shape:
+        raise ValueError(f"`mask`: expected the shape of `inputs`, {ids.shape}, got {mask.shape}. Pass a mark a token.")
+    n_given = 1 if is_encoder_decoder else ids.shape[1]
+    n_positions = getattr(config, "n_positions", None)
+    if n_positions is not None and n_given + max_new_tokens > n_positions:
+        raise ValueError(
+            f"`max_new_tokens`: expected at most {n_positions - n_given} after {n_given} given, for the model has "
+            f"`n_positions`={n_positions}, got {max_new_tokens}. Generate fewer, or cut the prompts."
+        )
+    eos = eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None)
+    eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    pad = pad_token_id if pad_token_id is not None else getattr(config, "pad_token_id", None)
+    rules = _Rules(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        eos=eos,
+        pad=pad if pad is not None else eos[0] if eos else 0,
+        forced_first=getattr(config, "forced_bos_token_id", None),
+        forced_last=getattr(config, "forced_eos_token_id", None),
+        sample=sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        n_beams=n_beams,
+        n_return=n_return or 1,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+    )
+    mask = None if mask is None else jnp.asarray(mask, bool)
+    tokens = _generate(eqx.nn.inference_mode(model), ids, mask, key, rules)
+    return tokens[:, 0] if n_return is None else tokens
+
+
+def _check_sampling(
+    sample: bool, temperature: float, top_k: int | None, top_p: float | None, n_beams: int, key: PRNGKeyArray | None
+) -> None:
+    if not sample:
+        for name, value, default in (("temperature", temperature, 1.0), ("top_k", top_k, None), ("top_p", top_p, None)):
+            if value != default:
+                raise ValueError(f"`{name}`: expected {default} without sampling, got {value}. Pass `sample=True`.")
+        return
+    if key is None:
+        raise ValueError("`key`: expected a key to sample with, got None. Pass the one that `pred_fn` is given.")
+    if n_beams > 1:
+        raise ValueError(f"`n_beams`: expected 1 with `sample=True`, got {n_beams}. Choose one of the two.")
+    if temperature <= 0:
+        raise ValueError(
+            f"`temperature`: expected more than 0, got {temperature}. Pass `sample=False` for the likeliest token."
+        )
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"`top_k`: expected at least 1, got {top_k}. Pass None for all tokens.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"`top_p`: expected a share in (0, 1], got {top_p}. Pass None for all tokens.")
+
+
+@eqx.filter_jit
+def _generate(
+    model: Any, inputs: Array, mask: Array | None, key: PRNGKeyArray | None, rules: _Rules
+) -> Int[Array, "batch sequences new"]:
+    logits, cache = _prefill(model, inputs, mask, rules)
+    if rules.n_beams > 1:
+        return _beam_search(model, logits, cache, rules)
+    cache = _repeat(cache, rules.n_return)
+    logits = jnp.repeat(logits[:, None], rules.n_return, 1)
+    return _one_by_one(model, logits, cache, key, rules)
+
+
+def _prefill(model: Any, inputs: Array, mask: Array | None, rules: _Rules) -> tuple[Float[Array, "batch vocab"], Cache]:
+    """The logits of the first new token of each row, and the cache that holds the prompts."""
+    if hasattr(model, "encode"):
+        start = jnp.full((len(inputs), 1), model.config.decoder_start_token_id, jnp.int32)
+
+        def begin(inputs: Array, mask: Array | None, start: Array) -> tuple[Array, Cache]:
+            memory = model.encode(inputs) if mask is None else model.encode(inputs, mask=mask)
+            return model.decode(start, model.init_cache(rules.max_new_tokens, memory, memory_mask=mask))
+
+        args = inputs, mask, start
+    else:
+
+        def begin(ids: Array, mask: Array | None) -> tuple[Array, Cache]:
+            # The last token is never fed back: it needs no slot.
+            return model.decode(ids, model.init_cache(ids.shape[0] + rules.max_new_tokens - 1), mask=mask)
+
+        args = inputs, mask
+    like = eqx.filter_eval_shape(begin, *(None if arg is None else arg[0] for arg in args))
+    return jax.vmap(begin, out_axes=(0, like[1].axes()))(*args)
+
+
+def _repeat(cache: Cache, n: int) -> Cache:
+    """The cache with `n` rows for each of the batch, as one more dim beside it; the memory stays one for all."""
+    inner = cache.axes(shares_memory=True)
+
+    def repeat(leaf: Any, axis: int | None) -> Any:
+        return leaf if axis is None else jnp.repeat(jnp.expand_dims(leaf, axis + 1), n, axis + 1)
+
+    return jax.tree.map(repeat, cache, inner, is_leaf=lambda x: x is None)
+
+
+def _decoder(model: Any, cache: Cache) -> Callable[[Int[Array, "batch rows"], Cache], tuple[Array, Cache]]:
+    """One step of decoding for several rows an example: a token each to the logits of the next."""
+    inner, outer = cache.axes(shares_memory=True), cache.axes()
+    decode = jax.vmap(lambda token, cache: model.decode(token[None], cache), (0, inner), (0, inner))
+    return jax.vmap(decode, (0, outer), (0, outer))
+
+
+# --- one token after another ----------------------------------------------------------------------------------------
+
+
+def _choose(logits: Float[Array, "batch rows vocab"], step: Any, key: PRNGKeyArray | None, rules: _Rules):
+    """The next token of each row."""
+    logits = rules.allowed(logits.astype(jnp.float32), step)
+    if not rules.sample:
+        return jnp.argmax(logits, -1).astype(jnp.int32)
+    logits = logits / rules.temperature
+    if rules.top_k is not None and rules.top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, rules.top_k)[0][..., -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if rules.top_p is not None and rules.top_p < 1:
+        logits = _nucleus(logits, rules.top_p)
+    assert key is not None
+    return jax.random.categorical(jax.random.fold_in(key, step), logits).astype(jnp.int32)
+
+
+def _nucleus(logits: Float[Array, "*rows vocab"], top_p: float) -> Float[Array, "*rows vocab"]:
+    """The fewest likeliest tokens whose probabilities reach `top_p`, and -inf for the others (arXiv:1904.09751)."""
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    before = jnp.cumsum(jax.nn.softmax(ordered), -1) - jax.nn.softmax(ordered)  # held by likelier ones
+    least = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), -1, keepdims=True)
+    return jnp.where(logits < least, -jnp.inf, logits)
+
+
+def _one_by_one(
+    model: Any, logits: Float[Array, "batch rows vocab"], cache: Cache, key: PRNGKeyArray | None, rules: _Rules
+) -> Int[Array, "batch rows new"]:
+    decode = _decoder(model, cache)
+    token = _choose(logits, 0, key, rules)
+    tokens = jnp.full((*token.shape, rules.max_new_tokens), rules.pad, jnp.int32).at[..., 0].set(token)
+
+    def goes_on(state: tuple) -> Array:
+        step, _, _, done, _ = state
+        return (step < rules.max_new_tokens) & ~done.all()
+
+    def advance(state: tuple) -> tuple:
+        step, token, tokens, done, cache = state
+        logits, cache = decode(token, cache)
+        token = jnp.where(done, rules.pad, _choose(logits, step, key, rules))
+        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[..., None], step, 2)
+        return step + 1, token, tokens, done | rules.ends(token), cache
+
+    return jax.lax.while_loop(goes_on, advance, (jnp.int32(1), token, tokens, rules.ends(token), cache))[2]
+
+
+# --- beam search ----------------------------------------------------------------------------------------------------
+
+
+class _Beams(eqx.Module):
+    """The state of a beam search. Running sequences are ordered by score, and so are finished ones."""
+
+    step: Int[Array, ""]
+    logits: Float[Array, "batch beams vocab"]
+    cache: Cache
+    running: Int[Array, "batch beams new"]
+    running_scores: Float[Array, "batch beams"]  # sums of log-probabilities
+    finished: Int[Array, "batch beams new"]
+    finished_scores: Float[Array, "batch beams"]  # with the length penalty
+    is_finished: Bool[Array, "batch beams"]  # whether a place among the finished is taken
+    can_improve: Bool[Array, " batch"]
+    goes_on: Bool[Array, ""]
+
+
+def _take(array: Array, beams: Int[Array, "batch k"], axis: int = 1) -> Array:
+    """Of each example the given beams; `axis` is that of the beams, the batch's is before it."""
+    shape = [1] * array.ndim
+    shape[axis - 1], shape[axis] = beams.shape
+    return jnp.take_along_axis(array, beams.reshape(shape), axis)
+
+
+def _beam_search(
+    model: Any, logits: Float[Array, "batch vocab"], cache: Cache, rules: _Rules
+) -> Int[Array, "batch sequences new"]:
+    n, new = rules.n_beams, rules.max_new_tokens
+    batch, vocab = logits.shape
+    # As many candidates as leave `n` that go on, should all others end.
+    n_candidates = min(max(2, 1 + len(rules.eos)) * n, n * vocab)
+    cache = _repeat(cache, n)
+    decode, axes = _decoder(model, cache), cache.axes(shares_memory=True)
+    empty = jnp.full((batch, n, new), rules.pad, jnp.int32)
+    # All beams begin alike: only the first counts, so that the first step does not take each token `n` times.
+    first = jnp.full((batch, n), _NEVER).at[:, 0].set(0.0)
+
+    def reorder(cache: Cache, beams: Int[Array, "batch beams"]) -> Cache:
+        pick = lambda leaf, axis: leaf if axis is None else _take(leaf, beams, axis + 1)  # noqa: E731
+        return jax.tree.map(pick, cache, axes, is_leaf=lambda x: x is None)
+
+    def extend(state: _Beams) -> tuple[_Beams, Int[Array, "batch beams"], Int[Array, "batch beams"]]:
+        """The state with one token more; which beam each running one comes from, and its token."""
+        step = state.step
+        log_probs = rules.allowed(jax.nn.log_softmax(state.logits.astype(jnp.float32)), step)
+        scores = (log_probs + state.running_scores[..., None]).reshape(batch, -1)
+        scores, flat = jax.lax.top_k(scores, n_candidates)
+        origin, token = flat // vocab, (flat % vocab).astype(jnp.int32)
+        sequences = _take(state.running, origin)
+        sequences = jax.lax.dynamic_update_slice_in_dim(sequences, token[..., None], step, 2)
+        ends = rules.ends(token) | (step + 1 == new)
+
+        running_scores, kept = jax.lax.top_k(scores + jnp.where(ends, _NEVER, 0.0), n)
+        # Only the best `n` candidates may finish; the others are there to go on.
+        finishes = ends & (jnp.arange(n_candidates) < n)
+        is_full = state.is_finished.all(-1) & (rules.early_stopping is True)
+        shut = is_full | ~state.can_improve
+        final = scores / (step + 1).astype(jnp.float32) ** rules.length_penalty
+        final = final + jnp.where(shut[:, None], _NEVER, 0.0) + jnp.where(finishes, 0.0, _NEVER)
+        finished_scores, best = jax.lax.top_k(jnp.concatenate([state.finished_scores, final], 1), n)
+        is_finished = _take(jnp.concatenate([state.is_finished, finishes], 1), best)
+
+        # Whether the best running sequence could still beat the worst finished one.
+        longest = new if rules.early_stopping == "never" and rules.length_penalty > 0 else step + 1
+        possible = running_scores[:, :1] / jnp.asarray(longest, jnp.float32) ** rules.length_penalty
+        worst = jnp.where(is_finished, finished_scores.min(-1, keepdims=True), _NEVER)
+        can_improve = state.can_improve & (possible > worst).any(-1)
+        all_full = is_finished.all() & (rules.early_stopping is True)
+        state = _Beams(
+            step=step + 1,
+            logits=state.logits,
+            cache=state.cache,
+            running=_take(sequences, kept),
+            running_scores=running_scores,
+            finished=_take(jnp.concatenate([state.finished, sequences], 1), best),
+            finished_scores=finished_scores,
+            is_finished=is_finished,
+            can_improve=can_improve,
+            goes_on=can_improve.any() & ~all_full & ~ends.all(),
+        )
+        return state, _take(origin, kept), _take(token, kept)
+
+    def advance(carry: tuple) -> tuple:
+        state, origin, token = carry
+        logits, cache = decode(token, reorder(state.cache, origin))
+        return extend(eqx.tree_at(lambda s: (s.logits, s.cache), state, (logits, cache)))
+
+    begin = _Beams(
+        step=jnp.int32(0),
+        logits=jnp.repeat(logits[:, None], n, 1),
+        cache=cache,
+        running=empty,
+        running_scores=first,
+        finished=empty,
+        finished_scores=jnp.full((batch, n), _NEVER),
+        is_finished=jnp.zeros((batch, n), bool),
+        can_improve=jnp.ones(batch, bool),
+        goes_on=jnp.array(True),
+    )
+    state, _, _ = jax.lax.while_loop(lambda carry: carry[0].goes_on, advance, extend(begin))
+    return state.finished[:, : rules.n_return]
