@@ -8,7 +8,7 @@ Dims: batch, prompt = tokens given, beams, new = tokens generated, vocab.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -38,7 +38,7 @@ class _Rules:
     n_beams: int
     n_return: int
     length_penalty: float
-    early_stopping: bool | Literal["never"]
+    early_stopping: bool | str
 
     def ends(self, token: Int[Array, "*rows"]) -> Bool[Array, "*rows"]:
         return jnp.isin(token, jnp.array(self.eos, jnp.int32))
@@ -69,7 +69,7 @@ def generate(
     n_beams: int = 1,
     n_return: int | None = None,
     length_penalty: float = 1.0,
-    early_stopping: bool | Literal["never"] = False,
+    early_stopping: bool | str = False,
     eos_token_id: int | tuple[int, ...] | None = None,
     pad_token_id: int | None = None,
     key: PRNGKeyArray | None = None,

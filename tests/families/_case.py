@@ -36,6 +36,7 @@ class Case:
     - `call`: ours for one example, from the model (in inference mode) and that row of the inputs.
     - `counts`: which entries of the outputs are compared, a mask of shape `[batch, ...]`; None for all. Outputs at padding
         mean nothing.
+    - `generates`: whether `generate` is compared too, from the inputs `ids` (or `pixels`) and `mask`.
     - `gradients`: whether gradients of a loss are compared too, for all weights.
     """
 
@@ -46,6 +47,7 @@ class Case:
     call: Callable[[Any, dict[str, Any]], Any] = lambda model, row: model(**row)
     counts: np.ndarray | None = None
     gradients: bool = False
+    generates: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
         uniform = 0.1 * uniform + (0 if "bias" in name or not shape else 1)
     else:
         uniform *= np.sqrt(3 / np.prod(shape[1:]))
-    return uniform.astype(np.float32)
+    return np.asarray(uniform, np.float32)  # of no dims too, which arithmetic makes a scalar
 
 
 def weights_file(folder: Path) -> Path:

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.families import _generation
 from tests.families._case import collect, golden_path, shapes, torch_folder, weights_file
+from tests.families._generation import SEARCHES
 
 
 def main(names: list[str]) -> None:
@@ -27,6 +29,12 @@ def main(names: list[str]) -> None:
                 "shape": list(outputs.shape),
                 "outputs": [float(f"{x:.7g}") for x in np.asarray(outputs, np.float64).ravel()],
             }
+            if case.generates:
+                module = torch_folder(case, Path(folder))
+                tokens = {name: _generation.theirs(module, case, search).tolist() for name, search in SEARCHES.items()}
+                path = _generation.golden_path(case.name)
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(json.dumps(tokens, separators=(",", ":")) + "\n")
         golden_path(case).write_text(json.dumps(record, separators=(",", ":")) + "\n")
         print(f"{golden_path(case).name}: {golden_path(case).stat().st_size:,} bytes")
 

@@ -45,7 +45,7 @@ MEMORY = {
 
 CASES = [
     Case("gpt2", make, {"ids": IDS}, run, gradients=True),
-    Case("gpt2-padded", make, {"ids": IDS, "mask": LEFT}, run, counts=LEFT),
+    Case("gpt2-padded", make, {"ids": IDS, "mask": LEFT}, run, counts=LEFT, generates=True),
     Case("gpt2-untied", functools.partial(make, tie_word_embeddings=False), {"ids": IDS}, run),
     Case("gpt2-last-position", functools.partial(make, n_positions=SEQ), {"ids": IDS}, run),
     Case("gpt2-cross-attention", functools.partial(make, add_cross_attention=True), {"ids": IDS, **MEMORY}, run),
