@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Simulated devices need a thread each in XLA's pool, or their collectives wait for each other for ever.
 export NPROC ?= 16
 
-.PHONY: demo test lint sweep benchmarks clean
+.PHONY: demo test lint sweep parity benchmarks clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/language_modeling/main.py
@@ -23,11 +23,16 @@ lint: $(VENV)/.test
 sweep: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m sweep
 
-# What is measured and never asserted; step_speed.py needs the peers of the `bench` extra.
+# Every family against transformers and diffusers themselves, on torch.
+parity: $(VENV)/.parity
+	$(BIN)/python -m pytest -q -m parity
+
+# What is measured and never asserted; step_speed.py and generation.py need the peers of the `bench` extra.
 benchmarks: $(VENV)/.bench
 	$(BIN)/python tests/benchmarks/step_overhead.py
 	$(BIN)/python tests/benchmarks/collectives.py
 	$(BIN)/python tests/benchmarks/step_speed.py
+	$(BIN)/python tests/benchmarks/generation.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +50,11 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.bench: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	touch $@
+
+$(VENV)/.parity: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable ".[parity]"
 	touch $@
 
 clean:

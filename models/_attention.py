@@ -182,7 +182,7 @@ class Attention(eqx.Module):
         self,
         x: Float[Array, "seq d"],
         *,
-        memory: Float[Array, "source d"] | None = None,
+        memory: Float[Array, "source width"] | None = None,
         mask: Bool[Array, "seq source"] | Bool[Array, "1 source"] | None = None,
         bias: Float[Array, "heads seq source"] | None = None,
         turn: Callable[[Array], Array] | None = None,
@@ -257,7 +257,8 @@ class Attention(eqx.Module):
         if bias is not None:
             scores = scores + bias
         if mask is not None:
-            scores = jnp.where(mask, scores, -jnp.inf)
+            # Finite, as in the fused one: where nothing is seen, all weigh the same, and nothing is NaN.
+            scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
         weights = self.dropout(jax.nn.softmax(scores).astype(values.dtype), key=key)
         weights = rearrange(weights, "(groups n) seq source -> groups (n seq) source", groups=groups)
         return rearrange(jnp.matmul(weights, values), "groups (n seq) size -> seq (groups n) size", seq=n_queries)

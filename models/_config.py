@@ -47,6 +47,10 @@ class Keys:
             )
         return default
 
+    def has(self, name: str) -> bool:
+        """Whether the file has a key, be its value null: some keys mean by null what no other value says."""
+        return name in self._fields
+
     def only(self, name: str, *accepted: Any, default: Any = _MISSING) -> Any:
         """The value of a key of which this family implements some values only; the first of `accepted` where it is absent.
 
@@ -73,19 +77,37 @@ class Keys:
             "Load another checkpoint, or bring the model as a module of your own."
         )
 
-    def tokens(self, *, bos: int | None = None, eos: int | None = None, pad: int | None = None) -> dict[str, Any]:
+    def tokens(
+        self, *, bos: int | None = None, eos: int | None = None, pad: int | None = None, **others: int | None
+    ) -> dict[str, Any]:
         """`bos_token_id`, `eos_token_id` (a tuple, where several end a text) and `pad_token_id`, for a config's fields.
 
         **Arguments:**
 
         - `bos`, `eos`, `pad`: where absent. A key that is there and null means that there is none.
+        - `others`: further tokens: `forced_eos=2` reads `forced_eos_token_id`.
         """
         found: dict[str, Any] = {}
-        for name, default in (("bos_token_id", bos), ("eos_token_id", eos), ("pad_token_id", pad)):
+        for token, default in {"bos": bos, "eos": eos, "pad": pad, **others}.items():
+            name = f"{token}_token_id"
             self._read.add(name)
             value = self._fields.get(name, default)
             found[name] = tuple(value) if isinstance(value, list) else value
         return found
+
+    def n_classes(self) -> int:
+        """How many classes a classifier tells apart: the length of `id2label`, which stays in `rest` with `label2id`.
+
+        Raises ValueError where `num_labels` says otherwise.
+        """
+        labels = self._fields.get("id2label")
+        n_classes = self.get("num_labels", 2 if labels is None else len(labels))
+        if labels is not None and len(labels) != n_classes:
+            raise ValueError(
+                f"`{self.path}`: `num_labels`: expected the length of `id2label`, {len(labels)}, got {n_classes}. "
+                "Correct one of the two."
+            )
+        return n_classes
 
     def rest(self) -> dict[str, Any]:
         """The keys that were not read."""
@@ -104,6 +126,18 @@ def token_ids(config: Any) -> dict[str, Any]:
     """The keys of `config.json` for the special tokens of a config."""
     ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in ids.items()}
+
+
+def class_labels(config: Any) -> dict[str, Any]:
+    """The keys of `config.json` that say how many classes there are: none where `extra` or the default says it already."""
+    held = config.extra.get("id2label")
+    if config.n_classes == (2 if held is None else len(held)):
+        return {}
+    labels = [f"LABEL_{i}" for i in range(config.n_classes)]  # as transformers calls classes without a name
+    return {
+        "id2label": {str(i): label for i, label in enumerate(labels)},
+        "label2id": {label: i for i, label in enumerate(labels)},
+    }
 
 
 def check_sizes(config: Any, *names: str) -> None:

@@ -26,7 +26,7 @@ from redeqx._safetensors import TensorFile, write_tensors
 
 from ._config import Keys
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 _MAX_PROBLEMS = 10  # tensors named by one error
 
 
@@ -71,12 +71,14 @@ class Names:
         same, never written.
     - `aliases`: `(pattern, replacement)` of regular expressions that turn the spelling of old files into today's; all are
         applied, in order.
+    - `zeros`: tensors that a file may lack; they are zeros then.
     """
 
     tensors: Sequence[Name]
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[tuple[str, str], ...] = ()
+    zeros: tuple[str, ...] = ()
 
     def current(self, name: str) -> str:
         """Today's spelling of a name in a file."""
@@ -197,7 +199,7 @@ class Pretrained(eqx.Module):
     ) -> tuple[Any, Any]:
         """The model in a folder, and its config. As `redeqx.models.from_pretrained`, for one class."""
         folder = Path(folder)
-        config = cls.config_class.from_hf(Keys(read_config(folder), folder / CONFIG))
+        config = cls.read_config(folder)
         if changes:
             fields = config.__dataclass_fields__
             for name in changes:
@@ -206,24 +208,38 @@ class Pretrained(eqx.Module):
             config = replace(config, **changes)
         return load(cls, config, folder, dtype=dtype, deployer=deployer, plan=plan), config
 
+    @classmethod
+    def read_config(cls, folder: Path) -> Any:
+        """The config of a folder."""
+        return cls.config_class.from_hf(Keys(read_config(folder), folder / CONFIG))
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed `config.json` of a folder. Raises ValueError where there is none, or none of JSON."""
-    path = folder / CONFIG
+
+def read_config(folder: Path, file: str = CONFIG) -> dict[str, Any]:
+    """The parsed `config.json` of a folder, or another file of it.
+
+    Special tokens are those of `generation_config.json`, where there is one: transformers keeps them there, and
+    `config.json` may say others.
+
+    Raises ValueError where there is none, or none of JSON.
+    """
+    path = folder / file
     if not folder.is_dir():
         raise ValueError(
             f"`{folder}`: expected a folder, got {'a file' if folder.exists() else 'nothing there'}. Pass "
-            "the folder that holds `config.json`; a model of the Hub has to be downloaded first."
+            f"the folder that holds `{file}`; a model of the Hub has to be downloaded first."
         )
     if not path.is_file():
         there = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "an empty folder"
-        raise ValueError(f"`{path}`: expected a file, got {there}. Pass the folder that holds `config.json`.")
+        raise ValueError(f"`{path}`: expected a file, got {there}. Pass the folder that holds `{file}`.")
     try:
         fields = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"`{path}`: expected JSON, got {error}. Correct the file.") from error
     if not isinstance(fields, dict):
         raise ValueError(f"`{path}`: expected a JSON object, got {type(fields).__name__}. Correct the file.")
+    if file == CONFIG and (folder / GENERATION).is_file():
+        tokens = read_config(folder, GENERATION)
+        fields |= {name: value for name, value in tokens.items() if name.endswith("_token_id") and value is not None}
     return fields
 
 
@@ -399,13 +415,17 @@ def _match(
     found: dict[str, list[Sequence[np.ndarray]]] = {}
     for name in names.tensors:
         found[name.disk] = []
+        shapes = [wanted[leaf].shape[name.n_layers is not None :] for leaf in name.leaves]
         for disk in name.on_disk:
+            if disk not in spelt and disk in names.zeros and spelt:
+                dtype = source.view(next(iter(spelt.values()))).dtype  # so that a file of one dtype stays one
+                found[name.disk].append([np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes])
+                continue
             if disk not in spelt:
                 problems.append(f"`{disk}`: expected for `{name.leaves[0]}`, got none.{nearest(disk, extra)}")
                 continue
             tensor = source.view(spelt[disk])
             parts = name.load(tensor)
-            shapes = [wanted[leaf].shape[name.n_layers is not None :] for leaf in name.leaves]
             if [part.shape for part in parts] != [tuple(shape) for shape in shapes]:
                 dummies = [np.broadcast_to(np.int8(0), shape) for shape in shapes]
                 expected = name.save(*dummies).shape
@@ -431,6 +451,20 @@ def _match(
             f"  - {listed}\nLoad the weights with their own config, and the class that they were saved from."
         )
     return found
+
+
+def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
+    """Whether a tensor of a folder is absent or the same as another; for models whose config does not tell."""
+    source = _Source(folder, stem)
+    if not {copy, original} <= set(source.names()):
+        return True
+    a, b = source.view(copy), source.view(original)
+    return a.shape == b.shape and _equal(a, b)
+
+
+def is_on_disk(folder: Path, stem: str, *names: str) -> bool:
+    """Whether a folder has a tensor of one of these names; for models whose config does not tell."""
+    return not set(names).isdisjoint(_Source(folder, stem).names())
 
 
 def _equal(a: np.ndarray, b: np.ndarray, rows: int = 1024) -> bool:

@@ -196,33 +196,28 @@ def _generate(
 
 def _prefill(model: Any, inputs: Array, mask: Array | None, rules: _Rules) -> tuple[Float[Array, "batch vocab"], Cache]:
     """The logits of the first new token of each row, and the cache that holds the prompts."""
-    if hasattr(model, "encode"):
-        start = jnp.full((len(inputs), 1), model.config.decoder_start_token_id, jnp.int32)
 
-        def begin(inputs: Array, mask: Array | None, start: Array) -> tuple[Array, Cache]:
-            memory = model.encode(inputs) if mask is None else model.encode(inputs, mask=mask)
-            return model.decode(start, model.init_cache(rules.max_new_tokens, memory, memory_mask=mask))
-
-        args = inputs, mask, start
-    else:
-
-        def begin(ids: Array, mask: Array | None) -> tuple[Array, Cache]:
+    def begin(inputs: Array, mask: Array | None) -> tuple[Array, Cache]:
+        if not hasattr(model, "encode"):
             # The last token is never fed back: it needs no slot.
-            return model.decode(ids, model.init_cache(ids.shape[0] + rules.max_new_tokens - 1), mask=mask)
+            return model.decode(inputs, model.init_cache(inputs.shape[0] + rules.max_new_tokens - 1), mask=mask)
+        memory = model.encode(inputs) if mask is None else model.encode(inputs, mask=mask)
+        start = jnp.full(1, model.config.decoder_start_token_id, jnp.int32)
+        return model.decode(start, model.init_cache(rules.max_new_tokens, memory, memory_mask=mask))
 
-        args = inputs, mask
-    like = eqx.filter_eval_shape(begin, *(None if arg is None else arg[0] for arg in args))
-    return jax.vmap(begin, out_axes=(0, like[1].axes()))(*args)
+    _, cache = eqx.filter_eval_shape(begin, inputs[0], None if mask is None else mask[0])
+    return jax.vmap(begin, out_axes=(0, cache.axes()))(inputs, mask)
 
 
 def _repeat(cache: Cache, n: int) -> Cache:
     """The cache with `n` rows for each of the batch, as one more dim beside it; the memory stays one for all."""
     inner = cache.axes(shares_memory=True)
 
-    def repeat(leaf: Any, axis: int | None) -> Any:
+    def repeat(axis: int | None, leaf: Any) -> Any:
         return leaf if axis is None else jnp.repeat(jnp.expand_dims(leaf, axis + 1), n, axis + 1)
 
-    return jax.tree.map(repeat, cache, inner, is_leaf=lambda x: x is None)
+    # The axes first: None stands there for the whole of the memory, a pair.
+    return jax.tree.map(repeat, inner, cache, is_leaf=lambda x: x is None)
 
 
 def _decoder(model: Any, cache: Cache) -> Callable[[Int[Array, "batch rows"], Cache], tuple[Array, Cache]]:
@@ -318,8 +313,8 @@ def _beam_search(
     first = jnp.full((batch, n), _NEVER).at[:, 0].set(0.0)
 
     def reorder(cache: Cache, beams: Int[Array, "batch beams"]) -> Cache:
-        pick = lambda leaf, axis: leaf if axis is None else _take(leaf, beams, axis + 1)  # noqa: E731
-        return jax.tree.map(pick, cache, axes, is_leaf=lambda x: x is None)
+        pick = lambda axis, leaf: leaf if axis is None else _take(leaf, beams, axis + 1)  # noqa: E731
+        return jax.tree.map(pick, axes, cache, is_leaf=lambda x: x is None)
 
     def extend(state: _Beams) -> tuple[_Beams, Int[Array, "batch beams"], Int[Array, "batch beams"]]:
         """The state with one token more; which beam each running one comes from, and its token."""

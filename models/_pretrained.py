@@ -6,10 +6,40 @@ from typing import Any
 from redeqx import Deployer, Plan
 
 from ._folder import CONFIG, Pretrained, read_config
+from .bart import Bart
+from .bert import Bert, BertForMaskedLM, BertForSequenceClassification
+from .clip import CLIP, CLIPText, CLIPVision
 from .gpt2 import GPT2
+from .gptj import GPTJ
+from .llama import Llama
+from .opt import OPT
+from .t5 import T5, T5Encoder
+from .unet import UNet
+from .vae import VAE
+from .vision_encoder_decoder import VisionEncoderDecoder
+from .vit import ViT, ViTForImageClassification
 
 # Of the classes for one model type, the first is taken for a folder that names no class.
-MODELS: tuple[type[Pretrained], ...] = (GPT2,)
+MODELS: tuple[type[Pretrained], ...] = (
+    GPT2,
+    GPTJ,
+    OPT,
+    Llama,
+    T5,
+    T5Encoder,
+    Bart,
+    CLIP,
+    CLIPText,
+    CLIPVision,
+    UNet,
+    VAE,
+    ViT,
+    ViTForImageClassification,
+    VisionEncoderDecoder,
+    Bert,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+)
 
 
 def from_pretrained(
@@ -22,8 +52,8 @@ def from_pretrained(
 ) -> tuple[Any, Any]:
     """The model that a Hugging Face folder holds, and its config, by the `model_type` and class that `config.json` names.
 
-    The host never holds more than the largest tensor of the files: layers are read one by one, and with a deployer each device
-    reads only its own slices.
+    The host never holds more than the largest tensor of the files: layers are read one by one, and with a deployer each
+    device reads only its own slices.
 
     **Arguments:**
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import Attention, Cache, causal_mask, learned_positions
 from ._config import Keys, check_heads, check_length, check_rates, check_sizes, token_ids
-from ._folder import Names, Pretrained, fused, layers, same, same_layer
+from ._decoder import Decoder
+from ._folder import Names, fused, layers, same, same_layer
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
 from ._stack import Stack
 
@@ -216,7 +216,7 @@ class Block(eqx.Module):
         if self.cross_attention is not None and self.cross_norm is not None:
             cross_keys = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 1))
             with jax.named_scope("cross_attention"):
-                pairs = self.cross_attention.project_memory(memory) if cache is None else cache.read_memory()
+                pairs = self.project_memory(memory) if cache is None else cache.read_memory()
                 normed = norm(self.cross_norm, x)
                 mixed = self.cross_attention.attend_memory(normed, pairs, mask=memory_mask, key=cross_keys[0])
                 x = x + self.dropout(mixed, key=cross_keys[1])
@@ -224,8 +224,13 @@ class Block(eqx.Module):
             x = x + self.dropout(self.mlp(norm(self.mlp_norm, x)), key=keys[2])
         return x, cache
 
+    def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
+        """The cross-attention's keys and values."""
+        assert self.cross_attention is not None and memory is not None
+        return self.cross_attention.project_memory(memory)
 
-class GPT2(Pretrained):
+
+class GPT2(Decoder):
     """GPT-2, from token ids to the logits of each next token. Called on one example; `jax.vmap` it over a batch.
 
     ```python
@@ -289,12 +294,6 @@ class GPT2(Pretrained):
 
         Raises ValueError for more ids than positions, and for a memory without a cross-attention or the reverse.
         """
-        if (memory is not None) != self.config.has_cross_attention:
-            wanted, got = "one" if memory is None else "None", "None" if memory is None else memory.shape
-            raise ValueError(
-                f"`memory`: expected {wanted} with `has_cross_attention`={self.config.has_cross_attention}, got {got}. "
-                "Change one of the two."
-            )
         return self.logits(self.hidden(ids, mask=mask, memory=memory, memory_mask=memory_mask, key=key))
 
     def hidden(
@@ -307,7 +306,14 @@ class GPT2(Pretrained):
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
         """What `logits` takes: the residual stream after all blocks, normed. The arguments are those of a call."""
-        return self._run(ids, mask, None, memory, memory_mask, key)[0]
+        check_length("ids", ids.shape[0], self.config.n_positions)
+        if (memory is not None) != self.config.has_cross_attention:
+            wanted, got = "one" if memory is None else "None", "None" if memory is None else memory.shape
+            raise ValueError(
+                f"`memory`: expected {wanted} with `has_cross_attention`={self.config.has_cross_attention}, got {got}. "
+                "Change one of the two."
+            )
+        return self._run(ids, mask, None, key, memory, memory_mask)[0]
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
         """The logits of the next tokens, from hidden states."""
@@ -328,39 +334,22 @@ class GPT2(Pretrained):
 
         Raises ValueError for more tokens than positions.
         """
-        check_length("length", length, self.config.n_positions)
-        config = self.config
-        size = config.d_model // config.n_heads
         pairs = None
         if memory is not None:
-            pairs = self.stack.map(lambda block: block.cross_attention.project_memory(memory))
-        dtype = self.embedding.weight.dtype
-        return Cache.empty(config.n_layers, length, config.n_heads, size, dtype, memory=pairs, memory_mask=memory_mask)
+            pairs = self.stack.map(lambda block: block.project_memory(memory))
+        cache = super().init_cache(length)
+        return eqx.tree_at(lambda c: (c.memory, c.memory_mask), cache, (pairs, memory_mask), is_leaf=lambda x: x is None)
 
-    def decode(
-        self, ids: Int[Array, " seq"], cache: Cache, *, mask: Bool[Array, " seq"] | None = None
-    ) -> tuple[Float[Array, " vocab"], Cache]:
-        """The logits of the token after the last of `ids`, which go on from those in the cache; and the cache with them.
-
-        **Arguments:**
-
-        - `ids`, `mask`: as for a call; padding is on the left, so that the last one is a token.
-        """
-        hidden, cache = self._run(ids, mask, cache, None, cache.memory_mask, None)
-        return self.logits(hidden[-1]), cache
-
-    def _run(self, ids, mask, cache, memory, memory_mask, key) -> tuple[Float[Array, "seq d"], Any]:
+    def _run(self, ids, mask, cache, key, memory=None, memory_mask=None) -> tuple[Float[Array, "seq d"], Any]:
         (seq,) = ids.shape
-        check_length("ids", seq, self.config.n_positions)
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
-        if cache is not None:
-            cache = cache.begin(jnp.ones(seq, bool) if mask is None else mask)
+        memory_mask = memory_mask if cache is None else cache.memory_mask
         memory_mask = None if memory_mask is None else memory_mask[None]
         with jax.named_scope("embedding"):
             x = embed(self.embedding, ids) + learned_positions(self.positions, mask, seq, cache)
             x = self.dropout(x, key=dropout_key)
         x, cache = self.stack((x, cache), causal_mask(mask, seq, cache), memory, memory_mask, key=stack_key)
-        return norm(self.norm, x), None if cache is None else cache.end(seq)
+        return norm(self.norm, x), cache
 
     @staticmethod
     def names(config: GPT2Config) -> Names:

@@ -1,6 +1,18 @@
 """The walk: the layers of a model, found by type in the order of its fields, and their sizes handed to the two rules.
 
 Owns what counts as a layer and as an attention. What a split means on a mesh is `_plan`'s.
+
+A subclass of a known layer is that layer. Arrays that it adds, as an adapter does, are whole unless its class says which of
+their dims go with the weight's, by a class attribute `follows_weight`: from the field's name, for each dim of the array, the
+dim of `weight` (both without stacked dims) that it is cut along with, None for one of its own.
+
+```python
+class LoraLinear(eqx.nn.Linear):
+    lora_a: Array  # [rank, in]
+    lora_b: Array  # [out, rank]
+
+    follows_weight: ClassVar = {"lora_a": (None, 1), "lora_b": (0, None)}
+```
 """
 
 from collections.abc import Callable, Sequence
@@ -155,7 +167,8 @@ def walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[st
             sequence.append(_as_layer(name, node, parent))
         elif isinstance(node, eqx.nn.Embedding):
             sequence.append(None)
-            splits[_within(name, "weight")] = _rules.embedding(node.num_embeddings, n_shards)
+            split = splits[_within(name, "weight")] = _rules.embedding(node.num_embeddings, n_shards)
+            _set_followers(splits, name, split, node)
         elif isinstance(node, _NORMS):
             for leaf_name in named_leaves(node):
                 splits[_within(name, leaf_name)] = _rules.Split(None, "whole: normalisation")
@@ -217,6 +230,37 @@ def _set_layer(splits: dict[str, _rules.Split], name: str, split: _rules.Split, 
     splits[_within(name, "weight")] = split
     if getattr(node, "bias", None) is not None:
         splits[_within(name, "bias")] = _rules.bias(split)
+    _set_followers(splits, name, split, node)
+
+
+def _set_followers(splits: dict[str, _rules.Split], name: str, weight: _rules.Split, node: Any) -> None:
+    """The splits of the arrays that a layer's class adds, as its `follows_weight` says."""
+    for field, dims in getattr(node, "follows_weight", {}).items():
+        if is_array_like(node.weight) and is_array_like(getattr(node, field)):
+            _check_follows(_within(name, field), node, field, dims)
+            splits[_within(name, field)] = _follow(weight, dims)
+
+
+def _follow(weight: _rules.Split, dims: Sequence[int | None]) -> _rules.Split:
+    """The split of an array whose dims follow those of a weight."""
+    if weight.dim is None:
+        return _rules.Split(None, "whole: follows its weight, which is whole")
+    if weight.dim not in dims:
+        return _rules.Split(None, f"whole: does not follow dim {weight.dim} of its weight")
+    return _rules.Split(dims.index(weight.dim), f"follows dim {weight.dim} of its weight")
+
+
+def _check_follows(name: str, node: Any, field: str, dims: Sequence[int | None]) -> None:
+    """Raises ValueError where an array is not of the sizes that its class declares by `follows_weight`."""
+    n_stacked = max(_n_stacked(node), 0)
+    shape, weight = tuple(getattr(node, field).shape), tuple(node.weight.shape)
+    own, of_weight = shape[n_stacked:], weight[n_stacked:]
+    wanted = [size if dim is None else of_weight[dim] for dim, size in zip(dims, own, strict=False)]
+    if len(own) != len(dims) or list(own) != wanted:
+        raise ValueError(
+            f"`{name}`: expected dims that follow {tuple(dims)} of a weight {weight}, as `{type(node).__name__}."
+            f"follows_weight` says, got {shape}. Correct the shape, or the attribute."
+        )
 
 
 def _within(module: str, leaf: str) -> str:

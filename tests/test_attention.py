@@ -118,9 +118,7 @@ def test_in_pieces_with_a_cache_equals_all_at_once(cuts, window):
         cache = cache.begin(real[start:stop])
         mask = causal_mask(real[start:stop], stop - start, cache, window=window)
         assert mask.shape == (stop - start, SEQ + 2)
-        np.testing.assert_array_equal(
-            token_positions(None, stop - start, cache), token_positions(real, SEQ)[start:stop]
-        )
+        np.testing.assert_array_equal(token_positions(None, stop - start, cache), token_positions(real, SEQ)[start:stop])
         out, cache = attention(X[start:stop], mask=mask, cache=cache)
         cache = cache.end(stop - start)
         found.append(out)

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -16,6 +17,7 @@ from redeqx import register_attention
 from redeqx._mesh import make_mesh
 from redeqx._paths import is_array_like, named_leaves
 from redeqx._plan import MIN_FSDP_SIZE, make_plan, mark_read, place, shardings_like
+from redeqx.models import lora
 from redeqx.models.gpt2 import GPT2, GPT2Config
 
 KEY = jax.random.key(0)
@@ -734,3 +736,108 @@ def test_gradients_live_with_their_parameters_whatever_is_around_them():
 
 def test_thresholds_are_what_the_tests_above_assume():
     assert redeqx._plan.LARGE_SIZE <= 1030 * 1025 and MIN_FSDP_SIZE == 64 * 64
+
+
+# --- arrays that a subclass of a known layer adds -----------------------------------------------------------------------
+
+
+def adapted(model, rank=3, where="*"):
+    return eqx.filter_eval_shape(lambda model: lora.add(model, rank=rank, where=where, key=KEY), model)
+
+
+def test_adapters_are_split_along_the_dim_that_follows_their_layers():
+    plan = plan_of(adapted(shapes(eqx.nn.MLP, 8, 4, 32, depth=1)))
+    assert specs(plan) == {
+        "layers.0.weight": COLUMN,
+        "layers.0.bias": P(M),
+        "layers.0.lora_a": WHOLE,
+        "layers.0.lora_b": COLUMN,
+        "layers.1.weight": ROW,
+        "layers.1.bias": P(None),
+        "layers.1.lora_a": ROW,
+        "layers.1.lora_b": WHOLE,
+    }
+    assert plan["layers.0.lora_b"].reason == "follows dim 0 of its weight"
+    assert plan["layers.0.lora_a"].reason == "whole: does not follow dim 0 of its weight"
+    assert plan["layers.1.lora_a"].reason == "follows dim 1 of its weight"
+    plan = plan_of(adapted([linear(10, 6)]))
+    assert specs(plan) == {"0.weight": WHOLE, "0.bias": P(None), "0.lora_a": WHOLE, "0.lora_b": WHOLE}
+    assert plan["0.lora_b"].reason == "whole: follows its weight, which is whole"
+
+
+def test_adapters_of_attentions_and_of_stacks():
+    config = GPT2Config(vocab_size=48, n_positions=16, d_model=32, n_layers=2, n_heads=4)
+    base = shapes(GPT2, config)
+    plain, plan = plan_of(base), plan_of(adapted(base))
+    assert {name: leaf for name, leaf in specs(plan).items() if ".lora_" not in name} == specs(plain)  # nothing else moved
+    column, row, whole = P(None, M, None), P(None, None, M), P(None, None, None)
+    blocks = "stack.blocks"
+    assert {name.removeprefix(f"{blocks}."): leaf for name, leaf in specs(plan).items() if ".lora_" in name} == {
+        **{f"attention.{role}.lora_a": whole for role in ("query", "key", "value")},
+        **{f"attention.{role}.lora_b": column for role in ("query", "key", "value")},
+        "attention.output.lora_a": row,
+        "attention.output.lora_b": whole,
+        "mlp.up.lora_a": whole,
+        "mlp.up.lora_b": column,
+        "mlp.down.lora_a": row,
+        "mlp.down.lora_b": whole,
+    }
+    plan = plan_of(adapted(shapes(eqx.nn.MultiheadAttention, 6, 24)))  # heads that do not divide: flipped, as their layers
+    assert specs(plan)["query_proj.lora_a"] == ROW and specs(plan)["output_proj.lora_b"] == COLUMN
+
+
+def test_the_fsdp_axis_splits_large_adapters_too():
+    plan = plan_of(adapted([linear(512, 1024)], rank=8), 2, 2)
+    assert specs(plan)["0.lora_a"] == P(None, F) and specs(plan)["0.lora_b"] == P(M, F)
+    assert plan["0.lora_b"].reason == "follows dim 0 of its weight; fsdp on dim 1"
+
+
+class Scaled(eqx.nn.Linear):
+    """A user's own: a gain for each output, and a table that its class says nothing of."""
+
+    gain: jax.Array | None
+    table: jax.Array
+
+    follows_weight: ClassVar = {"gain": (0,)}
+
+    def __init__(self, in_size, out_size, gain, *, key):
+        super().__init__(in_size, out_size, key=key)
+        self.gain = None if gain is None else jnp.ones(gain)
+        self.table = jnp.ones((8, 8))
+
+
+class Rows(eqx.nn.Embedding):
+    scale: jax.Array
+
+    follows_weight: ClassVar = {"scale": (None, 0)}
+
+    def __init__(self, n_rows, size, *, key):
+        super().__init__(n_rows, size, key=key)
+        self.scale = jnp.ones((2, n_rows))
+
+
+def test_users_layers_say_what_follows_their_weight():
+    plan = plan_of({"layer": shapes(Scaled, 8, 16, 16), "none": shapes(Scaled, 8, 16, None), "rows": shapes(Rows, 12, 5)})
+    assert specs(plan) == {
+        "layer.weight": COLUMN,
+        "layer.bias": P(M),
+        "layer.gain": P(M),
+        "layer.table": WHOLE,
+        "none.weight": COLUMN,
+        "none.bias": P(M),
+        "none.table": WHOLE,
+        "rows.weight": COLUMN,
+        "rows.scale": ROW,
+    }
+    assert plan["layer.table"].reason == "whole: no layer that the walk knows"
+
+
+def test_sizes_that_do_not_follow_are_refused():
+    with pytest.raises(ValueError) as raised:
+        plan_of([shapes(Scaled, 8, 16, 12)])
+    assert str(raised.value) == (
+        "`0.gain`: expected dims that follow (0,) of a weight (16, 8), as `Scaled.follows_weight` says, got (12,). "
+        "Correct the shape, or the attribute."
+    )
+    with pytest.raises(ValueError, match=r"got \(16, 1\)\."):
+        plan_of([shapes(Scaled, 8, 16, (16, 1))])

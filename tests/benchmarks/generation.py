@@ -2,10 +2,10 @@
 
     python tests/benchmarks/generation.py [--rounds 5] [--new 64]
 
-Prints, for prompts of several lengths, milliseconds a token: of one decode step in a program of its own (what a token must
-cost: all weights and the whole cache are read once), of `generate` without its prefill, and of transformers' `generate` on torch
-with its own cache. The three alternate in one run; the median of the rounds is printed. Then how often XLA compiled after the
-first call of each shape, which is to be never.
+Prints, for prompts of several lengths, milliseconds a token: of one decode step in a program of its own (what a token
+must cost: all weights and the whole cache are read once), of `generate` without its prefill, and of transformers' `generate`
+on torch with its own cache. The three alternate in one run; the median of the rounds is printed. Then how often XLA compiled
+after the first call of each shape, which is to be never.
 """
 
 import os
@@ -58,9 +58,8 @@ def main() -> None:
         )
     )
 
-    print(
-        f"GPT-2 of {LAYERS} layers, width {WIDTH}, vocabulary {VOCAB}, float32, {BATCH} rows; ms a token, median of {args.rounds}"
-    )
+    print(f"GPT-2 of {LAYERS} layers, width {WIDTH}, vocabulary {VOCAB}, float32, {BATCH} rows")
+    print(f"ms a token, median of {args.rounds}")
     print(f"{'prompt':>6}  {'step':>7}  {'redeqx':>7}  {'of step':>7}  {'torch':>7}  {'of torch':>8}  compiled again")
     rng = np.random.default_rng(0)
     for prompt in PROMPTS:
@@ -88,9 +87,8 @@ def main() -> None:
             times["torch"].append((theirs(ids, args.new) - theirs(ids, 1)) / (args.new - 1))
         alone, redeqx, other = (1e3 * statistics.median(times[name]) for name in ("step", "redeqx", "torch"))
         again = n_compiled[0] - before
-        print(
-            f"{prompt:>6}  {alone:>7.2f}  {redeqx:>7.2f}  {redeqx / alone:>7.2f}  {other:>7.2f}  {redeqx / other:>8.2f}  {again}"
-        )
+        ratios = redeqx / alone, redeqx / other
+        print(f"{prompt:>6}  {alone:>7.2f}  {redeqx:>7.2f}  {ratios[0]:>7.2f}  {other:>7.2f}  {ratios[1]:>8.2f}  {again}")
 
 
 def decode_steps(model: eqx.Module, ids: np.ndarray, n_new: int) -> Callable[[], float]:

@@ -42,7 +42,9 @@ def theirs(module: Any, case: Case, search: dict[str, Any]) -> np.ndarray:
         "length_penalty": search.get("length_penalty", 1.0),
         "early_stopping": search.get("early_stopping", False),
     }
-    given = {} if mask is None else {"attention_mask": torch.tensor(mask).long()}
+    given = {}
+    if "pixels" not in case.inputs:  # without a mask transformers takes what looks like padding for it
+        given["attention_mask"] = torch.tensor(np.ones_like(prompt) if mask is None else mask).long()
     tokens = module.generate(
         torch.tensor(prompt),
         max_new_tokens=NEW,

@@ -1,0 +1,158 @@
+"""What the UNet and the autoencoder of latent diffusion share: the residual block, resampling, their names on disk.
+
+Both trees mirror the folders that `diffusers` writes (`down_blocks.0.resnets.1.conv1`), so a table of names is the list of
+a tree's own leaves, but for a few that are spelt or shaped differently there.
+
+Dims: c = channels, h x w = height and width, time = width of the embedded timestep.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from einops import repeat
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from redeqx._paths import is_array_like, named_leaves
+
+from ._config import Keys
+from ._folder import Name, fused, reshaped, same
+
+DIFFUSERS = "0.36.0"  # `_diffusers_version` of the configs written here: the oldest that the parity tests admit
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------
+
+
+class Resnet(eqx.Module):
+    """Two convolutions, each after a norm and SiLU, added to what came in; the timestep is added between the two."""
+
+    norm1: eqx.nn.GroupNorm
+    conv1: eqx.nn.Conv2d
+    time_emb_proj: eqx.nn.Linear | None
+    norm2: eqx.nn.GroupNorm
+    dropout: eqx.nn.Dropout
+    conv2: eqx.nn.Conv2d
+    conv_shortcut: eqx.nn.Conv2d | None  # where the number of channels changes
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        time_size: int | None = None,
+        groups: int,
+        eps: float,
+        dropout: float = 0.0,
+        key: PRNGKeyArray,
+    ):
+        keys = jax.random.split(key, 4)
+        self.norm1 = eqx.nn.GroupNorm(groups, in_channels, eps=eps)
+        self.conv1 = eqx.nn.Conv2d(in_channels, out_channels, 3, padding=1, key=keys[0])
+        self.time_emb_proj = None if time_size is None else eqx.nn.Linear(time_size, out_channels, key=keys[1])
+        self.norm2 = eqx.nn.GroupNorm(groups, out_channels, eps=eps)
+        self.dropout = eqx.nn.Dropout(dropout)
+        self.conv2 = eqx.nn.Conv2d(out_channels, out_channels, 3, padding=1, key=keys[2])
+        is_same = in_channels == out_channels
+        self.conv_shortcut = None if is_same else eqx.nn.Conv2d(in_channels, out_channels, 1, key=keys[3])
+
+    def __call__(
+        self, x: Float[Array, "c h w"], time: Float[Array, " time"] | None = None, *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "out h w"]:
+        mixed = self.conv1(jax.nn.silu(self.norm1(x)))
+        if self.time_emb_proj is not None:
+            assert time is not None
+            mixed = mixed + self.time_emb_proj(jax.nn.silu(time))[:, None, None]
+        mixed = self.conv2(self.dropout(jax.nn.silu(self.norm2(mixed)), key=key))
+        return (x if self.conv_shortcut is None else self.conv_shortcut(x)) + mixed
+
+
+def upsample(x: Float[Array, "c h w"]) -> Float[Array, "c 2*h 2*w"]:
+    """Each pixel four times."""
+    return repeat(x, "c h w -> c (h rows) (w columns)", rows=2, columns=2)
+
+
+def apply(block: Callable[..., Any], *args: Any, remat: bool, **kwargs: Any) -> Any:
+    """`block(*args, **kwargs)`, whose backward pass computes it again where `remat` says so."""
+    if not remat:
+        return block(*args, **kwargs)
+    return eqx.filter_checkpoint(lambda block, args, kwargs: block(*args, **kwargs))(block, args, kwargs)
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+
+def one_or_many(keys: Keys, name: str, default: Any) -> Any:
+    """The value of a key that is one of the default's type for all blocks, or a tuple of one a block."""
+    value = keys.get(name, None)
+    value = default if value is None else tuple(value) if isinstance(value, list | tuple) else value
+    for one in value if isinstance(value, tuple) else (value,):
+        if type(one) is not type(default):
+            kind = type(default).__name__
+            raise keys.refuse(name, value, f"one {kind}, or a list of one {kind} a block")
+    return value
+
+
+def sample_size(keys: Keys, default: int | None) -> int | tuple[int, ...] | None:
+    """The `sample_size` of a `config.json`: pixels of a square, or of height and width."""
+    size = keys.get("sample_size", None)
+    return default if size is None else tuple(size) if isinstance(size, list | tuple) else size
+
+
+def as_json(value: Any) -> Any:
+    """A field as `config.json` holds it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def check_groups(channels: tuple[int, ...], groups: int) -> None:
+    """Raises ValueError where the groups of the norms do not divide the channels."""
+    if not channels or any(n < 1 or n % groups for n in channels):
+        raise ValueError(
+            f"`block_channels`: expected multiples of `norm_groups`={groups}, got {channels}. Change one of the two."
+        )
+
+
+# --- names on disk --------------------------------------------------------------------------------------------------
+
+# `(pattern, replacement)`, from a leaf's path to its tensor.
+_SPELLING = (
+    (r"\battention\.", ""),
+    (r"\bquery\b", "to_q"),
+    (r"\bkey\b", "to_k"),
+    (r"\bvalue\b", "to_v"),
+    (r"\boutput\b", "to_out.0"),
+    (r"\bdownsampler\b", "downsamplers.0.conv"),
+    (r"\bupsampler\b", "upsamplers.0.conv"),
+    (r"\bff\.up\b", "ff.net.0.proj"),
+    (r"\bff\.down\b", "ff.net.2"),
+)
+
+
+def mirrored(model: Any, *, convolutions: str = r"(?!)") -> list[Name]:
+    """The table of a model whose tree mirrors its folder.
+
+    **Arguments:**
+
+    - `model`: of arrays or of shapes alone.
+    - `convolutions`: a pattern of the paths of linear layers that are convolutions of 1x1 on disk.
+    """
+    names: list[Name] = []
+    for leaf, array in named_leaves(model).items():
+        if not is_array_like(array):
+            continue
+        disk = functools.reduce(lambda name, rule: re.sub(*rule, name), _SPELLING, leaf)
+        shape = tuple(array.shape)
+        if re.search(r"\bff\.(gate|up)\.", leaf):  # one layer on disk, the gate after what it lets through
+            if leaf.endswith("up.weight"):
+                up = leaf.removesuffix(".weight")
+                names += fused(disk.removesuffix(".weight"), [up, re.sub("up$", "gate", up)])
+        elif leaf.endswith("bias") and len(shape) == 3:
+            names.append(reshaped(disk, leaf, shape[:1], shape))
+        elif leaf.endswith("weight") and re.search(convolutions, leaf):
+            names.append(reshaped(disk, leaf, (*shape, 1, 1), shape))
+        else:
+            names.append(same(disk, leaf))
+    return names

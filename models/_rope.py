@@ -1,0 +1,185 @@
+"""Rotary positions, and how they are stretched over longer texts than a model was trained on.
+
+Owns the angles, their scalings and the keys of `config.json` that say them. Source: Su et al. 2021, *RoFormer*
+(arXiv:2104.09864).
+
+Dims: seq = tokens of one example, size = width of a head, half = size / 2.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ._config import Keys
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by `factor`. Source: Chen et al. 2023 (arXiv:2306.15595)."""
+
+    factor: float
+
+    attention_factor = 1.0  # by which queries and keys grow
+
+    def stretch(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """The frequencies `[half]` that take the place of these."""
+        del theta
+        return frequencies / self.factor
+
+    def to_hf(self) -> dict[str, Any]:
+        """The keys of `rope_parameters`."""
+        return {"rope_type": "linear", "factor": self.factor}
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones kept, those between blended; as Llama 3.1.
+
+    **Arguments:**
+
+    - `n_original`: positions of the training before, in which a low frequency turns at most `low` times, a high one at
+        least `high` times.
+    """
+
+    factor: float
+    low: float
+    high: float
+    n_original: int
+
+    attention_factor = 1.0
+
+    def stretch(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """The frequencies `[half]` that take the place of these."""
+        del theta
+        turns = self.n_original * frequencies / (2 * np.pi)
+        kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The keys of `rope_parameters`."""
+        return {
+            "rope_type": "llama3",
+            "factor": self.factor,
+            "low_freq_factor": self.low,
+            "high_freq_factor": self.high,
+            "original_max_position_embeddings": self.n_original,
+        }
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Low frequencies divided by `factor`, high ones kept, a ramp over the dims between. Source: Peng et al. 2023, *YaRN*
+    (arXiv:2309.00071).
+
+    **Arguments:**
+
+    - `n_original`: positions of the training before, in which the ramp's first dim turns `fast` times, its last one `slow`
+        times.
+    - `attention_factor`: by which queries and keys grow; `0.1 * log(factor) + 1` is the paper's.
+    - `truncate`: whether the ramp begins and ends at whole dims.
+    """
+
+    factor: float
+    n_original: int
+    attention_factor: float
+    fast: float = 32.0
+    slow: float = 1.0
+    truncate: bool = True
+
+    def stretch(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """The frequencies `[half]` that take the place of these."""
+        half = len(frequencies)
+        first, last = (
+            half * math.log(self.n_original / (turns * 2 * math.pi)) / math.log(theta) for turns in (self.fast, self.slow)
+        )
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        width = last - first or 0.001
+        stretched = np.clip((np.arange(half) - first) / width, 0, 1)
+        return frequencies * (1 - stretched + stretched / self.factor)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The keys of `rope_parameters`."""
+        return {
+            "rope_type": "yarn",
+            "factor": self.factor,
+            "original_max_position_embeddings": self.n_original,
+            "attention_factor": self.attention_factor,
+            "beta_fast": self.fast,
+            "beta_slow": self.slow,
+            "truncate": self.truncate,
+        }
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def rope_from_hf(keys: Keys, n_positions: int) -> tuple[float, Scaling | None]:
+    """Base and scaling of a `config.json`: of its `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+    fields = keys.get(("rope_scaling", "rope_parameters"), {})
+    rope = Keys(fields, f"{keys.path}: rope_parameters")
+    theta = rope.get("rope_theta", keys.get("rope_theta", 10000.0))
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            raise rope.refuse(name, value, "a number, for all layers turn alike")
+    for where in (keys, rope):
+        where.only("partial_rotary_factor", 1.0, None)
+    kind = rope.get(("rope_type", "type"), "default")
+    if kind == "default":
+        return theta, None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise rope.refuse("rope_type", kind, "'default', 'linear', 'llama3' or 'yarn'")
+    if kind == "linear":
+        return theta, LinearScaling(float(rope.get("factor")))
+    name = "original_max_position_embeddings"
+    n_original = keys.get(name, rope.get(name, n_positions))
+    if kind == "llama3":
+        factor, low, high = (float(rope.get(name)) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+        return theta, Llama3Scaling(factor, low, high, n_original)
+    factor = rope.get("factor", n_positions / n_original)
+    numerator, denominator = rope.get("mscale", 0.0), rope.get("mscale_all_dim", 0.0)
+    if not (numerator and denominator):
+        numerator, denominator = 1.0, 0.0
+    growth = 0.1 * math.log(max(factor, 1.0))
+    return theta, YarnScaling(
+        factor=factor,
+        n_original=n_original,
+        attention_factor=rope.get("attention_factor", (growth * numerator + 1) / (growth * denominator + 1)),
+        fast=rope.get("beta_fast", 32.0),
+        slow=rope.get("beta_slow", 1.0),
+        truncate=rope.get("truncate", True),
+    )
+
+
+def rotation(
+    positions: Int[Array, " seq"], size: int, theta: float, scaling: Scaling | None = None
+) -> tuple[Float[Array, "seq 1 half"], Float[Array, "seq 1 half"]]:
+    """Cosine and sine of the angles by which the tokens at these positions turn; in float32, for angles grow large.
+
+    **Arguments:**
+
+    - `size`: width of a head.
+    - `theta`, `scaling`: base of the frequencies, and how they are stretched.
+    """
+    frequencies = theta ** -(np.arange(0, size, 2) / size)
+    growth = 1.0
+    if scaling is not None:
+        frequencies = scaling.stretch(frequencies, theta)
+        growth = scaling.attention_factor
+    angles = positions[:, None, None].astype(jnp.float32) * frequencies.astype(np.float32)
+    return growth * jnp.cos(angles), growth * jnp.sin(angles)
+
+
+def turn(
+    x: Float[Array, "seq heads size"], cos: Float[Array, "seq 1 half"], sin: Float[Array, "seq 1 half"]
+) -> Float[Array, "seq heads size"]:
+    """Each head of each token turned: the first half of its dims with the second. Source: Su et al. 2021
+    (arXiv:2104.09864), who turn each even dim with the next."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,491 @@
+"""BART: an encoder and a decoder with learned positions, norms after each part, and one table for both and for the logits.
+
+Source: Lewis et al. 2020, *BART: Denoising Sequence-to-Sequence Pre-training for Natural Language Generation, Translation,
+and Comprehension* (arXiv:1910.13461), and its code, github.com/facebookresearch/fairseq (examples/bart). It differs from
+that code in one thing: training drops no whole layers. The published models have rates of 0 for it; where a folder has
+others, they are kept to be written back.
+
+Dims: source, target = tokens of one example in the encoder and the decoder (seq = either), d = width of the model.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from ._attention import Attention, Cache, causal_mask
+from ._config import Keys, check_heads, check_length, check_rates, check_sizes, token_ids
+from ._folder import Name, Names, Pretrained, layers, reshaped, same, same_layer
+from ._layers import embed, linear, norm, normal_embedding, normal_linear
+from ._stack import Stack
+
+Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
+
+_NO_LABEL = -100  # what transformers writes where a label does not count
+_FIRST_POSITION = 2  # row of position 0: fairseq counts from the row after that of the padding token, which is 1
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
+
+
+@dataclass(frozen=True)
+class BartConfig:
+    """The sizes and rates of a BART; the defaults are those of `transformers`, the sizes of the larger published one.
+
+    **Arguments:**
+
+    - `vocab_size`: rows of the embedding. Sizes that `n_model_shards` divides can be split.
+    - `n_positions`: the longest source, and the longest target, in tokens.
+    - `d_model`: the width.
+    - `n_layers`, `n_decoder_layers`: blocks of the encoder and of the decoder.
+    - `n_heads`, `n_decoder_heads`: heads in each attention of the two; both divide `d_model`.
+    - `d_ff`, `d_decoder_ff`: the width of their MLPs inside.
+    - `activation`: of the MLPs, `"gelu"` (by the error function) or `"relu"`.
+    - `dropout`: the rate of what is embedded and of what is added to the residual stream, in [0, 1).
+    - `attention_dropout`, `activation_dropout`: the rates of attention weights, and inside the MLPs.
+    - `is_scaled`: whether what is looked up in the embedding is multiplied by `sqrt(d_model)`.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where text begins and ends, and what fills it up.
+    - `decoder_start_token_id`: what the decoder is given first.
+    - `forced_bos_token_id`, `forced_eos_token_id`: what generation takes as the first token, and as the last that it has
+        room for; None for whatever the model says.
+    - `init_std`: standard deviation of the first weights. The published 0.02 is for widths of 768 and more: narrow models
+        learn sooner from a larger one.
+    - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+
+    Raises ValueError for sizes below 1, heads that do not divide the width, rates outside [0, 1), and another activation.
+    """
+
+    vocab_size: int = 50265
+    n_positions: int = 1024
+    d_model: int = 1024
+    n_layers: int = 12
+    n_decoder_layers: int = 12
+    n_heads: int = 16
+    n_decoder_heads: int = 16
+    d_ff: int = 4096
+    d_decoder_ff: int = 4096
+    activation: str = "gelu"
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    is_scaled: bool = False
+    bos_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 2
+    pad_token_id: int | None = 1
+    decoder_start_token_id: int = 2
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = 2
+    init_std: float = 0.02
+    remat: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        check_sizes(self, "vocab_size", "n_positions", "d_model", "n_layers", "n_decoder_layers", "n_heads")
+        check_sizes(self, "n_decoder_heads", "d_ff", "d_decoder_ff")
+        check_heads(self)
+        check_heads(self, heads="n_decoder_heads")
+        check_rates(self, "dropout", "attention_dropout", "activation_dropout")
+        if self.activation not in _ACTIVATIONS:
+            known = " or ".join(map(repr, _ACTIVATIONS))
+            raise ValueError(f"`activation`: expected {known}, got {self.activation!r}. Pass one of them.")
+
+    def without_dropout(self) -> "BartConfig":
+        """The same with all three rates 0."""
+        return replace(self, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
+
+    @classmethod
+    def bart_base(cls) -> "BartConfig":
+        """The published BART of 139 million parameters."""
+        config = replace(cls.bart_large(), d_model=768, n_layers=6, n_decoder_layers=6, n_heads=12, n_decoder_heads=12)
+        return replace(config, d_ff=3072, d_decoder_ff=3072, forced_bos_token_id=0)
+
+    @classmethod
+    def bart_large(cls) -> "BartConfig":
+        """The published BART of 406 million parameters."""
+        return cls(attention_dropout=0.1, activation_dropout=0.1)
+
+    @classmethod
+    def from_hf(cls, keys: Keys) -> "BartConfig":
+        """The config that a `config.json` describes."""
+        keys.only("tie_word_embeddings", True)
+        keys.only("is_encoder_decoder", True)
+        keys.only("is_decoder", False)
+        # Of the first versions, which had other models under this one's name.
+        keys.only("normalize_before", False)
+        keys.only("normalize_embedding", True)
+        keys.only("add_final_layer_norm", False)
+        keys.only("static_position_embeddings", False)
+        tokens = keys.tokens(bos=0, eos=2, pad=1, forced_bos=None, forced_eos=2)
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            if isinstance(tokens[name], tuple):
+                raise keys.refuse(name, list(tokens[name]), "one token or null")
+        if keys.get("force_bos_token_to_be_generated", False) and tokens["forced_bos_token_id"] is None:
+            tokens["forced_bos_token_id"] = tokens["bos_token_id"]
+        return cls(
+            vocab_size=keys.get("vocab_size", 50265),
+            n_positions=keys.get("max_position_embeddings", 1024),
+            d_model=keys.get(("d_model", "hidden_size"), 1024),
+            n_layers=keys.get(("encoder_layers", "num_hidden_layers"), 12),
+            n_decoder_layers=keys.get("decoder_layers", 12),
+            n_heads=keys.get(("encoder_attention_heads", "num_attention_heads"), 16),
+            n_decoder_heads=keys.get("decoder_attention_heads", 16),
+            d_ff=keys.get("encoder_ffn_dim", 4096),
+            d_decoder_ff=keys.get("decoder_ffn_dim", 4096),
+            activation=keys.only("activation_function", *_ACTIVATIONS),
+            dropout=keys.get("dropout", 0.1),
+            attention_dropout=keys.get("attention_dropout", 0.0),
+            activation_dropout=keys.get("activation_dropout", 0.0),
+            is_scaled=keys.get("scale_embedding", False),
+            **tokens,
+            decoder_start_token_id=keys.get("decoder_start_token_id", 2),
+            init_std=keys.get("init_std", 0.02),
+            extra=keys.rest(),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        return {
+            "model_type": "bart",
+            "is_encoder_decoder": True,
+            "tie_word_embeddings": True,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.n_positions,
+            "d_model": self.d_model,
+            "encoder_layers": self.n_layers,
+            "decoder_layers": self.n_decoder_layers,
+            "encoder_attention_heads": self.n_heads,
+            "decoder_attention_heads": self.n_decoder_heads,
+            "encoder_ffn_dim": self.d_ff,
+            "decoder_ffn_dim": self.d_decoder_ff,
+            "activation_function": self.activation,
+            "dropout": self.dropout,
+            "attention_dropout": self.attention_dropout,
+            "activation_dropout": self.activation_dropout,
+            "scale_embedding": self.is_scaled,
+            **token_ids(self),
+            "decoder_start_token_id": self.decoder_start_token_id,
+            "forced_bos_token_id": self.forced_bos_token_id,
+            "forced_eos_token_id": self.forced_eos_token_id,
+            "init_std": self.init_std,
+        }
+
+
+def _attention(config: BartConfig, n_heads: int, key: PRNGKeyArray) -> Attention:
+    q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+    d, std = config.d_model, config.init_std
+    return Attention(
+        query=normal_linear(d, d, std=std, key=q_key),
+        key=normal_linear(d, d, std=std, key=k_key),
+        value=normal_linear(d, d, std=std, key=v_key),
+        output=normal_linear(d, d, std=std, key=o_key),
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        dropout=eqx.nn.Dropout(config.attention_dropout),
+    )
+
+
+class Mlp(eqx.Module):
+    """Two layers, the inner one activated."""
+
+    up: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    down: eqx.nn.Linear
+    activation: str = eqx.field(static=True)
+
+    def __init__(self, config: BartConfig, d_ff: int, *, key: PRNGKeyArray):
+        up_key, down_key = jax.random.split(key)
+        self.up = normal_linear(config.d_model, d_ff, std=config.init_std, key=up_key)
+        self.dropout = eqx.nn.Dropout(config.activation_dropout)
+        self.down = normal_linear(d_ff, config.d_model, std=config.init_std, key=down_key)
+        self.activation = config.activation
+
+    def __call__(self, x: Float[Array, "seq d"], *, key: PRNGKeyArray | None = None) -> Float[Array, "seq d"]:
+        return linear(self.down, self.dropout(_ACTIVATIONS[self.activation](linear(self.up, x)), key=key))
+
+
+class Block(eqx.Module):
+    """Attention and MLP, in the decoder a cross-attention between them; each added, and the sum normed."""
+
+    attention: Attention
+    attention_norm: eqx.nn.LayerNorm
+    cross_attention: Attention | None
+    cross_norm: eqx.nn.LayerNorm | None
+    mlp: Mlp
+    mlp_norm: eqx.nn.LayerNorm
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, config: BartConfig, *, is_decoder: bool, key: PRNGKeyArray):
+        attention_key, cross_key, mlp_key = jax.random.split(key, 3)
+        d = config.d_model
+        n_heads = config.n_decoder_heads if is_decoder else config.n_heads
+        self.attention = _attention(config, n_heads, attention_key)
+        self.attention_norm = eqx.nn.LayerNorm(d)
+        self.cross_attention = _attention(config, n_heads, cross_key) if is_decoder else None
+        self.cross_norm = eqx.nn.LayerNorm(d) if is_decoder else None
+        self.mlp = Mlp(config, config.d_decoder_ff if is_decoder else config.d_ff, key=mlp_key)
+        self.mlp_norm = eqx.nn.LayerNorm(d)
+        self.dropout = eqx.nn.Dropout(config.dropout)
+
+    def __call__(
+        self,
+        carry: Carry,
+        mask: Bool[Array, "#seq source"] | None,
+        memory: Float[Array, "memory d"] | None = None,
+        memory_mask: Bool[Array, "1 memory"] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Carry:
+        x, cache = carry
+        keys = (None,) * 6 if key is None else jax.random.split(key, 6)
+        with jax.named_scope("attention"):
+            mixed, cache = self.attention(x, mask=mask, cache=cache, key=keys[0])
+            x = norm(self.attention_norm, x + self.dropout(mixed, key=keys[1]))
+        if self.cross_attention is not None and self.cross_norm is not None:
+            with jax.named_scope("cross_attention"):
+                pairs = self.project_memory(memory) if cache is None else cache.read_memory()
+                mixed = self.cross_attention.attend_memory(x, pairs, mask=memory_mask, key=keys[2])
+                x = norm(self.cross_norm, x + self.dropout(mixed, key=keys[3]))
+        with jax.named_scope("mlp"):
+            x = norm(self.mlp_norm, x + self.dropout(self.mlp(x, key=keys[4]), key=keys[5]))
+        return x, cache
+
+    def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
+        """The keys and values of what the cross-attention attends to."""
+        assert self.cross_attention is not None
+        assert memory is not None
+        return self.cross_attention.project_memory(memory)
+
+
+class Side(eqx.Module):
+    """The encoder, or the decoder: its positions, the norm of what is embedded, and its blocks."""
+
+    # An array and not an `eqx.nn.Embedding`: it is added as a slice, so it must not be split along its rows as a lookup
+    # table is.
+    positions: Float[Array, "rows d"]
+    norm: eqx.nn.LayerNorm
+    dropout: eqx.nn.Dropout
+    stack: Stack[Block]
+
+    def __init__(self, config: BartConfig, *, is_decoder: bool, key: PRNGKeyArray):
+        positions_key, stack_key = jax.random.split(key)
+        n_rows = config.n_positions + _FIRST_POSITION
+        self.positions = config.init_std * jax.random.normal(positions_key, (n_rows, config.d_model))
+        self.norm = eqx.nn.LayerNorm(config.d_model)
+        self.dropout = eqx.nn.Dropout(config.dropout)
+        make = lambda key: Block(config, is_decoder=is_decoder, key=key)  # noqa: E731
+        n_layers = config.n_decoder_layers if is_decoder else config.n_layers
+        self.stack = Stack(make, n_layers, remat=config.remat, key=stack_key)
+
+    def __call__(
+        self,
+        x: Float[Array, "seq d"],
+        mask: Bool[Array, "#seq source"] | None,
+        memory: Float[Array, "memory d"] | None = None,
+        memory_mask: Bool[Array, "1 memory"] | None = None,
+        *,
+        cache: Cache | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Carry:
+        dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
+        # Positions are slots: padding is counted, as the original does.
+        start = _FIRST_POSITION if cache is None else _FIRST_POSITION + cache.index
+        x = x + jax.lax.dynamic_slice_in_dim(self.positions, start, len(x))
+        x = self.dropout(norm(self.norm, x), key=dropout_key)
+        return self.stack((x, cache), mask, memory, memory_mask, key=stack_key)
+
+
+class Bart(Pretrained):
+    """BART, from the token ids of a source and of a target to the logits of each next token of the target.
+
+    Called on one example; `jax.vmap` it over a batch.
+
+    ```python
+    model = Bart(BartConfig.bart_base(), key=jax.random.key(0))
+    logits = model(ids, model.shift_right(labels), mask=mask, key=key)
+    ```
+
+    `eqx.nn.inference_mode(model)` takes dropout out, and no key is needed then.
+    """
+
+    config_class = BartConfig
+    model_types = ("bart",)
+    architectures = ("BartForConditionalGeneration", "BartModel")
+
+    embedding: eqx.nn.Embedding
+    encoder: Side
+    decoder: Side
+    # Zeros in every published model, and never trained: its gradient is stopped, as that of a buffer of the original.
+    logits_bias: Float[Array, " vocab"]
+    config: BartConfig = eqx.field(static=True)
+
+    def __init__(self, config: BartConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: sizes and rates.
+        - `key`: draws the weights as transformers' code does: N(0, `init_std`²), the padding token's row 0, biases 0,
+            norms 1.
+        """
+        embedding_key, encoder_key, decoder_key = jax.random.split(key, 3)
+        embedding = normal_embedding(config.vocab_size, config.d_model, std=config.init_std, key=embedding_key)
+        if config.pad_token_id is not None:
+            embedding = eqx.nn.Embedding(weight=embedding.weight.at[config.pad_token_id].set(0))
+        self.embedding = embedding
+        self.encoder = Side(config, is_decoder=False, key=encoder_key)
+        self.decoder = Side(config, is_decoder=True, key=decoder_key)
+        self.logits_bias = jnp.zeros(config.vocab_size)
+        self.config = config
+
+    def __call__(
+        self,
+        ids: Int[Array, " source"],
+        decoder_ids: Int[Array, " target"],
+        *,
+        mask: Bool[Array, " source"] | None = None,
+        decoder_mask: Bool[Array, " target"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "target vocab"]:
+        """The logits of the token after each of `decoder_ids`, given `ids`, it, and those before it.
+
+        **Arguments:**
+
+        - `ids`, `decoder_ids`: token ids below `vocab_size`, at most `n_positions` of each; the latter begin with
+            `decoder_start_token_id`.
+        - `mask`, `decoder_mask`: which of them are tokens, and not padding on either side; None for all. Positions count
+            padding too.
+        - `key`: for dropout; not needed in inference.
+
+        Raises ValueError for more ids than positions.
+        """
+        return self.logits(self.hidden(ids, decoder_ids, mask=mask, decoder_mask=decoder_mask, key=key))
+
+    def hidden(
+        self,
+        ids: Int[Array, " source"],
+        decoder_ids: Int[Array, " target"],
+        *,
+        mask: Bool[Array, " source"] | None = None,
+        decoder_mask: Bool[Array, " target"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "target d"]:
+        """What `logits` takes: the decoder's residual stream after all blocks. The arguments are those of a call."""
+        encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
+        memory = self.encode(ids, mask=mask, key=encoder_key)
+        return self._decode("decoder_ids", decoder_ids, decoder_mask, None, memory, mask, decoder_key)[0]
+
+    def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
+        """The logits of the next tokens, from hidden states."""
+        with jax.named_scope("head"):
+            return hidden @ self.embedding.weight.T + jax.lax.stop_gradient(self.logits_bias)
+
+    def encode(
+        self,
+        ids: Int[Array, " source"],
+        *,
+        mask: Bool[Array, " source"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "source d"]:
+        """What the encoder makes of `ids`, for the decoder to attend to; the arguments are those of a call."""
+        check_length("ids", len(ids), self.config.n_positions)
+        with jax.named_scope("encoder"):
+            return self.encoder(self._embed(ids), None if mask is None else mask[None], key=key)[0]
+
+    def init_cache(
+        self,
+        length: int,
+        memory: Float[Array, "source d"],
+        memory_mask: Bool[Array, " source"] | None = None,
+    ) -> Cache:
+        """An empty cache for one target of at most `length` tokens, padding included.
+
+        **Arguments:**
+
+        - `memory`: what `encode` returned; its keys and values are computed here, once.
+        - `memory_mask`: the mask that `encode` was given.
+
+        Raises ValueError for more tokens than positions.
+        """
+        check_length("length", length, self.config.n_positions)
+        pairs = self.decoder.stack.map(lambda block: block.project_memory(memory))
+        n_layers, heads = self.config.n_decoder_layers, self.config.n_decoder_heads
+        size, dtype = self.config.d_model // heads, self.embedding.weight.dtype
+        return Cache.empty(n_layers, length, heads, size, dtype, memory=pairs, memory_mask=memory_mask)
+
+    def decode(
+        self, ids: Int[Array, " target"], cache: Cache, *, mask: Bool[Array, " target"] | None = None
+    ) -> tuple[Float[Array, " vocab"], Cache]:
+        """The logits of the token after the last of `ids`, which go on from those in the cache; and the cache with them.
+
+        **Arguments:**
+
+        - `ids`, `mask`: as the decoder's for a call; padding is on the left, so that the last one is a token.
+
+        Raises ValueError for more ids than positions.
+        """
+        hidden, cache = self._decode("ids", ids, mask, cache, None, cache.memory_mask, None)
+        return self.logits(hidden[-1]), cache
+
+    def shift_right(self, labels: Int[Array, " target"]) -> Int[Array, " target"]:
+        """The decoder's inputs for labels: `decoder_start_token_id`, then all but the last; padding where one is -100.
+
+        Raises ValueError for a config without `pad_token_id`.
+        """
+        if self.config.pad_token_id is None:
+            raise ValueError("`pad_token_id`: expected a token, got None. Give the config one.")
+        labels = jnp.where(labels == _NO_LABEL, self.config.pad_token_id, labels)
+        return jnp.roll(labels, 1).at[0].set(self.config.decoder_start_token_id)
+
+    def _decode(self, name, ids, mask, cache, memory, memory_mask, key) -> tuple[Float[Array, "target d"], Any]:
+        (seq,) = ids.shape
+        check_length(name, seq, self.config.n_positions)
+        if cache is not None:
+            cache = cache.begin(jnp.ones(seq, bool) if mask is None else mask)
+        memory_mask = None if memory_mask is None else memory_mask[None]
+        with jax.named_scope("decoder"):
+            sees = causal_mask(mask, seq, cache)
+            x, cache = self.decoder(self._embed(ids), sees, memory, memory_mask, cache=cache, key=key)
+        return x, None if cache is None else cache.end(seq)
+
+    def _embed(self, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:
+        x = embed(self.embedding, ids)
+        return x * self.config.d_model**0.5 if self.config.is_scaled else x
+
+    @staticmethod
+    def names(config: BartConfig) -> Names:
+        """Where a Hugging Face folder keeps each leaf."""
+        vocab = config.vocab_size
+        copies = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
+        return Names(
+            tensors=[
+                same("model.shared.weight", "embedding.weight"),
+                *_side_names("encoder", config.n_layers, is_decoder=False),
+                *_side_names("decoder", config.n_decoder_layers, is_decoder=True),
+                reshaped("final_logits_bias", "logits_bias", (1, vocab), (vocab,)),
+            ],
+            ignored=("model.encoder.version", "model.decoder.version"),
+            copies=dict.fromkeys(copies, "model.shared.weight"),
+            # Of the base model, as which the Hub has the published ones: its names lack the prefix, and it has no logits.
+            aliases=((r"^(?=(shared|encoder|decoder)\.)", "model."),),
+            zeros=("final_logits_bias",),
+        )
+
+
+def _side_names(side: str, n_layers: int, *, is_decoder: bool) -> list[Name]:
+    """The tensors of the encoder or of the decoder, which bear the same name here and there."""
+
+    def attention(disk: str, leaf: str) -> list[Name]:
+        roles = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "output"}
+        return [name for role, part in roles.items() for name in same_layer(f"{disk}.{role}", f"{leaf}.{part}")]
+
+    block = [*attention("self_attn", "attention"), *same_layer("self_attn_layer_norm", "attention_norm")]
+    if is_decoder:
+        block += [*attention("encoder_attn", "cross_attention"), *same_layer("encoder_attn_layer_norm", "cross_norm")]
+    block += [*same_layer("fc1", "mlp.up"), *same_layer("fc2", "mlp.down"), *same_layer("final_layer_norm", "mlp_norm")]
+    return [
+        same(f"model.{side}.embed_positions.weight", f"{side}.positions"),
+        *same_layer(f"model.{side}.layernorm_embedding", f"{side}.norm"),
+        *layers(f"model.{side}.layers.{{}}.", f"{side}.stack.blocks.", n_layers, block),
+    ]

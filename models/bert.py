@@ -1,0 +1,514 @@
+"""BERT: an encoder that sees both ways, learned positions, norms after each part; and heads for words and for classes.
+
+Source: Devlin et al. 2019, *BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding*
+(arXiv:1810.04805), and its code, github.com/google-research/bert. It differs from that code in one thing: it has no head
+that tells whether two sentences follow one another.
+
+Dims: seq = tokens of one example, d = width of the model, heads x size = d.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from ._attention import Attention
+from ._config import Keys, check_heads, check_length, check_rates, check_sizes, class_labels, token_ids
+from ._folder import Name, Names, Pretrained, is_on_disk, layers, same, same_layer, within
+from ._layers import embed, linear, norm, normal_embedding, normal_linear
+from ._stack import Stack
+
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_new": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """The sizes and rates of a BERT; the defaults are those of `transformers`, the sizes of the smaller published one.
+
+    **Arguments:**
+
+    - `vocab_size`: rows of the embedding. Sizes that `n_model_shards` divides can be split.
+    - `n_positions`: the longest example, in tokens.
+    - `n_token_types`: how many kinds of token there are; the published models tell a first sentence from a second.
+    - `d_model`, `d_ff`: the width, and that inside an MLP.
+    - `n_layers`, `n_heads`: blocks, and heads in each; `n_heads` divides `d_model`.
+    - `n_classes`: what a `BertForSequenceClassification` tells apart; 1 where it is to give a number. Their names are in
+        `extra`: `id2label` and `label2id`.
+    - `activation`: of the MLPs, `"gelu"` (by the error function), `"gelu_new"` (by tanh) or `"relu"`.
+    - `dropout`: the rate of what is embedded and of what is added to the residual stream, in [0, 1).
+    - `attention_dropout`: the rate of attention weights.
+    - `classifier_dropout`: the rate of what a classifier's head takes; `dropout` where None.
+    - `layer_norm_eps`: added to the variance.
+    - `has_pooler`: whether a `Bert` by itself can `pool`. A classifier always can, a masked language model never, whatever
+        this says.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where text begins and ends, and what fills it up.
+    - `init_std`: standard deviation of the first weights. The published 0.02 is for widths of 768 and more: narrow models
+        learn sooner from a larger one.
+    - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+
+    Raises ValueError for sizes below 1, heads that do not divide the width, rates outside [0, 1), and another activation.
+    """
+
+    vocab_size: int = 30522
+    n_positions: int = 512
+    n_token_types: int = 2
+    d_model: int = 768
+    d_ff: int = 3072
+    n_layers: int = 12
+    n_heads: int = 12
+    n_classes: int = 2
+    activation: str = "gelu"
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    classifier_dropout: float | None = None
+    layer_norm_eps: float = 1e-12
+    has_pooler: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = 0
+    init_std: float = 0.02
+    remat: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        check_sizes(
+            self, "vocab_size", "n_positions", "n_token_types", "d_model", "d_ff", "n_layers", "n_heads", "n_classes"
+        )
+        check_heads(self)
+        check_rates(self, "dropout", "attention_dropout")
+        if self.classifier_dropout is not None:
+            check_rates(self, "classifier_dropout")
+        if self.activation not in _ACTIVATIONS:
+            known = " or ".join(map(repr, _ACTIVATIONS))
+            raise ValueError(f"`activation`: expected {known}, got {self.activation!r}. Pass one of them.")
+
+    def without_dropout(self) -> "BertConfig":
+        """The same with all three rates 0."""
+        return replace(self, dropout=0.0, attention_dropout=0.0, classifier_dropout=0.0)
+
+    @classmethod
+    def bert_base_uncased(cls) -> "BertConfig":
+        """The published BERT of 109 million parameters, for English without capitals."""
+        return cls()
+
+    @classmethod
+    def bert_base_cased(cls) -> "BertConfig":
+        """The published BERT of 108 million parameters, for English."""
+        return cls(vocab_size=28996)
+
+    @classmethod
+    def bert_base_multilingual_cased(cls) -> "BertConfig":
+        """The published BERT of 178 million parameters, for 104 languages."""
+        return cls(vocab_size=119547)
+
+    @classmethod
+    def bert_large_uncased(cls) -> "BertConfig":
+        """The published BERT of 335 million parameters, for English without capitals."""
+        return cls(d_model=1024, d_ff=4096, n_layers=24, n_heads=16)
+
+    @classmethod
+    def bert_large_cased(cls) -> "BertConfig":
+        """The published BERT of 334 million parameters, for English."""
+        return replace(cls.bert_large_uncased(), vocab_size=28996)
+
+    @classmethod
+    def from_hf(cls, keys: Keys) -> "BertConfig":
+        """The config that a `config.json` describes; of a pooler it says nothing (see `Bert.read_config`)."""
+        keys.only("position_embedding_type", "absolute")
+        keys.only("is_decoder", False)
+        keys.only("add_cross_attention", False)
+        keys.only("tie_word_embeddings", True)
+        return cls(
+            vocab_size=keys.get("vocab_size", 30522),
+            n_positions=keys.get("max_position_embeddings", 512),
+            n_token_types=keys.get("type_vocab_size", 2),
+            d_model=keys.get("hidden_size", 768),
+            d_ff=keys.get("intermediate_size", 3072),
+            n_layers=keys.get("num_hidden_layers", 12),
+            n_heads=keys.get("num_attention_heads", 12),
+            n_classes=keys.n_classes(),
+            activation=keys.only("hidden_act", *_ACTIVATIONS),
+            dropout=keys.get("hidden_dropout_prob", 0.1),
+            attention_dropout=keys.get("attention_probs_dropout_prob", 0.1),
+            classifier_dropout=keys.get("classifier_dropout", None),
+            layer_norm_eps=keys.get("layer_norm_eps", 1e-12),
+            **keys.tokens(pad=0),
+            init_std=keys.get("initializer_range", 0.02),
+            extra=keys.rest(),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        return {
+            "model_type": "bert",
+            "position_embedding_type": "absolute",
+            "is_decoder": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": True,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.n_positions,
+            "type_vocab_size": self.n_token_types,
+            "hidden_size": self.d_model,
+            "intermediate_size": self.d_ff,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            **class_labels(self),
+            "hidden_act": self.activation,
+            "hidden_dropout_prob": self.dropout,
+            "attention_probs_dropout_prob": self.attention_dropout,
+            "classifier_dropout": self.classifier_dropout,
+            "layer_norm_eps": self.layer_norm_eps,
+            **token_ids(self),
+            "initializer_range": self.init_std,
+        }
+
+
+class Mlp(eqx.Module):
+    """Two layers, the inner one wider."""
+
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    activation: str = eqx.field(static=True)
+
+    def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
+        up_key, down_key = jax.random.split(key)
+        self.up = normal_linear(config.d_model, config.d_ff, std=config.init_std, key=up_key)
+        self.down = normal_linear(config.d_ff, config.d_model, std=config.init_std, key=down_key)
+        self.activation = config.activation
+
+    def __call__(self, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+        return linear(self.down, _ACTIVATIONS[self.activation](linear(self.up, x)))
+
+
+class Block(eqx.Module):
+    """Attention and MLP; each added, and the sum normed."""
+
+    attention: Attention
+    attention_norm: eqx.nn.LayerNorm
+    mlp: Mlp
+    mlp_norm: eqx.nn.LayerNorm
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
+        q_key, k_key, v_key, o_key, mlp_key = jax.random.split(key, 5)
+        d, eps, std = config.d_model, config.layer_norm_eps, config.init_std
+        self.attention = Attention(
+            query=normal_linear(d, d, std=std, key=q_key),
+            key=normal_linear(d, d, std=std, key=k_key),
+            value=normal_linear(d, d, std=std, key=v_key),
+            output=normal_linear(d, d, std=std, key=o_key),
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_heads,
+            dropout=eqx.nn.Dropout(config.attention_dropout),
+        )
+        self.attention_norm = eqx.nn.LayerNorm(d, eps=eps)
+        self.mlp = Mlp(config, key=mlp_key)
+        self.mlp_norm = eqx.nn.LayerNorm(d, eps=eps)
+        self.dropout = eqx.nn.Dropout(config.dropout)
+
+    def __call__(
+        self, x: Float[Array, "seq d"], mask: Bool[Array, "1 seq"] | None, *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "seq d"]:
+        keys = (None,) * 3 if key is None else jax.random.split(key, 3)
+        with jax.named_scope("attention"):
+            mixed, _ = self.attention(x, mask=mask, key=keys[0])
+            x = norm(self.attention_norm, x + self.dropout(mixed, key=keys[1]))
+        with jax.named_scope("mlp"):
+            return norm(self.mlp_norm, x + self.dropout(self.mlp(x), key=keys[2]))
+
+
+class Bert(Pretrained):
+    """BERT without a head, from token ids to hidden states. Called on one example; `jax.vmap` it over a batch.
+
+    ```python
+    model = Bert(BertConfig.bert_base_uncased(), key=jax.random.key(0))
+    hidden = model(ids, token_types=token_types, mask=mask, key=key)  # [seq, d]
+    pooled = model.pool(hidden)  # [d]
+    ```
+
+    `eqx.nn.inference_mode(model)` takes dropout out, and no key is needed then.
+
+    `Bert.from_pretrained` also reads the folders of the models with a head, without it; the model can pool where the folder
+    has the pooler's weights. For a folder that was saved without them, `transformers` draws new ones.
+    """
+
+    config_class = BertConfig
+    model_types = ("bert",)
+    architectures = ("BertModel",)
+
+    embedding: eqx.nn.Embedding
+    # Arrays and not an `eqx.nn.Embedding` each: the one is added as a slice and the other has two rows, so neither must be
+    # split along its rows as a lookup table is.
+    positions: Float[Array, "n_positions d"]
+    token_types: Float[Array, "n_token_types d"]
+    norm: eqx.nn.LayerNorm
+    dropout: eqx.nn.Dropout
+    stack: Stack[Block]
+    pooler: eqx.nn.Linear | None
+    config: BertConfig = eqx.field(static=True)
+
+    def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: sizes and rates.
+        - `key`: draws the weights as transformers' code does: N(0, `init_std`²), the padding token's row 0, biases 0,
+            norms 1.
+        """
+        embedding_key, positions_key, types_key, stack_key, pooler_key = jax.random.split(key, 5)
+        d, std = config.d_model, config.init_std
+        embedding = normal_embedding(config.vocab_size, d, std=std, key=embedding_key)
+        if config.pad_token_id is not None:
+            embedding = eqx.nn.Embedding(weight=embedding.weight.at[config.pad_token_id].set(0))
+        self.embedding = embedding
+        self.positions = std * jax.random.normal(positions_key, (config.n_positions, d))
+        self.token_types = std * jax.random.normal(types_key, (config.n_token_types, d))
+        self.norm = eqx.nn.LayerNorm(d, eps=config.layer_norm_eps)
+        self.dropout = eqx.nn.Dropout(config.dropout)
+        self.stack = Stack(lambda key: Block(config, key=key), config.n_layers, remat=config.remat, key=stack_key)
+        self.pooler = normal_linear(d, d, std=std, key=pooler_key) if config.has_pooler else None
+        self.config = config
+
+    def __call__(
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        token_types: Int[Array, " seq"] | None = None,
+        mask: Bool[Array, " seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "seq d"]:
+        """The hidden state of each token, given all of them.
+
+        **Arguments:**
+
+        - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
+        - `token_types`: the type of each: 0 in the first sentence, 1 in the second; None for all 0.
+        - `mask`: which of them are tokens, and not padding; None for all. Padding counts in positions.
+        - `key`: for dropout; not needed in inference.
+
+        Raises ValueError for more ids than positions.
+        """
+        (seq,) = ids.shape
+        check_length("ids", seq, self.config.n_positions)
+        dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
+        with jax.named_scope("embedding"):
+            # A type beyond the table gives NaN, as an id does.
+            types = self.token_types[0] if token_types is None else self.token_types.at[token_types].get(mode="fill")
+            x = embed(self.embedding, ids) + types + self.positions[:seq]
+            x = self.dropout(norm(self.norm, x), key=dropout_key)
+        return self.stack(x, None if mask is None else mask[None], key=stack_key)
+
+    def pool(self, hidden: Float[Array, "seq d"]) -> Float[Array, " d"]:
+        """What stands for the whole text: the first token's hidden state, through one more layer and tanh.
+
+        Raises ValueError where the model has no pooler.
+        """
+        if self.pooler is None:
+            raise ValueError(
+                "`has_pooler`: expected True, got False: this model has no pooler. Take the first token's `hidden[0]`."
+            )
+        with jax.named_scope("pooler"):
+            return jnp.tanh(linear(self.pooler, hidden[0]))
+
+    @classmethod
+    def read_config(cls, folder: Path) -> BertConfig:
+        """The config of a folder, with a pooler where the folder has its weights; nothing else tells."""
+        names = ("pooler.dense.weight", "bert.pooler.dense.weight")
+        return replace(super().read_config(folder), has_pooler=is_on_disk(folder, cls.weights_name, *names))
+
+    @staticmethod
+    def names(config: BertConfig) -> Names:
+        """Where a Hugging Face folder keeps each leaf."""
+        pooler = () if config.has_pooler else ("pooler.*",)
+        return Names(
+            tensors=_names(config),
+            # A counter in old files, heads of every kind, and a pooler that is not wanted.
+            ignored=("embeddings.position_ids", "cls.*", "classifier.*", *pooler),
+            aliases=(*_OLD_NORMS, (r"^bert\.", "")),
+        )
+
+
+_OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))  # as TensorFlow has them
+
+
+def _names(config: BertConfig) -> list[Name]:
+    block = [
+        *same_layer("attention.self.query", "attention.query"),
+        *same_layer("attention.self.key", "attention.key"),
+        *same_layer("attention.self.value", "attention.value"),
+        *same_layer("attention.output.dense", "attention.output"),
+        *same_layer("attention.output.LayerNorm", "attention_norm"),
+        *same_layer("intermediate.dense", "mlp.up"),
+        *same_layer("output.dense", "mlp.down"),
+        *same_layer("output.LayerNorm", "mlp_norm"),
+    ]
+    return [
+        same("embeddings.word_embeddings.weight", "embedding.weight"),
+        same("embeddings.position_embeddings.weight", "positions"),
+        same("embeddings.token_type_embeddings.weight", "token_types"),
+        *same_layer("embeddings.LayerNorm", "norm"),
+        *layers("encoder.layer.{}.", "stack.blocks.", config.n_layers, block),
+        *(same_layer("pooler.dense", "pooler") if config.has_pooler else []),
+    ]
+
+
+class BertForMaskedLM(Pretrained):
+    """BERT as it is pretrained, from token ids to the logits of the token at each place. Called on one example.
+
+    ```python
+    model = BertForMaskedLM(BertConfig.bert_base_uncased(), key=jax.random.key(0))
+    logits = model(ids, mask=mask, key=key)  # [seq, vocab]
+    ```
+
+    The logits are taken with the embedding. A folder's pooler and its head for pairs of sentences are left behind: the
+    published folders have both, and a folder saved here has neither.
+    """
+
+    config_class = BertConfig
+    model_types = ("bert",)
+    architectures = ("BertForMaskedLM", "BertForPreTraining")
+
+    bert: Bert
+    transform: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+    logits_bias: Float[Array, " vocab"]
+    config: BertConfig = eqx.field(static=True)
+
+    def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: sizes and rates.
+        - `key`: draws the weights: those of the `Bert` as it does itself, the head's N(0, `init_std`²), its biases 0.
+        """
+        bert_key, transform_key = jax.random.split(key)
+        self.bert = Bert(replace(config, has_pooler=False), key=bert_key)
+        self.transform = normal_linear(config.d_model, config.d_model, std=config.init_std, key=transform_key)
+        self.norm = eqx.nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.logits_bias = jnp.zeros(config.vocab_size)
+        self.config = config
+
+    def __call__(
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        token_types: Int[Array, " seq"] | None = None,
+        mask: Bool[Array, " seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "seq vocab"]:
+        """The logits of the token at each place. The arguments are those of `Bert`."""
+        return self.logits(self.hidden(ids, token_types=token_types, mask=mask, key=key))
+
+    def hidden(
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        token_types: Int[Array, " seq"] | None = None,
+        mask: Bool[Array, " seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "seq d"]:
+        """What `logits` takes: the hidden state of each token, transformed and normed. The arguments are those of `Bert`."""
+        hidden = self.bert(ids, token_types=token_types, mask=mask, key=key)
+        with jax.named_scope("head"):
+            activate = _ACTIVATIONS[self.config.activation]
+            return norm(self.norm, activate(linear(self.transform, hidden)))
+
+    def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
+        """The logits of the tokens, from what `hidden` returns."""
+        with jax.named_scope("head"):
+            return hidden @ self.bert.embedding.weight.T + self.logits_bias
+
+    @staticmethod
+    def names(config: BertConfig) -> Names:
+        """Where a Hugging Face folder keeps each leaf."""
+        return Names(
+            tensors=[
+                *within("bert.", "bert.", _names(replace(config, has_pooler=False))),
+                *same_layer("cls.predictions.transform.dense", "transform"),
+                *same_layer("cls.predictions.transform.LayerNorm", "norm"),
+                same("cls.predictions.bias", "logits_bias"),
+            ],
+            ignored=("bert.embeddings.position_ids", "bert.pooler.*", "cls.seq_relationship.*"),
+            copies={
+                "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+                "cls.predictions.decoder.bias": "cls.predictions.bias",
+            },
+            aliases=_OLD_NORMS,
+        )
+
+
+class BertForSequenceClassification(Pretrained):
+    """BERT with a head, from token ids to the logits of each class, or to a number. Called on one example.
+
+    ```python
+    model = BertForSequenceClassification(BertConfig.bert_base_uncased(), key=jax.random.key(0))
+    logits = model(ids, token_types=token_types, mask=mask, key=key)  # [n_classes]
+    ```
+
+    For classes of your own, put a pretrained `Bert` into a new classifier:
+
+    ```python
+    bert, config = Bert.from_pretrained(folder)
+    model = BertForSequenceClassification(dataclasses.replace(config, n_classes=3), key=key)
+    model = eqx.tree_at(lambda model: model.bert, model, bert)
+    ```
+    """
+
+    config_class = BertConfig
+    model_types = ("bert",)
+    architectures = ("BertForSequenceClassification",)
+
+    bert: Bert
+    dropout: eqx.nn.Dropout
+    classifier: eqx.nn.Linear
+    config: BertConfig = eqx.field(static=True)
+
+    def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: sizes and rates.
+        - `key`: draws the weights: those of the `Bert` as it does itself, the head's N(0, `init_std`²).
+        """
+        bert_key, classifier_key = jax.random.split(key)
+        self.bert = Bert(replace(config, has_pooler=True), key=bert_key)
+        rate = config.dropout if config.classifier_dropout is None else config.classifier_dropout
+        self.dropout = eqx.nn.Dropout(rate)
+        self.classifier = normal_linear(config.d_model, config.n_classes, std=config.init_std, key=classifier_key)
+        self.config = config
+
+    def __call__(
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        token_types: Int[Array, " seq"] | None = None,
+        mask: Bool[Array, " seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, " classes"]:
+        """The logits of each class; with one class, the number. The arguments are those of `Bert`.
+
+        Padding is on the right: the first token stands for the text.
+        """
+        bert_key, dropout_key = (None, None) if key is None else jax.random.split(key)
+        hidden = self.bert(ids, token_types=token_types, mask=mask, key=bert_key)
+        pooled = self.dropout(self.bert.pool(hidden), key=dropout_key)
+        with jax.named_scope("head"):
+            return linear(self.classifier, pooled)
+
+    @staticmethod
+    def names(config: BertConfig) -> Names:
+        """Where a Hugging Face folder keeps each leaf."""
+        names = _names(replace(config, has_pooler=True))
+        return Names(
+            tensors=[*within("bert.", "bert.", names), *same_layer("classifier", "classifier")],
+            ignored=("bert.embeddings.position_ids",),
+            aliases=_OLD_NORMS,
+        )

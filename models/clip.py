@@ -1,0 +1,642 @@
+"""CLIP: a text transformer and a vision transformer whose outputs meet in one space; also each of the two by itself.
+
+Source: Radford et al. 2021, *Learning Transferable Visual Models From Natural Language Supervision*, and its code,
+github.com/openai/CLIP. The text half is also the text encoder of Stable Diffusion. It differs from that code in its layout
+only: query, key and value are three layers in place of one, so that a plan splits each by whole heads.
+
+Dims: seq = tokens of one text, patches = rows x columns of one image, tokens = 1 + patches, d = width of the half at hand,
+projection = width of the space that both share, heads x size = d.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from ._attention import Attention, causal_mask
+from ._config import Keys, check_heads, check_length, check_rates, check_sizes, token_ids
+from ._folder import Name, Names, Pretrained, layers, same, same_layer, within
+from ._layers import embed, linear, norm, normal_embedding, normal_linear
+from ._stack import Stack
+
+_ACTIVATIONS = {
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+}
+
+
+def _check_activation(config: "CLIPTextConfig | CLIPVisionConfig") -> None:
+    if config.activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"`activation`: expected one of {', '.join(_ACTIVATIONS)}, got {config.activation!r}. Pass one of them."
+        )
+
+
+def _half(keys: Keys, name: str) -> Keys:
+    """The keys of one half: those of the file, or of the part of it that is named so where it describes both."""
+    fields = keys.get(name, None)
+    return keys if fields is None else Keys(fields, keys.path)
+
+
+@dataclass(frozen=True)
+class CLIPTextConfig:
+    """The sizes and rates of CLIP's text half; the defaults are those of the smallest published one.
+
+    **Arguments:**
+
+    - `vocab_size`: rows of the embedding.
+    - `n_positions`: the longest text, in tokens.
+    - `d_model`, `d_ff`: the width, and that inside an MLP.
+    - `n_layers`, `n_heads`: blocks, and heads in each; `n_heads` divides `d_model`.
+    - `activation`: `"quick_gelu"` as OpenAI's, or `"gelu"` as OpenCLIP's.
+    - `attention_dropout`: a rate in [0, 1).
+    - `layer_norm_eps`: added to the variance.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where a text begins and ends, and what fills it up. It is pooled at its
+        first `eos_token_id`; the 2 of old folders, which no tokenizer gave, means its largest id.
+    - `init_std`: standard deviation of the first embeddings and positions; that of other weights follows from their sizes.
+    - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+
+    Raises ValueError for sizes below 1, heads that do not divide the width, a rate outside [0, 1), and an activation that is
+    none of the two.
+    """
+
+    vocab_size: int = 49408
+    n_positions: int = 77
+    d_model: int = 512
+    d_ff: int = 2048
+    n_layers: int = 12
+    n_heads: int = 8
+    activation: str = "quick_gelu"
+    attention_dropout: float = 0.0
+    layer_norm_eps: float = 1e-5
+    bos_token_id: int | None = 49406
+    eos_token_id: int = 49407
+    pad_token_id: int | None = 1
+    init_std: float = 0.02
+    remat: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        check_sizes(self, "vocab_size", "n_positions", "d_model", "d_ff", "n_layers", "n_heads")
+        check_heads(self)
+        check_rates(self, "attention_dropout")
+        _check_activation(self)
+
+    def without_dropout(self) -> "CLIPTextConfig":
+        """The same with its rate 0."""
+        return replace(self, attention_dropout=0.0)
+
+    @classmethod
+    def stable_diffusion_1(cls) -> "CLIPTextConfig":
+        """The text encoder of Stable Diffusion 1: that of OpenAI's ViT-L/14, of 123 million parameters."""
+        return cls(d_model=768, d_ff=3072, n_heads=12)
+
+    @classmethod
+    def stable_diffusion_2(cls) -> "CLIPTextConfig":
+        """The text encoder of Stable Diffusion 2: that of OpenCLIP's ViT-H/14 but its last block, of 340 million."""
+        return cls(d_model=1024, d_ff=4096, n_layers=23, n_heads=16, activation="gelu")
+
+    @classmethod
+    def from_hf(cls, keys: Keys) -> "CLIPTextConfig":
+        """The config that a `config.json` describes, by itself or as the `text_config` of a whole CLIP."""
+        keys = _half(keys, "text_config")
+        tokens = keys.tokens(bos=49406, eos=49407, pad=1)
+        if not isinstance(tokens["eos_token_id"], int):
+            raise keys.refuse("eos_token_id", tokens["eos_token_id"], "one id, at which a text is pooled")
+        return cls(
+            vocab_size=keys.get("vocab_size", 49408),
+            n_positions=keys.get("max_position_embeddings", 77),
+            d_model=keys.get("hidden_size", 512),
+            d_ff=keys.get("intermediate_size", 2048),
+            n_layers=keys.get("num_hidden_layers", 12),
+            n_heads=keys.get("num_attention_heads", 8),
+            activation=keys.only("hidden_act", *_ACTIVATIONS),
+            attention_dropout=keys.get("attention_dropout", 0.0),
+            layer_norm_eps=keys.get("layer_norm_eps", 1e-5),
+            **tokens,
+            init_std=keys.get("initializer_range", 0.02),
+            extra=keys.rest(),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        return {
+            "model_type": "clip_text_model",
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.n_positions,
+            "hidden_size": self.d_model,
+            "intermediate_size": self.d_ff,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "hidden_act": self.activation,
+            "attention_dropout": self.attention_dropout,
+            "layer_norm_eps": self.layer_norm_eps,
+            **token_ids(self),
+            "initializer_range": self.init_std,
+        }
+
+
+@dataclass(frozen=True)
+class CLIPVisionConfig:
+    """The sizes and rates of CLIP's vision half; the defaults are those of the published ViT-B/32.
+
+    **Arguments:**
+
+    - `image_size`, `patch_size`, `n_channels`: height and width of an image and of a patch, in pixels; colours.
+    - `init_std`: standard deviation of the first patch embedding and positions; that of other weights follows from their
+        sizes.
+    - The others are those of `CLIPTextConfig`.
+
+    Raises ValueError for sizes below 1, a patch larger than the image, heads that do not divide the width, a rate outside
+    [0, 1), and an activation that is none of the two.
+    """
+
+    image_size: int = 224
+    patch_size: int = 32
+    n_channels: int = 3
+    d_model: int = 768
+    d_ff: int = 3072
+    n_layers: int = 12
+    n_heads: int = 12
+    activation: str = "quick_gelu"
+    attention_dropout: float = 0.0
+    layer_norm_eps: float = 1e-5
+    init_std: float = 0.02
+    remat: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        check_sizes(self, "image_size", "patch_size", "n_channels", "d_model", "d_ff", "n_layers", "n_heads")
+        check_heads(self)
+        check_rates(self, "attention_dropout")
+        _check_activation(self)
+        if self.patch_size > self.image_size:
+            raise ValueError(
+                f"`patch_size`: expected at most `image_size`={self.image_size}, got {self.patch_size}. Choose smaller "
+                "patches."
+            )
+
+    @property
+    def n_patches(self) -> int:
+        """Of one image. Pixels beyond the last whole patch are not seen."""
+        return (self.image_size // self.patch_size) ** 2
+
+    def without_dropout(self) -> "CLIPVisionConfig":
+        """The same with its rate 0."""
+        return replace(self, attention_dropout=0.0)
+
+    @classmethod
+    def from_hf(cls, keys: Keys) -> "CLIPVisionConfig":
+        """The config that a `config.json` describes, by itself or as the `vision_config` of a whole CLIP."""
+        keys = _half(keys, "vision_config")
+        return cls(
+            image_size=keys.get("image_size", 224),
+            patch_size=keys.get("patch_size", 32),
+            n_channels=keys.get("num_channels", 3),
+            d_model=keys.get("hidden_size", 768),
+            d_ff=keys.get("intermediate_size", 3072),
+            n_layers=keys.get("num_hidden_layers", 12),
+            n_heads=keys.get("num_attention_heads", 12),
+            activation=keys.only("hidden_act", *_ACTIVATIONS),
+            attention_dropout=keys.get("attention_dropout", 0.0),
+            layer_norm_eps=keys.get("layer_norm_eps", 1e-5),
+            init_std=keys.get("initializer_range", 0.02),
+            extra=keys.rest(),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        return {
+            "model_type": "clip_vision_model",
+            "image_size": self.image_size,
+            "patch_size": self.patch_size,
+            "num_channels": self.n_channels,
+            "hidden_size": self.d_model,
+            "intermediate_size": self.d_ff,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "hidden_act": self.activation,
+            "attention_dropout": self.attention_dropout,
+            "layer_norm_eps": self.layer_norm_eps,
+            "initializer_range": self.init_std,
+        }
+
+
+@dataclass(frozen=True)
+class CLIPConfig:
+    """The two halves of a CLIP, and the space in which they meet; the defaults are those of the published ViT-B/32.
+
+    **Arguments:**
+
+    - `text`, `vision`: the halves.
+    - `d_projection`: the width of the space.
+    - `init_logit_scale`: the first value of the logarithm by whose exponential similarities are scaled.
+    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+
+    Raises ValueError for a `d_projection` below 1.
+    """
+
+    text: CLIPTextConfig = field(default_factory=CLIPTextConfig)
+    vision: CLIPVisionConfig = field(default_factory=CLIPVisionConfig)
+    d_projection: int = 512
+    init_logit_scale: float = 2.6592
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        check_sizes(self, "d_projection")
+
+    def without_dropout(self) -> "CLIPConfig":
+        """The same with both halves' rates 0."""
+        return replace(self, text=self.text.without_dropout(), vision=self.vision.without_dropout())
+
+    @classmethod
+    def clip_vit_base_patch32(cls) -> "CLIPConfig":
+        """The published ViT-B/32 of 151 million parameters."""
+        return cls()
+
+    @classmethod
+    def clip_vit_base_patch16(cls) -> "CLIPConfig":
+        """The published ViT-B/16 of 150 million parameters."""
+        return cls(vision=CLIPVisionConfig(patch_size=16))
+
+    @classmethod
+    def clip_vit_large_patch14(cls) -> "CLIPConfig":
+        """The published ViT-L/14 of 428 million parameters."""
+        return cls(
+            text=CLIPTextConfig.stable_diffusion_1(),
+            vision=CLIPVisionConfig(patch_size=14, d_model=1024, d_ff=4096, n_layers=24, n_heads=16),
+            d_projection=768,
+        )
+
+    @classmethod
+    def from_hf(cls, keys: Keys) -> "CLIPConfig":
+        """The config that a `config.json` describes."""
+        halves = {}
+        for name in ("text_config", "vision_config"):
+            # Old files hold a half twice; transformers takes the `_dict`, with its own defaults for what that leaves out.
+            fields, older = keys.get(name, {}), keys.get(f"{name}_dict", None)
+            halves[name] = Keys(fields if older is None else older, f"{keys.path}: {name}")
+        return cls(
+            text=CLIPTextConfig.from_hf(halves["text_config"]),
+            vision=CLIPVisionConfig.from_hf(halves["vision_config"]),
+            d_projection=keys.get("projection_dim", 512),
+            init_logit_scale=keys.get("logit_scale_init_value", 2.6592),
+            extra=keys.rest(),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        return {
+            "model_type": "clip",
+            "text_config": {**self.text.extra, **self.text.to_hf()},
+            "vision_config": {**self.vision.extra, **self.vision.to_hf()},
+            "projection_dim": self.d_projection,
+            "logit_scale_init_value": self.init_logit_scale,
+        }
+
+
+class Mlp(eqx.Module):
+    """Two layers and an activation between them."""
+
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    activation: str = eqx.field(static=True)
+
+    def __init__(self, config: CLIPTextConfig | CLIPVisionConfig, *, key: PRNGKeyArray):
+        up_key, down_key = jax.random.split(key)
+        d, d_ff = config.d_model, config.d_ff
+        self.up = normal_linear(d, d_ff, std=(2 * d) ** -0.5, key=up_key)
+        self.down = normal_linear(d_ff, d, std=_residual_std(config), key=down_key)
+        self.activation = config.activation
+
+    def __call__(self, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+        return linear(self.down, _ACTIVATIONS[self.activation](linear(self.up, x)))
+
+
+def _residual_std(config: CLIPTextConfig | CLIPVisionConfig) -> float:
+    """For what is added to the residual stream, twice a block."""
+    return (config.d_model * 2 * config.n_layers) ** -0.5
+
+
+class Block(eqx.Module):
+    """Attention and MLP, each normed before and added after; of either half."""
+
+    attention_norm: eqx.nn.LayerNorm
+    attention: Attention
+    mlp_norm: eqx.nn.LayerNorm
+    mlp: Mlp
+
+    def __init__(self, config: CLIPTextConfig | CLIPVisionConfig, *, key: PRNGKeyArray):
+        q_key, k_key, v_key, o_key, mlp_key = jax.random.split(key, 5)
+        d, eps, std = config.d_model, config.layer_norm_eps, config.d_model**-0.5
+        self.attention_norm = eqx.nn.LayerNorm(d, eps=eps)
+        self.attention = Attention(
+            query=normal_linear(d, d, std=std, key=q_key),
+            key=normal_linear(d, d, std=std, key=k_key),
+            value=normal_linear(d, d, std=std, key=v_key),
+            output=normal_linear(d, d, std=_residual_std(config), key=o_key),
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_heads,
+            dropout=eqx.nn.Dropout(config.attention_dropout),
+        )
+        self.mlp_norm = eqx.nn.LayerNorm(d, eps=eps)
+        self.mlp = Mlp(config, key=mlp_key)
+
+    def __call__(
+        self, x: Float[Array, "seq d"], mask: Bool[Array, "seq seq"] | None = None, *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "seq d"]:
+        with jax.named_scope("attention"):
+            x = x + self.attention(norm(self.attention_norm, x), mask=mask, key=key)[0]
+        with jax.named_scope("mlp"):
+            return x + self.mlp(norm(self.mlp_norm, x))
+
+
+_BLOCK = [
+    *same_layer("layer_norm1", "attention_norm"),
+    *same_layer("self_attn.q_proj", "attention.query"),
+    *same_layer("self_attn.k_proj", "attention.key"),
+    *same_layer("self_attn.v_proj", "attention.value"),
+    *same_layer("self_attn.out_proj", "attention.output"),
+    *same_layer("layer_norm2", "mlp_norm"),
+    *same_layer("mlp.fc1", "mlp.up"),
+    *same_layer("mlp.fc2", "mlp.down"),
+]
+_WHOLE = ("text_projection.weight", "visual_projection.weight", "logit_scale")  # what a CLIP has beside its halves
+
+
+class CLIPText(Pretrained):
+    """CLIP's text half, from token ids to hidden states, as Stable Diffusion takes them. Called on one text.
+
+    ```python
+    model = CLIPText(CLIPTextConfig.stable_diffusion_1(), key=jax.random.key(0))
+    hidden = jax.vmap(model)(ids)  # [batch, seq, d]
+    pooled = jax.vmap(model.pool)(hidden, ids)  # [batch, d]
+    ```
+
+    `CLIPText.from_pretrained` also reads the text half of a whole CLIP's folder.
+    """
+
+    config_class = CLIPTextConfig
+    model_types = ("clip_text_model", "clip")
+    architectures = ("CLIPTextModel",)
+
+    embedding: eqx.nn.Embedding
+    positions: Float[Array, "n_positions d"]
+    stack: Stack[Block]
+    norm: eqx.nn.LayerNorm
+    config: CLIPTextConfig = eqx.field(static=True)
+
+    def __init__(self, config: CLIPTextConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: sizes and rates.
+        - `key`: draws the weights: embedding and positions N(0, `init_std`²), matrices as OpenAI's code does, N(0, 1 / `d`),
+            the MLP's first of half that variance, what is added to the residual stream scaled by `1 / sqrt(2 * n_layers)`,
+            biases 0, norms 1.
+        """
+        embedding_key, positions_key, stack_key = jax.random.split(key, 3)
+        d, std = config.d_model, config.init_std
+        self.embedding = normal_embedding(config.vocab_size, d, std=std, key=embedding_key)
+        self.positions = std * jax.random.normal(positions_key, (config.n_positions, d))
+        self.stack = Stack(lambda key: Block(config, key=key), config.n_layers, remat=config.remat, key=stack_key)
+        self.norm = eqx.nn.LayerNorm(d, eps=config.layer_norm_eps)
+        self.config = config
+
+    def __call__(
+        self, ids: Int[Array, " seq"], *, mask: Bool[Array, " seq"] | None = None, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "seq d"]:
+        """The hidden state of each token, given it and those before it, normed.
+
+        **Arguments:**
+
+        - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
+        - `mask`: which of them are tokens, and not padding; None for all, as Stable Diffusion has it. Padding counts in
+            positions.
+        - `key`: for dropout; not needed in inference.
+
+        Raises ValueError for more ids than positions.
+        """
+        (seq,) = ids.shape
+        check_length("ids", seq, self.config.n_positions)
+        with jax.named_scope("embedding"):
+            x = embed(self.embedding, ids) + self.positions[:seq]
+        return norm(self.norm, self.stack(x, causal_mask(mask, seq), key=key))
+
+    def pool(self, hidden: Float[Array, "seq d"], ids: Int[Array, " seq"]) -> Float[Array, " d"]:
+        """The hidden state that stands for the whole text: that of its first `eos_token_id`; of the first id without one."""
+        eos = self.config.eos_token_id
+        # Folders from before transformers 4.31 say 2, whatever the tokenizer; the true one was the vocabulary's last id.
+        return hidden[jnp.argmax(ids if eos == 2 else ids == eos)]
+
+    @staticmethod
+    def names(config: CLIPTextConfig) -> Names:
+        """Where a Hugging Face folder keeps each leaf."""
+        return Names(
+            tensors=_text_names(config),
+            ignored=("embeddings.position_ids", "vision_model.*", *_WHOLE),
+            # As transformers wrote it before its version 5, and as a whole CLIP has it.
+            aliases=((r"^text_model\.", ""),),
+        )
+
+
+def _text_names(config: CLIPTextConfig) -> list[Name]:
+    return [
+        same("embeddings.token_embedding.weight", "embedding.weight"),
+        same("embeddings.position_embedding.weight", "positions"),
+        *layers("encoder.layers.{}.", "stack.blocks.", config.n_layers, _BLOCK),
+        *same_layer("final_layer_norm", "norm"),
+    ]
+
+
+class CLIPVision(Pretrained):
+    """CLIP's vision half, from pixels to the hidden states of a class token and all patches. Called on one image.
+
+    ```python
+    model = CLIPVision(CLIPVisionConfig(), key=jax.random.key(0))
+    hidden = jax.vmap(model)(pixels)  # [batch, 1 + patches, d]
+    pooled = jax.vmap(model.pool)(hidden)  # [batch, d]
+    ```
+
+    `CLIPVision.from_pretrained` also reads the vision half of a whole CLIP's folder.
+    """
+
+    config_class = CLIPVisionConfig
+    model_types = ("clip_vision_model", "clip")
+    architectures = ("CLIPVisionModel",)
+
+    patches: eqx.nn.Conv2d
+    class_token: Float[Array, " d"]
+    positions: Float[Array, "tokens d"]
+    input_norm: eqx.nn.LayerNorm
+    stack: Stack[Block]
+    norm: eqx.nn.LayerNorm  # of what is pooled
+    config: CLIPVisionConfig = eqx.field(static=True)
+
+    def __init__(self, config: CLIPVisionConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: sizes and rates.
+        - `key`: draws the weights: patch embedding and positions N(0, `init_std`²), the class token N(0, 1 / `d`), blocks
+            as `CLIPText` does.
+        """
+        patches_key, class_key, positions_key, stack_key = jax.random.split(key, 4)
+        d, std, eps, size = config.d_model, config.init_std, config.layer_norm_eps, config.patch_size
+        patches = eqx.nn.Conv2d(config.n_channels, d, size, stride=size, use_bias=False, key=patches_key)
+        weight = std * jax.random.normal(patches_key, patches.weight.shape)
+        self.patches = eqx.tree_at(lambda conv: conv.weight, patches, weight)
+        self.class_token = d**-0.5 * jax.random.normal(class_key, (d,))
+        self.positions = std * jax.random.normal(positions_key, (1 + config.n_patches, d))
+        self.input_norm = eqx.nn.LayerNorm(d, eps=eps)
+        self.stack = Stack(lambda key: Block(config, key=key), config.n_layers, remat=config.remat, key=stack_key)
+        self.norm = eqx.nn.LayerNorm(d, eps=eps)
+        self.config = config
+
+    def __call__(
+        self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "tokens d"]:
+        """The hidden states of the class token, which comes first, and of each patch, row by row; before the last norm.
+
+        **Arguments:**
+
+        - `pixels`: one image of `[n_channels, image_size, image_size]`, normalised as the checkpoint wants it.
+        - `key`: for dropout; not needed in inference.
+
+        Raises ValueError for an image of another shape.
+        """
+        wanted = (self.config.n_channels, self.config.image_size, self.config.image_size)
+        if pixels.shape != wanted:
+            raise ValueError(f"`pixels`: expected {wanted}, got {pixels.shape}. Resize the image, channels first.")
+        with jax.named_scope("embedding"):
+            patches = self.patches(pixels.astype(self.patches.weight.dtype))
+            x = jnp.concatenate([self.class_token[None], rearrange(patches, "d rows columns -> (rows columns) d")])
+            x = norm(self.input_norm, x + self.positions)
+        return self.stack(x, key=key)
+
+    def pool(self, hidden: Float[Array, "tokens d"]) -> Float[Array, " d"]:
+        """The hidden state that stands for the whole image: that of the class token, normed."""
+        return self.norm(hidden[0])
+
+    @staticmethod
+    def names(config: CLIPVisionConfig) -> Names:
+        """Where a Hugging Face folder keeps each leaf."""
+        return Names(
+            tensors=_vision_names(config),
+            ignored=("embeddings.position_ids", "text_model.*", *_WHOLE),
+            aliases=((r"^vision_model\.", ""),),  # as for the text half
+        )
+
+
+def _vision_names(config: CLIPVisionConfig) -> list[Name]:
+    return [
+        same("embeddings.patch_embedding.weight", "patches.weight"),
+        same("embeddings.class_embedding", "class_token"),
+        same("embeddings.position_embedding.weight", "positions"),
+        *same_layer("pre_layrnorm", "input_norm"),  # sic
+        *layers("encoder.layers.{}.", "stack.blocks.", config.n_layers, _BLOCK),
+        *same_layer("post_layernorm", "norm"),
+    ]
+
+
+class CLIP(Pretrained):
+    """CLIP, from a text and an image to an embedding of each, of length 1. Called on one pair.
+
+    ```python
+    model = CLIP(CLIPConfig.clip_vit_base_patch32(), key=jax.random.key(0))
+    texts, images = jax.vmap(model)(ids, pixels)
+    logits = model.logits_per_image(images, texts)
+    labels = jnp.arange(len(logits))  # of a batch of pairs: to each image its own text, and the reverse
+    loss = cross_entropy(jnp.stack([logits, logits.T]), jnp.stack([labels, labels]))
+    ```
+    """
+
+    config_class = CLIPConfig
+    model_types = ("clip",)
+    architectures = ("CLIPModel",)
+
+    text: CLIPText
+    text_projection: eqx.nn.Linear
+    vision: CLIPVision
+    vision_projection: eqx.nn.Linear
+    logit_scale: Float[Array, ""]  # a logarithm
+    config: CLIPConfig = eqx.field(static=True)
+
+    def __init__(self, config: CLIPConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: of both halves.
+        - `key`: draws the weights: the halves' as they do themselves, projections N(0, 1 / `d`).
+        """
+        text_key, vision_key, text_projection_key, vision_projection_key = jax.random.split(key, 4)
+
+        def project(d: int, key: PRNGKeyArray) -> eqx.nn.Linear:
+            return normal_linear(d, config.d_projection, std=d**-0.5, use_bias=False, key=key)
+
+        self.text = CLIPText(config.text, key=text_key)
+        self.text_projection = project(config.text.d_model, text_projection_key)
+        self.vision = CLIPVision(config.vision, key=vision_key)
+        self.vision_projection = project(config.vision.d_model, vision_projection_key)
+        self.logit_scale = jnp.full((), config.init_logit_scale)
+        self.config = config
+
+    def __call__(
+        self,
+        ids: Int[Array, " seq"],
+        pixels: Float[Array, "channels height width"],
+        *,
+        mask: Bool[Array, " seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, " projection"], Float[Array, " projection"]]:
+        """The embeddings of a text and of an image. The arguments are those of `encode_text` and `encode_image`."""
+        text_key, image_key = (None, None) if key is None else jax.random.split(key)
+        return self.encode_text(ids, mask=mask, key=text_key), self.encode_image(pixels, key=image_key)
+
+    def encode_text(
+        self, ids: Int[Array, " seq"], *, mask: Bool[Array, " seq"] | None = None, key: PRNGKeyArray | None = None
+    ) -> Float[Array, " projection"]:
+        """The embedding of a text, of length 1. The arguments are those of `CLIPText`."""
+        with jax.named_scope("text"):
+            pooled = self.text.pool(self.text(ids, mask=mask, key=key), ids)
+            return _of_length_one(linear(self.text_projection, pooled))
+
+    def encode_image(
+        self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, " projection"]:
+        """The embedding of an image, of length 1. The arguments are those of `CLIPVision`."""
+        with jax.named_scope("vision"):
+            pooled = self.vision.pool(self.vision(pixels, key=key))
+            return _of_length_one(linear(self.vision_projection, pooled))
+
+    def logits_per_image(
+        self, images: Float[Array, "images projection"], texts: Float[Array, "texts projection"]
+    ) -> Float[Array, "images texts"]:
+        """How well each image and each text match: their cosines times `exp(logit_scale)`, a row an image.
+
+        **Arguments:**
+
+        - `images`, `texts`: as `encode_image` and `encode_text` give them, any number of either.
+        """
+        return jnp.exp(self.logit_scale) * (images @ texts.T)
+
+    @staticmethod
+    def names(config: CLIPConfig) -> Names:
+        """Where a Hugging Face folder keeps each leaf."""
+        return Names(
+            tensors=[
+                *within("text_model.", "text.", _text_names(config.text)),
+                *same_layer("text_projection", "text_projection", use_bias=False),
+                *within("vision_model.", "vision.", _vision_names(config.vision)),
+                *same_layer("visual_projection", "vision_projection", use_bias=False),
+                same("logit_scale", "logit_scale"),
+            ],
+            ignored=("*.embeddings.position_ids",),
+        )
+
+
+def _of_length_one(x: Float[Array, " d"]) -> Float[Array, " d"]:
+    return (x / jnp.linalg.norm(x.astype(jnp.float32))).astype(x.dtype)

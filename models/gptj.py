@@ -1,0 +1,303 @@
+"""GPT-J: rotary positions on a part of each head, attention and MLP side by side behind one norm, a head with a bias.
+
+Source: Wang and Komatsuzaki 2021, *GPT-J-6B: A 6 Billion Parameter Autoregressive Language Model*, and its code,
+github.com/kingoflolz/mesh-transformer-jax. It differs from that code in the first weights, which are drawn as
+`transformers` draws them.
+
+Dims: seq = tokens of one example, d = width of the model, heads x size = d, pairs = half of the dims of a head that turn.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from ._attention import Attention, Cache, causal_mask, token_positions
+from ._config import Keys, check_heads, check_rates, check_sizes, token_ids
+from ._decoder import Decoder
+from ._folder import Names, layers, same, same_layer
+from ._layers import embed, linear, norm, normal_embedding, normal_linear
+from ._stack import Stack
+
+Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
+Rotation = tuple[Float[Array, "seq 1 pairs"], Float[Array, "seq 1 pairs"]]  # cosines and sines
+
+
+@dataclass(frozen=True)
+class GPTJConfig:
+    """The sizes and rates of a GPT-J; the defaults are the published one.
+
+    **Arguments:**
+
+    - `vocab_size`: rows of the embedding. Sizes that `n_model_shards` divides can be split.
+    - `n_positions`: the longest example, in tokens. No weight depends on it.
+    - `d_model`: the width.
+    - `d_mlp`: the MLP's inner width; None for four times `d_model`.
+    - `n_layers`, `n_heads`: blocks, and heads in each; `n_heads` divides `d_model`.
+    - `rotary_size`: how many dims of each head turn with the position, the first ones; even.
+    - `embedding_dropout`, `attention_dropout`, `residual_dropout`: rates in [0, 1).
+    - `layer_norm_eps`: added to the variance.
+    - `is_tied`: whether the head's weight is the embedding's. Its bias is its own in either case.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where generated text begins and ends, and what fills it up.
+    - `init_std`: standard deviation of the first weights.
+    - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+
+    Raises ValueError for sizes below 1, heads that do not divide the width, a `rotary_size` that is odd or larger than a
+    head, and rates outside [0, 1).
+    """
+
+    vocab_size: int = 50400
+    n_positions: int = 2048
+    d_model: int = 4096
+    d_mlp: int | None = None
+    n_layers: int = 28
+    n_heads: int = 16
+    rotary_size: int = 64
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    layer_norm_eps: float = 1e-5
+    is_tied: bool = False
+    bos_token_id: int | None = 50256
+    eos_token_id: int | tuple[int, ...] | None = 50256
+    pad_token_id: int | None = None
+    init_std: float = 0.02
+    remat: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        check_sizes(self, "vocab_size", "n_positions", "d_model", "n_layers", "n_heads")
+        if self.d_mlp is not None:
+            check_sizes(self, "d_mlp")
+        check_heads(self)
+        check_rates(self, "embedding_dropout", "attention_dropout", "residual_dropout")
+        size = self.d_model // self.n_heads
+        if self.rotary_size % 2 or not 2 <= self.rotary_size <= size:
+            raise ValueError(
+                f"`rotary_size`: expected an even number from 2 to `d_model` / `n_heads`={size}, got {self.rotary_size}. "
+                "Turn whole pairs of a head's dims."
+            )
+
+    def without_dropout(self) -> "GPTJConfig":
+        """The same with all three rates 0."""
+        return replace(self, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
+
+    @classmethod
+    def gptj_6b(cls) -> "GPTJConfig":
+        """The published GPT-J of 6 billion parameters."""
+        return cls()
+
+    @classmethod
+    def from_hf(cls, keys: Keys) -> "GPTJConfig":
+        """The config that a `config.json` describes."""
+        keys.only("activation_function", "gelu_new")
+        d_model, n_heads = keys.get("n_embd", 4096), keys.get("n_head", 16)
+        d_mlp = keys.get("n_inner", None)
+        return cls(
+            vocab_size=keys.get("vocab_size", 50400),
+            n_positions=keys.get("n_positions", 2048),
+            d_model=d_model,
+            d_mlp=None if d_mlp == 4 * d_model else d_mlp,
+            n_layers=keys.get("n_layer", 28),
+            n_heads=n_heads,
+            rotary_size=keys.get("rotary_dim", d_model // n_heads if keys.has("rotary_dim") else 64),
+            embedding_dropout=keys.get("embd_pdrop", 0.0),
+            attention_dropout=keys.get("attn_pdrop", 0.0),
+            residual_dropout=keys.get("resid_pdrop", 0.0),
+            layer_norm_eps=keys.get("layer_norm_epsilon", 1e-5),
+            is_tied=keys.get("tie_word_embeddings", False),
+            **keys.tokens(bos=50256, eos=50256),
+            init_std=keys.get("initializer_range", 0.02),
+            extra=keys.rest(),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        return {
+            "model_type": "gptj",
+            "activation_function": "gelu_new",
+            "vocab_size": self.vocab_size,
+            "n_positions": self.n_positions,
+            "n_embd": self.d_model,
+            "n_inner": self.d_mlp,
+            "n_layer": self.n_layers,
+            "n_head": self.n_heads,
+            "rotary_dim": self.rotary_size,
+            "embd_pdrop": self.embedding_dropout,
+            "attn_pdrop": self.attention_dropout,
+            "resid_pdrop": self.residual_dropout,
+            "layer_norm_epsilon": self.layer_norm_eps,
+            "tie_word_embeddings": self.is_tied,
+            **token_ids(self),
+            "initializer_range": self.init_std,
+        }
+
+
+def rotation(positions: Int[Array, " seq"], size: int) -> Rotation:
+    """Cosines and sines of the angles by which `size / 2` pairs of dims turn at each position; later pairs turn slower."""
+    frequencies = 10000.0 ** (-jnp.arange(0, size, 2) / size)
+    angles = rearrange(positions[:, None] * frequencies, "seq pairs -> seq 1 pairs")
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def turned(x: Float[Array, "seq heads size"], rotation: Rotation) -> Float[Array, "seq heads size"]:
+    """`x` with the first dims of each head turned: dims 0 and 1 are a pair, 2 and 3 the next."""
+    cos, sin = rotation
+    n_turned = 2 * cos.shape[-1]
+    a, b = rearrange(x[..., :n_turned], "seq heads (pairs two) -> two seq heads pairs", two=2)
+    both = jnp.stack([a * cos - b * sin, b * cos + a * sin])
+    both = rearrange(both, "two seq heads pairs -> seq heads (pairs two)").astype(x.dtype)
+    return jnp.concatenate([both, x[..., n_turned:]], axis=-1)
+
+
+def _attention(config: GPTJConfig, key: PRNGKeyArray) -> Attention:
+    q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+    d, std = config.d_model, config.init_std
+    return Attention(
+        query=normal_linear(d, d, std=std, use_bias=False, key=q_key),
+        key=normal_linear(d, d, std=std, use_bias=False, key=k_key),
+        value=normal_linear(d, d, std=std, use_bias=False, key=v_key),
+        output=normal_linear(d, d, std=std, use_bias=False, key=o_key),
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_heads,
+        dropout=eqx.nn.Dropout(config.attention_dropout),
+    )
+
+
+class Mlp(eqx.Module):
+    """Two layers with GELU, by tanh, between them."""
+
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
+        up_key, down_key = jax.random.split(key)
+        d, std = config.d_model, config.init_std
+        d_mlp = 4 * d if config.d_mlp is None else config.d_mlp
+        self.up = normal_linear(d, d_mlp, std=std, key=up_key)
+        self.down = normal_linear(d_mlp, d, std=std, key=down_key)
+
+    def __call__(self, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+        return linear(self.down, jax.nn.gelu(linear(self.up, x), approximate=True))
+
+
+class Block(eqx.Module):
+    """Attention and MLP of the same normed input, both added to it at once."""
+
+    norm: eqx.nn.LayerNorm
+    attention: Attention
+    mlp: Mlp
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
+        attention_key, mlp_key = jax.random.split(key)
+        self.norm = eqx.nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.attention = _attention(config, attention_key)
+        self.mlp = Mlp(config, key=mlp_key)
+        self.dropout = eqx.nn.Dropout(config.residual_dropout)
+
+    def __call__(
+        self,
+        carry: Carry,
+        mask: Bool[Array, "seq source"],
+        rotation: Rotation,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Carry:
+        x, cache = carry
+        keys = (None,) * 3 if key is None else jax.random.split(key, 3)
+        normed = norm(self.norm, x)
+        with jax.named_scope("attention"):
+            turn = lambda x: turned(x, rotation)  # noqa: E731
+            mixed, cache = self.attention(normed, mask=mask, turn=turn, cache=cache, key=keys[0])
+        with jax.named_scope("mlp"):
+            computed = self.mlp(normed)
+        return x + (self.dropout(mixed, key=keys[1]) + self.dropout(computed, key=keys[2])), cache
+
+
+class GPTJ(Decoder):
+    """GPT-J, from token ids to the logits of each next token. Called on one example; `jax.vmap` it over a batch.
+
+    ```python
+    model = GPTJ(GPTJConfig.gptj_6b(), key=jax.random.key(0))
+    keys = jax.random.split(key, len(ids))
+    logits = jax.vmap(lambda ids, key: model(ids, key=key))(ids, keys)
+    ```
+
+    `eqx.nn.inference_mode(model)` takes dropout out, and no key is needed then.
+    """
+
+    config_class = GPTJConfig
+    model_types = ("gptj",)
+    architectures = ("GPTJForCausalLM",)
+
+    embedding: eqx.nn.Embedding
+    dropout: eqx.nn.Dropout
+    stack: Stack[Block]
+    norm: eqx.nn.LayerNorm
+    head: eqx.nn.Linear | None  # None where the logits are taken with the embedding
+    head_bias: Float[Array, " vocab"] | None  # then added to them
+    config: GPTJConfig = eqx.field(static=True)
+
+    def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: sizes and rates.
+        - `key`: draws the weights as `transformers` does: N(0, `init_std`²), biases 0, norms 1.
+        """
+        embedding_key, stack_key, head_key = jax.random.split(key, 3)
+        vocab, d, std = config.vocab_size, config.d_model, config.init_std
+        self.embedding = normal_embedding(vocab, d, std=std, key=embedding_key)
+        self.dropout = eqx.nn.Dropout(config.embedding_dropout)
+        self.stack = Stack(lambda key: Block(config, key=key), config.n_layers, remat=config.remat, key=stack_key)
+        self.norm = eqx.nn.LayerNorm(d, eps=config.layer_norm_eps)
+        self.head = None if config.is_tied else normal_linear(d, vocab, std=std, key=head_key)
+        self.head_bias = jnp.zeros(vocab) if config.is_tied else None
+        self.config = config
+
+    def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
+        """The logits of the next tokens, from hidden states."""
+        with jax.named_scope("head"):
+            if self.head is not None:
+                return linear(self.head, hidden)
+            assert self.head_bias is not None
+            return hidden @ self.embedding.weight.T + self.head_bias
+
+    def _run(self, ids, mask, cache, key) -> tuple[Float[Array, "seq d"], Any]:
+        (seq,) = ids.shape
+        dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
+        with jax.named_scope("embedding"):
+            x = self.dropout(embed(self.embedding, ids), key=dropout_key)
+        turns = rotation(token_positions(mask, seq, cache), self.config.rotary_size)
+        x, cache = self.stack((x, cache), causal_mask(mask, seq, cache), turns, key=stack_key)
+        return norm(self.norm, x), cache
+
+    @staticmethod
+    def names(config: GPTJConfig) -> Names:
+        """Where a Hugging Face folder keeps each leaf."""
+        block = [
+            *same_layer("ln_1", "norm"),
+            *same_layer("attn.q_proj", "attention.query", use_bias=False),
+            *same_layer("attn.k_proj", "attention.key", use_bias=False),
+            *same_layer("attn.v_proj", "attention.value", use_bias=False),
+            *same_layer("attn.out_proj", "attention.output", use_bias=False),
+            *same_layer("mlp.fc_in", "mlp.up"),
+            *same_layer("mlp.fc_out", "mlp.down"),
+        ]
+        return Names(
+            tensors=[
+                *same_layer("transformer.wte", "embedding", use_bias=False),
+                *layers("transformer.h.{}.", "stack.blocks.", config.n_layers, block),
+                *same_layer("transformer.ln_f", "norm"),
+                *([same("lm_head.bias", "head_bias")] if config.is_tied else same_layer("lm_head", "head")),
+            ],
+            # The masks and the table of angles that old files carry.
+            ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions"),
+            copies={"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {},
+        )

@@ -1,0 +1,543 @@
+"""LLaMA 1, 2, 3 and 3.1, Mistral, Qwen2 and Qwen3: rotary positions, RMSNorm before each part, SwiGLU, grouped K/V heads.
+
+Sources: Touvron et al. 2023, *LLaMA* (arXiv:2302.13971) and *Llama 2* (arXiv:2307.09288); Dubey et al. 2024, *The Llama 3
+Herd of Models* (arXiv:2407.21783); Jiang et al. 2023, *Mistral 7B* (arXiv:2310.06825); *Qwen2* (arXiv:2407.10671); *Qwen3*
+(arXiv:2505.09388). They are one model with a few differences, which `LlamaConfig.model_type` names: Mistral sees a window of
+the last tokens, Qwen2 adds biases to query, key and value, Qwen3 norms each head's queries and keys. As in transformers, and
+unlike Meta's code, a head's first half of dims turns with its second half, and not each even dim with the odd one after it.
+
+Dims: seq = tokens of one example, d = width of the model, heads x size = width of the queries, groups x size = that of keys
+and values; kinds = ways in which layers are masked (one, or two where only some have a window).
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from ._attention import Attention, Cache, causal_mask, token_positions
+from ._config import Keys, check_heads, check_rates, check_sizes, token_ids
+from ._decoder import Decoder
+from ._folder import Names, layers, same, same_layer
+from ._layers import embed, linear, norm, normal_embedding, normal_linear
+from ._rope import Llama3Scaling, Scaling, rope_from_hf, rotation, turn
+from ._stack import Stack
+
+# What one block hands to the next: the residual stream [seq, d], the cache, and the number of the layer whose turn it is.
+Carry = tuple[Array, Cache | None, Array]
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# What a `config.json` means by keys that it leaves out.
+_ABSENT: dict[str, dict[str, Any]] = {
+    "llama": {"vocab": 32000, "positions": 2048, "d_mlp": 11008, "groups": None, "bos": 1, "eos": 2},
+    "mistral": {"vocab": 32000, "positions": 131072, "d_mlp": 14336, "groups": 8, "bos": 1, "eos": 2},
+    "qwen2": {"vocab": 151936, "positions": 32768, "d_mlp": 22016, "groups": 32, "bos": None, "eos": None},
+    "qwen3": {"vocab": 151936, "positions": 32768, "d_mlp": 22016, "groups": 32, "bos": None, "eos": None},
+}
+
+
+_LLAMA3 = {"8b": {"d_mlp": 14336}, "70b": {"d_model": 8192, "d_mlp": 28672, "n_layers": 80, "n_heads": 64}}
+
+
+# --- the config -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes and rates of a model of the LLaMA family; the defaults are the first LLaMA of 7 billion parameters.
+
+    **Arguments:**
+
+    - `model_type`: `"llama"`, `"mistral"`, `"qwen2"` or `"qwen3"`.
+    - `vocab_size`: rows of the embedding. Sizes that `n_model_shards` divides can be split.
+    - `n_positions`: the longest example, in tokens.
+    - `d_model`, `d_mlp`: widths of the model, and inside its MLPs.
+    - `n_layers`, `n_heads`: blocks, and heads in each.
+    - `n_kv_heads`: heads of keys and values, a divisor of `n_heads`; None for as many.
+    - `head_size`: width of one head, even; None for `d_model / n_heads`.
+    - `window`: how many tokens each one sees, itself included; None for all before it. LLaMA has none.
+    - `windowed_layers`: numbers of the layers that have the window, the others have none; None for all. Of Qwen only.
+    - `rope_theta`, `rope_scaling`: base of the rotary frequencies, and how they are stretched; None for not at all.
+    - `attention_bias`: whether query, key, value and output have biases; of LLaMA and Qwen3. Qwen2's first three always do.
+    - `mlp_bias`: whether the MLP's three layers have biases; of LLaMA.
+    - `attention_dropout`: rate in [0, 1).
+    - `norm_eps`: added to the mean square.
+    - `is_tied`: whether the logits are taken with the embedding, and not with a head of their own.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where generated text begins and ends, and what fills it up.
+    - `init_std`: standard deviation of the first weights.
+    - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+
+    Raises ValueError for sizes below 1, heads that do not divide, rates outside [0, 1), and what the `model_type` has not.
+    """
+
+    model_type: str = "llama"
+    vocab_size: int = 32000
+    n_positions: int = 2048
+    d_model: int = 4096
+    d_mlp: int = 11008
+    n_layers: int = 32
+    n_heads: int = 32
+    n_kv_heads: int | None = None
+    head_size: int | None = None
+    window: int | None = None
+    windowed_layers: tuple[int, ...] | None = None
+    rope_theta: float = 10000.0
+    rope_scaling: Scaling | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float = 0.0
+    norm_eps: float = 1e-6
+    is_tied: bool = False
+    bos_token_id: int | None = 1
+    eos_token_id: int | tuple[int, ...] | None = 2
+    pad_token_id: int | None = None
+    init_std: float = 0.02
+    remat: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        if self.model_type not in _ARCHITECTURES:
+            known = ", ".join(_ARCHITECTURES)
+            raise ValueError(f"`model_type`: expected one of {known}, got {self.model_type!r}. Name the nearest of them.")
+        check_sizes(self, "vocab_size", "n_positions", "d_model", "d_mlp", "n_layers", "n_heads")
+        optional = ("n_kv_heads", "head_size", "window")
+        check_sizes(self, *(name for name in optional if getattr(self, name) is not None))
+        if self.head_size is None or self.model_type == "llama":  # whose class in transformers asks for it all the same
+            check_heads(self)
+        if self.n_heads % self.groups:
+            raise ValueError(
+                f"`n_kv_heads`: expected a divisor of `n_heads`={self.n_heads}, got {self.n_kv_heads}. "
+                "Let each serve as many heads."
+            )
+        if self.size % 2:
+            raise ValueError(f"`head_size`: expected an even number, got {self.size}. Its halves turn with each other.")
+        check_rates(self, "attention_dropout")
+        for name, types in (
+            ("window", ("mistral", "qwen2", "qwen3")),
+            ("windowed_layers", ("qwen2", "qwen3")),
+            ("attention_bias", ("llama", "qwen3")),
+            ("mlp_bias", ("llama",)),
+        ):
+            value = getattr(self, name)
+            if value not in (None, False) and self.model_type not in types:
+                raise ValueError(
+                    f"`{name}`: expected {None if name.startswith('window') else False} with "
+                    f"`model_type`={self.model_type!r}, got {value}. It can be another of {', '.join(types)}."
+                )
+        if self.windowed_layers is not None and (
+            self.window is None or not set(self.windowed_layers) <= set(range(self.n_layers))
+        ):
+            raise ValueError(
+                f"`windowed_layers`: expected numbers below `n_layers`={self.n_layers} with a window, got "
+                f"{self.windowed_layers} with `window`={self.window}. Count from 0, or pass None."
+            )
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def size(self) -> int:
+        """Width of one head."""
+        return self.d_model // self.n_heads if self.head_size is None else self.head_size
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer, None for a layer without one."""
+        has = range(self.n_layers) if self.windowed_layers is None else self.windowed_layers
+        return tuple(self.window if i in has else None for i in range(self.n_layers))
+
+    def without_dropout(self) -> "LlamaConfig":
+        """The same with its rate 0."""
+        return replace(self, attention_dropout=0.0)
+
+    @classmethod
+    def llama(cls, size: str) -> "LlamaConfig":
+        """The first LLaMA: `"7b"`, `"13b"`, `"33b"` (which the Hub calls 30b) or `"65b"`."""
+        sizes = {
+            "7b": {},
+            "13b": {"d_model": 5120, "d_mlp": 13824, "n_layers": 40, "n_heads": 40},
+            "33b": {"d_model": 6656, "d_mlp": 17920, "n_layers": 60, "n_heads": 52},
+            "65b": {"d_model": 8192, "d_mlp": 22016, "n_layers": 80, "n_heads": 64, "norm_eps": 1e-5},
+        }
+        return cls(**_of_size(size, sizes))
+
+    @classmethod
+    def llama2(cls, size: str) -> "LlamaConfig":
+        """Llama 2: `"7b"`, `"13b"` or `"70b"`."""
+        sizes = {
+            "7b": {},
+            "13b": {"d_model": 5120, "d_mlp": 13824, "n_layers": 40, "n_heads": 40},
+            "70b": {"d_model": 8192, "d_mlp": 28672, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8},
+        }
+        return cls(n_positions=4096, norm_eps=1e-5, **_of_size(size, sizes))
+
+    @classmethod
+    def llama3(cls, size: str) -> "LlamaConfig":
+        """Llama 3: `"8b"` or `"70b"`."""
+        return cls(
+            vocab_size=128256,
+            n_positions=8192,
+            n_kv_heads=8,
+            rope_theta=500000.0,
+            norm_eps=1e-5,
+            bos_token_id=128000,
+            eos_token_id=128001,
+            **_of_size(size, _LLAMA3),
+        )
+
+    @classmethod
+    def llama3_1(cls, size: str) -> "LlamaConfig":
+        """Llama 3.1: `"8b"`, `"70b"` or `"405b"`."""
+        sizes = {**_LLAMA3, "405b": {"d_model": 16384, "d_mlp": 53248, "n_layers": 126, "n_heads": 128}}
+        scaling = Llama3Scaling(8.0, 1.0, 4.0, 8192)
+        return replace(cls.llama3("8b"), n_positions=131072, rope_scaling=scaling, **_of_size(size, sizes))
+
+    @classmethod
+    def mistral(cls, size: str) -> "LlamaConfig":
+        """The first Mistral: `"7b"`."""
+        return cls(
+            model_type="mistral",
+            n_positions=32768,
+            n_kv_heads=8,
+            window=4096,
+            norm_eps=1e-5,
+            **_of_size(size, {"7b": {"d_mlp": 14336}}),
+        )
+
+    @classmethod
+    def qwen2(cls, size: str) -> "LlamaConfig":
+        """Qwen2: `"0.5b"`, `"1.5b"`, `"7b"` or `"72b"`."""
+        small, large = {"vocab_size": 151936, "is_tied": True}, {"vocab_size": 152064}
+        sizes = {
+            "0.5b": {**small, "d_model": 896, "d_mlp": 4864, "n_layers": 24, "n_heads": 14, "n_kv_heads": 2},
+            "1.5b": {**small, "d_model": 1536, "d_mlp": 8960, "n_layers": 28, "n_heads": 12, "n_kv_heads": 2},
+            "7b": {**large, "d_model": 3584, "d_mlp": 18944, "n_layers": 28, "n_heads": 28, "n_kv_heads": 4},
+            "72b": {**large, "d_model": 8192, "d_mlp": 29568, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8},
+        }
+        return cls(
+            model_type="qwen2",
+            n_positions=131072,
+            rope_theta=1000000.0,
+            norm_eps=1e-5 if size == "72b" else 1e-6,
+            bos_token_id=151643,
+            eos_token_id=151643,
+            **_of_size(size, sizes),
+        )
+
+    @classmethod
+    def qwen3(cls, size: str) -> "LlamaConfig":
+        """Qwen3, the models that converse: `"0.6b"`, `"1.7b"`, `"4b"`, `"8b"`, `"14b"` or `"32b"`."""
+        sizes = {
+            "0.6b": {"d_model": 1024, "d_mlp": 3072, "n_layers": 28, "n_heads": 16, "is_tied": True},
+            "1.7b": {"d_model": 2048, "d_mlp": 6144, "n_layers": 28, "n_heads": 16, "is_tied": True},
+            "4b": {"d_model": 2560, "d_mlp": 9728, "n_layers": 36, "is_tied": True},
+            "8b": {"d_model": 4096, "d_mlp": 12288, "n_layers": 36},
+            "14b": {"d_model": 5120, "d_mlp": 17408, "n_layers": 40, "n_heads": 40},
+            "32b": {"d_model": 5120, "d_mlp": 25600, "n_layers": 64, "n_heads": 64},
+        }
+        return cls(
+            model_type="qwen3",
+            vocab_size=151936,
+            n_positions=40960,
+            n_kv_heads=8,
+            head_size=128,
+            rope_theta=1000000.0,
+            bos_token_id=151643,
+            eos_token_id=151645,
+            **_of_size(size, sizes),
+        )
+
+    @classmethod
+    def from_hf(cls, keys: Keys) -> "LlamaConfig":
+        """The config that a `config.json` describes."""
+        model_type = keys.only("model_type", *_ARCHITECTURES)
+        absent = _ABSENT[model_type]
+        keys.only("hidden_act", "silu")
+        d_model, n_heads = keys.get("hidden_size", 4096), keys.get("num_attention_heads", 32)
+        n_kv_heads = keys.get("num_key_value_heads", None if keys.has("num_key_value_heads") else absent["groups"])
+        head_size = keys.get("head_dim", 128 if model_type == "qwen3" else None)
+        if model_type != "qwen3" and head_size == d_model // n_heads:
+            head_size = None  # transformers writes it where it was not given, too
+        n_layers = keys.get("num_hidden_layers", 32)
+        n_positions = keys.get("max_position_embeddings", absent["positions"])
+        window, windowed_layers = _windows_from_hf(keys, model_type, n_layers)
+        rope_theta, rope_scaling = rope_from_hf(keys, n_positions)
+        return cls(
+            model_type=model_type,
+            vocab_size=keys.get("vocab_size", absent["vocab"]),
+            n_positions=n_positions,
+            d_model=d_model,
+            d_mlp=keys.get("intermediate_size", absent["d_mlp"]),
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_kv_heads=None if n_kv_heads == n_heads else n_kv_heads,
+            head_size=head_size,
+            window=window,
+            windowed_layers=windowed_layers,
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            attention_bias=model_type in ("llama", "qwen3") and keys.get("attention_bias", False),
+            mlp_bias=model_type == "llama" and keys.get("mlp_bias", False),
+            attention_dropout=keys.get("attention_dropout", 0.0),
+            norm_eps=keys.get("rms_norm_eps", 1e-6),
+            is_tied=keys.get("tie_word_embeddings", False),
+            **keys.tokens(bos=absent["bos"], eos=absent["eos"]),
+            init_std=keys.get("initializer_range", 0.02),
+            extra=keys.rest(),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        scaling = {"rope_type": "default"} if self.rope_scaling is None else self.rope_scaling.to_hf()
+        fields = {
+            "model_type": self.model_type,
+            "hidden_act": "silu",
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.n_positions,
+            "hidden_size": self.d_model,
+            "intermediate_size": self.d_mlp,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.groups,
+            "head_dim": self.size,
+            "rope_parameters": {"rope_theta": self.rope_theta, **scaling},
+            "attention_dropout": self.attention_dropout,
+            "rms_norm_eps": self.norm_eps,
+            "tie_word_embeddings": self.is_tied,
+            **token_ids(self),
+            "initializer_range": self.init_std,
+        }
+        if self.model_type in ("llama", "qwen3"):
+            fields["attention_bias"] = self.attention_bias
+        if self.model_type == "llama":
+            fields["mlp_bias"] = self.mlp_bias
+        else:
+            fields["sliding_window"] = self.window
+        if self.model_type in ("qwen2", "qwen3"):
+            fields["use_sliding_window"] = self.window is not None
+            fields["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in self.windows]
+        return fields
+
+
+def _of_size(size: str, sizes: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    if size not in sizes:
+        raise ValueError(f"`size`: expected one of {', '.join(sizes)}, got {size!r}. Make other sizes field by field.")
+    return sizes[size]
+
+
+def _windows_from_hf(keys: Keys, model_type: str, n_layers: int) -> tuple[int | None, tuple[int, ...] | None]:
+    """`window` and `windowed_layers` of a `config.json`."""
+    if model_type == "llama":
+        return None, None
+    window = keys.get("sliding_window", None if keys.has("sliding_window") else 4096)
+    if model_type == "mistral":
+        return window, None
+    if not keys.get("use_sliding_window", False):
+        window = None
+    first = keys.get("max_window_layers", 28)  # the first layers see everything
+    types = keys.get("layer_types", [])
+    if types:
+        known = ("full_attention", *(["sliding_attention"] if window is not None else []))
+        if len(types) != n_layers or not set(types) <= set(known):
+            raise keys.refuse("layer_types", types, f"{' or '.join(known)} for each of {n_layers} layers")
+        windowed = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    else:
+        windowed = tuple(range(first, n_layers))
+    if window is None or not windowed:
+        return None, None
+    return window, None if len(windowed) == n_layers else windowed
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def _attention(config: LlamaConfig, key: PRNGKeyArray) -> Attention:
+    q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+    d, size, std = config.d_model, config.size, config.init_std
+    has_bias = config.attention_bias or config.model_type == "qwen2"
+    has_norms = config.model_type == "qwen3"
+
+    def project(n_heads: int, key: PRNGKeyArray) -> eqx.nn.Linear:
+        return normal_linear(d, n_heads * size, std=std, use_bias=has_bias, key=key)
+
+    return Attention(
+        query=project(config.n_heads, q_key),
+        key=project(config.groups, k_key),
+        value=project(config.groups, v_key),
+        output=normal_linear(config.n_heads * size, d, std=std, use_bias=config.attention_bias, key=o_key),
+        n_heads=config.n_heads,
+        n_kv_heads=config.groups,
+        dropout=eqx.nn.Dropout(config.attention_dropout),
+        query_norm=_rms_norm(config, size) if has_norms else None,
+        key_norm=_rms_norm(config, size) if has_norms else None,
+    )
+
+
+def _rms_norm(config: LlamaConfig, size: int) -> eqx.nn.RMSNorm:
+    return eqx.nn.RMSNorm(size, eps=config.norm_eps, use_bias=False)
+
+
+class Mlp(eqx.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): two layers up, one of which gates the other, and one down."""
+
+    gate: eqx.nn.Linear
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
+        gate_key, up_key, down_key = jax.random.split(key, 3)
+        d, d_mlp, std, has_bias = config.d_model, config.d_mlp, config.init_std, config.mlp_bias
+        self.gate = normal_linear(d, d_mlp, std=std, use_bias=has_bias, key=gate_key)
+        self.up = normal_linear(d, d_mlp, std=std, use_bias=has_bias, key=up_key)
+        self.down = normal_linear(d_mlp, d, std=std, use_bias=has_bias, key=down_key)
+
+    def __call__(self, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+        return linear(self.down, jax.nn.silu(linear(self.gate, x)) * linear(self.up, x))
+
+
+class Block(eqx.Module):
+    """Attention and MLP, each normed before and added after."""
+
+    attention_norm: eqx.nn.RMSNorm
+    attention: Attention
+    mlp_norm: eqx.nn.RMSNorm
+    mlp: Mlp
+
+    def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
+        attention_key, mlp_key = jax.random.split(key)
+        self.attention_norm = _rms_norm(config, config.d_model)
+        self.attention = _attention(config, attention_key)
+        self.mlp_norm = _rms_norm(config, config.d_model)
+        self.mlp = Mlp(config, key=mlp_key)
+
+    def __call__(
+        self,
+        carry: Carry,
+        masks: Bool[Array, "kinds seq source"],
+        kinds: Int[Array, " layers"],
+        cos: Float[Array, "seq 1 half"],
+        sin: Float[Array, "seq 1 half"],
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Carry:
+        x, cache, layer = carry
+        mask = jax.lax.dynamic_index_in_dim(masks, kinds[layer], keepdims=False)
+        with jax.named_scope("attention"):
+            normed = norm(self.attention_norm, x)
+            turned = functools.partial(turn, cos=cos, sin=sin)
+            mixed, cache = self.attention(normed, mask=mask, turn=turned, cache=cache, key=key)
+            x = x + mixed
+        with jax.named_scope("mlp"):
+            x = x + self.mlp(norm(self.mlp_norm, x))
+        return x, cache, layer + 1
+
+
+class Llama(Decoder):
+    """A model of the LLaMA family, from token ids to the logits of each next token. Called on one example; `jax.vmap` it.
+
+    ```python
+    model = Llama(LlamaConfig.llama3("8b"), key=jax.random.key(0))
+    logits = jax.vmap(model)(ids)
+    ```
+
+    Published models have no dropout, and need no key then. `eqx.nn.inference_mode(model)` takes out what a config adds.
+    """
+
+    config_class = LlamaConfig
+    model_types = tuple(_ARCHITECTURES)
+    architectures = tuple(_ARCHITECTURES.values())
+
+    embedding: eqx.nn.Embedding
+    stack: Stack[Block]
+    norm: eqx.nn.RMSNorm
+    head: eqx.nn.Linear | None  # None where the logits are taken with the embedding
+    config: LlamaConfig = eqx.field(static=True)
+
+    def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: sizes and rates.
+        - `key`: draws the weights as transformers does: N(0, `init_std`²), biases 0, norms 1.
+        """
+        embedding_key, stack_key, head_key = jax.random.split(key, 3)
+        vocab, d, std = config.vocab_size, config.d_model, config.init_std
+        self.embedding = normal_embedding(vocab, d, std=std, key=embedding_key)
+        self.stack = Stack(lambda key: Block(config, key=key), config.n_layers, remat=config.remat, key=stack_key)
+        self.norm = _rms_norm(config, d)
+        self.head = None if config.is_tied else normal_linear(d, vocab, std=std, use_bias=False, key=head_key)
+        self.config = config
+
+    def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
+        """The logits of the next tokens, from hidden states."""
+        with jax.named_scope("head"):
+            return hidden @ self.embedding.weight.T if self.head is None else linear(self.head, hidden)
+
+    def _run(self, ids, mask, cache, key) -> tuple[Float[Array, "seq d"], Any]:
+        (seq,) = ids.shape
+        with jax.named_scope("embedding"):
+            x = embed(self.embedding, ids)
+        config, windows = self.config, self.config.windows
+        different = list(dict.fromkeys(windows))
+        masks = jnp.stack([causal_mask(mask, seq, cache, window=window) for window in different])
+        kinds = jnp.array([different.index(window) for window in windows])
+        cos, sin = rotation(token_positions(mask, seq, cache), config.size, config.rope_theta, config.rope_scaling)
+        x, cache, _ = self.stack((x, cache, jnp.int32(0)), masks, kinds, cos, sin, key=key)
+        return norm(self.norm, x), cache
+
+    @property
+    def _kv_heads(self) -> tuple[int, int]:
+        return self.config.groups, self.config.size
+
+    @classmethod
+    def architecture(cls, config: LlamaConfig) -> str:
+        """The class that `transformers` loads a saved folder with."""
+        return _ARCHITECTURES[config.model_type]
+
+    @staticmethod
+    def names(config: LlamaConfig) -> Names:
+        """Where a Hugging Face folder keeps each leaf."""
+        has_bias = config.attention_bias or config.model_type == "qwen2"
+        projections = [("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")]
+        block = [
+            *same_layer("input_layernorm", "attention_norm", use_bias=False),
+            *(
+                n
+                for disk, leaf in projections
+                for n in same_layer(f"self_attn.{disk}", f"attention.{leaf}", use_bias=has_bias)
+            ),
+            *same_layer("self_attn.o_proj", "attention.output", use_bias=config.attention_bias),
+            *same_layer("post_attention_layernorm", "mlp_norm", use_bias=False),
+            *(
+                n
+                for part in ("gate", "up", "down")
+                for n in same_layer(f"mlp.{part}_proj", f"mlp.{part}", use_bias=config.mlp_bias)
+            ),
+        ]
+        if config.model_type == "qwen3":
+            block += [
+                *same_layer("self_attn.q_norm", "attention.query_norm", use_bias=False),
+                *same_layer("self_attn.k_norm", "attention.key_norm", use_bias=False),
+            ]
+        return Names(
+            tensors=[
+                same("model.embed_tokens.weight", "embedding.weight"),
+                *layers("model.layers.{}.", "stack.blocks.", config.n_layers, block),
+                *same_layer("model.norm", "norm", use_bias=False),
+                *([] if config.is_tied else [same("lm_head.weight", "head.weight")]),
+            ],
+            ignored=("*.rotary_emb.inv_freq",),  # frequencies that old files carry
+            copies={"lm_head.weight": "model.embed_tokens.weight"} if config.is_tied else {},
+        )

@@ -1,0 +1,664 @@
+"""T5: an encoder and a decoder without biases, whose positions are a bias on the attention scores, by distance.
+
+Source: Raffel et al. 2020, *Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer*
+(arXiv:1910.10683), and its code, github.com/google-research/text-to-text-transfer-transformer; version 1.1, with gated MLPs
+and a head of its own, is Shazeer 2020, *GLU Variants Improve Transformer* (arXiv:2002.05202); mT5 (arXiv:2010.11934) is 1.1
+over another vocabulary. As in transformers, each stack keeps one table of biases, which its layers share. Positions are
+distances only: examples may be of any length.
+
+Dims: source, target = tokens of one example in the encoder and the decoder (seq = either), d = width of the model,
+heads x size = width of an attention, buckets = ranges of distances.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from ._attention import Attention, Cache, causal_mask
+from ._config import Keys, check_rates, check_sizes, token_ids
+from ._folder import Name, Names, Pretrained, is_tied_on_disk, layers, same
+from ._layers import embed, linear, norm, normal_embedding, normal_linear
+from ._stack import Stack
+
+Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
+
+_NO_LABEL = -100  # what transformers writes where a label does not count
+_MLPS = ("relu", "gated-gelu", "gated-silu")
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "t5": {"vocab_size": 32128, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "feed_forward_proj": "relu"},
+    "mt5": {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu"},
+}
+
+
+@dataclass(frozen=True)
+class T5Config:
+    """The sizes and rates of a T5; the defaults are the smallest published one, of the original version.
+
+    **Arguments:**
+
+    - `vocab_size`: rows of the embedding. Sizes that `n_model_shards` divides can be split.
+    - `d_model`, `d_ff`: the width of the model, and of its MLPs inside.
+    - `d_kv`: the width of one head; `n_heads` of them need not make `d_model`.
+    - `n_layers`, `n_decoder_layers`: blocks of the encoder and of the decoder.
+    - `n_heads`: heads in each attention.
+    - `mlp`: `"relu"`, as the original has it, `"gated-gelu"` (by tanh) as version 1.1, or `"gated-silu"`.
+    - `n_buckets`, `max_distance`: biases for each head, at least 4, and the distance from which on all share one. Half of
+        the buckets (a quarter each way in the encoder) are of one distance each, the others of ever longer ranges.
+    - `dropout`: the one rate of all dropouts, in [0, 1).
+    - `layer_norm_eps`: added to the mean square.
+    - `is_tied`: whether the logits are taken with the embedding, and not with a head of their own, as in version 1.1.
+    - `is_scaled`: whether logits are multiplied by `d_model ** -0.5`; not in version 1.1.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where text begins (nothing marks it) and ends, and what fills it up.
+    - `decoder_start_token_id`: what the decoder is given first.
+    - `init_factor`: of the standard deviations of the first weights.
+    - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `model_type`: `"t5"`, or `"mt5"`, whose logits transformers never scales.
+    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+
+    Raises ValueError for sizes below 1, rates outside [0, 1), buckets that no distance fits, and an MLP of another kind.
+    """
+
+    vocab_size: int = 32128
+    d_model: int = 512
+    d_kv: int = 64
+    d_ff: int = 2048
+    n_layers: int = 6
+    n_decoder_layers: int = 6
+    n_heads: int = 8
+    mlp: str = "relu"
+    n_buckets: int = 32
+    max_distance: int = 128
+    dropout: float = 0.1
+    layer_norm_eps: float = 1e-6
+    is_tied: bool = True
+    is_scaled: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = 1
+    pad_token_id: int | None = 0
+    decoder_start_token_id: int = 0
+    init_factor: float = 1.0
+    remat: bool = False
+    model_type: str = "t5"
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        check_sizes(self, "vocab_size", "d_model", "d_kv", "d_ff", "n_layers", "n_decoder_layers", "n_heads")
+        check_rates(self, "dropout")
+        if self.n_buckets < 4:
+            raise ValueError(f"`n_buckets`: expected at least 4, got {self.n_buckets}. Each direction takes two.")
+        if self.max_distance <= self.n_buckets // 2:
+            raise ValueError(
+                f"`max_distance`: expected more than half of `n_buckets`={self.n_buckets}, got {self.max_distance}. "
+                "So many distances have a bucket each."
+            )
+        if self.mlp not in _MLPS:
+            raise ValueError(f"`mlp`: expected one of {', '.join(_MLPS)}, got {self.mlp!r}. Pass one of them.")
+        if self.model_type not in _DEFAULTS:
+            raise ValueError(f"`model_type`: expected 't5' or 'mt5', got {self.model_type!r}. Pass one of them.")
+        if self.model_type == "mt5" and self.is_scaled:
+            raise ValueError("`is_scaled`: expected False with `model_type`='mt5', got True. Make it a 't5'.")
+
+    def without_dropout(self) -> "T5Config":
+        """The same with a rate of 0."""
+        return replace(self, dropout=0.0)
+
+    @classmethod
+    def t5_small(cls) -> "T5Config":
+        """The published T5 of 61 million parameters."""
+        return cls()
+
+    @classmethod
+    def t5_base(cls) -> "T5Config":
+        """The published T5 of 223 million parameters."""
+        return cls(d_model=768, d_ff=3072, n_layers=12, n_decoder_layers=12, n_heads=12)
+
+    @classmethod
+    def t5_large(cls) -> "T5Config":
+        """The published T5 of 738 million parameters."""
+        return cls(d_model=1024, d_ff=4096, n_layers=24, n_decoder_layers=24, n_heads=16)
+
+    @classmethod
+    def t5_3b(cls) -> "T5Config":
+        """The published T5 of 2.9 billion parameters."""
+        return cls(d_model=1024, d_kv=128, d_ff=16384, n_layers=24, n_decoder_layers=24, n_heads=32)
+
+    @classmethod
+    def t5_11b(cls) -> "T5Config":
+        """The published T5 of 11.3 billion parameters."""
+        return cls(d_model=1024, d_kv=128, d_ff=65536, n_layers=24, n_decoder_layers=24, n_heads=128)
+
+    @classmethod
+    def v1_1_small(cls) -> "T5Config":
+        """Version 1.1 (and Flan-T5) of 77 million parameters."""
+        return cls._v1_1(d_model=512, d_ff=1024, n_layers=8, n_heads=6)
+
+    @classmethod
+    def v1_1_base(cls) -> "T5Config":
+        """Version 1.1 (and Flan-T5) of 248 million parameters."""
+        return cls._v1_1(d_model=768, d_ff=2048, n_layers=12, n_heads=12)
+
+    @classmethod
+    def v1_1_large(cls) -> "T5Config":
+        """Version 1.1 (and Flan-T5) of 783 million parameters."""
+        return cls._v1_1(d_model=1024, d_ff=2816, n_layers=24, n_heads=16)
+
+    @classmethod
+    def v1_1_xl(cls) -> "T5Config":
+        """Version 1.1 (and Flan-T5) of 2.8 billion parameters."""
+        return cls._v1_1(d_model=2048, d_ff=5120, n_layers=24, n_heads=32)
+
+    @classmethod
+    def v1_1_xxl(cls) -> "T5Config":
+        """Version 1.1 (and Flan-T5) of 11.1 billion parameters."""
+        return cls._v1_1(d_model=4096, d_ff=10240, n_layers=24, n_heads=64)
+
+    @classmethod
+    def _v1_1(cls, *, n_layers: int, **sizes: int) -> "T5Config":
+        original = cls(mlp="gated-gelu", is_tied=False, is_scaled=False)
+        return replace(original, n_layers=n_layers, n_decoder_layers=n_layers, **sizes)
+
+    @classmethod
+    def from_hf(cls, keys: Keys) -> "T5Config":
+        """The config that a `config.json` describes; `is_tied` as transformers 4 understood it (see `T5.read_config`)."""
+        model_type = keys.only("model_type", *_DEFAULTS)
+        defaults = _DEFAULTS[model_type]
+        mlp = keys.only("feed_forward_proj", *_MLPS, default=defaults["feed_forward_proj"])
+        # What transformers makes of that key; it takes these two, where a file has them, before it.
+        keys.only("dense_act_fn", "gelu_new" if mlp == "gated-gelu" else mlp.removeprefix("gated-"))
+        keys.only("is_gated_act", mlp.startswith("gated-"))
+        keys.only("is_decoder", False)
+        is_tied = keys.get("tie_word_embeddings", True)
+        is_scaled = keys.get("scale_decoder_outputs", is_tied)
+        n_layers = keys.get("num_layers", defaults["num_layers"])
+        return cls(
+            vocab_size=keys.get("vocab_size", defaults["vocab_size"]),
+            d_model=keys.get("d_model", 512),
+            d_kv=keys.get("d_kv", 64),
+            d_ff=keys.get("d_ff", defaults["d_ff"]),
+            n_layers=n_layers,
+            n_decoder_layers=keys.get("num_decoder_layers", n_layers),
+            n_heads=keys.get("num_heads", defaults["num_heads"]),
+            mlp=mlp,
+            n_buckets=keys.get("relative_attention_num_buckets", 32),
+            max_distance=keys.get("relative_attention_max_distance", 128),
+            dropout=keys.get("dropout_rate", 0.1),
+            layer_norm_eps=keys.get("layer_norm_epsilon", 1e-6),
+            is_tied=is_tied,
+            is_scaled=is_scaled and model_type == "t5",
+            **keys.tokens(eos=1, pad=0),
+            decoder_start_token_id=keys.get("decoder_start_token_id", 0),
+            init_factor=keys.get("initializer_factor", 1.0),
+            model_type=model_type,
+            extra=keys.rest(),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        return {
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "d_model": self.d_model,
+            "d_kv": self.d_kv,
+            "d_ff": self.d_ff,
+            "num_layers": self.n_layers,
+            "num_decoder_layers": self.n_decoder_layers,
+            "num_heads": self.n_heads,
+            "feed_forward_proj": self.mlp,
+            "relative_attention_num_buckets": self.n_buckets,
+            "relative_attention_max_distance": self.max_distance,
+            "dropout_rate": self.dropout,
+            "layer_norm_epsilon": self.layer_norm_eps,
+            # For transformers 4, which scales what it ties; 5 ties by the tensors in the file, and scales by the second.
+            "tie_word_embeddings": self.is_tied,
+            "scale_decoder_outputs": self.is_scaled,
+            **token_ids(self),
+            "decoder_start_token_id": self.decoder_start_token_id,
+            "initializer_factor": self.init_factor,
+        }
+
+
+def _linear(in_size: int, out_size: int, std: float, key: PRNGKeyArray) -> eqx.nn.Linear:
+    return normal_linear(in_size, out_size, std=std, use_bias=False, key=key)
+
+
+def _attention(config: T5Config, key: PRNGKeyArray) -> Attention:
+    """Its scores are not scaled: queries begin smaller by as much."""
+    q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+    d, width, factor = config.d_model, config.n_heads * config.d_kv, config.init_factor
+    return Attention(
+        query=_linear(d, width, factor * (d * config.d_kv) ** -0.5, q_key),
+        key=_linear(d, width, factor * d**-0.5, k_key),
+        value=_linear(d, width, factor * d**-0.5, v_key),
+        output=_linear(width, d, factor * width**-0.5, o_key),
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_heads,
+        dropout=eqx.nn.Dropout(config.dropout),
+        scale=1.0,
+    )
+
+
+def _norm(config: T5Config) -> eqx.nn.RMSNorm:
+    return eqx.nn.RMSNorm(config.d_model, eps=config.layer_norm_eps, use_bias=False)
+
+
+class RelativeBias(eqx.Module):
+    """A bias on the scores of each head for each bucket of distances, the same in all layers of a stack."""
+
+    # An array and not an `eqx.nn.Embedding`: every device reads all rows of it.
+    table: Float[Array, "buckets heads"]
+    max_distance: int = eqx.field(static=True)
+    is_causal: bool = eqx.field(static=True)  # then what comes after shares the bucket of distance 0; it is never seen
+
+    def __init__(self, config: T5Config, *, is_causal: bool, key: PRNGKeyArray):
+        std = config.init_factor * config.d_model**-0.5
+        self.table = std * jax.random.normal(key, (config.n_buckets, config.n_heads))
+        self.max_distance = config.max_distance
+        self.is_causal = is_causal
+
+    def __call__(self, queries: Int[Array, " seq"], sources: Int[Array, " source"]) -> Float[Array, "heads seq source"]:
+        """The biases between two lists of positions."""
+        n_buckets = len(self.table) if self.is_causal else len(self.table) // 2
+        bucket = jnp.asarray(_buckets(n_buckets, self.max_distance))
+        back = queries[:, None] - sources
+        if self.is_causal:
+            found = bucket[jnp.clip(back, 0, self.max_distance)]
+        else:
+            found = bucket[jnp.minimum(jnp.abs(back), self.max_distance)] + jnp.where(back < 0, n_buckets, 0)
+        return rearrange(self.table[found], "seq source heads -> heads seq source")
+
+
+def _buckets(n_buckets: int, max_distance: int) -> np.ndarray:
+    """The bucket of each distance up to the greatest; farther ones are in its own.
+
+    By numpy, in float32, as the original rounds them: a device's own logarithm would move the borders of some.
+    """
+    n_exact = n_buckets // 2
+    distances = np.arange(max_distance + 1, dtype=np.int32)
+    ratios = np.log(np.maximum(distances, 1).astype(np.float32) / n_exact) / math.log(max_distance / n_exact)
+    ranges = n_exact + (ratios * (n_buckets - n_exact)).astype(np.int32)
+    return np.where(distances < n_exact, distances, np.minimum(ranges, n_buckets - 1))
+
+
+class Mlp(eqx.Module):
+    """Two layers, the inner one activated, or multiplied by an activated gate."""
+
+    gate: eqx.nn.Linear | None
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    kind: str = eqx.field(static=True)
+
+    def __init__(self, config: T5Config, *, key: PRNGKeyArray):
+        gate_key, up_key, down_key = jax.random.split(key, 3)
+        d, d_ff, factor = config.d_model, config.d_ff, config.init_factor
+        self.gate = None if config.mlp == "relu" else _linear(d, d_ff, factor * d**-0.5, gate_key)
+        self.up = _linear(d, d_ff, factor * d**-0.5, up_key)
+        self.down = _linear(d_ff, d, factor * d_ff**-0.5, down_key)
+        self.dropout = eqx.nn.Dropout(config.dropout)
+        self.kind = config.mlp
+
+    def __call__(self, x: Float[Array, "seq d"], *, key: PRNGKeyArray | None = None) -> Float[Array, "seq d"]:
+        inner = linear(self.up, x)
+        if self.gate is None:
+            inner = jax.nn.relu(inner)
+        elif self.kind == "gated-gelu":
+            inner = jax.nn.gelu(linear(self.gate, x), approximate=True) * inner
+        else:
+            inner = jax.nn.silu(linear(self.gate, x)) * inner
+        return linear(self.down, self.dropout(inner, key=key))
+
+
+class Block(eqx.Module):
+    """Attention and MLP, and in a decoder a cross-attention between them; each normed before, added after."""
+
+    attention_norm: eqx.nn.RMSNorm
+    attention: Attention
+    cross_norm: eqx.nn.RMSNorm | None
+    cross_attention: Attention | None
+    mlp_norm: eqx.nn.RMSNorm
+    mlp: Mlp
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, config: T5Config, *, is_decoder: bool, key: PRNGKeyArray):
+        attention_key, cross_key, mlp_key = jax.random.split(key, 3)
+        self.attention_norm = _norm(config)
+        self.attention = _attention(config, attention_key)
+        self.cross_norm = _norm(config) if is_decoder else None
+        self.cross_attention = _attention(config, cross_key) if is_decoder else None
+        self.mlp_norm = _norm(config)
+        self.mlp = Mlp(config, key=mlp_key)
+        self.dropout = eqx.nn.Dropout(config.dropout)
+
+    def __call__(
+        self,
+        carry: Carry,
+        mask: Bool[Array, "#seq source"] | None,
+        bias: Float[Array, "heads seq source"],
+        memory: Float[Array, "memory d"] | None = None,
+        memory_mask: Bool[Array, "1 memory"] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Carry:
+        x, cache = carry
+        keys = (None,) * 6 if key is None else jax.random.split(key, 6)
+        with jax.named_scope("attention"):
+            normed = norm(self.attention_norm, x)
+            mixed, cache = self.attention(normed, mask=mask, bias=bias, cache=cache, key=keys[0])
+            x = x + self.dropout(mixed, key=keys[1])
+        if self.cross_attention is not None and self.cross_norm is not None:
+            with jax.named_scope("cross_attention"):
+                pairs = self.project_memory(memory) if cache is None else cache.read_memory()
+                normed = norm(self.cross_norm, x)
+                mixed = self.cross_attention.attend_memory(normed, pairs, mask=memory_mask, key=keys[2])
+                x = x + self.dropout(mixed, key=keys[3])
+        with jax.named_scope("mlp"):
+            x = x + self.dropout(self.mlp(norm(self.mlp_norm, x), key=keys[4]), key=keys[5])
+        return x, cache
+
+    def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
+        """The keys and values of a decoder's cross-attention."""
+        assert self.cross_attention is not None and memory is not None
+        return self.cross_attention.project_memory(memory)
+
+
+class Side(eqx.Module):
+    """The encoder, or the decoder: its relative positions, its blocks, and the norm after them."""
+
+    positions: RelativeBias
+    dropout: eqx.nn.Dropout
+    stack: Stack[Block]
+    norm: eqx.nn.RMSNorm
+
+    def __init__(self, config: T5Config, *, is_decoder: bool, key: PRNGKeyArray):
+        positions_key, stack_key = jax.random.split(key)
+        n_layers = config.n_decoder_layers if is_decoder else config.n_layers
+        self.positions = RelativeBias(config, is_causal=is_decoder, key=positions_key)
+        self.dropout = eqx.nn.Dropout(config.dropout)
+        make = lambda key: Block(config, is_decoder=is_decoder, key=key)  # noqa: E731
+        self.stack = Stack(make, n_layers, remat=config.remat, key=stack_key)
+        self.norm = _norm(config)
+
+    def __call__(
+        self,
+        x: Float[Array, "seq d"],
+        mask: Bool[Array, "#seq source"] | None,
+        memory: Float[Array, "memory d"] | None = None,
+        memory_mask: Bool[Array, "1 memory"] | None = None,
+        *,
+        cache: Cache | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Carry:
+        keys = (None,) * 3 if key is None else jax.random.split(key, 3)
+        # Distances are between slots; the padding before the first token moves all of them alike.
+        start, length = (0, len(x)) if cache is None else (cache.index, cache.mask.shape[0])
+        bias = self.positions(start + jnp.arange(len(x)), jnp.arange(length))
+        x = self.dropout(x, key=keys[0])
+        x, cache = self.stack((x, cache), mask, bias, memory, memory_mask, key=keys[1])
+        return self.dropout(norm(self.norm, x), key=keys[2]), cache
+
+
+class T5(Pretrained):
+    """T5, from the token ids of a source and of a target to the logits of each next token of the target.
+
+    Called on one example; `jax.vmap` it over a batch.
+
+    ```python
+    model = T5(T5Config.t5_small(), key=jax.random.key(0))
+    logits = model(ids, model.shift_right(labels), mask=mask, key=key)
+    ```
+
+    `eqx.nn.inference_mode(model)` takes dropout out, and no key is needed then. Examples may be of any length.
+    """
+
+    config_class = T5Config
+    model_types = ("t5", "mt5")
+    architectures = (
+        "T5ForConditionalGeneration",
+        "T5WithLMHeadModel",  # as the first folders call it
+        "MT5ForConditionalGeneration",
+    )
+
+    embedding: eqx.nn.Embedding
+    encoder: Side
+    decoder: Side
+    head: eqx.nn.Linear | None  # None where the logits are taken with the embedding
+    config: T5Config = eqx.field(static=True)
+
+    def __init__(self, config: T5Config, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: sizes and rates.
+        - `key`: draws the weights as the paper's code does: the embedding N(0, 1), queries N(0, 1 / (`d_model` `d_kv`)),
+            every other layer N(0, 1 / its inputs), relative positions N(0, 1 / `d_model`), all standard deviations times
+            `init_factor`; norms 1.
+        """
+        embedding_key, encoder_key, decoder_key, head_key = jax.random.split(key, 4)
+        vocab, d, factor = config.vocab_size, config.d_model, config.init_factor
+        self.embedding = normal_embedding(vocab, d, std=factor, key=embedding_key)
+        self.encoder = Side(config, is_decoder=False, key=encoder_key)
+        self.decoder = Side(config, is_decoder=True, key=decoder_key)
+        self.head = None if config.is_tied else _linear(d, vocab, factor * d**-0.5, head_key)
+        self.config = config
+
+    def __call__(
+        self,
+        ids: Int[Array, " source"],
+        decoder_ids: Int[Array, " target"],
+        *,
+        mask: Bool[Array, " source"] | None = None,
+        decoder_mask: Bool[Array, " target"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "target vocab"]:
+        """The logits of the token after each of `decoder_ids`, given `ids`, it, and those before it.
+
+        **Arguments:**
+
+        - `ids`, `decoder_ids`: token ids below `vocab_size`; the latter begin with `decoder_start_token_id`.
+        - `mask`, `decoder_mask`: which of them are tokens, and not padding on either side; None for all.
+        - `key`: for dropout; not needed in inference.
+        """
+        return self.logits(self.hidden(ids, decoder_ids, mask=mask, decoder_mask=decoder_mask, key=key))
+
+    def hidden(
+        self,
+        ids: Int[Array, " source"],
+        decoder_ids: Int[Array, " target"],
+        *,
+        mask: Bool[Array, " source"] | None = None,
+        decoder_mask: Bool[Array, " target"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "target d"]:
+        """What `logits` takes: the decoder's residual stream after all blocks, normed. The arguments are those of a call."""
+        encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
+        memory = self.encode(ids, mask=mask, key=encoder_key)
+        return self._run(decoder_ids, decoder_mask, None, memory, mask, decoder_key)[0]
+
+    def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
+        """The logits of the next tokens, from hidden states."""
+        with jax.named_scope("head"):
+            if self.config.is_scaled:
+                hidden = hidden * self.config.d_model**-0.5
+            return hidden @ self.embedding.weight.T if self.head is None else linear(self.head, hidden)
+
+    def encode(
+        self,
+        ids: Int[Array, " source"],
+        *,
+        mask: Bool[Array, " source"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "source d"]:
+        """What the encoder makes of `ids`, for the decoder to attend to; the arguments are those of a call."""
+        with jax.named_scope("encoder"):
+            return self.encoder(embed(self.embedding, ids), None if mask is None else mask[None], key=key)[0]
+
+    def init_cache(
+        self,
+        length: int,
+        memory: Float[Array, "source d"],
+        memory_mask: Bool[Array, " source"] | None = None,
+    ) -> Cache:
+        """An empty cache for one target of at most `length` tokens, padding included.
+
+        **Arguments:**
+
+        - `memory`: what `encode` returned; its keys and values are computed here, once.
+        - `memory_mask`: the mask that `encode` was given.
+        """
+        pairs = self.decoder.stack.map(lambda block: block.project_memory(memory))
+        n_layers, heads, size = self.config.n_decoder_layers, self.config.n_heads, self.config.d_kv
+        dtype = self.embedding.weight.dtype
+        return Cache.empty(n_layers, length, heads, size, dtype, memory=pairs, memory_mask=memory_mask)
+
+    def decode(
+        self, ids: Int[Array, " target"], cache: Cache, *, mask: Bool[Array, " target"] | None = None
+    ) -> tuple[Float[Array, " vocab"], Cache]:
+        """The logits of the token after the last of `ids`, which go on from those in the cache; and the cache with them.
+
+        **Arguments:**
+
+        - `ids`, `mask`: as the decoder's for a call; padding is on the left, so that the last one is a token.
+        """
+        hidden, cache = self._run(ids, mask, cache, None, cache.memory_mask, None)
+        return self.logits(hidden[-1]), cache
+
+    def shift_right(self, labels: Int[Array, " target"]) -> Int[Array, " target"]:
+        """The decoder's inputs for labels: `decoder_start_token_id`, then all but the last; padding where one is -100.
+
+        Raises ValueError for a config without `pad_token_id`.
+        """
+        if self.config.pad_token_id is None:
+            raise ValueError("`pad_token_id`: expected a token, got None. Give the config one.")
+        labels = jnp.where(labels == _NO_LABEL, self.config.pad_token_id, labels)
+        return jnp.roll(labels, 1).at[0].set(self.config.decoder_start_token_id)
+
+    def _run(self, ids, mask, cache, memory, memory_mask, key) -> tuple[Float[Array, "target d"], Any]:
+        (seq,) = ids.shape
+        if cache is not None:
+            cache = cache.begin(jnp.ones(seq, bool) if mask is None else mask)
+        memory_mask = None if memory_mask is None else memory_mask[None]
+        with jax.named_scope("decoder"):
+            x = embed(self.embedding, ids)
+            x, cache = self.decoder(x, causal_mask(mask, seq, cache), memory, memory_mask, cache=cache, key=key)
+        return x, None if cache is None else cache.end(seq)
+
+    @classmethod
+    def architecture(cls, config: T5Config) -> str:
+        """The class that `transformers` loads a saved folder with."""
+        return {"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}[config.model_type]
+
+    @classmethod
+    def read_config(cls, folder: Path) -> T5Config:
+        """The config of a folder, tied where the folder has no other head than the embedding.
+
+        Nothing else tells: transformers 5 writes that it is tied in any case, and reads the head that it finds.
+        """
+        config = super().read_config(folder)
+        return replace(config, is_tied=is_tied_on_disk(folder, cls.weights_name, "lm_head.weight", "shared.weight"))
+
+    @staticmethod
+    def names(config: T5Config) -> Names:
+        """Where a Hugging Face folder keeps each leaf. Relative positions are in the first layer of each stack."""
+        copies = {"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"}
+        return Names(
+            tensors=[
+                same("shared.weight", "embedding.weight"),
+                *_side_names("encoder", config, is_decoder=False),
+                *_side_names("decoder", config, is_decoder=True),
+                *([] if config.is_tied else [same("lm_head.weight", "head.weight")]),
+            ],
+            # A table that the first files carry, and that nothing reads.
+            ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+            copies={**copies, "lm_head.weight": "shared.weight"} if config.is_tied else copies,
+        )
+
+
+class T5Encoder(Pretrained):
+    """T5's encoder alone, from token ids to a vector each. Called on one example; `jax.vmap` it over a batch.
+
+    `eqx.nn.inference_mode(model)` takes dropout out, and no key is needed then. `T5Encoder.from_pretrained` reads the
+    encoder of a whole T5 too.
+    """
+
+    config_class = T5Config
+    model_types = ("t5", "mt5")
+    architectures = ("T5EncoderModel", "MT5EncoderModel")
+
+    embedding: eqx.nn.Embedding
+    encoder: Side
+    config: T5Config = eqx.field(static=True)
+
+    def __init__(self, config: T5Config, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: sizes and rates; those of the decoder count for nothing.
+        - `key`: draws the weights as for a `T5`.
+        """
+        embedding_key, encoder_key = jax.random.split(key)
+        self.embedding = normal_embedding(config.vocab_size, config.d_model, std=config.init_factor, key=embedding_key)
+        self.encoder = Side(config, is_decoder=False, key=encoder_key)
+        self.config = config
+
+    def __call__(
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        mask: Bool[Array, " seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "seq d"]:
+        """What the encoder makes of each token.
+
+        **Arguments:**
+
+        - `ids`: token ids below `vocab_size`.
+        - `mask`: which of them are tokens, and not padding on either side; None for all.
+        - `key`: for dropout; not needed in inference.
+        """
+        with jax.named_scope("encoder"):
+            return self.encoder(embed(self.embedding, ids), None if mask is None else mask[None], key=key)[0]
+
+    @classmethod
+    def architecture(cls, config: T5Config) -> str:
+        """The class that `transformers` loads a saved folder with."""
+        return {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel"}[config.model_type]
+
+    @staticmethod
+    def names(config: T5Config) -> Names:
+        """Where a Hugging Face folder keeps each leaf."""
+        return Names(
+            tensors=[same("shared.weight", "embedding.weight"), *_side_names("encoder", config, is_decoder=False)],
+            ignored=("decoder.*", "lm_head.weight"),
+            copies={"encoder.embed_tokens.weight": "shared.weight"},
+        )
+
+
+def _side_names(side: str, config: T5Config, *, is_decoder: bool) -> list[Name]:
+    """The tensors of the encoder or of the decoder, which bear the same name here and there."""
+
+    def attention(layer: str, disk: str, norm: str, leaf: str) -> list[Name]:
+        roles = {"q": "query", "k": "key", "v": "value", "o": "output"}
+        projections = [same(f"{layer}.{disk}.{role}.weight", f"{leaf}.{name}.weight") for role, name in roles.items()]
+        return [same(f"{layer}.layer_norm.weight", f"{norm}.weight"), *projections]
+
+    block = attention("layer.0", "SelfAttention", "attention_norm", "attention")
+    if is_decoder:
+        block += attention("layer.1", "EncDecAttention", "cross_norm", "cross_attention")
+    last = "layer.2" if is_decoder else "layer.1"
+    mlp = {"wi": "up"} if config.mlp == "relu" else {"wi_0": "gate", "wi_1": "up"}
+    block.append(same(f"{last}.layer_norm.weight", "mlp_norm.weight"))
+    for disk, leaf in {**mlp, "wo": "down"}.items():
+        block.append(same(f"{last}.DenseReluDense.{disk}.weight", f"mlp.{leaf}.weight"))
+    n_layers = config.n_decoder_layers if is_decoder else config.n_layers
+    return [
+        same(f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", f"{side}.positions.table"),
+        *layers(f"{side}.block.{{}}.", f"{side}.stack.blocks.", n_layers, block),
+        same(f"{side}.final_layer_norm.weight", f"{side}.norm.weight"),
+    ]

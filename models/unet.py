@@ -1,0 +1,597 @@
+"""The UNet of latent diffusion (`UNet2DConditionModel`): what to take away from noisy latents, given a timestep and a text.
+
+Source: Rombach et al. 2022, *High-Resolution Image Synthesis with Latent Diffusion Models*, and its code,
+github.com/CompVis/latent-diffusion; weights as `diffusers` keeps them. It differs from that code in its layout only: the
+gate of each MLP is a layer of its own, and 1x1 convolutions around attention are linear layers.
+
+Dims: c = channels, h x w = height and width, seq = h x w pixels as a sequence, source = tokens of the context, context =
+their width, time = width of the embedded timestep.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Num, PRNGKeyArray
+
+from ._attention import Attention
+from ._config import Keys, check_rates, check_sizes
+from ._diffusion import (
+    DIFFUSERS,
+    Resnet,
+    apply,
+    as_json,
+    check_groups,
+    mirrored,
+    one_or_many,
+    sample_size,
+    upsample,
+)
+from ._folder import Names, Pretrained
+from ._layers import linear, norm
+
+_TRANSFORMER_EPS = 1e-6  # of the group norm before attention; the config's is of all others
+
+# Keys of which one value is implemented, the one that they have where they are absent.
+_ONLY = {
+    "mid_block_type": "UNetMidBlock2DCrossAttn",
+    "mid_block_scale_factor": 1,
+    "downsample_padding": 1,
+    "num_attention_heads": None,
+    "reverse_transformer_layers_per_block": None,
+    "dual_cross_attention": False,
+    "attention_type": "default",
+    "encoder_hid_dim": None,
+    "encoder_hid_dim_type": None,
+    "class_embed_type": None,
+    "num_class_embeds": None,
+    "class_embeddings_concat": False,
+    "addition_embed_type": None,
+    "resnet_time_scale_shift": "default",
+    "time_embedding_type": "positional",
+    "time_embedding_dim": None,
+    "time_embedding_act_fn": None,
+    "timestep_post_act": None,
+    "time_cond_proj_dim": None,
+}
+_DOWN = {"DownBlock2D": False, "CrossAttnDownBlock2D": True}  # whether a block of the type attends
+_UP = {"UpBlock2D": False, "CrossAttnUpBlock2D": True}
+
+
+@dataclass(frozen=True)
+class UNetConfig:
+    """The sizes of a UNet; the defaults are those of diffusers, which are nearly Stable Diffusion 1's.
+
+    Fields that may hold a tuple have one entry a block, from the outermost in; one value is that of all blocks.
+
+    **Arguments:**
+
+    - `in_channels`, `out_channels`: of the noisy latents, and of what is predicted.
+    - `block_channels`: of the blocks on the way down, those on the way up the other way round; each but the last halves
+        height and width. The first is the width of a timestep's sinusoids as well.
+    - `down_attention`, `up_attention`: which blocks attend, each way in its own order.
+    - `layers_per_block`: residual blocks in each on the way down; on the way up there is one more.
+    - `transformer_layers`: blocks of self-attention, cross-attention and MLP after each residual block.
+    - `n_heads`: divides the channels of its block. It is `attention_head_dim` in `config.json`.
+    - `context_size`: width of the context.
+    - `only_cross_attention`: whether both attentions of a block attend to the context.
+    - `use_linear_projection`: whether the layers around attention are linear on disk, not convolutions; one function.
+    - `norm_groups`, `norm_eps`: of the group norms; the groups divide all `block_channels`.
+    - `dropout`: rate in the residual blocks, in [0, 1).
+    - `flips_sin_to_cos`, `freq_shift`: whether cosines come first in the timestep's sinusoids, and what their frequencies
+        are spread over less than half of the width.
+    - `centers_input`: whether samples come in [0, 1] and are to be taken to [-1, 1].
+    - `conv_in_kernel`, `conv_out_kernel`: pixels of the first and the last convolution.
+    - `sample_size`: pixels of the samples that it was trained on, for pipelines; others can be denoised too.
+    - `remat`: whether the backward pass recomputes each residual block and each transformer.
+    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+
+    Raises ValueError for sizes below 1, tuples of another length than `block_channels`, groups and heads that do not
+    divide their channels, and rates outside [0, 1).
+    """
+
+    in_channels: int = 4
+    out_channels: int = 4
+    block_channels: tuple[int, ...] = (320, 640, 1280, 1280)
+    down_attention: tuple[bool, ...] = (True, True, True, False)
+    up_attention: tuple[bool, ...] = (False, True, True, True)
+    layers_per_block: int | tuple[int, ...] = 2
+    transformer_layers: int | tuple[int, ...] = 1
+    n_heads: int | tuple[int, ...] = 8
+    context_size: int = 1280
+    only_cross_attention: bool | tuple[bool, ...] = False
+    use_linear_projection: bool = False
+    norm_groups: int = 32
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    flips_sin_to_cos: bool = True
+    freq_shift: int = 0
+    centers_input: bool = False
+    conv_in_kernel: int = 3
+    conv_out_kernel: int = 3
+    sample_size: int | tuple[int, ...] | None = None
+    remat: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        check_sizes(self, "in_channels", "out_channels", "context_size", "norm_groups", "conv_in_kernel", "conv_out_kernel")
+        check_groups(self.block_channels, self.norm_groups)
+        check_rates(self, "dropout")
+        n_blocks = len(self.block_channels)
+        for name in ("down_attention", "up_attention", "layers_per_block", "transformer_layers", "n_heads"):
+            self._check_blocks(name, n_blocks)
+        self._check_blocks("only_cross_attention", n_blocks)
+        for name in ("layers_per_block", "transformer_layers", "n_heads"):
+            if min(self.per_block(name)) < 1:
+                raise ValueError(f"`{name}`: expected at least 1, got {getattr(self, name)}. Pass a positive size.")
+        attends = (*self.down_attention[:-1], True)  # the innermost always does
+        up_attends = self.up_attention[::-1]
+        for i, (channels, heads) in enumerate(zip(self.block_channels, self.per_block("n_heads"), strict=True)):
+            if (attends[i] or up_attends[i]) and channels % heads:
+                raise ValueError(
+                    f"`n_heads`: expected a divisor of `block_channels[{i}]`={channels}, got {heads}. Pass one a block."
+                )
+
+    def _check_blocks(self, name: str, n_blocks: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, tuple) and len(value) != n_blocks:
+            raise ValueError(f"`{name}`: expected {n_blocks}, one a block of `block_channels`, got {value}. Pass as many.")
+
+    def per_block(self, name: str) -> tuple[Any, ...]:
+        """A field's value for each block, from the outermost in."""
+        value = getattr(self, name)
+        return value if isinstance(value, tuple) else (value,) * len(self.block_channels)
+
+    @property
+    def time_size(self) -> int:
+        """The width of the embedded timestep."""
+        return 4 * self.block_channels[0]
+
+    def without_dropout(self) -> "UNetConfig":
+        """The same with the rate 0."""
+        return replace(self, dropout=0.0)
+
+    @classmethod
+    def sd1(cls) -> "UNetConfig":
+        """The UNet of Stable Diffusion 1.1 to 1.5, of 860 million parameters."""
+        return cls(context_size=768, sample_size=64)
+
+    @classmethod
+    def sd2(cls) -> "UNetConfig":
+        """The UNet of Stable Diffusion 2.0 and 2.1, of 866 million parameters."""
+        return cls(context_size=1024, n_heads=(5, 10, 20, 20), use_linear_projection=True, sample_size=96)
+
+    @classmethod
+    def from_hf(cls, keys: Keys) -> "UNetConfig":
+        """The config that a `config.json` describes."""
+        for name, value in _ONLY.items():
+            keys.only(name, value)
+        keys.only("act_fn", "silu", "swish")  # two names of one function
+        return cls(
+            in_channels=keys.get("in_channels", 4),
+            out_channels=keys.get("out_channels", 4),
+            block_channels=tuple(keys.get("block_out_channels", [320, 640, 1280, 1280])),
+            down_attention=_attends(keys, "down_block_types", _DOWN, cls.down_attention),
+            up_attention=_attends(keys, "up_block_types", _UP, cls.up_attention),
+            layers_per_block=one_or_many(keys, "layers_per_block", 2),
+            transformer_layers=one_or_many(keys, "transformer_layers_per_block", 1),
+            n_heads=one_or_many(keys, "attention_head_dim", 8),
+            context_size=keys.get("cross_attention_dim", 1280),
+            only_cross_attention=one_or_many(keys, "only_cross_attention", False),
+            use_linear_projection=keys.get("use_linear_projection", False),
+            norm_groups=keys.get("norm_num_groups", 32),
+            norm_eps=keys.get("norm_eps", 1e-5),
+            dropout=keys.get("dropout", 0.0),
+            flips_sin_to_cos=keys.get("flip_sin_to_cos", True),
+            freq_shift=keys.get("freq_shift", 0),
+            centers_input=keys.get("center_input_sample", False),
+            conv_in_kernel=keys.get("conv_in_kernel", 3),
+            conv_out_kernel=keys.get("conv_out_kernel", 3),
+            sample_size=sample_size(keys, None),
+            extra=keys.rest(),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        down, up = ({attends: name for name, attends in types.items()} for types in (_DOWN, _UP))
+        return {
+            "_class_name": "UNet2DConditionModel",
+            "_diffusers_version": DIFFUSERS,
+            "act_fn": "silu",
+            "in_channels": self.in_channels,
+            "out_channels": self.out_channels,
+            "block_out_channels": list(self.block_channels),
+            "down_block_types": [down[attends] for attends in self.down_attention],
+            "up_block_types": [up[attends] for attends in self.up_attention],
+            "layers_per_block": as_json(self.layers_per_block),
+            "transformer_layers_per_block": as_json(self.transformer_layers),
+            "attention_head_dim": as_json(self.n_heads),
+            "cross_attention_dim": self.context_size,
+            "only_cross_attention": as_json(self.only_cross_attention),
+            "use_linear_projection": self.use_linear_projection,
+            "norm_num_groups": self.norm_groups,
+            "norm_eps": self.norm_eps,
+            "dropout": self.dropout,
+            "flip_sin_to_cos": self.flips_sin_to_cos,
+            "freq_shift": self.freq_shift,
+            "center_input_sample": self.centers_input,
+            "conv_in_kernel": self.conv_in_kernel,
+            "conv_out_kernel": self.conv_out_kernel,
+            "sample_size": as_json(self.sample_size),
+        }
+
+
+def _attends(keys: Keys, name: str, types: Mapping[str, bool], default: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which blocks attend, by the names of their types."""
+    found = keys.get(name, None)
+    for kind in found or ():
+        if kind not in types:
+            raise keys.refuse(name, kind, " or ".join(map(repr, types)))
+    return default if found is None else tuple(types[kind] for kind in found)
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+class TimeEmbedding(eqx.Module):
+    """Sinusoids of a timestep, and two layers on them."""
+
+    linear_1: eqx.nn.Linear
+    linear_2: eqx.nn.Linear
+    flips_sin_to_cos: bool = eqx.field(static=True)
+    freq_shift: int = eqx.field(static=True)
+
+    def __init__(self, config: UNetConfig, *, key: PRNGKeyArray):
+        key_1, key_2 = jax.random.split(key)
+        self.linear_1 = eqx.nn.Linear(config.block_channels[0], config.time_size, key=key_1)
+        self.linear_2 = eqx.nn.Linear(config.time_size, config.time_size, key=key_2)
+        self.flips_sin_to_cos = config.flips_sin_to_cos
+        self.freq_shift = config.freq_shift
+
+    def __call__(self, timestep: Num[Array, ""], dtype: Any) -> Float[Array, " time"]:
+        """The embedding of `timestep`, whose sinusoids are taken in float32 and cast to `dtype`."""
+        size = self.linear_1.weight.shape[1]
+        half = size // 2
+        frequencies = np.exp(-math.log(10000) * np.arange(half) / (half - self.freq_shift)).astype(np.float32)
+        angles = timestep.astype(jnp.float32) * frequencies
+        waves = [jnp.cos(angles), jnp.sin(angles)] if self.flips_sin_to_cos else [jnp.sin(angles), jnp.cos(angles)]
+        waves = jnp.concatenate([*waves, jnp.zeros(size % 2)]).astype(dtype)
+        return self.linear_2(jax.nn.silu(self.linear_1(waves)))
+
+
+class GEGLU(eqx.Module):
+    """Two layers, the inner one four times as wide and gated by GELU."""
+
+    gate: eqx.nn.Linear
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, d: int, *, key: PRNGKeyArray):
+        gate_key, up_key, down_key = jax.random.split(key, 3)
+        self.gate = eqx.nn.Linear(d, 4 * d, key=gate_key)
+        self.up = eqx.nn.Linear(d, 4 * d, key=up_key)
+        self.down = eqx.nn.Linear(4 * d, d, key=down_key)
+
+    def __call__(self, x: Float[Array, "seq c"]) -> Float[Array, "seq c"]:
+        return linear(self.down, linear(self.up, x) * jax.nn.gelu(linear(self.gate, x), approximate=False))
+
+
+def _attention(d: int, source: int, n_heads: int, key: PRNGKeyArray) -> Attention:
+    q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+    return Attention(
+        query=eqx.nn.Linear(d, d, use_bias=False, key=q_key),
+        key=eqx.nn.Linear(source, d, use_bias=False, key=k_key),
+        value=eqx.nn.Linear(source, d, use_bias=False, key=v_key),
+        output=eqx.nn.Linear(d, d, key=o_key),
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+    )
+
+
+class TransformerBlock(eqx.Module):
+    """Attention among pixels, attention to the context, and an MLP; each normed before, added after."""
+
+    norm1: eqx.nn.LayerNorm
+    attn1: Attention
+    norm2: eqx.nn.LayerNorm
+    attn2: Attention
+    norm3: eqx.nn.LayerNorm
+    ff: GEGLU
+    only_cross_attention: bool = eqx.field(static=True)
+
+    def __init__(self, d: int, n_heads: int, only_cross_attention: bool, context_size: int, *, key: PRNGKeyArray):
+        keys = jax.random.split(key, 3)
+        self.norm1 = eqx.nn.LayerNorm(d)
+        self.attn1 = _attention(d, context_size if only_cross_attention else d, n_heads, keys[0])
+        self.norm2 = eqx.nn.LayerNorm(d)
+        self.attn2 = _attention(d, context_size, n_heads, keys[1])
+        self.norm3 = eqx.nn.LayerNorm(d)
+        self.ff = GEGLU(d, key=keys[2])
+        self.only_cross_attention = only_cross_attention
+
+    def __call__(
+        self, x: Float[Array, "seq c"], context: Float[Array, "source context"], mask: Bool[Array, "1 source"] | None
+    ) -> Float[Array, "seq c"]:
+        memory, seen = (context, mask) if self.only_cross_attention else (None, None)
+        x = x + self.attn1(norm(self.norm1, x), memory=memory, mask=seen)[0]
+        x = x + self.attn2(norm(self.norm2, x), memory=context, mask=mask)[0]
+        return x + self.ff(norm(self.norm3, x))
+
+
+class Transformer(eqx.Module):
+    """Transformer blocks over the pixels as a sequence, between two projections; added to what came in."""
+
+    norm: eqx.nn.GroupNorm
+    proj_in: eqx.nn.Linear
+    transformer_blocks: list[TransformerBlock]
+    proj_out: eqx.nn.Linear
+
+    def __init__(self, i: int, config: UNetConfig, *, only_cross_attention: bool, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `i`: which block's sizes are taken.
+        """
+        channels, n_heads, n_layers = (
+            config.per_block(name)[i] for name in ("block_channels", "n_heads", "transformer_layers")
+        )
+        in_key, out_key, *keys = jax.random.split(key, 2 + n_layers)
+        self.norm = eqx.nn.GroupNorm(config.norm_groups, channels, eps=_TRANSFORMER_EPS)
+        self.proj_in = eqx.nn.Linear(channels, channels, key=in_key)
+        self.transformer_blocks = [
+            TransformerBlock(channels, n_heads, only_cross_attention, config.context_size, key=key) for key in keys
+        ]
+        self.proj_out = eqx.nn.Linear(channels, channels, key=out_key)
+
+    def __call__(
+        self,
+        x: Float[Array, "c h w"],
+        context: Float[Array, "source context"],
+        mask: Bool[Array, "1 source"] | None,
+    ) -> Float[Array, "c h w"]:
+        pixels = linear(self.proj_in, rearrange(self.norm(x), "c h w -> (h w) c"))
+        for block in self.transformer_blocks:
+            pixels = block(pixels, context, mask)
+        return x + rearrange(linear(self.proj_out, pixels), "(h w) c -> c h w", h=x.shape[1])
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def _resnets(sizes: Sequence[tuple[int, int]], config: UNetConfig, key: PRNGKeyArray) -> list[Resnet]:
+    """Residual blocks, from pairs of input and output channels."""
+    more = {"groups": config.norm_groups, "eps": config.norm_eps, "dropout": config.dropout}
+    keys = jax.random.split(key, len(sizes))
+    return [Resnet(*size, time_size=config.time_size, **more, key=key) for size, key in zip(sizes, keys, strict=True)]
+
+
+def _transformers(n: int, i: int, config: UNetConfig, key: PRNGKeyArray) -> list[Transformer]:
+    """The `n` transformers of the `i`-th block, either way."""
+    crosses = config.per_block("only_cross_attention")[i]
+    return [Transformer(i, config, only_cross_attention=crosses, key=key) for key in jax.random.split(key, n)]
+
+
+class DownBlock(eqx.Module):
+    """Residual blocks, each with a transformer where the block attends, then half of height and width but for the last."""
+
+    resnets: list[Resnet]
+    attentions: list[Transformer]  # none where the block does not attend
+    downsampler: eqx.nn.Conv2d | None
+    remat: bool = eqx.field(static=True)
+
+    def __init__(self, i: int, config: UNetConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `i`: counted from the outermost in.
+        """
+        resnets_key, transformers_key, sampler_key = jax.random.split(key, 3)
+        channels, n = config.block_channels, config.per_block("layers_per_block")[i]
+        c = channels[i]
+        self.resnets = _resnets([(channels[max(i - 1, 0)], c), *[(c, c)] * (n - 1)], config, resnets_key)
+        self.attentions = _transformers(n, i, config, transformers_key) if config.down_attention[i] else []
+        is_last = i == len(channels) - 1
+        self.downsampler = None if is_last else eqx.nn.Conv2d(c, c, 3, stride=2, padding=1, key=sampler_key)
+        self.remat = config.remat
+
+    def __call__(
+        self,
+        x: Float[Array, "c h w"],
+        time: Float[Array, " time"],
+        context: Float[Array, "source context"],
+        mask: Bool[Array, "1 source"] | None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> list[Array]:
+        """What each step of the block made: the way up takes them all, the next block the last."""
+        made = []
+        keys = _split(key, len(self.resnets))
+        for resnet, transformer, key in zip_longest(self.resnets, self.attentions, keys):
+            x = apply(resnet, x, time, remat=self.remat, key=key)
+            if transformer is not None:
+                x = apply(transformer, x, context, mask, remat=self.remat)
+            made.append(x)
+        return made if self.downsampler is None else [*made, self.downsampler(x)]
+
+
+class MidBlock(eqx.Module):
+    """The innermost block: residual, transformer, residual."""
+
+    resnets: list[Resnet]
+    attentions: list[Transformer]
+    remat: bool = eqx.field(static=True)
+
+    def __init__(self, config: UNetConfig, *, key: PRNGKeyArray):
+        resnets_key, transformer_key = jax.random.split(key)
+        c = config.block_channels[-1]
+        self.resnets = _resnets([(c, c), (c, c)], config, resnets_key)
+        # Pixels attend to each other here, even where `only_cross_attention` says that they do nowhere else.
+        self.attentions = [Transformer(-1, config, only_cross_attention=False, key=transformer_key)]
+        self.remat = config.remat
+
+    def __call__(
+        self,
+        x: Float[Array, "c h w"],
+        time: Float[Array, " time"],
+        context: Float[Array, "source context"],
+        mask: Bool[Array, "1 source"] | None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "c h w"]:
+        keys = _split(key, 2)
+        x = apply(self.resnets[0], x, time, remat=self.remat, key=keys[0])
+        x = apply(self.attentions[0], x, context, mask, remat=self.remat)
+        return apply(self.resnets[1], x, time, remat=self.remat, key=keys[1])
+
+
+class UpBlock(eqx.Module):
+    """As `DownBlock`, but each residual block takes what the way down made too, and height and width are doubled."""
+
+    resnets: list[Resnet]
+    attentions: list[Transformer]  # none where the block does not attend
+    upsampler: eqx.nn.Conv2d | None
+    remat: bool = eqx.field(static=True)
+
+    def __init__(self, i: int, config: UNetConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `i`: that of the block on the way down of which it takes what was made.
+        """
+        resnets_key, transformers_key, sampler_key = jax.random.split(key, 3)
+        channels, n = config.block_channels, config.per_block("layers_per_block")[i] + 1
+        c, last = channels[i], len(channels) - 1
+        before = [channels[min(i + 1, last)], *[c] * (n - 1)]
+        beside = [*[c] * (n - 1), channels[max(i - 1, 0)]]
+        self.resnets = _resnets([(a + b, c) for a, b in zip(before, beside, strict=True)], config, resnets_key)
+        self.attentions = _transformers(n, i, config, transformers_key) if config.up_attention[last - i] else []
+        self.upsampler = None if i == 0 else eqx.nn.Conv2d(c, c, 3, padding=1, key=sampler_key)
+        self.remat = config.remat
+
+    def __call__(
+        self,
+        x: Float[Array, "c h w"],
+        made: list[Array],
+        time: Float[Array, " time"],
+        context: Float[Array, "source context"],
+        mask: Bool[Array, "1 source"] | None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "out h2 w2"]:
+        """**Arguments:**
+
+        - `made`: on the way down; what is used is taken from its end.
+        """
+        keys = _split(key, len(self.resnets))
+        for resnet, transformer, key in zip_longest(self.resnets, self.attentions, keys):
+            x = apply(resnet, jnp.concatenate([x, made.pop()]), time, remat=self.remat, key=key)
+            if transformer is not None:
+                x = apply(transformer, x, context, mask, remat=self.remat)
+        if self.upsampler is None:
+            return x
+        _, h, w = made[-1].shape  # an odd size was halved upwards
+        return self.upsampler(upsample(x)[:, :h, :w])
+
+
+def _split(key: PRNGKeyArray | None, n: int) -> Sequence[PRNGKeyArray | None]:
+    return [None] * n if key is None else list(jax.random.split(key, n))
+
+
+class UNet(Pretrained):
+    """A UNet that predicts noise, or another target, from noisy latents. Called on one example; `jax.vmap` it over a batch.
+
+    ```python
+    model = UNet(UNetConfig.sd1(), key=jax.random.key(0))
+    noise = jax.vmap(model)(samples, timesteps, contexts)
+    ```
+
+    `models.schedulers` makes the noisy latents, and steps from what is predicted to latents of less noise.
+    """
+
+    config_class = UNetConfig
+    model_types = ("UNet2DConditionModel",)
+    architectures = ("UNet2DConditionModel",)
+    weights_name = "diffusion_pytorch_model"
+
+    time_embedding: TimeEmbedding
+    conv_in: eqx.nn.Conv2d
+    down_blocks: list[DownBlock]
+    mid_block: MidBlock
+    up_blocks: list[UpBlock]
+    conv_norm_out: eqx.nn.GroupNorm
+    conv_out: eqx.nn.Conv2d
+    config: UNetConfig = eqx.field(static=True)
+
+    def __init__(self, config: UNetConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: sizes and the rate of dropout.
+        - `key`: draws the weights as torch does, uniform in ±1 / sqrt(inputs), biases too; norms are 1.
+        """
+        n_blocks = len(config.block_channels)
+        time_key, in_key, down_key, mid_key, up_key, out_key = jax.random.split(key, 6)
+        first = config.block_channels[0]
+        self.time_embedding = TimeEmbedding(config, key=time_key)
+        self.conv_in = _same_size(config.in_channels, first, config.conv_in_kernel, key=in_key)
+        self.down_blocks = [DownBlock(i, config, key=key) for i, key in enumerate(jax.random.split(down_key, n_blocks))]
+        self.mid_block = MidBlock(config, key=mid_key)
+        up_keys = jax.random.split(up_key, n_blocks)
+        self.up_blocks = [UpBlock(i, config, key=up_keys[i]) for i in reversed(range(n_blocks))]
+        self.conv_norm_out = eqx.nn.GroupNorm(config.norm_groups, first, eps=config.norm_eps)
+        self.conv_out = _same_size(first, config.out_channels, config.conv_out_kernel, key=out_key)
+        self.config = config
+
+    def __call__(
+        self,
+        sample: Float[Array, "c h w"],
+        timestep: Num[Array, ""] | int | float,
+        context: Float[Array, "source context"],
+        *,
+        mask: Bool[Array, " source"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "out h w"]:
+        """What the model was trained to predict: the noise in `sample`, or as the scheduler's `prediction_type` says.
+
+        **Arguments:**
+
+        - `sample`: noisy latents, of any height and width.
+        - `timestep`: how noisy, from 0 up.
+        - `context`: what is attended to, the hidden states of a text for one.
+        - `mask`: which of its tokens are seen; None for all, as Stable Diffusion was trained.
+        - `key`: for dropout; not needed in inference.
+        """
+        seen = None if mask is None else mask[None]
+        mid_key, *keys = _split(key, 1 + 2 * len(self.down_blocks))
+        time = self.time_embedding(jnp.asarray(timestep), sample.dtype)
+        x = self.conv_in(2 * sample - 1 if self.config.centers_input else sample)
+        made = [x]
+        with jax.named_scope("down"):
+            for block in self.down_blocks:
+                made += block(made[-1], time, context, seen, key=keys.pop())
+        with jax.named_scope("mid"):
+            x = self.mid_block(made[-1], time, context, seen, key=mid_key)
+        with jax.named_scope("up"):
+            for block in self.up_blocks:
+                x = block(x, made, time, context, seen, key=keys.pop())
+        return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
+
+    @staticmethod
+    def names(config: UNetConfig) -> Names:
+        """Where each tensor of a `UNet2DConditionModel` folder is in the tree."""
+        return _names(config)
+
+
+def _same_size(in_channels: int, out_channels: int, kernel: int, *, key: PRNGKeyArray) -> eqx.nn.Conv2d:
+    return eqx.nn.Conv2d(in_channels, out_channels, kernel, padding=(kernel - 1) // 2, key=key)
+
+
+@functools.cache
+def _names(config: UNetConfig) -> Names:
+    shapes = eqx.filter_eval_shape(UNet, config, key=jax.eval_shape(lambda: jax.random.key(0)))
+    convolutions = r"(?!)" if config.use_linear_projection else r"\.proj_(in|out)\."
+    return Names(mirrored(shapes, convolutions=convolutions))

@@ -1,0 +1,362 @@
+"""The autoencoder of latent diffusion (`AutoencoderKL`): images to latents an eighth as high and wide, and back.
+
+Source: Rombach et al. 2022, *High-Resolution Image Synthesis with Latent Diffusion Models*, and its code,
+github.com/CompVis/latent-diffusion; weights as `diffusers` keeps them. It differs from that code in its layout only.
+
+Dims: c = channels, h x w = height and width, latent = channels of the latents.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ._attention import Attention
+from ._config import Keys, check_sizes
+from ._diffusion import DIFFUSERS, Resnet, apply, as_json, check_groups, mirrored, sample_size, upsample
+from ._folder import Names, Pretrained
+
+_EPS = 1e-6  # of every norm here
+
+
+@dataclass(frozen=True)
+class VAEConfig:
+    """The sizes of an autoencoder; the defaults are those of diffusers, of one small block.
+
+    **Arguments:**
+
+    - `in_channels`, `out_channels`, `latent_channels`: of what is encoded, of what is decoded, and of what is between.
+    - `block_channels`: of the blocks of the encoder, the decoder's the other way round; each but the last halves height
+        and width.
+    - `layers_per_block`: residual blocks in each of the encoder's; the decoder's have one more.
+    - `norm_groups`: of every norm; it divides all `block_channels`.
+    - `scaling_factor`, `shift_factor`: a diffusion model works on `(latents - shift_factor) * scaling_factor`, so that
+        they have unit variance; the model here neither multiplies nor shifts.
+    - `has_mid_attention`: whether the innermost blocks attend.
+    - `has_quant_conv`, `has_post_quant_conv`: whether a 1x1 convolution follows the encoder, precedes the decoder.
+    - `sample_size`: pixels of the images that it was trained on, for pipelines; any size can be encoded.
+    - `remat`: whether the backward pass recomputes each residual block.
+    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+
+    Raises ValueError for sizes below 1, and for groups that do not divide the channels.
+    """
+
+    in_channels: int = 3
+    out_channels: int = 3
+    latent_channels: int = 4
+    block_channels: tuple[int, ...] = (64,)
+    layers_per_block: int = 1
+    norm_groups: int = 32
+    scaling_factor: float = 0.18215
+    shift_factor: float | None = None
+    has_mid_attention: bool = True
+    has_quant_conv: bool = True
+    has_post_quant_conv: bool = True
+    sample_size: int | tuple[int, ...] | None = 32
+    remat: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        check_sizes(self, "in_channels", "out_channels", "latent_channels", "layers_per_block", "norm_groups")
+        check_groups(self.block_channels, self.norm_groups)
+
+    @classmethod
+    def sd(cls) -> "VAEConfig":
+        """The autoencoder of Stable Diffusion 1 and 2, of 84 million parameters."""
+        return cls(block_channels=(128, 256, 512, 512), layers_per_block=2, sample_size=512)
+
+    @classmethod
+    def from_hf(cls, keys: Keys) -> "VAEConfig":
+        """The config that a `config.json` describes."""
+        channels = tuple(keys.get("block_out_channels", [64]))
+        n_blocks = len(channels)
+        keys.only("down_block_types", ["DownEncoderBlock2D"] * n_blocks, default=["DownEncoderBlock2D"])
+        keys.only("up_block_types", ["UpDecoderBlock2D"] * n_blocks, default=["UpDecoderBlock2D"])
+        keys.only("act_fn", "silu", "swish")  # two names of one function
+        return cls(
+            in_channels=keys.get("in_channels", 3),
+            out_channels=keys.get("out_channels", 3),
+            latent_channels=keys.get("latent_channels", 4),
+            block_channels=channels,
+            layers_per_block=keys.get("layers_per_block", 1),
+            norm_groups=keys.get("norm_num_groups", 32),
+            scaling_factor=keys.get("scaling_factor", 0.18215),
+            shift_factor=keys.get("shift_factor", None),
+            has_mid_attention=keys.get("mid_block_add_attention", True),
+            has_quant_conv=keys.get("use_quant_conv", True),
+            has_post_quant_conv=keys.get("use_post_quant_conv", True),
+            sample_size=sample_size(keys, 32),
+            extra=keys.rest(),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        n_blocks = len(self.block_channels)
+        return {
+            "_class_name": "AutoencoderKL",
+            "_diffusers_version": DIFFUSERS,
+            "act_fn": "silu",
+            "in_channels": self.in_channels,
+            "out_channels": self.out_channels,
+            "latent_channels": self.latent_channels,
+            "block_out_channels": list(self.block_channels),
+            "down_block_types": ["DownEncoderBlock2D"] * n_blocks,
+            "up_block_types": ["UpDecoderBlock2D"] * n_blocks,
+            "layers_per_block": self.layers_per_block,
+            "norm_num_groups": self.norm_groups,
+            "scaling_factor": self.scaling_factor,
+            "shift_factor": self.shift_factor,
+            "mid_block_add_attention": self.has_mid_attention,
+            "use_quant_conv": self.has_quant_conv,
+            "use_post_quant_conv": self.has_post_quant_conv,
+            "sample_size": as_json(self.sample_size),
+        }
+
+
+class Posterior(eqx.Module):
+    """The latents of an image as a normal distribution, each entry independent of the others."""
+
+    mean: Float[Array, "latent h w"]
+    log_variance: Float[Array, "latent h w"]
+
+    @property
+    def mode(self) -> Float[Array, "latent h w"]:
+        """The likeliest latents."""
+        return self.mean
+
+    def sample(self, key: PRNGKeyArray) -> Float[Array, "latent h w"]:
+        """Latents drawn from it."""
+        noise = jax.random.normal(key, self.mean.shape, self.mean.dtype)
+        return self.mean + jnp.exp(self.log_variance / 2) * noise
+
+    def kl(self) -> Float[Array, ""]:
+        """Its divergence from the standard normal in nats, over all entries: what training adds to the error."""
+        return (jnp.square(self.mean) + jnp.exp(self.log_variance) - 1 - self.log_variance).sum() / 2
+
+
+def _resnets(channels: Sequence[int], config: VAEConfig, key: PRNGKeyArray) -> list[Resnet]:
+    """Residual blocks in a row, from the channels before, between and after them."""
+    keys = jax.random.split(key, len(channels) - 1)
+    return [
+        Resnet(*pair, groups=config.norm_groups, eps=_EPS, key=key)
+        for pair, key in zip(pairwise(channels), keys, strict=True)
+    ]
+
+
+class AttentionBlock(eqx.Module):
+    """Attention of one head among all pixels, added to what came in."""
+
+    group_norm: eqx.nn.GroupNorm
+    attention: Attention
+
+    def __init__(self, channels: int, config: VAEConfig, *, key: PRNGKeyArray):
+        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        self.group_norm = eqx.nn.GroupNorm(config.norm_groups, channels, eps=_EPS)
+        self.attention = Attention(
+            query=eqx.nn.Linear(channels, channels, key=q_key),
+            key=eqx.nn.Linear(channels, channels, key=k_key),
+            value=eqx.nn.Linear(channels, channels, key=v_key),
+            output=eqx.nn.Linear(channels, channels, key=o_key),
+            n_heads=1,
+            n_kv_heads=1,
+        )
+
+    def __call__(self, x: Float[Array, "c h w"]) -> Float[Array, "c h w"]:
+        mixed, _ = self.attention(rearrange(self.group_norm(x), "c h w -> (h w) c"))
+        return x + rearrange(mixed, "(h w) c -> c h w", h=x.shape[1])
+
+
+class MidBlock(eqx.Module):
+    """The innermost block: residual, attention, residual."""
+
+    resnets: list[Resnet]
+    attentions: list[AttentionBlock]
+    remat: bool = eqx.field(static=True)
+
+    def __init__(self, config: VAEConfig, *, key: PRNGKeyArray):
+        resnets_key, attention_key = jax.random.split(key)
+        channels = config.block_channels[-1]
+        self.resnets = _resnets([channels] * 3, config, resnets_key)
+        self.attentions = [AttentionBlock(channels, config, key=attention_key)] if config.has_mid_attention else []
+        self.remat = config.remat
+
+    def __call__(self, x: Float[Array, "c h w"]) -> Float[Array, "c h w"]:
+        first, last = self.resnets
+        for block in (first, *self.attentions, last):
+            x = apply(block, x, remat=self.remat)
+        return x
+
+
+class DownBlock(eqx.Module):
+    """Residual blocks, then half of height and width but for the last of these blocks."""
+
+    resnets: list[Resnet]
+    downsampler: eqx.nn.Conv2d | None
+    remat: bool = eqx.field(static=True)
+
+    def __init__(self, in_channels: int, out_channels: int, is_last: bool, config: VAEConfig, *, key: PRNGKeyArray):
+        resnets_key, sampler_key = jax.random.split(key)
+        self.resnets = _resnets([in_channels, *[out_channels] * config.layers_per_block], config, resnets_key)
+        padding = ((0, 1), (0, 1))  # after the last row and column only
+        sampler = functools.partial(eqx.nn.Conv2d, stride=2, padding=padding, key=sampler_key)
+        self.downsampler = None if is_last else sampler(out_channels, out_channels, 3)
+        self.remat = config.remat
+
+    def __call__(self, x: Float[Array, "c h w"]) -> Float[Array, "out h2 w2"]:
+        for block in self.resnets:
+            x = apply(block, x, remat=self.remat)
+        return x if self.downsampler is None else self.downsampler(x)
+
+
+class UpBlock(eqx.Module):
+    """Residual blocks, then twice the height and width but for the last of these blocks."""
+
+    resnets: list[Resnet]
+    upsampler: eqx.nn.Conv2d | None
+    remat: bool = eqx.field(static=True)
+
+    def __init__(self, in_channels: int, out_channels: int, is_last: bool, config: VAEConfig, *, key: PRNGKeyArray):
+        resnets_key, sampler_key = jax.random.split(key)
+        self.resnets = _resnets([in_channels, *[out_channels] * (config.layers_per_block + 1)], config, resnets_key)
+        sampler = functools.partial(eqx.nn.Conv2d, padding=1, key=sampler_key)
+        self.upsampler = None if is_last else sampler(out_channels, out_channels, 3)
+        self.remat = config.remat
+
+    def __call__(self, x: Float[Array, "c h w"]) -> Float[Array, "out h2 w2"]:
+        for block in self.resnets:
+            x = apply(block, x, remat=self.remat)
+        return x if self.upsampler is None else self.upsampler(upsample(x))
+
+
+class Encoder(eqx.Module):
+    """From an image to twice the channels of its latents."""
+
+    conv_in: eqx.nn.Conv2d
+    down_blocks: list[DownBlock]
+    mid_block: MidBlock
+    conv_norm_out: eqx.nn.GroupNorm
+    conv_out: eqx.nn.Conv2d
+
+    def __init__(self, config: VAEConfig, *, key: PRNGKeyArray):
+        in_key, mid_key, out_key, *keys = jax.random.split(key, 3 + len(config.block_channels))
+        first, *_, last = sizes = (config.block_channels[0], *config.block_channels)
+        self.conv_in = eqx.nn.Conv2d(config.in_channels, first, 3, padding=1, key=in_key)
+        self.down_blocks = [
+            DownBlock(a, b, i == len(keys) - 1, config, key=keys[i]) for i, (a, b) in enumerate(pairwise(sizes))
+        ]
+        self.mid_block = MidBlock(config, key=mid_key)
+        self.conv_norm_out = eqx.nn.GroupNorm(config.norm_groups, last, eps=_EPS)
+        self.conv_out = eqx.nn.Conv2d(last, 2 * config.latent_channels, 3, padding=1, key=out_key)
+
+    def __call__(self, image: Float[Array, "c h w"]) -> Float[Array, "out h2 w2"]:
+        x = self.conv_in(image)
+        for block in self.down_blocks:
+            x = block(x)
+        return self.conv_out(jax.nn.silu(self.conv_norm_out(self.mid_block(x))))
+
+
+class Decoder(eqx.Module):
+    """From latents to an image."""
+
+    conv_in: eqx.nn.Conv2d
+    mid_block: MidBlock
+    up_blocks: list[UpBlock]
+    conv_norm_out: eqx.nn.GroupNorm
+    conv_out: eqx.nn.Conv2d
+
+    def __init__(self, config: VAEConfig, *, key: PRNGKeyArray):
+        in_key, mid_key, out_key, *keys = jax.random.split(key, 3 + len(config.block_channels))
+        first, *_, last = sizes = (config.block_channels[-1], *reversed(config.block_channels))
+        self.conv_in = eqx.nn.Conv2d(config.latent_channels, first, 3, padding=1, key=in_key)
+        self.mid_block = MidBlock(config, key=mid_key)
+        self.up_blocks = [UpBlock(a, b, i == len(keys) - 1, config, key=keys[i]) for i, (a, b) in enumerate(pairwise(sizes))]
+        self.conv_norm_out = eqx.nn.GroupNorm(config.norm_groups, last, eps=_EPS)
+        self.conv_out = eqx.nn.Conv2d(last, config.out_channels, 3, padding=1, key=out_key)
+
+    def __call__(self, latents: Float[Array, "latent h w"]) -> Float[Array, "out h2 w2"]:
+        x = self.mid_block(self.conv_in(latents))
+        for block in self.up_blocks:
+            x = block(x)
+        return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
+
+
+class VAE(Pretrained):
+    """An autoencoder of images in [-1, 1]. Called on one image; `jax.vmap` it over a batch.
+
+    ```python
+    model = VAE(VAEConfig.sd(), key=jax.random.key(0))
+    latents = model.encode(image).sample(key) * model.config.scaling_factor  # what a diffusion model works on
+    image = model.decode(latents / model.config.scaling_factor)
+    ```
+    """
+
+    config_class = VAEConfig
+    model_types = ("AutoencoderKL",)
+    architectures = ("AutoencoderKL",)
+    weights_name = "diffusion_pytorch_model"
+
+    encoder: Encoder
+    quant_conv: eqx.nn.Conv2d | None
+    post_quant_conv: eqx.nn.Conv2d | None
+    decoder: Decoder
+    config: VAEConfig = eqx.field(static=True)
+
+    def __init__(self, config: VAEConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: the sizes.
+        - `key`: draws the weights as torch does, uniform in ±1 / sqrt(inputs), biases too; norms are 1.
+        """
+        keys = jax.random.split(key, 4)
+        n = config.latent_channels
+        self.encoder = Encoder(config, key=keys[0])
+        self.quant_conv = eqx.nn.Conv2d(2 * n, 2 * n, 1, key=keys[1]) if config.has_quant_conv else None
+        self.post_quant_conv = eqx.nn.Conv2d(n, n, 1, key=keys[2]) if config.has_post_quant_conv else None
+        self.decoder = Decoder(config, key=keys[3])
+        self.config = config
+
+    def __call__(self, image: Float[Array, "c h w"], *, key: PRNGKeyArray | None = None) -> Float[Array, "out h2 w2"]:
+        """An image encoded and decoded.
+
+        **Arguments:**
+
+        - `image`: height and width that all halvings divide come back as they were.
+        - `key`: draws the latents; the likeliest are taken where it is None.
+        """
+        posterior = self.encode(image)
+        return self.decode(posterior.mode if key is None else posterior.sample(key))
+
+    def encode(self, image: Float[Array, "c h w"]) -> Posterior:
+        """The distribution of an image's latents."""
+        with jax.named_scope("encode"):
+            moments = self.encoder(image)
+            moments = moments if self.quant_conv is None else self.quant_conv(moments)
+        mean, log_variance = jnp.split(moments, 2)
+        return Posterior(mean, jnp.clip(log_variance, -30.0, 20.0))
+
+    def decode(self, latents: Float[Array, "latent h w"]) -> Float[Array, "out h2 w2"]:
+        """The image of some latents."""
+        with jax.named_scope("decode"):
+            return self.decoder(latents if self.post_quant_conv is None else self.post_quant_conv(latents))
+
+    @staticmethod
+    def names(config: VAEConfig) -> Names:
+        """Where each tensor of an `AutoencoderKL` folder is in the tree."""
+        return _names(config)
+
+
+# The spelling of folders that were written before diffusers 0.17, Stable Diffusion's own among them.
+_OLD = (("query", "to_q"), ("key", "to_k"), ("value", "to_v"), ("proj_attn", "to_out.0"))
+
+
+@functools.cache
+def _names(config: VAEConfig) -> Names:
+    shapes = eqx.filter_eval_shape(VAE, config, key=jax.eval_shape(lambda: jax.random.key(0)))
+    return Names(mirrored(shapes), aliases=tuple((rf"(attentions\.\d+)\.{old}\.", rf"\1.{new}.") for old, new in _OLD))

@@ -1,0 +1,306 @@
+"""An image captioner: a ViT reads the image, and a GPT-2 with cross-attention writes about it.
+
+Source: Vinyals et al. 2015, *Show and Tell: A Neural Image Caption Generator*, for captioning by an encoder and a decoder;
+Rothe et al. 2020, *Leveraging Pre-trained Checkpoints for Sequence Generation Tasks*, for joining two pretrained halves by
+new cross-attentions. As the `VisionEncoderDecoderModel` of `transformers`, of which it has these two halves only.
+
+Dims: channels = colours, memory = 1 + patches of one image, target = tokens of one text, d = width of the decoder.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from redeqx._paths import map_named, named_leaves
+
+from ._attention import Cache
+from ._config import Keys, token_ids
+from ._folder import Names, Pretrained, is_on_disk, same_layer, within
+from ._layers import linear, normal_linear
+from .gpt2 import GPT2, GPT2Config
+from .vit import ViT, ViTConfig
+
+_NO_LABEL = -100  # what transformers writes where a label does not count
+
+
+@dataclass(frozen=True)
+class VisionEncoderDecoderConfig:
+    """The two halves of a captioner, and the tokens of its texts; the defaults are the smallest published halves.
+
+    **Arguments:**
+
+    - `encoder`, `decoder`: the halves; the decoder has a cross-attention. Where their widths differ, what the encoder makes
+        is projected.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where text begins and ends, and what fills it up.
+    - `decoder_start_token_id`: what the decoder is given first.
+    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+
+    Raises ValueError for a decoder without a cross-attention.
+    """
+
+    encoder: ViTConfig = field(default_factory=ViTConfig)
+    decoder: GPT2Config = field(default_factory=lambda: GPT2Config(has_cross_attention=True))
+    bos_token_id: int | None = 50256
+    eos_token_id: int | tuple[int, ...] | None = 50256
+    pad_token_id: int | None = None
+    decoder_start_token_id: int = 50256
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        if not self.decoder.has_cross_attention:
+            raise ValueError(
+                "`decoder`: expected one with `has_cross_attention`=True, got False. Set it, or join a pretrained decoder "
+                "by `VisionEncoderDecoder.from_encoder_decoder`, which draws the new weights."
+            )
+
+    @property
+    def n_positions(self) -> int:
+        """The longest text, in tokens."""
+        return self.decoder.n_positions
+
+    def without_dropout(self) -> "VisionEncoderDecoderConfig":
+        """The same with both halves' rates 0."""
+        return replace(self, encoder=self.encoder.without_dropout(), decoder=self.decoder.without_dropout())
+
+    @classmethod
+    def vit_gpt2(cls) -> "VisionEncoderDecoderConfig":
+        """The published captioner of ViT-B/16 and the smallest GPT-2, of 239 million parameters."""
+        return cls(pad_token_id=50256)
+
+    @classmethod
+    def from_hf(cls, keys: Keys) -> "VisionEncoderDecoderConfig":
+        """The config that a `config.json` describes; of the encoder's pooler it says nothing (see `read_config`)."""
+        keys.only("is_encoder_decoder", True)
+        encoder, decoder = (Keys(keys.get(half), f"{keys.path}: {half}") for half in ("encoder", "decoder"))
+        encoder.only("model_type", "vit")
+        decoder.only("model_type", "gpt2")
+        decoder.only("cross_attention_hidden_size", None)
+        gpt2 = GPT2Config.from_hf(decoder)
+        # Where the file gives none for the whole, `generate` takes the decoder's.
+        tokens = {
+            name: getattr(gpt2, name) if value is None else value
+            for name, value in keys.tokens(bos=None, eos=None, pad=None).items()
+        }
+        name = "decoder_start_token_id"
+        starts = (keys.get(name, None), gpt2.extra.get(name), tokens["bos_token_id"])
+        start = next((token for token in starts if token is not None), None)
+        return cls(
+            encoder=ViTConfig.from_hf(encoder),
+            decoder=gpt2,
+            **tokens,
+            decoder_start_token_id=keys.get(name) if start is None else start,
+            extra=keys.rest(),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        return {
+            "model_type": "vision-encoder-decoder",
+            "is_encoder_decoder": True,
+            "tie_word_embeddings": False,
+            "encoder": {**self.encoder.extra, **self.encoder.to_hf()},
+            "decoder": {**self.decoder.extra, **self.decoder.to_hf(), "is_decoder": True},
+            **token_ids(self),
+            "decoder_start_token_id": self.decoder_start_token_id,
+        }
+
+
+class VisionEncoderDecoder(Pretrained):
+    """A captioner, from an image and the tokens of a text to the logits of each next token. Called on one pair.
+
+    ```python
+    model, config = VisionEncoderDecoder.from_pretrained(folder)
+    logits = jax.vmap(model)(pixels, jax.vmap(model.shift_right)(labels))  # [batch, target, vocab]
+    ```
+
+    `eqx.nn.inference_mode(model)` takes dropout out; else a `key` is needed.
+    """
+
+    config_class = VisionEncoderDecoderConfig
+    model_types = ("vision-encoder-decoder",)
+    architectures = ("VisionEncoderDecoderModel",)
+
+    encoder: ViT
+    projection: eqx.nn.Linear | None  # None where both halves have one width
+    decoder: GPT2
+    config: VisionEncoderDecoderConfig = eqx.field(static=True)
+
+    def __init__(self, config: VisionEncoderDecoderConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: of both halves.
+        - `key`: draws the weights: the halves' as they do themselves, the projection's as the decoder's.
+        """
+        encoder_key, projection_key, decoder_key = jax.random.split(key, 3)
+        self.encoder = ViT(config.encoder, key=encoder_key)
+        d_encoder, d, std = config.encoder.d_model, config.decoder.d_model, config.decoder.init_std
+        self.projection = None if d_encoder == d else normal_linear(d_encoder, d, std=std, key=projection_key)
+        self.decoder = GPT2(config.decoder, key=decoder_key)
+        self.config = config
+
+    @classmethod
+    def from_encoder_decoder(
+        cls,
+        encoder: ViT,
+        decoder: GPT2,
+        *,
+        decoder_start_token_id: int | None = None,
+        pad_token_id: int | None = None,
+        key: PRNGKeyArray,
+    ) -> "VisionEncoderDecoder":
+        """The captioner of two halves that were trained apart; its cross-attentions are new, and have yet to be trained.
+
+        ```python
+        encoder, _ = ViT.from_pretrained("vit-base-patch16-224", has_pooler=False)
+        decoder, _ = GPT2.from_pretrained("gpt2")
+        model = VisionEncoderDecoder.from_encoder_decoder(encoder, decoder, pad_token_id=50256, key=key)
+        ```
+
+        **Arguments:**
+
+        - `encoder`, `decoder`: their weights are taken as they are. A decoder with cross-attentions keeps them.
+        - `decoder_start_token_id`, `pad_token_id`: of the config; where None, the decoder's `bos_token_id` and its own.
+        - `key`: draws the cross-attentions, and the projection between different widths, in the decoder's dtype.
+
+        Raises ValueError where neither names a first token.
+        """
+        gpt2 = replace(decoder.config, has_cross_attention=True)
+        start = gpt2.bos_token_id if decoder_start_token_id is None else decoder_start_token_id
+        if start is None:
+            raise ValueError(
+                "`decoder_start_token_id`: expected a token, as the decoder has no `bos_token_id`, got None. Pass one."
+            )
+        config = VisionEncoderDecoderConfig(
+            encoder=encoder.config,
+            decoder=gpt2,
+            bos_token_id=gpt2.bos_token_id,
+            eos_token_id=gpt2.eos_token_id,
+            pad_token_id=gpt2.pad_token_id if pad_token_id is None else pad_token_id,
+            decoder_start_token_id=start,
+        )
+        halves = {"encoder": encoder, "decoder": decoder}
+        given = {f"{half}.{name}": leaf for half, model in halves.items() for name, leaf in named_leaves(model).items()}
+
+        @eqx.filter_jit  # which leaves out the work for what is given
+        def draw(key: PRNGKeyArray) -> dict[str, Array]:
+            leaves = named_leaves(cls(config, key=key)).items()
+            dtype = decoder.embedding.weight.dtype
+            return {name: leaf.astype(dtype) for name, leaf in leaves if eqx.is_array(leaf) and name not in given}
+
+        leaves = {**draw(key), **given}
+        return map_named(lambda name, leaf: leaves.get(name, leaf), eqx.filter_eval_shape(cls, config, key=key))
+
+    def __call__(
+        self,
+        pixels: Float[Array, "channels height width"],
+        decoder_ids: Int[Array, " target"],
+        *,
+        decoder_mask: Bool[Array, " target"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "target vocab"]:
+        """The logits of the token after each of `decoder_ids`, given the image, it, and those before it.
+
+        **Arguments:**
+
+        - `pixels`: one image of `[n_channels, image_size, image_size]`, normalised as the checkpoint wants it.
+        - `decoder_ids`: token ids below `vocab_size`, at most `n_positions`; they begin with `decoder_start_token_id`.
+        - `decoder_mask`: which of them are tokens, and not padding on either side; None for all. Positions count tokens.
+        - `key`: for dropout; not needed in inference.
+
+        Raises ValueError for an image of another shape, and for more ids than positions.
+        """
+        return self.logits(self.hidden(pixels, decoder_ids, decoder_mask=decoder_mask, key=key))
+
+    def hidden(
+        self,
+        pixels: Float[Array, "channels height width"],
+        decoder_ids: Int[Array, " target"],
+        *,
+        decoder_mask: Bool[Array, " target"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "target d"]:
+        """What `logits` takes: the decoder's residual stream after all blocks, normed. The arguments are those of a call."""
+        encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
+        memory = self.encode(pixels, key=encoder_key)
+        with jax.named_scope("decoder"):
+            return self.decoder.hidden(decoder_ids, mask=decoder_mask, memory=memory, key=decoder_key)
+
+    def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
+        """The logits of the next tokens, from hidden states."""
+        return self.decoder.logits(hidden)
+
+    def encode(
+        self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "memory d"]:
+        """What the encoder makes of an image, for the decoder to attend to; the arguments are those of a call."""
+        with jax.named_scope("encoder"):
+            memory = self.encoder(pixels, key=key)
+            return memory if self.projection is None else linear(self.projection, memory)
+
+    def init_cache(
+        self,
+        length: int,
+        memory: Float[Array, "memory d"],
+        memory_mask: Bool[Array, " memory"] | None = None,
+    ) -> Cache:
+        """An empty cache for one text of at most `length` tokens, padding included.
+
+        **Arguments:**
+
+        - `memory`: what `encode` returned; its keys and values are computed here, once.
+        - `memory_mask`: which rows of it are seen; None for all, as in a call.
+
+        Raises ValueError for more tokens than positions.
+        """
+        return self.decoder.init_cache(length, memory, memory_mask)
+
+    def decode(
+        self, ids: Int[Array, " target"], cache: Cache, *, mask: Bool[Array, " target"] | None = None
+    ) -> tuple[Float[Array, " vocab"], Cache]:
+        """The logits of the token after the last of `ids`, which go on from those in the cache; and the cache with them.
+
+        **Arguments:**
+
+        - `ids`, `mask`: as the decoder's for a call; padding is on the left, so that the last one is a token.
+
+        Raises ValueError for more ids than positions.
+        """
+        return self.decoder.decode(ids, cache, mask=mask)
+
+    def shift_right(self, labels: Int[Array, " target"]) -> Int[Array, " target"]:
+        """The decoder's inputs for labels: `decoder_start_token_id`, then all but the last; padding where one is -100.
+
+        Raises ValueError for a config without `pad_token_id`.
+        """
+        if self.config.pad_token_id is None:
+            raise ValueError("`pad_token_id`: expected a token, got None. Give the config one.")
+        labels = jnp.where(labels == _NO_LABEL, self.config.pad_token_id, labels)
+        return jnp.roll(labels, 1).at[0].set(self.config.decoder_start_token_id)
+
+    @classmethod
+    def read_config(cls, folder: Path) -> VisionEncoderDecoderConfig:
+        """The config of a folder, its encoder with a pooler where the folder has its weights, which nothing reads."""
+        config = super().read_config(folder)
+        has_pooler = is_on_disk(folder, cls.weights_name, "encoder.pooler.dense.weight")
+        return replace(config, encoder=replace(config.encoder, has_pooler=has_pooler))
+
+    @staticmethod
+    def names(config: VisionEncoderDecoderConfig) -> Names:
+        """Where a Hugging Face folder keeps each leaf."""
+        encoder, decoder = ViT.names(config.encoder), GPT2.names(config.decoder)
+        projection = [] if config.encoder.d_model == config.decoder.d_model else ["projection"]
+        return Names(
+            tensors=[
+                *within("encoder.", "encoder.", encoder.tensors),
+                *(name for leaf in projection for name in same_layer("enc_to_dec_proj", leaf)),
+                *within("decoder.", "decoder.", decoder.tensors),
+            ],
+            ignored=(*(f"encoder.{name}" for name in encoder.ignored), *(f"decoder.{name}" for name in decoder.ignored)),
+            copies={f"decoder.{copy}": f"decoder.{original}" for copy, original in decoder.copies.items()},
+        )

@@ -1,0 +1,382 @@
+"""ViT: an image cut into patches, and a transformer over them and a class token; norms before each part.
+
+Source: Dosovitskiy et al. 2021, *An Image is Worth 16x16 Words: Transformers for Image Recognition at Scale*
+(arXiv:2010.11929), and its code, github.com/google-research/vision_transformer. It differs from that code in two things, as
+`transformers` does: 1e-12 is added to variances in place of 1e-6, and all first weights are normal.
+
+Dims: channels = colours, patches = rows x columns of one image, tokens = 1 + patches, d = width of the model,
+heads x size = d.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ._attention import Attention
+from ._config import Keys, check_heads, check_rates, check_sizes, class_labels
+from ._folder import Name, Names, Pretrained, is_on_disk, layers, reshaped, same_layer, within
+from ._layers import linear, norm, normal_linear
+from ._stack import Stack
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """The sizes and rates of a ViT; the defaults are those of `transformers`, the sizes of the published ViT-B/16.
+
+    **Arguments:**
+
+    - `image_size`, `patch_size`, `n_channels`: height and width of an image and of a patch, in pixels; colours.
+    - `d_model`, `d_ff`: the width, and that inside an MLP.
+    - `n_layers`, `n_heads`: blocks, and heads in each; `n_heads` divides `d_model`.
+    - `n_classes`: what a `ViTForImageClassification` tells apart. Their names are in `extra`: `id2label` and `label2id`.
+    - `dropout`: the rate of what is embedded and of what is added to the residual stream, in [0, 1).
+    - `attention_dropout`: the rate of attention weights.
+    - `layer_norm_eps`: added to the variance.
+    - `has_qkv_bias`: whether query, key and value have biases.
+    - `has_pooler`: whether a `ViT` by itself can `pool`; a classifier has no pooler, whatever this says.
+    - `init_std`: standard deviation of the first weights. The published 0.02 is for widths of 768 and more: narrow models
+        learn sooner from a larger one.
+    - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+
+    Raises ValueError for sizes below 1, a patch larger than the image, heads that do not divide the width, and rates outside
+    [0, 1).
+    """
+
+    image_size: int = 224
+    patch_size: int = 16
+    n_channels: int = 3
+    d_model: int = 768
+    d_ff: int = 3072
+    n_layers: int = 12
+    n_heads: int = 12
+    n_classes: int = 2
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    layer_norm_eps: float = 1e-12
+    has_qkv_bias: bool = True
+    has_pooler: bool = True
+    init_std: float = 0.02
+    remat: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        check_sizes(self, "image_size", "patch_size", "n_channels", "d_model", "d_ff", "n_layers", "n_heads", "n_classes")
+        check_heads(self)
+        check_rates(self, "dropout", "attention_dropout")
+        if self.patch_size > self.image_size:
+            raise ValueError(
+                f"`patch_size`: expected at most `image_size`={self.image_size}, got {self.patch_size}. Choose smaller "
+                "patches."
+            )
+
+    @property
+    def n_patches(self) -> int:
+        """Of one image. Pixels beyond the last whole patch are not seen."""
+        return (self.image_size // self.patch_size) ** 2
+
+    def without_dropout(self) -> "ViTConfig":
+        """The same with both rates 0."""
+        return replace(self, dropout=0.0, attention_dropout=0.0)
+
+    @classmethod
+    def vit_base_patch16_224(cls) -> "ViTConfig":
+        """The published ViT-B/16 for the 1000 classes of ImageNet, of 87 million parameters."""
+        return cls(n_classes=1000)
+
+    @classmethod
+    def vit_large_patch16_224(cls) -> "ViTConfig":
+        """The published ViT-L/16 for the 1000 classes of ImageNet, of 304 million parameters."""
+        return cls(d_model=1024, d_ff=4096, n_layers=24, n_heads=16, n_classes=1000)
+
+    @classmethod
+    def vit_huge_patch14(cls) -> "ViTConfig":
+        """The published ViT-H/14 for the 1000 classes of ImageNet, of 632 million parameters."""
+        return cls(patch_size=14, d_model=1280, d_ff=5120, n_layers=32, n_heads=16, n_classes=1000)
+
+    @classmethod
+    def from_hf(cls, keys: Keys) -> "ViTConfig":
+        """The config that a `config.json` describes; of a pooler it says nothing (see `ViT.read_config`)."""
+        d_model = keys.get("hidden_size", 768)
+        keys.only("hidden_act", "gelu")
+        keys.only("pooler_act", "tanh")
+        keys.only("pooler_output_size", None, d_model)
+        return cls(
+            image_size=_side(keys, "image_size", 224),
+            patch_size=_side(keys, "patch_size", 16),
+            n_channels=keys.get("num_channels", 3),
+            d_model=d_model,
+            d_ff=keys.get("intermediate_size", 3072),
+            n_layers=keys.get("num_hidden_layers", 12),
+            n_heads=keys.get("num_attention_heads", 12),
+            n_classes=keys.n_classes(),
+            dropout=keys.get("hidden_dropout_prob", 0.0),
+            attention_dropout=keys.get("attention_probs_dropout_prob", 0.0),
+            layer_norm_eps=keys.get("layer_norm_eps", 1e-12),
+            has_qkv_bias=keys.get("qkv_bias", True),
+            init_std=keys.get("initializer_range", 0.02),
+            extra=keys.rest(),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        return {
+            "model_type": "vit",
+            "image_size": self.image_size,
+            "patch_size": self.patch_size,
+            "num_channels": self.n_channels,
+            "hidden_size": self.d_model,
+            "intermediate_size": self.d_ff,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            **class_labels(self),
+            "hidden_act": "gelu",
+            "hidden_dropout_prob": self.dropout,
+            "attention_probs_dropout_prob": self.attention_dropout,
+            "layer_norm_eps": self.layer_norm_eps,
+            "qkv_bias": self.has_qkv_bias,
+            "pooler_act": "tanh",
+            "pooler_output_size": self.d_model,
+            "initializer_range": self.init_std,
+        }
+
+
+def _side(keys: Keys, name: str, default: int) -> int:
+    """Height and width, which are one number here; a file may give both."""
+    value = keys.get(name, None)
+    if value is None:
+        return default
+    side = value[0] if isinstance(value, list) and len(value) == 2 and value[0] == value[1] else value
+    if not isinstance(side, int):
+        raise keys.refuse(name, value, "one number of pixels for height and width")
+    return side
+
+
+class Mlp(eqx.Module):
+    """Two layers, the inner one wider."""
+
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+        up_key, down_key = jax.random.split(key)
+        self.up = normal_linear(config.d_model, config.d_ff, std=config.init_std, key=up_key)
+        self.down = normal_linear(config.d_ff, config.d_model, std=config.init_std, key=down_key)
+
+    def __call__(self, x: Float[Array, "tokens d"]) -> Float[Array, "tokens d"]:
+        return linear(self.down, jax.nn.gelu(linear(self.up, x), approximate=False))
+
+
+class Block(eqx.Module):
+    """Attention and MLP, each normed before and added after."""
+
+    attention_norm: eqx.nn.LayerNorm
+    attention: Attention
+    mlp_norm: eqx.nn.LayerNorm
+    mlp: Mlp
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+        q_key, k_key, v_key, o_key, mlp_key = jax.random.split(key, 5)
+        d, eps, std, has_bias = config.d_model, config.layer_norm_eps, config.init_std, config.has_qkv_bias
+        self.attention_norm = eqx.nn.LayerNorm(d, eps=eps)
+        self.attention = Attention(
+            query=normal_linear(d, d, std=std, use_bias=has_bias, key=q_key),
+            key=normal_linear(d, d, std=std, use_bias=has_bias, key=k_key),
+            value=normal_linear(d, d, std=std, use_bias=has_bias, key=v_key),
+            output=normal_linear(d, d, std=std, key=o_key),
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_heads,
+            dropout=eqx.nn.Dropout(config.attention_dropout),
+        )
+        self.mlp_norm = eqx.nn.LayerNorm(d, eps=eps)
+        self.mlp = Mlp(config, key=mlp_key)
+        self.dropout = eqx.nn.Dropout(config.dropout)
+
+    def __call__(self, x: Float[Array, "tokens d"], *, key: PRNGKeyArray | None = None) -> Float[Array, "tokens d"]:
+        keys = (None,) * 3 if key is None else jax.random.split(key, 3)
+        with jax.named_scope("attention"):
+            mixed, _ = self.attention(norm(self.attention_norm, x), key=keys[0])
+            x = x + self.dropout(mixed, key=keys[1])
+        with jax.named_scope("mlp"):
+            return x + self.dropout(self.mlp(norm(self.mlp_norm, x)), key=keys[2])
+
+
+class ViT(Pretrained):
+    """ViT without a head, from pixels to the hidden states of a class token and all patches. Called on one image.
+
+    ```python
+    model = ViT(ViTConfig.vit_base_patch16_224(), key=jax.random.key(0))
+    hidden = jax.vmap(model)(pixels)  # [batch, 1 + patches, d]
+    pooled = jax.vmap(model.pool)(hidden)  # [batch, d]
+    ```
+
+    `eqx.nn.inference_mode(model)` takes dropout out, where the config has any.
+
+    `ViT.from_pretrained` also reads the folder of a classifier, without its head; the model has no pooler then. For a folder
+    that was saved without a pooler, `transformers` draws a new one.
+    """
+
+    config_class = ViTConfig
+    model_types = ("vit",)
+    architectures = ("ViTModel",)
+
+    patches: eqx.nn.Conv2d
+    class_token: Float[Array, " d"]
+    positions: Float[Array, "tokens d"]
+    dropout: eqx.nn.Dropout
+    stack: Stack[Block]
+    norm: eqx.nn.LayerNorm
+    pooler: eqx.nn.Linear | None
+    config: ViTConfig = eqx.field(static=True)
+
+    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: sizes and rates.
+        - `key`: draws the weights as transformers' code does: N(0, `init_std`²), biases 0, norms 1.
+        """
+        patches_key, class_key, positions_key, stack_key, pooler_key = jax.random.split(key, 5)
+        d, std, size = config.d_model, config.init_std, config.patch_size
+        patches = eqx.nn.Conv2d(config.n_channels, d, size, stride=size, key=patches_key)
+        weight = std * jax.random.normal(patches_key, patches.weight.shape)
+        self.patches = eqx.tree_at(lambda conv: (conv.weight, conv.bias), patches, (weight, jnp.zeros((d, 1, 1))))
+        self.class_token = std * jax.random.normal(class_key, (d,))
+        self.positions = std * jax.random.normal(positions_key, (1 + config.n_patches, d))
+        self.dropout = eqx.nn.Dropout(config.dropout)
+        self.stack = Stack(lambda key: Block(config, key=key), config.n_layers, remat=config.remat, key=stack_key)
+        self.norm = eqx.nn.LayerNorm(d, eps=config.layer_norm_eps)
+        self.pooler = normal_linear(d, d, std=std, key=pooler_key) if config.has_pooler else None
+        self.config = config
+
+    def __call__(
+        self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "tokens d"]:
+        """The hidden states of the class token, which comes first, and of each patch, row by row; normed.
+
+        **Arguments:**
+
+        - `pixels`: one image of `[n_channels, image_size, image_size]`, normalised as the checkpoint wants it.
+        - `key`: for dropout; not needed in inference.
+
+        Raises ValueError for an image of another shape.
+        """
+        wanted = (self.config.n_channels, self.config.image_size, self.config.image_size)
+        if pixels.shape != wanted:
+            raise ValueError(f"`pixels`: expected {wanted}, got {pixels.shape}. Resize the image, channels first.")
+        dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
+        with jax.named_scope("embedding"):
+            patches = self.patches(pixels.astype(self.patches.weight.dtype))
+            x = jnp.concatenate([self.class_token[None], rearrange(patches, "d rows columns -> (rows columns) d")])
+            x = self.dropout(x + self.positions, key=dropout_key)
+        return norm(self.norm, self.stack(x, key=stack_key))
+
+    def pool(self, hidden: Float[Array, "tokens d"]) -> Float[Array, " d"]:
+        """What stands for the whole image: the class token's hidden state, through one more layer and tanh.
+
+        Raises ValueError where the model has no pooler.
+        """
+        if self.pooler is None:
+            raise ValueError(
+                "`has_pooler`: expected True, got False: this model has no pooler. Take the class token's `hidden[0]`."
+            )
+        with jax.named_scope("pooler"):
+            return jnp.tanh(linear(self.pooler, hidden[0]))
+
+    @classmethod
+    def read_config(cls, folder: Path) -> ViTConfig:
+        """The config of a folder, with a pooler where the folder has its weights; nothing else tells."""
+        has_pooler = is_on_disk(folder, cls.weights_name, "pooler.dense.weight")
+        return replace(super().read_config(folder), has_pooler=has_pooler)
+
+    @staticmethod
+    def names(config: ViTConfig) -> Names:
+        """Where a Hugging Face folder keeps each leaf."""
+        return Names(
+            tensors=_names(config),
+            # Of classifiers, and a pooler that is not wanted.
+            ignored=("classifier.*", *(() if config.has_pooler else ("pooler.*",))),
+            aliases=((r"^vit\.", ""),),
+        )
+
+
+def _names(config: ViTConfig) -> list[Name]:
+    d, n_tokens, use_bias = config.d_model, 1 + config.n_patches, config.has_qkv_bias
+    block = [
+        *same_layer("layernorm_before", "attention_norm"),
+        *same_layer("attention.attention.query", "attention.query", use_bias=use_bias),
+        *same_layer("attention.attention.key", "attention.key", use_bias=use_bias),
+        *same_layer("attention.attention.value", "attention.value", use_bias=use_bias),
+        *same_layer("attention.output.dense", "attention.output"),
+        *same_layer("layernorm_after", "mlp_norm"),
+        *same_layer("intermediate.dense", "mlp.up"),
+        *same_layer("output.dense", "mlp.down"),
+    ]
+    patches = "embeddings.patch_embeddings.projection"
+    return [
+        *same_layer(patches, "patches", use_bias=False),
+        reshaped(f"{patches}.bias", "patches.bias", (d,), (d, 1, 1)),
+        reshaped("embeddings.cls_token", "class_token", (1, 1, d), (d,)),
+        reshaped("embeddings.position_embeddings", "positions", (1, n_tokens, d), (n_tokens, d)),
+        *layers("encoder.layer.{}.", "stack.blocks.", config.n_layers, block),
+        *same_layer("layernorm", "norm"),
+        *(same_layer("pooler.dense", "pooler") if config.has_pooler else []),
+    ]
+
+
+class ViTForImageClassification(Pretrained):
+    """ViT with a head, from pixels to the logits of each class. Called on one image.
+
+    ```python
+    model = ViTForImageClassification(ViTConfig.vit_base_patch16_224(), key=jax.random.key(0))
+    logits = jax.vmap(model)(pixels)  # [batch, n_classes]
+    ```
+
+    For classes of your own, put a pretrained `ViT` into a new classifier:
+
+    ```python
+    vit, config = ViT.from_pretrained(folder, has_pooler=False)
+    model = ViTForImageClassification(dataclasses.replace(config, n_classes=10), key=key)
+    model = eqx.tree_at(lambda model: model.vit, model, vit)
+    ```
+    """
+
+    config_class = ViTConfig
+    model_types = ("vit",)
+    architectures = ("ViTForImageClassification",)
+
+    vit: ViT
+    classifier: eqx.nn.Linear
+    config: ViTConfig = eqx.field(static=True)
+
+    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: sizes and rates.
+        - `key`: draws the weights: those of the `ViT` as it does itself, the head's N(0, `init_std`²).
+        """
+        vit_key, classifier_key = jax.random.split(key)
+        self.vit = ViT(replace(config, has_pooler=False), key=vit_key)
+        self.classifier = normal_linear(config.d_model, config.n_classes, std=config.init_std, key=classifier_key)
+        self.config = config
+
+    def __call__(
+        self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, " classes"]:
+        """The logits of each class. The arguments are those of `ViT`."""
+        hidden = self.vit(pixels, key=key)
+        with jax.named_scope("head"):
+            return linear(self.classifier, hidden[0])
+
+    @staticmethod
+    def names(config: ViTConfig) -> Names:
+        """Where a Hugging Face folder keeps each leaf."""
+        names = _names(replace(config, has_pooler=False))
+        return Names(tensors=[*within("vit.", "vit.", names), *same_layer("classifier", "classifier")])

@@ -1,0 +1,257 @@
+"""Schedulers: against the formulas of their papers, spelt out in float64, and what their users rely on."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from redeqx.models._config import Keys
+from redeqx.models.schedulers import DDIM, DDPM, denoise, guided
+
+SHAPE = (2, 3)
+LATENT = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_range": None}
+CLEAN, NOISE = jnp.asarray(np.random.default_rng(0).normal(size=(2, *SHAPE)), jnp.float32)
+
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "first", "last"),
+    [
+        ({}, 0.9999, 4.035830e-05),
+        (LATENT, 0.99915, 4.660095e-03),
+        ({"beta_schedule": "squaredcos_cap_v2"}, 0.9999587, 2.428e-09),
+        ({**LATENT, "has_zero_snr": True}, 0.99915, 0.0),
+    ],
+)
+def test_schedules(fields, first, last):
+    alphas = DDIM(**fields).alphas
+    assert alphas.shape == (1000,)
+    assert alphas.dtype == np.float32
+    np.testing.assert_allclose(alphas[[0, -1]], [first, last], rtol=1e-3, atol=1e-12)
+    assert np.all(np.diff(alphas) < 0)
+
+
+def test_alphas_are_products_of_what_each_timestep_leaves():
+    betas = np.linspace(1e-4, 0.02, 1000)
+    np.testing.assert_allclose(DDPM().alphas, np.cumprod(1 - betas), rtol=1e-5)
+    np.testing.assert_allclose(
+        DDPM(**LATENT).alphas, np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("timestep", [0, 400, 999])
+def test_noisy_samples_and_targets(timestep):
+    scheduler = DDIM()
+    a = np.float64(scheduler.alphas[timestep])
+    noisy = scheduler.add_noise(CLEAN, NOISE, timestep)
+    np.testing.assert_allclose(noisy, a**0.5 * CLEAN + (1 - a) ** 0.5 * NOISE, rtol=0, atol=1e-6)
+    velocity = scheduler.velocity(CLEAN, NOISE, timestep)
+    np.testing.assert_allclose(velocity, a**0.5 * NOISE - (1 - a) ** 0.5 * CLEAN, rtol=0, atol=1e-6)
+    for prediction_type, wanted in (("epsilon", NOISE), ("sample", CLEAN), ("v_prediction", velocity)):
+        found = dataclasses.replace(scheduler, prediction_type=prediction_type).target(CLEAN, NOISE, timestep)
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_keeps_the_dtype_and_vmaps_over_timesteps():
+    scheduler = DDPM()
+    half = CLEAN.astype(jnp.bfloat16)
+    assert scheduler.add_noise(half, half, 3).dtype == jnp.bfloat16
+    assert scheduler.step(half, 3, half, key=jax.random.key(0)).dtype == jnp.bfloat16
+    timesteps = jnp.array([3, 700])
+    batch = jax.jit(jax.vmap(scheduler.add_noise, (None, None, 0)))(CLEAN, NOISE, timesteps)
+    for row, timestep in zip(batch, timesteps, strict=True):
+        np.testing.assert_allclose(row, scheduler.add_noise(CLEAN, NOISE, timestep), rtol=0, atol=1e-6)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "n_steps", "expected"),
+    [
+        ({}, 5, [800, 600, 400, 200, 0]),
+        ({"steps_offset": 1}, 5, [801, 601, 401, 201, 1]),
+        ({}, 3, [666, 333, 0]),
+        ({"timestep_spacing": "trailing"}, 5, [999, 799, 599, 399, 199]),
+        ({"timestep_spacing": "trailing"}, 3, [999, 666, 332]),
+        ({"timestep_spacing": "linspace"}, 5, [999, 749, 500, 250, 0]),
+        ({"n_train_steps": 4}, 4, [3, 2, 1, 0]),
+    ],
+)
+def test_timesteps(fields, n_steps, expected):
+    assert DDIM(**fields).timesteps(n_steps).tolist() == expected
+    assert DDPM(**fields).timesteps(n_steps).tolist() == expected
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
+@pytest.mark.parametrize("n_steps", [1, 10])
+def test_ddim_finds_the_sample_that_the_model_knows(prediction_type, n_steps):
+    """A model that predicts rightly leads from a noisy sample straight to the clean one, in as few steps as one likes."""
+    scheduler = DDIM(prediction_type=prediction_type, timestep_spacing="trailing", **LATENT)
+    noisy = scheduler.add_noise(CLEAN, NOISE, 999)
+    model_fn = lambda sample, timestep: scheduler.target(CLEAN, NOISE, timestep)  # noqa: E731
+    np.testing.assert_allclose(denoise(scheduler, model_fn, noisy, n_steps), CLEAN, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("variance_type", ["fixed_small", "fixed_large"])
+def test_ddpm_draws_from_the_posterior(variance_type):
+    """By Bayes' rule on normal densities: a prior at the next timestep, and how likely the present sample is from there."""
+    scheduler, timestep, after = DDPM(variance_type=variance_type, clip_range=None), 600, 500
+    a, b = (float(scheduler.alphas[t]) for t in (timestep, after))
+    x = np.asarray(scheduler.add_noise(CLEAN, NOISE, timestep), np.float64)
+    prior, likelihood = 1 / (1 - b), (a / b) / (1 - a / b)  # precisions
+    mean = (prior * b**0.5 * CLEAN + likelihood * x / (a / b) ** 0.5) / (prior + likelihood)
+    variance = 1 / (prior + likelihood) if variance_type == "fixed_small" else 1 - a / b
+
+    step = jax.jit(jax.vmap(lambda key: scheduler.step(NOISE, timestep, jnp.asarray(x, jnp.float32), n_steps=10, key=key)))
+    drawn = step(jax.random.split(jax.random.key(0), 20_000))
+    np.testing.assert_allclose(drawn.mean(0), mean, atol=0.02)
+    np.testing.assert_allclose(drawn.std(0), variance**0.5, rtol=0.02)
+
+
+def test_ddim_with_eta_1_adds_the_noise_of_ddpm():
+    x = CLEAN
+    keys = jax.random.split(jax.random.key(0), 8)
+    # Equal at each step but for what they do with a model's contradictions, of which one step has none.
+    for timestep in (900, 500, 100):
+        ddim, ddpm = (
+            jax.vmap(lambda key, s=scheduler, t=timestep: s.step(NOISE, t, x, n_steps=10, key=key))(keys)
+            for scheduler in (DDIM(eta=1.0, clip_range=None), DDPM(clip_range=None))
+        )
+        np.testing.assert_allclose(ddim, ddpm, rtol=0, atol=1e-5)
+
+
+def test_predicted_samples_are_clipped():
+    scheduler = DDIM(prediction_type="sample", clip_range=0.5)
+    far = jnp.full(SHAPE, 3.0)
+    np.testing.assert_array_equal(scheduler.step(far, 0, jnp.zeros(SHAPE)), jnp.full(SHAPE, 0.5))
+    np.testing.assert_array_equal(dataclasses.replace(scheduler, clip_range=None).step(far, 0, jnp.zeros(SHAPE)), far)
+
+
+def test_the_last_step_adds_no_noise():
+    ddpm, ddim = DDPM(prediction_type="sample", clip_range=None), DDIM(prediction_type="sample", clip_range=None, eta=1.0)
+    for scheduler in (ddpm, ddim):
+        found = scheduler.step(CLEAN, 0, NOISE, key=jax.random.key(0))
+        np.testing.assert_allclose(found, CLEAN, rtol=0, atol=1e-6)
+    # Where it ends with the noise of timestep 0, that is what is left.
+    rest = DDIM(prediction_type="sample", clip_range=None, ends_clean=False)
+    np.testing.assert_allclose(rest.step(CLEAN, 0, NOISE), NOISE, rtol=0, atol=1e-3)
+
+
+def test_denoising_follows_the_key_and_is_one_loop():
+    def run(scheduler, key):
+        return denoise(scheduler, lambda sample, timestep: 0.5 * sample, NOISE, 20, key=key)
+
+    a, same, b = (run(DDPM(), jax.random.key(i)) for i in (0, 0, 1))
+    np.testing.assert_array_equal(a, same)
+    assert not np.allclose(a, b)
+    np.testing.assert_array_equal(run(DDIM(), None), run(DDIM(), jax.random.key(0)))
+    assert str(jax.make_jaxpr(lambda key: run(DDPM(), key))(jax.random.key(0))).count("scan[") == 1
+
+
+def test_guidance_goes_beyond_the_conditional_prediction():
+    text, nothing = (lambda sample, timestep: sample + 1), (lambda sample, timestep: sample)
+    for scale, expected in ((0.0, 0.0), (1.0, 1.0), (7.5, 7.5)):
+        np.testing.assert_allclose(guided(text, nothing, scale)(jnp.zeros(3), jnp.array(5)), expected)
+
+
+# --- configurations and folders ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        DDPM(),
+        DDIM(),
+        DDPM(variance_type="fixed_large", beta_schedule="squaredcos_cap_v2", clip_range=2.0),
+        DDIM(ends_clean=False, steps_offset=1, has_zero_snr=True, timestep_spacing="trailing", **LATENT),
+    ],
+)
+def test_round_trip(scheduler, tmp_path):
+    assert type(scheduler).from_hf(Keys(scheduler.to_hf())) == scheduler
+    assert scheduler.save_pretrained(tmp_path / "scheduler") == tmp_path / "scheduler"
+    assert type(scheduler).from_pretrained(tmp_path / "scheduler") == scheduler
+    assert json.loads((tmp_path / "scheduler" / "scheduler_config.json").read_text()) == scheduler.to_hf()
+
+
+def test_keys_that_change_nothing_are_kept(tmp_path):
+    (tmp_path / "scheduler_config.json").write_text('{"_class_name": "PNDMScheduler", "skip_prk_steps": true}')
+    DDIM.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "scheduler_config.json").read_text())
+    assert fields["skip_prk_steps"] is True
+    assert fields["_class_name"] == "DDIMScheduler"
+
+
+@pytest.mark.parametrize(
+    ("cls", "key", "value", "message"),
+    [
+        (DDIM, "thresholding", True, "`thresholding`: expected False, .* got True"),
+        (DDIM, "trained_betas", [0.1], r"`trained_betas`: expected None, .* got \[0\.1\]"),
+        (DDIM, "beta_schedule", "sigmoid", "`beta_schedule`: expected 'linear' or .* got 'sigmoid'"),
+        (DDIM, "prediction_type", "flow", "`prediction_type`: expected 'epsilon' or .* got 'flow'"),
+        (DDIM, "timestep_spacing", "karras", "`timestep_spacing`: expected 'leading' or .* got 'karras'"),
+        (DDPM, "variance_type", "learned_range", "`variance_type`: expected 'fixed_small' or .* got 'learned_range'"),
+        (DDPM, "variance_type", "fixed_small_log", "`variance_type`: expected 'fixed_small' or .* got 'fixed_small_log'"),
+    ],
+)
+def test_refuses_what_it_does_not_implement(cls, key, value, message, tmp_path):
+    path = tmp_path / "scheduler_config.json"
+    path.write_text(json.dumps({key: value}))
+    with pytest.raises(ValueError, match=re.escape(f"`{path}`: ") + message):
+        cls.from_pretrained(tmp_path)
+
+
+def test_names_the_file_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match=r"scheduler_config\.json`: expected a file, got an empty folder\. Pass the folder"):
+        DDIM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields", "message"),
+    [
+        (DDIM, {"n_train_steps": 0}, "`n_train_steps`: expected at least 1, got 0"),
+        (
+            DDIM,
+            {"beta_schedule": "cosine"},
+            "`beta_schedule`: expected 'linear' or 'scaled_linear' or 'squaredcos_cap_v2', got",
+        ),
+        (DDIM, {"eta": -1.0}, "`eta`: expected at least 0, got -1.0"),
+        (
+            DDPM,
+            {"prediction_type": "noise"},
+            "`prediction_type`: expected 'epsilon' or 'v_prediction' or 'sample', got 'noise'",
+        ),
+        (
+            DDPM,
+            {"timestep_spacing": "even"},
+            "`timestep_spacing`: expected 'leading' or 'trailing' or 'linspace', got 'even'",
+        ),
+        (DDPM, {"variance_type": "learned"}, "`variance_type`: expected 'fixed_small' or 'fixed_large', got 'learned'"),
+    ],
+)
+def test_rejects_a_wrong_config(cls, fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cls(**fields)
+
+
+def test_rejects_steps_that_there_are_not():
+    with pytest.raises(ValueError, match=r"`n_steps`: expected from 1 to `n_train_steps`=1000, got 1001\. Pass fewer"):
+        DDIM().timesteps(1001)
+    with pytest.raises(ValueError, match=r"`n_steps`: expected from 1 to `n_train_steps`=1000, got 0"):
+        DDIM().timesteps(0)
+    with pytest.raises(
+        ValueError, match=r"`steps_offset`: expected timesteps below `n_train_steps`=1000, got 1000 with 1000"
+    ):
+        DDPM(steps_offset=1).timesteps(1000)
+
+
+def test_asks_for_a_key_where_a_step_draws():
+    for scheduler in (DDPM(), DDIM(eta=0.1)):
+        with pytest.raises(ValueError, match="`key`: expected one, for this step draws noise, got None"):
+            scheduler.step(CLEAN, 3, CLEAN)

@@ -1,0 +1,106 @@
+"""Schedulers against `diffusers` over whole trajectories, with the same noise; needs the `parity` extra."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+
+from redeqx.models.schedulers import DDIM, DDPM, denoise
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
+
+SHAPE = (2, 3, 4)
+LATENT = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_range": None}  # Stable Diffusion
+SHARED = [
+    ({}, 50),
+    ({}, 7),  # of steps that do not divide the timesteps
+    ({}, 1),
+    ({"steps_offset": 1, **LATENT}, 50),
+    ({"timestep_spacing": "trailing", "prediction_type": "v_prediction", "has_zero_snr": True, **LATENT}, 30),
+    ({"timestep_spacing": "linspace", "prediction_type": "sample", "beta_schedule": "squaredcos_cap_v2"}, 20),
+    ({"timestep_spacing": "trailing", "clip_range": 0.7, "prediction_type": "sample"}, 9),
+    ({"timestep_spacing": "linspace", "prediction_type": "v_prediction"}, 13),
+    ({"n_train_steps": 20, "beta_end": 0.3}, 20),
+]
+CASES = [
+    *[(DDIM(**fields), n_steps) for fields, n_steps in SHARED],
+    *[(DDPM(**fields), n_steps) for fields, n_steps in SHARED],
+    (DDIM(ends_clean=False, steps_offset=1, **LATENT), 50),
+    (DDIM(eta=1.0), 50),
+    (DDIM(eta=0.5, **LATENT), 20),
+    (DDPM(variance_type="fixed_large"), 50),
+    (DDPM(variance_type="fixed_large", steps_offset=1, **LATENT), 40),
+]
+
+
+def theirs(scheduler, folder):
+    """As diffusers reads what we write."""
+    import diffusers
+
+    return getattr(diffusers, scheduler.class_name).from_pretrained(scheduler.save_pretrained(folder))
+
+
+def predict(tables, sample, timestep):
+    """A model of sums and products alone, so that it is the same in both libraries."""
+    return sample * 0.75 + tables[timestep] * 0.25
+
+
+@pytest.mark.parametrize(("scheduler", "n_steps"), CASES)
+def test_trajectory(scheduler, n_steps, tmp_path, monkeypatch):
+    import torch
+
+    rng = np.random.default_rng(0)
+    tables = rng.normal(size=(scheduler.n_train_steps, *SHAPE)).astype(np.float32)
+    start = rng.normal(size=SHAPE).astype(np.float32)
+    keys = jax.random.split(jax.random.key(0), n_steps)
+
+    other = theirs(scheduler, tmp_path)
+    other.set_timesteps(n_steps)
+    np.testing.assert_array_equal(scheduler.timesteps(n_steps), other.timesteps.numpy())
+    np.testing.assert_allclose(scheduler.alphas, other.alphas_cumprod.numpy(), rtol=0, atol=1e-6)
+    sample = torch.tensor(start)
+    for key, timestep in zip(keys, other.timesteps, strict=True):
+        noise = torch.tensor(np.asarray(jax.random.normal(key, SHAPE)))
+        monkeypatch.setattr(
+            f"diffusers.schedulers.scheduling_{scheduler.class_name[:4].lower()}.randn_tensor", lambda *_, n=noise, **__: n
+        )
+        more = {"eta": scheduler.eta} if isinstance(scheduler, DDIM) else {}
+        sample = other.step(predict(torch.tensor(tables), sample, timestep), timestep, sample, **more).prev_sample
+
+    model_fn = lambda sample, timestep: predict(jnp.asarray(tables), sample, timestep)  # noqa: E731
+    found = jax.jit(lambda start: denoise(scheduler, model_fn, start, n_steps, key=jax.random.key(0)))(start)
+    assert np.std(found) > 0.1
+    np.testing.assert_allclose(found, sample.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheduler", [DDPM(), DDIM(has_zero_snr=True, **LATENT)], ids=str)
+def test_noise_and_velocity(scheduler, tmp_path):
+    import torch
+
+    rng = np.random.default_rng(0)
+    clean, noise = rng.normal(size=(2, 4, *SHAPE)).astype(np.float32)
+    timesteps = np.array([0, 1, 500, 999], np.int32)
+    other = theirs(scheduler, tmp_path)
+    arguments = [torch.tensor(x) for x in (clean, noise, timesteps)]
+    for ours, expected in (
+        (scheduler.add_noise, other.add_noise(*arguments)),
+        (scheduler.velocity, other.get_velocity(*arguments)),
+    ):
+        np.testing.assert_allclose(jax.vmap(ours)(clean, noise, timesteps), expected.numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["DDPMScheduler", "DDIMScheduler", "PNDMScheduler"])
+def test_reads_what_diffusers_writes(name, tmp_path):
+    import diffusers
+
+    fields = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+    getattr(diffusers, name)(**fields).save_pretrained(tmp_path)
+    wanted = {
+        "DDPMScheduler": DDPM(**fields),
+        "DDIMScheduler": DDIM(**fields),
+        "PNDMScheduler": DDIM(ends_clean=False, **fields),  # Stable Diffusion's folders name this one
+    }[name]
+    assert type(wanted).from_pretrained(tmp_path) == wanted
