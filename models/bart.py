@@ -19,14 +19,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import Attention, Cache, causal_mask
-from ._config import Keys, check_heads, check_length, check_rates, check_sizes, token_ids
-from ._folder import Name, Names, Pretrained, layers, reshaped, same, same_layer
+from ._config import Keys, check_heads, check_rates, check_sizes, token_ids
+from ._folder import Name, Names, layers, reshaped, same, same_layer
+from ._language_model import EncoderDecoder
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
 from ._stack import Stack
 
 Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
 
-_NO_LABEL = -100  # what transformers writes where a label does not count
 _FIRST_POSITION = 2  # row of position 0: fairseq counts from the row after that of the padding token, which is 1
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
 
@@ -298,7 +298,7 @@ class Side(eqx.Module):
         return self.stack((x, cache), mask, memory, memory_mask, key=stack_key)
 
 
-class Bart(Pretrained):
+class Bart(EncoderDecoder):
     """BART, from the token ids of a source and of a target to the logits of each next token of the target.
 
     Called on one example; `jax.vmap` it over a batch.
@@ -339,43 +339,6 @@ class Bart(Pretrained):
         self.logits_bias = jnp.zeros(config.vocab_size)
         self.config = config
 
-    def __call__(
-        self,
-        ids: Int[Array, " source"],
-        decoder_ids: Int[Array, " target"],
-        *,
-        mask: Bool[Array, " source"] | None = None,
-        decoder_mask: Bool[Array, " target"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "target vocab"]:
-        """The logits of the token after each of `decoder_ids`, given `ids`, it, and those before it.
-
-        **Arguments:**
-
-        - `ids`, `decoder_ids`: token ids below `vocab_size`, at most `n_positions` of each; the latter begin with
-            `decoder_start_token_id`.
-        - `mask`, `decoder_mask`: which of them are tokens, and not padding on either side; None for all. Positions count
-            padding too.
-        - `key`: for dropout; not needed in inference.
-
-        Raises ValueError for more ids than positions.
-        """
-        return self.logits(self.hidden(ids, decoder_ids, mask=mask, decoder_mask=decoder_mask, key=key))
-
-    def hidden(
-        self,
-        ids: Int[Array, " source"],
-        decoder_ids: Int[Array, " target"],
-        *,
-        mask: Bool[Array, " source"] | None = None,
-        decoder_mask: Bool[Array, " target"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "target d"]:
-        """What `logits` takes: the decoder's residual stream after all blocks. The arguments are those of a call."""
-        encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
-        memory = self.encode(ids, mask=mask, key=encoder_key)
-        return self._decode("decoder_ids", decoder_ids, decoder_mask, None, memory, mask, decoder_key)[0]
-
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
         """The logits of the next tokens, from hidden states."""
         with jax.named_scope("head"):
@@ -389,65 +352,19 @@ class Bart(Pretrained):
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "source d"]:
         """What the encoder makes of `ids`, for the decoder to attend to; the arguments are those of a call."""
-        check_length("ids", len(ids), self.config.n_positions)
+        self._check_length("ids", len(ids))
         with jax.named_scope("encoder"):
             return self.encoder(self._embed(ids), None if mask is None else mask[None], key=key)[0]
 
-    def init_cache(
-        self,
-        length: int,
-        memory: Float[Array, "source d"],
-        memory_mask: Bool[Array, " source"] | None = None,
-    ) -> Cache:
-        """An empty cache for one target of at most `length` tokens, padding included.
+    @property
+    def _kv_heads(self) -> tuple[int, int]:
+        return self.config.n_decoder_heads, self.config.d_model // self.config.n_decoder_heads
 
-        **Arguments:**
-
-        - `memory`: what `encode` returned; its keys and values are computed here, once.
-        - `memory_mask`: the mask that `encode` was given.
-
-        Raises ValueError for more tokens than positions.
-        """
-        check_length("length", length, self.config.n_positions)
-        pairs = self.decoder.stack.map(lambda block: block.project_memory(memory))
-        n_layers, heads = self.config.n_decoder_layers, self.config.n_decoder_heads
-        size, dtype = self.config.d_model // heads, self.embedding.weight.dtype
-        return Cache.empty(n_layers, length, heads, size, dtype, memory=pairs, memory_mask=memory_mask)
-
-    def decode(
-        self, ids: Int[Array, " target"], cache: Cache, *, mask: Bool[Array, " target"] | None = None
-    ) -> tuple[Float[Array, " vocab"], Cache]:
-        """The logits of the token after the last of `ids`, which go on from those in the cache; and the cache with them.
-
-        **Arguments:**
-
-        - `ids`, `mask`: as the decoder's for a call; padding is on the left, so that the last one is a token.
-
-        Raises ValueError for more ids than positions.
-        """
-        hidden, cache = self._decode("ids", ids, mask, cache, None, cache.memory_mask, None)
-        return self.logits(hidden[-1]), cache
-
-    def shift_right(self, labels: Int[Array, " target"]) -> Int[Array, " target"]:
-        """The decoder's inputs for labels: `decoder_start_token_id`, then all but the last; padding where one is -100.
-
-        Raises ValueError for a config without `pad_token_id`.
-        """
-        if self.config.pad_token_id is None:
-            raise ValueError("`pad_token_id`: expected a token, got None. Give the config one.")
-        labels = jnp.where(labels == _NO_LABEL, self.config.pad_token_id, labels)
-        return jnp.roll(labels, 1).at[0].set(self.config.decoder_start_token_id)
-
-    def _decode(self, name, ids, mask, cache, memory, memory_mask, key) -> tuple[Float[Array, "target d"], Any]:
-        (seq,) = ids.shape
-        check_length(name, seq, self.config.n_positions)
-        if cache is not None:
-            cache = cache.begin(jnp.ones(seq, bool) if mask is None else mask)
+    def _run(self, ids, mask, cache, key, memory, memory_mask) -> tuple[Float[Array, "target d"], Any]:
         memory_mask = None if memory_mask is None else memory_mask[None]
         with jax.named_scope("decoder"):
-            sees = causal_mask(mask, seq, cache)
-            x, cache = self.decoder(self._embed(ids), sees, memory, memory_mask, cache=cache, key=key)
-        return x, None if cache is None else cache.end(seq)
+            sees = causal_mask(mask, ids.shape[0], cache)
+            return self.decoder(self._embed(ids), sees, memory, memory_mask, cache=cache, key=key)
 
     def _embed(self, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:
         x = embed(self.embedding, ids)

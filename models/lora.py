@@ -20,7 +20,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -261,6 +261,7 @@ class _Module:
     **Arguments:**
 
     - `name`: its path there; `{}` stands for the number of a layer where `n_layers` is set.
+    - `disk`: the path in files of weights, which adapters of older versions bear.
     - `paths`: of the layers in the tree, several where the library holds them as one.
     - `rows`: for each of them, which of the module's outputs are its own.
     - `n_in`, `n_out`: features of the module.
@@ -270,6 +271,7 @@ class _Module:
     """
 
     name: str
+    disk: str
     paths: tuple[str, ...]
     rows: tuple[Any, ...]
     n_in: int
@@ -281,18 +283,48 @@ class _Module:
     @property
     def names(self) -> list[str]:
         """The modules' names, one a layer."""
-        return [self.name] if self.n_layers is None else [self.name.format(i) for i in range(self.n_layers)]
+        return self._each(self.name)
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The number of the layer by each name that a module goes by; 0 where there is one."""
+        return {name: i for names in (self._each(self.disk), self.names) for i, name in enumerate(names)}
+
+    def _each(self, name: str) -> list[str]:
+        return [name] if self.n_layers is None else [name.format(i) for i in range(self.n_layers)]
 
 
 def _modules(model: PyTree, linears: Mapping[str, eqx.nn.Linear]) -> list[_Module]:
     """Every linear layer that an adapter of a folder can be for: by a family's table of names, else by our own paths."""
     if not isinstance(model, Pretrained):
         return [
-            _Module(path, (path,), (slice(None),), *reversed(layer.weight.shape[-2:]), stacked=layer.weight.shape[:-2])
+            _Module(path, path, (path,), (slice(None),), *reversed(layer.weight.shape[-2:]), stacked=layer.weight.shape[:-2])
             for path, layer in linears.items()
         ]
-    modules = (_module(name, linears) for name in type(model).names(model.config).tensors)
-    return [module for module in modules if module is not None]
+    modules = [_module(name, linears) for name in type(model).names(model.config).tensors]
+    return _in_memory([module for module in modules if module is not None])
+
+
+# A ViT's modules, which transformers 5 calls otherwise in memory, where PEFT finds them, than in files.
+_VIT = {
+    "attention.attention.query": "attention.q_proj",
+    "attention.attention.key": "attention.k_proj",
+    "attention.attention.value": "attention.v_proj",
+    "attention.output.dense": "attention.o_proj",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+}
+
+
+def _in_memory(modules: Sequence[_Module]) -> list[_Module]:
+    """The modules by the names that they have in memory."""
+    layer, query = "encoder.layer.{}.", "attention.attention.query"  # by which a ViT is known: BERT's is not called so
+    renamed = {}
+    for module in modules:
+        if module.disk.endswith(layer + query):
+            outer = module.disk.removesuffix(layer + query)
+            renamed |= {outer + layer + disk: f"{outer}layers.{{}}.{name}" for disk, name in _VIT.items()}
+    return [replace(module, name=renamed.get(module.disk, module.name)) for module in modules]
 
 
 def _module(name: Name, linears: Mapping[str, eqx.nn.Linear]) -> _Module | None:
@@ -317,8 +349,8 @@ def _module(name: Name, linears: Mapping[str, eqx.nn.Linear]) -> _Module | None:
         ):
             n_out, n_in = reversed(on_disk) if is_transposed else on_disk
             rows = tuple(np.array(o[:, 0]) for o, _, _ in parts)
-            module = name.disk.removesuffix(".weight")
-            return _Module(module, paths, rows, n_in, n_out, (), name.n_layers, is_transposed)
+            disk = name.disk.removesuffix(".weight")
+            return _Module(disk, disk, paths, rows, n_in, n_out, (), name.n_layers, is_transposed)
     return None
 
 
@@ -413,7 +445,7 @@ def _targets(model: PyTree, saved: Mapping[_Module, Any]) -> list[str]:
     adapted = {name for module in saved for name in module.names}
     if isinstance(model, Pretrained):
         table = type(model).names(model.config).tensors
-        layers = {disk.rpartition(".")[0] for name in table for disk in name.on_disk}
+        layers = {disk.rpartition(".")[0] for name in table for disk in name.on_disk} | adapted
     else:
         layers = set(_linears(model))
     known = {".".join(parts[: i + 1]) for parts in (name.split(".") for name in layers) for i in range(len(parts))}
@@ -461,7 +493,7 @@ def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: _Source,
 
     Raises ValueError that lists those that do not.
     """
-    known = {name: (module, i) for module in _modules(model, linears) for i, name in enumerate(module.names)}
+    known = {name: (module, i) for module in _modules(model, linears) for name, i in module.numbers.items()}
     problems: list[str] = []
     pairs: dict[str, dict[str, np.ndarray]] = {}
     for key in source.names():

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._attention import Attention, Cache, causal_mask, learned_positions
 from ._config import Keys, check_heads, check_rates, check_sizes, token_ids
-from ._decoder import Decoder
 from ._folder import Names, layers, same, same_layer
+from ._language_model import Decoder
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
 from ._stack import Stack
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from redeqx._paths import map_named, named_leaves
@@ -22,11 +21,10 @@ from redeqx._paths import map_named, named_leaves
 from ._attention import Cache
 from ._config import Keys, token_ids
 from ._folder import Names, Pretrained, is_on_disk, same_layer, within
+from ._language_model import shift_right
 from ._layers import linear, normal_linear
 from .gpt2 import GPT2, GPT2Config
 from .vit import ViT, ViTConfig
-
-_NO_LABEL = -100  # what transformers writes where a label does not count
 
 
 @dataclass(frozen=True)
@@ -278,10 +276,7 @@ class VisionEncoderDecoder(Pretrained):
 
         Raises ValueError for a config without `pad_token_id`.
         """
-        if self.config.pad_token_id is None:
-            raise ValueError("`pad_token_id`: expected a token, got None. Give the config one.")
-        labels = jnp.where(labels == _NO_LABEL, self.config.pad_token_id, labels)
-        return jnp.roll(labels, 1).at[0].set(self.config.decoder_start_token_id)
+        return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id)
 
     @classmethod
     def read_config(cls, folder: Path) -> VisionEncoderDecoderConfig:

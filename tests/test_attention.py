@@ -1,6 +1,7 @@
 """The attention of all families against its definition in float64, and the cache against a call on everything at once."""
 
 import dataclasses
+import itertools
 
 import equinox as eqx
 import jax
@@ -114,7 +115,7 @@ def test_in_pieces_with_a_cache_equals_all_at_once(cuts, window):
     attention, real = make(), jnp.array([False, False, True, True, True, True, True])
     expected = attention(X, mask=causal_mask(real, SEQ, window=window))[0]
     cache, found = Cache.empty(1, SEQ + 2, GROUPS, SIZE, jnp.float32), []
-    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+    for start, stop in itertools.pairwise(cuts):
         cache = cache.begin(real[start:stop])
         mask = causal_mask(real[start:stop], stop - start, cache, window=window)
         assert mask.shape == (stop - start, SEQ + 2)

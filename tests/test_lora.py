@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import redeqx
 from redeqx._paths import named_leaves
 from redeqx._plan import place
+from redeqx._step import Parts
 from redeqx.models import lora
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.lora import LoraLinear
@@ -195,7 +196,10 @@ def test_dtypes(base, gpt2):
     np.testing.assert_allclose(
         run(merged, IDS), logits.astype(np.float32), atol=scale * (1e-5 if base == jnp.float32 else 0.1)
     )
-    assert run(cast(model, jnp.bfloat16), IDS).dtype == jnp.bfloat16
+    parts = Parts.of(model, lora.trainable(model))
+    computed = parts.put(*parts.take(model), compute_dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in arrays(computed).values()} == {jnp.dtype(jnp.bfloat16)}
+    assert run(computed, IDS).dtype == jnp.bfloat16
 
 
 def test_remat_changes_no_gradient(gpt2):
