@@ -1,5 +1,11 @@
-"""Reference models: plain Equinox modules, one family a file. They use redeqx; redeqx never imports them."""
+"""Reference models: plain Equinox modules, one family a file. They use redeqx; redeqx never imports them.
 
+`from_pretrained` and `save_pretrained` read and write Hugging Face folders, `generate` goes on from prompts,
+`cross_entropy` is a loss whose logits stay split, `lora` holds adapters. Each family is a module: `redeqx.models.llama`,
+`redeqx.models.t5`, ...
+"""
+
+from . import lora as lora
 from ._folder import save_pretrained as save_pretrained
 from ._generate import generate as generate
 from ._losses import cross_entropy as cross_entropy

@@ -323,8 +323,8 @@ def load(
     plan: Plan | None = None,
 ) -> Any:
     """A model of the class and config, its arrays read from a folder; the arguments are those of `from_pretrained`."""
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`dtype`: expected a floating dtype, got {np.dtype(dtype)}. Pass None to keep the file's.")
+    if dtype is not None and not jnp.issubdtype(dtype := jnp.dtype(dtype), jnp.floating):
+        raise ValueError(f"`dtype`: expected a floating dtype, got {dtype}. Pass None to keep the file's.")
     if plan is not None and deployer is None:
         raise ValueError("`deployer`: expected one with `plan`, got None. Pass the deployer that made the plan.")
     shapes = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
@@ -354,7 +354,7 @@ def load(
 def _dtype(parts: Sequence[np.ndarray], dtype: Any) -> Any:
     """The dtype of a leaf: that of the files (the widest, where layers differ) or, of floats, the wanted one."""
     found = functools.reduce(jnp.promote_types, [part.dtype for part in parts])
-    return np.dtype(dtype) if dtype is not None and jnp.issubdtype(found, jnp.floating) else found
+    return dtype if dtype is not None and jnp.issubdtype(found, jnp.floating) else found
 
 
 def _read(view: np.ndarray, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:

@@ -21,6 +21,7 @@ from redeqx._step import Parts
 from redeqx.models import lora
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.lora import LoraLinear
+from redeqx.models.vit import ViTConfig, ViTForImageClassification
 
 KEY = jax.random.key(0)
 CONFIG = GPT2Config(vocab_size=48, n_positions=16, d_model=32, n_layers=2, n_heads=4).without_dropout()
@@ -517,6 +518,33 @@ def test_layers_without_an_adapter_in_a_stack_get_one_that_stays_zero(gpt2, tmp_
     grads = eqx.filter_jit(jax.grad(lambda params: jnp.mean(eqx.combine(params, frozen)(IDS) ** 2)))(params)
     down = grads.stack.blocks.mlp.down
     assert not down.lora_a[0].any() and not down.lora_b[0].any() and down.lora_b[1].all() and down.lora_a[1].all()
+
+
+def test_a_vits_layers_bear_the_names_of_memory_and_are_known_by_those_of_files(tmp_path):
+    config = ViTConfig(image_size=8, patch_size=4, d_model=16, d_ff=32, n_layers=2, n_heads=2, n_classes=3)
+    base = drawn(shapes(ViTForImageClassification, config), 0.3)
+    model = filled(lora.add(base, rank=2, where="*", key=KEY))
+    lora.save_adapter(model, tmp_path)
+    config, tensors = read(tmp_path)
+    assert config["target_modules"] == ["classifier", "fc1", "fc2", "k_proj", "o_proj", "q_proj", "v_proj"]
+    assert_same(lora.load_adapter(base, tmp_path), model)
+    older = {
+        "layers.": "encoder.layer.",
+        "o_proj": "output.dense",
+        "mlp.fc1": "intermediate.dense",
+        "mlp.fc2": "output.dense",
+    }
+    older |= {f".{name[0]}_proj": f".attention.{name}" for name in ("query", "key", "value")}
+
+    def spelt(name):
+        for new, old in older.items():
+            name = name.replace(new, old)
+        return name
+
+    renamed = {spelt(name): tensor for name, tensor in tensors.items()}
+    assert "base_model.model.vit.encoder.layer.1.attention.attention.query.lora_A.weight" in renamed
+    save_file(renamed, tmp_path / "adapter_model.safetensors")
+    assert_same(lora.load_adapter(base, tmp_path), model)
 
 
 def test_a_sharded_model_is_saved_whole(trained, tmp_path):

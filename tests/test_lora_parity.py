@@ -43,6 +43,7 @@ LOADED = {
     "t5-v1.1": {"r": 4, "lora_alpha": 8, "target_modules": ["q", "v", "wi_0", "lm_head"]},
     "clip": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "text_projection"]},
     "llama": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "vit-classes": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "fc2", "classifier"]},
 }
 # Globs of layers, each with the rank and alpha of its adapters.
 SAVED = {
@@ -56,6 +57,7 @@ SAVED = {
     "bart": {"decoder.*.query": (4, 8)},
     "clip": {"*": (4, 8)},
     "llama": {("*.query", "*.value"): (4, 8), "*.down": (2, 3)},
+    "vit-classes": {"*": (2, 4)},
 }
 
 
