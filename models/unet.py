@@ -320,7 +320,7 @@ class TransformerBlock(eqx.Module):
     def __call__(
         self, x: Float[Array, "seq c"], context: Float[Array, "source context"], mask: Bool[Array, "1 source"] | None
     ) -> Float[Array, "seq c"]:
-        memory, seen = (context, mask) if self.only_cross_attention else (None, None)
+        memory, seen = (context, mask) if self.only_cross_attention else (None, None)  # None: the pixels themselves
         x = x + self.attn1(norm(self.norm1, x), memory=memory, mask=seen)[0]
         x = x + self.attn2(norm(self.norm2, x), memory=context, mask=mask)[0]
         return x + self.ff(norm(self.norm3, x))

@@ -89,7 +89,7 @@ def loss_fn(model, batch, key):
 CONFIG = UNetConfig(
     block_channels=(8, 16),
     down_attention=(True, False),
-    up_attention=(False, True),
+    up_attention=(False, False),
     layers_per_block=1,
     n_heads=2,
     context_size=CONTEXT,
