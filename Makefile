@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Simulated devices need a thread each in XLA's pool, or their collectives wait for each other for ever.
 export NPROC ?= 16
+# A file at a time in each of two processes: compilation, which takes most of the time, uses one core.
+PYTEST_WORKERS ?= -n 2 --dist loadfile
 
 .PHONY: demo test lint sweep parity benchmarks clean
 
@@ -12,7 +14,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/language_modeling/main.py
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not sweep and not parity"
+	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m "not sweep and not parity"
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -21,11 +23,11 @@ lint: $(VENV)/.test
 
 # Long sweeps, left out of a newcomer's first test.
 sweep: $(VENV)/.test
-	$(BIN)/python -m pytest -q -m sweep
+	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m sweep
 
 # Every family against transformers and diffusers themselves, on torch.
 parity: $(VENV)/.parity
-	$(BIN)/python -m pytest -q -m parity
+	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m parity
 
 # What is measured and never asserted; step_speed.py and generation.py need the peers of the `bench` extra.
 benchmarks: $(VENV)/.bench

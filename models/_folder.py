@@ -72,6 +72,8 @@ class Names:
     - `aliases`: `(pattern, replacement)` of regular expressions that turn the spelling of old files into today's; all are
         applied, in order.
     - `zeros`: tensors that a file may lack; they are zeros then.
+    - `modules`: `(pattern, replacement)` that turn names on disk into those of transformers' modules in memory, where they
+        differ; adapters of PEFT bear the latter.
     """
 
     tensors: Sequence[Name]
@@ -79,12 +81,21 @@ class Names:
     copies: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[tuple[str, str], ...] = ()
     zeros: tuple[str, ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
+
+    def in_memory(self, disk: str) -> str:
+        """What transformers calls a module in memory, from its name on disk."""
+        return _rename(disk, self.modules)
 
     def current(self, name: str) -> str:
         """Today's spelling of a name in a file."""
-        for pattern, replacement in self.aliases:
-            name = re.sub(pattern, replacement, name)
-        return name
+        return _rename(name, self.aliases)
+
+
+def _rename(name: str, renamings: Iterable[tuple[str, str]]) -> str:
+    for pattern, replacement in renamings:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def same(disk: str, leaf: str) -> Name:
@@ -246,7 +257,7 @@ def read_config(folder: Path, file: str = CONFIG) -> dict[str, Any]:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-class _Source:
+class Source:
     """The tensors of a folder by name, over one file or several."""
 
     def __init__(self, folder: Path, stem: str):
@@ -329,7 +340,7 @@ def load(
         raise ValueError("`deployer`: expected one with `plan`, got None. Pass the deployer that made the plan.")
     shapes = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
     wanted = {name: leaf for name, leaf in named_leaves(shapes).items() if is_array_like(leaf)}
-    source, names = _Source(folder, cls.weights_name), cls.names(config)
+    source, names = Source(folder, cls.weights_name), cls.names(config)
     tensors = _match(source, names, wanted, folder / CONFIG)
     held = {leaf: [parts[i] for parts in tensors[name.disk]] for name in names.tensors for i, leaf in enumerate(name.leaves)}
     dtypes = {leaf: _dtype(parts, dtype) for leaf, parts in held.items()}
@@ -393,7 +404,7 @@ def _put(stack: jax.Array, layer: jax.Array, i: Any, sharding: Sharding) -> jax.
 
 
 def _match(
-    source: _Source, names: Names, wanted: Mapping[str, Any], config_path: Path
+    source: Source, names: Names, wanted: Mapping[str, Any], config_path: Path
 ) -> dict[str, list[Sequence[np.ndarray]]]:
     """The views of each table entry's tensors, one sequence of leaves a layer, once all of them are known to be right.
 
@@ -455,7 +466,7 @@ def _match(
 
 def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
     """Whether a tensor of a folder is absent or the same as another; for models whose config does not tell."""
-    source = _Source(folder, stem)
+    source = Source(folder, stem)
     if not {copy, original} <= set(source.names()):
         return True
     a, b = source.view(copy), source.view(original)
@@ -464,7 +475,7 @@ def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
 
 def is_on_disk(folder: Path, stem: str, *names: str) -> bool:
     """Whether a folder has a tensor of one of these names; for models whose config does not tell."""
-    return not set(names).isdisjoint(_Source(folder, stem).names())
+    return not set(names).isdisjoint(Source(folder, stem).names())
 
 
 def _equal(a: np.ndarray, b: np.ndarray, rows: int = 1024) -> bool:
@@ -554,18 +565,18 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
     files = [f"{stem}.safetensors"] if n == 1 else [f"{stem}-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
     for file, shard in zip(files, shards, strict=True):
         # transformers takes no file that does not say which library's layout it has.
-        _replace(folder / file, lambda path, shard=shard: write_tensors(path, shard, metadata={"format": "pt"}))
+        replace_file(folder / file, lambda path, shard=shard: write_tensors(path, shard, metadata={"format": "pt"}))
     index = folder / f"{stem}.safetensors.index.json"
     if n > 1:
         size = sum(tensor.n_bytes for tensor in tensors.values())
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _replace_json(index, {"metadata": {"total_size": size}, "weight_map": where})
+        replace_json(index, {"metadata": {"total_size": size}, "weight_map": where})
     else:
         index.unlink(missing_ok=True)
     for old in folder.glob(f"{stem}*.safetensors"):
         if re.fullmatch(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors", old.name) and old.name not in files:
             old.unlink()
-    _replace_json(folder / CONFIG, to_config(cls, config, tensors))
+    replace_json(folder / CONFIG, to_config(cls, config, tensors))
     return folder
 
 
@@ -588,7 +599,7 @@ def _bytes(size: int | str) -> int:
     return n
 
 
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
     """Write a file beside and rename it, so that a reader sees the old one or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -598,5 +609,5 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _replace_json(path: Path, fields: Mapping[str, Any]) -> None:
-    _replace(path, lambda beside: beside.write_text(json.dumps(fields, indent=2) + "\n", "utf-8"))
+def replace_json(path: Path, fields: Mapping[str, Any]) -> None:
+    replace_file(path, lambda beside: beside.write_text(json.dumps(fields, indent=2) + "\n", "utf-8"))

@@ -298,4 +298,5 @@ class VisionEncoderDecoder(Pretrained):
             ],
             ignored=(*(f"encoder.{name}" for name in encoder.ignored), *(f"decoder.{name}" for name in decoder.ignored)),
             copies={f"decoder.{copy}": f"decoder.{original}" for copy, original in decoder.copies.items()},
+            modules=encoder.modules,
         )

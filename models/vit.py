@@ -304,7 +304,18 @@ class ViT(Pretrained):
             # Of classifiers, and a pooler that is not wanted.
             ignored=("classifier.*", *(() if config.has_pooler else ("pooler.*",))),
             aliases=((r"^vit\.", ""),),
+            modules=_MODULES,
         )
+
+
+# What transformers 5 calls the modules in memory, other than in files.
+_MODULES = (
+    (r"encoder\.layer\.(\{\}|\d+)\.attention\.attention\.(query|key|value)", r"layers.\1.attention.\2"),
+    (r"(?<=\.attention\.)(q|k|v)(uery|ey|alue)$", r"\1_proj"),
+    (r"encoder\.layer\.(\{\}|\d+)\.attention\.output\.dense", r"layers.\1.attention.o_proj"),
+    (r"encoder\.layer\.(\{\}|\d+)\.intermediate\.dense", r"layers.\1.mlp.fc1"),
+    (r"encoder\.layer\.(\{\}|\d+)\.output\.dense", r"layers.\1.mlp.fc2"),
+)
 
 
 def _names(config: ViTConfig) -> list[Name]:
@@ -379,4 +390,5 @@ class ViTForImageClassification(Pretrained):
     def names(config: ViTConfig) -> Names:
         """Where a Hugging Face folder keeps each leaf."""
         names = _names(replace(config, has_pooler=False))
-        return Names(tensors=[*within("vit.", "vit.", names), *same_layer("classifier", "classifier")])
+        tensors = [*within("vit.", "vit.", names), *same_layer("classifier", "classifier")]
+        return Names(tensors=tensors, modules=_MODULES)

@@ -19,6 +19,8 @@ import jax
 from jax.extend import core as jex
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from ._dataflow import scan_counts
+
 
 @dataclass(frozen=True)
 class Home:
@@ -274,7 +276,7 @@ def _remat(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[
 
 
 def _scan(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
-    n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    n_consts, n_carry = scan_counts(eqn)
     body = eqn.params["jaxpr"]
     # A weight that every iteration reads whole is gathered once, before the loop; one that iterations take slices of, in it.
     consts = [

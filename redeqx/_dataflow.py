@@ -43,7 +43,7 @@ def _live_inputs(jaxpr: Any, live_outputs: Sequence[bool]) -> list[bool]:
 
 def _live_inputs_of_scan(eqn: Any, body: Any, live_outputs: Sequence[bool]) -> list[bool]:
     """As `_live_inputs`: what one iteration reads of its carry, the iteration before must have made."""
-    n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    n_consts, n_carry = scan_counts(eqn)
     carry, stacked = list(live_outputs[:n_carry]), live_outputs[n_carry:]
     while True:
         reads = _live_inputs(body, [*carry, *stacked])
@@ -52,3 +52,11 @@ def _live_inputs_of_scan(eqn: Any, body: Any, live_outputs: Sequence[bool]) -> l
         if grown == carry:
             return [*consts, *carry, *slices]
         carry = grown
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many of a scan's inputs are constants of its loop, and how many after them its carry; the rest is sliced."""
+    if "ft_in" in eqn.params:  # jax 0.12
+        consts, carry, _ = eqn.params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return eqn.params["num_consts"], eqn.params["num_carry"]

@@ -13,6 +13,7 @@ from redeqx._paths import named_leaves
 from tests.families._case import collect
 
 TRAININGS = collect("TRAININGS")
+SLOW = ("clip", "unet", "vae", "vision-encoder-decoder")  # half a minute each, most of it compilation
 
 
 class Log:
@@ -38,7 +39,11 @@ def fit(training, n_model_shards, n_fsdp_shards):
     return trainer, log.losses
 
 
-@pytest.mark.parametrize("training", TRAININGS, ids=lambda training: training.name)
+def marked(training):
+    return pytest.param(training, id=training.name, marks=[pytest.mark.sweep] if training.name in SLOW else [])
+
+
+@pytest.mark.parametrize("training", map(marked, TRAININGS))
 def test_trains_to_the_same_on_every_mesh(training):
     trainer, losses = fit(training, 2, 2)
     assert dict(trainer.deployer.mesh.shape) == {"data": 2, "fsdp": 2, "model": 2}

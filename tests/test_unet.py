@@ -76,6 +76,7 @@ def test_dropout_follows_the_key_and_inference_mode_removes_it(model):
     np.testing.assert_allclose(run(eqx.nn.inference_mode(dropping)), run(model), rtol=0, atol=1e-6)
 
 
+@pytest.mark.sweep  # half a minute of compilation
 def test_remat_changes_neither_value_nor_gradients():
     @eqx.filter_jit
     @eqx.filter_value_and_grad

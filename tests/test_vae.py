@@ -73,6 +73,7 @@ def test_log_variances_have_bounds(model):
     np.testing.assert_array_equal(posterior.log_variance, [[[20.0]], [[-30.0]]])
 
 
+@pytest.mark.sweep  # half a minute of compilation
 def test_remat_changes_neither_value_nor_gradients():
     @eqx.filter_jit
     @eqx.filter_value_and_grad

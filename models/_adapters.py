@@ -1,0 +1,204 @@
+"""Adapters in a tree: `LoraLinear`, and putting it in the place of linear layers, and back. Their folders are `_peft`.
+
+Dims: in, out = of a linear layer, rank = of its adapter, layers = those over which it is stacked.
+"""
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from redeqx._paths import is_array_like, map_named, named_leaves, nearest
+
+_MAX_LISTED = 10  # layers named by one error
+
+Where = str | Sequence[str] | Callable[[str, eqx.nn.Linear], bool]
+
+
+class LoraLinear(eqx.nn.Linear):
+    """A linear layer with an adapter beside it. Applied along the last dim of an array; under `jax.vmap` too."""
+
+    lora_a: Float[Array, "*layers rank in"]
+    lora_b: Float[Array, "*layers out rank"]
+    scale: float = eqx.field(static=True)
+
+    # Which dim of `weight` each dim is cut along with, so that an adapter is split as its layer is.
+    follows_weight: ClassVar = {"lora_a": (None, 1), "lora_b": (0, None)}
+
+    def __init__(
+        self,
+        layer: eqx.nn.Linear,
+        lora_a: Float[Array, "*layers rank in"],
+        lora_b: Float[Array, "*layers out rank"],
+        *,
+        scale: float,
+    ):
+        """**Arguments:**
+
+        - `layer`: whose weight and bias are kept.
+        - `lora_a`, `lora_b`, `scale`: of the adapter, which adds `scale * lora_b @ lora_a` to the weight.
+        """
+        self.weight, self.bias = layer.weight, layer.bias
+        self.in_features, self.out_features, self.use_bias = layer.in_features, layer.out_features, layer.use_bias
+        self.lora_a, self.lora_b, self.scale = lora_a, lora_b, scale
+
+    def __call__(self, x: Array, *, key: PRNGKeyArray | None = None) -> Array:
+        """**Arguments:**
+
+        - `x`: of shape `[..., in]`, or `[...]` where `in_features` is `"scalar"`.
+        - `key`: ignored, as by `eqx.nn.Linear`.
+        """
+        del key
+        x = x[..., None] if self.in_features == "scalar" else x
+        out = x @ self.weight.T
+        out = out if self.bias is None else out + self.bias
+        with jax.named_scope("lora"):
+            # Of float32 beside weights of 16 bits, and then the layer's output is still of 16.
+            delta = (self.scale * (x @ self.lora_a.T)) @ self.lora_b.T
+        out = out + delta.astype(out.dtype)
+        return out[..., 0] if self.out_features == "scalar" else out
+
+
+def add(model: PyTree, *, rank: int, alpha: int | float | None = None, where: Where, key: PRNGKeyArray) -> PyTree:
+    """The model with an adapter on each linear layer that `where` picks; it computes the same until they are trained.
+
+    Adapters are float32 at least, also beside weights of 16 bits. Layers that are stacked get stacked adapters,
+    `[layers, rank, in]` and `[layers, out, rank]`.
+
+    **Arguments:**
+
+    - `model`: any PyTree with `eqx.nn.Linear` layers. Subclasses of it are left alone: their call is their own.
+    - `rank`: of each adapter, at least 1.
+    - `alpha`: adapters are scaled by `alpha / rank`; `rank` by default.
+    - `where`: one or more globs over the layers' paths (`"*.attention.query"`), each of which must pick some; or a
+        function of a layer's path and the layer, true for those to be adapted.
+    - `key`: draws `lora_a` as PEFT does, from U(-in ** -0.5, in ** -0.5); `lora_b` is zero.
+
+    Raises ValueError for a rank below 1, where nothing is picked, and for layers that have an adapter already.
+    """
+    if rank < 1:
+        raise ValueError(f"`rank`: expected at least 1, got {rank}. Pass a positive rank.")
+    picked = _pick(linears_of(model), where)
+    keys = jax.random.split(key, len(picked))
+
+    def draw(layer: eqx.nn.Linear, key: PRNGKeyArray) -> LoraLinear:
+        *stacked, n_out, n_in = layer.weight.shape
+        dtype, limit = at_least_float32(layer.weight.dtype), max(n_in, 1) ** -0.5
+        lora_a = jax.random.uniform(key, (*stacked, rank, n_in), dtype, -limit, limit)
+        lora_b = jnp.zeros((*stacked, n_out, rank), dtype)
+        return LoraLinear(layer, lora_a, lora_b, scale=(rank if alpha is None else alpha) / rank)
+
+    return put(model, {path: draw(layer, key) for (path, layer), key in zip(picked.items(), keys, strict=True)})
+
+
+def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
+    """Which leaves are trained, for `Trainer(trainable=...)`: those of adapters.
+
+    **Arguments:**
+
+    - `also`: globs over paths of further leaves, a new head's for one.
+
+    Raises ValueError for a model without adapters, and for a glob that matches no leaf.
+    """
+    adapters = adapters_of(model)
+    chosen = {within(path, leaf) for path in adapters for leaf in ("lora_a", "lora_b")}
+    leaves = [name for name, leaf in named_leaves(model).items() if is_array_like(leaf) and _is_inexact(leaf)]
+    for pattern in [also] if isinstance(also, str) else also:
+        found = fnmatch.filter(leaves, pattern)
+        if not found:
+            raise ValueError(f"`also`: expected a path of the model, got {pattern!r}.{nearest(pattern, leaves)}")
+        chosen.update(found)
+    return map_named(lambda name, leaf: name in chosen, model)
+
+
+def merge(model: PyTree) -> PyTree:
+    """The plain model that computes the same: each adapter added to its layer's weight, `W + scale * B A`.
+
+    Raises ValueError for a model without adapters.
+    """
+
+    def merged(layer: LoraLinear) -> eqx.nn.Linear:
+        delta = layer.scale * (layer.lora_b @ layer.lora_a)
+        return _plain(layer, (layer.weight + delta).astype(layer.weight.dtype))
+
+    return put(model, {path: merged(layer) for path, layer in adapters_of(model).items()})
+
+
+def _is_linear(node: Any) -> bool:
+    """Whether a node is a linear layer, adapted or not; other subclasses are not, for their call is their own."""
+    return type(node) in (eqx.nn.Linear, LoraLinear)
+
+
+def linears_of(model: PyTree) -> dict[str, eqx.nn.Linear]:
+    """Every linear layer by its path."""
+    return {path: node for path, node in named_leaves(model, is_leaf=_is_linear).items() if _is_linear(node)}
+
+
+def adapters_of(model: PyTree) -> dict[str, LoraLinear]:
+    """Every adapted layer by its path. Raises ValueError where there is none."""
+    adapters = {path: layer for path, layer in linears_of(model).items() if isinstance(layer, LoraLinear)}
+    if not adapters:
+        raise ValueError("`model`: expected adapted layers, got none. Add adapters with `lora.add` first.")
+    return adapters
+
+
+def put(model: PyTree, layers: Mapping[str, eqx.nn.Linear]) -> PyTree:
+    return map_named(lambda path, node: layers.get(path, node), model, is_leaf=_is_linear)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def within(path: str, leaf: str) -> str:
+    """The name of a layer's leaf; a model that is one layer has no name of its own."""
+    return leaf if path == "value" else f"{path}.{leaf}"
+
+
+def at_least_float32(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _plain(layer: eqx.nn.Linear, weight: Array) -> eqx.nn.Linear:
+    # Abstract, so that no weights are drawn only to be replaced.
+    sizes, key = (layer.in_features, layer.out_features, layer.use_bias), jax.eval_shape(lambda: jax.random.key(0))
+    plain = eqx.filter_eval_shape(eqx.nn.Linear, *sizes, key=key)
+    return eqx.tree_at(lambda l: (l.weight, l.bias), plain, (weight, layer.bias), is_leaf=lambda leaf: leaf is None)
+
+
+def _pick(linears: Mapping[str, eqx.nn.Linear], where: Where) -> dict[str, eqx.nn.Linear]:
+    """The layers that `where` picks, none of which has an adapter."""
+    if callable(where):
+        paths = {path for path, layer in linears.items() if where(path, layer)}
+        if not paths:
+            raise ValueError(f"`where`: expected a function that picks linear layers, got none. {_listed(linears)}")
+    else:
+        paths = set()
+        for pattern in [where] if isinstance(where, str) else where:
+            found = fnmatch.filter(linears, pattern)
+            if not found:
+                near = nearest(pattern, linears)
+                raise ValueError(f"`where`: expected the path of a linear layer, got {pattern!r}.{near} {_listed(linears)}")
+            paths.update(found)
+    picked = {path: layer for path, layer in linears.items() if path in paths}
+    check_plain(picked)
+    return picked
+
+
+def check_plain(layers: Mapping[str, eqx.nn.Linear]) -> None:
+    """Raises ValueError for a layer that has an adapter."""
+    for path, layer in layers.items():
+        if isinstance(layer, LoraLinear):
+            raise ValueError(
+                f"`{path}`: expected a layer without an adapter, got one of rank {layer.lora_a.shape[-2]}. "
+                "Leave it out, or `lora.merge` the model first."
+            )
+
+
+def _listed(linears: Mapping[str, Any]) -> str:
+    more = [f"and {len(linears) - _MAX_LISTED} more"] if len(linears) > _MAX_LISTED else []
+    return f"The model's linear layers: {', '.join([*list(linears)[:_MAX_LISTED], *more]) or 'none'}."
