@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDevi
 
 from redeqx import Deployer, Plan
 from redeqx._paths import is_array_like, map_named, named_leaves, nearest
-from redeqx._safetensors import TensorFile, write_tensors
+from redeqx._safetensors import TensorFile, to_host, write_tensors
 
 from ._config import Keys
 
@@ -503,18 +503,13 @@ class _Saved:
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         del copy
         parts = [leaf if self.layer is None else _layer(leaf, np.int32(self.layer)) for leaf in self.leaves]
-        tensor = self.name.save(*[_to_host(part) for part in parts])
+        tensor = self.name.save(*[to_host(part) for part in parts])
         return np.ascontiguousarray(tensor, dtype=dtype)
 
 
 @jax.jit
 def _layer(stack: jax.Array, i: Any) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
-
-
-def _to_host(leaf: Any) -> np.ndarray:
-    # Of a copy where it is the model's own array: the host copy that numpy asks for stays with the array.
-    return np.asarray(leaf + 0 if isinstance(leaf, np.ndarray) else jnp.copy(leaf))
 
 
 def to_disk(model: Any, names: Names) -> dict[str, _Saved]:

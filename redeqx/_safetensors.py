@@ -79,16 +79,20 @@ def array_leaves(tree: PyTree) -> dict[str, Any]:
     return {name: leaf for name, leaf in named_leaves(tree).items() if is_array_like(leaf)}
 
 
-def _to_host(leaf: Any) -> np.ndarray:
+def to_host(leaf: Any) -> np.ndarray:
     """The whole leaf in this process's memory, C-contiguous."""
-    if isinstance(leaf, jax.Array):
-        if _is_key(leaf):
-            leaf = jax.random.key_data(leaf)
-        # A fresh array over the same shards: the host copy that `np.asarray` makes stays with the array that it was asked
-        # of, and with the tree's own arrays that would pile up a second model on the host.
-        shards = [shard.data for shard in leaf.addressable_shards]
-        leaf = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
-    return np.ascontiguousarray(leaf)
+    if not isinstance(leaf, jax.Array):
+        return np.ascontiguousarray(leaf)
+    if _is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    whole = np.empty(leaf.shape, leaf.dtype)
+    for shard in leaf.addressable_shards:
+        if shard.replica_id == 0:
+            # Of a fresh array over the same shard: the host copy that numpy asks for stays with the array that it was asked
+            # of, and with the tree's own arrays that would pile up a second model on the host.
+            piece = shard.data
+            whole[shard.index] = np.asarray(jax.make_array_from_single_device_arrays(piece.shape, piece.sharding, [piece]))
+    return whole
 
 
 def damaged(path: Path, rule: str, got: str) -> ValueError:
@@ -180,7 +184,7 @@ def write_tensors(
         _pwrite(fd, memoryview(header)[8:], 8)
         crc32 = zlib.crc32(header)
         for name, tensor in tensors.items():
-            flat = _to_host(leaves[name]).reshape(-1)
+            flat = to_host(leaves[name]).reshape(-1)
             offset, step = len(header) + tensor.start, CHUNK // tensor.dtype.itemsize
             for start in range(0, flat.size, step):
                 chunk = flat[start : start + step].astype(tensor.dtype, copy=False).view(np.uint8).data

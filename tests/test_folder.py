@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 import redeqx
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models._config import Keys
+from redeqx.models._folder import Names
 from redeqx.models.gpt2 import GPT2, GPT2Config
 
 CONFIG = GPT2Config(40, 12, d_model=16, n_layers=3, n_heads=2)
@@ -109,6 +110,19 @@ def test_keys_that_change_nothing_are_written_back(folder, tmp_path):
     assert fields["task_specific_params"] == {"text-generation": {"max_length": 50}} and fields["n_ctx"] == 12
     assert fields["model_type"] == "gpt2" and fields["architectures"] == ["GPT2LMHeadModel"]
     assert fields["dtype"] == "float32"
+
+
+def test_special_tokens_are_those_of_the_generation_config(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9], "pad_token_id": None, "top_k": 50}))
+    _, config = from_pretrained(folder)
+    assert config.eos_token_id == (7, 9) and config.bos_token_id == CONFIG.bos_token_id
+    assert "top_k" not in config.extra
+
+
+def test_names_in_memory_are_those_on_disk_but_where_a_table_says_otherwise():
+    names = Names(tensors=[], modules=((r"layer\.(\{\}|\d+)\.", r"layers.\1."),))
+    assert names.in_memory("encoder.layer.{}.query") == "encoder.layers.{}.query"
+    assert names.in_memory("encoder.norm") == "encoder.norm"
 
 
 def test_dtypes(folder, tmp_path):
