@@ -13,6 +13,7 @@ from redeqx._paths import named_leaves
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models._config import Keys
 from redeqx.models.bart import Bart, BartConfig
+from tests.families._case import is_shape, random_model
 
 # Two sides that differ in all they can.
 CONFIG = BartConfig(
@@ -34,17 +35,7 @@ ALL, ALL_DECODER = jnp.ones(8, bool), jnp.ones(7, bool)
 
 
 def make_model(config=CONFIG):
-    """A model whose every leaf matters, biases and norms too; of random numbers that need no compilation."""
-    rng = np.random.default_rng(0)
-
-    def fill(leaf):
-        return jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype) if is_shape(leaf) else leaf
-
-    return jax.tree.map(fill, eqx.filter_eval_shape(Bart, config, key=jax.random.key(0)))
-
-
-def is_shape(leaf):
-    return isinstance(leaf, jax.ShapeDtypeStruct)
+    return random_model(Bart, config)
 
 
 @pytest.fixture(scope="module")

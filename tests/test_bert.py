@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
 from redeqx.models._config import Keys
 from redeqx.models.bert import Bert, BertConfig, BertForMaskedLM, BertForSequenceClassification
+from tests.families._case import is_shape, random_model
 
 CONFIG = BertConfig(
     41,
@@ -31,17 +32,8 @@ IDS = jnp.array([2, 7, 31, 7, 40, 3, 19])
 TYPES = jnp.array([0, 0, 0, 1, 1, 1, 1])
 
 
-def is_shape(leaf):
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def make(cls, config=CONFIG):
-    """A model whose every leaf matters, biases and norms too; of random numbers that need no compilation."""
-    like = eqx.filter_eval_shape(cls, config, key=jax.random.key(0))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype) if is_shape(leaf) else leaf, like
-    )
+    return random_model(cls, config)
 
 
 @eqx.filter_jit

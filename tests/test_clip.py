@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models._config import Keys
 from redeqx.models.clip import CLIP, CLIPConfig, CLIPText, CLIPTextConfig, CLIPVision, CLIPVisionConfig
+from tests.families._case import is_shape, random_model
 
 TEXT = CLIPTextConfig(
     41, 9, d_model=16, d_ff=24, n_layers=2, n_heads=2, attention_dropout=0.3, bos_token_id=0, eos_token_id=40, init_std=0.3
@@ -23,17 +24,8 @@ IDS = jnp.array([0, 7, 31, 7, 40, 40, 40])
 PIXELS = jax.random.normal(jax.random.key(5), (3, 8, 8))
 
 
-def is_shape(leaf):
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def make(cls, config):
-    """A model whose every leaf matters, biases and norms too; of random numbers that need no compilation."""
-    like = eqx.filter_eval_shape(cls, config, key=jax.random.key(0))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype) if is_shape(leaf) else leaf, like
-    )
+    return random_model(cls, config)
 
 
 @eqx.filter_jit

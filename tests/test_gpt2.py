@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from tests.families._case import is_shape, random_model
 
 CONFIG = GPT2Config(vocab_size=53, n_positions=24, d_model=32, n_layers=3, n_heads=4)
 NO_DROPOUT = dataclasses.replace(CONFIG, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
@@ -18,18 +19,7 @@ IDS = jnp.array([5, 0, 52, 7, 7, 31, 2, 9, 44, 1, 17])
 
 
 def make_model(config=CONFIG):
-    """A model whose every leaf matters, biases and norms too; of random numbers that need no compilation."""
-    like = eqx.filter_eval_shape(GPT2, config, key=jax.random.key(0))
-    rng = np.random.default_rng(0)
-
-    def fill(leaf):
-        return jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype) if is_shape(leaf) else leaf
-
-    return jax.tree.map(fill, like)
-
-
-def is_shape(leaf):
-    return isinstance(leaf, jax.ShapeDtypeStruct)
+    return random_model(GPT2, config)
 
 
 @functools.cache

@@ -10,25 +10,15 @@ import pytest
 
 from redeqx.models._config import Keys
 from redeqx.models.gptj import GPTJ, GPTJConfig, rotation, turned
+from tests.families._case import is_shape, random_model
 
 CONFIG = GPTJConfig(53, 24, d_model=32, n_layers=2, n_heads=2, rotary_size=6)
 NAMES = ("embedding_dropout", "attention_dropout", "residual_dropout")
 IDS = jnp.array([5, 0, 52, 7, 7, 31, 2, 9, 44, 1, 17])
 
 
-def is_shape(leaf):
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def make_model(config=CONFIG):
-    """A model whose every leaf matters, biases and norms too; of random numbers that need no compilation."""
-    like = eqx.filter_eval_shape(GPTJ, config, key=jax.random.key(0))
-    rng = np.random.default_rng(0)
-
-    def fill(leaf):
-        return jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype) if is_shape(leaf) else leaf
-
-    return jax.tree.map(fill, like)
+    return random_model(GPTJ, config)
 
 
 @eqx.filter_jit

@@ -16,6 +16,7 @@ from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models._config import Keys
 from redeqx.models._rope import LinearScaling, Llama3Scaling, YarnScaling, rotation, turn
 from redeqx.models.llama import Llama, LlamaConfig
+from tests.families._case import is_shape, random_model
 
 CONFIG = LlamaConfig(
     vocab_size=53, n_positions=24, d_model=32, d_mlp=40, n_layers=2, n_heads=4, n_kv_heads=2, attention_dropout=0.1
@@ -27,19 +28,8 @@ QWEN3 = dataclasses.replace(NO_DROPOUT, model_type="qwen3", n_kv_heads=1, head_s
 IDS = jnp.array([5, 0, 52, 7, 7, 31, 2, 9, 44, 1, 17])
 
 
-def is_shape(leaf):
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def make_model(config=NO_DROPOUT):
-    """A model whose every leaf matters, biases and norms too; of random numbers that need no compilation."""
-    like = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
-    rng = np.random.default_rng(0)
-
-    def fill(leaf):
-        return jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype) if is_shape(leaf) else leaf
-
-    return jax.tree.map(fill, like)
+    return random_model(Llama, config)
 
 
 @eqx.filter_jit

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models._config import Keys
 from redeqx.models.opt import OPT, OPTConfig
+from tests.families._case import is_shape, random_model
 
 CONFIG = OPTConfig(53, 24, d_model=32, n_layers=2, n_heads=2, residual_dropout=0.0)
 POST_NORM = dataclasses.replace(CONFIG, is_pre_norm=False, d_embedding=16)
@@ -23,19 +24,8 @@ CONFIGS = pytest.mark.parametrize("config", [CONFIG, POST_NORM, PLAIN], ids=["pr
 IDS = jnp.array([5, 0, 52, 7, 7, 31, 2, 9, 44, 1, 17])
 
 
-def is_shape(leaf):
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def make_model(config=CONFIG):
-    """A model whose every leaf matters, biases and norms too; of random numbers that need no compilation."""
-    like = eqx.filter_eval_shape(OPT, config, key=jax.random.key(0))
-    rng = np.random.default_rng(0)
-
-    def fill(leaf):
-        return jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype) if is_shape(leaf) else leaf
-
-    return jax.tree.map(fill, like)
+    return random_model(OPT, config)
 
 
 @eqx.filter_jit

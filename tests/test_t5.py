@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models._config import Keys
 from redeqx.models.t5 import T5, T5Config, T5Encoder, _buckets
+from tests.families._case import is_shape, random_model
 
 CONFIG = T5Config(
     vocab_size=47,
@@ -35,18 +36,7 @@ MASK = jnp.arange(11) < 8
 
 @functools.cache
 def make_model(config=CONFIG, cls=T5):
-    """A model whose every leaf matters, of random numbers that need no compilation."""
-    like = eqx.filter_eval_shape(cls, config, key=jax.random.key(0))
-    rng = np.random.default_rng(0)
-
-    def fill(leaf):
-        return jnp.asarray(0.4 * rng.normal(size=leaf.shape), leaf.dtype) if is_shape(leaf) else leaf
-
-    return jax.tree.map(fill, like)
-
-
-def is_shape(leaf):
-    return isinstance(leaf, jax.ShapeDtypeStruct)
+    return random_model(cls, config, std=0.4)
 
 
 @eqx.filter_jit

@@ -16,6 +16,7 @@ from redeqx.models._config import Keys
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
 from redeqx.models.vit import ViT, ViTConfig
+from tests.families._case import is_shape, random_model
 
 ENCODER = ViTConfig(8, 4, d_model=16, d_ff=24, n_layers=2, n_heads=2, dropout=0.2, init_std=0.3)
 DECODER = GPT2Config(41, 10, d_model=24, n_layers=2, n_heads=2, has_cross_attention=True, init_std=0.3)
@@ -26,17 +27,8 @@ IDS = jnp.array([1, 0, 31, 7, 40, 12, 5])
 PIXELS = jax.random.normal(jax.random.key(5), (3, 8, 8))
 
 
-def is_shape(leaf):
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def make(cls, config):
-    """A model whose every leaf matters, biases and norms too; of random numbers that need no compilation."""
-    like = eqx.filter_eval_shape(cls, config, key=jax.random.key(0))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype) if is_shape(leaf) else leaf, like
-    )
+    return random_model(cls, config)
 
 
 @eqx.filter_jit

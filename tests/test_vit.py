@@ -13,22 +13,14 @@ from safetensors.numpy import load_file, save_file
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models._config import Keys
 from redeqx.models.vit import ViT, ViTConfig, ViTForImageClassification
+from tests.families._case import is_shape, random_model
 
 CONFIG = ViTConfig(8, 4, 2, d_model=24, d_ff=40, n_layers=2, n_heads=3, n_classes=5, dropout=0.2, attention_dropout=0.3)
 PIXELS = jax.random.normal(jax.random.key(5), (2, 8, 8))
 
 
-def is_shape(leaf):
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def make(cls, config=CONFIG):
-    """A model whose every leaf matters, biases and norms too; of random numbers that need no compilation."""
-    like = eqx.filter_eval_shape(cls, config, key=jax.random.key(0))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype) if is_shape(leaf) else leaf, like
-    )
+    return random_model(cls, config)
 
 
 @eqx.filter_jit

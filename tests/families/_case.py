@@ -120,6 +120,20 @@ def torch_folder(case: Case, folder: Path) -> Any:
     return type(module).from_pretrained(folder).eval()
 
 
+def is_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def random_model(cls: Any, config: Any, *, std: float = 0.3) -> Any:
+    """A model whose every leaf matters, biases and norms too; of random numbers that need no compilation."""
+    rng = np.random.default_rng(0)
+
+    def draw(leaf: Any) -> Any:
+        return jnp.asarray(std * rng.normal(size=leaf.shape), leaf.dtype) if is_shape(leaf) else leaf
+
+    return jax.tree.map(draw, eqx.filter_eval_shape(cls, config, key=jax.random.key(0)))
+
+
 # --- calls --------------------------------------------------------------------------------------------------------------
 
 
