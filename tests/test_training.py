@@ -43,7 +43,7 @@ def marked(training):
     return pytest.param(training, id=training.name, marks=[pytest.mark.sweep] if training.name in SLOW else [])
 
 
-@pytest.mark.parametrize("training", map(marked, TRAININGS))
+@pytest.mark.parametrize("training", [marked(training) for training in TRAININGS])
 def test_trains_to_the_same_on_every_mesh(training):
     trainer, losses = fit(training, 2, 2)
     assert dict(trainer.deployer.mesh.shape) == {"data": 2, "fsdp": 2, "model": 2}
