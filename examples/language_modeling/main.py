@@ -155,7 +155,7 @@ def main(args: Args) -> float:
 
     sizes = (n_ids, args.seq_len, args.d_model, args.n_layers, args.n_heads)
     # The published 0.02 is for a width of 768; narrower models learn sooner from larger weights.
-    config = GPT2Config(*sizes, *[args.dropout] * 3, init_std=0.02 * (768 / args.d_model) ** 0.5)
+    config = GPT2Config(*sizes, args.dropout, args.dropout, args.dropout, init_std=0.02 * (768 / args.d_model) ** 0.5)
     key = deployer.next_key()
     model = deployer.init(lambda: GPT2(config, key=key))
     deployer.log_info(deployer.plan(model).explain(), title="plan")
