@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from redeqx._paths import is_array_like, named_leaves
 
 from ._config import Keys
-from ._folder import Name, fused, reshaped, same
+from ._names import Name, fused, reshaped, same
 
 DIFFUSERS = "0.36.0"  # `_diffusers_version` of the configs written here: the oldest that the parity tests admit
 

@@ -1,7 +1,6 @@
 """Hugging Face folders: `config.json` and safetensors in, and out again so that their own library loads them.
 
-Owns the name tables (tensor on disk <-> leaves of the tree <-> how one becomes the other), the shards of a folder, and the
-reading of each device's own slices. A table is a family's; one is used in both directions.
+Owns the files and shards of a folder, and the reading of each device's own slices. What is called how is in `_names`.
 """
 
 import fnmatch
@@ -10,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,153 +24,10 @@ from redeqx._paths import is_array_like, map_named, named_leaves, nearest
 from redeqx._safetensors import TensorFile, to_host, write_tensors
 
 from ._config import Keys
+from ._names import Name, Names
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _MAX_PROBLEMS = 10  # tensors named by one error
-
-
-# --- the table ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Name:
-    """One tensor on disk, and the leaves of the tree that it holds.
-
-    **Arguments:**
-
-    - `disk`: its name there; `{}` stands for the number of a layer where `n_layers` is set.
-    - `leaves`: paths in the tree.
-    - `load`: from the tensor to its leaves. Only views (slices, transposes, reshapes), so that a device reads from the
-        file what it keeps and no more.
-    - `save`: from the leaves to the tensor.
-    - `n_layers`: where each leaf is a stack `[n_layers, ...]` of what one tensor a layer holds.
-    """
-
-    disk: str
-    leaves: tuple[str, ...]
-    load: Callable[[np.ndarray], Sequence[np.ndarray]] = lambda tensor: (tensor,)
-    save: Callable[..., np.ndarray] = lambda leaf: leaf
-    n_layers: int | None = None
-
-    @property
-    def on_disk(self) -> list[str]:
-        """The tensors' names, one a layer."""
-        return [self.disk] if self.n_layers is None else [self.disk.format(i) for i in range(self.n_layers)]
-
-
-@dataclass(frozen=True)
-class Names:
-    """The table of one model.
-
-    **Arguments:**
-
-    - `tensors`: every tensor that is written.
-    - `ignored`: globs of names that files carry and that are no weights: masks, position counters.
-    - `copies`: tensors that may stand in a file beside the one that they are tied to; read only to see that they are the
-        same, never written.
-    - `aliases`: `(pattern, replacement)` of regular expressions that turn the spelling of old files into today's; all are
-        applied, in order.
-    - `zeros`: tensors that a file may lack; they are zeros then.
-    - `modules`: `(pattern, replacement)` that turn names on disk into those of transformers' modules in memory, where they
-        differ; adapters of PEFT bear the latter.
-    """
-
-    tensors: Sequence[Name]
-    ignored: tuple[str, ...] = ()
-    copies: Mapping[str, str] = field(default_factory=dict)
-    aliases: tuple[tuple[str, str], ...] = ()
-    zeros: tuple[str, ...] = ()
-    modules: tuple[tuple[str, str], ...] = ()
-
-    def in_memory(self, disk: str) -> str:
-        """What transformers calls a module in memory, from its name on disk."""
-        return _rename(disk, self.modules)
-
-    def current(self, name: str) -> str:
-        """Today's spelling of a name in a file."""
-        return _rename(name, self.aliases)
-
-
-def _rename(name: str, renamings: Iterable[tuple[str, str]]) -> str:
-    for pattern, replacement in renamings:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def same(disk: str, leaf: str) -> Name:
-    """A tensor that is the leaf."""
-    return Name(disk, (leaf,))
-
-
-def transposed(disk: str, leaf: str) -> Name:
-    """A matrix that is `[in, out]` on disk."""
-    return Name(disk, (leaf,), lambda tensor: (tensor.T,), lambda leaf: leaf.T)
-
-
-def reshaped(disk: str, leaf: str, on_disk: tuple[int, ...], in_tree: tuple[int, ...]) -> Name:
-    """A tensor whose dims of size 1 (or whose grouping of dims) differ: a convolution's bias, a class token."""
-    return Name(disk, (leaf,), lambda t: (_view(t, in_tree, on_disk),), lambda leaf: leaf.reshape(on_disk))
-
-
-def _view(tensor: np.ndarray, shape: tuple[int, ...], expected: tuple[int, ...]) -> np.ndarray:
-    """`tensor` reshaped, or as it is where it has not the expected shape; the check of shapes then says so."""
-    return tensor.reshape(shape) if tensor.shape == expected else tensor
-
-
-def same_layer(disk: str, leaf: str, *, use_bias: bool = True, is_transposed: bool = False) -> list[Name]:
-    """The `weight` and `bias` of a layer (linear, norm, embedding).
-
-    **Arguments:**
-
-    - `is_transposed`: whether the matrix is `[in, out]` on disk.
-    """
-    weight = (transposed if is_transposed else same)(f"{disk}.weight", f"{leaf}.weight")
-    return [weight, *([same(f"{disk}.bias", f"{leaf}.bias")] if use_bias else [])]
-
-
-def fused(disk: str, layers: Sequence[str], *, use_bias: bool = True, is_transposed: bool = False) -> list[Name]:
-    """The weight and bias of several layers of equal size held as one, their outputs side by side."""
-    n, axis = len(layers), -1 if is_transposed else 0
-
-    def cut(tensor: np.ndarray, axis: int) -> list[np.ndarray]:
-        size = tensor.shape[axis] // n
-        parts = [slice(i * size, (i + 1) * size) for i in range(n)]
-        return [tensor[..., part] if axis == -1 else tensor[part] for part in parts]
-
-    turn = np.transpose if is_transposed else lambda tensor: tensor
-    weight = Name(
-        f"{disk}.weight",
-        tuple(f"{layer}.weight" for layer in layers),
-        lambda tensor: [turn(part) for part in cut(tensor, axis)],
-        lambda *leaves: np.concatenate([turn(leaf) for leaf in leaves], axis),
-    )
-    bias = Name(
-        f"{disk}.bias",
-        tuple(f"{layer}.bias" for layer in layers),
-        lambda tensor: cut(tensor, 0),
-        lambda *leaves: np.concatenate(leaves),
-    )
-    return [weight, bias] if use_bias else [weight]
-
-
-def layers(disk: str, leaf: str, n_layers: int, block: Iterable[Name]) -> list[Name]:
-    """The tensors of a stack of `n_layers` blocks.
-
-    **Arguments:**
-
-    - `disk`: prefix of the names there, with `{}` for the number: `"transformer.h.{}."`.
-    - `leaf`: prefix of the paths: `"stack.blocks."`.
-    - `block`: the tensors of one block, named within it.
-    """
-    return [
-        replace(name, disk=disk + name.disk, leaves=tuple(leaf + path for path in name.leaves), n_layers=n_layers)
-        for name in block
-    ]
-
-
-def within(disk: str, leaf: str, names: Iterable[Name]) -> list[Name]:
-    """The tensors of a part of a model, whose names and paths begin with a prefix each."""
-    return [replace(name, disk=disk + name.disk, leaves=tuple(leaf + path for path in name.leaves)) for name in names]
 
 
 # --- models that have a folder --------------------------------------------------------------------------------------
@@ -385,16 +241,12 @@ def _read_stack(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, shardin
         spec = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))
         one = NamedSharding(sharding.mesh, P(*spec[1:]))
         whole = NamedSharding(sharding.mesh, P(None, *spec[1:]))
-    stack = _empty(leaf.shape, np.dtype(leaf.dtype), whole)
+    stack = jnp.zeros(leaf.shape, leaf.dtype, device=whole)
     layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     for i, view in enumerate(views):
         stack = _put(stack, _read(view, layer, one), np.int32(i), whole)
         stack.block_until_ready()  # else the host would run ahead, and hold all the layers that wait
     return jax.device_put(stack, sharding)
-
-
-def _empty(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
 
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)

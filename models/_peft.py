@@ -22,7 +22,8 @@ from redeqx._safetensors import write_tensors
 
 from ._adapters import LoraLinear, adapters_of, at_least_float32, check_plain, linears_of, put, within
 from ._config import Keys
-from ._folder import Name, Names, Pretrained, Source, replace_file, replace_json
+from ._folder import Pretrained, Source, replace_file, replace_json
+from ._names import Name, Names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 _MAX_LISTED = 10  # tensors named by one error

@@ -20,8 +20,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import Attention
 from ._config import Keys, check_heads, check_length, check_rates, check_sizes, class_labels, token_ids
-from ._folder import Name, Names, Pretrained, is_on_disk, layers, same, same_layer, within
+from ._folder import Pretrained, is_on_disk
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
+from ._names import Name, Names, layers, same, same_layer, within
 from ._stack import Stack
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {

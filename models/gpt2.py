@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import Attention, Cache, causal_mask, learned_positions
 from ._config import Keys, check_heads, check_length, check_rates, check_sizes, token_ids
-from ._folder import Names, fused, layers, same, same_layer
 from ._language_model import Decoder
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
+from ._names import Names, fused, layers, same, same_layer
 from ._stack import Stack
 
 Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache

@@ -22,9 +22,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import Attention, Cache, causal_mask, token_positions
 from ._config import Keys, check_heads, check_rates, check_sizes, token_ids
-from ._folder import Names, layers, same, same_layer
 from ._language_model import Decoder
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
+from ._names import Names, layers, same, same_layer
 from ._rope import Llama3Scaling, Scaling, rope_from_hf, rotation, turn
 from ._stack import Stack
 

@@ -25,9 +25,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import Attention, Cache, causal_mask
 from ._config import Keys, check_rates, check_sizes, token_ids
-from ._folder import Name, Names, Pretrained, is_tied_on_disk, layers, same
+from ._folder import Pretrained, is_tied_on_disk
 from ._language_model import EncoderDecoder
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
+from ._names import Name, Names, layers, same
 from ._stack import Stack
 
 Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache

@@ -35,8 +35,9 @@ from ._diffusion import (
     sample_size,
     upsample,
 )
-from ._folder import Names, Pretrained
+from ._folder import Pretrained
 from ._layers import linear, norm
+from ._names import Names
 
 _TRANSFORMER_EPS = 1e-6  # of the group norm before attention; the config's is of all others
 

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ._attention import Attention
 from ._config import Keys, check_sizes
 from ._diffusion import DIFFUSERS, Resnet, apply, as_json, check_groups, mirrored, sample_size, upsample
-from ._folder import Names, Pretrained
+from ._folder import Pretrained
+from ._names import Names
 
 _EPS = 1e-6  # of every norm here
 

@@ -20,9 +20,10 @@ from redeqx._paths import map_named, named_leaves
 
 from ._attention import Cache
 from ._config import Keys, token_ids
-from ._folder import Names, Pretrained, is_on_disk, same_layer, within
+from ._folder import Pretrained, is_on_disk
 from ._language_model import shift_right
 from ._layers import linear, normal_linear
+from ._names import Names, same_layer, within
 from .gpt2 import GPT2, GPT2Config
 from .vit import ViT, ViTConfig
 

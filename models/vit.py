@@ -21,8 +21,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import Attention
 from ._config import Keys, check_heads, check_rates, check_sizes, class_labels
-from ._folder import Name, Names, Pretrained, is_on_disk, layers, reshaped, same_layer, within
+from ._folder import Pretrained, is_on_disk
 from ._layers import linear, norm, normal_linear
+from ._names import Name, Names, layers, reshaped, same_layer, within
 from ._stack import Stack
 
 
