@@ -83,7 +83,8 @@ def generate(
 
     - `model`: a decoder (GPT-2, LLaMA, ...) or an encoder-decoder (T5, BART, ...) of redeqx.models. Dropout is taken out.
     - `inputs`: a batch of prompts `[batch, prompt]`; of encoder-decoders what the encoder takes, token ids or images.
-    - `mask`: which of the inputs are tokens, and not padding: on the left of a decoder's prompts.
+    - `mask`: which of the inputs are tokens, and not padding: on the left of a decoder's prompts (checked where it is a
+        numpy array; under jit nobody can).
     - `max_new_tokens`, `min_new_tokens`: tokens to generate, the end of the text included.
     - `sample`: draw each token from its distribution, in place of taking the likeliest.
     - `temperature`, `top_k`, `top_p`: of that distribution: logits are divided by the first, then cut to the `top_k`
@@ -129,6 +130,11 @@ def generate(
         )
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"`mask`: expected the shape of `inputs`, {ids.shape}, got {mask.shape}. Pass a mark a token.")
+    if isinstance(mask, np.ndarray) and not is_encoder_decoder and not mask[:, -1].all():
+        row = int(np.argmin(mask[:, -1]))
+        raise ValueError(
+            f"`mask`: expected a token at the end of each prompt, got padding there in row {row}. Pad prompts on the left."
+        )
     n_given = 1 if is_encoder_decoder else ids.shape[1]
     n_positions = getattr(config, "n_positions", None)
     if n_positions is not None and n_given + max_new_tokens > n_positions:

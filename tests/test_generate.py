@@ -206,6 +206,10 @@ def test_up_to_the_last_position():
         ),
         ({"sample": True, "key": 0, "top_k": 0}, r"`top_k`: expected at least 1, got 0"),
         ({"sample": True, "key": 0, "top_p": 1.5}, r"`top_p`: expected a share in \(0, 1\], got 1\.5"),
+        (
+            {"mask": LEFT[:, ::-1]},
+            r"`mask`: expected a token at the end of each prompt, got padding there in row 1\. Pad .* left",
+        ),
         ({"mask": LEFT[:, 1:]}, r"`mask`: expected the shape of `inputs`, \(3, 5\), got \(3, 4\)"),
     ],
 )
