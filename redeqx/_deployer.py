@@ -141,6 +141,25 @@ class Deployer:
 
     # --- batches and schedules ---------------------------------------------------------------------------------------
 
+    def get_per_device_batch_size(self, global_batch_size: int, accumulate_grad_batches: int = 1) -> int:
+        """Rows of a micro-batch at one position of the data and fsdp axes, for updates of `global_batch_size` examples.
+
+        So the same script takes the same updates on any mesh.
+
+        Raises ValueError where the batch shards times the micro-batches do not divide it.
+        """
+        if accumulate_grad_batches < 1:
+            raise ValueError(
+                f"`accumulate_grad_batches`: expected at least 1, got {accumulate_grad_batches}. Pass a positive number."
+            )
+        n_parts = self.n_batch_shards * accumulate_grad_batches
+        if global_batch_size < 1 or global_batch_size % n_parts:
+            raise ValueError(
+                f"`global_batch_size`: expected a multiple of {self.n_batch_shards} shards x {accumulate_grad_batches} "
+                f"micro-batches = {n_parts}, got {global_batch_size}. Change one of the three."
+            )
+        return global_batch_size // n_parts
+
     def get_accumulate_grad_batches(self, global_batch_size: int, per_device_batch_size: int) -> int:
         """How many micro-batches make one update of `global_batch_size` examples.
 

@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 from ._data import collate, pad_rows, prefetch, size_of
 from ._deployer import Deployer
@@ -61,7 +61,14 @@ class Predictor:
         # Set by a Trainer: its model and state of the moment, and its plan.
         self._source: Callable[[], tuple[PyTree, PyTree, Plan]] | None = None
 
-    def predict(self, examples: Any, per_device_batch_size: int, model: PyTree | None = None) -> list:
+    def predict(
+        self,
+        examples: Any,
+        per_device_batch_size: int,
+        model: PyTree | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> list:
         """The outputs of all examples, in their order.
 
         **Arguments:**
@@ -69,12 +76,21 @@ class Predictor:
         - `examples`: anything with `len()` and integer items.
         - `per_device_batch_size`: rows at one position of the data and fsdp axes.
         - `model`: in place of the Predictor's own, of the same structure.
+        - `key`: what `pred_fn` draws from, folded with the number of the batch. By default the same at every call, of the
+            deployer's seed: give another each time where calls are to draw anew (samples, a policy's actions).
 
         Raises ValueError where `output_fn` does not return an entry an example.
         """
-        return [output for batch in self.iterate(examples, per_device_batch_size, model) for output in batch]
+        return [row for batch in self.iterate(examples, per_device_batch_size, model, key=key) for row in batch]
 
-    def iterate(self, examples: Any, per_device_batch_size: int, model: PyTree | None = None) -> Iterator[list]:
+    def iterate(
+        self,
+        examples: Any,
+        per_device_batch_size: int,
+        model: PyTree | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Iterator[list]:
         """The outputs batch by batch, as the device hands them on, for more examples than the host holds outputs of."""
         if per_device_batch_size < 1:
             raise ValueError(
@@ -101,7 +117,8 @@ class Predictor:
                 batch = pad_rows(collate(self._collate_fn, rows), batch_size)
                 yield len(rows), jax.device_put(batch, sharding)
 
-        key = jax.device_put(jax.random.key(self._deployer.jax_seed), replicated(self._deployer.mesh))
+        key = jax.random.key(self._deployer.jax_seed) if key is None else key
+        key = jax.device_put(key, replicated(self._deployer.mesh))
         pending: deque[tuple[int, PyTree]] = deque()
         with closing(prefetch(prepare())) as batches:
             for i, (n_rows, batch) in enumerate(batches):

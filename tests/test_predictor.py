@@ -239,6 +239,18 @@ def test_each_batch_has_its_own_key_the_same_at_each_call():
     assert other.predict(make_examples(6), 2) != first
 
 
+def test_calls_with_keys_of_their_own_draw_anew():
+    def pred_fn(model, batch, key):
+        return jax.random.uniform(key, (len(batch["x"]),))
+
+    predictor = redeqx.Predictor(deployer(), model=linear(), collate_fn=stack, pred_fn=pred_fn)
+    draws = [predictor.predict(make_examples(6), 2, key=jax.random.key(seed)) for seed in (5, 6, 5)]
+    assert len({float(x) for x in draws[0] + draws[1]}) == 12
+    assert draws[0] == draws[2]
+    streamed = predictor.iterate(make_examples(6), 2, key=jax.random.key(5))
+    assert [row for batch in streamed for row in batch] == draws[0]
+
+
 def test_compute_dtype_casts_the_floating_leaves():
     class Model(eqx.Module):
         weight: jax.Array

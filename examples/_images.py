@@ -1,0 +1,87 @@
+"""Images that several examples read and draw, always [channels, height, width]: the digits, and folders of files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image, UnidentifiedImageError
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from ._texts import read_table
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"}
+
+Labelled = list[tuple[np.ndarray, int]]  # images [channels, height, width], float32 in 0 to 1, and their classes
+
+
+def digits() -> tuple[Labelled, Labelled, Labelled]:
+    """scikit-learn's 1797 handwritten digits, [1, 8, 8]: 1257 to train, 180 to choose by, 360 to test."""
+    data = load_digits()
+    images = (data.images[:, None] / 16).astype(np.float32)
+    return split(list(zip(images, data.target.tolist(), strict=True)))
+
+
+def split(examples: Labelled) -> tuple[Labelled, Labelled, Labelled]:
+    """Seven parts to train, one to choose by, two to test; each class by these shares, always the same examples."""
+    rest, test = train_test_split(examples, test_size=0.2, random_state=0, stratify=[label for _, label in examples])
+    train, validation = train_test_split(rest, test_size=0.125, random_state=0, stratify=[label for _, label in rest])
+    return train, validation, test
+
+
+def read_image(path: Path, size: int, n_channels: int) -> np.ndarray:
+    """An image file, resized to [n_channels, size, size], float32 in 0 to 1."""
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("L" if n_channels == 1 else "RGB").resize((size, size)), np.float32) / 255
+    except (UnidentifiedImageError, OSError) as error:
+        raise ValueError(f"`{path}`: expected an image, got a file that Pillow cannot read. {error}.") from None
+    return pixels[None] if n_channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def read_classes(folder: Path, size: int, n_channels: int = 1) -> tuple[Labelled, list[str]]:
+    """The images of a folder with a subfolder a class, and the names of the classes."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    files = [sorted(f for f in (folder / name).rglob("*") if f.suffix.lower() in SUFFIXES) for name in names]
+    for name, found in zip(names, files, strict=True):
+        if len(found) < 5:
+            raise ValueError(
+                f"`{folder / name}`: expected at least 5 images, to train, choose and test by, got {len(found)}. "
+                f"Put images ({', '.join(sorted(SUFFIXES))}) there, or remove the folder."
+            )
+    if len(names) < 2:
+        raise ValueError(
+            f"`{folder}`: expected two or more subfolders with images, one a class, got {len(names)}. "
+            "Sort the images into them; their names become the classes."
+        )
+    examples = [(read_image(f, size, n_channels), i) for i, found in enumerate(files) for f in found]
+    return examples, names
+
+
+def read_captions(folder: Path, size: int, n_channels: int = 3) -> list[tuple[np.ndarray, str]]:
+    """The images of a folder with their captions, as `metadata.jsonl` gives them: `file_name` and `text` a line."""
+    table = folder / "metadata.jsonl"
+    if not table.is_file():
+        found = f"{sum(f.suffix.lower() in SUFFIXES for f in folder.iterdir())} images" if folder.is_dir() else "no folder"
+        raise ValueError(
+            f"`{table}`: expected a line of `file_name` and `text` for each image, got {found} and no such file. Write it."
+        )
+    examples = []
+    for number, row in enumerate(read_table(table, ["file_name", "text"]), start=1):
+        if not (folder / row["file_name"]).is_file():
+            raise ValueError(f"`{table}` row {number}: expected the file {row['file_name']!r} beside it, got none. Add it.")
+        examples.append((read_image(folder / row["file_name"], size, n_channels), row["text"]))
+    return examples
+
+
+def draw_grid(path: Path, images: Sequence[np.ndarray], titles: Sequence[str], n_columns: int = 8) -> None:
+    """Draws images [channels, height, width], in 0 to 1, in rows, each under its title, to a PNG file."""
+    n_rows = -(-len(images) // n_columns)
+    figure = Figure(figsize=(1.5 * n_columns, 1.7 * n_rows), layout="constrained")
+    for axes in (grid := figure.subplots(n_rows, n_columns, squeeze=False)).flat:
+        axes.axis("off")
+    for axes, image, title in zip(grid.flat, images, titles, strict=False):
+        axes.imshow(np.clip(image.transpose(1, 2, 0), 0, 1), cmap="gray", vmin=0, vmax=1)
+        axes.set_title(title, fontsize=8)
+    figure.savefig(path, dpi=100)

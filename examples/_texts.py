@@ -1,0 +1,100 @@
+"""Texts that several examples read: tables in files, tokenizers, and the text that every machine has."""
+
+import csv
+import json
+import sysconfig
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+PAD, BOS, EOS = range(3)  # the ids that a tokenizer learnt here gives to padding, begin and end
+
+
+def read_table(path: Path, columns: Sequence[str], *, names: Sequence[str] | None = None) -> list[dict[str, str]]:
+    """The rows of a table: .tsv (without quotes, as GLUE writes it), .csv, or .jsonl with an object a line.
+
+    **Arguments:**
+
+    - `columns`: which must be there; others are kept too.
+    - `names`: of the columns of a file without a header, as CoLA's are.
+
+    Raises ValueError that names the file, the row and what was expected.
+    """
+    if path.suffix not in (".tsv", ".csv", ".jsonl") or not path.is_file():
+        found = f"a {path.suffix or 'nameless'} file" if path.is_file() else "none"
+        raise ValueError(f"`{path}`: expected a .tsv, .csv or .jsonl file, got {found}. Give the path of one.")
+    rows = []
+    with path.open(encoding="utf-8-sig", newline="") as file:  # some of GLUE's files begin with a byte order mark
+        if path.suffix == ".jsonl":
+            for number, line in enumerate(file, start=1):
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"`{path}` row {number}: expected a JSON object, got {line[:40]!r}. {error}.") from None
+                _check_columns(path, columns, row if isinstance(row, dict) else [], f" row {number}")
+                rows.append(row)
+        else:
+            form = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
+            reader = csv.reader(file, **form)
+            header = list(names or next(reader, []))
+            _check_columns(path, columns, header, "")
+            for number, fields in enumerate(reader, start=1 if names else 2):
+                if len(fields) != len(header):
+                    raise ValueError(
+                        f"`{path}` row {number}: expected {len(header)} columns ({', '.join(header)}), got {len(fields)}. "
+                        "Mend that row, or write the file as .jsonl."
+                    )
+                rows.append(dict(zip(header, fields, strict=True)))
+    if not rows:
+        raise ValueError(f"`{path}`: expected rows, got none. Give a file with examples.")
+    return rows
+
+
+def _check_columns(path: Path, columns: Sequence[str], found: Iterable[str], where: str) -> None:
+    if missing := [name for name in columns if name not in found]:
+        raise ValueError(
+            f"`{path}`{where}: expected columns {', '.join(columns)}, got {', '.join(found) or 'none'}. "
+            f"Add {', '.join(missing)}, or name the columns that hold them."
+        )
+
+
+def standard_library() -> list[Path]:
+    """The source files of Python's standard library, in the order of a hash of their names: the first are a fair sample."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    # Not what is installed inside it, nor the tests, which not every machine has.
+    foreign = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    files = [file for file in root.rglob("*.py") if not foreign & set(file.relative_to(root).parts)]
+    return sorted(files, key=lambda file: (zlib.crc32(file.relative_to(root).as_posix().encode()), file))
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(
+            f"`{folder}`: expected a tokenizer.json, got none. "
+            "Write one with `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`, of transformers."
+        )
+    return Tokenizer.from_file(str(path))
+
+
+def learn_tokenizer(texts: Iterable[str], n_ids: int) -> Tokenizer:
+    """A byte-level BPE of at most `n_ids` ids, learnt from the texts: `<s> text </s>`, and `<s> text </s> pair </s>`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_ids,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> $B:1 </s>:1",
+        special_tokens=[("<s>", BOS), ("</s>", EOS)],
+    )
+    return tokenizer

@@ -1,0 +1,41 @@
+"""Examples as a user starts them: in a process of their own, here on four simulated devices and with warnings as errors."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left: its exit status, what it printed, and the lines of `metrics.jsonl`."""
+
+    status: int
+    output: str
+    metrics: list[dict[str, float]]
+
+    def series(self, name: str) -> list[float]:
+        """The values of one metric, in their order."""
+        return [line[name] for line in self.metrics if name in line]
+
+
+def run_example(name: str, *flags: object, workdir: Path | None = None, timeout: float = 240) -> Outcome:
+    """Run `python -m examples.NAME FLAGS`; with a `workdir` at (data=2, model=2), and it must succeed."""
+    mesh = [] if workdir is None else ["--workdir", workdir, "--simulate-devices", 4, "--n-model-shards", 2]
+    process = subprocess.run(
+        [sys.executable, "-W", "error", "-m", f"examples.{name}", *map(str, [*mesh, *flags])],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert workdir is None or process.returncode == 0, process.stdout
+    path = None if workdir is None else workdir / "metrics.jsonl"
+    lines = path.read_text("utf-8").splitlines() if path is not None and path.is_file() else []
+    return Outcome(process.returncode, process.stdout, [json.loads(line) for line in lines])

@@ -1,0 +1,74 @@
+"""What the examples read images by: folders of classes and of captions, and the digits, in parts that share nothing."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from examples._images import digits, draw_grid, read_captions, read_classes, read_image
+
+
+def save(path, colour, size=(6, 4)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(path)
+
+
+def test_digits_come_in_three_parts_that_share_nothing():
+    parts = digits()
+    assert [len(part) for part in parts] == [1257, 180, 360]
+    for part in parts:
+        images, labels = zip(*part, strict=True)
+        assert np.stack(images).shape == (len(part), 1, 8, 8)
+        assert images[0].dtype == np.float32
+        assert 0 <= np.min(images) < np.max(images) <= 1
+        assert np.bincount(labels).min() >= 0.09 * len(part)
+    assert len({image.tobytes() for part in parts for image, _ in part}) == 1797
+    assert [label for _, label in digits()[2]] == [label for _, label in parts[2]]
+
+
+def test_a_subfolder_is_a_class(tmp_path):
+    for i in range(5):
+        save(tmp_path / "red" / f"{i}.png", (255, 0, 0))
+        save(tmp_path / "blue" / "deeper" / f"{i}.jpg", (0, 0, 255))
+    (tmp_path / "red" / "notes.txt").write_text("not an image")
+    examples, names = read_classes(tmp_path, size=8, n_channels=3)
+    assert names == ["blue", "red"]
+    assert [label for _, label in examples] == [0] * 5 + [1] * 5
+    assert examples[-1][0].shape == (3, 8, 8)
+    np.testing.assert_allclose(examples[-1][0][:, 0, 0], [1, 0, 0])
+    assert read_image(tmp_path / "red" / "0.png", 8, 1).shape == (1, 8, 8)
+
+
+def test_captions_stand_in_a_table_beside_the_images(tmp_path):
+    save(tmp_path / "a.png", (0, 255, 0))
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": "a green field"}) + "\n")
+    ((image, text),) = read_captions(tmp_path, size=4)
+    assert text == "a green field"
+    np.testing.assert_allclose(image, np.array([0, 1, 0], np.float32)[:, None, None] * np.ones((3, 4, 4)))
+
+
+def test_bad_folders_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"`.*`: expected two or more subfolders with images, one a class, got 0\."):
+        read_classes(tmp_path, size=8)
+    with pytest.raises(ValueError, match=r"`.*missing`: expected two or more subfolders"):
+        read_classes(tmp_path / "missing", size=8)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"`.*empty`: expected at least 5 images, to train, choose and test by, got 0\."):
+        read_classes(tmp_path, size=8)
+    (tmp_path / "empty" / "0.png").write_text("no image")
+    with pytest.raises(ValueError, match=r"`.*0\.png`: expected an image, got a file that Pillow cannot read\."):
+        read_image(tmp_path / "empty" / "0.png", 8, 1)
+    with pytest.raises(ValueError, match=r"`.*metadata\.jsonl`: expected a line of .* for each image, got 0 images and no such"):
+        read_captions(tmp_path, size=8)
+    with pytest.raises(ValueError, match=r"`.*metadata\.jsonl`: expected a line of .* got no folder"):
+        read_captions(tmp_path / "missing", size=8)
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "b.png", "text": "b"}) + "\n")
+    with pytest.raises(ValueError, match=r"`.*metadata\.jsonl` row 1: expected the file 'b\.png' beside it, got none\."):
+        read_captions(tmp_path, size=8)
+
+
+def test_a_grid_is_a_picture(tmp_path):
+    draw_grid(tmp_path / "grid.png", [np.zeros((1, 8, 8), np.float32)] * 3, ["a", "b", "c"], n_columns=2)
+    with Image.open(tmp_path / "grid.png") as image:
+        assert image.size == (300, 340)
