@@ -77,8 +77,23 @@ class Pretrained(eqx.Module):
 
     @classmethod
     def read_config(cls, folder: Path) -> Any:
-        """The config of a folder."""
-        return cls.config_class.from_hf(Keys(read_config(folder), folder / CONFIG))
+        """The config of a folder.
+
+        Raises ValueError where the folder is of another model type.
+        """
+        fields = read_config(folder)
+        key = type_key(fields)
+        if fields.get(key, cls.model_types[0]) not in cls.model_types:
+            raise ValueError(
+                f"`{folder / CONFIG}`: `{key}`: expected {' or '.join(cls.model_types)} for {cls.__name__}, "
+                f"got {fields[key]!r}. Give the folder of such a model."
+            )
+        return cls.config_class.from_hf(Keys(fields, folder / CONFIG))
+
+
+def type_key(fields: Mapping[str, Any]) -> str:
+    """The key of `config.json` that says which model it is: of diffusers another than of transformers."""
+    return "_class_name" if "_class_name" in fields else "model_type"
 
 
 def read_config(folder: Path, file: str = CONFIG) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from redeqx import Deployer, Plan
 
-from ._folder import CONFIG, Pretrained, read_config
+from ._folder import CONFIG, Pretrained, read_config, type_key
 from .bart import Bart
 from .bert import Bert, BertForMaskedLM, BertForSequenceClassification
 from .clip import CLIP, CLIPText, CLIPVision
@@ -48,6 +48,7 @@ def from_pretrained(
     dtype: Any = None,
     deployer: Deployer | None = None,
     plan: Plan | None = None,
+    kind: type[Pretrained] = Pretrained,
     **changes: Any,
 ) -> tuple[Any, Any]:
     """The model that a Hugging Face folder holds, and its config, by the `model_type` and class that `config.json` names.
@@ -61,26 +62,28 @@ def from_pretrained(
     - `dtype`: to which floating tensors are cast; None keeps the files'.
     - `deployer`: on whose mesh the model is placed; without one it is on the first device.
     - `plan`: how it is split; `deployer.plan` of the model by default.
+    - `kind`: what the model must be: a class of this package, `Decoder` or `EncoderDecoder`.
     - `changes`: fields of the config that are to differ from the folder's, such as `remat=True`.
 
     Raises ValueError that names file, key and remedy: for a folder that is none, an unknown model, a config that the family
     does not implement, tensors that are missing, unknown or of another shape, and for pickles.
     """
     folder = Path(folder)
-    cls = _model_class(read_config(folder), folder / CONFIG)
+    cls = _model_class(read_config(folder), folder / CONFIG, kind)
     return cls.from_pretrained(folder, dtype=dtype, deployer=deployer, plan=plan, **changes)
 
 
-def _model_class(fields: dict[str, Any], path: Path) -> type[Pretrained]:
-    key = "_class_name" if "_class_name" in fields else "model_type"
+def _model_class(fields: dict[str, Any], path: Path, kind: type[Pretrained]) -> type[Pretrained]:
+    key = type_key(fields)
     model_type = fields.get(key)
-    of_type = [cls for cls in MODELS if model_type in cls.model_types]
+    of_type = [cls for cls in MODELS if model_type in cls.model_types and issubclass(cls, kind)]
     if not of_type:
-        known = ", ".join(sorted({name for cls in MODELS for name in cls.model_types}))
-        raise ValueError(
-            f"`{path}`: `{key}`: expected one of {known}, got {model_type!r}. "
-            "Bring other models as modules of your own: any Equinox module will do."
-        )
+        known = {name for cls in MODELS if issubclass(cls, kind) for name in cls.model_types}
+        what = "" if kind is Pretrained else f" ({kind.__name__})"
+        step = "Bring other models as modules of your own: any Equinox module will do."
+        if any(model_type in cls.model_types for cls in MODELS):
+            step = "Give the folder of such a model."
+        raise ValueError(f"`{path}`: `{key}`: expected one of {', '.join(sorted(known))}{what}, got {model_type!r}. {step}")
     architectures = fields.get("architectures") or [of_type[0].architectures[0]]
     if key == "_class_name":
         return of_type[0]

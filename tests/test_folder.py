@@ -16,10 +16,12 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import redeqx
-from redeqx.models import from_pretrained, save_pretrained
+from redeqx.models import Decoder, EncoderDecoder, from_pretrained, save_pretrained
 from redeqx.models._config import Keys
 from redeqx.models._folder import Names
+from redeqx.models.bert import Bert
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.models.t5 import T5
 
 CONFIG = GPT2Config(40, 12, d_model=16, n_layers=3, n_heads=2)
 MODEL = eqx.filter_jit(GPT2)(CONFIG, key=jax.random.key(0))
@@ -246,6 +248,20 @@ def test_an_unknown_model(model_type, folder):
     message = rf"`.*/config\.json`: `model_type`: expected one of .*gpt2.*, got {model_type!r}\. Bring other models"
     with pytest.raises(ValueError, match=message):
         from_pretrained(folder)
+
+
+def test_a_model_of_another_kind_than_wanted(folder):
+    assert_same(from_pretrained(folder, kind=Decoder)[0], MODEL)
+    message = (
+        r"`.*/config\.json`: `model_type`: expected one of bart, mt5, t5 \(EncoderDecoder\), got 'gpt2'\. "
+        r"Give the folder of such a model\."
+    )
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(folder, kind=EncoderDecoder)
+    with pytest.raises(ValueError, match=r"`.*/config\.json`: `model_type`: expected bert for Bert, got 'gpt2'\. Give the"):
+        Bert.from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"expected t5 or mt5 for T5, got 'gpt2'\."):
+        T5.from_pretrained(folder)
 
 
 def test_an_unknown_class(folder):
