@@ -1,7 +1,9 @@
 """Images that several examples read and draw, always [channels, height, width]: the digits, and folders of files."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -18,15 +20,21 @@ Labelled = list[tuple[np.ndarray, int]]  # images [channels, height, width], flo
 
 def digits() -> tuple[Labelled, Labelled, Labelled]:
     """scikit-learn's 1797 handwritten digits, [1, 8, 8]: 1257 to train, 180 to choose by, 360 to test."""
-    data = load_digits()
+    data: Any = load_digits()
     images = (data.images[:, None] / 16).astype(np.float32)
     return split(list(zip(images, data.target.tolist(), strict=True)))
 
 
 def split(examples: Labelled) -> tuple[Labelled, Labelled, Labelled]:
     """Seven parts to train, one to choose by, two to test; each class by these shares, always the same examples."""
-    rest, test = train_test_split(examples, test_size=0.2, random_state=0, stratify=[label for _, label in examples])
-    train, validation = train_test_split(rest, test_size=0.125, random_state=0, stratify=[label for _, label in rest])
+
+    def cut(examples: Labelled, share: float) -> Any:
+        labels = [label for _, label in examples]
+        n = max(math.ceil(share * len(examples)), len(set(labels)))  # of each class one at least
+        return train_test_split(examples, test_size=n, random_state=0, stratify=labels)
+
+    rest, test = cut(examples, 0.2)
+    train, validation = cut(rest, 0.125)
     return train, validation, test
 
 

@@ -81,7 +81,7 @@ def main(args: Args) -> dict[str, float]:
     predictor = trainer.get_default_predictor(pred_fn)
     trainer.fit(
         train, rows, args.n_epochs, eval_examples=validation, eval_predictor=predictor, eval_metric_fn=metric_fn,
-        save_argmax_ckpt_by_metrics=["accuracy"],
+        save_last_ckpt=True, save_argmax_ckpt_by_metrics=["accuracy"],
     )  # fmt: skip
     trainer.load_ckpt("argmax_accuracy")
     outputs = predictor.predict(test, rows)

@@ -24,10 +24,13 @@ class Outcome:
 
 
 def run_example(name: str, *flags: object, workdir: Path | None = None, timeout: float = 240) -> Outcome:
-    """Run `python -m examples.NAME FLAGS`; with a `workdir` at (data=2, model=2), and it must succeed."""
+    """Run `python -m examples.NAME FLAGS`; with a `workdir` at (data=2, model=2), and it must succeed.
+
+    NAME may go on with a subcommand.
+    """
     mesh = [] if workdir is None else ["--workdir", workdir, "--simulate-devices", 4, "--n-model-shards", 2]
     process = subprocess.run(
-        [sys.executable, "-W", "error", "-m", f"examples.{name}", *map(str, [*mesh, *flags])],
+        [sys.executable, "-W", "error", "-m", *f"examples.{name}".split(), *map(str, [*mesh, *flags])],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

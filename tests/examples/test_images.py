@@ -59,7 +59,7 @@ def test_bad_folders_are_named(tmp_path):
     (tmp_path / "empty" / "0.png").write_text("no image")
     with pytest.raises(ValueError, match=r"`.*0\.png`: expected an image, got a file that Pillow cannot read\."):
         read_image(tmp_path / "empty" / "0.png", 8, 1)
-    with pytest.raises(ValueError, match=r"`.*metadata\.jsonl`: expected a line of .* for each image, got 0 images and no such"):
+    with pytest.raises(ValueError, match=r"`.*metadata\.jsonl`: expected a line of .* for each image, got 0 images and no"):
         read_captions(tmp_path, size=8)
     with pytest.raises(ValueError, match=r"`.*metadata\.jsonl`: expected a line of .* got no folder"):
         read_captions(tmp_path / "missing", size=8)

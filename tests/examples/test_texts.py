@@ -1,4 +1,4 @@
-"""What the examples read texts by: every row of a table or an error that names it, and tokenizers that give the text back."""
+"""What the examples read texts by: every row of a table or an error that names it; tokenizers that give the text back."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_a_table_without_a_header_is_given_names(tmp_path):
     ("name", "text", "words"),
     [
         ("a.txt", "x", r"`.*a\.txt`: expected a \.tsv, \.csv or \.jsonl file, got a \.txt file\."),
-        ("a.tsv", "sentence\tlable\nx\t1\n", r"`.*a\.tsv`: expected columns sentence, label, got sentence, lable\. Add label"),
+        ("a.tsv", "sentence\tlable\nx\t1\n", r"`.*a\.tsv`: expected columns sentence, label, got sentence, lable\."),
         ("a.tsv", "", r"`.*a\.tsv`: expected columns sentence, label, got none\."),
         ("a.tsv", "sentence\tlabel\n", r"`.*a\.tsv`: expected rows, got none\."),
         ("a.tsv", "sentence\tlabel\nx\t1\ny\n", r"`.*a\.tsv` row 3: expected 2 columns \(sentence, label\), got 1\."),

@@ -1,0 +1,199 @@
+"""Classification and regression: one script for images, tables and texts; a class or a number for each example.
+
+    python -m examples.classification_regression
+
+The default is scikit-learn's handwritten digits, by a small convolutional network whose BatchNorm state the Trainer
+carries. Other tasks: `--task diabetes` (a table, by an MLP, against ridge regression), `--task images --data FOLDER` (a
+subfolder a class), and GLUE's `--task cola|mrpc|sst2|stsb --data FOLDER` (with train.tsv and dev.tsv), by a BERT that
+begins from random weights, or from a Hugging Face folder with `--pretrained FOLDER`.
+
+1 CPU core, under 30 s of its time: 99.7, 98.9 and 99.2 % of the test digits are right with the seeds 0, 1 and 2. Of the
+diabetes the MLP explains as much as ridge does: R2 of 0.34, 0.30 and 0.35 on 89 patients, ridge 0.34.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tokenizers import Tokenizer
+
+import redeqx
+from redeqx.models.bert import Bert, BertConfig, BertForSequenceClassification
+
+from .._texts import PAD, learn_tokenizer, load_tokenizer
+from .tasks import GLUE, METRICS, Name, Task, draw, encode, measure, read_task, ridge
+
+
+@dataclass(frozen=True)
+class Args:
+    task: Name = "digits"
+    data: Path | None = None  # A folder, of GLUE's tables or with a subfolder of images a class.
+    pretrained: Path | None = None  # A Hugging Face BERT for texts; a checkpoint of an earlier run for other tasks.
+    workdir: Path = Path("workdir/classification_regression")  # Metrics, checkpoints, pictures. A run resumes from it.
+    image_size: int = 32  # Pixels a side that images of a folder are resized to.
+    n_channels: Literal[1, 3] = 3  # Of images of a folder: 3 for colour, 1 for grey.
+    width: int = 32  # Channels of the first convolutions, or neurons of a layer of the MLP.
+    n_ids: int = 4096  # Token ids, at most, of the tokenizer that is learnt from the texts.
+    max_tokens: int = 96  # Longer texts are cut.
+    d_model: int = 128  # These three are of the BERT that begins from random weights.
+    n_layers: int = 2
+    n_heads: int = 4
+    n_epochs: int | None = None  # By default what RECIPES says, and so is the learning rate.
+    learning_rate: float | None = None
+    batch_size: int = 32  # Examples of one update, over all devices.
+    accumulate_grad_batches: int = 1  # Micro-batches of one update.
+    n_model_shards: int = 1  # Devices that share each layer.
+    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
+    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    seed: int = 0
+
+
+RECIPES = {"images": (30, 3e-3), "table": (60, 1e-3), "texts": (6, 5e-4), "pretrained": (3, 3e-5)}  # epochs, learning rate
+
+
+class Shift(eqx.Module):
+    """Moves an image by up to `distance` pixels along each side, and fills with zeros. In inference it does nothing."""
+
+    distance: int = eqx.field(static=True)
+    inference: bool = False  # `eqx.nn.inference_mode` sets it, as it does for dropout
+
+    def __call__(self, image: jax.Array, *, key: jax.Array) -> jax.Array:
+        if self.inference:
+            return image
+        low = jax.random.randint(key, (2,), 0, 2 * self.distance + 1)
+        padded = jnp.pad(image, ((0, 0), *2 * ((self.distance, self.distance),)))
+        return jax.lax.dynamic_slice(padded, (0, low[0], low[1]), image.shape)
+
+
+class CNN(eqx.Module):
+    """Two convolutions, each normed, and a pooling, until 4 x 4 places or fewer are left; one more, and a linear layer."""
+
+    shift: Shift
+    convs: list[eqx.nn.Conv2d]
+    norms: list[eqx.nn.BatchNorm]
+    head: eqx.nn.Linear
+
+    def __init__(self, n_channels: int, size: int, width: int, n_classes: int, *, key: jax.Array):
+        self.shift, widths = Shift(max(1, size // 16)), [n_channels]
+        while size > 4:
+            widths, width, size = [*widths, width, width], 2 * width, size // 2
+        widths.append(width)
+        *keys, head_key = jax.random.split(key, len(widths))
+        pairs = zip(widths[:-1], widths[1:], keys, strict=True)
+        self.convs = [eqx.nn.Conv2d(a, b, 3, padding=1, use_bias=False, key=k) for a, b, k in pairs]
+        self.norms = [eqx.nn.BatchNorm(n, "batch", momentum=0.9, mode="batch") for n in widths[1:]]
+        self.head = eqx.nn.Linear(width, n_classes, key=head_key)
+
+    def __call__(self, image: jax.Array, state: eqx.nn.State, key: jax.Array) -> tuple[jax.Array, eqx.nn.State]:
+        x = self.shift(image, key=key)
+        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            x, state = norm(conv(x), state)
+            x = jax.nn.relu(x)
+            if i % 2:
+                x = eqx.nn.MaxPool2d(2, 2)(x)
+        return self.head(jnp.mean(x, (1, 2))), state
+
+
+def make_bert(task: Task, args: Args, deployer: redeqx.Deployer) -> tuple[BertForSequenceClassification, Tokenizer]:
+    """A BERT with a new head for the task, and its tokenizer; both from a folder, or both begun here."""
+    n_outputs, key = len(task.classes) or 1, deployer.next_key()
+    if args.pretrained is None:
+        tokenizer = learn_tokenizer((text for texts, _ in task.train for text in texts), args.n_ids)
+        config = BertConfig(
+            vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,  # rounded up, so that shards divide the embedding
+            n_positions=args.max_tokens, d_model=args.d_model, d_ff=4 * args.d_model, n_layers=args.n_layers,
+            n_heads=args.n_heads, n_classes=n_outputs, pad_token_id=PAD, init_std=0.02 * (768 / args.d_model) ** 0.5,
+        )  # fmt: skip
+        return deployer.init(lambda: BertForSequenceClassification(config, key=key)), tokenizer
+    bert, config = Bert.from_pretrained(args.pretrained, deployer=deployer)
+    tokenizer = load_tokenizer(args.pretrained)
+    config = replace(config, n_classes=n_outputs)
+    model = deployer.init(lambda: BertForSequenceClassification(config, key=key))
+    if bert.pooler is None:  # the folder has none: the new one is trained with the head
+        bert = eqx.tree_at(lambda bert: bert.pooler, bert, model.bert.pooler, is_leaf=lambda x: x is None)
+    return eqx.tree_at(lambda model: model.bert, model, bert), tokenizer
+
+
+def collate_fn(examples: list[tuple[dict[str, np.ndarray], int | float]]) -> dict[str, Any]:
+    inputs, targets = zip(*examples, strict=True)
+    return {"inputs": jax.tree.map(lambda *rows: np.stack(rows), *inputs), "targets": np.array(targets)}
+
+
+def apply(model: Any, state: eqx.nn.State, batch: dict[str, Any], key: jax.Array) -> tuple[jax.Array, eqx.nn.State]:
+    """Logits [rows, classes], or numbers [rows, 1]; and the state after them."""
+    keys = jax.random.split(key, len(batch["targets"]))
+    if isinstance(model, CNN):  # BatchNorm takes its statistics over the whole micro-batch, on however many devices it is
+        over_rows = jax.vmap(model, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None))
+        return over_rows(batch["inputs"]["image"], state, keys)
+    return jax.vmap(lambda inputs, key: model(**inputs, key=key))(batch["inputs"], keys), state
+
+
+def loss_fn(model: Any, state: eqx.nn.State, batch: dict[str, Any], key: jax.Array) -> tuple[jax.Array, eqx.nn.State]:
+    """The mean cross-entropy in nats where targets are classes, the mean squared error where they are numbers."""
+    outputs, state = apply(model, state, batch, key)
+    outputs, targets = outputs.astype(jnp.float32), batch["targets"]
+    if jnp.issubdtype(targets.dtype, jnp.integer):
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(outputs, targets)), state
+    return jnp.mean((outputs[:, 0] - targets) ** 2), state
+
+
+def pred_fn(model: Any, state: eqx.nn.State, batch: dict[str, Any], key: jax.Array) -> jax.Array:
+    return apply(model, state, batch, key)[0]
+
+
+def main(args: Args) -> dict[str, float]:
+    """Trains and reports; returns the scores of the test set."""
+    deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
+    rows = deployer.get_per_device_batch_size(args.batch_size, args.accumulate_grad_batches)
+    task = read_task(args.task, args.data, args.image_size, args.n_channels)
+    kind = "texts" if args.task in GLUE else "table" if args.task == "diabetes" else "images"
+    if kind == "texts":
+        model, tokenizer = make_bert(task, args, deployer)
+        task = encode(task, tokenizer, args.max_tokens, model.config.pad_token_id or PAD)
+    elif kind == "table":
+        model = eqx.nn.MLP(len(task.train[0][0]["x"]), 1, args.width, depth=2, key=deployer.next_key())
+    else:
+        n_channels, size, _ = task.train[0][0]["image"].shape
+        model = CNN(n_channels, size, args.width, len(task.classes), key=deployer.next_key())
+    state = eqx.nn.State(model)  # of BatchNorm's layers; empty where the model has none
+    model = eqx.nn.delete_init_state(model)
+
+    # Whole updates, filled up with the first examples: BatchNorm would see few rows in a smaller last one.
+    train = [task.train[i % len(task.train)] for i in range(-(-len(task.train) // args.batch_size) * args.batch_size)]
+    n_epochs, learning_rate = RECIPES["pretrained" if kind == "texts" and args.pretrained else kind]
+    n_epochs = n_epochs if args.n_epochs is None else args.n_epochs
+    learning_rate = learning_rate if args.learning_rate is None else args.learning_rate
+    lr = deployer.get_lr_schedule_fn(
+        len(train), rows, n_epochs, learning_rate, "cosine", warmup_ratio=0.1,
+        accumulate_grad_batches=args.accumulate_grad_batches,
+    )  # fmt: skip
+    trainer = redeqx.Trainer(
+        deployer, model=model, model_state=state, optimizer=optax.adamw(lr, weight_decay=0.01), collate_fn=collate_fn,
+        loss_fn=loss_fn, lr_schedule_fn=lr, accumulate_grad_batches=args.accumulate_grad_batches,
+    )  # fmt: skip
+    if args.pretrained is not None and kind != "texts":
+        trainer.load_ckpt(args.pretrained, load_opt_states=False)
+    predictor, metric = trainer.get_default_predictor(pred_fn), METRICS[args.task][0]
+    trainer.fit(
+        train, rows, n_epochs, eval_examples=task.validation, eval_predictor=predictor,
+        eval_metric_fn=partial(measure, task), save_last_ckpt=True, save_argmin_ckpt_by_metrics=["loss"],
+        save_argmax_ckpt_by_metrics=[metric],
+    )  # fmt: skip
+    # Of few examples the loss tells more than the accuracy; but GLUE's scores still rise when the loss does so too.
+    trainer.load_ckpt(f"argmax_{metric}" if kind == "texts" else "argmin_loss")
+
+    outputs = np.stack(predictor.predict(task.test, rows))
+    scores = {f"test_{name}": score for name, score in measure(task, task.test, outputs).items()}
+    lines = [f"{name:16}{score:.4f}" for name, score in scores.items()]
+    if kind == "table":
+        lines += [f"{'ridge ' + name:16}{score:.4f}" for name, score in ridge(task).items()]
+    files = [*draw(task, outputs, args.workdir), args.workdir / f"ckpts/step_{trainer.step:08}"]
+    deployer.log_info("\n".join([*lines, *map(str, files)]), title=f"{args.task}: test set, pictures, best checkpoint")
+    deployer.log_metrics(scores, trainer.step)
+    return scores

@@ -1,0 +1,233 @@
+"""The tasks of this example: where their examples come from, what they are scored by, and pictures of the outcome."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from matplotlib.figure import Figure
+from scipy.special import softmax
+from scipy.stats import pearsonr, spearmanr
+from sklearn.datasets import load_diabetes
+from sklearn.linear_model import RidgeCV
+from sklearn.metrics import (
+    ConfusionMatrixDisplay,
+    PredictionErrorDisplay,
+    accuracy_score,
+    f1_score,
+    matthews_corrcoef,
+    r2_score,
+)
+from tokenizers import Tokenizer
+
+from .._images import digits, draw_grid, read_classes, split
+from .._texts import read_table
+
+Name = Literal["digits", "images", "diabetes", "cola", "mrpc", "sst2", "stsb"]
+
+# Inputs and target. Inputs are a dict of arrays, or texts that are yet to be encoded. A target is a class, an int, or a
+# number with the mean and the deviation of the training targets taken out, a float.
+Examples = Sequence[tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Examples to train on, to choose a checkpoint by, and to report; and what they are."""
+
+    name: Name
+    train: Examples
+    validation: Examples
+    test: Examples
+    classes: tuple[str, ...] = ()  # The names of the classes; none where the target is a number.
+    mean: float = 0.0  # Of the training targets, and their deviation: what predictions are scaled back by.
+    deviation: float = 1.0
+
+
+@dataclass(frozen=True)
+class Glue:
+    """How the tables of a GLUE task are laid out."""
+
+    texts: tuple[str, ...]  # The columns that hold the text, or the pair of texts.
+    label: str
+    classes: tuple[str, ...] = ()  # The meaning of 0 and 1; none where the label is a score of 0 to 5.
+    header: tuple[str, ...] | None = None  # The columns of a file that does not name them.
+
+
+GLUE: dict[str, Glue] = {
+    "cola": Glue(("sentence",), "label", ("unacceptable", "acceptable"), header=("source", "label", "mark", "sentence")),
+    "mrpc": Glue(("#1 String", "#2 String"), "Quality", ("different", "equivalent")),
+    "sst2": Glue(("sentence",), "label", ("negative", "positive")),
+    "stsb": Glue(("sentence1", "sentence2"), "score"),
+}
+
+# What GLUE scores each task by, in its order. The checkpoint is chosen by the first.
+METRICS: dict[str, tuple[str, ...]] = {
+    "digits": ("accuracy",),
+    "images": ("accuracy",),
+    "diabetes": ("r2", "pearson"),
+    "cola": ("matthews", "accuracy"),
+    "mrpc": ("f1", "accuracy"),
+    "sst2": ("accuracy",),
+    "stsb": ("pearson", "spearman"),
+}
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+
+def _correlation(of: Callable[..., Any], targets: np.ndarray, predictions: np.ndarray) -> float:
+    """A correlation; 0 where one side is constant, which has none."""
+    return float(of(targets, predictions).statistic) if min(np.ptp(targets), np.ptp(predictions)) > 0 else 0.0
+
+
+_SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "accuracy": accuracy_score,
+    "matthews": matthews_corrcoef,
+    "f1": partial(f1_score, zero_division=0.0),  # pyright: ignore[reportArgumentType]  # its default is a string
+    "r2": r2_score,
+    "pearson": partial(_correlation, pearsonr),
+    "spearman": partial(_correlation, spearmanr),
+}
+
+
+def measure(task: Task, examples: Examples, outputs: Sequence[np.ndarray] | np.ndarray) -> dict[str, float]:
+    """The task's scores of outputs: [classes] logits for each example, or [1] number."""
+    targets, predictions = np.array([target for _, target in examples]), np.asarray(outputs)
+    predictions = predictions.argmax(1) if task.classes else predictions[:, 0]
+    return {name: float(_SCORES[name](targets, predictions)) for name in METRICS[task.name]}
+
+
+def ridge(task: Task) -> dict[str, float]:
+    """What a linear model scores on the test set, its penalty chosen by cross-validation within the training set."""
+    features, targets = zip(*[(inputs["x"], target) for inputs, target in task.train], strict=True)
+    model = RidgeCV(np.logspace(-2, 4, 25)).fit(np.stack(features), targets)
+    return measure(task, task.test, model.predict(np.stack([inputs["x"] for inputs, _ in task.test]))[:, None])
+
+
+def draw(task: Task, outputs: np.ndarray, workdir: Path) -> list[Path]:
+    """`test.png`: predicted against true; and for images `mistakes.png`: where the true class was given the least."""
+    targets = np.array([target for _, target in task.test])
+    figure = Figure(figsize=(6, 5.5), layout="constrained")
+    axes, paths = figure.subplots(), [workdir / "test.png"]
+    if task.classes:
+        named = {"labels": range(len(task.classes)), "display_labels": task.classes}
+        rotation = "horizontal" if len(task.classes) <= 10 else "vertical"
+        ConfusionMatrixDisplay.from_predictions(
+            targets, outputs.argmax(1), **named, ax=axes, cmap="Blues", xticks_rotation=rotation
+        )
+    else:
+        true, predicted = (task.mean + task.deviation * x for x in (targets, outputs[:, 0]))
+        PredictionErrorDisplay.from_predictions(true, predicted, kind="actual_vs_predicted", ax=axes)
+    figure.savefig(paths[0], dpi=120)
+    if task.name in ("digits", "images"):
+        given = softmax(outputs, axis=1)[np.arange(len(targets)), targets]
+        worst: list[int] = np.argsort(given)[:24].tolist()
+        titles = [f"{task.classes[targets[i]]} ({given[i]:.0%}) as {task.classes[outputs[i].argmax()]}" for i in worst]
+        paths.append(workdir / "mistakes.png")
+        draw_grid(paths[1], [task.test[i][0]["image"] for i in worst], titles)
+    return paths
+
+
+# --- examples --------------------------------------------------------------------------------------------------------
+
+
+def read_task(name: Name, data: Path | None, image_size: int, n_channels: int) -> Task:
+    """The examples of a task, from the files in `data` where it needs some.
+
+    Raises ValueError that names the flag, the file or the row, and what was expected.
+    """
+    if name not in get_args(Name):
+        raise ValueError(f"`--task`: expected one of {', '.join(get_args(Name))}, got {name!r}. Pass one of them.")
+    if name in ("digits", "diabetes"):
+        if data is not None:
+            raise ValueError(
+                f"`--data`: expected none with `--task {name}`, whose data are scikit-learn's, got {data}. "
+                "For images of your own pass `--task images`."
+            )
+        return _diabetes() if name == "diabetes" else _images(name, *digits(), names=[str(i) for i in range(10)])
+    if data is None:
+        wanted = "subfolders of images, one a class" if name == "images" else "train.tsv and dev.tsv, as GLUE has them"
+        raise ValueError(f"`--data`: expected with `--task {name}` a folder that holds {wanted}, got none. Pass it.")
+    if name == "images":
+        examples, names = read_classes(data, image_size, n_channels)
+        return _images(name, *split(examples), names=names)
+    # GLUE keeps the labels of its test.tsv to itself, so dev.tsv is what is reported, and not chosen by.
+    test = read_glue(name, data / "dev.tsv")
+    rows = read_glue(name, data / "train.tsv")
+    order = np.random.default_rng(0).permutation(len(rows))
+    validation, train = ([rows[i] for i in part] for part in np.split(order, [-(-len(rows) // 10)]))
+    task = Task(name, train, validation, test, GLUE[name].classes)
+    return task if task.classes else _standardised(task)
+
+
+def read_glue(name: str, path: Path) -> list[tuple[tuple[str, ...], int | float]]:
+    """The texts of each row, one or a pair, and its label."""
+    glue = GLUE[name]
+    rows = read_table(path, [*glue.texts, glue.label], names=glue.header)
+    examples = []
+    for number, row in enumerate(rows, start=1 if glue.header else 2):
+        found = row[glue.label]
+        try:
+            label = int(found) if glue.classes else float(found)
+        except ValueError:
+            label = math.nan
+        if not (label in (0, 1) if glue.classes else 0 <= label <= 5):
+            rule = "0 or 1" if glue.classes else "from 0 to 5"
+            raise ValueError(
+                f"`{path}` row {number}: expected a {glue.label} of {rule}, got {found!r}. Mend or remove that row."
+            )
+        examples.append((tuple(row[column] for column in glue.texts), label))
+    return examples
+
+
+def encode(task: Task, tokenizer: Tokenizer, max_tokens: int, pad_id: int) -> Task:
+    """The task with the texts of its examples as token ids: longer ones are cut, shorter ones filled up on the right."""
+    tokenizer.enable_truncation(max_tokens)
+    tokenizer.enable_padding(length=max_tokens, pad_id=pad_id)
+
+    def encoded(examples: Examples) -> Examples:
+        # A pair is one of texts; a lone text stands for itself.
+        encodings = tokenizer.encode_batch([texts if len(texts) == 2 else texts[0] for texts, _ in examples])
+        inputs = [
+            {
+                "ids": np.array(encoding.ids, np.int32),
+                "token_types": np.array(encoding.type_ids, np.int32),
+                "mask": np.array(encoding.attention_mask, bool),
+            }
+            for encoding in encodings
+        ]
+        return [(x, target) for x, (_, target) in zip(inputs, examples, strict=True)]
+
+    return _map(task, encoded)
+
+
+def _diabetes() -> Task:
+    """442 patients, ten measurements each; the target is how far the disease has come a year later. 309, 44 and 89."""
+    data: Any = load_diabetes(scaled=False)
+    features, targets = data.data, data.target
+    parts = np.split(np.random.default_rng(0).permutation(len(targets)), [309, 353])
+    mean, deviation = features[parts[0]].mean(0), features[parts[0]].std(0)
+    features = ((features - mean) / deviation).astype(np.float32)
+    train, validation, test = ([({"x": features[i]}, targets[i]) for i in part] for part in parts)
+    return _standardised(Task("diabetes", train, validation, test))
+
+
+def _images(name: Name, *parts: list[tuple[np.ndarray, int]], names: Sequence[str]) -> Task:
+    train, validation, test = ([({"image": image}, label) for image, label in part] for part in parts)
+    return Task(name, train, validation, test, tuple(names))
+
+
+def _standardised(task: Task) -> Task:
+    """The task with the mean and the deviation of its training targets taken out of all targets."""
+    targets = np.array([target for _, target in task.train])
+    mean, deviation = float(targets.mean()), float(targets.std()) or 1.0
+    task = _map(task, lambda examples: [(x, np.float32((target - mean) / deviation)) for x, target in examples])
+    return replace(task, mean=mean, deviation=deviation)
+
+
+def _map(task: Task, change: Callable[[Examples], Examples]) -> Task:
+    parts = {name: change(getattr(task, name)) for name in ("train", "validation", "test")}
+    return replace(task, **parts)
