@@ -1,0 +1,196 @@
+"""Federated learning: clients that each have few labels train one model together, and their images stay with them.
+
+    python -m examples.federated_learning
+
+FedAvg (McMahan et al. 2017, arXiv 1602.05629). An example of the Trainer is a client, a step is a round, and a row of the
+batch is all that a client has. The Trainer's `grad_fn`, in `fedavg.py`, trains a copy of the model on each client, and
+returns how far the copies came on average, with the sign of a gradient. So `optax.sgd(1.0)` gives the average of the copies.
+Another optimizer in its place makes it FedOpt (Reddi et al. 2021, arXiv 2003.00295). The mesh spreads clients over devices.
+
+The default data is scikit-learn's digits, sorted by label and cut into shards, two a client; `--data` takes a folder with a
+subfolder of images a class. The same model is trained on all the images in one place too, to compare.
+
+25 CPU seconds on one device. Test accuracy after 1000 rounds of 8 of 20 clients, seeds 0 to 2: 0.964, 0.964 and 0.969; all
+images in one place: 0.969 each time.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+
+import redeqx
+from examples._images import Labelled, digits, read_classes, split
+from examples.federated_learning.fedavg import Client, client_of, cut_clients, draw_rounds, federated_gradient
+
+
+@dataclass(frozen=True)
+class Args:
+    data: Path | None = None  # A folder with a subfolder of images a class. The digits by default.
+    image_size: int = 28  # Images of a folder are resized to it, in grey.
+    pretrained: Path | None = None  # A checkpoint folder of an earlier run, that both trainings begin from.
+    workdir: Path = Path("workdir/federated_learning")  # For metrics, checkpoints and the picture. A run resumes from it.
+    n_clients: int = 20
+    shards_per_client: int = 2  # Of the images in the order of their labels: about so many labels a client.
+    clients_per_round: int = 8  # Drawn anew each round.
+    local_epochs: int = 5  # Passes of a client over its images in a round.
+    local_batch_size: int = 16
+    rounds_per_epoch: int = 20  # An evaluation follows each epoch.
+    n_epochs: int = 50
+    learning_rate: float = 0.2  # Of the clients, and of training in one place.
+    hidden_size: int = 128
+    centralised_epochs: int = 60  # Of training in one place.
+    centralised_batch_size: int = 16
+    n_model_shards: int = 1  # Devices that share each layer.
+    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with clients of its own.
+    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    seed: int = 0
+
+
+def read_data(path: Path | None, size: int) -> tuple[Labelled, Labelled, Labelled, list[str]]:
+    """Images to train, to choose and to test by, and the names of their classes."""
+    if path is None:
+        return *digits(), [str(i) for i in range(10)]
+    examples, names = read_classes(path, size)
+    return *split(examples), names
+
+
+class Classifier(eqx.Module):
+    """Two layers over the pixels of an image."""
+
+    mlp: eqx.nn.MLP
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        return self.mlp(jnp.ravel(image))
+
+
+def collate_fn(clients: list[Client], n_rows: int) -> dict[str, np.ndarray]:
+    """The clients' images and labels, each filled up to `n_rows`: a label of -1 has no weight."""
+
+    def fill(rows: np.ndarray, value: int) -> np.ndarray:
+        return np.pad(rows, [(0, n_rows - len(rows))] + [(0, 0)] * (rows.ndim - 1), constant_values=value)
+
+    images, labels = zip(*clients, strict=True)
+    return {"images": np.stack([fill(x, 0) for x in images]), "labels": np.stack([fill(x, -1) for x in labels])}
+
+
+def loss_of(model: Classifier, images: jax.Array, labels: jax.Array) -> redeqx.Loss:
+    """The loss of one client's images."""
+    nats = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(images), jnp.maximum(labels, 0))
+    return redeqx.Loss(total=jnp.sum(nats * (labels >= 0)), weight=jnp.sum(labels >= 0))
+
+
+def loss_fn(model: Classifier, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
+    """The loss of all images of the clients, as if they lay in one place."""
+    losses = jax.vmap(partial(loss_of, model))(batch["images"], batch["labels"])
+    return redeqx.Loss(total=jnp.sum(losses.total), weight=jnp.sum(losses.weight))
+
+
+def pred_fn(model: Classifier, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+    """The label of each client's first image."""
+    return jnp.argmax(jax.vmap(model)(batch["images"][:, 0]), axis=-1)
+
+
+def accuracy(examples: Sequence[Client], outputs: list) -> dict[str, float]:
+    return {"accuracy": float(np.mean([labels[0] == output for (_, labels), output in zip(examples, outputs, strict=True)]))}
+
+
+def draw(path: Path, curve: list[tuple[int, float]], level: float, clients: Sequence[Client], names: list[str]) -> None:
+    """Validation accuracy over rounds beside the level of training in one place; and the labels that each client has."""
+    counts = np.stack([np.bincount(labels, minlength=len(names)) for _, labels in clients])
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    left.plot(*zip(*curve, strict=True), marker=".", linewidth=1, label="federated")
+    left.axhline(level, linestyle="--", linewidth=1, color="C1", label="all images in one place")
+    left.set(xlabel="round", ylabel="validation accuracy", ylim=(None, 1))
+    left.legend(loc="lower right")
+    table = right.imshow(counts, aspect="auto", cmap="Blues")
+    right.set(xlabel="label", ylabel="client", title="images of each label")
+    right.set_xticks(range(len(names)), names, rotation=90 if max(map(len, names)) > 2 else 0)
+    right.yaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(table, ax=right)
+    figure.savefig(path, dpi=120)
+
+
+def check(args: Args) -> None:
+    """Raise for numbers that make no rounds."""
+    for name in ("local_epochs", "local_batch_size", "rounds_per_epoch"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"`--{name.replace('_', '-')}`: expected at least 1, got {getattr(args, name)}. Raise it.")
+    if not 1 <= args.clients_per_round <= args.n_clients:
+        raise ValueError(
+            f"`--clients-per-round`: expected 1 to the {args.n_clients} clients that there are, got "
+            f"{args.clients_per_round}. Lower it, or raise `--n-clients`."
+        )
+
+
+def main(args: Args) -> dict[str, float]:
+    """Trains in rounds, then in one place; returns the test accuracies of both."""
+    check(args)
+    train, *held_out, names = read_data(args.data, args.image_size)
+    clients = cut_clients(train, args.n_clients, args.shards_per_client, args.seed)
+    # An image is a client too, of a single row. So evaluation and training in one place use the functions above as they are.
+    images, validation, test = ([client_of([example]) for example in examples] for examples in (train, *held_out))
+    collate_images = partial(collate_fn, n_rows=1)
+
+    def make(workdir: Path) -> tuple[redeqx.Deployer, Classifier, redeqx.Predictor]:
+        deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=workdir)
+        sizes, key = (train[0][0].size, len(names), args.hidden_size, 1), deployer.next_key()
+        model = deployer.init(lambda: Classifier(eqx.nn.MLP(*sizes, key=key)))
+        return deployer, model, redeqx.Predictor(deployer, collate_fn=collate_images, pred_fn=pred_fn)
+
+    def fit(trainer: redeqx.Trainer, examples: Any, batch_size: int, n_epochs: int, predictor: redeqx.Predictor) -> None:
+        if args.pretrained is not None:
+            trainer.load_ckpt(args.pretrained, load_opt_states=False)
+        rows = trainer.deployer.get_per_device_batch_size(batch_size)
+        trainer.fit(
+            examples, rows, n_epochs, eval_examples=validation, eval_per_device_batch_size=len(validation), eval_loss=False,
+            eval_predictor=predictor, eval_metric_fn=accuracy, save_last_ckpt=True, save_argmax_ckpt_by_metrics=["accuracy"],
+        )  # fmt: skip
+        trainer.load_ckpt("argmax_accuracy")
+
+    def score(trainer: redeqx.Trainer, predictor: redeqx.Predictor, examples: list[Client]) -> float:
+        return accuracy(examples, predictor.predict(examples, len(examples), model=trainer.model))["accuracy"]
+
+    # In rounds. Every client is filled up to the whole local batches of the largest.
+    deployer, model, predictor = make(args.workdir)
+    n_rows = -(-max(len(labels) for _, labels in clients) // args.local_batch_size) * args.local_batch_size
+    local = {"epochs": args.local_epochs, "batch_size": args.local_batch_size, "learning_rate": args.learning_rate}
+    trainer = redeqx.Trainer(
+        deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=partial(collate_fn, n_rows=n_rows), loss_fn=loss_fn,
+        grad_fn=partial(federated_gradient, loss_of, **local),
+    )  # fmt: skip
+    draw_epoch = partial(draw_rounds, clients, args.clients_per_round, args.rounds_per_epoch)
+    fit(trainer, lambda epoch: draw_epoch((args.seed, epoch)), args.clients_per_round, args.n_epochs, predictor)
+
+    # In one place.
+    central, model, central_predictor = make(args.workdir / "centralised")
+    central_trainer = redeqx.Trainer(
+        central, model=model, optimizer=optax.sgd(args.learning_rate), collate_fn=collate_images, loss_fn=loss_fn
+    )
+    fit(central_trainer, images, args.centralised_batch_size, args.centralised_epochs, central_predictor)
+
+    level = score(central_trainer, central_predictor, validation)
+    metrics = [json.loads(line) for line in (args.workdir / "metrics.jsonl").read_text("utf-8").splitlines()]
+    curve = [(line["step"], line["eval_accuracy"]) for line in metrics if "eval_accuracy" in line]
+    draw(args.workdir / "federated.png", curve, level, clients, names)
+    scores = {
+        "test_accuracy": score(trainer, predictor, test),
+        "test_centralised_accuracy": score(central_trainer, central_predictor, test),
+    }
+    lines = [f"{scores['test_accuracy']:.3f}  {len(clients)} clients"]
+    lines += [f"{scores['test_centralised_accuracy']:.3f}  in one place"]
+    files = [args.workdir / file for file in ("federated.png", "ckpts", "centralised/ckpts")]
+    title = f"accuracy on {len(test)} test images, by the checkpoints that are best on {len(validation)} others"
+    deployer.log_info("\n".join([*lines, *map(str, files)]), title=title)
+    deployer.log_metrics(scores, trainer.step)
+    return scores
