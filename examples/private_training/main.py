@@ -1,0 +1,198 @@
+"""Differentially private training: a classifier that tells next to nothing of any one image that it learnt from.
+
+    python -m examples.private_training
+
+DP-SGD (Abadi et al. 2016, arXiv 1607.00133). Each step draws a Poisson sample of the images, clips the gradient of each one
+to a norm, and adds Gaussian noise to their sum: the Trainer's `grad_fn`, in `privacy.py`. The noise that a budget epsilon
+calls for over all steps is calibrated by Google's `dp_accounting`. The default data is scikit-learn's digits; `--data` takes
+a folder with a subfolder of images a class. A linear model serves best: noise is paid for by the parameter.
+
+The guarantee is of the model of each budget by itself, where one image is added or taken away. It leaves out:
+
+- the choice of clip norm, steps and learning rate, tried on this data (no checkpoint is chosen: the last is tested), and the
+  number of images, which counts as known;
+- the `loss` in `metrics.jsonl`, which is taken from the training images without noise, and all that is said of validation;
+- whoever knows or guesses `--seed`, from which the noise follows.
+
+25 CPU seconds on one device, of which 9 are the accountant's. Test accuracy, seeds 0 to 2, at delta 1e-5: 0.872 to 0.894 for
+epsilon 1, 0.925 to 0.936 for 3, 0.939 to 0.942 for 8, and 0.961 to 0.964 without privacy.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+
+import redeqx
+from examples._images import Labelled, digits, read_classes, split
+from examples.private_training.privacy import calibrate, hold_to, poisson_samples, private_gradient, room_for, spent
+
+
+@dataclass(frozen=True)
+class Args:
+    data: Path | None = None  # A folder with a subfolder of images a class. The digits by default.
+    image_size: int = 16  # Images of a folder are resized to it, in grey.
+    pretrained: Path | None = None  # A checkpoint folder of an earlier run, to begin from: one whose data were public.
+    workdir: Path = Path("workdir/private_training")  # For metrics, checkpoints and the picture. Runs resume from it.
+    epsilons: tuple[float, ...] = (1.0, 3.0, 8.0)  # A model is trained for each budget, and one without privacy.
+    delta: float = 1e-5  # Well below one over the number of images.
+    clip_norm: float = 0.5  # Of the gradient of one image.
+    sampling_rate: float = 0.25  # With which an image is in the sample of a step.
+    steps_per_epoch: int = 4
+    n_epochs: int = 20
+    learning_rate: float = 6.0  # Over the root of the noise, which wants smaller steps. Decays linearly to a tenth.
+    momentum: float = 0.9
+    hidden_size: int = 0  # Of a layer with tanh; 0 for none.
+    accumulate_grad_batches: int = 1  # Micro-batches a step, where the gradients of all its images do not fit.
+    n_model_shards: int = 1  # Devices that share each layer.
+    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
+    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    seed: int = 0  # Of the samples and the noise: a secret, where the guarantee is to hold.
+
+
+def check(args: Args) -> None:
+    """Raise for numbers that no guarantee has."""
+    epsilons, n_steps = args.epsilons, (args.n_epochs, args.steps_per_epoch)
+    differ = len(set(epsilons)) == len(epsilons)
+    rules = {
+        "--epsilons": (epsilons, "different budgets above 0", differ and min(epsilons, default=0) > 0),
+        "--delta": (args.delta, "a number between 0 and 1", 0 < args.delta < 1),
+        "--clip-norm": (args.clip_norm, "a number above 0", args.clip_norm > 0),
+        "--sampling-rate": (args.sampling_rate, "a number above 0, at most 1", 0 < args.sampling_rate <= 1),
+        "--n-epochs`, `--steps-per-epoch": (n_steps, "both at least 1", min(n_steps) >= 1),
+    }  # fmt: skip
+    for name, (found, rule, holds) in rules.items():
+        if not holds:
+            raise ValueError(f"`{name}`: expected {rule}, got {found}. Choose another value.")
+
+
+def read_data(path: Path | None, size: int) -> tuple[tuple[Labelled, Labelled, Labelled], int]:
+    """Images to train, to look at on the way, and to test by; and how many classes they have."""
+    if path is None:
+        return digits(), 10
+    examples, names = read_classes(path, size)
+    return split(examples), len(names)
+
+
+class Classifier(eqx.Module):
+    """A linear model over pixels, or two layers with tanh between them."""
+
+    layers: eqx.nn.MLP
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        # Each image by its own mean and norm: those of all images would have to be paid for.
+        pixels = jnp.ravel(image - jnp.mean(image))
+        return self.layers(3 * pixels / jnp.maximum(jnp.linalg.norm(pixels), 1e-6))
+
+
+def collate_fn(examples: Labelled) -> dict[str, np.ndarray]:
+    images, labels = zip(*examples, strict=True)
+    return {"images": np.stack(images), "labels": np.array(labels, np.int32)}
+
+
+def loss_of_one(model: Classifier, row: dict[str, jax.Array]) -> jax.Array:
+    """The nats of one image; 0 for a label of -1."""
+    loss = optax.softmax_cross_entropy_with_integer_labels(model(row["images"]), jnp.maximum(row["labels"], 0))
+    return loss * (row["labels"] >= 0)
+
+
+def loss_fn(model: Classifier, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
+    losses = jax.vmap(partial(loss_of_one, model))(batch)
+    return redeqx.Loss(total=jnp.sum(losses), weight=jnp.sum(batch["labels"] >= 0))
+
+
+def pred_fn(model: Classifier, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+    return jnp.argmax(jax.vmap(model)(batch["images"]), axis=-1)
+
+
+def accuracy(examples: Labelled, outputs: list) -> dict[str, float]:
+    return {"accuracy": float(np.mean(np.equal([label for _, label in examples], outputs)))}
+
+
+def fit(args: Args, folder: Path, seed: int, data: Sequence[Labelled], n_classes: int, noise: float | None) -> float:
+    """Trains one model, without privacy where `noise` is None; returns its test accuracy."""
+    train, validation, test = data
+    deployer = redeqx.Deployer(seed, args.n_model_shards, args.n_fsdp_shards, workdir=folder)
+    n_steps, n_micro = args.n_epochs * args.steps_per_epoch, args.accumulate_grad_batches
+    n_rows = room_for(len(train), args.sampling_rate, n_steps, deployer.n_batch_shards * n_micro)
+    rows = deployer.get_per_device_batch_size(n_rows, n_micro)
+
+    sizes, depth, key = (train[0][0].size, n_classes, args.hidden_size), int(args.hidden_size > 0), deployer.next_key()
+    model = deployer.init(lambda: Classifier(eqx.nn.MLP(*sizes, depth, jnp.tanh, key=key)))
+    grad_fn = None
+    if noise is not None:
+        terms = {"noise_multiplier": round(noise, 6), "clip_norm": args.clip_norm, "sampling_rate": args.sampling_rate}
+        hold_to(folder / "privacy.json", {**terms, "n_steps": n_steps, "n_examples": len(train)})
+        grad_fn = partial(
+            private_gradient, loss_of_one, clip_norm=args.clip_norm, noise_multiplier=noise,
+            sample_size=args.sampling_rate * len(train), n_micro_batches=n_micro,
+        )  # fmt: skip
+    peak = args.learning_rate / (1.0 if noise is None else noise**0.5)
+    lr = optax.linear_schedule(peak, peak / 10, n_steps)
+    trainer = redeqx.Trainer(
+        deployer, model=model, optimizer=optax.sgd(lr, args.momentum), collate_fn=collate_fn, loss_fn=loss_fn,
+        grad_fn=grad_fn, lr_schedule_fn=lr, accumulate_grad_batches=n_micro,
+    )  # fmt: skip
+    if args.pretrained is not None:
+        trainer.load_ckpt(args.pretrained, load_opt_states=False)
+    predictor = trainer.get_default_predictor(pred_fn)
+    draw_epoch = partial(poisson_samples, train, args.sampling_rate, args.steps_per_epoch, n_rows)
+    trainer.fit(
+        lambda epoch: draw_epoch((seed, epoch)), rows, args.n_epochs, eval_examples=validation, eval_predictor=predictor,
+        eval_metric_fn=accuracy, save_last_ckpt=True,
+    )  # fmt: skip
+    return accuracy(test, predictor.predict(test, rows))["accuracy"]
+
+
+def draw(path: Path, epsilons: Sequence[float], accuracies: Sequence[float], folders: Sequence[Path]) -> None:
+    """Test accuracy over epsilon, the level without privacy last; and each model's validation accuracy on the way."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(epsilons, accuracies[:-1], marker="o", label="private")
+    left.axhline(accuracies[-1], linestyle="--", linewidth=1, color="black", label="without privacy")
+    left.set(xscale="log", xlabel="epsilon", ylabel="test accuracy")
+    left.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
+    left.set_xticks([], minor=True)
+    for folder in folders:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+        curve = [(line["step"], line["eval_accuracy"]) for line in lines if "eval_accuracy" in line]
+        right.plot(*zip(*curve, strict=True), linewidth=1, label=folder.name)
+    right.set(xlabel="step", ylabel="validation accuracy")
+    for axes in (left, right):
+        axes.set_ylim(None, 1)
+        axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+def main(args: Args) -> dict[str, float]:
+    """Trains a model for each budget and one without privacy; returns their test accuracies."""
+    check(args)
+    data, n_classes = read_data(args.data, args.image_size)
+    deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
+    budget = (args.delta, args.sampling_rate, args.n_epochs * args.steps_per_epoch)
+    names = [*(f"eps{epsilon:g}" for epsilon in args.epsilons), "public"]
+    noise = [*(calibrate(epsilon, *budget) for epsilon in args.epsilons), None]
+    folders = [args.workdir / name for name in names]
+    # A seed for each model: noise that two of them shared could be taken out by comparing them.
+    seeds = range(args.seed * len(names), (args.seed + 1) * len(names))
+    accuracies = [fit(args, folders[i], seeds[i], data, n_classes, noise[i]) for i in range(len(names))]
+    draw(args.workdir / "accuracy.png", args.epsilons, accuracies, folders)
+
+    table = ["epsilon  noise  accuracy"]
+    for multiplier, value in zip(noise, accuracies, strict=True):
+        bound = "none    " if multiplier is None else f"{spent(multiplier, *budget):<8.3f}"
+        table.append(f"{bound} {multiplier or 0:5.2f}  {value:.3f}")
+    title = f"accuracy on {len(data[-1])} test images, delta {args.delta:g}; the noise in clip norms of {args.clip_norm:g}"
+    files = [args.workdir / "accuracy.png", *(folder / "ckpts" for folder in folders)]
+    deployer.log_info("\n".join([*table, *map(str, files)]), title=title)
+    scores = {f"test_accuracy_{name}": value for name, value in zip(names, accuracies, strict=True)}
+    deployer.log_metrics(scores, budget[-1])
+    return scores
