@@ -1,0 +1,194 @@
+"""Text to image: latent diffusion, trained from nothing, that draws the digit which a caption names.
+
+    python -m examples.text_to_image
+
+First an autoencoder is trained, then a UNet and a text encoder on its latents. The default data is scikit-learn's 1797
+handwritten digits of 8 x 8 pixels, with captions such as "the digit three"; a support vector machine that has seen only
+real digits judges what is drawn. `--data` takes a folder of images with captions, `--pretrained` the folder of a pipeline
+(Stable Diffusion's layout), whose UNet and text encoder are trained on. The trained one is written to the workdir.
+
+1 CPU core, 6 minutes: the judge, right on 98.1 % of real test digits, sees the digit of the caption in 200 of 200 drawings.
+Their mean distance to the nearest training digit is 0.95; that of real test digits is 1.09.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import redeqx
+from redeqx.models import save_pretrained
+from redeqx.models.clip import CLIPTextConfig
+from redeqx.models.vae import VAE, VAEConfig
+
+from .._images import draw_grid
+from .._texts import BOS, EOS, learn_tokenizer
+from .captioned import PHRASES, WORDS, Captioned, captioned_digits, captioned_folder, judge_digits, whole_batches
+from .pipeline import Pipeline, encode_captions, without_words
+
+
+@dataclass(frozen=True)
+class Args:
+    data: Path | None = None  # A folder of images, and `metadata.jsonl` with `file_name` and `text`. Digits by default.
+    pretrained: Path | None = None  # A folder with `vae`, `text_encoder`, `unet`, `tokenizer` and `scheduler`.
+    workdir: Path = Path("workdir/text_to_image")
+    image_size: int = 32  # Pixels to which the images of `--data` are resized, both ways. Digits are 8 x 8.
+    vae_channels: tuple[int, ...] = (16, 32)  # Each but the last halves height and width.
+    unet_channels: tuple[int, ...] = (32, 64)  # The same, of latents.
+    latent_channels: int = 4
+    text_size: int = 64  # Width of the text encoder.
+    vocab_size: int = 384  # At most so many ids are learnt by the tokenizer; 259 of them are bytes and marks.
+    max_tokens: int = 8  # Of a caption.
+    caption_dropout: float = 0.1  # Share of captions that are left out in training, for guidance.
+    guidance: float = 2.0  # How many times as far from no caption's prediction as the caption's own is. 1 for none.
+    n_denoising_steps: int = 50
+    n_samples: int = 20  # Images for each of ten captions, in the end.
+    kl_weight: float = 1e-3  # Of the latents' divergence from the standard normal, in the autoencoder's loss.
+    n_vae_epochs: int = 8
+    n_epochs: int = 12
+    batch_size: int = 64  # Examples of one update, over all devices.
+    learning_rate: float = 2e-3
+    n_model_shards: int = 1  # Devices that share each layer.
+    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
+    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    seed: int = 0
+
+
+# --- the functions of both trainings ----------------------------------------------------------------------------------
+
+
+def collate_images(examples: Captioned) -> dict[str, np.ndarray]:
+    return {"images": 2 * np.stack([image for image, _ in examples]) - 1}  # to [-1, 1], where autoencoders have them
+
+
+def collate_fn(examples: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {"latents": np.stack([x for x, _ in examples]), "ids": np.stack([ids for _, ids in examples])}
+
+
+def vae_loss_fn(vae: VAE, batch: dict[str, jax.Array], key: jax.Array, *, kl_weight: float) -> jax.Array:
+    """The squared error of a pixel, and a little for latents that are far from the standard normal."""
+
+    def loss(image: jax.Array, key: jax.Array) -> jax.Array:
+        posterior = vae.encode(image)
+        error = jnp.square(vae.decode(posterior.sample(key)) - image).mean()
+        return error + kl_weight * posterior.kl() / image.size
+
+    return jax.vmap(loss)(batch["images"], jax.random.split(key, len(batch["images"]))).mean()
+
+
+def encode_fn(vae: VAE, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+    """Latents drawn for each image."""
+    keys = jax.random.split(key, len(batch["images"]))
+    return jax.vmap(lambda image, key: vae.encode(image).sample(key))(batch["images"], keys)
+
+
+def loss_fn(pipeline: Pipeline, batch: dict[str, jax.Array], key: jax.Array, *, caption_dropout: float) -> jax.Array:
+    """The squared error of what the UNet predicts from latents, each as noisy as a timestep drawn for it says."""
+    latents, ids, schedule = batch["latents"], batch["ids"], pipeline.schedule
+    timestep_key, noise_key, dropout_key = jax.random.split(key, 3)
+    timesteps = jax.random.randint(timestep_key, latents.shape[:1], 0, schedule.n_train_steps)
+    noise = jax.random.normal(noise_key, latents.shape)
+    is_dropped = jax.random.bernoulli(dropout_key, caption_dropout, (len(ids), 1))
+    noisy, target = (jax.vmap(f)(latents, noise, timesteps) for f in (schedule.add_noise, schedule.target))
+    predicted = pipeline.predict(noisy, timesteps, jnp.where(is_dropped, without_words(ids), ids))
+    return jnp.square(predicted - target).mean()
+
+
+def pred_fn(pipeline: Pipeline, batch: dict[str, jax.Array], key: jax.Array, *, guidance: float, n_steps: int) -> jax.Array:
+    """An image in 0 to 1 for each caption; of the latents only the shape is read."""
+    noise = jax.random.normal(key, batch["latents"].shape)
+    latents = pipeline.denoise(noise, batch["ids"], guidance=guidance, n_steps=n_steps)
+    return (pipeline.decode(latents) + 1) / 2
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def train_vae(args: Args, train: Captioned, validation: Captioned) -> VAE:
+    """The first stage, in a workdir of its own."""
+    deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir / "vae")
+    rows, key = deployer.get_per_device_batch_size(args.batch_size), deployer.next_key()
+    n_channels, size, _ = train[0][0].shape
+    config = VAEConfig(
+        n_channels, n_channels, args.latent_channels, args.vae_channels, norm_groups=8, scaling_factor=1.0, sample_size=size
+    )
+    lr = deployer.get_lr_schedule_fn(len(train), rows, args.n_vae_epochs, args.learning_rate, "cosine", warmup_ratio=0.05)
+    trainer = redeqx.Trainer(
+        deployer, model=deployer.init(lambda: VAE(config, key=key)), optimizer=optax.adam(lr), lr_schedule_fn=lr,
+        collate_fn=collate_images, loss_fn=partial(vae_loss_fn, kl_weight=args.kl_weight),
+    )  # fmt: skip
+    trainer.fit(
+        train, rows, args.n_vae_epochs, eval_examples=validation, save_last_ckpt=True, save_argmin_ckpt_by_metrics=["loss"]
+    )
+    trainer.load_ckpt("argmin_loss")
+    return trainer.model
+
+
+def main(args: Args) -> dict[str, float]:
+    """Trains, draws and judges; returns the scores."""
+    deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
+    rows = deployer.get_per_device_batch_size(args.batch_size)
+    pipeline, tokenizer = (None, None) if args.pretrained is None else Pipeline.load(args.pretrained, deployer)
+    n_channels = 3 if pipeline is None else pipeline.vae.config.in_channels
+    parts = captioned_digits() if args.data is None else captioned_folder(args.data, args.image_size, n_channels)
+    if args.pretrained is not None and len(parts[0][0][0]) != n_channels:
+        raise ValueError(
+            f"`{args.pretrained / 'vae'}`: expected `in_channels` 1, for the digits are grey, got {n_channels}. "
+            "Pass `--data` for it."
+        )
+    train, validation, test = (whole_batches(part, args.batch_size) for part in parts)
+    tokenizer = tokenizer or learn_tokenizer((caption for _, caption in train), args.vocab_size)
+    n_tokens = args.max_tokens if pipeline is None else pipeline.text_encoder.config.n_positions
+    ids = [encode_captions(tokenizer, [caption for _, caption in part], n_tokens) for part in (train, validation, test)]
+
+    vae = train_vae(args, train, validation) if pipeline is None else pipeline.vae
+    encoder = redeqx.Predictor(deployer, model=vae, collate_fn=collate_images, pred_fn=encode_fn)
+    latents = [np.stack(encoder.predict(part, rows)) for part in (train, validation, test)]  # once, for all epochs
+    if pipeline is None:
+        folder = save_pretrained(vae, vae.config, args.workdir / "vae/model")
+        vae, _ = VAE.from_pretrained(folder, deployer=deployer, scaling_factor=1 / float(latents[0].std()))
+        text = CLIPTextConfig(
+            args.vocab_size, args.max_tokens, args.text_size, 4 * args.text_size, n_layers=2, n_heads=4,
+            bos_token_id=BOS, eos_token_id=EOS, pad_token_id=EOS,
+        )  # fmt: skip
+        pipeline = Pipeline.make(vae, text, args.unet_channels, latents[0].shape[-1], deployer)
+    scale = pipeline.vae.config.scaling_factor
+    train, validation, test = ([*zip(scale * x, y, strict=True)] for x, y in zip(latents, ids, strict=True))
+
+    lr = deployer.get_lr_schedule_fn(len(train), rows, args.n_epochs, args.learning_rate, "cosine", warmup_ratio=0.05)
+    is_trained = eqx.tree_at(lambda p: p.vae, jax.tree.map(eqx.is_inexact_array, pipeline), replace=False)
+    trainer = redeqx.Trainer(
+        deployer, model=pipeline, optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(lr)), lr_schedule_fn=lr,
+        collate_fn=collate_fn, loss_fn=partial(loss_fn, caption_dropout=args.caption_dropout), trainable=is_trained,
+    )  # fmt: skip
+    trainer.fit(
+        train, rows, args.n_epochs, eval_examples=validation, save_last_ckpt=True, save_argmin_ckpt_by_metrics=["loss"]
+    )
+    trainer.load_ckpt("argmin_loss")
+    trainer.model.save(args.workdir / "pipeline", tokenizer)
+
+    if args.data is None:
+        captions = [PHRASES[i % len(PHRASES)].format(word) for i in range(args.n_samples) for word in WORDS]
+    else:
+        captions = args.n_samples * list(dict.fromkeys(caption for _, caption in parts[2]))[:10]
+    wanted = [(test[0][0], row) for row in encode_captions(tokenizer, captions, n_tokens)]
+    draw = partial(pred_fn, guidance=args.guidance, n_steps=args.n_denoising_steps)
+    drawn = trainer.get_default_predictor(draw).predict(wanted, rows, key=deployer.next_key())
+    n_columns = len(captions) // args.n_samples
+    draw_grid(args.workdir / "samples.png", drawn[: 8 * n_columns], captions, n_columns)
+
+    scores = {"test_loss": trainer.eval_loss(test, rows)}
+    if args.data is None:
+        scores |= judge_digits(np.stack(drawn), np.arange(len(drawn)) % len(WORDS))
+    deployer.log_metrics(scores, trainer.step)
+    deployer.log_info("\n".join(f"{name:20}{score:.3f}" for name, score in scores.items()), title="on the test set")
+    best = json.loads((args.workdir / "ckpts/index.json").read_text())["argmin_loss"]
+    files = ("samples.png", "pipeline", f"ckpts/{best}")
+    deployer.log_info("\n".join(str(args.workdir / file) for file in files), title="drawn, the pipeline, best checkpoint")
+    return scores

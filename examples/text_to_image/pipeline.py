@@ -1,0 +1,143 @@
+"""A latent diffusion pipeline: its four parts as one model, and the folder that `diffusers` keeps them in.
+
+Dims: c = channels of the latents, h x w = their height and width, seq = tokens of a caption, d = width of their states.
+"""
+
+from pathlib import Path
+from typing import Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from tokenizers import Tokenizer
+
+import redeqx
+from redeqx.models import from_pretrained, save_pretrained
+from redeqx.models.clip import CLIPText, CLIPTextConfig
+from redeqx.models.schedulers import DDIM, denoise, guided
+from redeqx.models.unet import UNet, UNetConfig
+from redeqx.models.vae import VAE
+
+from .._texts import load_tokenizer
+
+PARTS = {"vae": VAE, "text_encoder": CLIPText, "unet": UNet}  # the models, by the subfolders that they are kept in
+
+
+def without_words(ids: Int[Array, "b seq"]) -> Int[Array, "b seq"]:
+    """Captions with nothing in them: the token that begins each, then only the one that ends it."""
+    return ids.at[:, 1:].set(ids[:, -1:])
+
+
+def encode_captions(tokenizer: Tokenizer, captions: list[str], n_tokens: int) -> np.ndarray:
+    """The ids of captions, as long as each other by the token that ends them."""
+    encoded = [tokenizer.encode(caption).ids for caption in captions]
+    for caption, ids in zip(captions, encoded, strict=True):
+        if len(ids) > n_tokens:
+            raise ValueError(
+                f"`{caption}`: expected a caption of at most {n_tokens} tokens, got {len(ids)}. Shorten it, or train with "
+                "a larger `--max-tokens`."
+            )
+    return np.array([ids + ids[-1:] * (n_tokens - len(ids)) for ids in encoded], np.int32)
+
+
+class Pipeline(eqx.Module):
+    """Pictures from captions. The schedule is no array: it only says how noisy latents are at each timestep."""
+
+    vae: VAE
+    text_encoder: CLIPText
+    unet: UNet
+    schedule: DDIM = eqx.field(static=True)
+
+    def predict(
+        self, latents: Float[Array, "b c h w"], timesteps: Int[Array, " b"], ids: Int[Array, "b seq"]
+    ) -> Float[Array, "b c h w"]:
+        """What the UNet takes noisy latents for, given how noisy they are and their captions."""
+        return jax.vmap(self.unet)(latents, timesteps, jax.vmap(self.text_encoder)(ids))
+
+    def denoise(
+        self,
+        noise: Float[Array, "b c h w"],
+        ids: Int[Array, "b seq"],
+        *,
+        guidance: float,
+        n_steps: int,
+    ) -> Float[Array, "b c h w"]:
+        """The latents that noise becomes in `n_steps`, `guidance` times as far from an empty caption's as from noise."""
+
+        def predict_for(states: Float[Array, "b seq d"]):
+            return lambda latents, timestep: jax.vmap(self.unet, (0, None, 0))(latents, timestep, states)
+
+        # Captions are read once, not at every step.
+        text, nothing = (predict_for(jax.vmap(self.text_encoder)(x)) for x in (ids, without_words(ids)))
+        return denoise(self.schedule, guided(text, nothing, guidance), noise, n_steps)
+
+    def decode(self, latents: Float[Array, "b c h w"]) -> Float[Array, "b channels height width"]:
+        """The pictures of latents, in [-1, 1]."""
+        return jnp.clip(jax.vmap(self.vae.decode)(latents / self.vae.config.scaling_factor), -1, 1)
+
+    @classmethod
+    def make(
+        cls, vae: VAE, text: CLIPTextConfig, channels: tuple[int, ...], latent_size: int, deployer: redeqx.Deployer
+    ) -> Self:
+        """An untrained text encoder and UNet around an autoencoder.
+
+        **Arguments:**
+
+        - `channels`: of the UNet's blocks; all but the innermost attend to the caption, and between the two ways it does.
+        - `latent_size`: height and width of the latents.
+        """
+        n_latent, n_outer = vae.config.latent_channels, len(channels) - 1
+        unet = UNetConfig(
+            n_latent, n_latent, channels, down_attention=(True,) * n_outer + (False,), layers_per_block=1, n_heads=4,
+            up_attention=(False,) + (True,) * n_outer, norm_groups=8, context_size=text.d_model, sample_size=latent_size,
+        )  # fmt: skip
+        # Velocities, and a schedule that ends in nothing but noise, from which drawing begins.
+        schedule = DDIM(
+            beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction", clip_range=None, timestep_spacing="trailing"
+        )
+        text_key, unet_key = deployer.next_key(), deployer.next_key()
+        text_encoder = deployer.init(lambda: CLIPText(text, key=text_key))
+        return cls(vae, text_encoder, deployer.init(lambda: UNet(unet, key=unet_key)), schedule)
+
+    def save(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """Writes the folder, which `load` reads; each part is as `diffusers` or `transformers` has it."""
+        for name in PARTS:
+            part = getattr(self, name)
+            save_pretrained(part, part.config, folder / name)
+        self.schedule.save_pretrained(folder / "scheduler")
+        (folder / "tokenizer").mkdir(exist_ok=True)
+        tokenizer.save(str(folder / "tokenizer/tokenizer.json"))
+
+    @classmethod
+    def load(cls, folder: Path, deployer: redeqx.Deployer) -> tuple[Self, Tokenizer]:
+        """The pipeline in a folder, on the deployer's mesh.
+
+        Raises ValueError that names the part which is missing, of another kind, or does not fit the others.
+        """
+        for name in (*PARTS, "scheduler", "tokenizer"):
+            if not (folder / name).is_dir():
+                there = ", ".join(sorted(entry.name for entry in folder.glob("*"))) or "nothing"
+                raise ValueError(
+                    f"`{folder / name}`: expected a part of the pipeline, got {there} in {folder}. "
+                    "Pass a folder that diffusers or this example wrote."
+                )
+        parts = {name: from_pretrained(folder / name, deployer=deployer)[0] for name in PARTS}
+        for name, kind in PARTS.items():
+            if not isinstance(parts[name], kind):
+                raise ValueError(
+                    f"`{folder / name}`: expected a {kind.__name__}, got a {type(parts[name]).__name__}. Put it there."
+                )
+        tokenizer = load_tokenizer(folder / "tokenizer")
+        vae, text, unet = (parts[name].config for name in PARTS)
+        for what, size, wanted in (
+            ("unet/config.json`: `in_channels", unet.in_channels, vae.latent_channels),
+            ("unet/config.json`: `cross_attention_dim", unet.context_size, text.d_model),
+            ("text_encoder/config.json`: `vocab_size", text.vocab_size, max(text.vocab_size, tokenizer.get_vocab_size())),
+        ):
+            if size != wanted:
+                raise ValueError(
+                    f"`{folder}/{what}`: expected {wanted}, as the other parts have it, got {size}. Take one pipeline's."
+                )
+        return cls(**parts, schedule=DDIM.from_pretrained(folder / "scheduler")), tokenizer

@@ -1,0 +1,60 @@
+"""`python -m examples` knows every example, and each of them takes the flags that all have."""
+
+import dataclasses
+import importlib
+import json
+import types
+from pathlib import Path
+from typing import Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+from examples.__main__ import RUNS, Args, Run, execute, main, read_scores
+from tests.examples._run import ROOT
+
+EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/main.py"))
+COMMON = {"pretrained", "workdir", "n_model_shards", "n_fsdp_shards", "simulate_devices", "learning_rate", "seed"}
+
+
+def test_every_example_is_run():
+    assert {run.name for run in RUNS} == set(EXAMPLES)
+    assert all((ROOT / "examples" / name / "__main__.py").is_file() for name in EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_takes_the_common_flags_and_says_its_command(name):
+    module = importlib.import_module(f"examples.{name}.main")
+    assert f"python -m examples.{name}" in module.__doc__
+    hint = get_type_hints(module.main)["args"]
+    hint = get_args(hint)[0] if get_origin(hint) not in (Union, types.UnionType, None) else hint  # an Annotated union
+    choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for choice in choices:
+        fields = {field.name for field in dataclasses.fields(choice)}
+        assert fields >= COMMON
+        assert fields & {"data", "env"}  # the user's own
+
+
+def test_a_run_is_scored_by_the_last_scores_that_it_recorded(tmp_path):
+    lines = [{"step": 1, "loss": 2.0}, {"step": 9, "test_accuracy": 0.5}, {"step": 9, "test_accuracy": 0.9}, {"step": 10}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert read_scores(tmp_path) == {"step": 9, "test_accuracy": 0.9}
+
+
+def test_it_runs_an_example_and_says_whether_it_got_there(tmp_path, capsys):
+    flags = "bring_your_own --n-epochs 1 --batch-size 419"  # three steps
+    for command, share, shown, wanted in (
+        (flags, 0.0, "accuracy 0.", True),
+        (flags, 1.1, "accuracy 0.", False),
+        (f"{flags} --pretrained nowhere", 0.0, "failed: see", False),
+    ):
+        run = Run(command, "accuracy {test_accuracy:.3f}", "-", lambda scores, share=share: scores["test_accuracy"] >= share)
+        workdir = tmp_path / f"{share}{len(command)}"
+        result, reached = execute(run, workdir)
+        assert result.startswith(shown)
+        assert reached == wanted
+        assert (workdir / "log.txt").read_text()
+
+
+def test_an_unknown_example_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"`names`: expected some of bring_your_own, .*text_to_text, got meta_lerning\."):
+        main(Args(("meta_lerning",), Path(tmp_path)))

@@ -1,0 +1,285 @@
+"""The text-to-image example, small: both stages learn, a pipeline comes back as it was saved, bad input is refused."""
+
+import json
+import os
+import re
+import shutil
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+import redeqx
+from examples._images import digits
+from examples._texts import learn_tokenizer
+from examples.text_to_image.captioned import captioned_digits, captioned_folder, judge_digits, whole_batches
+from examples.text_to_image.main import Args, loss_fn, main, vae_loss_fn
+from examples.text_to_image.pipeline import Pipeline, encode_captions, without_words
+from redeqx._paths import is_array_like, named_leaves
+from redeqx.models import save_pretrained
+from redeqx.models.clip import CLIPText, CLIPTextConfig
+from redeqx.models.schedulers import DDIM
+from redeqx.models.vae import VAE, Posterior, VAEConfig
+from tests.examples._run import run_example
+
+TIMEOUT = 270  # seconds
+IDS = np.array([[1, 7, 8, 2, 2], [1, 9, 2, 2, 2]], np.int32)
+SCHEDULE = DDIM(
+    beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction", clip_range=None, timestep_spacing="trailing"
+)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A folder of captioned images: squares, dark or bright."""
+    folder = tmp_path_factory.mktemp("images")
+    lines = []
+    for i in range(20):
+        Image.new("L", (12, 12), (40, 220)[i % 2]).save(folder / f"{i}.png")
+        lines.append(json.dumps({"file_name": f"{i}.png", "text": ("dark", "light")[i % 2]}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+    return folder
+
+
+class Filler:
+    """In the place of a deployer: it fills models with random numbers, and compiles nothing for it."""
+
+    def next_key(self):
+        return jax.random.key(0)
+
+    def init(self, make_model):
+        rng = np.random.default_rng(0)
+        shapes = eqx.filter_eval_shape(make_model)
+        return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype) if is_array_like(x) else x, shapes)
+
+
+def save_untrained(folder, n_channels):
+    config = VAEConfig(n_channels, n_channels, 4, (8,), norm_groups=8, scaling_factor=0.5)
+    vae = Filler().init(lambda: VAE(config, key=jax.random.key(0)))
+    text = CLIPTextConfig(300, 8, 16, 32, 1, 2, bos_token_id=1, eos_token_id=2)
+    pipeline = Pipeline.make(vae, text, (8,), 8, Filler())
+    pipeline.save(folder, learn_tokenizer(["dark", "light"], 300))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of an untrained pipeline."""
+    return save_untrained(tmp_path_factory.mktemp("saved") / "pipeline", 1)
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """Of processes, which take their time to compile and not to run: without XLA's optimizations they take half."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0")
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, quick):
+    workdir = tmp_path_factory.mktemp("text_to_image")
+    flags = ["--vae-channels", 8, "--unet-channels", 8, "--text-size", 16, "--n-vae-epochs", 1, "--n-epochs", 1]
+    more = ["--batch-size", 64, "--n-denoising-steps", 5, "--n-samples", 2, "--learning-rate", 4e-3]
+    return workdir, run_example("text_to_image", *flags, *more, workdir=workdir, timeout=TIMEOUT)
+
+
+def test_both_stages_learn_from_the_digits(trained):
+    workdir, outcome = trained
+    lines = [json.loads(line) for line in (workdir / "vae/metrics.jsonl").read_text("utf-8").splitlines()]
+    errors = [line["loss"] for line in lines if "loss" in line]
+    assert np.mean(errors[-5:]) < 0.4 * errors[0]
+    losses = outcome.series("loss")
+    assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:3])
+    scores = outcome.metrics[-1]
+    assert scores["test_loss"] < 0.9 * np.mean(losses[:3]) and scores["test_judge_accuracy"] > 0.97
+    assert 0 <= scores["test_agreement"] <= 1 and scores["test_distance"] > 0
+    best = json.loads((workdir / "ckpts/index.json").read_text("utf-8"))["argmin_loss"]
+    assert (workdir / "ckpts" / best / "model.safetensors").is_file() and best in outcome.output
+    with Image.open(workdir / "samples.png") as image:
+        assert image.width > 500
+    # Its latents are of unit variance, as the config says that it has made them.
+    assert json.loads((workdir / "pipeline/vae/config.json").read_text("utf-8"))["scaling_factor"] not in (1.0, 0.18215)
+
+
+def test_a_saved_pipeline_is_trained_on_with_a_folder_of_images(trained, images, tmp_path, quick):
+    before = trained[0] / "pipeline"
+    flags = ["--pretrained", before, "--data", images, "--image-size", 8, "--batch-size", 2, "--n-epochs", 1]
+    more = ["--n-denoising-steps", 2, "--n-samples", 2, "--workdir", tmp_path]  # on one device
+    outcome = run_example("text_to_image", *flags, *more, timeout=TIMEOUT)
+    assert outcome.status == 0, outcome.output
+    scores = json.loads((tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()[-1])
+    assert np.isfinite(scores["test_loss"]) and "test_agreement" not in scores
+    assert (tmp_path / "samples.png").is_file() and not (tmp_path / "vae").exists()
+    deployer = redeqx.Deployer(verbose=False)
+    (old, tokenizer), (new, again) = (Pipeline.load(folder, deployer) for folder in (before, tmp_path / "pipeline"))
+    assert tokenizer.get_vocab() == again.get_vocab() and old.schedule == new.schedule == SCHEDULE
+    old_leaves, new_leaves = named_leaves(old), named_leaves(new)
+    assert old_leaves.keys() == new_leaves.keys()
+    changed = {name for name, x in old_leaves.items() if eqx.is_array(x) and not np.array_equal(x, new_leaves[name])}
+    assert "unet.conv_in.weight" in changed and "text_encoder.embedding.weight" in changed
+    assert not any(name.startswith("vae.") for name in changed)
+
+
+def test_a_pipeline_comes_back_as_it_was_saved(saved, tmp_path):
+    pipeline, tokenizer = Pipeline.load(saved, redeqx.Deployer(verbose=False))
+    assert pipeline.vae.config.scaling_factor == 0.5 and pipeline.schedule == SCHEDULE
+    pipeline.save(tmp_path, tokenizer)
+    for file in saved.rglob("*"):
+        copy = tmp_path / file.relative_to(saved)
+        if file.suffix == ".json":
+            assert json.loads(file.read_text("utf-8")) == json.loads(copy.read_text("utf-8")), file
+        else:
+            assert file.is_dir() or file.read_bytes() == copy.read_bytes(), file
+
+
+# --- what is drawn and learnt, against formulas -----------------------------------------------------------------------
+
+
+def test_guidance_goes_so_many_times_as_far_from_no_caption_as_the_caption_does():
+    """A UNet that takes all latents for the mean of its caption's ids: guided, they become what the scale says."""
+
+    def unet(x, timestep, states):
+        kept = jnp.asarray(SCHEDULE.alphas)[timestep]
+        return (jnp.sqrt(kept) * x - states.mean()) / jnp.sqrt(1 - kept)
+
+    pipeline = Pipeline(None, lambda ids: ids.astype(jnp.float32)[:, None], unet, SCHEDULE)
+    noise = jax.random.normal(jax.random.key(0), (2, 1, 2, 2))
+    latents = pipeline.denoise(noise, jnp.asarray(IDS), guidance=3.0, n_steps=5)
+    own, nothing = IDS.mean(1), np.array([[1, 2, 2, 2, 2]]).mean()
+    wanted = np.broadcast_to((nothing + 3 * (own - nothing))[:, None, None, None], noise.shape)
+    np.testing.assert_allclose(latents, wanted, rtol=1e-4)
+
+
+class Oracle:
+    """In the place of a pipeline: it predicts from clean latents that it knows, and keeps the captions that it is given."""
+
+    schedule = SCHEDULE
+
+    def __init__(self, latents):
+        self.latents = latents
+
+    def predict(self, noisy, timesteps, ids):
+        kept = jnp.asarray(SCHEDULE.alphas)[timesteps][:, None, None, None]
+        self.timesteps, self.ids = timesteps, np.asarray(ids)
+        return (jnp.sqrt(kept) * noisy - self.latents) / jnp.sqrt(1 - kept)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 1.0])
+def test_the_loss_is_nought_for_a_model_that_knows_the_clean_latents(dropout):
+    latents = jax.random.normal(jax.random.key(1), (2, 1, 2, 2))
+    batch = {"latents": latents, "ids": jnp.asarray(IDS)}
+    right, wrong = Oracle(latents), Oracle(latents + 1)
+    assert float(loss_fn(right, batch, jax.random.key(2), caption_dropout=dropout)) < 1e-5
+    assert float(loss_fn(wrong, batch, jax.random.key(2), caption_dropout=dropout)) > 0.1
+    assert np.array_equal(right.ids, [[1, 2, 2, 2, 2]] * 2 if dropout else IDS)
+    assert right.timesteps[0] != right.timesteps[1]
+
+
+def test_the_autoencoders_loss_is_its_squared_error_and_its_divergence():
+    class Halves:
+        """Latents of mean 0.5 and almost no variance; every picture is black."""
+
+        def encode(self, image):
+            return Posterior(jnp.full((1, 2, 2), 0.5), jnp.full((1, 2, 2), -10.0))
+
+        def decode(self, latents):
+            return jnp.zeros((1, 2, 2))
+
+    batch = {"images": np.full((3, 1, 2, 2), 0.5, np.float32)}
+    divergence = 4 * (0.5**2 + np.exp(-10) - 1 + 10) / 2
+    loss = vae_loss_fn(Halves(), batch, jax.random.key(0), kl_weight=0.1)
+    np.testing.assert_allclose(loss, 0.5**2 + 0.1 * divergence / 4, rtol=1e-6)
+
+
+def test_the_judge_agrees_with_real_digits_and_finds_copies():
+    train, _, test = digits()
+    real = judge_digits(np.stack([image for image, _ in test]), np.array([label for _, label in test]))
+    assert real["test_agreement"] == real["test_judge_accuracy"] > 0.97
+    assert real["test_distance"] == real["test_real_distance"] > 0.5
+    copies = judge_digits(np.stack([image for image, _ in train]), (np.array([label for _, label in train]) + 1) % 10)
+    assert copies["test_distance"] == 0 and copies["test_agreement"] < 0.02
+
+
+def test_digits_come_under_every_phrase_and_parts_do_not_meet(images):
+    train, validation, test = captioned_digits()
+    assert [len(part) for part in (train, validation, test)] == [5028, 720, 1440]
+    first = digits()[0][0][1]
+    assert {caption.split()[-1] for _, caption in train[:4]} == {
+        ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")[first]
+    }
+    assert [len(part) for part in captioned_folder(images, 8, 1)] == [14, 2, 4]
+    assert whole_batches(list("abcde"), 4) == list("abcdeabc") and whole_batches(list("abcd"), 4) == list("abcd")
+
+
+def test_captions_are_filled_up_with_the_token_that_ends_them():
+    tokenizer = learn_tokenizer(["a three", "the digit three"], 300)
+    ids = encode_captions(tokenizer, ["a three", ""], 8)
+    assert ids.shape == (2, 8) and ids[1].tolist() == [1, *[2] * 7]
+    assert tokenizer.decode(ids[0].tolist()) == "a three"
+    assert np.array_equal(without_words(jnp.asarray(ids)), [ids[1], ids[1]])
+    with pytest.raises(ValueError, match=r"`xyzxyzxyz`: expected a caption of at most 8 tokens, got 11\..*--max-tokens"):
+        encode_captions(tokenizer, ["a three", "xyzxyzxyz"], 8)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_folders_without_images_are_refused(tmp_path, images):
+    with pytest.raises(ValueError, match=rf"`{re.escape(str(tmp_path))}/metadata.jsonl`: expected a line .* got 0 images"):
+        main(Args(data=tmp_path, workdir=tmp_path / "run"))
+    lines = (images / "metadata.jsonl").read_text("utf-8").splitlines()
+    (tmp_path / "metadata.jsonl").write_text(lines[0] + "\n", "utf-8")
+    with pytest.raises(ValueError, match=r"row 1: expected the file '0.png' beside it, got none"):
+        main(Args(data=tmp_path, workdir=tmp_path / "run"))
+    shutil.copy(images / "0.png", tmp_path)
+    with pytest.raises(ValueError, match=rf"`{re.escape(str(tmp_path))}`: expected 10 images, .* got 1\."):
+        main(Args(data=tmp_path, workdir=tmp_path / "run"))
+
+
+def test_folders_that_are_no_pipeline_are_refused(saved, tmp_path):
+    def refused(change, message):
+        folder = tmp_path / "pipeline"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(saved, folder)
+        change(folder)
+        with pytest.raises(ValueError, match=message.replace("FOLDER", re.escape(str(folder)))):
+            main(Args(pretrained=folder, workdir=tmp_path / "run"))
+
+    def swap(folder):
+        shutil.rmtree(folder / "unet")
+        shutil.copytree(folder / "vae", folder / "unet")
+
+    def widen(folder):
+        config = CLIPTextConfig(300, 8, 32, 32, 1, 2, bos_token_id=1, eos_token_id=2)
+        save_pretrained(Filler().init(lambda: CLIPText(config, key=jax.random.key(0))), config, folder / "text_encoder")
+
+    def rewrite(part, **fields):
+        def change(folder):
+            path = folder / part / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | fields), "utf-8")
+
+        return change
+
+    refused(lambda folder: shutil.rmtree(folder / "unet"), r"`FOLDER/unet`: expected a part .*, got scheduler, text_encoder")
+    refused(swap, r"`FOLDER/unet`: expected a UNet, got a VAE")
+    refused(rewrite("text_encoder", model_type="gpt3"), r"`FOLDER/text_encoder/config.json`: `model_type`: .* got 'gpt3'")
+    refused(lambda folder: (folder / "tokenizer/tokenizer.json").unlink(), r"`FOLDER/tokenizer`: expected a tokenizer.json")
+    scheduler = "scheduler/scheduler_config.json"
+    refused(lambda folder: (folder / scheduler).unlink(), rf"`FOLDER/{scheduler}`: expected a file, got an empty folder")
+    message = r"`FOLDER/unet/config.json`: `cross_attention_dim`: expected 32, as the other parts have it, got 16"
+    refused(widen, message)
+
+
+def test_coloured_pipelines_do_not_draw_digits(tmp_path):
+    folder = save_untrained(tmp_path / "pipeline", 3)
+    with pytest.raises(ValueError, match=rf"`{re.escape(str(folder))}/vae`: expected `in_channels` 1, .* got 3"):
+        main(Args(pretrained=folder, workdir=tmp_path / "run"))
+
+
+def test_a_misspelt_flag_names_the_nearest():
+    outcome = run_example("text_to_image", "--guidence=2")
+    assert outcome.status == 2 and "--guidance" in outcome.output
