@@ -1,0 +1,215 @@
+"""Meta-learning: MAML (Finn et al. 2017), a network that a few gradient steps on a few points fit to a new task.
+
+    python -m examples.meta_learning
+    python -m examples.meta_learning --data images_background_small1.zip
+
+An example is a task. `loss_fn` takes gradient steps on each task's support set and returns the loss of its query set; the
+Trainer's gradient goes through those steps, second order. The default is the paper's regression of sinusoids, with its
+network, its 10 points, its one step of 0.01, and its baseline: a network trained on all tasks at once, then fine-tuned with
+the best of three step sizes. `--data` takes Omniglot (a folder with `alphabet/character/*.png`, or its .zip): 5 characters
+told apart after one drawing of each. `--pretrained` takes a checkpoint of an earlier run.
+
+Differences from the paper: 100 tasks an update and 17,500 updates, not 25 and 70,000; an outer learning rate of 0.003 that
+falls by a cosine; group instead of batch normalisation, which would let the images of a query set help each other; 32
+channels, not 64; turned characters as classes of their own in training only.
+
+2 CPU cores, 83 s of CPU time: the mean squared error of 1000 test tasks falls from 2.74 to 0.109 ± 0.013 in 5 steps (4.0 %;
+5.1 % and 5.5 % with seeds 1 and 2), that of the pretrained network to 1.70 ± 0.12. Omniglot's small background set 1 (136
+characters) in 1000 updates: 80.2 ± 0.9 % of new characters right after 5 steps, 20.3 % before.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import redeqx
+
+from .tasks import AFTER, N_STEPS, SHOWN, ConvNet, Sinusoids, Tasks, draw_characters, draw_sinusoids, interval, omniglot
+
+RATES = (0.003, 0.01, 0.03)  # step sizes that the pretrained network is tuned over
+N_TRAIN, N_VALIDATION, N_TEST, N_PICTURE = range(4)  # streams of the seed
+
+
+@dataclass(frozen=True)
+class Args:
+    data: Path | None = None  # Omniglot: a folder with alphabet/character/*.png, or its .zip. Sinusoids by default.
+    pretrained: Path | None = None  # A checkpoint of an earlier run.
+    workdir: Path = Path("workdir/meta_learning")  # For metrics, checkpoints and the picture. A run resumes from it.
+    n_ways: int = 5  # Characters to tell apart in a task.
+    n_shots: int | None = None  # Points to adapt on (drawings of each character). The Nones are as RECIPES says.
+    n_query: int | None = None  # Points to ask for (drawings of each character).
+    width: int | None = None  # Neurons of a hidden layer, or channels of a convolution.
+    inner_rate: float | None = None  # Step size of the inner steps.
+    inner_steps: int = 1  # Of training. At test time it is 10.
+    first_order: bool = False  # Whether to leave the second derivatives out: FOMAML.
+    tasks_per_epoch: int | None = None  # Drawn anew each epoch.
+    n_epochs: int | None = None
+    batch_size: int | None = None  # Tasks of one update, over all devices.
+    learning_rate: float | None = None  # Of the outer updates.
+    n_validation_tasks: int | None = None
+    n_test_tasks: int = 1000
+    n_model_shards: int = 1  # Devices that share each layer.
+    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
+    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    seed: int = 0
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "sinusoids": {
+        "n_shots": 10, "n_query": 10, "width": 40, "inner_rate": 0.01, "tasks_per_epoch": 50_000, "n_epochs": 35,
+        "batch_size": 100, "learning_rate": 3e-3, "n_validation_tasks": 1000,
+    },
+    "omniglot": {
+        "n_shots": 1, "n_query": 5, "width": 32, "inner_rate": 0.4, "tasks_per_epoch": 3200, "n_epochs": 5,
+        "batch_size": 16, "learning_rate": 3e-3, "n_validation_tasks": 200,
+    },
+}  # fmt: skip
+
+
+def filled(args: Args) -> Any:
+    """The arguments, with what RECIPES says where they say nothing."""
+    recipe = RECIPES["sinusoids" if args.data is None else "omniglot"]
+    args = replace(args, **{name: value for name, value in recipe.items() if getattr(args, name) is None})
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1 and name != "seed":
+            raise ValueError(f"`--{name.replace('_', '-')}`: expected at least 1, got {value}. Give a positive number.")
+    return args
+
+
+class Learner(eqx.Module):
+    """A network to begin from, and how it learns a task."""
+
+    net: Any  # maps one point
+    inner_rate: float = eqx.field(static=True)
+    inner_steps: int = eqx.field(static=True)
+    first_order: bool = eqx.field(static=True)
+
+    def step(self, net: Any, x: jax.Array, y: jax.Array) -> Any:
+        """The network after one step of gradient descent on a support set."""
+        grads = eqx.filter_grad(lambda net: error(jax.vmap(net)(x), y))(net)
+        if self.first_order:
+            grads = jax.lax.stop_gradient(grads)
+        return eqx.apply_updates(net, jax.tree.map(lambda g: -self.inner_rate * g, grads))
+
+
+def error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """The mean squared error of numbers, the mean cross-entropy of classes."""
+    if jnp.issubdtype(targets.dtype, jnp.integer):
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(outputs, targets))
+    return jnp.mean((outputs - targets) ** 2)
+
+
+def loss_fn(model: Learner, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+    """The mean over tasks of the query set's error after the inner steps; without any, that of one network for all tasks."""
+
+    def task_loss(support_x: jax.Array, support_y: jax.Array, query_x: jax.Array, query_y: jax.Array) -> jax.Array:
+        net = model.net
+        for _ in range(model.inner_steps):
+            net = model.step(net, support_x, support_y)
+        return error(jax.vmap(net)(query_x), query_y)
+
+    return jnp.mean(jax.vmap(task_loss)(**batch))
+
+
+def pred_fn(model: Learner, batch: dict[str, jax.Array], key: jax.Array) -> dict[str, jax.Array]:
+    """The outputs for the query set of each task after 0 to 10 steps on its support set, and the errors: of numbers the mean
+    square, of classes the share that is wrong.
+    """
+    arrays, static = eqx.partition(model.net, eqx.is_array)
+
+    def adapt(support_x: jax.Array, support_y: jax.Array, query_x: jax.Array, query_y: jax.Array) -> dict[str, jax.Array]:
+        def step(arrays: Any, _: None) -> tuple[Any, jax.Array]:
+            net = eqx.combine(arrays, static)
+            return eqx.filter(model.step(net, support_x, support_y), eqx.is_array), jax.vmap(net)(query_x)
+
+        outputs = jax.lax.scan(step, arrays, length=N_STEPS + 1)[1]  # (step, point, out)
+        if jnp.issubdtype(query_y.dtype, jnp.integer):
+            return {"outputs": outputs, "errors": jnp.mean(outputs.argmax(-1) != query_y, axis=-1)}
+        return {"outputs": outputs, "errors": jnp.mean((outputs - query_y) ** 2, axis=(1, 2))}
+
+    return jax.vmap(adapt)(**batch)
+
+
+def metric_fn(tasks: np.ndarray, outputs: list[dict[str, np.ndarray]]) -> dict[str, float]:
+    return {"error": float(np.mean([out["errors"][AFTER] for out in outputs]))}
+
+
+def fit(
+    args: Any, net: Any, inner_steps: int, parts: tuple[Tasks, Tasks, Tasks], workdir: Path
+) -> tuple[redeqx.Trainer, redeqx.Predictor]:
+    """A trainer with the best of the networks on the way, by the error of validation tasks after the steps of test time."""
+    deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=workdir)
+    rows = deployer.get_per_device_batch_size(args.batch_size)
+    lr = deployer.get_lr_schedule_fn(args.tasks_per_epoch, rows, args.n_epochs, args.learning_rate, "cosine")
+    trainer = redeqx.Trainer(
+        deployer, model=Learner(net, args.inner_rate, inner_steps, args.first_order), optimizer=optax.adam(lr),
+        collate_fn=parts[0].collate_fn, loss_fn=loss_fn, lr_schedule_fn=lr,
+    )  # fmt: skip
+    if args.pretrained is not None and inner_steps:
+        trainer.load_ckpt(args.pretrained, load_opt_states=False)
+    predictor = trainer.get_default_predictor(pred_fn)
+    trainer.fit(
+        lambda epoch: parts[0].draw(args.tasks_per_epoch, args.n_query, (args.seed, N_TRAIN, epoch)), rows, args.n_epochs,
+        eval_examples=parts[1].draw(args.n_validation_tasks, args.n_query, (args.seed, N_VALIDATION)), eval_loss=False,
+        eval_predictor=predictor, eval_metric_fn=metric_fn, save_last_ckpt=True, save_argmin_ckpt_by_metrics=["error"],
+    )  # fmt: skip
+    trainer.load_ckpt("argmin_error")
+    return trainer, predictor
+
+
+def main(args: Args) -> dict[str, float]:
+    """Trains and reports; returns the scores of test tasks."""
+    run = filled(args)
+    key = jax.random.key(run.seed)
+    if run.data is None:
+        sinusoids = Sinusoids(run.n_shots)
+        parts = (sinusoids, sinusoids, sinusoids)
+        net = eqx.nn.MLP(1, 1, run.width, depth=2, key=key)
+    else:
+        parts = omniglot(run.data, run.n_ways, run.n_shots, run.n_query)
+        net = ConvNet(run.width, run.n_ways, key=key)
+    trainer, predictor = fit(run, net, run.inner_steps, parts, run.workdir)
+    deployer, test = trainer.deployer, parts[2]
+    rows = deployer.get_per_device_batch_size(run.batch_size)
+    predict = {"MAML": partial(predictor.predict, per_device_batch_size=rows)}
+
+    if run.data is None:
+        pooled, predictor = fit(run, net, 0, parts, run.workdir / "pooled")
+        tasks = parts[1].draw(run.n_validation_tasks, run.n_query, (run.seed, N_VALIDATION))
+        models = [Learner(pooled.model.net, rate, 0, False) for rate in RATES]
+        of_rates = [metric_fn(tasks, predictor.predict(tasks, rows, model))["error"] for model in models]
+        best = int(np.argmin(of_rates))
+        predict[f"pretrained, rate {RATES[best]}"] = partial(
+            predictor.predict, per_device_batch_size=rows, model=models[best]
+        )
+    tasks = test.draw(run.n_test_tasks, run.n_query, (run.seed, N_TEST))
+    outputs = {name: of(tasks) for name, of in predict.items()}
+    errors = {name: np.stack([out["errors"] for out in found]) for name, found in outputs.items()}
+
+    before, after = interval(errors["MAML"])[0][[0, AFTER]].tolist()
+    scores = {"test_error_before": before, "test_error_after": after, "test_ratio": after / before}
+    picture = run.workdir / "tasks.png"
+    if run.data is None:
+        scores["test_pretrained_error_after"] = float(list(errors.values())[1][:, AFTER].mean())
+        tasks = test.draw(3, 0, (run.seed, N_PICTURE))
+        tasks = np.concatenate([tasks, np.tile(np.linspace(-5, 5, 200, dtype=np.float32), (3, 1))], axis=1)
+        draw_sinusoids(picture, test.collate_fn(list(tasks)), {name: of(tasks) for name, of in predict.items()}, errors)
+    else:
+        scores["test_accuracy"] = 1 - after
+        draw_characters(picture, test.collate_fn(list(tasks[:1])), outputs["MAML"][0], run.n_ways)
+    lines = [f"{'steps':>28}" + "".join(f"{step:>16}" for step in SHOWN)]
+    for name, found in errors.items():
+        mean, half = interval(found)
+        lines.append(f"{name:>28}" + "".join(f"{f'{mean[i]:.4f} ± {half[i]:.4f}':>16}" for i in SHOWN))
+    lines += [str(picture), str(run.workdir / f"ckpts/step_{trainer.step:08}")]
+    what = "share of wrong characters" if run.data else "mean squared error"
+    deployer.log_info("\n".join(lines), title=f"{what} in {run.n_test_tasks} test tasks, with 95 % intervals; picture; best")
+    deployer.log_metrics(scores, trainer.step)
+    return scores

@@ -1,0 +1,220 @@
+"""Tasks to learn from: sinusoids, and characters of Omniglot. An example is a task: a support set and a query set."""
+
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Protocol
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange, repeat
+from jaxtyping import PRNGKeyArray
+from matplotlib.figure import Figure
+from PIL import Image, UnidentifiedImageError
+
+from .._images import draw_grid
+
+N_STEPS, AFTER = 10, 5  # steps that a network takes at test time, and after how many the reported error is
+SHOWN = (0, 1, AFTER, N_STEPS)  # steps whose results are printed and drawn
+SIZE = 28  # pixels a side that characters are resized to
+
+Batch = dict[str, np.ndarray]  # support_x, support_y, query_x, query_y, each [tasks, points, ...]
+
+
+class Tasks(Protocol):
+    """Where tasks come from; they are drawn by numpy, as the numbers that `collate_fn` makes arrays from."""
+
+    def draw(self, n_tasks: int, n_query: int, seed: Sequence[int]) -> np.ndarray: ...
+
+    def collate_fn(self, tasks: list[np.ndarray]) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Sinusoids:
+    """y = amplitude * sin(x - phase), as in section 5.1 of the paper. A task is a row: amplitude, phase, then x."""
+
+    n_shots: int
+
+    def draw(self, n_tasks: int, n_query: int, seed: Sequence[int]) -> np.ndarray:
+        rng = np.random.default_rng(seed)
+        amplitudes, phases = rng.uniform(0.1, 5.0, (n_tasks, 1)), rng.uniform(0, np.pi, (n_tasks, 1))
+        x = rng.uniform(-5, 5, (n_tasks, self.n_shots + n_query))
+        return np.concatenate([amplitudes, phases, x], axis=1, dtype=np.float32)
+
+    def collate_fn(self, tasks: list[np.ndarray]) -> Batch:
+        rows = np.stack(tasks)[:, :, None]  # (tasks, 2 + points, 1)
+        amplitudes, phases, x = rows[:, :1], rows[:, 1:2], rows[:, 2:]
+        y, k = amplitudes * np.sin(x - phases), self.n_shots
+        return {"support_x": x[:, :k], "support_y": y[:, :k], "query_x": x[:, k:], "query_y": y[:, k:]}
+
+
+@dataclass(frozen=True)
+class Characters:
+    """To tell `n_ways` characters apart after `n_shots` drawings of each. A task is a table of images, a row a class."""
+
+    images: np.ndarray  # (images, SIZE, SIZE) of uint8, ink is 255
+    classes: list[np.ndarray]  # the images of each class
+    n_ways: int
+    n_shots: int
+
+    def draw(self, n_tasks: int, n_query: int, seed: Sequence[int]) -> np.ndarray:
+        rng = np.random.default_rng(seed)
+        n_drawings = self.n_shots + n_query
+
+        def one() -> list[np.ndarray]:
+            chosen = rng.choice(len(self.classes), self.n_ways, replace=False)
+            return [rng.choice(self.classes[i], n_drawings, replace=False) for i in chosen]
+
+        return np.array([one() for _ in range(n_tasks)])
+
+    def collate_fn(self, tasks: list[np.ndarray]) -> Batch:
+        images = self.images[np.stack(tasks)].astype(np.float32) / 255
+        support, query = np.split(images, [self.n_shots], axis=2)
+
+        def points(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            labels = repeat(np.arange(self.n_ways, dtype=np.int32), "n -> b (n k)", b=len(part), k=part.shape[2])
+            return rearrange(part, "b n k h w -> b (n k) 1 h w"), labels
+
+        return dict(zip(("support_x", "support_y", "query_x", "query_y"), (*points(support), *points(query)), strict=True))
+
+
+def omniglot(path: Path, n_ways: int, n_shots: int, n_query: int) -> tuple[Characters, Characters, Characters]:
+    """Characters to train, to choose and to test by; no character is in two of them.
+
+    In training each quarter turn of a character is a class of its own; the others are left as they were drawn.
+
+    **Arguments:**
+
+    - `path`: a folder with `alphabet/character/*.png` in it, or its .zip, which is read as it is.
+
+    Raises ValueError where there are too few characters, or too few drawings of one.
+    """
+    drawings = _read(path)
+    if len(drawings) < 3 * n_ways:
+        raise ValueError(
+            f"`{path}`: expected at least {3 * n_ways} characters, {n_ways} each to train, choose and test by, got "
+            f"{len(drawings)}. Give a folder with `alphabet/character/*.png`, or lower --n-ways."
+        )
+    for name, found in drawings.items():
+        if len(found) < n_shots + n_query:
+            raise ValueError(
+                f"`{path}` character {name!r}: expected at least {n_shots} drawings to adapt on + {n_query} to ask for, got "
+                f"{len(found)}. Lower --n-shots or --n-query."
+            )
+    upright = np.stack([image for found in drawings.values() for image in found])
+    images = np.concatenate([np.rot90(upright, turns, axes=(1, 2)) for turns in range(4)])
+    ends = np.cumsum([len(found) for found in drawings.values()])
+    classes = np.split(np.arange(len(upright)), ends[:-1])
+    order = np.random.default_rng(0).permutation(len(classes))  # the same parts for every seed
+    n = max(n_ways, len(classes) // 5)
+    test, validation, train = ([classes[i] for i in part] for part in np.split(order, [n, 2 * n]))
+    turned = [drawn + turns * len(upright) for turns in range(4) for drawn in train]
+    train, validation, test = (Characters(images, part, n_ways, n_shots) for part in (turned, validation, test))
+    return train, validation, test
+
+
+def _files(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The PNG files of a folder or a .zip, by their names in it."""
+    if path.is_dir():
+        for file in sorted(path.rglob("*.png")):
+            yield file.relative_to(path).as_posix(), file.read_bytes()
+    elif zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for name in sorted(name for name in archive.namelist() if name.endswith(".png")):
+                yield name, archive.read(name)
+    else:
+        found = "a file of another kind" if path.exists() else "none"
+        raise ValueError(f"`{path}`: expected a folder or a .zip of `alphabet/character/*.png`, got {found}. Give one.")
+
+
+def _read(path: Path) -> dict[str, list[np.ndarray]]:
+    """The drawings of each character, by the name of its folder."""
+    drawings: dict[str, list[np.ndarray]] = {}
+    for name, content in _files(path):
+        try:
+            with Image.open(BytesIO(content)) as image:
+                pixels = np.asarray(image.convert("L").resize((SIZE, SIZE)))
+        except (UnidentifiedImageError, OSError) as error:
+            raise ValueError(f"`{path}` file {name!r}: expected a PNG, got what Pillow cannot read. {error}.") from None
+        drawings.setdefault(name.rpartition("/")[0], []).append(255 - pixels)  # ink is black on white in the files
+    return drawings
+
+
+# --- the network for characters ----------------------------------------------------------------------------------------
+
+
+class ConvNet(eqx.Module):
+    """Four blocks of convolution, normalisation and ReLU, each of which halves the image, then one layer on the means."""
+
+    convs: list[eqx.nn.Conv2d]
+    norms: list[eqx.nn.GroupNorm]
+    head: eqx.nn.Linear
+
+    def __init__(self, width: int, n_classes: int, *, key: PRNGKeyArray):
+        keys = jax.random.split(key, 5)
+        self.convs = [eqx.nn.Conv2d(width if i else 1, width, 3, use_bias=False, key=keys[i]) for i in range(4)]
+        self.norms = [eqx.nn.GroupNorm(1, width) for _ in range(4)]
+        self.head = eqx.nn.Linear(width, n_classes, key=keys[4])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = jax.nn.relu(norm(convolve(conv, x)))
+        return self.head(x.mean((1, 2)))
+
+
+def convolve(conv: eqx.nn.Conv2d, x: jax.Array) -> jax.Array:
+    """3x3, stride 2, padding 1, as a matmul: each task has weights of its own, and such convolutions are slow on CPU."""
+    _, h, w = x.shape
+    padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1)))
+    shifts = jnp.stack([padded[:, i : i + h : 2, j : j + w : 2] for i in range(3) for j in range(3)], axis=1)
+    patches, weight = rearrange(shifts, "c k h w -> (c k) h w"), rearrange(conv.weight, "o c i j -> o (c i j)")
+    return jnp.einsum("op,phw->ohw", weight, patches)
+
+
+# --- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def interval(errors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means over tasks, and the half-widths of their 95 % confidence intervals."""
+    return errors.mean(0), 1.96 * errors.std(0, ddof=1) / len(errors) ** 0.5
+
+
+def draw_sinusoids(path: Path, batch: Batch, outputs: dict[str, list], errors: dict[str, np.ndarray]) -> None:
+    """Each network on a few tasks, before and after steps on the points, as Figure 2 of the paper; and errors over steps."""
+    figure = Figure(figsize=(15, 6.5), layout="constrained")
+    columns = len(batch["query_x"])
+    grid = figure.add_gridspec(len(outputs), columns + 1)
+    for i, (name, found) in enumerate(outputs.items()):
+        for j, out in enumerate(found):
+            axes = figure.add_subplot(grid[i, j])
+            axes.plot(batch["query_x"][j], batch["query_y"][j], color="black", linewidth=3, alpha=0.25, label="truth")
+            axes.plot(batch["support_x"][j], batch["support_y"][j], "k^", label="points")
+            for step, color in zip(SHOWN, ("0.6", "C1", "C0", "C2"), strict=True):
+                label = f"{step} step{'' if step == 1 else 's'}" if step else "before"
+                axes.plot(
+                    batch["query_x"][j], out["outputs"][step], color=color, linestyle="-" if step else ":", label=label
+                )
+            axes.set(title=f"{name}, task {j + 1}", xlabel="x", ylim=(-5.5, 5.5))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    axes = figure.add_subplot(grid[:, columns])
+    for name, found in errors.items():
+        mean, half = interval(found)
+        axes.plot(mean, marker="o", label=name)
+        axes.fill_between(range(len(mean)), mean - half, mean + half, alpha=0.3)
+    axes.set(title="mean squared error, test tasks", xlabel="gradient steps", yscale="log")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def draw_characters(path: Path, batch: Batch, out: dict[str, np.ndarray], n_ways: int) -> None:
+    """A task: a drawing of each character to adapt on, below it others, each with the class it gets before and after."""
+    said = out["outputs"][[0, AFTER]].argmax(-1)
+    order = rearrange(np.arange(len(batch["query_x"][0])), "(n k) -> (k n)", n=n_ways)
+    images = [*batch["support_x"][0][:: len(batch["support_x"][0]) // n_ways], *batch["query_x"][0][order]]
+    titles = [f"class {i + 1}" for i in range(n_ways)]
+    titles += [f"{before + 1} \N{RIGHTWARDS ARROW} {after + 1}" for before, after in said[:, order].T]
+    draw_grid(path, images, titles, n_columns=n_ways)
