@@ -328,7 +328,7 @@ class Progress:
         if self._last is not None:
             seconds = now - self._last
             memory = math.exp(-seconds / RATE_MEMORY)
-            new = (seconds, 1, n_examples, n_tokens or 0)
+            new = (seconds, step - self._step, n_examples, n_tokens or 0)  # a loop may tell of several steps at once
             self._sums = tuple(memory * total + x for total, x in zip(self._sums, new, strict=True))
         self._last = now
         self._counts_tokens = n_tokens is not None

@@ -217,12 +217,22 @@ class Trainer:
             return dict(zip(self._eval_names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
 
     def get_default_predictor(
-        self, pred_fn: Callable[..., PyTree], output_fn: Callable[[PyTree], list] | None = None
+        self,
+        pred_fn: Callable[..., PyTree],
+        output_fn: Callable[[PyTree], list] | None = None,
+        *,
+        collate_fn: Callable[[list], PyTree] | None = None,
     ) -> Predictor:
-        """A Predictor of this trainer's model as it is at each call, with its `collate_fn`, plan and `compute_dtype`."""
+        """A Predictor of this trainer's model as it is at each call, with its plan and `compute_dtype`.
+
+        **Arguments:**
+
+        - `collate_fn`: of the examples to predict, where they are others than those trained on: prompts without answers, or
+            the observations that a policy acts on. The trainer's by default.
+        """
         predictor = Predictor(
             self.deployer,
-            collate_fn=self._collate_fn,
+            collate_fn=collate_fn or self._collate_fn,
             pred_fn=pred_fn,
             output_fn=output_fn,
             compute_dtype=self._compute_dtype,
@@ -328,20 +338,27 @@ class Trainer:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_ckpt(
-        self, name: str = "last", *, keep_last: int = 2, save_opt_states: bool = True, save_float_dtype: Any = None
+        self,
+        name: str = "last",
+        *,
+        metrics: Mapping[str, float] | None = None,
+        keep_last: int = 2,
+        save_opt_states: bool = True,
+        save_float_dtype: Any = None,
     ) -> Path:
         """Saves model, optimizer state and position to the workdir; returns the checkpoint's folder.
 
         **Arguments:**
 
         - `name`: what `load_ckpt` and `index.json` call it; the checkpoint stays while it has a name.
+        - `metrics`: numbers by name that its `trainer.json` shall carry: what it was chosen by, say.
         - `keep_last`: how many of the newest stay without one.
         - `save_opt_states`: whether to save what only resuming needs.
         - `save_float_dtype`: floating leaves of the model are cast to it in the file.
 
         Raises ValueError without a workdir, OSError where the disk has no room; what was saved before stays whole.
         """
-        return self._save([name], {}, keep_last, save_opt_states, save_float_dtype)
+        return self._save([name], metrics or {}, keep_last, save_opt_states, save_float_dtype)
 
     def load_ckpt(self, name: str | Path = "last", *, load_opt_states: bool = True) -> None:
         """Loads a checkpoint onto this trainer's mesh, whichever mesh it was saved on.

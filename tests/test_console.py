@@ -417,6 +417,15 @@ def test_compiling_and_pauses_count_in_no_rate(clock):
     assert out.getvalue().splitlines()[-1] == "step 10/100  4 examples/s  0:45 left"
 
 
+def test_time_left_where_a_loop_tells_of_several_steps_at_once(clock):
+    out = io.StringIO()
+    with Console(None, file=out).progress(n_steps=1000) as progress:
+        for step in (100, 200, 300):
+            clock.now += 10
+            progress.update(step, metrics={}, n_examples=500)
+    assert out.getvalue().splitlines()[-1] == "step 300/1,000  50 examples/s  1:10 left"
+
+
 def test_throughput_follows_a_change(clock):
     out = io.StringIO()
     with Console(None, file=out).progress() as progress:

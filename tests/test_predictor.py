@@ -425,3 +425,19 @@ def test_a_trainer_s_predictor_follows_its_weights(shards):
         assert np.abs(np.stack(after) - np.stack(before)).max() > 1e-3
         before = after
     assert_outputs(predictor.predict(examples, 1, model=linear(5)), expected(linear(5), examples))
+
+
+def test_a_trainer_s_predictor_takes_other_examples_than_the_training():
+    """Trained on pairs, it predicts from their first halves alone."""
+
+    def collate_fn(pairs):
+        return {"x": np.stack([x for x, _ in pairs]), "y": np.stack([y for _, y in pairs])}
+
+    def loss_fn(model, batch, key):
+        return jnp.mean((apply(model, batch, key) - batch["y"]) ** 2)
+
+    examples = [x.astype(np.float32) for x in make_examples(8)]
+    trainer = redeqx.Trainer(deployer(), model=linear(), optimizer=optax.sgd(0.1), collate_fn=collate_fn, loss_fn=loss_fn)
+    trainer.train([(x, np.ones(8, np.float32)) for x in examples], 8)
+    predictor = trainer.get_default_predictor(lambda model, x, key: jax.vmap(model)(x), collate_fn=np.stack)
+    assert_outputs(predictor.predict(examples, 8), expected(jax.device_get(trainer.model), examples))

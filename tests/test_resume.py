@@ -170,3 +170,16 @@ def test_stream_with_state_goes_on_where_it_stood(tmp_path):
     fit(trainer, Stream(reads))
     assert_same_bits(arrays(trainer), arrays(whole))
     assert reads[0] == BATCH  # after step 4, the first of its epoch
+
+
+def test_a_checkpoint_that_a_loop_of_its_own_saves_tells_what_it_was_chosen_by(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.train(DATA, 2)
+    chosen = arrays(trainer)
+    path = trainer.save_ckpt("argmax_return", metrics={"return": 3.5})
+    trainer.train(DATA, 2)
+    trainer.save_ckpt()
+    assert json.loads((path / "trainer.json").read_text())["metrics"] == {"return": 3.5}
+    again = make_trainer(tmp_path)
+    again.load_ckpt("argmax_return")
+    assert_same_bits(arrays(again), chosen)
