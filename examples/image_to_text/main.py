@@ -1,0 +1,220 @@
+"""Image to text: a ViT reads a picture and a GPT-2 writes its caption, decoded by beam search.
+
+    python -m examples.image_to_text
+
+The default data are pictures of two of scikit-learn's handwritten digits, "a three beside a seven", drawn anew each epoch.
+Pictures to choose the checkpoint by and to test on are made of digits that no training picture holds. `--data FOLDER` takes
+images and a `metadata.jsonl` with `file_name` and `text` a line; `--pretrained FOLDER` goes on from a captioner of
+`transformers` (ViT and GPT-2), with its `tokenizer.json`.
+
+On one CPU core, 252 s of its time: 96.4 % of the test captions are right to the letter, both digits and what lies between
+(with seed 1, 96.2 %).
+"""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+from jax.tree_util import tree_map_with_path
+from rouge_score.rouge_scorer import RougeScorer
+from tokenizers import Tokenizer
+
+import redeqx
+from examples._images import draw_grid
+from examples._texts import BOS, EOS, PAD, learn_tokenizer, load_tokenizer
+from examples.image_to_text.pictures import CELL, Captioned, Parts, of_folder, two_digits
+from redeqx.models import cross_entropy, generate, save_pretrained
+from redeqx.models.gpt2 import GPT2Config
+from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
+from redeqx.models.vit import ViTConfig
+
+
+@dataclass(frozen=True)
+class Args:
+    data: Path | None = None  # A folder of images with metadata.jsonl. Pictures of two digits by default.
+    pretrained: Path | None = None  # A Hugging Face folder of a captioner, to go on from. The sizes below are its own then.
+    workdir: Path = Path("workdir/image_to_text")  # For metrics, checkpoints and pictures. A run resumes from it.
+    n_train: int = 8000  # Pictures of two digits an epoch, each time others.
+    n_held_out: int = 1000  # Pictures of two digits to choose the checkpoint by, and as many to test on.
+    bend: float = 0.15  # How much half of the training digits are turned, stretched and slanted.
+    image_size: int = 60  # Of `--data`, in pixels. Images are resized to it.
+    patch_size: int = 10  # A patch sees one digit, or none.
+    d_model: int = 96
+    n_heads: int = 4
+    n_encoder_layers: int = 3
+    n_decoder_layers: int = 1
+    dropout: float = 0.1
+    n_ids: int = 512  # Of the byte-level BPE that is learnt from the captions, at most.
+    max_tokens: int = 64  # Of a caption, its end included. Longer ones are cut.
+    n_beams: int = 3
+    n_epochs: int = 40
+    batch_size: int = 64  # Examples of one update, over all devices.
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.05
+    n_model_shards: int = 1  # Devices that share each layer.
+    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
+    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    seed: int = 0
+
+
+def read_data(args: Args, encoder: ViTConfig | None) -> Parts:
+    """What to train on in an epoch, what to choose by, and what to test on; of the encoder's size, where there is one."""
+    if args.data is not None:
+        return of_folder(args.data, *((args.image_size, 3) if encoder is None else (encoder.image_size, encoder.n_channels)))
+    if encoder is not None and (encoder.n_channels, encoder.image_size) != (1, 2 * CELL):
+        raise ValueError(
+            f"`--pretrained`: expected a model of images [1, {2 * CELL}, {2 * CELL}] for pictures of digits, got "
+            f"[{encoder.n_channels}, {encoder.image_size}, {encoder.image_size}]. Pass images of your own by `--data`."
+        )
+    return two_digits(args.n_train, args.n_held_out, bend=args.bend, seed=args.seed)
+
+
+def collate_fn(examples: Captioned, *, tokenizer: Tokenizer, eos: int, n_tokens: int) -> dict[str, np.ndarray]:
+    """Pixels in -1 to 1, as ViT expects them, and the tokens of captions with their end; -100 fills up."""
+    labels = np.full((len(examples), n_tokens), -100, np.int32)
+    for row, (_, caption) in zip(labels, examples, strict=True):
+        ids = [*tokenizer.encode(caption, add_special_tokens=False).ids, eos][:n_tokens]
+        row[: len(ids)] = ids
+    return {"pixels": (np.stack([image for image, _ in examples]) - 0.5) / 0.5, "labels": labels}
+
+
+def loss_fn(model: VisionEncoderDecoder, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
+    """Nats, summed over tokens."""
+    keys = jax.random.split(key, len(batch["labels"]))
+    decoder_ids = jax.vmap(model.shift_right)(batch["labels"])
+    logits = jax.vmap(lambda pixels, ids, key: model(pixels, ids, key=key))(batch["pixels"], decoder_ids, keys)
+    return cross_entropy(logits, batch["labels"])
+
+
+def pred_fn(model: VisionEncoderDecoder, batch: dict[str, jax.Array], key: jax.Array, *, n_beams: int) -> jax.Array:
+    """The tokens of captions, as many as the labels at most."""
+    del key
+    return generate(model, batch["pixels"], max_new_tokens=batch["labels"].shape[1], n_beams=n_beams)
+
+
+def score(examples: Captioned, outputs: Sequence[np.ndarray], *, decode: Callable[[np.ndarray], str]) -> dict[str, float]:
+    """The share of captions that are right to the letter, and the mean F1 of ROUGE-L, which is 1 for those."""
+    rouge = RougeScorer(["rougeL"])
+    pairs = [(text.strip(), decode(ids)) for (_, text), ids in zip(examples, outputs, strict=True)]
+    return {
+        "exact": float(np.mean([text == caption for text, caption in pairs])),
+        "rougeL": float(np.mean([rouge.score(text, caption)["rougeL"].fmeasure for text, caption in pairs])),
+    }
+
+
+def draw(path: Path, examples: Captioned, captions: Sequence[str]) -> None:
+    """A grid of images with their captions; wrong ones come first, in a red frame and with the right caption below."""
+    wrong = [text.strip() != caption for (_, text), caption in zip(examples, captions, strict=True)]
+    wrap = textwrap.TextWrapper(width=21).wrap
+    images, titles = [], []
+    for i in [*np.flatnonzero(wrong)[:8], *np.flatnonzero(~np.array(wrong))][:32]:
+        image, text = examples[i]
+        width = max(1, image.shape[1] // 20)
+        frame = np.array([0.9, 0.1, 0.1] if wrong[i] else [0.1, 0.6, 0.2])[:, None, None]
+        framed = np.broadcast_to(frame, (3, image.shape[1] + 2 * width, image.shape[2] + 2 * width)).copy()
+        framed[:, width:-width, width:-width] = image  # one channel is repeated
+        images.append(framed)
+        titles.append("\n".join(wrap(captions[int(i)]) + (wrap(f"(it is: {text})") if wrong[i] else [])))
+    draw_grid(path, images, titles)
+
+
+def is_matrix(params: VisionEncoderDecoder) -> VisionEncoderDecoder:
+    """Which leaves decay: the weights of layers. Their dims would not tell, for a stacked bias has two as well."""
+    return tree_map_with_path(lambda path, _: path[-1].name == "weight" and "norm" not in path[-2].name, params)
+
+
+def load(folder: Path, deployer: redeqx.Deployer) -> tuple[VisionEncoderDecoder, Tokenizer]:
+    """The captioner and the tokenizer of a Hugging Face folder."""
+    model, config = VisionEncoderDecoder.from_pretrained(folder, deployer=deployer)
+    for name in ("eos_token_id", "pad_token_id"):
+        if not isinstance(token := getattr(config, name), int):
+            raise ValueError(f"`{folder / 'config.json'}`: expected one `{name}`, got {token}. Write it there.")
+    tokenizer = load_tokenizer(folder)
+    if (n := tokenizer.get_vocab_size()) > config.decoder.vocab_size:
+        raise ValueError(
+            f"`{folder / 'tokenizer.json'}`: expected at most the model's {config.decoder.vocab_size} tokens, got {n}. "
+            "Put the tokenizer there that the model was trained with."
+        )
+    return model, tokenizer
+
+
+def make(args: Args, examples: Captioned, deployer: redeqx.Deployer) -> tuple[VisionEncoderDecoder, Tokenizer]:
+    """A new captioner for such images, and a tokenizer for such captions."""
+    tokenizer = learn_tokenizer([caption for _, caption in examples], args.n_ids)
+    n_channels, image_size, _ = examples[0][0].shape
+    # The published 0.02 is for a width of 768; narrower models learn sooner from larger weights.
+    std = 0.02 * (768 / args.d_model) ** 0.5
+    encoder = ViTConfig(
+        image_size, args.patch_size, n_channels, args.d_model, 4 * args.d_model, args.n_encoder_layers, args.n_heads,
+        dropout=args.dropout, has_pooler=False, init_std=std,
+    )  # fmt: skip
+    decoder = GPT2Config(
+        -(-tokenizer.get_vocab_size() // 64) * 64,  # rounded up, so that shards divide the embedding
+        args.max_tokens + 1, args.d_model, args.n_decoder_layers, args.n_heads, args.dropout, args.dropout, args.dropout,
+        has_cross_attention=True, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, init_std=std,
+    )  # fmt: skip
+    config = VisionEncoderDecoderConfig(encoder, decoder, BOS, EOS, PAD, decoder_start_token_id=BOS)
+    key = deployer.next_key()
+
+    def init() -> VisionEncoderDecoder:
+        model = VisionEncoderDecoder(config, key=key)
+        # A patch is a sum over its pixels, and far larger than a first position: attention by place would come late.
+        positions = model.encoder.positions * args.patch_size * n_channels**0.5
+        return eqx.tree_at(lambda model: model.encoder.positions, model, positions)
+
+    return deployer.init(init), tokenizer
+
+
+def main(args: Args) -> dict[str, float]:
+    """Trains and tests; returns the test scores."""
+    deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
+    rows = deployer.get_per_device_batch_size(args.batch_size)
+    if args.pretrained is None:
+        train, validation, test = read_data(args, None)
+        model, tokenizer = make(args, train(0), deployer)
+    else:
+        model, tokenizer = load(args.pretrained, deployer)
+        train, validation, test = read_data(args, model.config.encoder)
+    deployer.log_info(deployer.plan(model).explain(), title="plan")
+
+    eos = model.config.eos_token_id
+    assert isinstance(eos, int)  # `load` has checked it
+    first = train(0)
+    longest = 1 + max(len(tokenizer.encode(caption, add_special_tokens=False)) for _, caption in first)
+    n_tokens = min(args.max_tokens, longest, model.config.n_positions - 1)
+    lr = deployer.get_lr_schedule_fn(len(first), rows, args.n_epochs, args.learning_rate, "cosine", warmup_ratio=0.05)
+    adamw = optax.adamw(lr, b2=0.98, weight_decay=args.weight_decay, mask=is_matrix)
+    trainer = redeqx.Trainer(
+        deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(1.0), adamw), loss_fn=loss_fn,
+        collate_fn=partial(collate_fn, tokenizer=tokenizer, eos=eos, n_tokens=n_tokens),
+        lr_schedule_fn=lr,
+    )  # fmt: skip
+
+    def decode(ids: np.ndarray) -> str:
+        return tokenizer.decode(ids.tolist()).strip()  # without special tokens
+
+    predictor = trainer.get_default_predictor(partial(pred_fn, n_beams=args.n_beams))
+    trainer.fit(
+        train, rows, args.n_epochs, eval_examples=validation, eval_predictor=predictor,
+        eval_metric_fn=partial(score, decode=decode), save_last_ckpt=True, save_argmax_ckpt_by_metrics=["exact"],
+    )  # fmt: skip
+
+    trainer.load_ckpt("argmax_exact")
+    outputs = predictor.predict(test, rows)
+    scores = {f"test_{name}": value for name, value in score(test, outputs, decode=decode).items()}
+    draw(args.workdir / "captions.png", test, [decode(ids) for ids in outputs])
+    folder = save_pretrained(trainer.model, model.config, args.workdir / "model")
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+    table = "\n".join(f"{name:12}{value:.4f}" for name, value in scores.items())
+    deployer.log_info(table, title=f"{len(test)} images that training has not seen")
+    deployer.log_metrics(scores, trainer.step)
+    files = [args.workdir / "captions.png", folder, args.workdir / "ckpts"]
+    deployer.log_info("\n".join(map(str, files)), title="captions, best model as a Hugging Face folder, checkpoints")
+    return scores
