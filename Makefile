@@ -3,15 +3,20 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Simulated devices need a thread each in XLA's pool, or their collectives wait for each other for ever.
-export NPROC ?= 16
+# Simulated devices need a thread each in XLA's pool, or their collectives wait for each other for ever. (The examples see to
+# that themselves: one device is faster without.)
+test sweep parity benchmarks: export NPROC ?= 16
 # A file at a time in each of two processes: compilation, which takes most of the time, uses one core.
 PYTEST_WORKERS ?= -n 2 --dist loadfile
 
-.PHONY: demo test lint sweep parity benchmarks clean
+.PHONY: demo examples test lint sweep parity benchmarks clean
 
 demo: $(VENV)/.demo
-	$(BIN)/python examples/language_modeling/main.py
+	$(BIN)/python -m examples.language_modeling
+
+# Every example's full run, and their numbers as one table; `make examples EXAMPLES="lora meta_learning"` runs some.
+examples: $(VENV)/.demo
+	$(BIN)/python -m examples $(EXAMPLES)
 
 test: lint
 	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m "not sweep and not parity"
@@ -41,7 +46,7 @@ $(VENV)/bin/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable ".[examples,hf]"
+	$(BIN)/python -m pip install --quiet --editable ".[examples]"
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python

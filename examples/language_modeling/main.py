@@ -1,40 +1,49 @@
 """Language modelling: train GPT-2 on text, and hold its bits per byte against those of general compressors.
 
-    python examples/language_modeling/main.py
+    python -m examples.language_modeling
 
 The default data is the source of Python's standard library, cut into train and held-out files, read as bytes. Without an
 accelerator eight devices are simulated, as data=4 x model=2. Killed and run again, it ends with the same bits.
 
 8 simulated devices on 2 CPU cores, 2 min 20 s: 1.679 bits per byte after 4 MB of text. The compressors, which have
 seen none of that text, reach 2.028 (zlib) and 1.681 (lzma).
+
+A published decoder (GPT-2, GPT-J, OPT, LLaMA, Mistral, Qwen) is tuned to follow instructions, or goes on with texts, by
+
+    python -m examples.language_modeling --data pairs.jsonl --pretrained FOLDER --lora-rank 8 --learning-rate 1e-4
+
+A line of the .jsonl is an object with `prompt` and `response`; the loss counts the response's tokens and its end.
 """
 
 import json
 import lzma
 import math
-import sysconfig
+import shutil
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from jax.tree_util import tree_map_with_path
 from matplotlib.figure import Figure
 
 import redeqx
+from examples.language_modeling.texts import Vocabulary, load_vocabulary, pad_left, prompt_of, read_examples
+from redeqx.models import Decoder, cross_entropy, from_pretrained, generate, lora, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
-
-PROMPT = 32  # tokens of held-out text that the sample goes on from
 
 
 @dataclass(frozen=True)
 class Args:
-    data: Path | None = None  # A text file, or a folder of them. The standard library's source by default.
+    data: Path | None = None  # A text file, a folder of them, or a .jsonl. The standard library's source by default.
+    prompt_key: str = "prompt"  # Of a .jsonl.
+    response_key: str = "response"  # Of a .jsonl.
+    pretrained: Path | None = None  # A Hugging Face folder of a decoder, with its tokenizer.json. Tuned, it is saved again.
+    lora_rank: int | None = None  # Train adapters of this rank on the attention's weights, and nothing else.
     tokenizer: Path | None = None  # A `tokenizer.json`, of the tokenizers library. Bytes by default.
     train_bytes: int = 4_000_000  # At most so many bytes are trained on: raise it with the hardware.
     held_out_bytes: int = 200_000  # At most so many bytes are evaluated on.
@@ -42,7 +51,7 @@ class Args:
     n_layers: int = 2
     d_model: int = 128
     n_heads: int = 2
-    seq_len: int = 128  # Tokens of one example.
+    seq_len: int = 128  # Tokens of one example. Of a prompt too long for it the last ones stay.
     dropout: float = 0.0  # Of all three kinds. A single pass over the text does better without.
     n_epochs: int = 1
     batch_size: int = 8  # Examples of one update, over all devices.
@@ -50,54 +59,31 @@ class Args:
     learning_rate: float = 3e-3
     n_model_shards: int | None = None  # Devices that share each layer. By default 2 simulated ones, or 1.
     n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
+    simulate_devices: int = 8  # Devices to act as on a machine without an accelerator.
     eval_every_n_steps: int = 1000
     save_every_n_steps: int = 250
     seed: int = 0
 
 
-def read_texts(path: Path | None) -> tuple[str, str]:
-    """The text to train on and the text held out: one file in twenty, always the same, or the first part of a lone one."""
-    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
-    files = [root] if root.is_file() else [f for f in root.rglob("*" if path else "*.py") if f.is_file()]
-    if path is None:  # leave out what is installed inside it, and the tests, which not every machine has
-        foreign = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-        files = [f for f in files if not foreign & set(f.relative_to(root).parts)]
-    texts = []
-    # In the order of a hash of their names, so that the first bytes are a fair sample of all.
-    for file in sorted(files, key=lambda f: (zlib.crc32(f.relative_to(root).as_posix().encode()), f)):
-        try:
-            texts.append(file.read_text("utf-8"))
-        except UnicodeDecodeError:
-            print(f"{file}: not UTF-8, left out")
-    if len(texts) == 1:
-        texts = [texts[0][: len(texts[0]) // 20], texts[0][len(texts[0]) // 20 :]]
-    n_held_out = max(1, len(texts) // 20)
-    train, held_out = "\n\n".join(texts[n_held_out:]), "\n\n".join(texts[:n_held_out])
-    if min(len(train), len(held_out)) <= PROMPT:
-        raise ValueError(f"`--data`: expected text to train on and to hold out, got {len(train)} characters in {root}.")
-    return train, held_out
-
-
-def load_tokenizer(path: Path | None) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str], int]:
-    """Text to ids, ids to text, and the number of ids."""
-    if path is None:
-        return lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), 256
-    from tokenizers import Tokenizer  # an extra of its own: bytes do without
-
-    tokenizer = Tokenizer.from_file(str(path))
-    n_ids = -(-tokenizer.get_vocab_size() // 64) * 64  # rounded up, so that shards divide the embedding
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.decode, n_ids
-
-
-def cut(ids: list[int], seq_len: int) -> np.ndarray:
-    """Rows of seq_len + 1 tokens that overlap by one: each token but the first is predicted once. -1 fills the last row."""
-    filled = np.pad(np.array(ids, np.int32), (0, -(len(ids) - 1) % seq_len), constant_values=-1)
-    return np.lib.stride_tricks.sliding_window_view(filled, seq_len + 1)[::seq_len]
+def make_model(args: Args, deployer: redeqx.Deployer) -> tuple[Any, Any, Vocabulary]:
+    """GPT-2 of the sizes given, or a folder's model; its config and its vocabulary."""
+    if args.pretrained is not None:
+        model, config = from_pretrained(args.pretrained, deployer=deployer, kind=Decoder)
+        if config.eos_token_id is None:
+            raise ValueError(f"`{args.pretrained / 'config.json'}`: `eos_token_id`: expected an id, got None. Add it.")
+        end = config.eos_token_id[0] if isinstance(config.eos_token_id, tuple) else config.eos_token_id
+        return model, config, load_vocabulary(args.tokenizer or args.pretrained, end)
+    vocabulary = load_vocabulary(args.tokenizer)
+    sizes = (vocabulary.n_ids, args.seq_len, args.d_model, args.n_layers, args.n_heads)
+    # The published 0.02 is for a width of 768; narrower models learn sooner from larger weights.
+    config = GPT2Config(*sizes, args.dropout, args.dropout, args.dropout, init_std=0.02 * (768 / args.d_model) ** 0.5)
+    key = deployer.next_key()
+    return deployer.init(lambda: GPT2(config, key=key)), config, vocabulary
 
 
 def collate_fn(examples: list[np.ndarray]) -> dict[str, np.ndarray]:
     rows = np.stack(examples)
-    return {"ids": np.maximum(rows[:, :-1], 0), "labels": rows[:, 1:]}
+    return {"ids": rows[:, 0], "labels": rows[:, 1]}
 
 
 def loss_fn(model: GPT2, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
@@ -109,17 +95,21 @@ def loss_fn(model: GPT2, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.
     return redeqx.Loss(total=jnp.sum(nats * weights), weight=jnp.sum(weights))
 
 
-def pred_fn(model: GPT2, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """Each row's first tokens, then what the model goes on with: it never sees a token that it has yet to replace."""
-
-    def next_token(i: jax.Array, ids: jax.Array) -> jax.Array:
-        logits = jax.vmap(model)(ids)[:, i - 1]
-        return ids.at[:, i].set(jax.random.categorical(jax.random.fold_in(key, i), logits / 0.8))
-
-    return jax.lax.fori_loop(PROMPT, batch["ids"].shape[1], next_token, batch["ids"])
+def chunked_loss_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
+    """The same, for the vocabularies of published models: the logits of 256 tokens of each row at once."""
+    keys = jax.random.split(key, len(batch["ids"]))
+    hidden = jax.vmap(lambda ids, key: model.hidden(ids, key=key))(batch["ids"], keys)
+    return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=256, ignore_index=-1)
 
 
-def is_matrix(params: GPT2) -> GPT2:
+def pred_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+    """What the model goes on with after each prompt."""
+    n_new = min(96, model.config.n_positions - batch["ids"].shape[1])
+    drawn = {"sample": True, "temperature": 0.8, "key": key}
+    return generate(model, batch["ids"], mask=batch["mask"], max_new_tokens=n_new, eos_token_id=(), **drawn)
+
+
+def is_matrix(params: Any) -> Any:
     """Which leaves decay: the weights of layers. Their dims would not tell, for a stacked bias has two as well."""
     return tree_map_with_path(lambda path, _: path[-1].name == "weight" and "norm" not in path[-2].name, params)
 
@@ -139,25 +129,36 @@ def draw_curve(workdir: Path, bits_per_nat: float, levels: dict[str, float]) -> 
     figure.savefig(workdir / "loss.png", dpi=150)
 
 
-def main(args: Args) -> float:
+def save_folders(args: Args, model: Any, config: Any) -> list[str]:
+    """Writes the tuned model as a Hugging Face folder again, and its adapter as PEFT's; returns their names."""
+    assert args.pretrained is not None
+    if args.lora_rank is not None:
+        lora.save_adapter(model, args.workdir / "adapter", base=str(args.pretrained))
+        model = lora.merge(model)
+    save_pretrained(model, config, args.workdir / "model")
+    for file in args.pretrained.glob("*token*.json"):
+        shutil.copy(file, args.workdir / "model")
+    return ["model"] if args.lora_rank is None else ["model", "adapter"]
+
+
+def main(args: Args) -> dict[str, float]:
     """Trains and reports; returns the held-out bits per byte."""
+    if args.lora_rank is not None and args.pretrained is None:
+        raise ValueError(f"`--lora-rank`: expected with `--pretrained`, got {args.lora_rank} alone. Name a folder to adapt.")
     n_model_shards = args.n_model_shards or (2 if jax.default_backend() == "cpu" and jax.device_count() > 1 else 1)
     deployer = redeqx.Deployer(args.seed, n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     rows = args.per_device_batch_size or max(1, args.batch_size // deployer.n_batch_shards)
     n_micro = deployer.get_accumulate_grad_batches(args.batch_size, rows)
 
-    encode, decode, n_ids = load_tokenizer(args.tokenizer)
-    limits = (args.train_bytes, args.held_out_bytes)
-    texts = [t.encode()[:n].decode(errors="ignore") for t, n in zip(read_texts(args.data), limits, strict=True)]
-    train, held_out = (cut(encode(text), args.seq_len) for text in texts)
+    model, config, vocabulary = make_model(args, deployer)
+    limits, keys = (args.train_bytes, args.held_out_bytes), (args.prompt_key, args.response_key)
+    train, held_out, text = read_examples(args.data, vocabulary, args.seq_len, limits, keys)
     # Whole updates: a smaller last one would be compiled for itself.
     train = train[: max(1, len(train) // args.batch_size) * args.batch_size]
-
-    sizes = (n_ids, args.seq_len, args.d_model, args.n_layers, args.n_heads)
-    # The published 0.02 is for a width of 768; narrower models learn sooner from larger weights.
-    config = GPT2Config(*sizes, args.dropout, args.dropout, args.dropout, init_std=0.02 * (768 / args.d_model) ** 0.5)
-    key = deployer.next_key()
-    model = deployer.init(lambda: GPT2(config, key=key))
+    trainable = {}
+    if args.lora_rank is not None:
+        model = lora.add(model, rank=args.lora_rank, where="*.attention.*", key=deployer.next_key())
+        trainable = {"trainable": lora.trainable(model)}
     deployer.log_info(deployer.plan(model).explain(), title="plan")
 
     lr = deployer.get_lr_schedule_fn(
@@ -167,31 +168,33 @@ def main(args: Args) -> float:
     adamw = optax.adamw(lr, b2=0.95, weight_decay=0.1, mask=is_matrix)
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(1.0), adamw), collate_fn=collate_fn,
-        loss_fn=loss_fn, lr_schedule_fn=lr, accumulate_grad_batches=n_micro,
+        loss_fn=loss_fn if args.pretrained is None else chunked_loss_fn, lr_schedule_fn=lr,
+        accumulate_grad_batches=n_micro, **trainable,
     )  # fmt: skip
     trainer.fit(
         train, rows, args.n_epochs, eval_examples=held_out, eval_every_n_steps=args.eval_every_n_steps,
         save_every_n_steps=args.save_every_n_steps, save_last_ckpt=True, save_argmin_ckpt_by_metrics=["loss"],
     )  # fmt: skip
 
-    text = texts[1].encode()
-    bits_per_nat = int((held_out[:, 1:] >= 0).sum()) / len(text) / math.log(2)  # the loss is nats a token
-    packed = {"zlib": zlib.compress(text, 9), "lzma": lzma.compress(text, preset=9)}
-    levels = {name: 8 * len(data) / len(text) for name, data in packed.items()}
-    scores = {"GPT-2": trainer.eval_loss(held_out, rows) * bits_per_nat, **levels}
+    n_bytes = len(text.encode())
+    bits_per_nat = int((held_out[:, 1] >= 0).sum()) / n_bytes / math.log(2)  # the loss is nats a token
+    packed = {"zlib": zlib.compress(text.encode(), 9), "lzma": lzma.compress(text.encode(), preset=9)}
+    levels = {name: 8 * len(data) / n_bytes for name, data in packed.items()}
+    name = "GPT-2" if args.pretrained is None else json.loads((args.pretrained / "config.json").read_text())["model_type"]
+    scores = {name: trainer.eval_loss(held_out, rows) * bits_per_nat, **levels}
     draw_curve(args.workdir, bits_per_nat, levels)
 
-    (ids,) = trainer.get_default_predictor(pred_fn).predict(held_out[len(held_out) // 2 :][:1], 1)
-    prompt, added = decode(ids[:PROMPT].tolist()), decode(ids[PROMPT:].tolist())
-    deployer.log_info(f"{prompt}[{added}]", title="sample: held-out text, and in brackets what GPT-2 adds")
+    prompt = prompt_of(held_out[len(held_out) // 2])
+    (new,) = trainer.get_default_predictor(pred_fn, collate_fn=pad_left).predict([prompt], 1)
+    added = [*new.tolist(), vocabulary.end]
+    sample = f"{vocabulary.decode(prompt)}[{vocabulary.decode(added[: added.index(vocabulary.end)])}]"
+    deployer.log_info(sample, title=f"sample: held-out text, and in brackets what {name} adds")
     table = "\n".join(f"{name:8}{score:.3f}" for name, score in scores.items())
-    deployer.log_info(table, title=f"bits per byte of {len(text):,} held-out bytes")
+    deployer.log_info(table, title=f"bits per byte of {n_bytes:,} held-out bytes")
     index = json.loads((args.workdir / "ckpts/index.json").read_text())
     files = ["loss.png", "metrics.jsonl", f"ckpts/{index['last']}", f"ckpts/{index['argmin_loss']}"]
+    files += [] if args.pretrained is None else save_folders(args, trainer.model, config)
     deployer.log_info("\n".join(str(args.workdir / file) for file in files), title="curve, metrics, last checkpoint, best")
-    return scores["GPT-2"]
-
-
-if __name__ == "__main__":
-    redeqx.simulate_devices(8)
-    main(tyro.cli(Args, description=__doc__))
+    test_scores = {"test_bits_per_byte": scores[name]}
+    deployer.log_metrics(test_scores, trainer.step)
+    return test_scores

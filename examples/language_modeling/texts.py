@@ -1,0 +1,156 @@
+"""What a language model is trained on: texts cut into rows of tokens, or instructions of which the response alone counts.
+
+An example is an array `[2, seq_len]`: ids, and the label of each, which is the token after it; -1 where none counts.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from examples._texts import load_tokenizer, read_table, standard_library
+
+PROMPT = 32  # tokens of held-out text that a sample goes on from
+
+Pairs = list[tuple[str, str]]  # prompts and their responses
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Text to ids, ids to text, the number of ids, and the id that ends a response."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    n_ids: int
+    end: int
+
+
+def load_vocabulary(path: Path | None, end: int | None = None) -> Vocabulary:
+    """That of a `tokenizer.json` or of the folder that holds one; of bytes by default, where 0 ends, which is in no text.
+
+    **Arguments:**
+
+    - `end`: the id that ends a response; one beyond the tokenizer's by default.
+    """
+    if path is None:
+        return Vocabulary(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), 256, end=0)
+    tokenizer = load_tokenizer(path) if path.is_dir() else Tokenizer.from_file(str(path))
+    end = tokenizer.get_vocab_size() if end is None else end
+    n_ids = -(-(tokenizer.get_vocab_size() + 1) // 64) * 64  # rounded up, so that shards divide the embedding
+    return Vocabulary(lambda text: tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.decode, n_ids, end)
+
+
+def read_examples(
+    path: Path | None, vocabulary: Vocabulary, seq_len: int, limits: tuple[int, int], keys: tuple[str, str]
+) -> tuple[np.ndarray, np.ndarray, str]:
+    """Examples to train on, those held out, and the text that the latter predict.
+
+    **Arguments:**
+
+    - `limits`: bytes at most to train on and to hold out.
+    - `keys`: of a prompt and a response in a .jsonl.
+    """
+    if path is not None and path.suffix == ".jsonl":
+        pairs = [within(part, n) for part, n in zip(read_pairs(path, *keys), limits, strict=True)]
+        train, held_out = (cut_pairs(part, vocabulary, seq_len) for part in pairs)
+        return train, held_out, "\n".join(response for _, response in pairs[1])
+    texts = [text.encode()[:n].decode(errors="ignore") for text, n in zip(read_texts(path), limits, strict=True)]
+    train, held_out = (cut(vocabulary.encode(text), seq_len) for text in texts)
+    return train, held_out, texts[1]
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+def read_texts(path: Path | None) -> tuple[str, str]:
+    """The text to train on and the text held out: one file in twenty, always the same, or the first part of a lone one."""
+    if path is None:
+        files = standard_library()
+    elif path.is_file():
+        files = [path]
+    else:  # in the order of a hash of their names, so that the first bytes are a fair sample of all
+        found = [file for file in path.rglob("*") if file.is_file()]
+        files = sorted(found, key=lambda file: (zlib.crc32(file.relative_to(path).as_posix().encode()), file))
+    texts = []
+    for file in files:
+        try:
+            texts.append(file.read_text("utf-8"))
+        except UnicodeDecodeError:
+            print(f"{file}: not UTF-8, left out")
+    if len(texts) == 1:
+        texts = [texts[0][: len(texts[0]) // 20], texts[0][len(texts[0]) // 20 :]]
+    n_held_out = max(1, len(texts) // 20)
+    train, held_out = "\n\n".join(texts[n_held_out:]), "\n\n".join(texts[:n_held_out])
+    if min(len(train), len(held_out)) <= PROMPT:
+        raise ValueError(
+            f"`--data`: expected text to train on and to hold out, got {len(train)} characters in {path}. "
+            "Give a longer text, or a folder of them."
+        )
+    return train, held_out
+
+
+def cut(ids: Sequence[int], seq_len: int) -> np.ndarray:
+    """Examples that overlap by one token: each but the first is predicted once, also in the last row, which is filled up."""
+    filled = np.pad(np.array(ids, np.int32), (0, -(len(ids) - 1) % seq_len), constant_values=-1)
+    rows = np.lib.stride_tricks.sliding_window_view(filled, seq_len + 1)[::seq_len]
+    return np.stack([np.maximum(rows[:, :-1], 0), rows[:, 1:]], axis=1)
+
+
+# --- instructions -----------------------------------------------------------------------------------------------------
+
+
+def read_pairs(path: Path, prompt_key: str, response_key: str) -> tuple[Pairs, Pairs]:
+    """Prompts and responses of a .jsonl with an object a line: those to train on, and one in twenty held out."""
+    pairs = []
+    for number, row in enumerate(read_table(path, [prompt_key, response_key]), start=1):
+        for key in (prompt_key, response_key):
+            if not isinstance(row[key], str) or not row[key].strip():
+                raise ValueError(
+                    f"`{path}` row {number}: `{key}`: expected text, got {row[key]!r}. Write it, or drop the row."
+                )
+        pairs.append((row[prompt_key].strip() + "\n\n", row[response_key].strip()))
+    if len(pairs) < 2:
+        raise ValueError(f"`{path}`: expected rows to train on and to hold out, got {len(pairs)}. Add more.")
+    return [pair for i, pair in enumerate(pairs) if i % 20], pairs[::20]
+
+
+def within(pairs: Pairs, n_bytes: int) -> Pairs:
+    """The first pairs, of at most `n_bytes` in all; one at least."""
+    sizes = np.cumsum([len((prompt + response).encode()) for prompt, response in pairs])
+    return pairs[: max(1, int(np.searchsorted(sizes, n_bytes, side="right")))]
+
+
+def cut_pairs(pairs: Pairs, vocabulary: Vocabulary, seq_len: int) -> np.ndarray:
+    """Examples of a prompt, a response and an end each. Of a prompt too long for the row the last tokens stay."""
+    examples = np.zeros((len(pairs), 2, seq_len), np.int32)
+    examples[:, 1] = -1
+    for (ids, labels), (prompt, response) in zip(examples, pairs, strict=True):
+        answer = [*vocabulary.encode(response), vocabulary.end]
+        if len(answer) > seq_len:
+            raise ValueError(
+                f"`--seq-len`: expected at least {len(answer)}, to hold the response {response[:40]!r}..., got {seq_len}. "
+                "Raise it, or leave that row out."
+            )
+        tokens = [*vocabulary.encode(prompt)[-(seq_len + 1 - len(answer)) :], *answer]
+        ids[: len(tokens) - 1] = tokens[:-1]
+        labels[len(tokens) - 1 - len(answer) : len(tokens) - 1] = answer
+    return examples
+
+
+def prompt_of(example: np.ndarray) -> list[int]:
+    """What a sample goes on from: the prompt of an instruction, or the first tokens of a text."""
+    ids, labels = example
+    n = int(np.argmax(labels >= 0)) + 1
+    return ids[: PROMPT if n == 1 else n].tolist()
+
+
+def pad_left(prompts: list[list[int]]) -> dict[str, np.ndarray]:
+    """A batch of prompts as `generate` takes them."""
+    width = max(map(len, prompts))
+    return {
+        "ids": np.stack([np.pad(np.array(ids, np.int32), (width - len(ids), 0)) for ids in prompts]),
+        "mask": np.stack([np.arange(width) >= width - len(ids) for ids in prompts]),
+    }

@@ -1,0 +1,373 @@
+"""The main job, small: it learns, resumes with the same bits, and refuses what it does not understand."""
+
+import contextlib
+import inspect
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from examples._texts import learn_tokenizer
+from examples.language_modeling.main import Args, chunked_loss_fn, collate_fn, is_matrix, loss_fn, main, pred_fn
+from examples.language_modeling.texts import (
+    cut,
+    cut_pairs,
+    load_vocabulary,
+    pad_left,
+    prompt_of,
+    read_pairs,
+    read_texts,
+    within,
+)
+from redeqx.models import from_pretrained, lora, save_pretrained
+from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.t5 import T5, T5Config
+
+ROOT = Path(__file__).parents[2]
+N_STEPS, BATCH, SEQ = 60, 8, 64
+SIZES = {
+    "train_bytes": N_STEPS * BATCH * SEQ + 1,
+    "held_out_bytes": 3000,
+    "n_layers": 1,
+    "d_model": 32,
+    "n_heads": 2,
+    "seq_len": SEQ,
+    "batch_size": BATCH,
+    "n_model_shards": 2,
+    "eval_every_n_steps": 10,
+    "save_every_n_steps": 7,
+}
+
+
+def start(*arguments):
+    """The example in a process of its own, as a user starts it, on eight simulated devices."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "examples.language_modeling", *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Wide, so that no phrase is folded. That there are eight devices is the example's own doing.
+        env={**{k: v for k, v in os.environ.items() if k != "NPROC"}, "COLUMNS": "200"},
+    )
+
+
+def arguments(data, workdir):
+    pairs = {"data": data, "workdir": workdir, **SIZES}
+    return [part for name, value in pairs.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(inspect.getsource(inspect), "utf-8")
+    return path
+
+
+def run(data, workdir):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        scores = main(Args(data=data, workdir=workdir, **SIZES))
+    assert metrics(workdir)[-1] == {"step": N_STEPS, **scores}
+    return scores["test_bits_per_byte"], output.getvalue()
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    """A run that nothing interrupted: its workdir, its bits per byte, and what it printed."""
+    workdir = tmp_path_factory.mktemp("finished")
+    return workdir, *run(data, workdir)
+
+
+def metrics(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(workdir):
+    """What was recorded of training, without the result that each run adds."""
+    return [line for line in metrics(workdir) if "test_bits_per_byte" not in line]
+
+
+def checkpoint(workdir, tag):
+    return workdir / "ckpts" / json.loads((workdir / "ckpts" / "index.json").read_text())[tag]
+
+
+def test_learns_and_says_what_it_did(finished):
+    workdir, bits, output = finished
+    losses = [line["loss"] for line in metrics(workdir) if "loss" in line]
+    held_out = [line["eval_loss"] for line in metrics(workdir) if "eval_loss" in line]
+    assert len(losses) == N_STEPS
+    assert losses[0] == pytest.approx(math.log(256), abs=0.2)
+    assert held_out[-1] < 0.75 * losses[0]
+    assert bits == pytest.approx(held_out[-1] / math.log(2), rel=1e-2)  # bytes: a token each, but for the first
+
+    assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    best = checkpoint(workdir, "argmin_loss")
+    assert best.name == f"step_{10 * (1 + int(np.argmin(held_out))):08}"
+    last = checkpoint(workdir, "last")
+    assert last.name == f"step_{N_STEPS:08}"
+    for wanted in (
+        "mesh data=4 x fsdp=1 x model=2",
+        "stack.blocks.mlp.up.weight",
+        f"GPT-2   {bits:.3f}",
+        "zlib    ",
+        "lzma    ",
+        "sample: held-out text",
+        str(workdir / "loss.png"),
+        str(workdir / "metrics.jsonl"),
+        str(best),
+        str(last),
+    ):
+        assert wanted in output
+
+
+def test_run_again_it_takes_no_step(data, finished):
+    workdir, bits, _ = finished
+    before = steps(workdir)
+    again, output = run(data, workdir)
+    assert again == bits
+    assert steps(workdir) == before
+    assert f"resuming from {checkpoint(workdir, 'last')}, step {N_STEPS}" in output
+    assert str(workdir / "loss.png") in output
+
+
+def test_killed_and_run_again_it_ends_with_the_same_bits(data, finished, tmp_path):
+    process = start(*arguments(data, tmp_path))
+    deadline = time.monotonic() + 120
+    try:
+        while not (tmp_path / "ckpts" / "step_00000014" / "trainer.json").exists():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+    assert checkpoint(tmp_path, "last").name < f"step_{N_STEPS:08}"
+
+    process = start(*arguments(data, tmp_path))
+    try:
+        output, _ = process.communicate(timeout=180)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    whole, resumed = checkpoint(finished[0], "last"), checkpoint(tmp_path, "last")
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (resumed / name).read_bytes() == (whole / name).read_bytes()
+    assert steps(tmp_path) == steps(finished[0])
+
+
+@pytest.mark.parametrize(
+    ("flag", "status", "words"),
+    [
+        (
+            "--help",
+            0,
+            ["--learning-rate FLOAT", "--data {None}|PATH", "A text file, a folder of them", "(default: 0.003)"],
+        ),
+        ("--leraning-rate=1", 2, ["--leraning-rate", "Perhaps you meant", "--learning-rate FLOAT"]),
+        ("--n-layers=two", 2, ["--n-layers", "two"]),
+    ],
+)
+def test_command_line(flag, status, words):
+    process = start(flag)
+    try:
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == status, output
+    for word in words:
+        assert word in output
+
+
+def test_reads_a_folder_by_file(tmp_path, capsys):
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text(f"file {i} " * 20)
+    (tmp_path / "photo").write_bytes(b"\xff\xfe\xff")
+    train, held_out = read_texts(tmp_path)
+    assert (train, held_out) == read_texts(tmp_path)
+    held_out_files = {i for i in range(40) if f"file {i} " in held_out}
+    assert len(held_out_files) == 2
+    assert all(f"file {i} " in train for i in set(range(40)) - held_out_files)
+    assert not any(f"file {i} " in train for i in held_out_files)
+    assert "photo: not UTF-8, left out" in capsys.readouterr().out
+
+
+def test_reads_the_standard_library_and_nothing_installed_in_it():
+    train, held_out = read_texts(None)
+    assert 0.01 < len(held_out) / len(train) < 0.2  # by number it is one file in twenty
+    assert "class Thread" in train + held_out
+    assert "jaxtyping" not in train + held_out
+
+
+def test_rejects_data_without_text(tmp_path):
+    with pytest.raises(ValueError, match=r"`--data`: expected text to train on and to hold out, got 0 characters in .*"):
+        read_texts(tmp_path / "missing")
+
+
+def test_each_token_is_predicted_once():
+    ids = list(range(1, 24))
+    for seq_len in (5, 11, 22, 30):
+        examples = cut(ids, seq_len)
+        assert examples.shape[1:] == (2, seq_len)
+        given, labels = examples[:, 0].ravel(), examples[:, 1].ravel()
+        assert labels[labels >= 0].tolist() == ids[1:]
+        assert given[labels >= 0].tolist() == ids[:-1]
+
+
+def test_bytes_and_tokenizer_files_give_the_text_back(tmp_path):
+    text = "def f(x):\n    return 'ünï'\n"
+    of_bytes = load_vocabulary(None)
+    assert of_bytes.decode(of_bytes.encode(text)) == text
+    assert (of_bytes.n_ids, len(of_bytes.encode(text)), of_bytes.end) == (256, len(text.encode()), 0)
+
+    learn_tokenizer([inspect.getsource(inspect)], 300).save(str(tmp_path / "tokenizer.json"))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        learnt = load_vocabulary(path)
+        assert learnt.decode(learnt.encode(text)) == text
+        assert len(learnt.encode(text)) < len(text)
+        assert (learnt.n_ids, learnt.end) == (320, 300)
+    assert load_vocabulary(tmp_path, end=2).end == 2
+
+
+def test_only_weights_of_layers_decay():
+    model = eqx.filter_eval_shape(GPT2, GPT2Config(64, 8, 16, 2, 2), key=jax.random.key(0))
+    shapes = eqx.filter(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    marked = jax.tree_util.tree_leaves_with_path(is_matrix(shapes))
+    decaying = {jax.tree_util.keystr(path).removeprefix(".stack.blocks") for path, decays in marked if decays}
+    layers = [f".attention.{name}" for name in ("query", "key", "value", "output")] + [".mlp.up", ".mlp.down"]
+    assert decaying == {".embedding.weight", *(f"{layer}.weight" for layer in layers)}
+
+
+def test_a_sample_depends_on_its_prompt_alone():
+    config = GPT2Config(64, 48, 16, 1, 2, 0.0, 0.0, 0.0, init_std=0.3)
+    prompts = list(np.random.default_rng(0).integers(0, 64, (2, 32)))
+
+    @jax.jit
+    def sample(batch):
+        return pred_fn(GPT2(config, key=jax.random.key(0)), batch, jax.random.key(2))
+
+    batch = pad_left([prompts[0], prompts[1][:20]])
+    out = sample(batch)
+    assert out.shape == (2, 16)
+    np.testing.assert_array_equal(out, sample({**batch, "ids": np.where(batch["mask"], batch["ids"], 7)}))
+    other = batch["ids"].copy()
+    other[:, -1] += 1
+    assert not np.array_equal(out, sample({**batch, "ids": other % 64}))
+
+
+# --- instructions and published models ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pairs_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    words = ["alpha", "beta", "gamma", "delta"]
+    rows = [{"question": f"Say {words[i % 4]} {i}.", "answer": words[i % 4].upper()} for i in range(200)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, pairs_file):
+    """A LLaMA that has learnt nothing, with a tokenizer."""
+    path = tmp_path_factory.mktemp("llama")
+    tokenizer = learn_tokenizer([pairs_file.read_text("utf-8")], 300)
+    tokenizer.save(str(path / "tokenizer.json"))
+    sizes = {"n_positions": 48, "d_model": 32, "d_mlp": 64, "n_layers": 1, "n_heads": 2, "init_std": 0.1}
+    config = LlamaConfig(vocab_size=320, bos_token_id=1, eos_token_id=2, pad_token_id=0, **sizes)
+    return save_pretrained(eqx.filter_jit(Llama)(config, key=jax.random.key(0)), config, path)
+
+
+def tune(folder, pairs_file, workdir, **changes):
+    settings = {"batch_size": 8, "n_model_shards": 2, "n_epochs": 4, "learning_rate": 1e-2, "eval_every_n_steps": 50}
+    keys = {"prompt_key": "question", "response_key": "answer", "seq_len": 32}
+    return main(Args(data=pairs_file, pretrained=folder, workdir=workdir, **settings, **keys, **changes))
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_a_folder_is_tuned_on_instructions_and_saved_again(rank, folder, pairs_file, tmp_path, capsys):
+    scores = tune(folder, pairs_file, tmp_path, lora_rank=rank)
+    losses = [line["loss"] for line in metrics(tmp_path) if "loss" in line]
+    assert np.mean(losses[-5:]) < (0.6 if rank is None else 0.75) * losses[0]
+    assert metrics(tmp_path)[-1]["test_bits_per_byte"] == scores["test_bits_per_byte"]
+    assert f"llama   {scores['test_bits_per_byte']:.3f}" in capsys.readouterr().out
+
+    before, _ = from_pretrained(folder)
+    after, _ = from_pretrained(tmp_path / "model")  # a whole folder again
+    assert load_vocabulary(tmp_path / "model").n_ids == 320
+    assert not np.array_equal(after.stack.blocks.attention.query.weight, before.stack.blocks.attention.query.weight)
+    assert np.array_equal(after.embedding.weight, before.embedding.weight) == (rank is not None)
+    if rank is not None:
+        adapted = lora.load_adapter(before, tmp_path / "adapter")
+        found = lora.merge(adapted).stack.blocks.attention.output.weight
+        np.testing.assert_allclose(found, after.stack.blocks.attention.output.weight, atol=1e-6)
+
+
+def test_only_the_response_and_its_end_count(folder):
+    vocabulary = load_vocabulary(folder, end=2)
+    pairs = [("Say alpha.\n\n", "ALPHA"), ("Say beta, and then some more of it. " * 5, "BETA")]
+    examples = cut_pairs(pairs, vocabulary, 24)
+    for (ids, labels), (prompt, response) in zip(examples, pairs, strict=True):
+        answer = [*vocabulary.encode(response), 2]
+        assert labels[labels >= 0].tolist() == answer
+        assert ids[labels >= 0][1:].tolist() == answer[:-1]  # each is predicted from those before it
+        assert vocabulary.encode(prompt)[-5:] == prompt_of([ids, labels])[-5:]
+    assert prompt_of(examples[0]) == vocabulary.encode(pairs[0][0])
+    assert len(prompt_of(examples[1])) == 25 - len(vocabulary.encode("BETA")) - 1  # of a long prompt the end stays
+    rest = examples[0, 0, int((examples[0, 1] >= 0).nonzero()[0][-1]) + 1 :]
+    assert len(rest) and not rest.any()
+    assert prompt_of(cut(list(range(1, 200)), 64)[1]) == list(range(65, 97))
+
+
+def test_both_losses_are_the_same(folder, pairs_file):
+    model, _ = from_pretrained(folder)
+    vocabulary = load_vocabulary(folder, end=2)
+    examples = cut_pairs(read_pairs(pairs_file, "question", "answer")[0][:4], vocabulary, 32)
+    batch = collate_fn(list(examples))
+    found, expected = (eqx.filter_jit(f)(model, batch, jax.random.key(0)) for f in (chunked_loss_fn, loss_fn))
+    assert expected.weight == (examples[:, 1] >= 0).sum() == found.weight
+    np.testing.assert_allclose(found.total, expected.total, rtol=1e-5)
+
+
+def test_pairs_are_held_out_and_kept_within_bytes(pairs_file):
+    train, held_out = read_pairs(pairs_file, "question", "answer")
+    assert (len(train), len(held_out)) == (190, 10)
+    assert held_out[0] == ("Say alpha 0.\n\n", "ALPHA")
+    assert not set(train) & set(held_out)
+    assert len(within(train, 100)) == 5
+    assert within(train, 1) == train[:1]
+
+
+def test_what_is_refused(folder, pairs_file, tmp_path):
+    def refused(fn, *args):
+        with pytest.raises(ValueError) as raised:
+            fn(*args)
+        return str(raised.value)
+
+    assert f"`{pairs_file}` row 1: expected columns prompt, response, got question, answer. " in refused(
+        read_pairs, pairs_file, "prompt", "response"
+    )
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": 3}\n')
+    assert refused(read_pairs, bad, "prompt", "response").startswith(f"`{bad}` row 2: `response`: expected text, got 3. ")
+    assert "`--seq-len`: expected at least 5, to hold the response 'long'..., got 4. " in refused(
+        cut_pairs, [("p", "long")], load_vocabulary(None), 4
+    )
+    assert "`--lora-rank`: expected with `--pretrained`, got 4 alone." in refused(main, Args(lora_rank=4, workdir=tmp_path))
+
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, n_layers=1, n_decoder_layers=1, n_heads=2)
+    t5 = save_pretrained(eqx.filter_jit(T5)(config, key=jax.random.key(0)), config, tmp_path / "t5")
+    text = refused(main, Args(pretrained=t5, workdir=tmp_path))
+    families = "gpt2, gptj, llama, mistral, opt, qwen2, qwen3"
+    assert text.startswith(f"`{t5 / 'config.json'}`: `model_type`: expected one of {families} (Decoder), got 't5'. ")
+    text = refused(main, Args(pretrained=tmp_path / "none", workdir=tmp_path))
+    assert text.startswith(f"`{tmp_path / 'none'}`: expected a folder, got nothing there. ")
