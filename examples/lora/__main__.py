@@ -1,0 +1,4 @@
+from examples._cli import start
+from examples.lora.main import main
+
+start(main)

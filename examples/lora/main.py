@@ -1,0 +1,223 @@
+"""LoRA: fine-tune a decoder by under 2 % of its parameters, hold that against full fine-tuning, then merge and export.
+
+    python -m examples.lora
+
+The task is text: a sentence, "Label:", and the word that names its label, predicted by comparing the words' logits. By
+default it tells sentences of Python's language reference from those of the standard library's docstrings. A table with
+SST-2's columns is taken by `--data FILE.tsv --words bad good`. The base is a Hugging Face folder, `--pretrained FOLDER`;
+without one a LLaMA of 1.3 million parameters is trained on that documentation (less what is evaluated on), once a workdir.
+
+TIME: NUMBER.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+
+import redeqx
+from examples._texts import BOS, EOS, PAD, learn_tokenizer, load_tokenizer
+from examples.lora.sentences import WORDS, Labelled, documentation_sentences, encode, read_sentences, split
+from redeqx.models import Decoder, cross_entropy, from_pretrained, lora, save_pretrained
+from redeqx.models.llama import Llama, LlamaConfig
+
+
+@dataclass(frozen=True)
+class Args:
+    data: Path | None = None  # A table with the columns `sentence` and `label`. Python's documentation by default.
+    words: tuple[str, ...] = WORDS  # What the labels, from 0 on, are called in the prompt.
+    pretrained: Path | None = None  # A Hugging Face folder of a decoder, with its tokenizer.json.
+    workdir: Path = Path("workdir/lora")  # For metrics, checkpoints, folders and the picture. A run resumes from it.
+    rank: int = 3  # Of the adapters, which all matrices of attention and MLP get.
+    lora_learning_rate: float = 5e-3
+    learning_rate: float = 1e-3  # Of full fine-tuning; the base, which begins at nothing, takes three times as much.
+    n_epochs: int = 4
+    batch_size: int = 16  # Examples of one update, over all devices.
+    seq_len: int = 48  # Tokens of a sentence with its prompt. Of a longer sentence the first ones stay.
+    max_examples: int = 20_000  # At most so many, over the three parts.
+    n_base_epochs: int = 2  # Of the base's training.
+    base_tokens: int = 1_000_000  # At most so many the base is trained on in each.
+    n_ids: int = 2048  # Of the base's tokenizer.
+    n_layers: int = 2
+    d_model: int = 192
+    n_heads: int = 4
+    eval_every_n_steps: int = 50
+    n_model_shards: int = 1  # Devices that share each layer.
+    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
+    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    seed: int = 0
+
+
+def make_deployer(args: Args, name: str) -> redeqx.Deployer:
+    return redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir / name)
+
+
+def optimizer(lr: optax.Schedule) -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr, b2=0.95, weight_decay=0.01))
+
+
+def whole_updates(examples: Any, batch_size: int) -> Any:
+    """Without the last few, which would be compiled for themselves."""
+    return examples[: max(1, len(examples) // batch_size) * batch_size]
+
+
+# --- the base ---------------------------------------------------------------------------------------------------------
+
+
+def base_collate_fn(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
+    ids = np.stack(rows)
+    return {"ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+def base_loss_fn(model: Llama, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
+    return cross_entropy(jax.vmap(model.hidden)(batch["ids"]), batch["labels"], head=model.logits)
+
+
+def train_base(args: Args, corpus: list[str], folder: Path) -> None:
+    """Trains a small LLaMA on text, and writes it as a Hugging Face folder."""
+    deployer = make_deployer(args, "base_run")
+    tokenizer = learn_tokenizer(corpus, args.n_ids)
+    # Sentence after sentence as they stand, so that the model learns what kind of text goes on in what way.
+    ids = np.concatenate([encoding.ids for encoding in tokenizer.encode_batch(corpus)])[: args.base_tokens]
+    length = 2 * args.seq_len
+    ids = ids[: (len(ids) - 1) // length * length + 1].astype(np.int32)
+    examples = np.lib.stride_tricks.sliding_window_view(ids, length + 1)[::length]
+    examples = whole_updates(examples, args.batch_size)
+    config = LlamaConfig(
+        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64, n_positions=length, d_model=args.d_model,
+        d_mlp=-(-8 * args.d_model // 96) * 32, n_layers=args.n_layers, n_heads=args.n_heads, is_tied=True,
+        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, init_std=0.05,
+    )  # fmt: skip
+    key = deployer.next_key()
+    model = deployer.init(lambda: Llama(config, key=key))
+    rows = deployer.get_per_device_batch_size(args.batch_size)
+    lr = deployer.get_lr_schedule_fn(
+        len(examples), rows, args.n_base_epochs, 3 * args.learning_rate, "cosine", warmup_ratio=0.05
+    )
+    trainer = redeqx.Trainer(
+        deployer, model=model, optimizer=optimizer(lr), collate_fn=base_collate_fn, loss_fn=base_loss_fn, lr_schedule_fn=lr
+    )
+    trainer.fit(examples, rows, args.n_base_epochs, save_last_ckpt=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    save_pretrained(trainer.model, config, folder)  # config.json comes last: a folder that has it is whole
+
+
+# --- the task ---------------------------------------------------------------------------------------------------------
+
+
+def collate_fn(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def answer_logits(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    """The logit of each label's word after the prompt, [batch, labels]."""
+    last = jax.vmap(lambda ids, mask: model.hidden(ids, mask=mask)[-1])(batch["ids"], batch["mask"])
+    return jnp.take_along_axis(model.logits(last).astype(jnp.float32), batch["answers"], axis=1)
+
+
+def loss_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(answer_logits(model, batch), batch["label"]).mean()
+
+
+def pred_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+    return answer_logits(model, batch).argmax(-1)
+
+
+def metric_fn(examples: list[dict[str, np.ndarray]], outputs: list) -> dict[str, float]:
+    return {"accuracy": float(np.mean([e["label"] == out for e, out in zip(examples, outputs, strict=True)]))}
+
+
+def size(model: Any, chosen: Any = eqx.is_inexact_array) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, chosen)))
+
+
+def tune(args: Args, name: str, base: Path, parts: tuple[Labelled, ...]) -> dict[str, Any]:
+    """Trains all of the base (`full`) or adapters on it (`lora`), tests what did best on validation, and saves it."""
+    deployer, workdir, tokenizer = make_deployer(args, name), args.workdir / name, load_tokenizer(base)
+    model, config = from_pretrained(base, deployer=deployer, kind=Decoder)
+    train, validation, test = (encode(part, args.words, tokenizer, config.bos_token_id, args.seq_len) for part in parts)
+    train = whole_updates(train, args.batch_size)
+    n_params, learning_rate, trainable = size(model), args.learning_rate, eqx.is_inexact_array
+    if name == "lora":
+        model = lora.add(model, rank=args.rank, where=("*.attention.*", "*.mlp.*"), key=deployer.next_key())
+        learning_rate, trainable = args.lora_learning_rate, lora.trainable(model)
+    n_trained = size(model, trainable)
+    rows = deployer.get_per_device_batch_size(args.batch_size)
+    lr = deployer.get_lr_schedule_fn(len(train), rows, args.n_epochs, learning_rate, warmup_ratio=0.1)
+    trainer = redeqx.Trainer(
+        deployer, model=model, optimizer=optimizer(lr), collate_fn=collate_fn, loss_fn=loss_fn, lr_schedule_fn=lr,
+        trainable=trainable,
+    )  # fmt: skip
+    predictor = trainer.get_default_predictor(pred_fn)
+    trainer.fit(
+        train, rows, args.n_epochs, eval_examples=validation, eval_loss=False, eval_predictor=predictor,
+        eval_metric_fn=metric_fn, eval_every_n_steps=args.eval_every_n_steps, save_argmax_ckpt_by_metrics=["accuracy"],
+    )  # fmt: skip
+    trainer.load_ckpt("argmax_accuracy", load_opt_states=False)
+    outputs = predictor.predict(test, rows)
+
+    model = lora.merge(trainer.model) if name == "lora" else trainer.model
+    folder = saved = save_pretrained(model, config, workdir / "model")
+    for file in base.glob("*token*.json"):
+        shutil.copy(file, folder)
+    if name == "lora":
+        saved = lora.save_adapter(trainer.model, workdir / "adapter", base=str(base))
+    merged, _ = from_pretrained(folder, deployer=deployer)
+    again = redeqx.Predictor(deployer, model=merged, collate_fn=collate_fn, pred_fn=pred_fn)
+    n_same = sum(a == b for a, b in zip(again.predict(test, rows), outputs, strict=True))
+    deployer.log_info(f"{n_same} of {len(test)} predictions are the same", title=f"{folder}, read again")
+    n_bytes = sum(file.stat().st_size for file in saved.glob("*.safetensors"))
+    scores = {**metric_fn(test, outputs), "share": n_trained / n_params, "agreement": n_same / len(test)}
+    return {**scores, "trained": n_trained, "bytes": n_bytes, "saved": saved, "steps": trainer.step}
+
+
+def draw_curves(workdir: Path, tuned: dict[str, dict[str, Any]]) -> None:
+    """`accuracy.png`: validation accuracy over steps, of both."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, result in tuned.items():
+        lines = [json.loads(line) for line in (workdir / name / "metrics.jsonl").read_text().splitlines()]
+        points = np.array([(line["step"], line["eval_accuracy"]) for line in lines if "eval_accuracy" in line])
+        axes.plot(*points.T, marker="o", markersize=3, label=f"{name}: {result['trained']:,} parameters")
+    axes.set(xlabel="step", ylabel="validation accuracy")
+    axes.legend()
+    figure.savefig(workdir / "accuracy.png", dpi=150)
+
+
+def main(args: Args) -> dict[str, float]:
+    """Trains the base where it is needed, fine-tunes it in both ways, and compares."""
+    deployer = make_deployer(args, ".")
+    examples = [] if args.data is None else read_sentences(args.data, len(args.words))
+    corpus: list[str] = []
+    if args.data is None or args.pretrained is None:
+        found, corpus = documentation_sentences(args.max_examples)
+        examples = examples or found
+    parts = split(examples, args.max_examples)
+    base = args.pretrained or args.workdir / "base"
+    if args.pretrained is None and not (base / "config.json").exists():
+        held_out = {sentence for part in parts[1:] for sentence, _ in part}
+        train_base(args, [sentence for sentence in corpus if sentence not in held_out], base)
+
+    tuned = {name: tune(args, name, base, parts) for name in ("full", "lora")}
+    draw_curves(args.workdir, tuned)
+    table = [f"{'':6}{'accuracy':>10}{'trained':>12}{'share':>9}{'saved bytes':>14}"]
+    for name, result in tuned.items():
+        counts = f"{result['trained']:>12,}{result['share']:>9.2%}{result['bytes']:>14,}"
+        table.append(f"{name:6}{result['accuracy']:>10.2%}{counts}  {result['saved']}")
+    deployer.log_info("\n".join(table), title=f"{len(parts[2])} test sentences")
+    files = [args.workdir / "accuracy.png", args.workdir / "lora" / "model"]
+    best = [args.workdir / name / "ckpts" / "index.json" for name in tuned]
+    deployer.log_info("\n".join(map(str, [*files, *best])), title="curves, merged model, checkpoints")
+    scores = {f"test_{name}_accuracy": result["accuracy"] for name, result in tuned.items()}
+    scores |= {"test_trained_share": tuned["lora"]["share"], "test_merged_agreement": tuned["lora"]["agreement"]}
+    deployer.log_metrics(scores, tuned["lora"]["steps"])
+    return scores

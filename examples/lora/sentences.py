@@ -1,0 +1,111 @@
+"""Labelled sentences: a table of the user's, or those that every Python documents itself with.
+
+These tell the language reference, as `pydoc` has it, from the docstrings of the standard library. Where a sentence stands is
+its label, and nothing is taken out of it or added. No sentence is in two parts.
+"""
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+from sklearn.model_selection import train_test_split
+from tokenizers import Tokenizer
+
+from examples._texts import read_table, standard_library
+
+Labelled = list[tuple[str, int]]
+
+WORDS = ("language", "library")  # what the labels 0 and 1 of the documentation's sentences are called
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+SENTENCE = re.compile(r".*[a-z].*[.!?]")
+
+
+def read_sentences(path: Path, n_labels: int) -> Labelled:
+    """A table with the columns `sentence` and `label`, as SST-2's; labels are integers from 0 on."""
+    examples = []
+    first = 1 if path.suffix == ".jsonl" else 2  # the number of the first row: tables begin with their header
+    for number, row in enumerate(read_table(path, ["sentence", "label"]), start=first):
+        if str(row["label"]) not in map(str, range(n_labels)):
+            raise ValueError(
+                f"`{path}` row {number}: expected a label from 0 to {n_labels - 1}, got {row['label']!r}. "
+                "Correct the row, or name a word for each label by `--words`."
+            )
+        examples.append((row["sentence"].strip(), int(row["label"])))
+    return examples
+
+
+def split(examples: Labelled, n: int) -> tuple[Labelled, Labelled, Labelled]:
+    """At most n examples: four parts to train, one to choose by, five to test, each label by these shares.
+
+    Half of them test, for a difference of a point shows in a large test only.
+    """
+    examples = [examples[i] for i in np.random.default_rng(0).permutation(len(examples))[:n]]
+
+    def cut(examples: Labelled, share: float) -> Any:
+        return train_test_split(examples, test_size=share, random_state=0, stratify=[label for _, label in examples])
+
+    rest, test = cut(examples, 0.5)
+    train, validation = cut(rest, 0.2)
+    return train, validation, test
+
+
+def documentation_sentences(n: int) -> tuple[Labelled, list[str]]:
+    """As many sentences of the reference as of docstrings, 25 to 200 characters long; and all that was read, by sentences.
+
+    **Arguments:**
+
+    - `n`: files are read until there are so many sentences, or no more files.
+    """
+    reference = dict.fromkeys(sentence for text in topics.values() for sentence in sentences_of(text))
+    library: dict[str, None] = {}  # each sentence once, in their order
+    for file in standard_library():
+        if len(library) >= n:
+            break
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of escapes in old code
+                tree = ast.parse(file.read_text("utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        docs = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
+        library |= dict.fromkeys(sentence for text in docs for sentence in sentences_of(text) if sentence not in reference)
+    sides = [[sentence for sentence in side if is_plain(sentence)] for side in (reference, library)]
+    n_each = min(n // 2, *map(len, sides))
+    # Some all along each list, so that every file has its share.
+    examples = [(side[i * len(side) // n_each], label) for label, side in enumerate(sides) for i in range(n_each)]
+    return examples, [*reference, *library]
+
+
+def is_plain(sentence: str) -> bool:
+    return SENTENCE.fullmatch(sentence) is not None and 25 <= len(sentence) <= 200 and len(sentence.split()) >= 5
+
+
+def sentences_of(text: str) -> Iterator[str]:
+    """The sentences of a text whose paragraphs stand apart by blank lines."""
+    for paragraph in re.split(r"\n\s*\n", text):
+        yield from filter(None, re.split(r"(?<=[.!?])\s+", " ".join(paragraph.split())))
+
+
+def encode(
+    examples: Labelled, words: Sequence[str], tokenizer: Tokenizer, bos: int | None, seq_len: int
+) -> list[dict[str, np.ndarray]]:
+    """Sentences with their prompt, padded on the left: the last token's logits answer; `answers` are the words' ids."""
+    endings = [tokenizer.encode(f"\nLabel: {word}", add_special_tokens=False).ids for word in words]
+    columns = list(zip(*endings, strict=False))
+    n_shared = next((i for i, ids in enumerate(columns) if len(set(ids)) > 1), 0)
+    if len(set(columns[n_shared])) < max(len(words), 2):
+        raise ValueError(f"`--words`: expected words that begin with different tokens, got {', '.join(words)}. Rename them.")
+    prompt, answers = endings[0][:n_shared], np.array([ids[n_shared] for ids in endings], np.int32)
+    begin = [] if bos is None else [bos]
+    encodings = tokenizer.encode_batch([sentence for sentence, _ in examples], add_special_tokens=False)
+    encoded = []
+    for (_, label), encoding in zip(examples, encodings, strict=True):
+        ids = [*begin, *encoding.ids[: seq_len - len(begin) - len(prompt)], *prompt]
+        n_padded = seq_len - len(ids)
+        row = {"ids": np.pad(np.array(ids, np.int32), (n_padded, 0)), "mask": np.arange(seq_len) >= n_padded}
+        encoded.append({**row, "answers": answers, "label": np.int32(label)})
+    return encoded
