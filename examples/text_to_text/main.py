@@ -1,0 +1,254 @@
+"""Text to text: train a T5 to say in one sentence what code does, search with beams, and measure ROUGE.
+
+    python -m examples.text_to_text
+
+The default data is Python's standard library: functions and classes as words (name, arguments, owner, file, body) to the
+first sentence of their docstrings. No code and no sentence stands twice, but the parts share files. To be beaten: copying
+from the source, by the best of two dozen rules. A T5 with random weights first learns to copy, by restoring noised sources.
+The best one is saved as a Hugging Face folder.
+
+Other texts: `--data FILE` (.jsonl, .tsv, .csv) with `--source-column` and `--target-column`. Another model to start from:
+`--pretrained FOLDER`, of a T5 or BART with its `tokenizer.json`; give longer texts (`--n-source`, `--n-target`) and a
+`--learning-rate` of 1e-3 or less with it.
+
+TIME: NUMBER.
+"""
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from tokenizers import Tokenizer, processors
+
+import redeqx
+from examples._texts import EOS, PAD, learn_tokenizer, load_tokenizer, standard_library
+from examples.text_to_text.pairs import (
+    METRICS,
+    Pair,
+    best_copies,
+    denoising_pairs,
+    docstring_pairs,
+    rouge,
+    split,
+    table_pairs,
+)
+from redeqx.models import cross_entropy, generate, save_pretrained
+from redeqx.models.bart import Bart
+from redeqx.models.t5 import T5, T5Config
+
+IGNORED = -100  # the label of padding
+
+
+@dataclass(frozen=True)
+class Args:
+    data: Path | None = None  # A .jsonl, .tsv or .csv file of pairs. The standard library's docstrings by default.
+    source_column: str = "source"  # Of that file.
+    target_column: str = "target"  # Of that file.
+    pretrained: Path | None = None  # A Hugging Face folder of a T5 or BART. A small T5 with random weights by default.
+    workdir: Path = Path("workdir/text_to_text")  # For metrics, checkpoints, outputs and the picture. A run resumes from it.
+    n_train: int = 1_000_000  # At most so many pairs are trained on.
+    n_validation: int = 256  # At most so many choose the best checkpoint.
+    n_test: int = 1000  # At most so many are reported on.
+    n_source: int = 32  # Tokens of a source. What is longer is cut.
+    n_target: int = 24  # Tokens of a target, to learn from and to generate.
+    n_beams: int = 4
+    length_penalty: float = 1.0  # Of the beam search: the higher, the longer the texts.
+    vocab_size: int = 2048  # From here on the sizes of the small T5.
+    d_model: int = 128
+    n_heads: int = 4
+    n_layers: int = 1  # Of the encoder.
+    n_decoder_layers: int = 2
+    dropout: float = 0.1
+    n_denoising_epochs: int = 2  # Before the others, without `--pretrained`: to restore sources teaches to copy.
+    n_epochs: int = 11
+    batch_size: int = 16  # Examples of one update, over all devices.
+    accumulate_grad_batches: int = 1  # Micro-batches of one update.
+    learning_rate: float = 4e-2  # Of Adafactor: relative to the size of each parameter.
+    n_model_shards: int = 1  # Devices that share each layer.
+    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
+    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    seed: int = 0
+
+
+def load_pretrained(folder: Path, deployer: redeqx.Deployer) -> tuple[T5 | Bart, Tokenizer]:
+    """The model of a Hugging Face folder, in float32, and its tokenizer. Raises ValueError for another kind of model."""
+    families = {model_type: family for family in (T5, Bart) for model_type in family.model_types}
+    path, found = folder / "config.json", "t5"
+    if path.is_file():  # where there is none, `from_pretrained` says so
+        found = json.loads(path.read_text("utf-8")).get("model_type", "nothing")
+    if found not in families:
+        raise ValueError(
+            f"`{path}`: `model_type`: expected that of an encoder-decoder, {' or '.join(families)}, got {found!r}. "
+            "Give the folder of a T5 or BART."
+        )
+    model, config = families[found].from_pretrained(folder, dtype=jnp.float32, deployer=deployer)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.get_vocab_size() > config.vocab_size:
+        raise ValueError(
+            f"`{folder / 'tokenizer.json'}`: expected at most {config.vocab_size} ids, as the model has, "
+            f"got {tokenizer.get_vocab_size()}. Give the tokenizer that belongs to the model."
+        )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return model, tokenizer
+
+
+def new_model(args: Args, train: Sequence[Pair], deployer: redeqx.Deployer) -> tuple[T5, Tokenizer]:
+    """A small T5, and a tokenizer learnt on the targets: theirs are the words to write in few tokens."""
+    tokenizer = learn_tokenizer((target for _, target in train), args.vocab_size)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])  # as T5's
+    config = T5Config(
+        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,  # rounded up, so that shards divide the embedding
+        d_model=args.d_model, d_kv=args.d_model // args.n_heads, d_ff=2 * args.d_model, n_heads=args.n_heads,
+        n_layers=args.n_layers, n_decoder_layers=args.n_decoder_layers, mlp="gated-gelu", dropout=args.dropout,
+        eos_token_id=EOS, pad_token_id=PAD,
+    )  # fmt: skip
+    key = deployer.next_key()
+    return deployer.init(lambda: T5(config, key=key)), tokenizer
+
+
+def fixed_length(tokenizer: Tokenizer, length: int, pad: int) -> Tokenizer:
+    """A copy of a tokenizer whose texts all have `length` tokens, cut or padded."""
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    copy.enable_truncation(length)
+    copy.enable_padding(length=length, pad_id=pad, pad_token=tokenizer.id_to_token(pad) or "<pad>")
+    return copy
+
+
+def collate_fn(examples: list[Pair], sources: Tokenizer, targets: Tokenizer) -> dict[str, np.ndarray]:
+    """Token ids of the sources, which of them are no padding, and labels."""
+    source = sources.encode_batch([pair[0] for pair in examples])
+    target = targets.encode_batch([pair[1] for pair in examples])
+    counts = np.array([text.attention_mask for text in target], bool)
+    return {
+        "ids": np.array([text.ids for text in source], np.int32),
+        "mask": np.array([text.attention_mask for text in source], bool),
+        "labels": np.where(counts, np.array([text.ids for text in target], np.int32), IGNORED),
+    }
+
+
+def unrolled(model: T5 | Bart) -> T5 | Bart:
+    """The model with two decoder layers one by one: a scan over so few takes twice their time on a CPU."""
+    if model.config.n_decoder_layers != 2:
+        return model
+    return eqx.tree_at(lambda model: model.decoder.stack.blocks, model, model.decoder.stack.unstack())
+
+
+def loss_fn(model: T5 | Bart, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
+    """The cross-entropy, a mean over the tokens of the targets."""
+
+    def logits(ids: jax.Array, mask: jax.Array, labels: jax.Array, key: jax.Array) -> jax.Array:
+        return model(ids, model.shift_right(labels), mask=mask, key=key)
+
+    model, keys = unrolled(model), jax.random.split(key, len(batch["ids"]))
+    return cross_entropy(jax.vmap(logits)(batch["ids"], batch["mask"], batch["labels"], keys), batch["labels"])
+
+
+def pred_fn(
+    model: T5 | Bart, batch: dict[str, jax.Array], key: jax.Array, *, n_tokens: int, n_beams: int, length_penalty: float
+) -> jax.Array:
+    """The tokens of the best text that a beam search finds."""
+    del key  # nothing is drawn
+    options = {"max_new_tokens": n_tokens, "n_beams": n_beams, "length_penalty": length_penalty}
+    return generate(model, batch["ids"], mask=batch["mask"], **options)
+
+
+def draw(workdir: Path, levels: dict[str, float], pairs: Sequence[Pair], outputs: Sequence[str]) -> Path:
+    """`rouge.png`: validation scores over steps, with those of copying as levels, beside some texts of the test."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text("utf-8").splitlines()]
+    lines = [line for line in lines if "eval_rouge1" in line]
+    figure = Figure(figsize=(14, 6), layout="constrained")
+    curves, texts = figure.subplots(1, 2, width_ratios=(2, 3))
+    for i, name in enumerate(METRICS):
+        label = name.replace("rouge", "ROUGE-")
+        scores = [line[f"eval_{name}"] for line in lines]
+        curves.plot([line["step"] for line in lines], scores, "o-", color=f"C{i}", label=label)
+        curves.axhline(levels[name], linestyle="--", linewidth=1, color=f"C{i}", label=f"{label}, copied")
+    curves.set(xlabel="step", ylabel="F1 on validation, %", ylim=(0, None))
+    curves.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    blocks = []
+    for (source, target), output in zip(pairs, outputs, strict=True):
+        rows = {"source": source, "reference": target, "generated": output}
+        blocks.append("\n".join(f"{name:11}{textwrap.shorten(text, 92)}" for name, text in rows.items()))
+    texts.axis("off")
+    texts.text(0, 1, "\n\n".join(blocks), va="top", family="monospace", fontsize=7.5, parse_math=False)
+    figure.savefig(workdir / "rouge.png", dpi=150)
+    return workdir / "rouge.png"
+
+
+def main(args: Args) -> dict[str, float]:
+    """Trains, searches and reports; returns the scores of the test."""
+    deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
+    n_micro = args.accumulate_grad_batches
+    rows = deployer.get_per_device_batch_size(args.batch_size, n_micro)
+
+    if args.data is None:
+        parts = split(docstring_pairs(standard_library()))
+    else:
+        parts = split(table_pairs(args.data, args.source_column, args.target_column))
+    # Whole updates: a smaller last one would be compiled for itself.
+    n_train = min(args.n_train, len(parts[0])) // args.batch_size * args.batch_size
+    train, validation, test = parts[0][:n_train], parts[1][: args.n_validation], parts[2][: args.n_test]
+    if not (train and validation and test):
+        raise ValueError(
+            f"`{args.data or 'the standard library'}`: expected a batch of {args.batch_size} pairs to train on, and some "
+            f"for validation and test, got {sum(map(len, parts))} in all. Give more, or lower `--batch-size`."
+        )
+    model, tokenizer = load_pretrained(args.pretrained, deployer) if args.pretrained else new_model(args, train, deployer)
+    pad = model.config.pad_token_id or 0
+    sources, targets = fixed_length(tokenizer, args.n_source, pad), fixed_length(tokenizer, args.n_target, pad)
+    used = zip(("training", "validation", "test"), (train, validation, test), parts, strict=True)
+    said = [f"{len(part):,} of {len(whole):,} pairs for {name}" for name, part, whole in used]
+    for side, what, length in ((0, "sources", args.n_source), (1, "targets", args.n_target)):
+        texts = tokenizer.encode_batch([pair[side] for pair in (*train, *validation, *test)])
+        said.append(f"{sum(len(text.ids) > length for text in texts):,} {what} of more than {length} tokens are cut")
+    deployer.log_info("\n".join(said), title="data")
+
+    n_denoising = 0 if args.pretrained else args.n_denoising_epochs
+    n_epochs = n_denoising + args.n_epochs
+    lr = deployer.get_lr_schedule_fn(
+        len(train), rows, n_epochs, args.learning_rate, warmup_ratio=0.05, accumulate_grad_batches=n_micro
+    )
+    trainer = redeqx.Trainer(
+        deployer, model=model, optimizer=optax.adafactor(lr), loss_fn=loss_fn, lr_schedule_fn=lr,
+        collate_fn=partial(collate_fn, sources=sources, targets=targets), accumulate_grad_batches=n_micro,
+    )  # fmt: skip
+    search = partial(pred_fn, n_tokens=args.n_target, n_beams=args.n_beams, length_penalty=args.length_penalty)
+    predictor = trainer.get_default_predictor(search, output_fn=lambda ids: tokenizer.decode_batch(ids.tolist()))
+    eval_rows = 4 * rows  # a search keeps nothing for a backward pass
+    trainer.fit(
+        lambda epoch: denoising_pairs(train, (args.seed, epoch)) if epoch < n_denoising else train,
+        rows, n_epochs, eval_examples=validation, eval_per_device_batch_size=eval_rows, eval_predictor=predictor,
+        eval_metric_fn=rouge, save_last_ckpt=True, save_argmax_ckpt_by_metrics=["rouge2", "rougeL"],
+    )  # fmt: skip
+
+    trainer.load_ckpt("argmax_rouge2", load_opt_states=False)
+    outputs = predictor.predict(test, eval_rows)
+    reached, copies = rouge(test, outputs), best_copies(train, validation)
+    copied = {name: rouge(test, [copy.rule(source) for source, _ in test])[name] for name, copy in copies.items()}
+    records = [{"source": s, "target": t, "output": o} for (s, t), o in zip(test, outputs, strict=True)]
+    files = [draw(args.workdir, {name: copy.score for name, copy in copies.items()}, test[:10], outputs[:10])]
+    files.append(deployer.save_outputs(records, "test.jsonl"))
+    files.append(save_pretrained(trainer.model, model.config, args.workdir / "model"))
+    tokenizer.save(str(args.workdir / "model/tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": tokenizer.id_to_token(pad)}  # for transformers
+    (args.workdir / "model/tokenizer_config.json").write_text(json.dumps(kind), "utf-8")
+    index = json.loads((args.workdir / "ckpts/index.json").read_text("utf-8"))
+    files += [args.workdir / "ckpts" / index[f"argmax_{name}"] for name in ("rouge2", "rougeL")]
+
+    lines = [f"{name:8}{reached[name]:8.2f}{copied[name]:8.2f}  {copies[name].name}" for name in METRICS]
+    lines = [f"{'':8}{type(model).__name__:>8}{'copied':>8}  by the rule that is best on validation", *lines]
+    deployer.log_info("\n".join(lines), title=f"ROUGE F1 of {len(test):,} pairs of the test, in percent")
+    deployer.log_info("\n".join(map(str, files)), title="picture, outputs, Hugging Face folder, best by ROUGE-2 and ROUGE-L")
+    scores = {f"test_{name}": reached[name] for name in METRICS} | {f"test_copy_{name}": copied[name] for name in METRICS}
+    deployer.log_metrics(scores, trainer.step)
+    return scores

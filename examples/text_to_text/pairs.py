@@ -1,0 +1,141 @@
+"""Pairs of a source and a target, from docstrings or from a table, and their ROUGE: of a model's texts and of copies."""
+
+import ast
+import re
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rouge_score.rouge_scorer import RougeScorer
+
+from examples._texts import read_table
+
+Pair = tuple[str, str]  # source and target
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+METRICS = ("rouge1", "rouge2", "rougeL")
+COPIED = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # words that the rules of the copy baseline take
+
+
+def words(code: str) -> str:
+    """The words of identifiers, and nothing else: `self.ZipFile.read_all(x)` is zip file read all x."""
+    found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", code)
+    return " ".join(word.lower() for word in found if word != "self")
+
+
+def first_sentence(docstring: str) -> str:
+    """Of its first paragraph, in one line."""
+    paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph)[0]
+
+
+def definitions(parent: ast.AST, owner: str = "") -> Iterator[tuple[Definition, str]]:
+    """The functions and classes in a tree, each with the name of the one that it is in."""
+    for node in ast.iter_child_nodes(parent):
+        is_definition = isinstance(node, Definition)
+        if is_definition:
+            yield node, owner
+        yield from definitions(node, node.name if is_definition else owner)
+
+
+def describe(node: Definition) -> tuple[str, str, str]:
+    """The words of a function or a class without its docstring: its name, arguments or bases, body or members."""
+    if isinstance(node, ast.ClassDef):
+        heading, body = node.bases, [other.name for other, _ in definitions(node)]
+    else:
+        heading, body = [node.args], [ast.unparse(line) for line in node.body[1:]]
+    return words(node.name), words(" ".join(ast.unparse(part) for part in heading)), words(" ".join(body))
+
+
+def docstring_pairs(files: Sequence[Path]) -> list[Pair]:
+    """Code to the first sentence of its docstring, where neither the code nor the sentence has come before."""
+    pairs: list[Pair] = []
+    seen: set[str | tuple[str, str, str]] = set()
+    for file in files:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of escapes in strings that are none
+                tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):
+            continue  # some files are of Python 2, to be converted
+        for node, owner in definitions(tree):
+            if target := first_sentence(ast.get_docstring(node) or ""):
+                name, heading, body = code = describe(node)
+                sentence = " ".join(re.findall(r"\w+", target.lower()))
+                if not {code, sentence} & seen:
+                    pairs.append((f"{name} ({heading}) {words(owner)}, {words(file.stem)}: {body}", target))
+                seen |= {code, sentence}
+    return pairs
+
+
+def table_pairs(path: Path, source_column: str, target_column: str) -> list[Pair]:
+    """The pairs of a table. Raises ValueError for one without text."""
+    rows = read_table(path, [source_column, target_column])
+    for number, row in enumerate(rows, start=1 if path.suffix == ".jsonl" else 2):
+        for column in (source_column, target_column):
+            if not isinstance(row[column], str) or not row[column].strip():
+                raise ValueError(
+                    f"`{path}` row {number}: `{column}`: expected a text, got {row[column]!r}. "
+                    "Fill it in, take the row out, or name another column."
+                )
+    return [(row[source_column], row[target_column]) for row in rows]
+
+
+def split(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair], list[Pair]]:
+    """Train, validation and test, of which the last two have a tenth each. Pairs of one source stay together.
+
+    In the order of a hash of the sources: an added pair moves few of the others.
+    """
+    ordered = sorted(pairs, key=lambda pair: (zlib.crc32(pair[0].encode()), pair))
+    ends = [len(ordered) // 10, len(ordered) // 5]
+    for i, end in enumerate(ends):
+        while 0 < end < len(ordered) and ordered[end][0] == ordered[end - 1][0]:
+            end += 1
+        ends[i] = end
+    return ordered[ends[1] :], ordered[ends[0] : ends[1]], ordered[: ends[0]]
+
+
+def denoising_pairs(pairs: Sequence[Pair], seed: tuple[int, ...]) -> list[Pair]:
+    """From the beginning of each source, some words of it left out, to all of it: what BART first learns from."""
+    rng = np.random.default_rng(seed)
+    beginnings = [source.split()[:32] for source, _ in pairs]
+    return [
+        (" ".join(word for word, is_kept in zip(text, rng.random(len(text)) > 0.15, strict=True) if is_kept), " ".join(text))
+        for text in beginnings
+    ]
+
+
+def rouge(pairs: Sequence[Pair], outputs: Sequence[str]) -> dict[str, float]:
+    """The mean F1 of each ROUGE, in percent. The targets are whole here, however the model's labels are cut."""
+    scorer = RougeScorer(METRICS, use_stemmer=True)
+    scores = [scorer.score(target, output) for (_, target), output in zip(pairs, outputs, strict=True)]
+    return {name: 100 * float(np.mean([score[name].fmeasure for score in scores])) for name in METRICS}
+
+
+class Copy(NamedTuple):
+    """A way to copy from a source, and what it reaches on validation."""
+
+    name: str
+    rule: Callable[[str], str]
+    score: float
+
+
+def copy_rules(train: Sequence[Pair]) -> dict[str, Callable[[str], str]]:
+    """The first words of a source or its first clause (of code, its name), alone or after how most targets begin."""
+    opening = Counter(" ".join(target.split()[:2]) for _, target in train).most_common(1)[0][0]
+    rules: dict[str, Callable[[str], str]] = {
+        f"first {n} words": lambda source, n=n: " ".join(re.findall(r"\w+", source)[:n]) for n in COPIED
+    }
+    rules["first clause"] = lambda source: re.split(r"[(.:;,!?\n]", source)[0]
+    opened = {f"{opening!r}, {name}": lambda source, rule=rule: f"{opening} {rule(source)}" for name, rule in rules.items()}
+    return rules | opened
+
+
+def best_copies(train: Sequence[Pair], validation: Sequence[Pair]) -> dict[str, Copy]:
+    """For each ROUGE the rule that reaches most on validation."""
+    rules = copy_rules(train)
+    scores = {name: rouge(validation, [rule(source) for source, _ in validation]) for name, rule in rules.items()}
+    best = {metric: max(scores, key=lambda name: scores[name][metric]) for metric in METRICS}
+    return {metric: Copy(name, rules[name], scores[name][metric]) for metric, name in best.items()}
