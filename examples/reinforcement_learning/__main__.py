@@ -1,0 +1,4 @@
+from examples._cli import start
+from examples.reinforcement_learning.main import main
+
+start(main)

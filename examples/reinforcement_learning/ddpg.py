@@ -1,0 +1,143 @@
+"""Deep deterministic policy gradient (Lillicrap et al. 2016): a critic learns from replay, the actor from the critic."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from gymnasium.spaces.utils import flatdim
+from jaxtyping import PyTree
+
+import redeqx
+
+from .environments import make_envs, play_episodes
+from .training import Best, Replay, check_sizes, collate_fn, report
+
+
+@dataclass(frozen=True)
+class DDPG:
+    """Deep deterministic policy gradient, for continuous actions: Pendulum by default."""
+
+    env: str = "Pendulum-v1"  # A gymnasium environment with bounded continuous actions.
+    pretrained: Path | None = None  # A checkpoint of an earlier run to begin with.
+    workdir: Path = Path("workdir/reinforcement_learning/ddpg")  # For metrics, checkpoints and the picture.
+    n_steps: int = 20_000  # Environment steps, over all environments.
+    n_envs: int = 8  # Environments played side by side.
+    rollout: int = 16  # Steps of each environment from one training to the next.
+    n_updates: int = 64  # Updates of one training.
+    n_random_steps: int = 1_000  # Environment steps of random actions at the beginning.
+    replay: int = 100_000  # Transitions kept.
+    batch_size: int = 128  # Transitions of one update, over all devices.
+    learning_rate: float = 1e-3
+    width: int = 128  # Of the hidden layers.
+    discount: float = 0.99
+    target_rate: float = 0.005  # How far the target networks move towards the trained ones in an update.
+    noise: float = 0.1  # Standard deviation added to the actions played, which go from -1 to 1.
+    eval_every_n_steps: int = 2_000  # Environment steps.
+    eval_episodes: int = 100  # To choose the best checkpoint by, and others to test it on.
+    n_model_shards: int = 1  # Devices that share each layer.
+    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
+    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    seed: int = 0
+
+
+class ActorCritic(eqx.Module):
+    """A policy of actions from -1 to 1, and the value of any action."""
+
+    actor: eqx.nn.MLP
+    critic: eqx.nn.MLP
+
+    def __init__(self, n_seen: int, n_actions: int, width: int, *, key: jax.Array):
+        keys = jax.random.split(key)
+        self.actor = eqx.nn.MLP(n_seen, n_actions, width, 2, final_activation=jnp.tanh, key=keys[0])
+        self.critic = eqx.nn.MLP(n_seen + n_actions, "scalar", width, 2, key=keys[1])
+
+    def act(self, observations: jax.Array) -> jax.Array:
+        return jax.vmap(self.actor)(observations)
+
+    def value(self, observations: jax.Array, actions: jax.Array) -> jax.Array:
+        return jax.vmap(self.critic)(jnp.concatenate([observations, actions], axis=1))
+
+
+def loss_fn(
+    model: ActorCritic, targets: PyTree, batch: dict[str, jax.Array], key: jax.Array, discount: float, target_rate: float
+) -> tuple[redeqx.Loss, PyTree]:
+    """The critic's loss plus the actor's, and the target networks moved on: they are the trainer's `model_state`."""
+    seen, arrays = batch["observation"], eqx.filter(model, eqx.is_array)
+    target = eqx.combine(targets, model)  # what is no array, such as an activation, is the same in both
+    later = target.value(batch["next"], target.act(batch["next"]))
+    goals = batch["reward"] + discount * (1 - batch["terminated"]) * later
+    surprises = model.value(seen, batch["action"]) - jax.lax.stop_gradient(goals)
+    # The actor climbs the critic, whose weights learn nothing from that.
+    judge = eqx.combine(jax.lax.stop_gradient(arrays), model)
+    values = judge.value(seen, model.act(seen))
+    losses = jnp.sum(surprises**2) - jnp.sum(values)
+    metrics = {"critic_loss": jnp.sum(surprises**2), "value": jnp.sum(values)}
+    return redeqx.Loss(losses, len(seen), metrics), optax.incremental_update(arrays, targets, target_rate)
+
+
+def pred_fn(model: ActorCritic, targets: PyTree, observations: jax.Array, key: jax.Array) -> jax.Array:
+    return model.act(observations)
+
+
+def main(args: DDPG) -> dict[str, float]:
+    """Trains and reports; returns the mean test return."""
+    check_sizes(args, "n_envs", "rollout", "n_updates", "replay", "eval_episodes", "eval_every_n_steps", "width")
+    deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
+    deployer.begin_records(-1)  # not those of an earlier run
+    batch_rows = deployer.get_per_device_batch_size(args.batch_size)
+    envs, eval_envs = (make_envs(args.env, "ddpg", n) for n in (args.n_envs, args.eval_episodes))
+    n_seen, n_actions = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
+    key = deployer.next_key()
+    model = deployer.init(lambda: ActorCritic(n_seen, n_actions, args.width, key=key))
+    trainer = redeqx.Trainer(
+        deployer, model=model, model_state=eqx.filter(model, eqx.is_array), optimizer=optax.adam(args.learning_rate),
+        collate_fn=collate_fn, loss_fn=partial(loss_fn, discount=args.discount, target_rate=args.target_rate),
+    )  # fmt: skip
+    if args.pretrained is not None:
+        trainer.load_ckpt(args.pretrained, load_opt_states=False)
+    predictor = trainer.get_default_predictor(pred_fn, collate_fn=np.stack)
+
+    def act(observations: np.ndarray) -> np.ndarray:
+        return np.stack(predictor.predict(observations, -(-len(observations) // deployer.n_batch_shards)))
+
+    best = Best(trainer, partial(play_episodes, eval_envs, act))
+    best.validate(0)
+    rng, curve = np.random.default_rng(args.seed), []
+    sizes = {"observation": n_seen, "action": n_actions, "next": n_seen}
+    fields = [(name, np.float32, (size,)) for name, size in sizes.items()]
+    dtype = np.dtype([*fields, ("reward", np.float32), ("terminated", np.float32)])
+    replay = Replay(args.replay, dtype)
+    n_a_rollout = args.rollout * args.n_envs
+    n_steps = -(-args.n_steps // n_a_rollout) * n_a_rollout
+    envs.action_space.seed(args.seed)
+    (observations, _), ended = envs.reset(seed=args.seed), np.zeros(args.n_envs, bool)
+    with deployer.console.progress(title="ddpg", n_steps=n_steps) as progress:
+        for n_played in range(n_a_rollout, n_steps + 1, n_a_rollout):
+            for _ in range(args.rollout):
+                if n_played <= args.n_random_steps:
+                    actions = envs.action_space.sample()
+                else:
+                    actions = act(observations)
+                    actions = np.clip(actions + rng.normal(0, args.noise, actions.shape), -1, 1).astype(np.float32)
+                following, rewards, terminated, truncated, _ = envs.step(actions)
+                rows = np.zeros(args.n_envs, dtype)
+                rows["observation"], rows["action"], rows["reward"] = observations, actions, rewards
+                rows["next"], rows["terminated"] = following, terminated
+                replay.add(rows[~ended])  # after an episode's end this step resets
+                observations, ended = following, terminated | truncated
+            metrics = {}
+            if n_played >= args.n_random_steps:
+                metrics = trainer.train(replay.sample(args.n_updates * args.batch_size, rng), batch_rows)
+            if envs.return_queue:
+                curve.append((n_played, float(np.mean(envs.return_queue))))
+                metrics = {"return": curve[-1][1], **metrics}
+            if n_played % args.eval_every_n_steps < n_a_rollout or n_played == n_steps:
+                with progress.pause("evaluating"):
+                    best.validate(n_played)
+            progress.update(n_played, metrics=metrics, n_examples=n_a_rollout)
+    return report(best, args.env, "ddpg", act, eval_envs, curve)

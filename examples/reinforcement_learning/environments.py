@@ -1,0 +1,137 @@
+"""Environments to play in: those of gymnasium side by side, and the games of several agents of mpe2."""
+
+import importlib
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+from einops import rearrange
+from gymnasium.spaces import Box, Discrete
+from gymnasium.vector import VectorEnv
+from gymnasium.wrappers import RescaleAction
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+
+Act = Callable[[np.ndarray], np.ndarray]  # what all environments show, to what is done in them
+
+
+def make_envs(name: str, algorithm: str, n_envs: int, **options: Any) -> RecordEpisodeStatistics:
+    """Environments side by side; continuous actions go from -1 to 1.
+
+    The step after the last one of an episode only resets: its action is ignored, its reward is 0.
+
+    Raises ValueError for an environment that the algorithm does not act in.
+    """
+    try:
+        with gymnasium.make(name) as env:
+            seen, actions = env.observation_space, env.action_space
+    except (gymnasium.error.Error, ImportError) as error:
+        raise ValueError(
+            f"`--env {name}`: expected an environment of gymnasium, got none: {error} "
+            "See `gymnasium.pprint_registry()` for those installed."
+        ) from error
+    if not isinstance(seen, Box) or len(seen.shape) != 1:
+        raise ValueError(f"`--env {name}`: expected observations in a Box of one dim, got {seen}. Choose another.")
+    discrete = isinstance(actions, Discrete) and actions.start == 0
+    continuous = isinstance(actions, Box) and len(actions.shape) == 1 and actions.is_bounded()
+    if not (discrete if algorithm == "ppo" else continuous):
+        rule = "Discrete actions from 0" if algorithm == "ppo" else "actions in a bounded Box of one dim"
+        other = "Use `ddpg` for it." if continuous else "Use `ppo` for it." if discrete else "Choose another."
+        raise ValueError(f"`--env {name}`: expected {rule} for `{algorithm}`, got {actions}. {other}")
+    to_unit = partial(RescaleAction, min_action=np.float32(-1), max_action=np.float32(1))
+    return RecordEpisodeStatistics(
+        gymnasium.make_vec(name, n_envs, "sync", wrappers=[to_unit] if continuous else [], **options)
+    )
+
+
+def play_episodes(envs: VectorEnv, act: Act, seed: int) -> np.ndarray:
+    """The return of one episode in each environment."""
+    envs.action_space.seed(seed)
+    observations, _ = envs.reset(seed=seed)
+    returns, running = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool)
+    while running.any():
+        observations, rewards, terminated, truncated, _ = envs.step(act(observations))
+        returns += rewards * running
+        running &= ~(terminated | truncated)
+    return returns
+
+
+def film(name: str, algorithm: str, act: Act, seed: int, n_frames: int = 8) -> list[np.ndarray]:
+    """Frames of one episode at equal distances; none where the environment draws no pictures."""
+    if "rgb_array" not in gymnasium.make(name).metadata.get("render_modes", []):
+        return []
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame then draws without a screen
+    envs = make_envs(name, algorithm, 1, render_mode="rgb_array")
+    frames: list[Any] = []
+
+    def look_and_act(observations: np.ndarray) -> np.ndarray:
+        frames.extend(envs.render() or ())
+        return act(observations)
+
+    play_episodes(envs, look_and_act, seed)
+    envs.close()
+    return [frames[i] for i in np.linspace(0, len(frames) - 1, n_frames).astype(int)]
+
+
+class Games:
+    """Games of several agents side by side; they all have the same length, and no end but the one of time.
+
+    Raises ValueError for a module that mpe2 has not, or whose agents differ in what they see or do.
+    """
+
+    def __init__(self, name: str, n_games: int):
+        try:
+            module = importlib.import_module(f"mpe2.{name}")
+            self.games = [module.parallel_env(continuous_actions=True) for _ in range(n_games)]
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"`--env {name}`: expected a game of mpe2, got none: {error}. Try simple_spread_v3.") from error
+        game, self.agents = self.games[0], self.games[0].possible_agents
+        shapes = {agent: (game.observation_space(agent).shape, game.action_space(agent).shape) for agent in self.agents}
+        if len(set(shapes.values())) > 1:
+            found = ", ".join(f"{agent} {seen} and {actions}" for agent, (seen, actions) in shapes.items())
+            raise ValueError(
+                f"`--env {name}`: expected agents with observations and actions of the same shapes, got {found}. "
+                "Try simple_spread_v3."
+            )
+        (self.n_seen,), (self.n_actions,) = shapes[self.agents[0]]
+        sizes = {"observation": self.n_seen, "action": self.n_actions, "next": self.n_seen}
+        fields = [(field, np.float32, (len(self.agents), size)) for field, size in sizes.items()]
+        self.dtype = np.dtype([*fields, ("reward", np.float32, (len(self.agents),))])
+
+    def play(self, act: Act, seed: int) -> np.ndarray:
+        """Plays each game once; returns the transitions, `[time, games]`. Actions go from -1 to 1."""
+        observations = self._stacked([game.reset(seed=seed + i)[0] for i, game in enumerate(self.games)])
+        played = []
+        while self.games[0].agents:
+            rows = np.zeros(len(self.games), self.dtype)
+            rows["observation"], rows["action"] = observations, act(observations)
+            from_0 = (rows["action"] + 1) / 2
+            outs = [game.step(dict(zip(self.agents, x, strict=True))) for game, x in zip(self.games, from_0, strict=True)]
+            observations = rows["next"] = self._stacked([out[0] for out in outs])
+            rows["reward"] = self._stacked([out[1] for out in outs])
+            played.append(rows)
+        return np.stack(played)
+
+    def watch(self, act: Act, seed: int, n_games: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Where the agents of a few games went, `[agent, xy, time]`, and where the landmarks are, `[xy, landmark]`."""
+        worlds = [game.unwrapped.world for game in self.games[:n_games]]
+        places = []
+
+        def look_and_act(observations: np.ndarray) -> np.ndarray:
+            places.append([[agent.state.p_pos.copy() for agent in world.agents] for world in worlds])
+            return act(observations)
+
+        self.play(look_and_act, seed)
+        paths = rearrange(np.array(places), "time game agent xy -> game agent xy time")
+        landmarks = [np.array([landmark.state.p_pos for landmark in world.landmarks]).T for world in worlds]
+        return list(zip(paths, landmarks, strict=True))
+
+    def _stacked(self, dicts: list[dict[str, Any]]) -> np.ndarray:
+        return np.array([[of[agent] for agent in self.agents] for of in dicts], np.float32)
+
+
+def returns_of(played: np.ndarray) -> np.ndarray:
+    """The return of each game: rewards summed over time, the mean over agents."""
+    return played["reward"].sum(axis=0).mean(axis=1)

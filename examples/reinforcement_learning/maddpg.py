@@ -1,0 +1,186 @@
+"""Multi-agent DDPG (Lowe et al. 2017): each agent acts on what it sees, and its critic knows what all see and do.
+
+An independent critic judges its agent as if the others went on as they did in the replay, noise and early mistakes and all.
+One that knows their actions judges it among the others as they act now, so it gains from much exploration.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from einops import rearrange
+from jaxtyping import PyTree
+from matplotlib.axes import Axes
+
+import redeqx
+
+from .environments import Act, Games, returns_of
+from .training import TEST_SEED, Best, Replay, check_sizes, collate_fn, draw, mean
+
+
+@dataclass(frozen=True)
+class MADDPG:
+    """Multi-agent DDPG beside independent DDPG: three agents that spread over three landmarks by default."""
+
+    env: str = "simple_spread_v3"  # A module of mpe2 whose agents see and act in the same spaces.
+    pretrained: Path | None = None  # A checkpoint of an earlier run to begin with.
+    workdir: Path = Path("workdir/reinforcement_learning/maddpg")  # For metrics, checkpoints and the picture.
+    independent: bool = True  # Train independent DDPG too: each critic then knows its own agent alone.
+    n_episodes: int = 4_000  # Played by each of the two.
+    n_envs: int = 16  # Episodes played side by side.
+    n_updates: int = 40  # Updates after each such set of episodes.
+    replay: int = 250_000  # Transitions kept.
+    batch_size: int = 256  # Transitions of one update, over all devices.
+    learning_rate: float = 1e-3
+    width: int = 64  # Of the hidden layers.
+    discount: float = 0.9
+    target_rate: float = 0.01  # How far the target networks move towards the trained ones in an update.
+    noise: float = 1.0  # Standard deviation added to the actions played, which go from -1 to 1.
+    eval_every_n_episodes: int = 400
+    eval_episodes: int = 400  # To choose the best checkpoint by, and others to test it on.
+    n_model_shards: int = 1  # Devices that share each layer.
+    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
+    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    seed: int = 0
+
+
+class Team(eqx.Module):
+    """A policy of actions from -1 to 1 and a critic for each agent, stacked."""
+
+    actors: eqx.nn.MLP
+    critics: eqx.nn.MLP
+    independent: bool = eqx.field(static=True)
+
+    def __init__(self, n_agents: int, n_seen: int, n_actions: int, width: int, independent: bool, *, key: jax.Array):
+        actor_keys, critic_keys = jax.random.split(key, (2, n_agents))
+        actor = partial(eqx.nn.MLP, n_seen, n_actions, width, 2, final_activation=jnp.tanh)
+        critic = partial(eqx.nn.MLP, n_agents * (n_seen + n_actions), "scalar", width, 2)
+        self.actors = eqx.filter_vmap(lambda key: actor(key=key))(actor_keys)
+        self.critics = eqx.filter_vmap(lambda key: critic(key=key))(critic_keys)
+        self.independent = independent
+
+    def act(self, observations: jax.Array) -> jax.Array:
+        """Of `[batch, agent, seen]`: `[batch, agent, action]`."""
+        return each(self.actors, observations)
+
+    def value(self, observations: jax.Array, actions: jax.Array) -> jax.Array:
+        """Of `[batch, agent, seen]`, and `[batch, critic, agent, action]` as each critic is told: `[batch, critic]`."""
+        observations = jnp.broadcast_to(observations[:, None], (*actions.shape[:3], observations.shape[2]))
+        known = jnp.concatenate([observations, actions], axis=3)
+        if self.independent:  # the same critic, with zeros for what the others see and do
+            known = known * jnp.eye(actions.shape[1])[:, :, None]
+        return each(self.critics, rearrange(known, "batch critic agent x -> batch critic (agent x)"))
+
+
+def each(mlps: eqx.nn.MLP, inputs: jax.Array) -> jax.Array:
+    """Stacked MLPs, each on its rows of `[batch, mlp, x]`."""
+    apply = eqx.filter_vmap(lambda mlp, x: jax.vmap(mlp)(x), in_axes=(eqx.if_array(0), 1), out_axes=1)
+    return apply(mlps, inputs)
+
+
+def loss_fn(
+    model: Team, targets: PyTree, batch: dict[str, jax.Array], key: jax.Array, discount: float, target_rate: float
+) -> tuple[redeqx.Loss, PyTree]:
+    """The critics' losses plus the actors', and the target networks moved on: they are the trainer's `model_state`."""
+    seen, actions, arrays = batch["observation"], batch["action"], eqx.filter(model, eqx.is_array)
+    n_agents = seen.shape[1]
+    to_all = partial(jnp.repeat, repeats=n_agents, axis=1)  # every critic is told the same actions
+    target = eqx.combine(targets, model)  # what is no array, such as an activation, is the same in both
+    later = target.value(batch["next"], to_all(target.act(batch["next"])[:, None]))
+    # Episodes are cut short, never over: there is always something to come.
+    surprises = model.value(seen, to_all(actions[:, None])) - jax.lax.stop_gradient(batch["reward"] + discount * later)
+    # Each actor climbs its own critic, whose weights learn nothing from that; the others do what they did.
+    judge = eqx.combine(jax.lax.stop_gradient(arrays), model)
+    own = jnp.eye(n_agents, dtype=bool)[:, :, None]
+    values = judge.value(seen, jnp.where(own, model.act(seen)[:, None], actions[:, None]))
+    losses = jnp.sum(surprises**2) - jnp.sum(values)
+    metrics = {"critic_loss": jnp.sum(surprises**2) / n_agents, "value": jnp.sum(values) / n_agents}
+    return redeqx.Loss(losses, len(seen), metrics), optax.incremental_update(arrays, targets, target_rate)
+
+
+def pred_fn(model: Team, targets: PyTree, observations: jax.Array, key: jax.Array) -> jax.Array:
+    return model.act(observations)
+
+
+def train(args: MADDPG, games: Games, eval_games: Games, independent: bool) -> tuple[Best, Act]:
+    """Trains one of the two; returns its best checkpoint, and how it acts."""
+    workdir = args.workdir / "independent" if independent else args.workdir
+    deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=workdir)
+    deployer.begin_records(-1)  # not those of an earlier run
+    batch_rows = deployer.get_per_device_batch_size(args.batch_size)
+    key, sizes = deployer.next_key(), (len(games.agents), games.n_seen, games.n_actions, args.width)
+    model = deployer.init(lambda: Team(*sizes, independent, key=key))
+    n_rounds = -(-args.n_episodes // args.n_envs)
+    trainer = redeqx.Trainer(
+        deployer, model=model, model_state=eqx.filter(model, eqx.is_array), optimizer=optax.adam(args.learning_rate),
+        collate_fn=collate_fn, loss_fn=partial(loss_fn, discount=args.discount, target_rate=args.target_rate),
+    )  # fmt: skip
+    if args.pretrained is not None and not independent:
+        trainer.load_ckpt(args.pretrained, load_opt_states=False)
+    predictor, rng = trainer.get_default_predictor(pred_fn, collate_fn=np.stack), np.random.default_rng(args.seed)
+
+    def act(observations: np.ndarray) -> np.ndarray:
+        return np.stack(predictor.predict(observations, -(-len(observations) // deployer.n_batch_shards)))
+
+    def explore(observations: np.ndarray) -> np.ndarray:
+        actions = act(observations)
+        return np.clip(actions + rng.normal(0, args.noise, actions.shape), -1, 1)
+
+    best = Best(trainer, lambda seed: returns_of(eval_games.play(act, seed)))
+    best.validate(0)
+    replay = Replay(args.replay, games.dtype)
+    with deployer.console.progress(
+        title="independent" if independent else "maddpg", n_steps=n_rounds * args.n_envs
+    ) as progress:
+        for n_played in range(args.n_envs, (n_rounds + 1) * args.n_envs, args.n_envs):
+            played = games.play(explore, seed=n_played)
+            replay.add(played.reshape(-1))
+            metrics = trainer.train(replay.sample(args.n_updates * args.batch_size, rng), batch_rows)
+            if n_played % args.eval_every_n_episodes < args.n_envs or n_played == n_rounds * args.n_envs:
+                with progress.pause("evaluating"):
+                    best.validate(n_played * len(played))
+            metrics = {"return": float(returns_of(played).mean()), **metrics}
+            progress.update(n_played, metrics=metrics, n_examples=played.size)
+    return best, act
+
+
+def draw_paths(paths: np.ndarray, landmarks: np.ndarray, axes: Axes) -> None:
+    """The way of each agent, with a dot where it ended, among the landmarks in grey."""
+    axes.scatter(*landmarks, s=250, color="lightgrey", edgecolors="grey")
+    for i, path in enumerate(paths):
+        axes.plot(*path, color=f"C{i}", linewidth=1, marker=".", markersize=3)
+        axes.plot(*path[:, -1], color=f"C{i}", marker="o", markersize=8)
+    limit = 1.15 * max(np.abs(paths).max(), np.abs(landmarks).max())
+    axes.set(aspect="equal", xlim=(-limit, limit), ylim=(-limit, limit))
+
+
+def main(args: MADDPG) -> dict[str, float]:
+    """Trains and reports; returns the mean test returns."""
+    check_sizes(args, "n_envs", "eval_episodes", "eval_every_n_episodes", "n_updates", "width")
+    games, eval_games = Games(args.env, args.n_envs), Games(args.env, args.eval_episodes)
+    rng, shape = np.random.default_rng(args.seed), (args.eval_episodes, len(games.agents), games.n_actions)
+    random = eval_games.play(lambda _: rng.uniform(-1, 1, shape), TEST_SEED)
+    returns, curves = {"random actions": returns_of(random)}, {}
+    if args.independent:
+        best, _ = train(args, games, eval_games, independent=True)
+        returns["independent DDPG"], curves["independent DDPG, validation"] = best.test(), best.curve
+    best, act = train(args, games, eval_games, independent=False)
+    returns["MADDPG"], curves["MADDPG, validation"] = best.test(), best.curve
+    means = {name: float(x.mean()) for name, x in returns.items()}
+    keys = {"random actions": "test_random_return", "independent DDPG": "test_independent_return", "MADDPG": "test_return"}
+    scores = {keys[name]: score for name, score in means.items()}
+    deployer, picture = best.trainer.deployer, args.workdir / "returns.png"
+    deployer.log_metrics(scores, best.trainer.step)
+    panels = [partial(draw_paths, *seen) for seen in eval_games.watch(act, TEST_SEED, 5)]
+    draw(picture, curves, {f"{name}, test": score for name, score in means.items()}, panels)
+    lines = [f"{name:32}{mean(x)}" for name, x in returns.items()]
+    # The episodes are the same for all, so the error of a difference is smaller than the two errors tell.
+    lines += [f"{f'MADDPG minus {name}':32}{mean(returns['MADDPG'] - x)}" for name, x in list(returns.items())[:-1]]
+    lines += [f"paths of the agents: {picture}", f"best checkpoint: {best.path}"]
+    deployer.log_info("\n".join(lines), title=f"{args.env}: mean return of {args.eval_episodes} test episodes +- its error")
+    return scores

@@ -1,0 +1,180 @@
+"""Proximal policy optimisation (Schulman et al. 2017): what was just played teaches a policy of discrete actions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from gymnasium.spaces.utils import flatdim
+from gymnasium.vector import VectorEnv
+
+import redeqx
+
+from .environments import make_envs, play_episodes
+from .training import Best, check_sizes, collate_fn, report
+
+
+@dataclass(frozen=True)
+class PPO:
+    """Proximal policy optimisation, for discrete actions: CartPole by default."""
+
+    env: str = "CartPole-v1"  # A gymnasium environment with discrete actions.
+    pretrained: Path | None = None  # A checkpoint of an earlier run to begin with.
+    workdir: Path = Path("workdir/reinforcement_learning/ppo")  # For metrics, checkpoints and the picture.
+    n_steps: int = 100_000  # Environment steps, over all environments.
+    n_envs: int = 16  # Environments played side by side.
+    rollout: int = 128  # Steps of each environment from one training to the next.
+    n_epochs: int = 10  # Passes over what was played.
+    batch_size: int = 256  # Steps of one update, over all devices.
+    learning_rate: float = 1e-3  # At the beginning; it falls to 0.
+    width: int = 64  # Of the hidden layers.
+    discount: float = 0.99
+    gae_lambda: float = 0.95  # 0 trusts the critic, 1 the returns.
+    clip: float = 0.2  # How far an action's probability may move in one training.
+    entropy_weight: float = 0.01
+    eval_every_n_steps: int = 10_000  # Environment steps.
+    eval_episodes: int = 64  # To choose the best checkpoint by, and others to test it on.
+    test_episodes: int = 100
+    n_model_shards: int = 1  # Devices that share each layer.
+    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
+    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    seed: int = 0
+
+
+class ActorCritic(eqx.Module):
+    """A policy, and the value that it expects."""
+
+    actor: eqx.nn.MLP
+    critic: eqx.nn.MLP
+
+    def __init__(self, n_seen: int, n_actions: int, width: int, *, key: jax.Array):
+        keys = jax.random.split(key)
+        self.actor = eqx.nn.MLP(n_seen, n_actions, width, 2, jnp.tanh, key=keys[0])
+        self.critic = eqx.nn.MLP(n_seen, "scalar", width, 2, jnp.tanh, key=keys[1])
+
+    def __call__(self, observations: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Log probabilities `[batch, actions]` and values `[batch]`."""
+        return jax.nn.log_softmax(jax.vmap(self.actor)(observations)), jax.vmap(self.critic)(observations)
+
+
+def policy_gain(log_ratios: jax.Array, advantages: jax.Array, clip: float) -> jax.Array:
+    """What moving the probabilities by these ratios gains, with nothing to gain from moving them further than `clip`."""
+    ratios = jnp.exp(log_ratios)
+    return jnp.minimum(ratios * advantages, jnp.clip(ratios, 1 - clip, 1 + clip) * advantages)
+
+
+def loss_fn(
+    model: ActorCritic, batch: dict[str, jax.Array], key: jax.Array, clip: float, entropy_weight: float
+) -> redeqx.Loss:
+    """Steps that only reset an environment have no weight."""
+    log_probs, values = model(batch["observation"])
+    chosen = jnp.take_along_axis(log_probs, batch["action"][:, None], axis=1)[:, 0]
+    gains = policy_gain(chosen - batch["log_prob"], batch["advantage"], clip)
+    entropies = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=1)
+    value_losses = (values - batch["return"]) ** 2
+
+    def total(rows: jax.Array) -> jax.Array:
+        return jnp.sum(rows * batch["weight"])
+
+    metrics = {"value_loss": total(value_losses), "entropy": total(entropies)}
+    return redeqx.Loss(total(0.5 * value_losses - gains - entropy_weight * entropies), jnp.sum(batch["weight"]), metrics)
+
+
+def pred_fn(model: ActorCritic, observations: jax.Array, key: jax.Array) -> tuple[jax.Array, ...]:
+    """An action drawn for each row, its log probability, the value, and the most probable action."""
+    log_probs, values = model(observations)
+    actions = jax.random.categorical(key, log_probs)
+    chosen = jnp.take_along_axis(log_probs, actions[:, None], axis=1)[:, 0]
+    return actions, chosen, values, jnp.argmax(log_probs, axis=1)
+
+
+def estimate_advantages(
+    rewards: np.ndarray, values: np.ndarray, terminated: np.ndarray, ended: np.ndarray, discount: float, gae_lambda: float
+) -> np.ndarray:
+    """Generalised advantage estimation (Schulman et al. 2016), all `[time, envs]`; `values` has one more time.
+
+    A terminated episode has no value left; one that was cut short has that of its last observation.
+    """
+    advantages, later = np.zeros_like(rewards), np.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):
+        surprise = rewards[t] + discount * values[t + 1] * ~terminated[t] - values[t]
+        advantages[t] = later = surprise + discount * gae_lambda * ~ended[t] * later
+    return advantages
+
+
+def play(
+    envs: VectorEnv, act: Callable[[np.ndarray], list[np.ndarray]], observations: np.ndarray, ended: np.ndarray, args: PPO
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Plays on from these observations; returns the steps, `[time, envs]`, and where they came to."""
+    numbers = [(name, np.float32) for name in ("log_prob", "advantage", "return", "weight")]
+    seen = ("observation", np.float32, observations.shape[1:])
+    shape = (args.rollout, args.n_envs)
+    rows = np.zeros(shape, [seen, ("action", np.int32), *numbers])
+    rewards, values = np.zeros(shape, np.float32), np.zeros((args.rollout + 1, args.n_envs), np.float32)
+    terminations, ends = np.zeros(shape, bool), np.zeros(shape, bool)
+    for t in range(args.rollout):
+        actions, log_probs, values[t], _ = act(observations)
+        rows["observation"][t], rows["action"][t], rows["log_prob"][t] = observations, actions, log_probs
+        rows["weight"][t] = ~ended  # after an episode's end this step resets
+        observations, rewards[t], terminations[t], truncations, _ = envs.step(actions)
+        ends[t] = ended = terminations[t] | truncations
+    values[-1] = act(observations)[2]
+    advantages = estimate_advantages(rewards, values, terminations, ends, args.discount, args.gae_lambda)
+    rows["return"] = advantages + values[:-1]
+    real = advantages[rows["weight"] > 0]
+    rows["advantage"] = (advantages - real.mean()) / (real.std() + 1e-8)
+    return rows, observations, ended
+
+
+def main(args: PPO) -> dict[str, float]:
+    """Trains and reports; returns the mean test return."""
+    check_sizes(args, "n_envs", "rollout", "n_epochs", "eval_episodes", "eval_every_n_steps", "width")
+    deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
+    deployer.begin_records(-1)  # not those of an earlier run
+    batch_rows = deployer.get_per_device_batch_size(args.batch_size)
+    envs, eval_envs = (make_envs(args.env, "ppo", n) for n in (args.n_envs, args.eval_episodes))
+    n_seen, n_actions = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
+    key = deployer.next_key()
+    model = deployer.init(lambda: ActorCritic(n_seen, n_actions, args.width, key=key))
+
+    n_a_rollout = args.rollout * args.n_envs
+    n_rollouts, n_updates = -(-args.n_steps // n_a_rollout), -(-n_a_rollout * args.n_epochs // args.batch_size)
+    lr = optax.linear_schedule(args.learning_rate, 0.0, max(n_rollouts * n_updates, 1))
+    trainer = redeqx.Trainer(
+        deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(0.5), optax.adam(lr)), lr_schedule_fn=lr,
+        collate_fn=collate_fn, loss_fn=partial(loss_fn, clip=args.clip, entropy_weight=args.entropy_weight),
+    )  # fmt: skip
+    if args.pretrained is not None:
+        trainer.load_ckpt(args.pretrained, load_opt_states=False)
+    predictor = trainer.get_default_predictor(pred_fn, collate_fn=np.stack)
+
+    def act(observations: np.ndarray) -> list[np.ndarray]:
+        rows = -(-len(observations) // deployer.n_batch_shards)
+        said = predictor.predict(observations, rows, key=deployer.next_key())
+        return [np.array(column) for column in zip(*said, strict=True)]
+
+    def act_greedily(observations: np.ndarray) -> np.ndarray:
+        return act(observations)[3]
+
+    best = Best(trainer, partial(play_episodes, eval_envs, act_greedily))
+    best.validate(0)
+    rng, curve = np.random.default_rng(args.seed), []
+    (observations, _), ended = envs.reset(seed=args.seed), np.zeros(args.n_envs, bool)
+    with deployer.console.progress(title="ppo", n_steps=n_rollouts * n_a_rollout) as progress:
+        for n_played in range(n_a_rollout, (n_rollouts + 1) * n_a_rollout, n_a_rollout):
+            played, observations, ended = play(envs, act, observations, ended, args)
+            orders = [rng.permutation(n_a_rollout) for _ in range(args.n_epochs)]
+            metrics = trainer.train(played.reshape(-1)[np.concatenate(orders)], batch_rows)
+            if envs.return_queue:
+                curve.append((n_played, float(np.mean(envs.return_queue))))
+            if n_played % args.eval_every_n_steps < n_a_rollout or n_played == n_rollouts * n_a_rollout:
+                with progress.pause("evaluating"):
+                    best.validate(n_played)
+            shown = {"return": curve[-1][1]} if curve else {}
+            progress.update(n_played, metrics={**shown, **metrics}, n_examples=n_a_rollout)
+    return report(best, args.env, "ppo", act_greedily, eval_envs, curve)

@@ -1,0 +1,138 @@
+"""What the three algorithms share: the replay buffer, the choice of the best checkpoint, the picture."""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import VectorEnv
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import redeqx
+
+from .environments import Act, film, play_episodes
+
+Curve = list[tuple[int, float]]  # environment steps, mean return
+
+# The first seeds of the episodes by which the best checkpoint is chosen, and of those reported; training begins near 0.
+VALIDATION_SEED, TEST_SEED = 1_000_000, 2_000_000
+
+
+def check_sizes(args: Any, *names: str) -> None:
+    for name in names:
+        if getattr(args, name) < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"`--{flag}`: expected at least 1, got {getattr(args, name)}. Pass a positive number.")
+
+
+class Replay:
+    """The newest transitions: rows of a structured array, overwritten from its beginning once it is full."""
+
+    def __init__(self, capacity: int, dtype: np.dtype):
+        self.rows, self.n_added = np.zeros(capacity, dtype), 0
+
+    def __len__(self) -> int:
+        return min(self.n_added, len(self.rows))
+
+    def add(self, rows: np.ndarray) -> None:
+        self.rows[np.arange(self.n_added, self.n_added + len(rows)) % len(self.rows)] = rows
+        self.n_added += len(rows)
+
+    def sample(self, n: int, rng: np.random.Generator) -> np.ndarray:
+        return self.rows[rng.integers(len(self), size=n)]
+
+
+def collate_fn(examples: list[np.void]) -> dict[str, np.ndarray]:
+    """Rows of a structured array to an array a field."""
+    rows = np.array(examples, examples[0].dtype)
+    return {name: rows[name] for name in examples[0].dtype.names or ()}
+
+
+class Best:
+    """Plays the policy now and then, and keeps the checkpoint with the highest mean return.
+
+    **Arguments:**
+
+    - `play`: the returns of episodes that begin with that seed.
+    """
+
+    def __init__(self, trainer: redeqx.Trainer, play: Callable[[int], np.ndarray]):
+        self.trainer, self.play = trainer, play
+        self.curve: Curve = []
+
+    def validate(self, n_played: int) -> None:
+        score = float(self.play(VALIDATION_SEED).mean())
+        self.curve.append((n_played, score))
+        self.trainer.deployer.log_metrics({"eval_return": score, "env_steps": n_played}, self.trainer.step)
+        if score >= max(score for _, score in self.curve):  # of equal ones the later
+            self.trainer.save_ckpt("argmax_return", metrics={"return": score})
+
+    @property
+    def path(self) -> Path:
+        """The folder of the best checkpoint."""
+        workdir = self.trainer.deployer.workdir
+        assert workdir is not None
+        return workdir / "ckpts" / json.loads((workdir / "ckpts/index.json").read_text())["argmax_return"]
+
+    def test(self) -> np.ndarray:
+        """The best checkpoint's returns in other episodes than those that chose it."""
+        self.trainer.load_ckpt("argmax_return")
+        return self.play(TEST_SEED)
+
+
+def mean(returns: np.ndarray) -> str:
+    """The mean and its standard error."""
+    return f"{returns.mean():8.2f} +- {returns.std() / np.sqrt(len(returns)):.2f}"
+
+
+def report(best: Best, name: str, algorithm: str, act: Act, envs: VectorEnv, curve: Curve) -> dict[str, float]:
+    """Tests the best checkpoint beside random actions, and draws the returns and an episode."""
+    deployer = best.trainer.deployer
+    returns = {
+        algorithm: best.test(),
+        "random actions": play_episodes(envs, lambda _: envs.action_space.sample(), TEST_SEED),
+    }
+    means = {name: float(x.mean()) for name, x in returns.items()}
+    scores = {"test_return": means[algorithm], "test_random_return": means["random actions"]}
+    deployer.log_metrics(scores, best.trainer.step)
+    levels = {f"{name}, test": score for name, score in means.items()}
+    if (target := gymnasium.spec(name).reward_threshold) is not None:
+        levels["solved"] = target
+    picture = best.path.parents[1] / "returns.png"
+    curves = {"training, last 100 episodes": curve, "validation": best.curve}
+    draw(picture, curves, levels, [partial(show, frame) for frame in film(name, algorithm, act, TEST_SEED)])
+    lines = [f"{name:16}{mean(x)}" for name, x in returns.items()]
+    lines += [f"an episode: {picture}", f"best checkpoint: {best.path}"]
+    deployer.log_info("\n".join(lines), title=f"{name}: mean return of {envs.num_envs} test episodes +- its error")
+    return scores
+
+
+def show(frame: np.ndarray, axes: Axes) -> None:
+    axes.imshow(frame)
+
+
+def draw(
+    path: Path,
+    curves: dict[str, Curve],
+    levels: dict[str, float],
+    panels: Sequence[Callable[[Axes], object]],
+) -> None:
+    """The returns over environment steps; below them what the panels draw."""
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    grid = figure.add_gridspec(2, max(len(panels), 1), height_ratios=(2, 1) if panels else (1, 0.01))
+    axes = figure.add_subplot(grid[0, :])
+    for name, curve in curves.items():
+        if curve:
+            axes.plot(*np.array(curve).T, linewidth=1.5, label=name)
+    for i, (name, level) in enumerate(levels.items(), start=len(curves)):
+        axes.axhline(level, linestyle="--", linewidth=1, color=f"C{i}", label=f"{name}: {level:.1f}")
+    axes.set(xlabel="environment steps", ylabel="return of an episode")
+    axes.legend()
+    for i, panel in enumerate(panels):
+        below = figure.add_subplot(grid[1, i], xticks=[], yticks=[])
+        panel(below)
+    figure.savefig(path, dpi=150)
