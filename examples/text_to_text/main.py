@@ -33,8 +33,11 @@ import redeqx
 from examples._texts import EOS, PAD, learn_tokenizer, load_tokenizer, standard_library
 from examples.text_to_text.pairs import (
     METRICS,
+    Copy,
     Pair,
     best_copies,
+    common_opening,
+    copy_scores,
     denoising_pairs,
     docstring_pairs,
     rouge,
@@ -162,8 +165,8 @@ def pred_fn(
     return generate(model, batch["ids"], mask=batch["mask"], **options)
 
 
-def draw(workdir: Path, levels: dict[str, float], pairs: Sequence[Pair], outputs: Sequence[str]) -> Path:
-    """`rouge.png`: validation scores over steps, with those of copying as levels, beside some texts of the test."""
+def draw(workdir: Path, baselines: dict[str, dict[str, Copy]], pairs: Sequence[Pair], outputs: Sequence[str]) -> Path:
+    """`rouge.png`: validation scores over steps, with those of copies as levels, beside some texts of the test."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text("utf-8").splitlines()]
     lines = [line for line in lines if "eval_rouge1" in line]
     figure = Figure(figsize=(14, 6), layout="constrained")
@@ -172,9 +175,10 @@ def draw(workdir: Path, levels: dict[str, float], pairs: Sequence[Pair], outputs
         label = name.replace("rouge", "ROUGE-")
         scores = [line[f"eval_{name}"] for line in lines]
         curves.plot([line["step"] for line in lines], scores, "o-", color=f"C{i}", label=label)
-        curves.axhline(levels[name], linestyle="--", linewidth=1, color=f"C{i}", label=f"{label}, copied")
+        for (kind, copies), style in zip(baselines.items(), ("--", ":"), strict=True):
+            curves.axhline(copies[name].score, linestyle=style, color=f"C{i}", label=kind)
     curves.set(xlabel="step", ylabel="F1 on validation, %", ylim=(0, None))
-    curves.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    curves.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
     blocks = []
     for (source, target), output in zip(pairs, outputs, strict=True):
         rows = {"source": source, "reference": target, "generated": output}
@@ -233,10 +237,11 @@ def main(args: Args) -> dict[str, float]:
 
     trainer.load_ckpt("argmax_rouge2", load_opt_states=False)
     outputs = predictor.predict(test, eval_rows)
-    reached, copies = rouge(test, outputs), best_copies(train, validation)
-    copied = {name: rouge(test, [copy.rule(source) for source, _ in test])[name] for name, copy in copies.items()}
+    opening = common_opening(train)
+    baselines = {"copied": best_copies(validation), f"{opening!r} + copied": best_copies(validation, opening)}
+    reached, copied = rouge(test, outputs), [copy_scores(test, copies) for copies in baselines.values()]
     records = [{"source": s, "target": t, "output": o} for (s, t), o in zip(test, outputs, strict=True)]
-    files = [draw(args.workdir, {name: copy.score for name, copy in copies.items()}, test[:10], outputs[:10])]
+    files = [draw(args.workdir, baselines, test[:10], outputs[:10])]
     files.append(deployer.save_outputs(records, "test.jsonl"))
     files.append(save_pretrained(trainer.model, model.config, args.workdir / "model"))
     tokenizer.save(str(args.workdir / "model/tokenizer.json"))
@@ -245,10 +250,14 @@ def main(args: Args) -> dict[str, float]:
     index = json.loads((args.workdir / "ckpts/index.json").read_text("utf-8"))
     files += [args.workdir / "ckpts" / index[f"argmax_{name}"] for name in ("rouge2", "rougeL")]
 
-    lines = [f"{name:8}{reached[name]:8.2f}{copied[name]:8.2f}  {copies[name].name}" for name in METRICS]
-    lines = [f"{'':8}{type(model).__name__:>8}{'copied':>8}  by the rule that is best on validation", *lines]
+    table = {"": (type(model).__name__, *baselines)}
+    table |= {name: [f"{scores[name]:.2f}" for scores in (reached, *copied)] for name in METRICS}
+    lines = [f"{name:8}" + "".join(f"{cell:>22}" for cell in cells) for name, cells in table.items()]
+    chosen = "; ".join(f"{name}: {copy.name}" for name, copy in baselines["copied"].items())
+    lines.append(f"copied by the rule that is best on validation; {chosen}")
     deployer.log_info("\n".join(lines), title=f"ROUGE F1 of {len(test):,} pairs of the test, in percent")
     deployer.log_info("\n".join(map(str, files)), title="picture, outputs, Hugging Face folder, best by ROUGE-2 and ROUGE-L")
-    scores = {f"test_{name}": reached[name] for name in METRICS} | {f"test_copy_{name}": copied[name] for name in METRICS}
+    kinds = {"test": reached, "test_copy": copied[0], "test_opening_copy": copied[1]}
+    scores = {f"{kind}_{name}": values[name] for kind, values in kinds.items() for name in METRICS}
     deployer.log_metrics(scores, trainer.step)
     return scores

@@ -122,20 +122,27 @@ class Copy(NamedTuple):
     score: float
 
 
-def copy_rules(train: Sequence[Pair]) -> dict[str, Callable[[str], str]]:
-    """The first words of a source or its first clause (of code, its name), alone or after how most targets begin."""
-    opening = Counter(" ".join(target.split()[:2]) for _, target in train).most_common(1)[0][0]
+def common_opening(train: Sequence[Pair]) -> str:
+    """The two words that most targets begin with."""
+    return Counter(" ".join(target.split()[:2]) for _, target in train).most_common(1)[0][0]
+
+
+def best_copies(validation: Sequence[Pair], opening: str = "") -> dict[str, Copy]:
+    """For each ROUGE the best rule on validation: to copy so many first words, or the first clause (of code, its name).
+
+    **Arguments:**
+
+    - `opening`: is written before what is copied.
+    """
     rules: dict[str, Callable[[str], str]] = {
-        f"first {n} words": lambda source, n=n: " ".join(re.findall(r"\w+", source)[:n]) for n in COPIED
+        f"first {n} words": lambda source, n=n: " ".join([opening, *re.findall(r"\w+", source)[:n]]) for n in COPIED
     }
-    rules["first clause"] = lambda source: re.split(r"[(.:;,!?\n]", source)[0]
-    opened = {f"{opening!r}, {name}": lambda source, rule=rule: f"{opening} {rule(source)}" for name, rule in rules.items()}
-    return rules | opened
-
-
-def best_copies(train: Sequence[Pair], validation: Sequence[Pair]) -> dict[str, Copy]:
-    """For each ROUGE the rule that reaches most on validation."""
-    rules = copy_rules(train)
+    rules["first clause"] = lambda source: " ".join([opening, re.split(r"[(.:;,!?\n]", source)[0]])
     scores = {name: rouge(validation, [rule(source) for source, _ in validation]) for name, rule in rules.items()}
     best = {metric: max(scores, key=lambda name: scores[name][metric]) for metric in METRICS}
     return {metric: Copy(name, rules[name], scores[name][metric]) for metric, name in best.items()}
+
+
+def copy_scores(test: Sequence[Pair], copies: dict[str, Copy]) -> dict[str, float]:
+    """What the rules chosen on validation reach on the test."""
+    return {metric: rouge(test, [copy.rule(source) for source, _ in test])[metric] for metric, copy in copies.items()}

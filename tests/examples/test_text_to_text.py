@@ -10,7 +10,10 @@ import redeqx
 from examples._texts import learn_tokenizer
 from examples.text_to_text.main import IGNORED, Args, collate_fn, fixed_length, load_pretrained, main, pred_fn
 from examples.text_to_text.pairs import (
+    METRICS,
     best_copies,
+    common_opening,
+    copy_scores,
     denoising_pairs,
     docstring_pairs,
     first_sentence,
@@ -48,7 +51,7 @@ def test_it_learns(finished):
     losses = outcome.series("loss")
     assert losses[-1] < losses[0] / 2
     assert outcome.metrics[-1]["test_rouge2"] > 40 > outcome.series("eval_rouge2")[0]
-    assert {f"test_copy_{name}" for name in ("rouge1", "rouge2", "rougeL")} < outcome.metrics[-1].keys()
+    assert {f"test_{kind}{name}" for kind in ("", "copy_", "opening_copy_") for name in METRICS} < outcome.metrics[-1].keys()
     assert "512 of 512 pairs for training" in outcome.output
     assert (workdir / "rouge.png").stat().st_size > 10_000
     index = json.loads((workdir / "ckpts/index.json").read_text())
@@ -157,10 +160,16 @@ def test_rouge():
 
 def test_the_best_copies():
     pairs = [("open the big file now or never", "Return the open the big file"), ("a b c d e f", "Return the a b c d")]
-    best = best_copies(pairs, pairs)
-    assert {copy.name for copy in best.values()} == {"'Return the', first 4 words"}
+    assert common_opening([*pairs, ("", "Close it")]) == "Return the"
+    best = best_copies(pairs, "Return the")
+    assert {copy.name for copy in best.values()} == {"first 4 words"}
     assert best["rouge2"].score == pytest.approx(100)
     assert best["rouge2"].rule("x y z (u) v") == "Return the x y z u"
+    named = [("find all (path root) finder", "Find all")]
+    assert best_copies(named)["rouge1"].score == pytest.approx(100)
+    assert best_copies([(f"{source}: rest of it", source) for source in ("a b", "c d e")])["rouge1"].name == "first clause"
+    # What is chosen on other pairs is what is scored.
+    assert copy_scores([("a b c d e", "a b c d")], best)["rouge1"] == pytest.approx(100 * 2 * 4 / (6 + 4))
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
