@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 import redeqx
 from examples._texts import BOS, EOS, PAD, learn_tokenizer, load_tokenizer
-from examples.lora.sentences import WORDS, Labelled, documentation_sentences, encode, read_sentences, split
+from examples.lora.sentences import WORDS, Labelled, documentation_sentences, encode, pack, read_sentences, split
 from redeqx.models import Decoder, cross_entropy, from_pretrained, lora, save_pretrained
 from redeqx.models.llama import Llama, LlamaConfig
 
@@ -39,17 +39,18 @@ class Args:
     rank: int = 3  # Of the adapters, which all matrices of attention and MLP get.
     lora_learning_rate: float = 5e-3
     learning_rate: float = 1e-3  # Of full fine-tuning; the base, which begins at nothing, takes three times as much.
-    n_epochs: int = 4
+    n_epochs: int = 10
     batch_size: int = 16  # Examples of one update, over all devices.
     seq_len: int = 48  # Tokens of a sentence with its prompt. Of a longer sentence the first ones stay.
-    max_examples: int = 20_000  # At most so many, over the three parts.
-    n_base_epochs: int = 2  # Of the base's training.
+    n_train: int = 300  # At most so many labelled sentences are trained on: few labels are what a base is for.
+    max_examples: int = 20_000  # At most so many over the three parts, half of which test.
+    n_base_epochs: int = 3  # Of the base's training.
     base_tokens: int = 1_000_000  # At most so many the base is trained on in each.
     n_ids: int = 2048  # Of the base's tokenizer.
     n_layers: int = 2
     d_model: int = 192
     n_heads: int = 4
-    eval_every_n_steps: int = 50
+    eval_every_n_steps: int = 30
     n_model_shards: int = 1  # Devices that share each layer.
     n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
     simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
@@ -85,14 +86,9 @@ def train_base(args: Args, corpus: list[str], folder: Path) -> None:
     """Trains a small LLaMA on text, and writes it as a Hugging Face folder."""
     deployer = make_deployer(args, "base_run")
     tokenizer = learn_tokenizer(corpus, args.n_ids)
-    # Sentence after sentence as they stand, so that the model learns what kind of text goes on in what way.
-    ids = np.concatenate([encoding.ids for encoding in tokenizer.encode_batch(corpus)])[: args.base_tokens]
-    length = 2 * args.seq_len
-    ids = ids[: (len(ids) - 1) // length * length + 1].astype(np.int32)
-    examples = np.lib.stride_tricks.sliding_window_view(ids, length + 1)[::length]
-    examples = whole_updates(examples, args.batch_size)
+    examples = whole_updates(pack(corpus, tokenizer, 2 * args.seq_len, args.base_tokens), args.batch_size)
     config = LlamaConfig(
-        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64, n_positions=length, d_model=args.d_model,
+        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64, n_positions=2 * args.seq_len, d_model=args.d_model,
         d_mlp=-(-8 * args.d_model // 96) * 32, n_layers=args.n_layers, n_heads=args.n_heads, is_tied=True,
         bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, init_std=0.05,
     )  # fmt: skip
@@ -175,9 +171,10 @@ def tune(args: Args, name: str, base: Path, parts: tuple[Labelled, ...]) -> dict
     again = redeqx.Predictor(deployer, model=merged, collate_fn=collate_fn, pred_fn=pred_fn)
     n_same = sum(a == b for a, b in zip(again.predict(test, rows), outputs, strict=True))
     deployer.log_info(f"{n_same} of {len(test)} predictions are the same", title=f"{folder}, read again")
+    best = json.loads((workdir / "ckpts" / "index.json").read_text())["argmax_accuracy"]
     n_bytes = sum(file.stat().st_size for file in saved.glob("*.safetensors"))
     scores = {**metric_fn(test, outputs), "share": n_trained / n_params, "agreement": n_same / len(test)}
-    return {**scores, "trained": n_trained, "bytes": n_bytes, "saved": saved, "steps": trainer.step}
+    return {**scores, "trained": n_trained, "bytes": n_bytes, "saved": saved, "best": best, "steps": trainer.step}
 
 
 def draw_curves(workdir: Path, tuned: dict[str, dict[str, Any]]) -> None:
@@ -201,7 +198,7 @@ def main(args: Args) -> dict[str, float]:
     if args.data is None or args.pretrained is None:
         found, corpus = documentation_sentences(args.max_examples)
         examples = examples or found
-    parts = split(examples, args.max_examples)
+    parts = split(examples, args.max_examples, args.n_train)
     base = args.pretrained or args.workdir / "base"
     if args.pretrained is None and not (base / "config.json").exists():
         held_out = {sentence for part in parts[1:] for sentence, _ in part}
@@ -210,13 +207,10 @@ def main(args: Args) -> dict[str, float]:
     tuned = {name: tune(args, name, base, parts) for name in ("full", "lora")}
     draw_curves(args.workdir, tuned)
     table = [f"{'':6}{'accuracy':>10}{'trained':>12}{'share':>9}{'saved bytes':>14}"]
-    for name, result in tuned.items():
-        counts = f"{result['trained']:>12,}{result['share']:>9.2%}{result['bytes']:>14,}"
-        table.append(f"{name:6}{result['accuracy']:>10.2%}{counts}  {result['saved']}")
-    deployer.log_info("\n".join(table), title=f"{len(parts[2])} test sentences")
-    files = [args.workdir / "accuracy.png", args.workdir / "lora" / "model"]
-    best = [args.workdir / name / "ckpts" / "index.json" for name in tuned]
-    deployer.log_info("\n".join(map(str, [*files, *best])), title="curves, merged model, checkpoints")
+    for name, t in tuned.items():
+        numbers = f"{t['accuracy']:>10.2%}{t['trained']:>12,}{t['share']:>9.2%}{t['bytes']:>14,}"
+        table.append(f"{name:6}{numbers}  {t['saved']}; best checkpoint {t['best']}")
+    deployer.log_info("\n".join(table), title=f"{len(parts[2])} test sentences; curves in {args.workdir / 'accuracy.png'}")
     scores = {f"test_{name}_accuracy": result["accuracy"] for name, result in tuned.items()}
     scores |= {"test_trained_share": tuned["lora"]["share"], "test_merged_agreement": tuned["lora"]["agreement"]}
     deployer.log_metrics(scores, tuned["lora"]["steps"])

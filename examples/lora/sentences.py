@@ -39,10 +39,11 @@ def read_sentences(path: Path, n_labels: int) -> Labelled:
     return examples
 
 
-def split(examples: Labelled, n: int) -> tuple[Labelled, Labelled, Labelled]:
-    """At most n examples: four parts to train, one to choose by, five to test, each label by these shares.
+def split(examples: Labelled, n: int, n_train: int) -> tuple[Labelled, Labelled, Labelled]:
+    """To train on, to choose by, to test on.
 
-    Half of them test, for a difference of a point shows in a large test only.
+    Of at most n examples half test, for a difference of a point shows in a large test only, and 0.3 of the others are to
+    choose by. At most `n_train` are trained on.
     """
     examples = [examples[i] for i in np.random.default_rng(0).permutation(len(examples))[:n]]
 
@@ -50,8 +51,8 @@ def split(examples: Labelled, n: int) -> tuple[Labelled, Labelled, Labelled]:
         return train_test_split(examples, test_size=share, random_state=0, stratify=[label for _, label in examples])
 
     rest, test = cut(examples, 0.5)
-    train, validation = cut(rest, 0.2)
-    return train, validation, test
+    train, validation = cut(rest, 0.3)
+    return train[:n_train], validation, test
 
 
 def documentation_sentences(n: int) -> tuple[Labelled, list[str]]:
@@ -109,3 +110,9 @@ def encode(
         row = {"ids": np.pad(np.array(ids, np.int32), (n_padded, 0)), "mask": np.arange(seq_len) >= n_padded}
         encoded.append({**row, "answers": answers, "label": np.int32(label)})
     return encoded
+
+
+def pack(corpus: Sequence[str], tokenizer: Tokenizer, length: int, n_tokens: int) -> np.ndarray:
+    """Rows of `length` ids and the one after them, of sentences in their order: so one learns what follows on what."""
+    ids = np.concatenate([encoding.ids for encoding in tokenizer.encode_batch(corpus)])[:n_tokens].astype(np.int32)
+    return np.lib.stride_tricks.sliding_window_view(ids, length + 1)[::length]

@@ -5,9 +5,16 @@
     python -m examples.reinforcement_learning ddpg
     python -m examples.reinforcement_learning maddpg
 
-Each plays, trains on what was played, now and then plays other episodes to choose the best checkpoint, and at last
-reports the mean return of that one in episodes that it was not chosen by. `--env` takes any environment of gymnasium with
-actions of the right kind, or a game of mpe2 for maddpg.
+Each plays, trains on what it played, and now and then plays other episodes, by which the best checkpoint is chosen. At the
+end that one plays episodes that it was not chosen by: their mean return is reported. `--env` takes any environment of
+gymnasium with actions of the right kind, for maddpg a game of mpe2.
+
+One CPU core, three seeds:
+
+    ppo, CartPole-v1       40 s         500, 500 and 500 of 500 (random actions: 20)
+    ppo, Acrobot-v1        45 s         -81, -86 and -90 (-494; solved at -100)
+    ddpg, Pendulum-v1      35 s         -144, -146 and -144 (-1219)
+    maddpg, simple_spread  3 min 45 s   -14.6, -13.9 and NUMBER; independent DDPG -15.6, -14.8 and NUMBER (-24.6)
 """
 
 from examples.reinforcement_learning import ddpg, maddpg, ppo

@@ -196,16 +196,18 @@ def main(args: Args) -> dict[str, float]:
     rows = deployer.get_per_device_batch_size(args.batch_size, n_micro)
 
     if args.data is None:
-        parts = split(docstring_pairs(standard_library()))
+        pairs, n_repeated = docstring_pairs(standard_library())
+        deployer.log_info(f"{n_repeated:,} docstrings repeat the code or the sentence of another, and are left out")
     else:
-        parts = split(table_pairs(args.data, args.source_column, args.target_column))
+        pairs = table_pairs(args.data, args.source_column, args.target_column)
+    parts = split(pairs)
     # Whole updates: a smaller last one would be compiled for itself.
     n_train = min(args.n_train, len(parts[0])) // args.batch_size * args.batch_size
     train, validation, test = parts[0][:n_train], parts[1][: args.n_validation], parts[2][: args.n_test]
     if not (train and validation and test):
         raise ValueError(
             f"`{args.data or 'the standard library'}`: expected a batch of {args.batch_size} pairs to train on, and some "
-            f"for validation and test, got {sum(map(len, parts))} in all. Give more, or lower `--batch-size`."
+            f"for validation and test, got {len(pairs)} in all. Give more, or lower `--batch-size`."
         )
     model, tokenizer = load_pretrained(args.pretrained, deployer) if args.pretrained else new_model(args, train, deployer)
     pad = model.config.pad_token_id or 0

@@ -50,10 +50,11 @@ def describe(node: Definition) -> tuple[str, str, str]:
     return words(node.name), words(" ".join(ast.unparse(part) for part in heading)), words(" ".join(body))
 
 
-def docstring_pairs(files: Sequence[Path]) -> list[Pair]:
-    """Code to the first sentence of its docstring, where neither the code nor the sentence has come before."""
+def docstring_pairs(files: Sequence[Path]) -> tuple[list[Pair], int]:
+    """Code to the first sentence of its docstring, and how many are left out, as their code or sentence came before."""
     pairs: list[Pair] = []
     seen: set[str | tuple[str, str, str]] = set()
+    n_repeated = 0
     for file in files:
         try:
             with warnings.catch_warnings(action="ignore"):  # of escapes in strings that are none
@@ -64,10 +65,12 @@ def docstring_pairs(files: Sequence[Path]) -> list[Pair]:
             if target := first_sentence(ast.get_docstring(node) or ""):
                 name, heading, body = code = describe(node)
                 sentence = " ".join(re.findall(r"\w+", target.lower()))
-                if not {code, sentence} & seen:
+                if {code, sentence} & seen:
+                    n_repeated += 1
+                else:
                     pairs.append((f"{name} ({heading}) {words(owner)}, {words(file.stem)}: {body}", target))
                 seen |= {code, sentence}
-    return pairs
+    return pairs, n_repeated
 
 
 def table_pairs(path: Path, source_column: str, target_column: str) -> list[Pair]:

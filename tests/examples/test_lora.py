@@ -95,9 +95,9 @@ def test_the_documentations_sentences_are_balanced_and_stay_in_their_parts():
     texts, labels = [text for text, _ in examples], [label for _, label in examples]
     assert len(set(texts)) == len(texts) >= 300 and np.mean(labels) == 0.5
     assert set(texts) <= set(corpus) and all(map(is_plain, texts))
-    parts = split(examples, 300)
-    assert [len(part) for part in parts] == [120, 30, 150]
-    assert len(set().union(*map(set, parts))) == 300
+    parts = split(examples, 300, 100)
+    assert [len(part) for part in parts] == [100, 45, 150]
+    assert len(set().union(*map(set, parts))) == 295
     assert [np.mean([label for _, label in part]) for part in parts] == pytest.approx([0.5] * 3, abs=0.1)
 
 

@@ -105,7 +105,9 @@ def test_pairs_of_files_and_none_twice(tmp_path):
     second = CODE.replace("Reads", "Writes") + '\ndef get():\n    """return the SIZE"""\n\ndef close():\n    """Close."""\n'
     (tmp_path / "b.py").write_text(second)
     (tmp_path / "c.py").write_text("print 'of Python 2'")
-    assert docstring_pairs([tmp_path / name for name in ("a.py", "b.py", "c.py")]) == [
+    pairs, n_repeated = docstring_pairs([tmp_path / name for name in ("a.py", "b.py", "c.py")])
+    assert n_repeated == 3
+    assert pairs == [
         ("read file (base) , a: get size undocumented", "Reads."),
         ("get size (unit 1) read file, a: return size unit", "Return the size."),
         ("close () , b: ", "Close."),
