@@ -69,15 +69,33 @@ def standard_library() -> list[Path]:
     return sorted(files, key=lambda file: (zlib.crc32(file.relative_to(root).as_posix().encode()), file))
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder."""
-    path = folder / "tokenizer.json"
+def load_tokenizer(path: Path, n_ids: int | None = None) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder, or a tokenizer.json; it neither cuts nor fills up texts.
+
+    **Arguments:**
+
+    - `n_ids`: that the model has. Raises ValueError for a tokenizer of more.
+    """
+    path = path / "tokenizer.json" if path.suffix != ".json" else path
     if not path.is_file():
         raise ValueError(
-            f"`{folder}`: expected a tokenizer.json, got none. "
+            f"`{path.parent}`: expected a {path.name}, got none. "
             "Write one with `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`, of transformers."
         )
-    return Tokenizer.from_file(str(path))
+    tokenizer = Tokenizer.from_file(str(path))
+    if n_ids is not None and tokenizer.get_vocab_size() > n_ids:
+        raise ValueError(
+            f"`{path}`: expected at most {n_ids} ids, as the model has, got {tokenizer.get_vocab_size()}. "
+            "Put the tokenizer there that the model was trained with."
+        )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def embedding_rows(n_ids: int) -> int:
+    """So many, rounded up to 64, so that shards divide them."""
+    return -(-n_ids // 64) * 64
 
 
 def learn_tokenizer(texts: Iterable[str], n_ids: int) -> Tokenizer:
@@ -98,3 +116,11 @@ def learn_tokenizer(texts: Iterable[str], n_ids: int) -> Tokenizer:
         special_tokens=[("<s>", BOS), ("</s>", EOS)],
     )
     return tokenizer
+
+
+def fixed_length(tokenizer: Tokenizer, length: int, pad: int) -> Tokenizer:
+    """A copy of a tokenizer whose texts all have `length` tokens, cut or padded."""
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    copy.enable_truncation(length)
+    copy.enable_padding(length=length, pad_id=pad, pad_token=tokenizer.id_to_token(pad) or "<pad>")
+    return copy

@@ -4,10 +4,15 @@
 as `[out, ...]` and is transposed at each layer; the same leaves applied as `x @ weight.T` need no transpose.
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jax.tree_util import GetAttrKey
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+
+NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
 
 
 def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*dims out"]:
@@ -43,3 +48,18 @@ def normal_linear(in_size: int, out_size: int, *, std: float, use_bias: bool = T
 def normal_embedding(n_rows: int, size: int, *, std: float, key: PRNGKeyArray) -> eqx.nn.Embedding:
     """An `Embedding` whose weight is drawn from N(0, `std`²)."""
     return eqx.nn.Embedding(weight=std * jax.random.normal(key, (n_rows, size)))
+
+
+def weight_decay_mask(params: PyTree) -> PyTree[bool]:
+    """True for what weight decay is meant for: leaves called `weight`, but not those of Equinox's norms.
+
+    Pass it as `optax.adamw(learning_rate, mask=weight_decay_mask)`. The number of dims would not tell, for the biases of
+    scanned layers have two as well. Works for any model whose layers call their matrices `weight`, as Equinox's do.
+    """
+
+    def mark(path: tuple[Any, ...], node: Any) -> Any:
+        if isinstance(node, NORMS):
+            return jax.tree.map(lambda _: False, node)
+        return bool(path) and isinstance(path[-1], GetAttrKey) and path[-1].name == "weight"
+
+    return jax.tree_util.tree_map_with_path(mark, params, is_leaf=lambda node: isinstance(node, NORMS))

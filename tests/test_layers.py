@@ -4,9 +4,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from redeqx._paths import named_leaves
+from redeqx.models import weight_decay_mask
 from redeqx.models._layers import embed, linear, norm, normal_embedding, normal_linear
+from redeqx.models.gpt2 import GPT2, GPT2Config
 
 
 @pytest.mark.parametrize("use_bias", [False, True])
@@ -38,3 +42,22 @@ def test_normal_layers_are_drawn_with_their_spread():
     assert layer.weight.std() == pytest.approx(0.3, rel=0.02)
     assert np.all(layer.bias == 0)
     assert normal_embedding(100, 200, std=0.3, key=jax.random.key(0)).weight.std() == pytest.approx(0.3, rel=0.02)
+
+
+def test_only_weights_of_layers_decay():
+    model = eqx.filter_eval_shape(GPT2, GPT2Config(64, 8, 16, 2, 2), key=jax.random.key(0))
+    shapes = eqx.filter(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    marked = jax.tree_util.tree_leaves_with_path(weight_decay_mask(shapes))
+    decaying = {jax.tree_util.keystr(path).removeprefix(".stack.blocks") for path, decays in marked if decays}
+    layers = [f".attention.{name}" for name in ("query", "key", "value", "output")] + [".mlp.up", ".mlp.down"]
+    assert decaying == {".embedding.weight", *(f"{layer}.weight" for layer in layers)}
+
+
+def test_what_decays_of_a_model_of_ones_own():
+    linear, norms = eqx.nn.Linear(4, 4, key=jax.random.key(0)), [eqx.nn.LayerNorm(4), eqx.nn.GroupNorm(2, 4)]
+    model = {"a": linear, "norms": norms, "weight": jnp.ones(3), "alone": jnp.ones((2, 2))}
+    mask = weight_decay_mask(eqx.filter(model, eqx.is_array))
+    assert [name for name, decays in named_leaves(mask).items() if decays] == ["a.weight"]
+    assert weight_decay_mask(jnp.ones(3)) is False
+    optimizer = optax.adamw(1e-3, mask=weight_decay_mask)
+    optimizer.init(eqx.filter(model, eqx.is_array))

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 import redeqx
 from redeqx.models.bert import Bert, BertConfig, BertForSequenceClassification
 
-from .._texts import PAD, learn_tokenizer, load_tokenizer
+from .._texts import PAD, embedding_rows, learn_tokenizer, load_tokenizer
 from .tasks import GLUE, METRICS, Name, Task, draw, encode, measure, read_task, ridge
 
 
@@ -106,13 +106,13 @@ def make_bert(task: Task, args: Args, deployer: redeqx.Deployer) -> tuple[BertFo
     if args.pretrained is None:
         tokenizer = learn_tokenizer((text for texts, _ in task.train for text in texts), args.n_ids)
         config = BertConfig(
-            vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,  # rounded up, so that shards divide the embedding
-            n_positions=args.max_tokens, d_model=args.d_model, d_ff=4 * args.d_model, n_layers=args.n_layers,
-            n_heads=args.n_heads, n_classes=n_outputs, pad_token_id=PAD, init_std=0.02 * (768 / args.d_model) ** 0.5,
+            vocab_size=embedding_rows(tokenizer.get_vocab_size()), n_positions=args.max_tokens,
+            d_model=args.d_model, d_ff=4 * args.d_model, n_layers=args.n_layers, n_heads=args.n_heads,
+            n_classes=n_outputs, pad_token_id=PAD, init_std=0.02 * (768 / args.d_model) ** 0.5,
         )  # fmt: skip
         return deployer.init(lambda: BertForSequenceClassification(config, key=key)), tokenizer
     bert, config = Bert.from_pretrained(args.pretrained, deployer=deployer)
-    tokenizer = load_tokenizer(args.pretrained)
+    tokenizer = load_tokenizer(args.pretrained, config.vocab_size)
     config = replace(config, n_classes=n_outputs)
     model = deployer.init(lambda: BertForSequenceClassification(config, key=key))
     if bert.pooler is None:  # the folder has none: the new one is trained with the head

@@ -11,7 +11,6 @@ On one CPU core, 252 s of its time: 96.4 % of the test captions are right to the
 (with seed 1, 96.2 %).
 """
 
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,15 +20,13 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
-from jax.tree_util import tree_map_with_path
 from rouge_score.rouge_scorer import RougeScorer
 from tokenizers import Tokenizer
 
 import redeqx
-from examples._images import draw_grid
-from examples._texts import BOS, EOS, PAD, learn_tokenizer, load_tokenizer
-from examples.image_to_text.pictures import CELL, Captioned, Parts, of_folder, two_digits
-from redeqx.models import cross_entropy, generate, save_pretrained
+from examples._texts import BOS, EOS, PAD, embedding_rows, learn_tokenizer, load_tokenizer
+from examples.image_to_text.pictures import CELL, Captioned, Parts, draw, of_folder, two_digits
+from redeqx.models import cross_entropy, generate, save_pretrained, weight_decay_mask
 from redeqx.models.gpt2 import GPT2Config
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
 from redeqx.models.vit import ViTConfig
@@ -108,40 +105,13 @@ def score(examples: Captioned, outputs: Sequence[np.ndarray], *, decode: Callabl
     }
 
 
-def draw(path: Path, examples: Captioned, captions: Sequence[str]) -> None:
-    """A grid of images with their captions; wrong ones come first, in a red frame and with the right caption below."""
-    wrong = [text.strip() != caption for (_, text), caption in zip(examples, captions, strict=True)]
-    wrap = textwrap.TextWrapper(width=21).wrap
-    images, titles = [], []
-    for i in [*np.flatnonzero(wrong)[:8], *np.flatnonzero(~np.array(wrong))][:32]:
-        image, text = examples[i]
-        width = max(1, image.shape[1] // 20)
-        frame = np.array([0.9, 0.1, 0.1] if wrong[i] else [0.1, 0.6, 0.2])[:, None, None]
-        framed = np.broadcast_to(frame, (3, image.shape[1] + 2 * width, image.shape[2] + 2 * width)).copy()
-        framed[:, width:-width, width:-width] = image  # one channel is repeated
-        images.append(framed)
-        titles.append("\n".join(wrap(captions[int(i)]) + (wrap(f"(it is: {text})") if wrong[i] else [])))
-    draw_grid(path, images, titles)
-
-
-def is_matrix(params: VisionEncoderDecoder) -> VisionEncoderDecoder:
-    """Which leaves decay: the weights of layers. Their dims would not tell, for a stacked bias has two as well."""
-    return tree_map_with_path(lambda path, _: path[-1].name == "weight" and "norm" not in path[-2].name, params)
-
-
 def load(folder: Path, deployer: redeqx.Deployer) -> tuple[VisionEncoderDecoder, Tokenizer]:
     """The captioner and the tokenizer of a Hugging Face folder."""
     model, config = VisionEncoderDecoder.from_pretrained(folder, deployer=deployer)
     for name in ("eos_token_id", "pad_token_id"):
         if not isinstance(token := getattr(config, name), int):
             raise ValueError(f"`{folder / 'config.json'}`: expected one `{name}`, got {token}. Write it there.")
-    tokenizer = load_tokenizer(folder)
-    if (n := tokenizer.get_vocab_size()) > config.decoder.vocab_size:
-        raise ValueError(
-            f"`{folder / 'tokenizer.json'}`: expected at most the model's {config.decoder.vocab_size} tokens, got {n}. "
-            "Put the tokenizer there that the model was trained with."
-        )
-    return model, tokenizer
+    return model, load_tokenizer(folder, config.decoder.vocab_size)
 
 
 def make(args: Args, examples: Captioned, deployer: redeqx.Deployer) -> tuple[VisionEncoderDecoder, Tokenizer]:
@@ -155,8 +125,8 @@ def make(args: Args, examples: Captioned, deployer: redeqx.Deployer) -> tuple[Vi
         dropout=args.dropout, has_pooler=False, init_std=std,
     )  # fmt: skip
     decoder = GPT2Config(
-        -(-tokenizer.get_vocab_size() // 64) * 64,  # rounded up, so that shards divide the embedding
-        args.max_tokens + 1, args.d_model, args.n_decoder_layers, args.n_heads, args.dropout, args.dropout, args.dropout,
+        embedding_rows(tokenizer.get_vocab_size()), args.max_tokens + 1, args.d_model, args.n_decoder_layers, args.n_heads,
+        args.dropout, args.dropout, args.dropout,
         has_cross_attention=True, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, init_std=std,
     )  # fmt: skip
     config = VisionEncoderDecoderConfig(encoder, decoder, BOS, EOS, PAD, decoder_start_token_id=BOS)
@@ -189,7 +159,7 @@ def main(args: Args) -> dict[str, float]:
     longest = 1 + max(len(tokenizer.encode(caption, add_special_tokens=False)) for _, caption in first)
     n_tokens = min(args.max_tokens, longest, model.config.n_positions - 1)
     lr = deployer.get_lr_schedule_fn(len(first), rows, args.n_epochs, args.learning_rate, "cosine", warmup_ratio=0.05)
-    adamw = optax.adamw(lr, b2=0.98, weight_decay=args.weight_decay, mask=is_matrix)
+    adamw = optax.adamw(lr, b2=0.98, weight_decay=args.weight_decay, mask=weight_decay_mask)
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(1.0), adamw), loss_fn=loss_fn,
         collate_fn=partial(collate_fn, tokenizer=tokenizer, eos=eos, n_tokens=n_tokens),

@@ -1,5 +1,6 @@
 """Pictures with captions, in three parts: two digits in a picture and what a reader says of them, and folders of files."""
 
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 from scipy.ndimage import affine_transform
 from sklearn.model_selection import GroupShuffleSplit
 
-from examples._images import Labelled, digits, read_captions
+from examples._images import Labelled, digits, draw_grid, read_captions
 
 Captioned = list[tuple[np.ndarray, str]]  # images [channels, height, width], float32 in 0 to 1, and their captions
 Parts = tuple[Callable[[int], Captioned], Captioned, Captioned]  # to train on in an epoch, to choose by, to test on
@@ -61,3 +62,19 @@ def of_folder(folder: Path, size: int, n_channels: int) -> Parts:
     train, validation = split(rest, 0.125)
     parts = [[examples[i] for i in part] for part in (train, validation, test)]
     return lambda _: parts[0], parts[1], parts[2]
+
+
+def draw(path: Path, examples: Captioned, captions: Sequence[str]) -> None:
+    """A grid of images with their captions; wrong ones come first, in a red frame and with the right caption below."""
+    wrong = [text.strip() != caption for (_, text), caption in zip(examples, captions, strict=True)]
+    wrap = textwrap.TextWrapper(width=21).wrap
+    images, titles = [], []
+    for i in [*np.flatnonzero(wrong)[:8], *np.flatnonzero(~np.array(wrong))][:32]:
+        image, text = examples[i]
+        width = max(1, image.shape[1] // 20)
+        frame = np.array([0.9, 0.1, 0.1] if wrong[i] else [0.1, 0.6, 0.2])[:, None, None]
+        framed = np.broadcast_to(frame, (3, image.shape[1] + 2 * width, image.shape[2] + 2 * width)).copy()
+        framed[:, width:-width, width:-width] = image  # one channel is repeated
+        images.append(framed)
+        titles.append("\n".join(wrap(captions[int(i)]) + (wrap(f"(it is: {text})") if wrong[i] else [])))
+    draw_grid(path, images, titles)

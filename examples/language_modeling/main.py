@@ -28,12 +28,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import tree_map_with_path
 from matplotlib.figure import Figure
 
 import redeqx
 from examples.language_modeling.texts import Vocabulary, load_vocabulary, pad_left, prompt_of, read_examples
-from redeqx.models import Decoder, cross_entropy, from_pretrained, generate, lora, save_pretrained
+from redeqx.models import Decoder, cross_entropy, from_pretrained, generate, lora, save_pretrained, weight_decay_mask
 from redeqx.models.gpt2 import GPT2, GPT2Config
 
 
@@ -72,7 +71,7 @@ def make_model(args: Args, deployer: redeqx.Deployer) -> tuple[Any, Any, Vocabul
         if config.eos_token_id is None:
             raise ValueError(f"`{args.pretrained / 'config.json'}`: `eos_token_id`: expected an id, got None. Add it.")
         end = config.eos_token_id[0] if isinstance(config.eos_token_id, tuple) else config.eos_token_id
-        return model, config, load_vocabulary(args.tokenizer or args.pretrained, end)
+        return model, config, load_vocabulary(args.tokenizer or args.pretrained, end, config.vocab_size)
     vocabulary = load_vocabulary(args.tokenizer)
     sizes = (vocabulary.n_ids, args.seq_len, args.d_model, args.n_layers, args.n_heads)
     # The published 0.02 is for a width of 768; narrower models learn sooner from larger weights.
@@ -107,11 +106,6 @@ def pred_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Arra
     n_new = min(96, model.config.n_positions - batch["ids"].shape[1])
     drawn = {"sample": True, "temperature": 0.8, "key": key}
     return generate(model, batch["ids"], mask=batch["mask"], max_new_tokens=n_new, eos_token_id=(), **drawn)
-
-
-def is_matrix(params: Any) -> Any:
-    """Which leaves decay: the weights of layers. Their dims would not tell, for a stacked bias has two as well."""
-    return tree_map_with_path(lambda path, _: path[-1].name == "weight" and "norm" not in path[-2].name, params)
 
 
 def draw_curve(workdir: Path, bits_per_nat: float, levels: dict[str, float]) -> None:
@@ -165,7 +159,7 @@ def main(args: Args) -> dict[str, float]:
         len(train), rows, args.n_epochs, args.learning_rate, "cosine", warmup_ratio=0.05,
         end_learning_rate=args.learning_rate / 10, accumulate_grad_batches=n_micro,
     )  # fmt: skip
-    adamw = optax.adamw(lr, b2=0.95, weight_decay=0.1, mask=is_matrix)
+    adamw = optax.adamw(lr, b2=0.95, weight_decay=0.1, mask=weight_decay_mask)
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(1.0), adamw), collate_fn=collate_fn,
         loss_fn=loss_fn if args.pretrained is None else chunked_loss_fn, lr_schedule_fn=lr,

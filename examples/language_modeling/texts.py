@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from examples._texts import load_tokenizer, read_table, standard_library
+from examples._texts import embedding_rows, load_tokenizer, read_table, standard_library
 
 PROMPT = 32  # tokens of held-out text that a sample goes on from
 
@@ -28,18 +27,19 @@ class Vocabulary:
     end: int
 
 
-def load_vocabulary(path: Path | None, end: int | None = None) -> Vocabulary:
+def load_vocabulary(path: Path | None, end: int | None = None, n_ids: int | None = None) -> Vocabulary:
     """That of a `tokenizer.json` or of the folder that holds one; of bytes by default, where 0 ends, which is in no text.
 
     **Arguments:**
 
     - `end`: the id that ends a response; one beyond the tokenizer's by default.
+    - `n_ids`: of the model, where there is one already.
     """
     if path is None:
         return Vocabulary(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), 256, end=0)
-    tokenizer = load_tokenizer(path) if path.is_dir() else Tokenizer.from_file(str(path))
+    tokenizer = load_tokenizer(path, n_ids)
     end = tokenizer.get_vocab_size() if end is None else end
-    n_ids = -(-(tokenizer.get_vocab_size() + 1) // 64) * 64  # rounded up, so that shards divide the embedding
+    n_ids = n_ids or embedding_rows(end + 1)
     return Vocabulary(lambda text: tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.decode, n_ids, end)
 
 

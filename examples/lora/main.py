@@ -24,10 +24,10 @@ import optax
 from matplotlib.figure import Figure
 
 import redeqx
-from examples._texts import BOS, EOS, PAD, learn_tokenizer, load_tokenizer
-from examples.lora.sentences import WORDS, Labelled, documentation_sentences, encode, pack, read_sentences, split
-from redeqx.models import Decoder, cross_entropy, from_pretrained, lora, save_pretrained
-from redeqx.models.llama import Llama, LlamaConfig
+from examples._texts import load_tokenizer
+from examples.lora.base import optimizer, train_base
+from examples.lora.sentences import WORDS, Labelled, documentation_sentences, encode, read_sentences, split
+from redeqx.models import Decoder, from_pretrained, lora, save_pretrained
 
 
 @dataclass(frozen=True)
@@ -61,55 +61,6 @@ def make_deployer(args: Args, name: str) -> redeqx.Deployer:
     return redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir / name)
 
 
-def optimizer(lr: optax.Schedule) -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr, b2=0.95, weight_decay=0.01))
-
-
-def whole_updates(examples: Any, batch_size: int) -> Any:
-    """Without the last few, which would be compiled for themselves."""
-    return examples[: max(1, len(examples) // batch_size) * batch_size]
-
-
-# --- the base ---------------------------------------------------------------------------------------------------------
-
-
-def base_collate_fn(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
-    ids = np.stack(rows)
-    return {"ids": ids[:, :-1], "labels": ids[:, 1:]}
-
-
-def base_loss_fn(model: Llama, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    return cross_entropy(jax.vmap(model.hidden)(batch["ids"]), batch["labels"], head=model.logits)
-
-
-def train_base(args: Args, corpus: list[str], folder: Path) -> None:
-    """Trains a small LLaMA on text, and writes it as a Hugging Face folder."""
-    deployer = make_deployer(args, "base_run")
-    tokenizer = learn_tokenizer(corpus, args.n_ids)
-    examples = whole_updates(pack(corpus, tokenizer, 2 * args.seq_len, args.base_tokens), args.batch_size)
-    config = LlamaConfig(
-        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64, n_positions=2 * args.seq_len, d_model=args.d_model,
-        d_mlp=-(-8 * args.d_model // 96) * 32, n_layers=args.n_layers, n_heads=args.n_heads, is_tied=True,
-        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, init_std=0.05,
-    )  # fmt: skip
-    key = deployer.next_key()
-    model = deployer.init(lambda: Llama(config, key=key))
-    rows = deployer.get_per_device_batch_size(args.batch_size)
-    lr = deployer.get_lr_schedule_fn(
-        len(examples), rows, args.n_base_epochs, 3 * args.learning_rate, "cosine", warmup_ratio=0.05
-    )
-    trainer = redeqx.Trainer(
-        deployer, model=model, optimizer=optimizer(lr), collate_fn=base_collate_fn, loss_fn=base_loss_fn, lr_schedule_fn=lr
-    )
-    trainer.fit(examples, rows, args.n_base_epochs, save_last_ckpt=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    save_pretrained(trainer.model, config, folder)  # config.json comes last: a folder that has it is whole
-
-
-# --- the task ---------------------------------------------------------------------------------------------------------
-
-
 def collate_fn(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
 
@@ -138,10 +89,11 @@ def size(model: Any, chosen: Any = eqx.is_inexact_array) -> int:
 
 def tune(args: Args, name: str, base: Path, parts: tuple[Labelled, ...]) -> dict[str, Any]:
     """Trains all of the base (`full`) or adapters on it (`lora`), tests what did best on validation, and saves it."""
-    deployer, workdir, tokenizer = make_deployer(args, name), args.workdir / name, load_tokenizer(base)
+    deployer, workdir = make_deployer(args, name), args.workdir / name
     model, config = from_pretrained(base, deployer=deployer, kind=Decoder)
+    tokenizer = load_tokenizer(base, config.vocab_size)
     train, validation, test = (encode(part, args.words, tokenizer, config.bos_token_id, args.seq_len) for part in parts)
-    train = whole_updates(train, args.batch_size)
+    train = train[: max(1, len(train) // args.batch_size) * args.batch_size]  # a smaller update is compiled for itself
     n_params, learning_rate, trainable = size(model), args.learning_rate, eqx.is_inexact_array
     if name == "lora":
         model = lora.add(model, rank=args.rank, where=("*.attention.*", "*.mlp.*"), key=deployer.next_key())
@@ -202,7 +154,9 @@ def main(args: Args) -> dict[str, float]:
     base = args.pretrained or args.workdir / "base"
     if args.pretrained is None and not (base / "config.json").exists():
         held_out = {sentence for part in parts[1:] for sentence, _ in part}
-        train_base(args, [sentence for sentence in corpus if sentence not in held_out], base)
+        train_base(
+            args, make_deployer(args, "base_run"), [sentence for sentence in corpus if sentence not in held_out], base
+        )
 
     tuned = {name: tune(args, name, base, parts) for name in ("full", "lora")}
     draw_curves(args.workdir, tuned)

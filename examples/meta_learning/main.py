@@ -18,7 +18,7 @@ channels, not 64; turned characters as classes of their own in training only.
 characters) in 1000 updates: 80.2 ± 0.9 % of new characters right after 5 steps, 20.3 % before.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ import optax
 
 import redeqx
 
-from .tasks import AFTER, N_STEPS, SHOWN, ConvNet, Sinusoids, Tasks, draw_characters, draw_sinusoids, interval, omniglot
+from .pictures import draw_characters, draw_sinusoids, interval
+from .tasks import AFTER, N_STEPS, SHOWN, ConvNet, Sinusoids, Tasks, filled, omniglot
 
 RATES = (0.003, 0.01, 0.03)  # step sizes that the pretrained network is tuned over
 N_TRAIN, N_VALIDATION, N_TEST, N_PICTURE = range(4)  # streams of the seed
@@ -59,28 +60,6 @@ class Args:
     n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
     simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
     seed: int = 0
-
-
-RECIPES: dict[str, dict[str, Any]] = {
-    "sinusoids": {
-        "n_shots": 10, "n_query": 10, "width": 40, "inner_rate": 0.01, "tasks_per_epoch": 50_000, "n_epochs": 35,
-        "batch_size": 100, "learning_rate": 3e-3, "n_validation_tasks": 1000,
-    },
-    "omniglot": {
-        "n_shots": 1, "n_query": 5, "width": 32, "inner_rate": 0.4, "tasks_per_epoch": 3200, "n_epochs": 5,
-        "batch_size": 16, "learning_rate": 3e-3, "n_validation_tasks": 200,
-    },
-}  # fmt: skip
-
-
-def filled(args: Args) -> Any:
-    """The arguments, with what RECIPES says where they say nothing."""
-    recipe = RECIPES["sinusoids" if args.data is None else "omniglot"]
-    args = replace(args, **{name: value for name, value in recipe.items() if getattr(args, name) is None})
-    for name, value in vars(args).items():
-        if type(value) is int and value < 1 and name != "seed":
-            raise ValueError(f"`--{name.replace('_', '-')}`: expected at least 1, got {value}. Give a positive number.")
-    return args
 
 
 class Learner(eqx.Module):

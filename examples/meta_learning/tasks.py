@@ -2,10 +2,10 @@
 
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import equinox as eqx
 import jax
@@ -13,10 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange, repeat
 from jaxtyping import PRNGKeyArray
-from matplotlib.figure import Figure
 from PIL import Image, UnidentifiedImageError
-
-from .._images import draw_grid
 
 N_STEPS, AFTER = 10, 5  # steps that a network takes at test time, and after how many the reported error is
 SHOWN = (0, 1, AFTER, N_STEPS)  # steps whose results are printed and drawn
@@ -144,6 +141,30 @@ def _read(path: Path) -> dict[str, list[np.ndarray]]:
     return drawings
 
 
+# --- sizes --------------------------------------------------------------------------------------------------------------
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "sinusoids": {
+        "n_shots": 10, "n_query": 10, "width": 40, "inner_rate": 0.01, "tasks_per_epoch": 50_000, "n_epochs": 35,
+        "batch_size": 100, "learning_rate": 3e-3, "n_validation_tasks": 1000,
+    },
+    "omniglot": {
+        "n_shots": 1, "n_query": 5, "width": 32, "inner_rate": 0.4, "tasks_per_epoch": 3200, "n_epochs": 5,
+        "batch_size": 16, "learning_rate": 3e-3, "n_validation_tasks": 200,
+    },
+}  # fmt: skip
+
+
+def filled(args: Any) -> Any:
+    """The arguments of a run, with what RECIPES says where they say nothing."""
+    recipe = RECIPES["sinusoids" if args.data is None else "omniglot"]
+    args = replace(args, **{name: value for name, value in recipe.items() if getattr(args, name) is None})
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1 and name != "seed":
+            raise ValueError(f"`--{name.replace('_', '-')}`: expected at least 1, got {value}. Give a positive number.")
+    return args
+
+
 # --- the network for characters ----------------------------------------------------------------------------------------
 
 
@@ -173,48 +194,3 @@ def convolve(conv: eqx.nn.Conv2d, x: jax.Array) -> jax.Array:
     shifts = jnp.stack([padded[:, i : i + h : 2, j : j + w : 2] for i in range(3) for j in range(3)], axis=1)
     patches, weight = rearrange(shifts, "c k h w -> (c k) h w"), rearrange(conv.weight, "o c i j -> o (c i j)")
     return jnp.einsum("op,phw->ohw", weight, patches)
-
-
-# --- pictures ----------------------------------------------------------------------------------------------------------
-
-
-def interval(errors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means over tasks, and the half-widths of their 95 % confidence intervals."""
-    return errors.mean(0), 1.96 * errors.std(0, ddof=1) / len(errors) ** 0.5
-
-
-def draw_sinusoids(path: Path, batch: Batch, outputs: dict[str, list], errors: dict[str, np.ndarray]) -> None:
-    """Each network on a few tasks, before and after steps on the points, as Figure 2 of the paper; and errors over steps."""
-    figure = Figure(figsize=(15, 6.5), layout="constrained")
-    columns = len(batch["query_x"])
-    grid = figure.add_gridspec(len(outputs), columns + 1)
-    for i, (name, found) in enumerate(outputs.items()):
-        for j, out in enumerate(found):
-            axes = figure.add_subplot(grid[i, j])
-            axes.plot(batch["query_x"][j], batch["query_y"][j], color="black", linewidth=3, alpha=0.25, label="truth")
-            axes.plot(batch["support_x"][j], batch["support_y"][j], "k^", label="points")
-            for step, color in zip(SHOWN, ("0.6", "C1", "C0", "C2"), strict=True):
-                label = f"{step} step{'' if step == 1 else 's'}" if step else "before"
-                axes.plot(
-                    batch["query_x"][j], out["outputs"][step], color=color, linestyle="-" if step else ":", label=label
-                )
-            axes.set(title=f"{name}, task {j + 1}", xlabel="x", ylim=(-5.5, 5.5))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    axes = figure.add_subplot(grid[:, columns])
-    for name, found in errors.items():
-        mean, half = interval(found)
-        axes.plot(mean, marker="o", label=name)
-        axes.fill_between(range(len(mean)), mean - half, mean + half, alpha=0.3)
-    axes.set(title="mean squared error, test tasks", xlabel="gradient steps", yscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def draw_characters(path: Path, batch: Batch, out: dict[str, np.ndarray], n_ways: int) -> None:
-    """A task: a drawing of each character to adapt on, below it others, each with the class it gets before and after."""
-    said = out["outputs"][[0, AFTER]].argmax(-1)
-    order = rearrange(np.arange(len(batch["query_x"][0])), "(n k) -> (k n)", n=n_ways)
-    images = [*batch["support_x"][0][:: len(batch["support_x"][0]) // n_ways], *batch["query_x"][0][order]]
-    titles = [f"class {i + 1}" for i in range(n_ways)]
-    titles += [f"{before + 1} \N{RIGHTWARDS ARROW} {after + 1}" for before, after in said[:, order].T]
-    draw_grid(path, images, titles, n_columns=n_ways)

@@ -15,37 +15,24 @@ TIME: NUMBER.
 """
 
 import json
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 from tokenizers import Tokenizer, processors
 
 import redeqx
-from examples._texts import EOS, PAD, learn_tokenizer, load_tokenizer, standard_library
-from examples.text_to_text.pairs import (
-    METRICS,
-    Copy,
-    Pair,
-    best_copies,
-    common_opening,
-    copy_scores,
-    denoising_pairs,
-    docstring_pairs,
-    rouge,
-    split,
-    table_pairs,
-)
-from redeqx.models import cross_entropy, generate, save_pretrained
-from redeqx.models.bart import Bart
+from examples._texts import EOS, PAD, embedding_rows, fixed_length, learn_tokenizer, load_tokenizer, standard_library
+from examples.text_to_text.pairs import Pair, denoising_pairs, docstring_pairs, rouge, split, table_pairs
+from examples.text_to_text.report import report
+from redeqx.models import EncoderDecoder, cross_entropy, from_pretrained, generate, save_pretrained
 from redeqx.models.t5 import T5, T5Config
 
 IGNORED = -100  # the label of padding
@@ -82,27 +69,10 @@ class Args:
     seed: int = 0
 
 
-def load_pretrained(folder: Path, deployer: redeqx.Deployer) -> tuple[T5 | Bart, Tokenizer]:
-    """The model of a Hugging Face folder, in float32, and its tokenizer. Raises ValueError for another kind of model."""
-    families = {model_type: family for family in (T5, Bart) for model_type in family.model_types}
-    path, found = folder / "config.json", "t5"
-    if path.is_file():  # where there is none, `from_pretrained` says so
-        found = json.loads(path.read_text("utf-8")).get("model_type", "nothing")
-    if found not in families:
-        raise ValueError(
-            f"`{path}`: `model_type`: expected that of an encoder-decoder, {' or '.join(families)}, got {found!r}. "
-            "Give the folder of a T5 or BART."
-        )
-    model, config = families[found].from_pretrained(folder, dtype=jnp.float32, deployer=deployer)
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.get_vocab_size() > config.vocab_size:
-        raise ValueError(
-            f"`{folder / 'tokenizer.json'}`: expected at most {config.vocab_size} ids, as the model has, "
-            f"got {tokenizer.get_vocab_size()}. Give the tokenizer that belongs to the model."
-        )
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return model, tokenizer
+def load_pretrained(folder: Path, deployer: redeqx.Deployer) -> tuple[Any, Tokenizer]:
+    """The T5 or BART of a Hugging Face folder, in float32, and its tokenizer."""
+    model, config = from_pretrained(folder, dtype=jnp.float32, deployer=deployer, kind=EncoderDecoder)
+    return model, load_tokenizer(folder, config.vocab_size)
 
 
 def new_model(args: Args, train: Sequence[Pair], deployer: redeqx.Deployer) -> tuple[T5, Tokenizer]:
@@ -110,21 +80,13 @@ def new_model(args: Args, train: Sequence[Pair], deployer: redeqx.Deployer) -> t
     tokenizer = learn_tokenizer((target for _, target in train), args.vocab_size)
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])  # as T5's
     config = T5Config(
-        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,  # rounded up, so that shards divide the embedding
-        d_model=args.d_model, d_kv=args.d_model // args.n_heads, d_ff=2 * args.d_model, n_heads=args.n_heads,
+        vocab_size=embedding_rows(tokenizer.get_vocab_size()), d_model=args.d_model,
+        d_kv=args.d_model // args.n_heads, d_ff=2 * args.d_model, n_heads=args.n_heads,
         n_layers=args.n_layers, n_decoder_layers=args.n_decoder_layers, mlp="gated-gelu", dropout=args.dropout,
         eos_token_id=EOS, pad_token_id=PAD,
     )  # fmt: skip
     key = deployer.next_key()
     return deployer.init(lambda: T5(config, key=key)), tokenizer
-
-
-def fixed_length(tokenizer: Tokenizer, length: int, pad: int) -> Tokenizer:
-    """A copy of a tokenizer whose texts all have `length` tokens, cut or padded."""
-    copy = Tokenizer.from_str(tokenizer.to_str())
-    copy.enable_truncation(length)
-    copy.enable_padding(length=length, pad_id=pad, pad_token=tokenizer.id_to_token(pad) or "<pad>")
-    return copy
 
 
 def collate_fn(examples: list[Pair], sources: Tokenizer, targets: Tokenizer) -> dict[str, np.ndarray]:
@@ -139,14 +101,14 @@ def collate_fn(examples: list[Pair], sources: Tokenizer, targets: Tokenizer) -> 
     }
 
 
-def unrolled(model: T5 | Bart) -> T5 | Bart:
+def unrolled(model: EncoderDecoder) -> EncoderDecoder:
     """The model with two decoder layers one by one: a scan over so few takes twice their time on a CPU."""
     if model.config.n_decoder_layers != 2:
         return model
     return eqx.tree_at(lambda model: model.decoder.stack.blocks, model, model.decoder.stack.unstack())
 
 
-def loss_fn(model: T5 | Bart, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
+def loss_fn(model: EncoderDecoder, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
     """The cross-entropy, a mean over the tokens of the targets."""
 
     def logits(ids: jax.Array, mask: jax.Array, labels: jax.Array, key: jax.Array) -> jax.Array:
@@ -157,7 +119,7 @@ def loss_fn(model: T5 | Bart, batch: dict[str, jax.Array], key: jax.Array) -> re
 
 
 def pred_fn(
-    model: T5 | Bart, batch: dict[str, jax.Array], key: jax.Array, *, n_tokens: int, n_beams: int, length_penalty: float
+    model: EncoderDecoder, batch: dict[str, jax.Array], key: jax.Array, *, n_tokens: int, n_beams: int, length_penalty: float
 ) -> jax.Array:
     """The tokens of the best text that a beam search finds."""
     del key  # nothing is drawn
@@ -165,45 +127,19 @@ def pred_fn(
     return generate(model, batch["ids"], mask=batch["mask"], **options)
 
 
-def draw(workdir: Path, baselines: dict[str, dict[str, Copy]], pairs: Sequence[Pair], outputs: Sequence[str]) -> Path:
-    """`rouge.png`: validation scores over steps, with those of copies as levels, beside some texts of the test."""
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text("utf-8").splitlines()]
-    lines = [line for line in lines if "eval_rouge1" in line]
-    figure = Figure(figsize=(14, 6), layout="constrained")
-    curves, texts = figure.subplots(1, 2, width_ratios=(2, 3))
-    for i, name in enumerate(METRICS):
-        label = name.replace("rouge", "ROUGE-")
-        scores = [line[f"eval_{name}"] for line in lines]
-        curves.plot([line["step"] for line in lines], scores, "o-", color=f"C{i}", label=label)
-        for (kind, copies), style in zip(baselines.items(), ("--", ":"), strict=True):
-            curves.axhline(copies[name].score, linestyle=style, color=f"C{i}", label=kind)
-    curves.set(xlabel="step", ylabel="F1 on validation, %", ylim=(0, None))
-    curves.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
-    blocks = []
-    for (source, target), output in zip(pairs, outputs, strict=True):
-        rows = {"source": source, "reference": target, "generated": output}
-        blocks.append("\n".join(f"{name:11}{textwrap.shorten(text, 92)}" for name, text in rows.items()))
-    texts.axis("off")
-    texts.text(0, 1, "\n\n".join(blocks), va="top", family="monospace", fontsize=7.5, parse_math=False)
-    figure.savefig(workdir / "rouge.png", dpi=150)
-    return workdir / "rouge.png"
-
-
 def main(args: Args) -> dict[str, float]:
     """Trains, searches and reports; returns the scores of the test."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     n_micro = args.accumulate_grad_batches
     rows = deployer.get_per_device_batch_size(args.batch_size, n_micro)
-
     if args.data is None:
         pairs, n_repeated = docstring_pairs(standard_library())
         deployer.log_info(f"{n_repeated:,} docstrings repeat the code or the sentence of another, and are left out")
     else:
         pairs = table_pairs(args.data, args.source_column, args.target_column)
-    parts = split(pairs)
-    # Whole updates: a smaller last one would be compiled for itself.
-    n_train = min(args.n_train, len(parts[0])) // args.batch_size * args.batch_size
-    train, validation, test = parts[0][:n_train], parts[1][: args.n_validation], parts[2][: args.n_test]
+    train, validation, test = split(pairs)
+    n_train = min(args.n_train, len(train)) // args.batch_size * args.batch_size  # a smaller update is compiled for itself
+    train, validation, test = train[:n_train], validation[: args.n_validation], test[: args.n_test]
     if not (train and validation and test):
         raise ValueError(
             f"`{args.data or 'the standard library'}`: expected a batch of {args.batch_size} pairs to train on, and some "
@@ -211,13 +147,9 @@ def main(args: Args) -> dict[str, float]:
         )
     model, tokenizer = load_pretrained(args.pretrained, deployer) if args.pretrained else new_model(args, train, deployer)
     pad = model.config.pad_token_id or 0
-    sources, targets = fixed_length(tokenizer, args.n_source, pad), fixed_length(tokenizer, args.n_target, pad)
-    used = zip(("training", "validation", "test"), (train, validation, test), parts, strict=True)
-    said = [f"{len(part):,} of {len(whole):,} pairs for {name}" for name, part, whole in used]
-    for side, what, length in ((0, "sources", args.n_source), (1, "targets", args.n_target)):
-        texts = tokenizer.encode_batch([pair[side] for pair in (*train, *validation, *test)])
-        said.append(f"{sum(len(text.ids) > length for text in texts):,} {what} of more than {length} tokens are cut")
-    deployer.log_info("\n".join(said), title="data")
+    sources, targets = (fixed_length(tokenizer, length, pad) for length in (args.n_source, args.n_target))
+    used = (("training", train), ("validation", validation), ("test", test))
+    deployer.log_info("\n".join(f"{len(part):,} pairs for {name}" for name, part in used), title=f"{len(pairs):,} pairs")
 
     n_denoising = 0 if args.pretrained else args.n_denoising_epochs
     n_epochs = n_denoising + args.n_epochs
@@ -238,28 +170,10 @@ def main(args: Args) -> dict[str, float]:
     )  # fmt: skip
 
     trainer.load_ckpt("argmax_rouge2", load_opt_states=False)
-    outputs = predictor.predict(test, eval_rows)
-    opening = common_opening(train)
-    baselines = {"copied": best_copies(validation), f"{opening!r} + copied": best_copies(validation, opening)}
-    reached, copied = rouge(test, outputs), [copy_scores(test, copies) for copies in baselines.values()]
-    records = [{"source": s, "target": t, "output": o} for (s, t), o in zip(test, outputs, strict=True)]
-    files = [draw(args.workdir, baselines, test[:10], outputs[:10])]
-    files.append(deployer.save_outputs(records, "test.jsonl"))
-    files.append(save_pretrained(trainer.model, model.config, args.workdir / "model"))
-    tokenizer.save(str(args.workdir / "model/tokenizer.json"))
+    folder = save_pretrained(trainer.model, model.config, args.workdir / "model")
+    tokenizer.save(str(folder / "tokenizer.json"))
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": tokenizer.id_to_token(pad)}  # for transformers
-    (args.workdir / "model/tokenizer_config.json").write_text(json.dumps(kind), "utf-8")
-    index = json.loads((args.workdir / "ckpts/index.json").read_text("utf-8"))
-    files += [args.workdir / "ckpts" / index[f"argmax_{name}"] for name in ("rouge2", "rougeL")]
-
-    table = {"": (type(model).__name__, *baselines)}
-    table |= {name: [f"{scores[name]:.2f}" for scores in (reached, *copied)] for name in METRICS}
-    lines = [f"{name:8}" + "".join(f"{cell:>22}" for cell in cells) for name, cells in table.items()]
-    chosen = "; ".join(f"{name}: {copy.name}" for name, copy in baselines["copied"].items())
-    lines.append(f"copied by the rule that is best on validation; {chosen}")
-    deployer.log_info("\n".join(lines), title=f"ROUGE F1 of {len(test):,} pairs of the test, in percent")
-    deployer.log_info("\n".join(map(str, files)), title="picture, outputs, Hugging Face folder, best by ROUGE-2 and ROUGE-L")
-    kinds = {"test": reached, "test_copy": copied[0], "test_opening_copy": copied[1]}
-    scores = {f"{kind}_{name}": values[name] for kind, values in kinds.items() for name in METRICS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind), "utf-8")
+    scores = report(deployer, (train, validation, test), predictor.predict(test, eval_rows))
     deployer.log_metrics(scores, trainer.step)
     return scores

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from examples._texts import learn_tokenizer
-from examples.language_modeling.main import Args, chunked_loss_fn, collate_fn, is_matrix, loss_fn, main, pred_fn
+from examples.language_modeling.main import Args, chunked_loss_fn, collate_fn, loss_fn, main, pred_fn
 from examples.language_modeling.texts import (
     cut,
     cut_pairs,
@@ -236,15 +236,6 @@ def test_bytes_and_tokenizer_files_give_the_text_back(tmp_path):
         assert len(learnt.encode(text)) < len(text)
         assert (learnt.n_ids, learnt.end) == (320, 300)
     assert load_vocabulary(tmp_path, end=2).end == 2
-
-
-def test_only_weights_of_layers_decay():
-    model = eqx.filter_eval_shape(GPT2, GPT2Config(64, 8, 16, 2, 2), key=jax.random.key(0))
-    shapes = eqx.filter(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    marked = jax.tree_util.tree_leaves_with_path(is_matrix(shapes))
-    decaying = {jax.tree_util.keystr(path).removeprefix(".stack.blocks") for path, decays in marked if decays}
-    layers = [f".attention.{name}" for name in ("query", "key", "value", "output")] + [".mlp.up", ".mlp.down"]
-    assert decaying == {".embedding.weight", *(f"{layer}.weight" for layer in layers)}
 
 
 def test_a_sample_depends_on_its_prompt_alone():

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 import redeqx
-from examples.meta_learning.main import AFTER, Args, Learner, filled, loss_fn, main, metric_fn, pred_fn
-from examples.meta_learning.tasks import SIZE, Sinusoids, convolve, interval, omniglot
+from examples.meta_learning.main import AFTER, Args, Learner, loss_fn, main, metric_fn, pred_fn
+from examples.meta_learning.pictures import interval
+from examples.meta_learning.tasks import SIZE, Sinusoids, convolve, filled, omniglot
 from redeqx._paths import named_leaves
 
 from ._run import run_example

@@ -1,0 +1,52 @@
+"""The base that is fine-tuned where no folder is given: a small LLaMA, trained on text."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import redeqx
+from examples._texts import BOS, EOS, PAD, embedding_rows, learn_tokenizer
+from examples.lora.sentences import pack
+from redeqx.models import cross_entropy, save_pretrained
+from redeqx.models.llama import Llama, LlamaConfig
+
+
+def optimizer(lr: optax.Schedule) -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr, b2=0.95, weight_decay=0.01))
+
+
+def collate_fn(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
+    ids = np.stack(rows)
+    return {"ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+def loss_fn(model: Llama, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
+    return cross_entropy(jax.vmap(model.hidden)(batch["ids"]), batch["labels"], head=model.logits)
+
+
+def train_base(args: Any, deployer: redeqx.Deployer, corpus: list[str], folder: Path) -> None:
+    """Trains a small LLaMA on text, and writes it as a Hugging Face folder."""
+    tokenizer = learn_tokenizer(corpus, args.n_ids)
+    examples = pack(corpus, tokenizer, 2 * args.seq_len, args.base_tokens)
+    examples = examples[: max(1, len(examples) // args.batch_size) * args.batch_size]  # a smaller update is compiled anew
+    config = LlamaConfig(
+        vocab_size=embedding_rows(tokenizer.get_vocab_size()), n_positions=2 * args.seq_len, d_model=args.d_model,
+        d_mlp=-(-8 * args.d_model // 96) * 32, n_layers=args.n_layers, n_heads=args.n_heads, is_tied=True,
+        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, init_std=0.05,
+    )  # fmt: skip
+    key = deployer.next_key()
+    model = deployer.init(lambda: Llama(config, key=key))
+    rows = deployer.get_per_device_batch_size(args.batch_size)
+    lr = deployer.get_lr_schedule_fn(
+        len(examples), rows, args.n_base_epochs, 3 * args.learning_rate, "cosine", warmup_ratio=0.05
+    )
+    trainer = redeqx.Trainer(
+        deployer, model=model, optimizer=optimizer(lr), collate_fn=collate_fn, loss_fn=loss_fn, lr_schedule_fn=lr
+    )
+    trainer.fit(examples, rows, args.n_base_epochs, save_last_ckpt=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    save_pretrained(trainer.model, config, folder)  # config.json comes last: a folder that has it is whole
