@@ -38,6 +38,7 @@ parity: $(VENV)/.parity
 benchmarks: $(VENV)/.bench
 	$(BIN)/python tests/benchmarks/step_overhead.py
 	$(BIN)/python tests/benchmarks/collectives.py
+	$(BIN)/python tests/benchmarks/plans.py
 	$(BIN)/python tests/benchmarks/step_speed.py
 	$(BIN)/python tests/benchmarks/generation.py
 

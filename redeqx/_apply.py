@@ -19,7 +19,7 @@ import jax
 from jax.extend import core as jex
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from ._dataflow import scan_counts
+from ._jaxprs import run, scan_counts, shapes_in
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _value(value: Any) -> Any:
 
 def _turn(value: Any, turns: Sequence[Any]) -> Any:
     for eqn in turns:
-        (value,) = _run(eqn, [value])
+        (value,) = run(eqn, [value])
     return value
 
 
@@ -141,7 +141,7 @@ def _evaluate(closed: Any, args: Sequence[Any], *, regather: bool, in_loop: bool
     for eqn in jaxpr.eqns:
         ins = [read(atom) for atom in eqn.invars]
         if not any(isinstance(value, _Weight) for value in ins):
-            outs = _run(eqn, ins)
+            outs = run(eqn, ins)
         elif (home := _view(eqn, ins[0])) is not None:
             outs = [_seen(eqn, ins, home)]
         elif eqn.primitive.name in _INSIDE:
@@ -152,20 +152,12 @@ def _evaluate(closed: Any, args: Sequence[Any], *, regather: bool, in_loop: bool
     return [_gather(read(atom)) for atom in jaxpr.outvars]
 
 
-def _run(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """One equation, evaluated with its name scope and source line."""
-    values = {atom: value for atom, value in zip(eqn.invars, ins, strict=True) if not isinstance(atom, jex.Literal)}
-    info = jex.DebugInfo("redeqx", eqn.primitive.name, None, None)
-    jaxpr = jex.Jaxpr((), list(values), eqn.outvars, [eqn], eqn.effects, info)
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*values.values())
-
-
 def _use(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
     """An equation that computes with weights: gathered for it, and gathered again by its backward pass."""
 
     def compute(*values: Any) -> list[Any]:
         again = [replace(w, value=v) if isinstance(w, _Weight) else v for w, v in zip(ins, values, strict=True)]
-        return _run(eqn, list(map(_gather, again)))
+        return run(eqn, list(map(_gather, again)))
 
     if regather and not eqn.effects:
         # Without this the backward pass would keep every gathered weight since the forward pass: the whole model.
@@ -191,7 +183,7 @@ def _seen(eqn: Any, ins: Sequence[Any], home: Home) -> _Weight:
     weight = ins[0]
     if eqn.primitive.name in _TURNS and len(ins) == 1:
         return _Weight(weight.value, weight.home, (*weight.turns, eqn), home)
-    return _label(_run(eqn, [_value(_turned(value)) for value in ins]), [home])[0]
+    return _label(run(eqn, [_value(_turned(value)) for value in ins]), [home])[0]
 
 
 def _same(eqn: Any) -> list[int]:
@@ -247,19 +239,17 @@ _TURNS = ("transpose", "squeeze", "expand_dims", "broadcast_in_dim", "reshape")
 
 def _inner(closed: Any, homes: Sequence[Home | None], *, regather: bool, in_loop: bool) -> Any:
     """The closed jaxpr of the same inputs and outputs that gathers the weights among its arguments at their use."""
-    avals = [var.aval for var in closed.jaxpr.invars]
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
 
     def inside(*args: Any) -> list[Any]:
         return _evaluate(closed, _label(args, homes), regather=regather, in_loop=in_loop)
 
-    return jax.make_jaxpr(inside)(*shapes)
+    return jax.make_jaxpr(inside)(*shapes_in(closed))
 
 
 def _jit(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
     homes = [_home(value) for value in ins]
     inner = _inner(eqn.params["jaxpr"], homes, regather=regather, in_loop=in_loop)
-    return _run(eqn.replace(params={**eqn.params, "jaxpr": inner}), list(map(_value, ins)))
+    return run(eqn.replace(params={**eqn.params, "jaxpr": inner}), list(map(_value, ins)))
 
 
 def _remat(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
@@ -272,7 +262,7 @@ def _remat(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[
 
     params = {**eqn.params, "jaxpr": inner.jaxpr, "policy": policy and keep_nothing_gathered}
     assert not inner.consts, "a remat's jaxpr is closed over nothing"
-    return _run(eqn.replace(params=params), list(map(_value, ins)))
+    return run(eqn.replace(params=params), list(map(_value, ins)))
 
 
 def _scan(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
@@ -292,7 +282,7 @@ def _scan(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[A
         slice_homes.append(slice_home)
     homes = [*map(_home, consts), *[None] * n_carry, *slice_homes]
     inner = _inner(body, homes, regather=regather, in_loop=True)
-    return _run(eqn.replace(params={**eqn.params, "jaxpr": inner}), list(map(_value, [*consts, *carry, *stacked])))
+    return run(eqn.replace(params={**eqn.params, "jaxpr": inner}), list(map(_value, [*consts, *carry, *stacked])))
 
 
 def _only_sliced(var: Any, value: Any, jaxpr: Any) -> bool:

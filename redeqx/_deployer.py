@@ -14,6 +14,7 @@ import optax
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ._console import Console, Tracker
+from ._jaxprs import Trace
 from ._mesh import make_mesh, n_batch_shards
 from ._paths import is_array_like, named_leaves
 from ._plan import Overrides, Plan, make_plan, mark_read
@@ -92,8 +93,8 @@ class Deployer:
     ) -> Plan:
         """How each leaf of the model is split over the mesh, with a reason for each.
 
-        The order of the two rules is that of the walk over the model's fields. With a loss and a batch the loss is traced
-        too, and leaves that it does not read are marked.
+        The order of the two rules is that of the walk over the model's fields; with a loss and a batch it is the order in
+        which the loss computes, which is traced abstractly, and leaves that it does not read are marked.
 
         **Arguments:**
 
@@ -105,19 +106,23 @@ class Deployer:
         Raises ValueError for an override that matches nothing, names an unknown axis or does not divide. Warns of each
         large leaf that no axis splits.
         """
-        plan = make_plan(model, self.mesh, overrides)
-        for message in plan.warnings:
-            warnings.warn(message, stacklevel=2)
-        if loss_fn is None or batch is None:
-            if (loss_fn is None) != (batch is None):
-                missing = "batch" if batch is None else "loss_fn"
-                raise ValueError(f"`{missing}`: expected with `loss_fn` and `batch` both or neither, got None. Pass both.")
-            return plan
+        if (loss_fn is None) != (batch is None):
+            missing = "batch" if batch is None else "loss_fn"
+            raise ValueError(f"`{missing}`: expected with `loss_fn` and `batch` both or neither, got None. Pass both.")
 
         def total(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
+            assert loss_fn is not None
             return as_sums(loss_fn(model, batch, key), jax.tree.leaves(batch)[0].shape[0])[0]
 
-        return mark_read(plan, model, total, batch, jax.eval_shape(lambda: jax.random.key(0)))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return self._plan(model, None if loss_fn is None else Trace.of(total, model, batch, key), overrides)
+
+    def _plan(self, model: PyTree, trace: Trace | None, overrides: Overrides | None = None) -> Plan:
+        """The plan of a model whose loss may have been traced; warns of what it warns of."""
+        plan = make_plan(model, self.mesh, overrides, trace)
+        for message in plan.warnings:
+            warnings.warn(message, stacklevel=3)
+        return plan if trace is None else mark_read(plan, trace)
 
     def init(self, make_model: Callable[[], PyTree], plan: Plan | None = None) -> PyTree:
         """The model that `make_model()` returns, each device creating only its own shards.

@@ -7,11 +7,10 @@ there are is `_walk`, how one is split `_rules`; using a plan inside a step is `
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
@@ -19,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import PyTree
 
 from . import _rules
-from ._dataflow import leaves_read
+from ._dataflow import Order, order
+from ._jaxprs import Trace
 from ._mesh import FSDP, MODEL, replicated
 from ._paths import is_array_like, named_leaves, nearest, render
 from ._walk import walk
@@ -131,8 +131,10 @@ class Plan:
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
-def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None) -> Plan:
-    """The plan of a model from the walk over its layers.
+def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, trace: Trace | None = None) -> Plan:
+    """The plan of a model: in the order that a traced loss computes in, else in that of the walk over its layers.
+
+    The walk decides what the loss does not read. Where both apply and differ, the reason says both.
 
     **Arguments:**
 
@@ -140,11 +142,15 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None) -> 
     - `mesh`: as `make_mesh` gives it.
     - `overrides`: specs by path, or by glob over paths (`"blocks.*.weight"`); early patterns win. A spec is one mesh axis
         or None a dim; None alone keeps the leaf whole.
+    - `trace`: of a loss of this model.
 
     Raises ValueError for an override that matches nothing, names an unknown axis or does not divide.
     """
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     splits, stacked = walk(model, mesh.shape[MODEL])
+    splits = {name: _past_stack(split, stacked.get(name, 0)) for name, split in splits.items()}
+    if trace is not None:
+        _reorder(splits, stacked, order(trace, mesh.shape[MODEL]))
     chosen = _resolve_overrides(overrides or {}, leaves, mesh)
     unknown = _rules.Split(None, "whole: no layer that the walk knows")
     decides: dict[int, str] = {}  # of leaves that are the same array, the one that the others follow: one that rules know
@@ -177,17 +183,31 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None) -> 
     return Plan(mesh, planned, tuple(warnings))
 
 
+def _past_stack(split: _rules.Split, n_stacked: int) -> _rules.Split:
+    """The split of a stacked leaf, from that of the layer in it: dims are counted from the leaf's first."""
+    return split if split.dim is None else replace(split, dim=n_stacked + split.dim)
+
+
+def _reorder(splits: dict[str, _rules.Split], stacked: dict[str, int], found: Order) -> None:
+    """Puts what the dataflow found in the place of what the walk guessed."""
+    for name, split in found.splits.items():
+        guess = splits.get(name, split)
+        note = f" (the walk: {guess.reason})" if guess.dim != split.dim else ""
+        splits[name] = replace(split, reason=split.reason + note)
+    for name, n in found.stacked.items():
+        stacked[name] = max(n, stacked.get(name, 0))
+
+
 def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mesh) -> tuple[P, str]:
     """The spec and reason of a leaf: what the rules split over the model axis, the fsdp axis along the largest free dim."""
     axes: list[tuple[str, ...]] = [()] * len(shape)
-    split_dim = None if split.dim is None else n_stacked + split.dim
-    if split_dim is not None:
-        axes[split_dim] = (MODEL,)
+    if split.dim is not None:
+        axes[split.dim] = (MODEL,)
     reason, n_fsdp = split.reason, mesh.shape[FSDP]
     if n_fsdp > 1 and math.prod(shape) >= MIN_FSDP_SIZE:
-        dim = _rules.largest_free_dim(shape, {*range(n_stacked), split_dim}, n_fsdp)
-        if dim is None and split_dim is not None and shape[split_dim] % (mesh.shape[MODEL] * n_fsdp) == 0:
-            dim = split_dim  # both axes on one dim, as for a long bias
+        dim = _rules.largest_free_dim(shape, {*range(n_stacked), split.dim}, n_fsdp)
+        if dim is None and split.dim is not None and shape[split.dim] % (mesh.shape[MODEL] * n_fsdp) == 0:
+            dim = split.dim  # both axes on one dim, as for a long bias
         if dim is None:
             reason += f"; no free dim for {n_fsdp} fsdp shards"
         else:
@@ -196,22 +216,9 @@ def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mes
     return P(*(entry or None for entry in axes)), reason
 
 
-def mark_read(plan: Plan, model: PyTree, fn: Callable[..., Any], *args: PyTree) -> Plan:
-    """The plan with a note on each leaf that `fn(model, *args)` does not read, by tracing it abstractly.
-
-    **Arguments:**
-
-    - `model`: of arrays or shapes; `fn` gets the same structure.
-    - `args`: PyTrees of arrays or shapes.
-    """
-    arrays, static = eqx.partition(model, is_array_like)
-    leaves, treedef = jax.tree.flatten(arrays)
-
-    def of_leaves(leaves: list[Any], *args: PyTree) -> Any:
-        return fn(eqx.combine(jax.tree.unflatten(treedef, leaves), static), *args)
-
-    reads = dict(zip(named_leaves(arrays), leaves_read(of_leaves, leaves, *args), strict=True))
-    note = "; the loss does not read it"
+def mark_read(plan: Plan, trace: Trace) -> Plan:
+    """The plan with a note on each leaf that a traced loss does not read."""
+    reads, note = trace.reads(), "; the loss does not read it"
     marked = {
         name: replace(leaf, is_read=reads[name], reason=leaf.reason + ("" if reads[name] else note))
         for name, leaf in plan.leaves.items()

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from ._apply import Home, gather_at_use
+from ._convs import mend_grouped_convs
 from ._mesh import replicated, split_rows
 from ._paths import is_array_like, named_leaves
 from ._plan import Plan, shardings_like
@@ -176,7 +177,8 @@ class Functions:
         )
 
     def _gathered(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return gather_at_use(fn, homes(self.plan, [name for names in self.parts.names for name in names]))
+        found = homes(self.plan, [name for names in self.parts.names for name in names])
+        return gather_at_use(mend_grouped_convs(fn, self.plan.mesh), found)
 
     def loss(self, inference: bool) -> Callable[..., Any]:
         """`(weights, state, batch, key) -> (total, (weight, metrics, state))`, weights gathered at their use."""

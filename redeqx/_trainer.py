@@ -23,6 +23,7 @@ from ._console import Progress
 from ._data import Batch, Slice, batches, check_examples, slices
 from ._deployer import Deployer
 from ._fit import Fit, Options, Standing
+from ._jaxprs import Trace
 from ._mesh import replicated
 from ._paths import named_leaves
 from ._plan import Plan, mark_read, place
@@ -144,9 +145,11 @@ class Trainer:
             out = out[0] if self._has_state and isinstance(out, tuple) else out
             return as_sums(out, jax.tree.leaves(batch)[0].shape[0])[0]
 
-        plan = self.plan or self.deployer.plan(model)
-        if batch is not None:
-            plan = mark_read(plan, model, total, batch, jax.eval_shape(lambda: jax.random.key(0)))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        trace = None if batch is None else Trace.of(total, model, batch, key)
+        plan = self.deployer._plan(model, trace) if self.plan is None else self.plan
+        if trace is not None and self.plan is not None:
+            plan = mark_read(plan, trace)
         if self._grad_fn is None and all(plan[name].is_read is False for name in self._parts.names[0]):
             raise ValueError(
                 "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of "

@@ -8,8 +8,17 @@ os.environ["NPROC"] = "16"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
 
 install_import_hook("redeqx", "beartype.beartype")
+
+
+@pytest.fixture
+def x64():
+    """64-bit mode in all threads, as a user sets it; `jax.enable_x64` would not reach those that load data."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)

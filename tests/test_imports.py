@@ -15,7 +15,9 @@ FOLDER = pathlib.Path(redeqx.__file__).parent
 # Bottom to top. A module imports from layers below, and from its own where that makes no circle.
 LAYERS = (
     ("_paths", "_mesh", "_rules", "_safetensors"),
-    ("_dataflow", "_apply", "_walk"),
+    ("_jaxprs",),
+    ("_flow",),
+    ("_dataflow", "_apply", "_convs", "_walk"),
     ("_plan",),
     ("_data", "_step", "_checkpoint", "_console"),
     ("_deployer",),

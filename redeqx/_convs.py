@@ -1,0 +1,129 @@
+"""Grouped convolutions, mended: under a model axis XLA sums the gradient of their weights too often.
+
+Where the batch is split over some axes of a mesh and the convolution is computed whole on another of n devices, the gradient
+of a grouped (also a depthwise) convolution's weight comes out n times too large, silently, from both of XLA's partitioners
+(jax 0.10.2). It is right where the channels are split over that axis: so they are. Where they do not divide, the
+gradient is taken another way, from the patches that each output saw.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.extend import core as jex
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from ._jaxprs import closed, run, shapes_in
+from ._mesh import MODEL
+
+# Where equations keep the jaxprs that gradients are taken through. Those with rules of their own for that are left alone.
+_INSIDE = {
+    "jit": "jaxpr", "pjit": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "remat": "jaxpr", "scan": "jaxpr",
+    "while": "body_jaxpr", "cond": "branches",
+}  # fmt: skip
+
+
+def mend_grouped_convs(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """`fn`, whose gradient is right on that mesh whatever it convolves; the same values.
+
+    **Arguments:**
+
+    - `fn`: takes PyTrees of arrays, and returns one.
+    """
+    if mesh.shape[MODEL] == 1:
+        return fn
+
+    def mended(*args: Any) -> Any:
+        flat, treedef = jax.tree.flatten(args)
+        traced, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(treedef, flat)), return_shape=True)(*flat)
+        outs = _evaluate(traced, flat, mesh) if _has_any(traced) else jex.jaxpr_as_fun(traced)(*flat)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    return mended
+
+
+def _inside(eqn: Any) -> list[Any]:
+    """The closed jaxprs of an equation."""
+    found = eqn.params.get(_INSIDE.get(eqn.primitive.name, ""), ())
+    return [closed(jaxpr) for jaxpr in (found if isinstance(found, tuple | list) else [found])]
+
+
+def _is_grouped(eqn: Any) -> bool:
+    return eqn.primitive.name == "conv_general_dilated" and eqn.params["feature_group_count"] > 1
+
+
+def _has_any(traced: Any) -> bool:
+    return any(_is_grouped(eqn) or any(map(_has_any, _inside(eqn))) for eqn in traced.jaxpr.eqns)
+
+
+def _evaluate(traced: Any, args: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """The outputs of a closed jaxpr, with its grouped convolutions mended."""
+    env: dict[Any, Any] = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+    env.update(zip(traced.jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
+    for eqn in traced.jaxpr.eqns:
+        ins = [read(atom) for atom in eqn.invars]
+        if _is_grouped(eqn):
+            outs = [_conv(eqn, ins[0], ins[1], mesh)]
+        elif any(map(_has_any, _inside(eqn))):
+            outs = run(_with_mended_inside(eqn, mesh), ins)
+        else:
+            outs = run(eqn, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in traced.jaxpr.outvars]
+
+
+def _with_mended_inside(eqn: Any, mesh: Mesh) -> Any:
+    name = _INSIDE[eqn.primitive.name]
+
+    def mend(jaxpr: Any) -> Any:
+        inner = closed(jaxpr)
+        mended = jax.make_jaxpr(lambda *args: _evaluate(inner, args, mesh))(*shapes_in(inner))
+        return mended if hasattr(jaxpr, "consts") else mended.jaxpr
+
+    found = eqn.params[name]
+    mended = type(found)(map(mend, found)) if isinstance(found, tuple | list) else mend(found)
+    return eqn.replace(params={**eqn.params, name: mended})
+
+
+def _conv(eqn: Any, x: jax.Array, weight: jax.Array, mesh: Mesh) -> jax.Array:
+    channels = eqn.params["dimension_numbers"].lhs_spec[1]
+    if x.shape[channels] % mesh.shape[MODEL]:
+        return _conv_by_patches(eqn, x, weight)
+    spec = [MODEL if dim == channels else P.UNCONSTRAINED for dim in range(x.ndim)]
+    return run(eqn, [jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec))), weight])[0]
+
+
+def _conv_by_patches(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The convolution, whose weight's gradient is a matmul of what each output saw with its own gradient."""
+    params, groups = eqn.params, eqn.params["feature_group_count"]
+    numbers = params["dimension_numbers"]
+
+    @jax.custom_vjp
+    def conv(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return run(eqn, [x, weight])[0]
+
+    def forward(x: jax.Array, weight: jax.Array) -> Any:
+        return conv(x, weight), (x, weight)
+
+    def backward(seen: Any, gradient: jax.Array) -> Any:
+        x, weight = seen
+        (of_x,) = jax.vjp(lambda x: run(eqn, [x, weight])[0], x)[1](gradient)
+        kernel = jnp.transpose(weight, numbers.rhs_spec)  # [out, in, *space]
+        patches = jax.lax.conv_general_dilated_patches(
+            jnp.transpose(x, numbers.lhs_spec), kernel.shape[2:], params["window_strides"], params["padding"],
+            params["lhs_dilation"], params["rhs_dilation"],
+        )  # fmt: skip
+        patches = rearrange(patches, "b (g i) ... -> b g i (...)", g=groups)
+        outputs = rearrange(jnp.transpose(gradient, numbers.out_spec), "b (g o) ... -> b g o (...)", g=groups)
+        of_kernel = jnp.einsum("bgip,bgop->goi", patches, outputs).reshape(kernel.shape)
+        inverse = sorted(range(kernel.ndim), key=lambda i: numbers.rhs_spec[i])
+        return of_x, jnp.transpose(of_kernel, inverse)
+
+    conv.defvjp(forward, backward)
+    return conv(x, weight)

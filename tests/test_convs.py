@@ -1,0 +1,63 @@
+"""Grouped convolutions have the right gradient on every mesh, whatever else the step does with them."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+
+C = 12
+
+
+class Net(eqx.Module):
+    convs: list[eqx.nn.Conv2d | eqx.nn.Conv1d]
+    kind: str = eqx.field(static=True)
+
+    def __init__(self, groups: int, kind: str = "plain", n_channels: int = C):
+        keys = jax.random.split(jax.random.key(0), 2)
+        make = eqx.nn.Conv1d if kind == "1d" else eqx.nn.Conv2d
+        self.kind = kind
+        self.convs = [make(n_channels, 2 * n_channels, 3, stride=2, padding=1, groups=groups, key=keys[0])]
+        if kind == "scan":  # as many channels out as in
+            self.convs = [make(n_channels, n_channels, 3, padding=1, groups=groups, key=key) for key in keys]
+
+    def __call__(self, x):
+        if self.kind != "scan":
+            return jax.nn.silu(self.convs[0](x))
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(eqx.filter(conv, eqx.is_array) for conv in self.convs))
+        static = eqx.filter(self.convs[0], eqx.is_array, inverse=True)
+        step = jax.checkpoint(lambda x, arrays: (jax.nn.silu(eqx.combine(arrays, static)(x)), None))
+        x = jax.lax.scan(step, x, stacked)[0]
+        return jax.lax.cond(x.sum() > 1e6, lambda x: x, lambda x: self.convs[0](x), x)
+
+
+def loss_fn(model, batch, key):
+    return jnp.square(jax.vmap(model)(batch)).mean()
+
+
+def gradients(model, batch, n_model_shards, n_fsdp_shards):
+    """What a step of SGD at rate 1 takes off each leaf."""
+    deployer = redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False)
+    trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=np.stack, loss_fn=loss_fn)
+    trainer.train(list(batch), len(batch) * n_model_shards // 8)
+    return jax.tree.map(
+        lambda a, b: np.asarray(a) - np.asarray(b), *(eqx.filter(m, eqx.is_array) for m in (model, trainer.model))
+    )
+
+
+@pytest.mark.parametrize("mesh", [(4, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("groups", "kind", "n_channels"),
+    [(12, "plain", 12), (3, "plain", 12), (12, "1d", 12), (12, "scan", 12), (3, "plain", 9), (9, "1d", 9), (9, "scan", 9)],
+)
+def test_the_gradient_of_a_grouped_convolution(x64, mesh, groups, kind, n_channels):
+    model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, Net(groups, kind, n_channels))
+    space = (8,) if kind == "1d" else (8, 6)
+    batch = np.random.default_rng(0).normal(size=(8, n_channels, *space))
+    expected = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch, None)
+    found = gradients(model, batch, *mesh)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6, atol=1e-10)
