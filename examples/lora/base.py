@@ -41,7 +41,7 @@ def train_base(args: Any, deployer: redeqx.Deployer, corpus: list[str], folder: 
     model = deployer.init(lambda: Llama(config, key=key))
     rows = deployer.get_per_device_batch_size(args.batch_size)
     lr = deployer.get_lr_schedule_fn(
-        len(examples), rows, args.n_base_epochs, 3 * args.learning_rate, "cosine", warmup_ratio=0.05
+        len(examples), rows, args.n_base_epochs, 10 * args.learning_rate, "cosine", warmup_ratio=0.05
     )
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optimizer(lr), collate_fn=collate_fn, loss_fn=loss_fn, lr_schedule_fn=lr

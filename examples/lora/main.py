@@ -7,7 +7,9 @@ default it tells sentences of Python's language reference from those of the stan
 SST-2's columns is taken by `--data FILE.tsv --words bad good`. The base is a Hugging Face folder, `--pretrained FOLDER`;
 without one a LLaMA of 1.3 million parameters is trained on that documentation (less what is evaluated on), once a workdir.
 
-TIME: NUMBER.
+2 CPU cores, 5 minutes, 3 of them the base's: by 1.7 % of the parameters 84.4 % of the test sentences are right, by all of
+them 84.1 % (with seed 1, 83.9 and 82.9 %). Learning rates of 3e-4, 1e-3 and 3e-3 for the one and 3e-3 and 5e-3 for the other
+were tried on validation.
 """
 
 import json
@@ -37,8 +39,8 @@ class Args:
     pretrained: Path | None = None  # A Hugging Face folder of a decoder, with its tokenizer.json.
     workdir: Path = Path("workdir/lora")  # For metrics, checkpoints, folders and the picture. A run resumes from it.
     rank: int = 3  # Of the adapters, which all matrices of attention and MLP get.
-    lora_learning_rate: float = 5e-3
-    learning_rate: float = 1e-3  # Of full fine-tuning; the base, which begins at nothing, takes three times as much.
+    lora_learning_rate: float = 3e-3
+    learning_rate: float = 3e-4  # Of full fine-tuning; the base, which begins at nothing, takes ten times as much.
     n_epochs: int = 10
     batch_size: int = 16  # Examples of one update, over all devices.
     seq_len: int = 48  # Tokens of a sentence with its prompt. Of a longer sentence the first ones stay.
