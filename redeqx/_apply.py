@@ -6,9 +6,9 @@ its use, to its spec without the fsdp axis. That is ZeRO-3 (arXiv:1910.02054): a
 backward pass, and a reduce-scatter of the gradient, with the batch split throughout.
 
 The model need not know: its function is traced to a jaxpr, and the jaxpr is evaluated again, equation by equation, with
-those constraints put in, also inside the bodies of scans, jits and remats. An equation is evaluated through
+those constraints put in, also inside scans, jits, remats, branches and while loops. An equation is evaluated through
 `jaxpr_as_fun`, which keeps its name scopes and source lines, so profiles and tracebacks still show the user's code. An
-equation whose inside is not followed (`cond`, `while`, custom derivatives) gets its weights gathered before it.
+equation that brings its own derivative, or whose inside is not followed, gets its weights gathered before it.
 """
 
 from collections.abc import Callable, Sequence
@@ -291,6 +291,23 @@ def _only_sliced(var: Any, value: Any, jaxpr: Any) -> bool:
     return bool(uses) and all(eqn.primitive.name == "dynamic_slice" and _view(eqn, value) is not None for eqn in uses)
 
 
+def _cond(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
+    """Only the branch that is taken gathers what it uses."""
+    homes = list(map(_home, ins[1:]))
+    branches = [_inner(branch, homes, regather=regather, in_loop=in_loop) for branch in eqn.params["branches"]]
+    return run(eqn.replace(params={**eqn.params, "branches": tuple(branches)}), list(map(_value, ins)))
+
+
+def _while(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:
+    """Gathered in each iteration anew, as when tokens are generated: before the loop would be the whole model at once."""
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    conditions, consts, carry = ins[:n_cond], ins[n_cond : n_cond + n_body], ins[n_cond + n_body :]
+    homes = [*map(_home, consts), *[None] * len(carry)]
+    inner = _inner(eqn.params["body_jaxpr"], homes, regather=False, in_loop=True)  # no gradient flows back through it
+    values = [*map(_gather, conditions), *map(_value, consts), *map(_gather, carry)]
+    return run(eqn.replace(params={**eqn.params, "body_jaxpr": inner}), values)
+
+
 _INSIDE: dict[str, Callable[..., list[Any]]] = {
     "jit": _jit,
     "pjit": _jit,
@@ -298,4 +315,6 @@ _INSIDE: dict[str, Callable[..., list[Any]]] = {
     "checkpoint": _remat,
     "remat": _remat,
     "scan": _scan,
+    "cond": _cond,
+    "while": _while,
 }

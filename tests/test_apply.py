@@ -434,6 +434,41 @@ def test_gpt2_is_gathered_again_in_the_backward_pass_and_its_tied_embedding_once
         assert around == ([(256, 64)] if is_backward else [(80, 64), (256, 64)])
 
 
+def test_a_while_loop_gathers_layer_by_layer():
+    """As generating does: before the loop the whole model would be gathered at once."""
+    mesh = make_mesh(1, 8)
+    shape = (LAYERS, 4 * WIDTH, WIDTH)
+    one = home(shape, mesh, n_stacked=1)
+
+    def loop(weights, x):
+        def step(carry):
+            i, x = carry
+            return i + 1, jax.lax.scan(two_layouts, x, tuple(weights))[0]
+
+        return jax.lax.while_loop(lambda carry: jnp.abs(carry[1]).max() < 1e3, step, (0, x))[1]
+
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=one.lives)] * 2
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=split_rows(mesh))
+    compiled = jax.jit(gather_at_use(loop, [one, one]), compiler_options=QUICK).lower(weights, x).compile()
+    gathers = [c for c in hlo.collectives(compiled.as_text()) if c.kind == "all-gather"]
+    assert [sorted(size for size in c.shape if size != 1) for c in gathers] == [[WIDTH, 4 * WIDTH]] * 2
+    assert not any(c.exact for c in gathers)  # inside the loop, which nobody knows the length of
+
+
+def test_only_the_branch_that_is_taken_gathers():
+    one = home(UP, make_mesh(1, 8))
+
+    def branch(weights, x):
+        return jax.lax.cond(x.sum() > 0, lambda x: x @ weights[0], lambda x: x @ weights[1] + 1, x).sum()
+
+    weights = [jax.ShapeDtypeStruct(UP, jnp.float32, sharding=one.lives)] * 2
+    x = jax.ShapeDtypeStruct((BATCH, D), jnp.float32, sharding=split_rows(one.lives.mesh))
+    step = jax.jit(gather_at_use(branch, [one, one]), compiler_options=QUICK)
+    gathers = [c for c in hlo.collectives(step.lower(weights, x).compile().as_text()) if c.kind == "all-gather"]
+    of_weights = [c for c in gathers if sorted(c.shape) == sorted(UP)]
+    assert of_weights and not any(c.exact for c in of_weights)  # in a branch
+
+
 # --- the user's code is still seen --------------------------------------------------------------------------------------
 
 
