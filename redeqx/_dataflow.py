@@ -53,8 +53,8 @@ def order(trace: Trace, n_shards: int) -> Order:
     - `n_shards`: size of the model axis.
     """
 
-    def follow(forced: Mapping[int, int | None]) -> Pass:
-        run = Pass(trace.names, trace.leaves, n_shards, forced, _follow)
+    def follow(forced: Mapping[int, int | None], gathered: frozenset[int]) -> Pass:
+        run = Pass(trace.names, trace.leaves, n_shards, forced, _follow, gathered=gathered)
         ins = [Flow(views=(View(i, tuple(range(len(leaf.shape)))),), grad=True) for i, leaf in enumerate(trace.leaves)]
         rest = trace.closed.jaxpr.invars[len(ins) :]
         ins += [Flow(data=not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) for var in rest]
@@ -68,26 +68,29 @@ def order(trace: Trace, n_shards: int) -> Order:
     for i, pattern in enumerate(patterns):
         alike.setdefault(pattern, []).append(i)
 
-    forced: dict[int, int | None] = {}
-    best = follow(forced)
-    if best.broken:  # at first all doubtful ones together, as the weights of a recurrent cell
-        whole: dict[int, int | None] = dict.fromkeys(best.doubts)
-        trial = follow(whole)
-        if trial.cost < best.cost:
-            best, forced = trial, whole
-    n_trials, tried = 0, set()
+    best, n_trials, tried = follow({}, frozenset()), 0, set()
+
+    def attempt(forced: Mapping[int, int | None], gathered: frozenset[int] = frozenset()) -> bool:
+        nonlocal best, n_trials
+        n_trials += 1
+        trial = follow({**best.forced, **forced}, frozenset(best.gathered) | gathered)
+        if trial.cost >= best.cost:
+            return False
+        best = trial
+        return True
+
+    if best.recurrent:  # together, for each alone would still meet the others' split outputs
+        attempt(dict.fromkeys(best.recurrent))
     while n_shards > 1 and n_trials < MAX_TRIALS:
         leaf = next((leaf for leaf in best.doubts if patterns[leaf] not in tried), None)
         if leaf is None:
             break
         tried.add(patterns[leaf])
+        same = alike[patterns[leaf]]
         others = (*best.options.get(leaf, ()), *([None] if leaf in best.broken else []))
-        for dim in [dim for dim in others if dim != best.decided[leaf].dim]:
-            n_trials += 1
-            trial_forced = {**forced, **dict.fromkeys(alike[patterns[leaf]], dim)}
-            trial = follow(trial_forced)
-            if trial.cost < best.cost:
-                best, forced, tried = trial, trial_forced, {patterns[leaf]}
+        found = [attempt(dict.fromkeys(same, dim)) for dim in others if dim != best.decided[leaf].dim]
+        if any([*found, attempt({}, frozenset(same))]):
+            tried = {patterns[leaf]}
     names = trace.names
     splits = {names[i]: split for i, split in best.decided.items()}
     return Order(splits, {names[i]: n for i, n in best.stacked.items()}, best.cost)
@@ -178,13 +181,16 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     batches = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     places |= {dim: of_indices[of] for dim, of in batches}
     looked_up = [dim for dim in numbers.start_index_map if sizes[dim] == 1 != shape[dim]]
+    if run.is_open(table) and not indices.data:  # positions, and the like: a part of it, in another order
+        source: list[int | None] = [None] * len(aval.shape)
+        for dim, place in places.items():
+            source[place] = dim if aval.shape[place] == shape[dim] else None
+        return [table.seen(source)]
     if run.is_open(table):
         if not looked_up:
             run.decide(table, None, "whole: slices of it are taken where data says")
         elif (dim := run.choose(table, shape, looked_up)) is None:
-            padded = -(-shape[looked_up[0]] // run.n) * run.n
-            reason = f"whole: {shape[looked_up[0]]} rows do not divide over {run.n} shards; a table padded to {padded} would"
-            run.decide(table, None, reason)
+            run.decide(table, None, _why_table_is_whole(run, table, shape[looked_up[0]]))
         else:
             run.decide(table, dim, f"embedding: {shape[dim]} rows over {run.n} shards")
     dim, cause = run.split(table)
@@ -200,6 +206,13 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     if by is not None and by in of_indices:
         return [Flow(dim=of_indices[by], cause=by_cause)]
     return [Flow()]
+
+
+def _why_table_is_whole(run: Pass, table: Flow, n_rows: int) -> str:
+    if n_rows % run.n == 0:
+        return run.why_whole(table, (n_rows,), (0,))
+    padded = -(-n_rows // run.n) * run.n
+    return f"whole: {n_rows} rows do not divide over {run.n} shards; a table padded to {padded} would"
 
 
 def _joined(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
@@ -253,23 +266,30 @@ def _common(run: Pass, aval: Any, flows: Sequence[Flow]) -> Flow:
 def _loop(run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]) -> list[Flow]:
     """The outputs of a loop's body, whose carry is split at its end as at its beginning.
 
-    A carry that begins as a constant may be split from the start, as the body splits it; where that costs less, it is.
+    A carry that begins as a constant may be split from the start, as the body splits it, and one that begins split may be
+    gathered first: where that costs less, it is.
     """
     start = run.standing()
     carried = [Flow(*run.split(flow), data=flow.data, grad=flow.grad) for flow in carry]
     outs, made = _iterate(run, closed, consts, carried, slices)
-    found = [
+    begun = [
         replace(flow, dim=of.dim, cause=of.cause) if not begin.data and not begin.views and flow.dim is None else flow
         for begin, flow, of in zip(carry, carried, made, strict=False)
     ]
-    if found == carried:
-        return outs
-    end = run.standing()
-    run.restore(start)
-    others, _ = _iterate(run, closed, consts, found, slices)
-    if run.cost < end.cost:
-        return others
-    run.restore(end)
+    gathered = [replace(flow, dim=None) for flow in carried]
+    for other in (begun, gathered):
+        if other == carried:
+            continue
+        end = run.standing()
+        run.restore(start)
+        if other is gathered:
+            for var, flow in zip(closed.jaxpr.outvars, carried, strict=False):
+                run.gather(var.aval, flow)
+        others, _ = _iterate(run, closed, consts, other, slices)
+        if run.cost < end.cost:
+            outs = others
+        else:
+            run.restore(end)
     return outs
 
 
@@ -292,6 +312,7 @@ def _iterate(
     for var, flow, out in zip(closed.jaxpr.outvars, carried, outs, strict=False):
         if run.split(out)[0] != flow.dim:
             run.gather(var.aval, out)
+            run.recurrent.update(leaf for leaf in run.doubts if leaf not in start.doubts)
     return [*carried, *outs[len(carried) :]], made
 
 

@@ -89,6 +89,8 @@ class Pass:
     - `options`: the dims of a leaf that could be split instead.
     - `doubts`: leaves whose choice cost more than the rules' own collectives, in their order.
     - `broken`: those among them whose output was needed whole.
+    - `recurrent`: those among them that a loop feeds its own output.
+    - `gathered`: leaves whose output is made whole at once, whatever reads it.
     """
 
     names: Sequence[str]
@@ -101,6 +103,9 @@ class Pass:
     stacked: dict[int, int] = field(default_factory=dict)
     doubts: dict[int, None] = field(default_factory=dict)
     broken: set[int] = field(default_factory=set)
+    recurrent: set[int] = field(default_factory=set)
+    gathered: Collection[int] = ()
+    rows: dict[Any, int] = field(default_factory=dict)  # how many weights are split as rows since a value arrived split
     cost: float = 0.0
     times: int = 1
     reduced: set[Any] = field(default_factory=set)  # values whose gradient's sum is paid for
@@ -119,7 +124,7 @@ class Pass:
         jaxpr = closed.jaxpr
         env: dict[Any, Flow] = dict.fromkeys(jaxpr.constvars, Flow())
         env.update(zip(jaxpr.invars, ins, strict=True))
-        self.reduced = set()
+        self.reduced, self.rows = set(), {}
         for eqn in jaxpr.eqns:
             flows = [Flow() if isinstance(atom, jex.Literal) else env[atom] for atom in eqn.invars]
             known = {"data": any(f.data for f in flows), "grad": any(f.grad for f in flows)}
@@ -331,6 +336,9 @@ class Pass:
             return [Flow(cause=made_by)]
         if meets is None:
             self.sum_gradient(eqn.invars[other], flows[other])
+        if cause in self.gathered and any(view.leaf == cause for view in ins[side].views):
+            self.pay("all-gather", eqn.outvars[0].aval)
+            return [Flow(cause=cause)]
         tail = outs[side].get(flows[side].tail)  # pyright: ignore[reportArgumentType]
         return [Flow(dim=outs[side][dim], cause=cause, tail=tail)]  # pyright: ignore[reportArgumentType]
 
@@ -359,6 +367,11 @@ class Pass:
             self.decide(weight, None, f"whole: its input arrives split along another dim, by {self.name(cause)}")
             return
         row = meets in summed[side]
+        if row:
+            atom = eqn.invars[1 - side]
+            self.rows[atom] = self.rows.get(atom, 0) + 1
+            if self.rows[atom] > 1:  # whole, it would be read by columns, and summed over once
+                self.doubt(cause)
         dim = self.choose(weight, shape, [meets, *free])
         kind = "row: its input arrives split by" if row else "follows: its input arrives split, alike, by"
         if dim == meets:

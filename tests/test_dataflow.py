@@ -61,6 +61,10 @@ EXPECTED = {
     "block": BLOCK,
     "parallel_block": {name: dim for name, dim in BLOCK.items() if not name.startswith("norm2")},  # which it does not call
     "scanned_stack": {name: dim if dim is None else dim + 1 for name, dim in BLOCK.items()},
+    "patches_and_blocks": {
+        **{f"blocks.{i}.{name}": dim for i in range(2) for name, dim in BLOCK.items()},
+        "patches.weight": 1, "patches.bias": None, "positions": None,
+    },
     "fused_qkv": {"qkv": 0, "output": 1, "up": 0, "down": 1},
     "fused_qkv_heads_first": {"qkv": 0, "output": 1, "up": 0, "down": 1},
     "einsum_attention": {"q": 1, "k": 1, "v": 1, "o": 0, "up": 1, "down": 0},
@@ -224,6 +228,18 @@ def test_an_embedding_that_does_not_divide():
     splits = found({"table": zeros(50257, D)}, lambda model, ids: model["table"][ids].sum(), jnp.zeros((8, 4), int))
     assert splits["table"].dim is None
     assert splits["table"].reason == "whole: 50257 rows do not divide over 4 shards; a table padded to 50260 would"
+
+
+def test_positions_go_with_what_they_are_added_to():
+    """A table that data does not look up, as T5's biases of heads, is a parameter seen otherwise."""
+    model = {"q": zeros(D, 8, 4), "table": zeros(32, 8), "positions": zeros(SEQ, D)}
+    buckets = np.abs(np.arange(SEQ)[:, None] - np.arange(SEQ)) // 2
+
+    def loss(model, x):
+        q = jnp.einsum("btd,dhk->bhtk", x + model["positions"][jnp.arange(SEQ)], model["q"])
+        return (jnp.einsum("bhtk,bhsk->bhts", q, q) + model["table"][buckets].transpose(2, 0, 1)).sum()
+
+    assert dims(model, loss, zeros(4, SEQ, D)) == {"q": 1, "table": 1, "positions": None}
 
 
 @pytest.mark.parametrize(

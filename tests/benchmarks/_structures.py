@@ -201,6 +201,22 @@ def scanned_stack(key: Array) -> Structure:
     return Structure(model, tokens(SEQ, D), loss)
 
 
+@structure
+def patches_and_blocks(key: Array) -> Structure:
+    """As a ViT's: projected patches, positions, then blocks in a list; what the first layer gives is a residual."""
+    keys = jax.random.split(key, 3)
+    patches = eqx.nn.Linear(D, D, key=keys[2])
+    model = {"patches": patches, "positions": jnp.zeros((SEQ, D)), "blocks": [Block(key=k) for k in keys[:2]]}
+
+    def loss(model: Any, x: Array) -> Array:
+        x = jax.vmap(model["patches"])(x) + model["positions"]
+        for block in model["blocks"]:
+            x = block(x)
+        return jnp.square(x).mean()
+
+    return Structure(model, tokens(SEQ, D), loss)
+
+
 def fused_attention(key: Array, heads_first: bool) -> Structure:
     keys = jax.random.split(key, 4)
     model = {

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/plans.py [STRUCTURE ...]        # 8 simulated devices
 
-For each structure of `_structures.py`, at (data=2, model=4): bytes that one device sends over the model axis in a compiled
-step of `Trainer` (in a ring, `_hlo.py`), and bytes that it holds: arguments and temporaries. `all whole` sends nothing, and
-holds the most.
+For each structure of `_structures.py`, at (data=2, model=4), and each family's tiny model, at (data=4, model=2): bytes that
+one device sends over the model axis in a compiled step of `Trainer` (in a ring, `_hlo.py`), and bytes that it holds:
+arguments and temporaries. `all whole` sends nothing, and holds the most.
 
 With jax 0.10.2: the dataflow sends what the specs by hand do, to the byte, in 11 of 14 cases; less in two (grouped queries,
 experts) and 1.005 of it in one (`separable_cnn`, whose head is split too). Of the typed models the walk sends the same;
@@ -13,7 +13,10 @@ what it does not know it leaves whole, and then sends nothing, or (`state_space`
 
 import argparse
 import os
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 os.environ.setdefault("NPROC", "16")
 
@@ -24,8 +27,10 @@ import optax
 from _structures import STRUCTURES, batched
 
 import redeqx
-from redeqx._paths import is_array_like, named_leaves
 from redeqx._plan import Plan
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.families._case import collect
 
 BATCH = 16
 COLUMN, ROW, BIAS = ("model", None), (None, "model"), ("model",)
@@ -53,13 +58,38 @@ BY_HAND: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def measure(deployer: redeqx.Deployer, made: Any, plan: Plan) -> tuple[float, float]:
+class Job(NamedTuple):
+    """What is trained."""
+
+    model: Any
+    loss_fn: Callable[..., Any]
+    examples: list[Any]
+
+
+def jobs(names: list[str]) -> Iterator[tuple[str, redeqx.Deployer, Job]]:
+    """The structures at (data=2, model=4), then the families' tiny models, whose sizes divide over two, at (4, 2)."""
+    deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
+    for name, make in STRUCTURES.items():
+        if not names or name in names:
+            made = make(jax.random.key(0))
+            examples = list(np.zeros((BATCH, *made.example.shape), made.example.dtype))
+            yield name, deployer, Job(made.model, batched(made.loss), examples)
+    deployer = redeqx.Deployer(n_model_shards=2, verbose=False)
+    for training in collect("TRAININGS"):
+        if not names or training.name in names:
+            yield training.name, deployer, Job(training.make(jax.random.key(0)), training.loss_fn, training.examples)
+
+
+def stack(examples: list[Any]) -> Any:
+    return jax.tree.map(lambda *rows: np.stack(rows), *examples)
+
+
+def measure(deployer: redeqx.Deployer, job: Job, plan: Plan) -> tuple[float, float]:
     """Bytes sent over the model axis, and bytes held."""
     trainer = redeqx.Trainer(
-        deployer, model=made.model, optimizer=optax.adam(1e-3), collate_fn=np.stack, loss_fn=batched(made.loss), plan=plan
+        deployer, model=job.model, optimizer=optax.adam(1e-3), collate_fn=stack, loss_fn=job.loss_fn, plan=plan
     )
-    examples = list(np.zeros((BATCH, *made.example.shape), made.example.dtype))
-    compiled = trainer.compile(examples, BATCH // deployer.mesh.shape["data"])
+    compiled = trainer.compile(job.examples, len(job.examples) // deployer.mesh.shape["data"])
     n_model = deployer.mesh.shape["model"]
     sent = 0.0
     for collective in _hlo.collectives(compiled.as_text()):
@@ -76,25 +106,21 @@ def main() -> None:
     parser.add_argument("--explain", action="store_true", help="print the dataflow's plans")
     args = parser.parse_args()
     redeqx.simulate_devices(8)
-    deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
     kinds = ("whole", "walk", "dataflow", "by hand")
     print(
         f"{'kB':24}"
         + "".join(f"{'sent: ' + kind:>15}" for kind in kinds[1:])
         + "".join(f"{'held: ' + k:>15}" for k in kinds)
     )
-    for name in args.names or STRUCTURES:
-        made = STRUCTURES[name](jax.random.key(0))
-        batch = jax.ShapeDtypeStruct((BATCH, *made.example.shape), made.example.dtype)
-        whole = {path: None for path, leaf in named_leaves(made.model).items() if is_array_like(leaf)}
+    for name, deployer, job in jobs(args.names):
         plans = {
-            "whole": deployer.plan(made.model, overrides=whole),
-            "walk": deployer.plan(made.model),
-            "dataflow": deployer.plan(made.model, batched(made.loss), batch),
+            "whole": deployer.plan(job.model, overrides={"*": None}),
+            "walk": deployer.plan(job.model),
+            "dataflow": deployer.plan(job.model, job.loss_fn, stack(job.examples)),
         }
         if name in BY_HAND:
-            plans["by hand"] = deployer.plan(made.model, overrides={**BY_HAND[name], "*": None})
-        found = {kind: measure(deployer, made, plan) for kind, plan in plans.items()}
+            plans["by hand"] = deployer.plan(job.model, overrides={**BY_HAND[name], "*": None})
+        found = {kind: measure(deployer, job, plan) for kind, plan in plans.items()}
         sent, held = ([f"{found[kind][i] / 1e3:.1f}" if kind in found else "-" for kind in kinds] for i in (0, 1))
         print(f"{name:24}" + "".join(f"{cell:>15}" for cell in (*sent[1:], *held)), flush=True)
         if args.explain:
