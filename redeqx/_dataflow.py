@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -45,16 +46,21 @@ class Order:
     cost: float
 
 
-def order(trace: Trace, n_shards: int) -> Order:
+def order(
+    trace: Trace, n_shards: int, followers: Mapping[str, tuple[str, Sequence[int | None]]] = MappingProxyType({})
+) -> Order:
     """The order of the rules in a traced loss, whose inputs after the model are data, keys apart.
 
     **Arguments:**
 
     - `n_shards`: size of the model axis.
+    - `followers`: leaves that are cut along with a weight, by name: its name, and for each of their dims that of the weight.
     """
+    index = {name: i for i, name in enumerate(trace.names)}
+    follows = {index[name]: (index[of], dims) for name, (of, dims) in followers.items() if {name, of} <= index.keys()}
 
     def follow(forced: Mapping[int, int | None], gathered: frozenset[int]) -> Pass:
-        run = Pass(trace.names, trace.leaves, n_shards, forced, _follow, gathered=gathered)
+        run = Pass(trace.names, trace.leaves, n_shards, forced, _follow, gathered=gathered, follows=follows)
         ins = [Flow(views=(View(i, tuple(range(len(leaf.shape)))),), grad=True) for i, leaf in enumerate(trace.leaves)]
         rest = trace.closed.jaxpr.invars[len(ins) :]
         ins += [Flow(data=not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) for var in rest]
@@ -62,7 +68,7 @@ def order(trace: Trace, n_shards: int) -> Order:
         run.hold()
         return run
 
-    # Leaves whose names differ in indices alone, as those of a list of blocks, are decided alike.
+    # Leaves whose names differ in indices alone, as those of a list of blocks, are decided alike where they were so far.
     alike: dict[str, list[int]] = {}
     patterns = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in trace.names]
     for i, pattern in enumerate(patterns):
@@ -86,9 +92,11 @@ def order(trace: Trace, n_shards: int) -> Order:
         if leaf is None:
             break
         tried.add(patterns[leaf])
-        same = alike[patterns[leaf]]
+        now, shape = best.decided[leaf].dim, trace.leaves[leaf].shape
+        same = [i for i in alike[patterns[leaf]] if i in best.decided and best.decided[i].dim == now]
+        same = [i for i in same if trace.leaves[i].shape == shape]
         others = (*best.options.get(leaf, ()), *([None] if leaf in best.broken else []))
-        found = [attempt(dict.fromkeys(same, dim)) for dim in others if dim != best.decided[leaf].dim]
+        found = [attempt(dict.fromkeys(same, dim)) for dim in others if dim != now]
         if any([*found, attempt({}, frozenset(same))]):
             tried = {patterns[leaf]}
     names = trace.names

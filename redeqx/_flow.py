@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from ._rules import Split
+from ._rules import Split, follow
 
 # What a plan costs, in bytes that a device sends in a step.
 # Of a collective in a ring of n, for each byte of the whole array. A reduce-scatter is an all-gather backwards; `cut` brings
@@ -90,6 +90,7 @@ class Pass:
     - `doubts`: leaves whose choice cost more than the rules' own collectives, in their order.
     - `broken`: those among them whose output was needed whole.
     - `recurrent`: those among them that a loop feeds its own output.
+    - `follows`: leaves that are cut along with another, and for each of their dims that of the other, stacked ones left out.
     - `gathered`: leaves whose output is made whole at once, whatever reads it.
     """
 
@@ -105,6 +106,7 @@ class Pass:
     broken: set[int] = field(default_factory=set)
     recurrent: set[int] = field(default_factory=set)
     gathered: Collection[int] = ()
+    follows: Mapping[int, tuple[int, Sequence[int | None]]] = field(default_factory=dict)
     rows: dict[Any, int] = field(default_factory=dict)  # how many weights are split as rows since a value arrived split
     cost: float = 0.0
     times: int = 1
@@ -175,6 +177,13 @@ class Pass:
         for view in flow.views:
             if view.leaf not in self.decided:
                 self.decided[view.leaf] = Split(None if dim is None else view.dims[dim], reason)
+
+    def decide_as_declared(self, flow: Flow, leaf: int) -> None:
+        of, dims = self.follows[leaf]
+        n_stacked, weight = len(self.leaves[leaf].shape) - len(dims), self.decided[of]
+        split = follow(weight if weight.dim is None else replace(weight, dim=weight.dim - n_stacked), dims)
+        dim = None if split.dim is None else split.dim + n_stacked
+        self.decide(flow, None if dim is None else flow.views[0].dims.index(dim), split.reason)
 
     def choose(self, flow: Flow, shape: Sequence[int], dims: Sequence[int]) -> int | None:
         """The first of some dims of an open parameter that can be split, or the one that is forced."""
@@ -349,6 +358,9 @@ class Pass:
         weight, data, shape = ins[side], ins[1 - side], eqn.invars[side].aval.shape
         if not data.data:
             return  # parameters alone make no activation
+        if (leaf := weight.views[0].leaf) in self.follows and self.follows[leaf][0] in self.decided:
+            self.decide_as_declared(weight, leaf)
+            return
         free = [dim for dim in outs[side] if partner(side, dim) is None]
         arrived, cause = self.split(data)
         if arrived is None:

@@ -22,7 +22,7 @@ from ._dataflow import Order, order
 from ._jaxprs import Trace
 from ._mesh import FSDP, MODEL, replicated
 from ._paths import is_array_like, named_leaves, nearest, render
-from ._walk import walk
+from ._walk import followers, walk
 
 # Below this many elements the fsdp axis leaves a leaf alone: gathering it would cost more in latency than it saves.
 MIN_FSDP_SIZE = 2**12
@@ -150,7 +150,7 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
     splits, stacked = walk(model, mesh.shape[MODEL])
     splits = {name: _past_stack(split, stacked.get(name, 0)) for name, split in splits.items()}
     if trace is not None:
-        _reorder(splits, stacked, order(trace, mesh.shape[MODEL]))
+        _reorder(splits, stacked, order(trace, mesh.shape[MODEL], followers(model)))
     chosen = _resolve_overrides(overrides or {}, leaves, mesh)
     unknown = _rules.Split(None, "whole: no layer that the walk knows")
     decides: dict[int, str] = {}  # of leaves that are the same array, the one that the others follow: one that rules know

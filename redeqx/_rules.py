@@ -153,6 +153,15 @@ def bias(weight: Split) -> Split:
     return Split(None, "whole: added to an output that is whole")
 
 
+def follow(weight: Split, dims: Sequence[int | None]) -> Split:
+    """The split of an array whose dims follow those of a weight."""
+    if weight.dim is None:
+        return Split(None, "whole: follows its weight, which is whole")
+    if weight.dim not in dims:
+        return Split(None, f"whole: does not follow dim {weight.dim} of its weight")
+    return Split(dims.index(weight.dim), f"follows dim {weight.dim} of its weight")
+
+
 def embedding(n_rows: int, n_shards: int) -> Split:
     """An embedding splits its rows, the vocabulary; never its features, which would gather every lookup."""
     if n_rows % n_shards == 0:

@@ -238,16 +238,21 @@ def _set_followers(splits: dict[str, _rules.Split], name: str, weight: _rules.Sp
     for field, dims in getattr(node, "follows_weight", {}).items():
         if is_array_like(node.weight) and is_array_like(getattr(node, field)):
             _check_follows(_within(name, field), node, field, dims)
-            splits[_within(name, field)] = _follow(weight, dims)
+            splits[_within(name, field)] = _rules.follow(weight, dims)
 
 
-def _follow(weight: _rules.Split, dims: Sequence[int | None]) -> _rules.Split:
-    """The split of an array whose dims follow those of a weight."""
-    if weight.dim is None:
-        return _rules.Split(None, "whole: follows its weight, which is whole")
-    if weight.dim not in dims:
-        return _rules.Split(None, f"whole: does not follow dim {weight.dim} of its weight")
-    return _rules.Split(dims.index(weight.dim), f"follows dim {weight.dim} of its weight")
+def followers(model: PyTree) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+    """The arrays that layers' classes add and declare by `follows_weight`: each one's weight and declaration, by name."""
+
+    def declares(node: Any) -> bool:
+        return isinstance(node, eqx.Module) and hasattr(type(node), "follows_weight")
+
+    found = {}
+    for path, node in jtu.tree_flatten_with_path(model, is_leaf=declares)[0]:
+        if declares(node):
+            weight = _within(render(path), "weight")
+            found |= {_within(render(path), field): (weight, tuple(dims)) for field, dims in node.follows_weight.items()}
+    return found
 
 
 def _check_follows(name: str, node: Any, field: str, dims: Sequence[int | None]) -> None:
