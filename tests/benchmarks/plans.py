@@ -7,9 +7,9 @@ one device sends over the model axis in a compiled step of `Trainer` (in a ring,
 arguments and temporaries. `all whole` sends nothing, and holds the most.
 
 With jax 0.10.2: the dataflow sends what the specs by hand do, to the byte, in 10 of 13 cases; less in two (grouped queries,
-experts) and 1.005 of it in one (`separable_cnn`, whose head is split too). Where the walk splits the same leaves it never sends
-more, and less where the walk's guess is wrong: 0.62 of it for the UNet, 0.60 for ViT, 0.58 for OPT-350m, 0.88 for the VAE;
-what the walk does not know it leaves whole. It may hold more: 1.33 times for `patches_and_blocks`, 1.15 for ViT, whose
+experts) and 1.005 of it in one (`separable_cnn`, whose head is split too). Where the walk splits the same leaves it never
+sends more, and less where the walk's guess is wrong: 0.62 of it for the UNet, 0.60 for ViT, 0.58 for OPT-350m, 0.88 for the
+VAE; what the walk does not know it leaves whole. It may hold more: 1.33 times for `patches_and_blocks`, 1.15 for ViT, whose
 activations the walk's plan leaves split. Six minutes.
 """
 
