@@ -51,7 +51,8 @@ def _inside(eqn: Any) -> list[Any]:
 
 
 def _is_grouped(eqn: Any) -> bool:
-    return eqn.primitive.name == "conv_general_dilated" and eqn.params["feature_group_count"] > 1
+    counts = ("feature_group_count", "batch_group_count")  # the latter is what the gradient of the former's weight is
+    return eqn.primitive.name == "conv_general_dilated" and any(eqn.params[count] > 1 for count in counts)
 
 
 def _has_any(traced: Any) -> bool:
@@ -92,11 +93,25 @@ def _with_mended_inside(eqn: Any, mesh: Mesh) -> Any:
 
 
 def _conv(eqn: Any, x: jax.Array, weight: jax.Array, mesh: Mesh) -> jax.Array:
-    channels = eqn.params["dimension_numbers"].lhs_spec[1]
+    is_gradient = eqn.params["batch_group_count"] > 1  # as a user's own `grad_fn` has it: channels are where the batch was
+    channels = eqn.params["dimension_numbers"].lhs_spec[0 if is_gradient else 1]
     if x.shape[channels] % mesh.shape[MODEL]:
-        return _conv_by_patches(eqn, x, weight)
+        return _conv_by_features(eqn, x, weight) if is_gradient else _conv_by_patches(eqn, x, weight)
     spec = [MODEL if dim == channels else P.UNCONSTRAINED for dim in range(x.ndim)]
     return run(eqn, [jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec))), weight])[0]
+
+
+def _conv_by_features(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The convolution whose batch is in groups, as one whose features are."""
+    params, groups = eqn.params, eqn.params["batch_group_count"]
+    numbers = params["dimension_numbers"]
+    x = rearrange(jnp.transpose(x, numbers.lhs_spec), "(g b) c ... -> b (g c) ...", g=groups)
+    out = jax.lax.conv_general_dilated(
+        x, jnp.transpose(weight, numbers.rhs_spec), params["window_strides"], params["padding"], params["lhs_dilation"],
+        params["rhs_dilation"], feature_group_count=groups, precision=params["precision"],
+        preferred_element_type=params["preferred_element_type"],
+    )  # fmt: skip
+    return jnp.transpose(out, sorted(range(out.ndim), key=lambda i: numbers.out_spec[i]))
 
 
 def _conv_by_patches(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:

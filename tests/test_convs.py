@@ -38,10 +38,18 @@ def loss_fn(model, batch, key):
     return jnp.square(jax.vmap(model)(batch)).mean()
 
 
-def gradients(model, batch, n_model_shards, n_fsdp_shards):
+def grad_fn(model, batch, key):
+    """The gradient as a user's own code has it: the Trainer is given it, and takes none."""
+    loss, grads = eqx.filter_value_and_grad(loss_fn)(model, batch, key)
+    return redeqx.Loss(loss * len(batch), len(batch)), grads
+
+
+def gradients(model, batch, n_model_shards, n_fsdp_shards, **options):
     """What a step of SGD at rate 1 takes off each leaf."""
     deployer = redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False)
-    trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=np.stack, loss_fn=loss_fn)
+    trainer = redeqx.Trainer(
+        deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=np.stack, loss_fn=loss_fn, **options
+    )
     trainer.train(list(batch), len(batch) * n_model_shards // 8)
     return jax.tree.map(
         lambda a, b: np.asarray(a) - np.asarray(b), *(eqx.filter(m, eqx.is_array) for m in (model, trainer.model))
@@ -59,5 +67,15 @@ def test_the_gradient_of_a_grouped_convolution(x64, mesh, groups, kind, n_channe
     batch = np.random.default_rng(0).normal(size=(8, n_channels, *space))
     expected = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch, None)
     found = gradients(model, batch, *mesh)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("n_channels", [12, 9])
+def test_the_gradient_that_a_grad_fn_takes(x64, n_channels):
+    model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, Net(n_channels, "plain", n_channels))
+    batch = np.random.default_rng(0).normal(size=(8, n_channels, 8, 6))
+    expected = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch, None)
+    found = gradients(model, batch, 4, 1, grad_fn=grad_fn)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6, atol=1e-10)
