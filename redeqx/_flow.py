@@ -389,6 +389,7 @@ class Pass:
         if dim == meets:
             self.decide(weight, dim, f"{kind} {self.name(cause)}")
         elif dim is not None:
-            self.decide(weight, dim, f"column: costs less than a row, though its input arrives split by {self.name(cause)}")
+            why = "costs less than a row" if self.is_forced(weight) else "what meets its input cannot be split"
+            self.decide(weight, dim, f"column: {why}, though that arrives split by {self.name(cause)}")
         else:
             self.decide(weight, None, self.why_whole(weight, shape, [meets, *free]))
