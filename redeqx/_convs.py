@@ -26,7 +26,7 @@ _INSIDE = {
 
 
 def mend_grouped_convs(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """`fn`, whose gradient is right on that mesh whatever it convolves; the same values.
+    """`fn`, whose gradient is right on that mesh whatever it convolves; its values stay the same.
 
     **Arguments:**
 
@@ -132,11 +132,11 @@ def _conv_by_patches(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
         kernel = jnp.transpose(weight, numbers.rhs_spec)  # [out, in, *space]
         patches = jax.lax.conv_general_dilated_patches(
             jnp.transpose(x, numbers.lhs_spec), kernel.shape[2:], params["window_strides"], params["padding"],
-            params["lhs_dilation"], params["rhs_dilation"],
+            params["lhs_dilation"], params["rhs_dilation"], precision=params["precision"],
         )  # fmt: skip
         patches = rearrange(patches, "b (g i) ... -> b g i (...)", g=groups)
         outputs = rearrange(jnp.transpose(gradient, numbers.out_spec), "b (g o) ... -> b g o (...)", g=groups)
-        of_kernel = jnp.einsum("bgip,bgop->goi", patches, outputs).reshape(kernel.shape)
+        of_kernel = jnp.einsum("bgip,bgop->goi", patches, outputs, precision=params["precision"]).reshape(kernel.shape)
         inverse = sorted(range(kernel.ndim), key=lambda i: numbers.rhs_spec[i])
         return of_x, jnp.transpose(of_kernel, inverse)
 

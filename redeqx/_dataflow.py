@@ -157,13 +157,9 @@ def _reduce(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     outs = []
     for flow, var in zip(ins, eqn.outvars, strict=False):
         dim, cause = run.split(flow)
-        if flow.tail in removed:
+        if flow.data and {dim, flow.tail} & set(removed):
             run.pay("all-reduce", var.aval)
-            flow = replace(flow, tail=None)
-        if dim is not None and dim in removed and flow.data:
-            run.pay("all-reduce", var.aval)
-        dim = kept.index(dim) if dim is not None and dim in kept else None
-        tail = kept.index(flow.tail) if flow.tail is not None else None
+        dim, tail = (kept.index(d) if d in kept else None for d in (dim, flow.tail))
         spread = frozenset(kept.index(d) for d in flow.spread if d in kept)
         outs.append(Flow(dim=dim, cause=cause, spread=spread, tail=None if dim is None else tail))
     return outs + [Flow()] * (len(eqn.outvars) - len(outs))
@@ -245,8 +241,8 @@ def _joined(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 def _updated(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     """A part of an array written anew, as a cache is; a dim stays split that the part has whole."""
     whole, part = (eqn.invars[i].aval.shape for i in (0, 1))
-    (dim, cause), (of_part, _) = run.split(ins[0]), run.split(ins[1])
-    dim, cause = (dim, cause) if dim is not None else (of_part, run.split(ins[1])[1])
+    (dim, cause), (of_part, by_part) = run.split(ins[0]), run.split(ins[1])
+    dim, cause = (dim, cause) if dim is not None else (of_part, by_part)
     if dim is not None and whole[dim] == part[dim] and of_part in (dim, None):
         return [Flow(dim=dim, cause=cause)]
     return run.give_up(eqn, ins)
@@ -335,8 +331,10 @@ def _scan(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
                 run.stacked[view.leaf] = max(run.stacked.get(view.leaf, 0), view.dims[0] + 1)
         slices.append(flow.seen(range(1, len(atom.aval.shape))))
     times, run.times = run.times, run.times * max(1, eqn.params["length"])
-    outs = _loop(run, eqn.params["jaxpr"], ins[:n_consts], ins[n_consts : n_consts + n_carry], slices)
-    run.times = times
+    try:
+        outs = _loop(run, eqn.params["jaxpr"], ins[:n_consts], ins[n_consts : n_consts + n_carry], slices)
+    finally:
+        run.times = times
     made = [Flow() if run.is_open(out) else Flow(*run.split(out)) for out in outs[n_carry:]]
     return [*outs[:n_carry], *(replace(out, dim=None if out.dim is None else out.dim + 1) for out in made)]
 

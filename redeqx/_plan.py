@@ -1,7 +1,7 @@
 """The plan: how every leaf of a model is split over the mesh, and why.
 
-Owns the specs (what the walk found, put on the mesh's axes), the reasons, and the placing of a model by them. Which layers
-there are is `_walk`, how one is split `_rules`; using a plan inside a step is `_apply`.
+Owns the specs (what was found, put on the mesh's axes), the reasons, and the placing of a model by them. Which layers there
+are is `_walk`, in which order a loss computes `_dataflow`, how one is split `_rules`; a step uses a plan by `_apply`.
 """
 
 import fnmatch

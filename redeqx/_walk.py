@@ -124,9 +124,9 @@ def _attention_of(node: Any) -> _Attention | None:
     return _Attention(query, key, value, output, heads, kv_heads, by_name=True)
 
 
-_NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
+NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
 _CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
-_LAYERS = (eqx.nn.Linear, eqx.nn.Embedding, *_CONVS, *_NORMS)
+_LAYERS = (eqx.nn.Linear, eqx.nn.Embedding, *_CONVS, *NORMS)
 
 
 def _n_stacked(layer: Any) -> int:
@@ -138,7 +138,7 @@ def _n_stacked(layer: Any) -> int:
         return len(weight.shape) - 2 - layer.num_spatial_dims
     if isinstance(layer, eqx.nn.LayerNorm | eqx.nn.RMSNorm):
         return len(weight.shape) - len(layer.shape)
-    return len(weight.shape) - (1 if isinstance(layer, _NORMS) else 2)
+    return len(weight.shape) - (1 if isinstance(layer, NORMS) else 2)
 
 
 def walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[str, int]]:
@@ -169,7 +169,7 @@ def walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[st
             sequence.append(None)
             split = splits[_within(name, "weight")] = _rules.embedding(node.num_embeddings, n_shards)
             _set_followers(splits, name, split, node)
-        elif isinstance(node, _NORMS):
+        elif isinstance(node, NORMS):
             for leaf_name in named_leaves(node):
                 splits[_within(name, leaf_name)] = _rules.Split(None, "whole: normalisation")
         else:
