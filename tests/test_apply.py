@@ -5,7 +5,6 @@ import functools
 import re
 import traceback
 
-import _hlo as hlo
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from redeqx import _hlo as hlo
 from redeqx._apply import Home, gather_at_use
 from redeqx._mesh import make_mesh, split_rows
 from redeqx._paths import is_array_like

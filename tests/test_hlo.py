@@ -1,11 +1,11 @@
 """The HLO reader of the benchmarks: literal snippets in each spelling, and one compiled step."""
 
-import _hlo as hlo
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from redeqx import _hlo as hlo
 from redeqx._mesh import make_mesh
 
 _MODULE = """HloModule jit_step, is_scheduled=true, num_partitions=8
@@ -66,7 +66,7 @@ def test_every_spelling_of_replica_groups(groups, first):
 
 def test_an_unknown_spelling_is_named():
     text = _module("  ROOT %ar = f32[4,8]{1,0} all-reduce(%p), replica_groups=<new>, to_apply=%add")
-    with pytest.raises(ValueError, match=r"`replica_groups`: expected a list, .* got `replica_groups=<new>,`. Teach"):
+    with pytest.raises(ValueError, match=r"`replica_groups`: expected a list, .* got `replica_groups=<new>,`. Report"):
         hlo.collectives(text)
 
 

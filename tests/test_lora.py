@@ -4,7 +4,6 @@
 import dataclasses
 import json
 
-import _hlo as hlo
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 import redeqx
+from redeqx import _hlo as hlo
 from redeqx._paths import named_leaves
 from redeqx._plan import place
 from redeqx._step import Parts

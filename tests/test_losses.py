@@ -1,6 +1,5 @@
 """The cross-entropy against optax's in float64 words, whole and in chunks, and what a split vocabulary exchanges."""
 
-import _hlo as hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
+from redeqx import _hlo as hlo
 from redeqx.models import cross_entropy
 
 BATCH, SEQ, D, VOCAB = 4, 10, 16, 64

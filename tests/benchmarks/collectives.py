@@ -4,7 +4,7 @@
 
 For each model and mesh, the compiled step of `Trainer` and that of a plain jitted step with Megatron's specs (and, for
 FSDP, each weight gathered by hand where it is used): how many arrays each kind of collective moves in a step, over which
-mesh axes, and how many bytes one device sends for them in a ring (`_hlo.py`). Arrays that the compiler sends together
+mesh axes, and how many bytes one device sends for them in a ring (`redeqx._hlo`). Arrays that the compiler sends together
 count one by one; those of at most 64 bytes (the loss, norms) are left out. Where the fsdp axis splits weights, it also
 lists for each weight the gathers of the forward and of the backward pass and the reductions of its gradient, and
 whatever moves activations over the axes that split the batch.
@@ -30,7 +30,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-import _hlo
 import _megatron
 import equinox as eqx
 import jax
@@ -40,6 +39,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import redeqx
+from redeqx import _hlo
 from redeqx._paths import map_named, named_leaves
 from redeqx.models.gpt2 import GPT2, GPT2Config
 
@@ -158,18 +158,11 @@ def gpt2(n_layers: int, remat: bool) -> GPT2:
 # --- what they send ---------------------------------------------------------------------------------------------------
 
 
-def axes_of(collective: _hlo.Collective, mesh: Mesh) -> str:
-    """The mesh axes over which a collective's groups extend."""
-    coordinates = np.array(np.unravel_index(collective.group, tuple(mesh.shape.values())))
-    varying = (coordinates != coordinates[:, :1]).any(axis=1)
-    return "+".join(axis for axis, varies in zip(mesh.shape, varying, strict=True) if varies)
-
-
 def totals(found: Iterable[_hlo.Collective], mesh: Mesh) -> dict[str, tuple[int, float]]:
     """For each kind and axes: arrays moved in a step, and bytes that one device sends."""
     sums: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for collective in found:
-        what = f"{collective.kind} over {axes_of(collective, mesh)}"
+        what = f"{collective.kind} over {'+'.join(collective.axes(mesh))}"
         count, moved = sums[what]
         sums[what] = count + collective.n_executions, moved + collective.moved
     return sums
@@ -224,7 +217,7 @@ def print_per_weight(model: Any, n_layers: int, found: list[_hlo.Collective], me
     unexplained: list[_hlo.Collective] = []
     activations: list[_hlo.Collective] = []
     for collective in found:
-        axes = axes_of(collective, mesh)
+        axes = "+".join(collective.axes(mesh))
         if is_activation(collective.shape):
             if axes != "model":
                 activations.append(collective)
@@ -253,7 +246,7 @@ def print_per_weight(model: Any, n_layers: int, found: list[_hlo.Collective], me
     ):
         print(f"    {what}: {'none' if not group else ''}")
         for c in group:
-            print(f"      {c.n_executions} x {c.kind} of {c.shape} over {axes_of(c, mesh)}: {c.op_name[-60:]}")
+            print(f"      {c.n_executions} x {c.kind} of {c.shape} over {'+'.join(c.axes(mesh))}: {c.op_name[-60:]}")
 
 
 def main() -> None:

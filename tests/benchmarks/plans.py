@@ -3,7 +3,7 @@
     python tests/benchmarks/plans.py [STRUCTURE ...]        # 8 simulated devices
 
 For each structure of `_structures.py`, at (data=2, model=4), and each family's tiny model, at (data=4, model=2): bytes that
-one device sends over the model axis in a compiled step of `Trainer` (in a ring, `_hlo.py`), and bytes that it holds:
+one device sends over the model axis in a compiled step of `Trainer` (in a ring, `redeqx._hlo`), and bytes that it holds:
 arguments and temporaries. `all whole` sends nothing, and holds the most.
 
 With jax 0.10.2: the dataflow sends what the specs by hand do, to the byte, in 10 of 13 cases; less in two (grouped queries,
@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("NPROC", "16")
 
-import _hlo
 import jax
 import numpy as np
 import optax
 from _structures import STRUCTURES, batched
 
 import redeqx
+from redeqx import _hlo
 from redeqx._plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

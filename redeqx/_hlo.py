@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 
 import numpy as np
+from jax.sharding import Mesh
 
 _KINDS = (
     "all-reduce",
@@ -70,6 +71,12 @@ class Collective:
         n = self.group_size
         share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
         return self.n_executions * self.bytes * share.get(self.kind, (n - 1) / n)
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The mesh axes over which the groups extend, on a program of that mesh."""
+        coordinates = np.array(np.unravel_index(self.group, tuple(mesh.shape.values())))
+        varying = (coordinates != coordinates[:, :1]).any(axis=1)
+        return tuple(axis for axis, varies in zip(mesh.shape, varying, strict=True) if varies)
 
     @property
     def is_backward(self) -> bool:
@@ -223,7 +230,7 @@ def _group(rest: str, n_devices: int) -> tuple[int, ...]:
     spelled = re.search(r"replica_groups=\S*", rest)
     raise ValueError(
         f"`replica_groups`: expected a list, an iota or a mesh, got `{spelled.group(0) if spelled else rest}`. "
-        "Teach `_hlo.py` this spelling."
+        "Report this spelling."
     )
 
 
