@@ -1,5 +1,7 @@
 """The order of the rules as the traced loss tells it: exact splits of every structure, reasons, and equal training."""
 
+from collections import Counter
+
 import _structures
 import equinox as eqx
 import jax
@@ -11,9 +13,11 @@ from _structures import STRUCTURES, batched
 from jax.sharding import PartitionSpec as P
 
 import redeqx
+from redeqx import _hlo
 from redeqx._dataflow import order
 from redeqx._jaxprs import Trace
 from redeqx._paths import is_array_like, named_leaves
+from redeqx.models._stack import Stack
 from redeqx.models.llama import Llama, LlamaConfig
 
 D, F, SEQ = _structures.D, _structures.F, _structures.SEQ
@@ -102,7 +106,7 @@ def test_the_reasons_name_the_layer_that_caused_them():
     assert reasons["down.weight"] == "row: its input arrives split by `up`"
     assert reasons["down.bias"] == "whole: added to a value that is whole"
     assert reasons["norm.weight"] == "whole: meets entry by entry a value that is whole"
-    assert of_structure("language_model")["embedding.weight"].reason == "embedding: 256 rows over 4 shards"
+    assert of_structure("language_model")["embedding.weight"].reason == "embedding: 384 rows over 4 shards"
     depthwise = of_structure("separable_cnn")["blocks.0.1.weight"].reason
     assert depthwise == "follows: its input arrives split, alike, by `blocks.0.0`"
     assert of_structure("gru")["cell.weight_hh"].reason.startswith("whole: costs less than any split of it")
@@ -352,3 +356,47 @@ def test_training_is_the_same_under_every_plan(x64, name):
     for kind in ("walk", "dataflow"):
         for a, b in zip(results["whole"][0], results[kind][0], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9)
+
+
+# --- stacks ---------------------------------------------------------------------------------------------------------------
+
+
+class Attending(eqx.Module):
+    norm: eqx.nn.RMSNorm
+    attention: eqx.nn.MultiheadAttention
+
+    def __init__(self, key):
+        self.norm, self.attention = eqx.nn.RMSNorm(D, use_bias=False), eqx.nn.MultiheadAttention(8, D, key=key)
+
+    def __call__(self, x, key=None):
+        y = jax.vmap(self.norm)(x)
+        return x + self.attention(y, y, y)
+
+
+class OwnStack(eqx.Module):
+    """What a user writes who knows nothing of ours."""
+
+    blocks: Attending
+
+    def __init__(self, n_layers, key):
+        self.blocks = eqx.filter_vmap(Attending)(jax.random.split(key, n_layers))
+
+    def __call__(self, x):
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
+        return jax.lax.scan(lambda x, arrays: (eqx.combine(arrays, static)(x), None), x, arrays)[0]
+
+
+@pytest.mark.parametrize(("n_model_shards", "n_fsdp_shards"), [(4, 1), (1, 8), (2, 2)])
+def test_a_users_own_scan_sends_what_our_stack_sends(n_model_shards, n_fsdp_shards):
+    """Array by array: kinds, sizes, axes, and how often in the forward and in the backward pass."""
+    sent = []
+    for model in (OwnStack(3, jax.random.key(0)), Stack(Attending, 3, key=jax.random.key(0))):
+        deployer = redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False)
+        trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=squares)
+        compiled = trainer.compile(list(np.zeros((16, SEQ, D), np.float32)), 16 // deployer.n_batch_shards)
+        found = Counter()
+        for c in _hlo.collectives(compiled.as_text()):
+            found[c.kind, c.dtype, c.shape, c.bytes, c.axes(deployer.mesh), c.is_backward] += c.n_executions
+        sent.append(found)
+    assert sent[0] == sent[1]
+    assert {axis for *_, axes, _ in sent[0] for axis in axes} == {a for a, n in deployer.mesh.shape.items() if n > 1}

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-SEQ, D, HEADS, F, VOCAB = 64, 64, 8, 256, 256
+SEQ, D, HEADS, F, VOCAB = 64, 64, 8, 256, 384
 
 
 class Structure(NamedTuple):
