@@ -1,5 +1,6 @@
 from ._deployer import Deployer as Deployer
-from ._mesh import simulate_devices as simulate_devices
+from ._devices import simulate_devices as simulate_devices
+from ._dry_run import DryRun as DryRun
 from ._plan import LeafPlan as LeafPlan, Plan as Plan
 from ._predictor import Predictor as Predictor
 from ._step import Loss as Loss

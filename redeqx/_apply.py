@@ -12,6 +12,7 @@ equation that brings its own derivative, or whose inside is not followed, gets i
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +25,19 @@ from ._jaxprs import run, scan_counts, shapes_in
 
 @dataclass(frozen=True)
 class Home:
-    """Where a weight (or a slice of one) lives, and how it is used; one entry a dim in both specs."""
+    """Where a weight (or a slice of one) lives, and how it is used; one entry a dim in both specs.
+
+    Its name is written into the name scopes of its uses, where profiles and the dry run find it.
+    """
 
     lives: NamedSharding
     used: NamedSharding
+    name: str = ""
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether it is used otherwise than it lives."""
+        return self.lives.spec != self.used.spec
 
     def of_view(self, dims: Sequence[int | None]) -> "Home | None":
         """The home of the view whose dim `i` is this weight's dim `dims[i]`, None for a new dim.
@@ -38,7 +48,7 @@ class Home:
         if not {dim for spec in specs for dim, axes in enumerate(spec) if axes is not None} <= set(dims):
             return None
         lives, used = (P(*(None if dim is None else spec[dim] for dim in dims)) for spec in specs)
-        return Home(NamedSharding(self.lives.mesh, lives), NamedSharding(self.used.mesh, used))
+        return Home(NamedSharding(self.lives.mesh, lives), NamedSharding(self.used.mesh, used), self.name)
 
 
 @dataclass(frozen=True)
@@ -61,8 +71,8 @@ def gather_at_use(fn: Callable[..., Any], homes: Sequence[Home | None]) -> Calla
     **Arguments:**
 
     - `fn`: takes a sequence of arrays, then any PyTrees of arrays, and returns a PyTree of arrays.
-    - `homes`: for each array of that sequence where it lives and how it is used; None for one that needs no gathering.
-        With nothing but None, `fn` itself is returned.
+    - `homes`: for each array of that sequence where it lives and how it is used; None for one that is left alone. With
+        nothing but None, `fn` itself is returned.
     """
     if all(home is None for home in homes):
         return fn
@@ -87,9 +97,13 @@ def _label(values: Sequence[Any], homes: Sequence[Home | None]) -> list[Any]:
     are added first, then cut to the shard that the device keeps, inside the loop over layers already.
     """
     return [
-        value if home is None else _Weight(jax.lax.with_sharding_constraint(value, home.lives), home)
+        value if home is None else _Weight(_constrained(value, home, home.lives), home)
         for value, home in zip(values, homes, strict=True)
     ]
+
+
+def _constrained(value: Any, home: Home, sharding: NamedSharding) -> Any:
+    return jax.lax.with_sharding_constraint(value, sharding) if home.is_gathered else value
 
 
 def _value(value: Any) -> Any:
@@ -118,7 +132,7 @@ def _gather(value: Any) -> Any:
     if not isinstance(value, _Weight):
         return value
     with jax.named_scope("gather"):
-        whole = jax.lax.with_sharding_constraint(value.value, value.home.used)
+        whole = _constrained(value.value, value.home, value.home.used)
     return _turn(whole, value.turns)
 
 
@@ -159,10 +173,12 @@ def _use(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[An
         again = [replace(w, value=v) if isinstance(w, _Weight) else v for w, v in zip(ins, values, strict=True)]
         return run(eqn, list(map(_gather, again)))
 
-    if regather and not eqn.effects:
+    weights = [value.home for value in ins if isinstance(value, _Weight)]
+    if regather and not eqn.effects and any(home.is_gathered for home in weights):
         # Without this the backward pass would keep every gathered weight since the forward pass: the whole model.
         compute = jax.checkpoint(compute, prevent_cse=not in_loop)
-    return compute(*map(_value, ins))
+    with jax.named_scope(weights[0].name) if weights[0].name else nullcontext():
+        return compute(*map(_value, ins))
 
 
 # --- views of a weight -----------------------------------------------------------------------------------------------

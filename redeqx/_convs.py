@@ -6,23 +6,16 @@ of a grouped (also a depthwise) convolution's weight comes out n times too large
 gradient is taken another way, from the patches that each output saw.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from ._jaxprs import closed, run, shapes_in
+from ._jaxprs import rewrite, run
 from ._mesh import MODEL
-
-# Where equations keep the jaxprs that gradients are taken through. Those with rules of their own for that are left alone.
-_INSIDE = {
-    "jit": "jaxpr", "pjit": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "remat": "jaxpr", "scan": "jaxpr",
-    "while": "body_jaxpr", "cond": "branches",
-}  # fmt: skip
 
 
 def mend_grouped_convs(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
@@ -35,61 +28,15 @@ def mend_grouped_convs(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]
     if mesh.shape[MODEL] == 1:
         return fn
 
-    def mended(*args: Any) -> Any:
-        flat, treedef = jax.tree.flatten(args)
-        traced, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(treedef, flat)), return_shape=True)(*flat)
-        outs = _evaluate(traced, flat, mesh) if _has_any(traced) else jex.jaxpr_as_fun(traced)(*flat)
-        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+    def mend(eqn: Any) -> Callable[..., list[jax.Array]] | None:
+        return (lambda x, weight: [_conv(eqn, x, weight, mesh)]) if _is_grouped(eqn) else None
 
-    return mended
-
-
-def _inside(eqn: Any) -> list[Any]:
-    """The closed jaxprs of an equation."""
-    found = eqn.params.get(_INSIDE.get(eqn.primitive.name, ""), ())
-    return [closed(jaxpr) for jaxpr in (found if isinstance(found, tuple | list) else [found])]
+    return rewrite(fn, mend)
 
 
 def _is_grouped(eqn: Any) -> bool:
     counts = ("feature_group_count", "batch_group_count")  # the latter is what the gradient of the former's weight is
     return eqn.primitive.name == "conv_general_dilated" and any(eqn.params[count] > 1 for count in counts)
-
-
-def _has_any(traced: Any) -> bool:
-    return any(_is_grouped(eqn) or any(map(_has_any, _inside(eqn))) for eqn in traced.jaxpr.eqns)
-
-
-def _evaluate(traced: Any, args: Sequence[Any], mesh: Mesh) -> list[Any]:
-    """The outputs of a closed jaxpr, with its grouped convolutions mended."""
-    env: dict[Any, Any] = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-    env.update(zip(traced.jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jex.Literal) else env[atom]
-
-    for eqn in traced.jaxpr.eqns:
-        ins = [read(atom) for atom in eqn.invars]
-        if _is_grouped(eqn):
-            outs = [_conv(eqn, ins[0], ins[1], mesh)]
-        elif any(map(_has_any, _inside(eqn))):
-            outs = run(_with_mended_inside(eqn, mesh), ins)
-        else:
-            outs = run(eqn, ins)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in traced.jaxpr.outvars]
-
-
-def _with_mended_inside(eqn: Any, mesh: Mesh) -> Any:
-    name = _INSIDE[eqn.primitive.name]
-
-    def mend(jaxpr: Any) -> Any:
-        inner = closed(jaxpr)
-        mended = jax.make_jaxpr(lambda *args: _evaluate(inner, args, mesh))(*shapes_in(inner))
-        return mended if hasattr(jaxpr, "consts") else mended.jaxpr
-
-    found = eqn.params[name]
-    mended = type(found)(map(mend, found)) if isinstance(found, tuple | list) else mend(found)
-    return eqn.replace(params={**eqn.params, name: mended})
 
 
 def _conv(eqn: Any, x: jax.Array, weight: jax.Array, mesh: Mesh) -> jax.Array:

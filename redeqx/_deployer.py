@@ -11,9 +11,11 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ._console import Console, Tracker
+from ._devices import dry
 from ._jaxprs import Trace
 from ._mesh import make_mesh, n_batch_shards
 from ._paths import is_array_like, named_leaves
@@ -36,6 +38,9 @@ class Deployer:
         this version does not carry.
     - `run_tensorboard`: whether to write TensorBoard events to the workdir (extra `tensorboard`).
     - `loggers`: further trackers; anything with `log(metrics: dict, step: int)`.
+
+    In a dry run (`python -m redeqx dry-run`) the devices are those of the machine that is described, `is_dry_run` is True,
+    and nothing is written or tracked.
 
     Raises ValueError where the shards do not divide the devices.
     """
@@ -64,11 +69,16 @@ class Deployer:
             if value is not None:
                 raise ValueError(f"`{name}`: expected None on one process, got {value!r}. Leave it out.")
         self.jax_seed = jax_seed
-        self.mesh = make_mesh(n_model_shards, n_fsdp_shards)
+        run = dry()
+        self.is_dry_run = run is not None
+        self.mesh = make_mesh(n_model_shards, n_fsdp_shards, None if run is None else run.machine.devices)
         self.workdir = None if workdir is None else Path(workdir)
-        if self.workdir is not None:
-            self.workdir.mkdir(parents=True, exist_ok=True)
-        self.console = Console(self.workdir, verbose=verbose, run_tensorboard=run_tensorboard, loggers=loggers)
+        if self.is_dry_run:
+            self.console = Console(None, verbose=verbose)
+        else:
+            if self.workdir is not None:
+                self.workdir.mkdir(parents=True, exist_ok=True)
+            self.console = Console(self.workdir, verbose=verbose, run_tensorboard=run_tensorboard, loggers=loggers)
         self._n_keys = 0
         self._records_begun = False
 
@@ -81,6 +91,14 @@ class Deployer:
         """The next key of the run: the same at the same call of every run with the same seed."""
         self._n_keys += 1
         return jax.random.fold_in(jax.random.key(self.jax_seed), self._n_keys)
+
+    def need_values(self, what: str) -> None:
+        """Raise ValueError in a dry run, where there are none."""
+        if self.is_dry_run:
+            raise ValueError(
+                f"`{what}`: expected to come after `fit`, with which a dry run ends, got called before: nothing has a "
+                "value yet. Leave it out with `if not deployer.is_dry_run:`."
+            )
 
     # --- models ------------------------------------------------------------------------------------------------------
 
@@ -117,15 +135,17 @@ class Deployer:
         key = jax.eval_shape(lambda: jax.random.key(0))
         return self._plan(model, None if loss_fn is None else Trace.of(total, model, batch, key), overrides)
 
-    def _plan(self, model: PyTree, trace: Trace | None, overrides: Overrides | None = None) -> Plan:
+    def _plan(
+        self, model: PyTree, trace: Trace | None, overrides: Overrides | None = None, mesh: Mesh | None = None
+    ) -> Plan:
         """The plan of a model whose loss may have been traced; warns of what it warns of."""
-        plan = make_plan(model, self.mesh, overrides, trace)
+        plan = make_plan(model, mesh or self.mesh, overrides, trace)
         for message in plan.warnings:
             warnings.warn(message, stacklevel=3)
         return plan if trace is None else mark_read(plan, trace)
 
     def init(self, make_model: Callable[[], PyTree], plan: Plan | None = None) -> PyTree:
-        """The model that `make_model()` returns, each device creating only its own shards.
+        """The model that `make_model()` returns, each device creating only its own shards; in a dry run, its shapes.
 
         **Arguments:**
 
@@ -134,6 +154,8 @@ class Deployer:
         - `plan`: of its leaves; the walk's by default.
         """
         shapes = eqx.filter_eval_shape(make_model)
+        if self.is_dry_run:
+            return shapes
         plan = self.plan(shapes) if plan is None else plan
         arrays, static = eqx.partition(shapes, is_array_like)
         shardings = [plan.sharding(name) for name in named_leaves(arrays)]
@@ -266,6 +288,8 @@ class Deployer:
 
         lines = "".join(json.dumps(output, default=plain) + "\n" for output in outputs)
         path = self.workdir / "outputs" / name
+        if self.is_dry_run:
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(lines, "utf-8")
         return path

@@ -4,14 +4,14 @@ It drives a Trainer, which takes the steps. Where a run stands is four numbers (
 that a run that was killed ends with the same bits as one that was not.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._console import Progress
-from ._data import check_examples, examples_of, size_of, slices
+from ._data import Slice, check_examples, examples_of, size_of, slices
 
 if TYPE_CHECKING:
     from ._trainer import Trainer
@@ -218,6 +218,22 @@ class Fit:
 
     # --- an epoch ----------------------------------------------------------------------------------------------------
 
+    def steps(self, epoch: int, start: Position, examples: Any = None) -> Iterator[Slice]:
+        """The examples of each step of an epoch, from where it starts.
+
+        **Arguments:**
+
+        - `examples`: of the epoch, where the caller has them already.
+        """
+        options, trainer = self.options, self.trainer
+        return slices(
+            examples_of(options.train_examples, epoch) if examples is None else examples,
+            trainer.batch_size(options.per_device_batch_size),
+            seed=(trainer.deployer.jax_seed, start.fit, epoch),
+            position=start.examples,
+            state=start.data_state,
+        )
+
     def _epoch(self, epoch: int, start: Position, progress: Progress) -> None:
         options, trainer = self.options, self.trainer
         examples = examples_of(options.train_examples, epoch)
@@ -226,14 +242,9 @@ class Fit:
             self._check_train_size(n)
             left = -(-(n - start.examples) // batch_size) + (options.n_epochs - epoch - 1) * -(-n // batch_size)
             progress.n_steps = trainer.step + left
-        steps = slices(
-            examples,
-            batch_size,
-            seed=(trainer.deployer.jax_seed, start.fit, epoch),
-            position=start.examples,
-            state=start.data_state,
-        )
-        with closing(trainer._updates(steps, options.per_device_batch_size, progress, epoch)) as updates:
+        with closing(
+            trainer._updates(self.steps(epoch, start, examples), options.per_device_batch_size, progress, epoch)
+        ) as updates:
             for batch, is_last in updates:
                 if is_last:
                     break  # what is due then is due at the end of the epoch

@@ -1,7 +1,7 @@
-"""The collectives of a compiled step, read from its HLO text.
+"""What a compiled step sends between devices, read from its HLO text.
 
-Owns the grammar: computations, instructions, types, trip counts, and replica groups in each spelling that XLA prints.
-Leaves to others what the numbers mean.
+Owns the grammar: computations, instructions, types, layouts, trip counts, source lines, and replica groups in each spelling
+that XLA prints. Leaves to others what the numbers mean.
 
 *Bytes* are those of the whole array: what an all-reduce sums, what is whole after an all-gather or before a
 reduce-scatter, on one device's side of the other axes. *Moved* is what one device sends in a ring of n: 2(n-1)/n of the
@@ -12,6 +12,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -32,6 +33,7 @@ _CALLED = re.compile(
     r"(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_COMPARED = re.compile(r"%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
@@ -48,6 +50,7 @@ class Collective:
     - `exact`: False inside a loop of unknown trip count (counted once) or a conditional (each branch counted).
     - `op_name`: the JAX operation that it serves, `jit(step)/transpose(jvp())/while/body/...`; may be empty.
     - `instruction`: the HLO name, the same for all arrays of a combined collective.
+    - `source`: the lines that it comes from, `file.py:12`, the innermost first.
     """
 
     kind: str
@@ -59,6 +62,7 @@ class Collective:
     exact: bool = True
     op_name: str = ""
     instruction: str = ""
+    source: tuple[str, ...] = ()
 
     @property
     def group_size(self) -> int:
@@ -93,70 +97,177 @@ def collectives(hlo_text: str) -> list[Collective]:
 
     Raises ValueError where the text has no entry computation or a replica group is spelled in a way unknown here.
     """
-    computations, entry = _computations(hlo_text)
-    if entry is None:
-        raise ValueError("`hlo_text`: expected an ENTRY computation, got none. Pass `compiled.as_text()`.")
-    n_devices = math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", hlo_text.split("\n", 1)[0]))
-    return list(_walk(computations, entry, n_devices, 1, True))
+    module = Module.of(hlo_text)
+    return list(_walk(module, module.entry, 1, True))
 
 
-def _walk(computations: dict, name: str, n_devices: int, times: int, exact: bool) -> Iterator[Collective]:
-    for instruction, result, opcode, rest in computations[name]:
+def _walk(module: "Module", name: str, times: int, exact: bool) -> Iterator[Collective]:
+    for instruction in module.computations[name]:
+        result, opcode, rest = instruction.type, instruction.opcode, instruction.rest
         kind = opcode.removesuffix("-start")
         if kind in _KINDS:
-            op_name = _OP_NAME.search(rest)
-            group = _group(rest, n_devices)
-            for dtype, shape in _arrays(_moved_type(result, opcode)):
+            group = _group(rest, module.n_devices)
+            for dtype, shape in arrays_of(_moved_type(result, opcode)):
                 if kind == "reduce-scatter":
                     shape = _unscattered(shape, len(group), rest)
                 yield Collective(
                     kind=kind,
                     shape=shape,
                     dtype=dtype,
-                    bytes=_n_bytes(dtype, shape),
+                    bytes=n_bytes(dtype, shape),
                     group=group,
                     n_executions=times,
                     exact=exact,
-                    op_name=op_name.group(1) if op_name else "",
-                    instruction=instruction,
+                    op_name=instruction.op_name,
+                    instruction=instruction.name,
+                    source=module.source(instruction),
                 )
             continue  # its own `to_apply` is the sum, and an asynchronous one's `calls` is itself again
-        trip_count = _TRIP_COUNT.search(rest)
-        for role, many, one in _CALLED.findall(rest):
-            for called in re.findall(r"[\w.\-]+", many or one):
-                if called not in computations:
-                    continue
-                if opcode == "while":  # the condition runs once more than the body; collectives there are not seen
-                    yield from _walk(
-                        computations,
-                        called,
-                        n_devices,
-                        times * (int(trip_count.group(1)) if trip_count else 1),
-                        exact and trip_count is not None,
-                    )
-                else:
-                    branch = role.endswith(("true_computation", "false_computation", "branch_computations"))
-                    yield from _walk(computations, called, n_devices, times, exact and not branch)
+        for role, called in instruction.calls():
+            if called not in module.computations:
+                continue
+            if opcode == "while":  # the condition runs once more than the body; collectives there are not seen
+                n = module.trip_count(instruction)
+                yield from _walk(module, called, times * (n or 1), exact and n is not None)
+            else:
+                branch = role.endswith(("true_computation", "false_computation", "branch_computations"))
+                yield from _walk(module, called, times, exact and not branch)
 
 
-def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], str | None]:
-    """Each computation's instructions as (name, type, opcode, the rest of the line), and the entry's name."""
-    computations: dict[str, list[tuple[str, str, str, str]]] = {}
-    entry = current = None
-    for line in text.splitlines():
-        header = _COMPUTATION.match(line)
-        if header:
-            current = header.group(2)
-            computations[current] = []
-            entry = current if header.group(1) else entry
-        elif line.startswith("}"):
-            current = None
-        elif current is not None and (instruction := _INSTRUCTION.match(line)):
-            name, rest = instruction.groups()
-            result, rest = _split_type(rest)
-            opcode, _, rest = rest.strip().partition("(")
-            computations[current].append((name, result, opcode, rest))
-    return computations, entry
+# --- the grammar -------------------------------------------------------------------------------------------------------
+
+
+class Instruction(NamedTuple):
+    """One line: `%name = type opcode(rest`."""
+
+    name: str
+    type: str
+    opcode: str
+    rest: str
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of its operands."""
+        depth = 1
+        for i, char in enumerate(self.rest):
+            depth += (char in "([{") - (char in ")]}")
+            if depth == 0:
+                return re.findall(r"%([\w.\-]+)", self.rest[:i])
+        return []
+
+    @property
+    def op_name(self) -> str:
+        """The JAX operation that it serves; may be empty."""
+        found = _OP_NAME.search(self.rest)
+        return found.group(1) if found else ""
+
+    def calls(self) -> list[tuple[str, str]]:
+        """The computations that it calls, each with its role."""
+        found = _CALLED.findall(self.rest)
+        return [(role, called) for role, many, one in found for called in re.findall(r"[\w.\-]+", many or one)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A parsed module.
+
+    **Arguments:**
+
+    - `computations`: the instructions of each, in the order in which they are scheduled.
+    - `entry`: the name of the first.
+    """
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+    head: str
+    sources: "_Sources"
+
+    @classmethod
+    def of(cls, text: str) -> "Module":
+        """The module of an HLO text.
+
+        Raises ValueError where it has no entry computation.
+        """
+        computations: dict[str, list[Instruction]] = {}
+        entry = current = None
+        for line in text.splitlines():
+            header = _COMPUTATION.match(line)
+            if header:
+                current = header.group(2)
+                computations[current] = []
+                entry = current if header.group(1) else entry
+            elif line.startswith("}"):
+                current = None
+            elif current is not None and (instruction := _INSTRUCTION.match(line)):
+                name, rest = instruction.groups()
+                result, rest = _split_type(rest)
+                opcode, _, rest = rest.strip().partition("(")
+                computations[current].append(Instruction(name, result, opcode, rest))
+        if entry is None:
+            raise ValueError("`hlo_text`: expected an ENTRY computation, got none. Pass `compiled.as_text()`.")
+        return cls(computations, entry, text.split("\n", 1)[0], _Sources(text))
+
+    @property
+    def n_devices(self) -> int:
+        return math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", self.head))
+
+    def source(self, instruction: Instruction) -> tuple[str, ...]:
+        """The lines of Python that an instruction comes from, `file.py:12`, the innermost first."""
+        return self.sources.of(instruction.rest)
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often a while loop runs: as the compiler says, else the constant up to which its condition counts, as a scan's
+        does from 0; None where neither says."""
+        if known := _TRIP_COUNT.search(loop.rest):
+            return int(known.group(1))
+        condition = next((called for role, called in loop.calls() if role == "condition"), "")
+        lines = self.computations.get(condition, [])
+        constants = {line.name: line.rest for line in lines if line.opcode == "constant"}
+        for line in lines:
+            limit = _COMPARED.match(line.rest) if line.opcode == "compare" else None
+            if limit and (value := constants.get(limit.group(1))):
+                return int(value.split(")")[0])
+        return None
+
+
+class _Sources:
+    """The lines of Python that instructions come from, as the text's head lists them."""
+
+    def __init__(self, text: str):
+        head = text[: text.find("\n\n\n") + 1] if "\nStackFrames\n" in text else ""
+        self._files = {int(i): name for i, name in re.findall(r'^(\d+) "(.*)"$', _section(head, "FileNames"), re.M)}
+        self._lines = {
+            int(i): (int(file), int(line))
+            for i, file, line in re.findall(
+                r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", _section(head, "FileLocations"), re.M
+            )
+        }
+        self._frames = {
+            int(i): (int(location), int(parent or 0))
+            for i, location, parent in re.findall(
+                r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _section(head, "StackFrames"), re.M
+            )
+        }
+
+    def of(self, rest: str) -> tuple[str, ...]:
+        """`file.py:12` of each frame, the innermost first, for what follows an instruction's opcode."""
+        if named := re.search(r'source_file="([^"]*)" source_line=(\d+)', rest):
+            return (f"{named.group(1)}:{named.group(2)}",)
+        found: list[str] = []
+        frame = re.search(r"stack_frame_id=(\d+)", rest)
+        i = int(frame.group(1)) if frame else 0
+        while i in self._frames:
+            location, parent = self._frames[i]
+            file, line = self._lines[location]
+            found.append(f"{self._files[file]}:{line}")
+            # Parents are counted from 1, and the first frame is its own.
+            i = parent - 1 if parent - 1 < i else 0
+        return tuple(found)
+
+
+def _section(head: str, title: str) -> str:
+    found = re.search(rf"^{title}\n((?:\d+ .*\n)*)", head, re.M)
+    return found.group(1) if found else ""
 
 
 def _split_type(text: str) -> tuple[str, str]:
@@ -169,7 +280,7 @@ def _split_type(text: str) -> tuple[str, str]:
     return text, ""
 
 
-def _elements(result: str) -> list[str]:
+def elements_of(result: str) -> list[str]:
     """The top-level elements of a tuple type; the type itself where it is none."""
     if not result.startswith("("):
         return [result]
@@ -186,15 +297,15 @@ def _elements(result: str) -> list[str]:
 def _moved_type(result: str, opcode: str) -> str:
     """The part of an instruction's type that is its result: a `-start` may carry operands and a context beside it."""
     is_tuple_of_both = opcode.endswith("-start") and opcode != "all-reduce-start"
-    return _elements(result)[1] if is_tuple_of_both else result
+    return elements_of(result)[1] if is_tuple_of_both else result
 
 
-def _arrays(result: str) -> list[tuple[str, tuple[int, ...]]]:
+def arrays_of(result: str) -> list[tuple[str, tuple[int, ...]]]:
     found = re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", result)
     return [(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)) for dtype, dims in found]
 
 
-def _n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+def n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     bits = 8 if dtype == "pred" else int((re.search(r"\d+", dtype) or ["0"])[0])
     return math.ceil(math.prod(shape) * bits / 8)
 

@@ -1,5 +1,8 @@
-"""A traced function, and what its jaxpr says of itself: jaxprs that equations call, inputs that outputs depend on."""
+"""A traced function, and what its jaxpr says of itself: jaxprs that equations call, inputs that outputs depend on, the
+matmuls that it takes; and the same function with some of its equations computed otherwise."""
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,3 +131,134 @@ def _live_inputs_of_scan(eqn: Any, body: Any, live_outputs: Sequence[bool]) -> l
         if grown == carry:
             return [*consts, *carry, *slices]
         carry = grown
+
+
+# --- a function, rewritten ---------------------------------------------------------------------------------------------
+
+# Where equations keep the jaxprs that gradients are taken through. Those with rules of their own for that are left alone.
+_INSIDE = {
+    "jit": "jaxpr", "pjit": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "remat": "jaxpr", "scan": "jaxpr",
+    "while": "body_jaxpr", "cond": "branches",
+}  # fmt: skip
+
+# For an equation, what computes its outputs in its place, given its inputs; None where it stays.
+Change = Callable[[Any], Callable[..., Sequence[Any]] | None]
+
+
+def rewrite(fn: Callable[..., Any], change: Change) -> Callable[..., Any]:
+    """`fn` with some of its equations computed otherwise, also inside jits, loops, remats and branches.
+
+    **Arguments:**
+
+    - `fn`: takes PyTrees of arrays, and returns one.
+    """
+
+    def rewritten(*args: Any) -> Any:
+        flat, treedef = jax.tree.flatten(args)
+        traced, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(treedef, flat)), return_shape=True)(*flat)
+        outs = evaluate(traced, flat, change) if changes(traced, change) else jex.jaxpr_as_fun(traced)(*flat)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    return rewritten
+
+
+def evaluate(traced: Any, args: Sequence[Any], change: Change) -> list[Any]:
+    """The outputs of a closed jaxpr, rewritten."""
+    env: dict[Any, Any] = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+    env.update(zip(traced.jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
+    for eqn in traced.jaxpr.eqns:
+        ins = [read(atom) for atom in eqn.invars]
+        changed = change(eqn)
+        if changed is not None:
+            outs = changed(*ins)
+        elif any(changes(jaxpr, change) for jaxpr in _inside(eqn)):
+            outs = run(_with_inside(eqn, change), ins)
+        else:
+            outs = run(eqn, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in traced.jaxpr.outvars]
+
+
+def changes(traced: Any, change: Change) -> bool:
+    """Whether rewriting a closed jaxpr would change any equation."""
+    return any(change(eqn) is not None or any(changes(jaxpr, change) for jaxpr in _inside(eqn)) for eqn in traced.jaxpr.eqns)
+
+
+def _inside(eqn: Any) -> list[Any]:
+    """The closed jaxprs of an equation."""
+    found = eqn.params.get(_INSIDE.get(eqn.primitive.name, ""), ())
+    return [closed(jaxpr) for jaxpr in (found if isinstance(found, tuple | list) else [found])]
+
+
+def _with_inside(eqn: Any, change: Change) -> Any:
+    name = _INSIDE[eqn.primitive.name]
+
+    def rewritten(jaxpr: Any) -> Any:
+        inner = closed(jaxpr)
+        made = jax.make_jaxpr(lambda *args: evaluate(inner, args, change))(*shapes_in(inner))
+        return made if hasattr(jaxpr, "consts") else made.jaxpr
+
+    found = eqn.params[name]
+    made = type(found)(map(rewritten, found)) if isinstance(found, tuple | list) else rewritten(found)
+    return eqn.replace(params={**eqn.params, name: made})
+
+
+def remat_loops(eqn: Any) -> Callable[..., Sequence[Any]] | None:
+    """A change: the backward pass of each scan recomputes its body from what the body was given."""
+    if eqn.primitive.name != "scan" or any(inner.primitive.name in _REMATS for inner in eqn.params["jaxpr"].jaxpr.eqns):
+        return None
+
+    def recomputing(*ins: Any) -> list[Any]:
+        body = eqn.params["jaxpr"]
+        again = jax.make_jaxpr(jax.checkpoint(jex.jaxpr_as_fun(body), prevent_cse=False))(*shapes_in(body))
+        return run(eqn.replace(params={**eqn.params, "jaxpr": again}), ins)
+
+    return recomputing
+
+
+def keep_everything(eqn: Any) -> Callable[..., Sequence[Any]] | None:
+    """A change: nothing is recomputed."""
+    if eqn.primitive.name not in _REMATS:
+        return None
+    inner = closed(eqn.params["jaxpr"])
+    return lambda *ins: evaluate(inner, ins, keep_everything)
+
+
+_REMATS = ("remat2", "checkpoint", "remat")
+
+
+# --- what it takes -----------------------------------------------------------------------------------------------------
+
+
+def matmul_flops(jaxpr: Any) -> Counter[str]:
+    """Floating point operations of a jaxpr's matmuls and convolutions, by the dtype of their inputs.
+
+    A multiplication and its addition are two. Loops of unknown length count once, of branches the longest.
+    """
+    flops: Counter[str] = Counter()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            lhs, rhs = (var.aval for var in eqn.invars)
+            if eqn.primitive.name == "dot_general":
+                (contracted, _), _ = eqn.params["dimension_numbers"]
+                terms = math.prod(lhs.shape[dim] for dim in contracted)
+            else:  # a kernel's elements for each of its output features
+                terms = math.prod(rhs.shape) // rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+            flops[str(lhs.dtype)] += 2 * math.prod(eqn.outvars[0].aval.shape) * terms
+            continue
+        inner = [matmul_flops(found.jaxpr) for found in _all_inside(eqn)]
+        if eqn.primitive.name == "cond":
+            inner = [max(inner, key=lambda of: of.total(), default=Counter())]
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for of in inner:
+            flops.update({dtype: n * times for dtype, n in of.items()})
+    return flops
+
+
+def _all_inside(eqn: Any) -> list[Any]:
+    inner = called(eqn)
+    return _inside(eqn) or ([] if inner is None else [inner])

@@ -1,10 +1,11 @@
-"""The mesh, its three axes, and simulated devices.
+"""The mesh and its three axes.
 
 Owns the names of the mesh axes: nobody else spells "data", "fsdp" or "model". An *axis* is always one of the mesh's; the
 sides of a tensor are its *dims*.
 """
 
-import os
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,17 +18,18 @@ AXES = (DATA, FSDP, MODEL)
 BATCH_AXES = (DATA, FSDP)  # the axes that split the rows of a batch; the model axis shares them
 
 
-def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1) -> Mesh:
-    """A mesh over every device, of axes `("data", "fsdp", "model")`; what the shards leave over is data parallelism.
+def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over devices, of axes `("data", "fsdp", "model")`; what the shards leave over is data parallelism.
 
     **Arguments:**
 
     - `n_model_shards`: devices among which one layer's tensors are split (tensor parallelism).
     - `n_fsdp_shards`: devices among which parameters and optimizer state are split while the batch stays split too.
+    - `devices`: all of JAX's by default.
 
     Raises ValueError where their product does not divide the number of devices.
     """
-    n_devices = jax.device_count()
+    n_devices = jax.device_count() if devices is None else len(devices)
     for name, value in (("n_model_shards", n_model_shards), ("n_fsdp_shards", n_fsdp_shards)):
         if value < 1:
             raise ValueError(f"`{name}`: expected at least 1, got {value}. Pass 1 to leave that axis unused.")
@@ -41,7 +43,7 @@ def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1) -> Mesh:
         )
     shape = (n_devices // n_shards, n_fsdp_shards, n_model_shards)
     # Auto: the plan pins parameters and inputs, XLA's partitioner derives the rest. (Newer JAX defaults to Explicit.)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
 def n_batch_shards(mesh: Mesh) -> int:
@@ -57,21 +59,3 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def split_rows(mesh: Mesh, dim: int = 0) -> NamedSharding:
     """The sharding of a batch whose rows, in `dim`, are split over the data and fsdp axes."""
     return NamedSharding(mesh, P(*[None] * dim, BATCH_AXES))
-
-
-def simulate_devices(n_devices: int) -> None:
-    """Act as `n_devices` devices where the machine has no accelerator; with one, this changes nothing that is used.
-
-    Call it before the first use of JAX's devices. It sets the number of JAX's CPU devices, and `NPROC` in the environment:
-    XLA sizes its thread pool by it, and collectives over more devices than threads wait for each other for ever.
-
-    Raises RuntimeError where JAX's backends have been started already.
-    """
-    try:
-        jax.config.update("jax_num_cpu_devices", n_devices)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"`simulate_devices({n_devices})`: expected JAX's devices to be untouched, got a started backend. "
-            "Call it at the top of the script, before any array is made."
-        ) from error
-    os.environ["NPROC"] = str(max(2 * n_devices, int(os.environ.get("NPROC") or 0), os.cpu_count() or 1))

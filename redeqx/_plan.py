@@ -43,6 +43,10 @@ def _axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def _n_shards(spec: P, mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for entry in spec for axis in _axes(entry))
+
+
 @dataclass(frozen=True)
 class LeafPlan:
     """How one leaf is split: its spec on the mesh, one entry a dim, and the reason."""
@@ -83,6 +87,11 @@ class Plan:
     def spec_in_use(self, name: str) -> P:
         """The leaf's spec without the fsdp axis: how a layer computes with it."""
         return P(*(tuple(axis for axis in _axes(entry) if axis != FSDP) or None for entry in self[name].spec))
+
+    def on(self, mesh: Mesh) -> "Plan":
+        """The same specs on another mesh of the same axes."""
+        leaves = {name: replace(leaf, n_shards=_n_shards(leaf.spec, mesh)) for name, leaf in self.leaves.items()}
+        return replace(self, mesh=mesh, leaves=leaves)
 
     @property
     def n_parameters(self) -> int:
@@ -169,8 +178,7 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
                 "Tie them with `eqx.nn.Shared`."
             )
         spec, reason = chosen[name] if name in chosen else _spec(shape, n_stacked, split, mesh)
-        n_shards = math.prod(mesh.shape[axis] for entry in spec for axis in _axes(entry))
-        planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, n_shards)
+        planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, _n_shards(spec, mesh))
     n_shards = mesh.shape[MODEL] * mesh.shape[FSDP]
     total = sum(math.prod(leaf.shape) for leaf in planned.values())
     for name, leaf in planned.items():

@@ -12,10 +12,10 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ._data import collate, pad_rows, prefetch, size_of
 from ._deployer import Deployer
-from ._mesh import replicated, split_rows
+from ._mesh import n_batch_shards, replicated, split_rows
 from ._paths import is_array_like
 from ._plan import Plan, place
-from ._step import Parts, make_predict_step
+from ._step import Parts, Program, make_predict_step, placed, placed_shapes
 
 
 class Predictor:
@@ -96,6 +96,7 @@ class Predictor:
             raise ValueError(
                 f"`per_device_batch_size`: expected at least 1, got {per_device_batch_size}. Pass a positive number."
             )
+        self._deployer.need_values("predict")
         n = size_of(examples)
         if n is None:
             raise TypeError(
@@ -129,6 +130,19 @@ class Predictor:
                     yield self._hand_on(*pending.popleft())
         while pending:
             yield self._hand_on(*pending.popleft())
+
+    def trace(self, model: PyTree, examples: Sequence[Any], per_device_batch_size: int, program: Program) -> Any:
+        """The traced step of the first batch of examples, for a trainer's model where its program puts it."""
+        mesh = program.plan.mesh
+        n_shards = n_batch_shards(mesh)
+        batch_size = min(per_device_batch_size * n_shards, -(-len(examples) // n_shards) * n_shards)
+        batch = pad_rows(collate(self._collate_fn, list(examples[:batch_size])), batch_size)
+        batch = jax.tree.map(lambda x: placed(x, split_rows(mesh)), batch)
+        parts = Parts.of(model)
+        treedef = program.state_treedef if program.state else None
+        step = make_predict_step(parts, program.plan, self._pred_fn, treedef, self._compute_dtype, named=True)
+        i = jax.ShapeDtypeStruct((), np.uint32)
+        return step.trace(*placed_shapes(parts, model, program.plan), program.state, batch, program.key, i)
 
     def _call(self, step: Callable[..., Any], args: tuple[Any, ...]) -> PyTree:
         """Call the jitted step, saying so where it has to compile first."""

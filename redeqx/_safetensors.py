@@ -122,8 +122,6 @@ def _layout(
         raise ValueError(f"`float_dtype`: expected a floating dtype, got {np.dtype(float_dtype)}. Pass None to cast none.")
     specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for name, leaf in leaves.items():
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(f"`{name}`: expected an array, got only its shape {leaf}. Create the arrays, then save.")
         if name == "__metadata__":
             raise ValueError("`__metadata__`: expected another name, got the one that safetensors keeps. Rename it.")
         shape, dtype = _stored(leaf)
@@ -155,7 +153,7 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
 
 
 def file_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
-    """Bytes of the file that `write_tensors` would write; raises what it would raise for the leaves."""
+    """Bytes of the file that `write_tensors` would write; raises what it would raise for their dtypes. Shapes will do."""
     return _layout(leaves, float_dtype)[2]
 
 
@@ -176,6 +174,9 @@ def write_tensors(
 
     Raises TypeError for a leaf whose dtype safetensors cannot store, OSError where the disk is full.
     """
+    for name, leaf in leaves.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(f"`{name}`: expected an array, got only its shape {leaf}. Create the arrays, then save.")
     header, tensors, size = _layout(leaves, float_dtype, metadata)
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
     try:

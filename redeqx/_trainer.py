@@ -7,6 +7,7 @@ checkpoints and resumption, is `_fit`.
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ._checkpoint import Checkpoints
 from ._console import Progress
-from ._data import Batch, Slice, batches, check_examples, slices
+from ._data import Batch, Slice, batches, check_examples, collate, size_of, slices
 from ._deployer import Deployer
-from ._fit import Fit, Options, Standing
-from ._jaxprs import Trace
-from ._mesh import replicated
+from ._devices import Machine, describe, dry, of_devices
+from ._dry_run import DryRun, DryRunDone, Job, Setting, dry_run
+from ._fit import Fit, Options, Position, Standing
+from ._jaxprs import Change, Trace
+from ._mesh import FSDP, MODEL, replicated
 from ._paths import named_leaves
 from ._plan import Plan, mark_read, place
 from ._predictor import Predictor
-from ._step import Functions, Layout, Parts, as_sums, init_opt_state, make_eval_step, make_train_step, shard_bytes
+from ._safetensors import array_leaves, file_size
+from ._step import Functions, Parts, Program, as_sums, make_program, shard_bytes
 
 # Metrics are read this many steps late, so that the device always has a step queued while the host reads.
 _LAG = 2
@@ -84,7 +89,7 @@ class Trainer:
             )
         self.deployer = deployer
         self.step = 0
-        self.plan = plan
+        self.plan = self._own_plan = plan
         self._accumulate = accumulate_grad_batches
         self._optimizer = optimizer
         self._collate_fn = collate_fn
@@ -121,13 +126,13 @@ class Trainer:
         """The state of the model's stateful layers as it is now; None where there are none."""
         if self._given is not None:
             return self._given[1]
-        return jax.tree.unflatten(self._state_treedef, self._state) if self._has_state else None
+        return jax.tree.unflatten(self._program.state_treedef, self._state) if self._has_state else None
 
     @property
     def opt_state(self) -> PyTree:
         """The optimizer's state as it is now."""
         self._ensure_placed(None)
-        return jax.tree.unflatten(self._opt_treedef, self._opt_state)
+        return jax.tree.unflatten(self._program.opt_treedef, self._opt_state)
 
     def _ensure_placed(self, batch: PyTree | None) -> None:
         """Place the model, make the optimizer's state and the steps; once, at first use.
@@ -138,7 +143,24 @@ class Trainer:
         """
         if self._given is None:
             return
+        self.deployer.need_values("trainer")
         model, state = self._given
+        self.plan = plan = self._make_plan(batch, self.deployer.mesh)
+        self._program = program = self._make_program(plan)
+        whole = replicated(self.deployer.mesh)
+        self._trained, self._frozen = self._parts.take(place(model, plan))
+        self._state = jax.tree.leaves(jax.device_put(jax.tree.map(jnp.copy, state), whole))  # as `place` copies
+        self._opt_state = program.init_opt_state(self._trained)
+        self._step = jax.device_put(np.zeros((), np.int32), whole)
+        self._key = jax.device_put(self._key, whole)
+        self._compiled: set[Any] = set()
+        self._given = None
+        self._restore()
+        self._say_header()
+
+    def _make_plan(self, batch: PyTree | None, mesh: Mesh) -> Plan:
+        """The model's plan on a mesh: in the order of the loss where a batch's shapes are given."""
+        model, state = self.model, self.model_state
 
         def total(model: PyTree, batch: PyTree, key: Any) -> Any:
             out = self._loss_fn(model, *([state] if self._has_state else []), batch, key)
@@ -147,32 +169,23 @@ class Trainer:
 
         key = jax.eval_shape(lambda: jax.random.key(0))
         trace = None if batch is None else Trace.of(total, model, batch, key)
-        plan = self.deployer._plan(model, trace) if self.plan is None else self.plan
-        if trace is not None and self.plan is not None:
-            plan = mark_read(plan, trace)
+        if self._own_plan is None:
+            plan = self.deployer._plan(model, trace, mesh=mesh)
+        else:
+            plan = self._own_plan.on(mesh)
+            plan = plan if trace is None else mark_read(plan, trace)
         if self._grad_fn is None and all(plan[name].is_read is False for name in self._parts.names[0]):
             raise ValueError(
                 "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of "
                 f"{len(self._parts.names[0])}. Use the model that `loss_fn` is given, not one from outside."
             )
-        self.plan = plan
-        whole = replicated(self.deployer.mesh)
-        self._trained, self._frozen = self._parts.take(place(model, plan))
-        self._state = jax.tree.leaves(jax.device_put(jax.tree.map(jnp.copy, state), whole))  # as `place` copies
-        self._state_treedef = jax.tree.structure(state)
-        self._opt_state, self._opt_treedef, opt_layout = init_opt_state(self._optimizer, self._parts, self._trained, plan)
-        self._step = jax.device_put(np.zeros((), np.int32), whole)
-        self._key = jax.device_put(self._key, whole)
-        functions = Functions(self._parts, plan, self._loss_fn, self._has_state, self._compute_dtype, self._grad_fn)
-        layout = Layout([plan.sharding(name) for name in self._parts.names[0]], opt_layout, [whole] * len(self._state))
-        self._train_step, self._metric_names = make_train_step(
-            functions, self._optimizer, self._lr_schedule_fn, self._opt_treedef, self._state_treedef, layout
+        return plan
+
+    def _make_program(self, plan: Plan, *, named: bool = False, change: Change | None = None) -> Program:
+        functions = Functions(
+            self._parts, plan, self._loss_fn, self._has_state, self._compute_dtype, self._grad_fn, named, change
         )
-        self._eval_step, self._eval_names = make_eval_step(functions, self._state_treedef)
-        self._compiled: set[Any] = set()
-        self._given = None
-        self._restore()
-        self._say_header()
+        return make_program(functions, self.model, self.model_state, self._optimizer, self._lr_schedule_fn)
 
     # --- single passes -----------------------------------------------------------------------------------------------
 
@@ -185,6 +198,8 @@ class Trainer:
         - `per_device_batch_size`: rows of a micro-batch at one position of the data and fsdp axes.
         """
         steps = self._slices(examples, per_device_batch_size, self._accumulate)
+        if (run := dry()) is not None:
+            raise DryRunDone(dry_run(self._job(next(steps), per_device_batch_size), run.machine, **run.options))
         with self.deployer.console.progress(first_step=self.step, title="train") as progress:
             for _ in self._updates(steps, per_device_batch_size, progress, epoch=None):
                 pass
@@ -200,6 +215,7 @@ class Trainer:
 
     def eval_metrics(self, examples: Any, per_device_batch_size: int) -> dict[str, float]:
         """`{"loss": ...}` over all the examples, and every metric of `Loss.metrics` with it."""
+        self.deployer.need_values("eval_loss")
         steps = self._slices(examples, per_device_batch_size)
         sums: np.ndarray | float = 0.0
         pending: deque[jax.Array] = deque()
@@ -208,7 +224,7 @@ class Trainer:
                 for i, batch in enumerate(batches):
                     self._ensure_placed(batch.micro_batch)
                     args = (self._trained, self._frozen, self._state, self._key, np.uint32(i), batch.groups)
-                    vector = self._call("eval step", self._eval_step, args, batch, progress)
+                    vector = self._call("eval step", self._program.eval_step, args, batch, progress)
                     vector.copy_to_host_async()
                     pending.append(vector)
                     if len(pending) > _LAG:
@@ -217,7 +233,7 @@ class Trainer:
                 sums = sums + np.asarray(vector, np.float64)
         pairs = np.asarray(sums).reshape(-1, 2)
         with np.errstate(invalid="ignore", divide="ignore"):
-            return dict(zip(self._eval_names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
+            return dict(zip(self._program.eval_names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
 
     def get_default_predictor(
         self,
@@ -259,15 +275,85 @@ class Trainer:
         with closing(self._batches(steps, per_device_batch_size)) as batches:
             batch = next(batches)
         self._ensure_placed(batch.micro_batch)
-        return self._train_step.lower(*self._train_args(batch)).compile()
+        return self._program.train_step.lower(*self._train_args(batch)).compile()
 
-    def _slices(self, examples: Any, per_device_batch_size: int, n_micro_batches: int = 1) -> Iterator[Slice]:
+    def dry_run(
+        self,
+        examples: Any,
+        per_device_batch_size: int,
+        topology: str | Machine | None = None,
+        *,
+        effort: float = -1.0,
+        search: bool = True,
+    ) -> DryRun:
+        """What a step of training takes, compiled and not run: memory, collectives, FLOPs, and whether it fits.
+
+        Nothing is allocated, and nothing of the trainer changes.
+
+        **Arguments:**
+
+        - `examples`, `per_device_batch_size`: as for `train`; the first step's are compiled for.
+        - `topology`: devices that need not be there, with the shards of this deployer: `"v4:2x2x2"`, `"gpu:a100-40gb:4"`,
+            `"gpu:h100-80gb:2x8"`; its own devices by default.
+        - `effort`: of the compiler, from -1 (fast) to 1; 0 is what a real run takes.
+        - `search`: whether to try what could help where it does not fit.
+
+        Raises ValueError for an unknown topology, ImportError where its compiler is not installed.
+        """
+        if topology is None:
+            machine = of_devices("this", self.deployer.mesh.devices.flat)
+        else:
+            machine = describe(topology) if isinstance(topology, str) else topology
+        step = next(self._slices(examples, per_device_batch_size, self._accumulate, len(machine.devices)))
+        return dry_run(self._job(step, per_device_batch_size), machine, effort=effort, search=search)
+
+    def _job(self, step: Slice, per_device_batch_size: int, options: Options | None = None) -> Job:
+        """What a dry run compiles: the step of those examples, and what evaluations and checkpoints `fit` is asked for."""
+
+        def shapes(tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+        mesh = self.deployer.mesh
+        setting = Setting(mesh.shape[MODEL], mesh.shape[FSDP], per_device_batch_size, self._accumulate)
+        job = Job(
+            setting=setting,
+            batch=shapes(collate(self._collate_fn, step.examples)),
+            make_plan=lambda mesh, micro_batch: self._make_plan(micro_batch, mesh),
+            make_program=lambda plan, change: self._make_program(plan, named=True, change=change),
+            can_remat=self._grad_fn is None,
+        )
+        if options is None:
+            return job
+        if options.saves:
+            files = {"model.safetensors": file_size(array_leaves(self.model), options.save_float_dtype)}
+            if self._has_state:
+                files["model_state.safetensors"] = file_size(array_leaves(self.model_state))
+            if options.save_opt_states:
+                opt_state = jax.eval_shape(self._optimizer.init, self._parts.trained_tree(self._parts.take(self.model)[0]))
+                files["optimizer.safetensors"] = file_size(array_leaves(opt_state))
+            job = replace(job, files=files)
+        if not options.evaluates:
+            return job
+        rows = options.eval_per_device_batch_size or per_device_batch_size
+        n = min(size_of(options.eval_examples) or 0, rows * self.deployer.n_batch_shards)
+        examples = [options.eval_examples[i] for i in range(n)]
+        if options.eval_loss:
+            batch = shapes(collate(self._collate_fn, examples))
+            job = replace(job, eval_batch=batch, eval_per_device_batch_size=rows)
+        if (predictor := options.eval_predictor) is not None:
+            job = replace(job, trace_predict=lambda program: predictor.trace(self.model, examples, rows, program))
+        return job
+
+    def _slices(
+        self, examples: Any, per_device_batch_size: int, n_micro_batches: int = 1, n_devices: int | None = None
+    ) -> Iterator[Slice]:
         if per_device_batch_size < 1:
             raise ValueError(
                 f"`per_device_batch_size`: expected at least 1, got {per_device_batch_size}. Pass a positive number."
             )
         check_examples(examples, "examples")
-        n_rows = per_device_batch_size * self.deployer.n_batch_shards * n_micro_batches
+        n_shards = self.deployer.n_batch_shards if n_devices is None else n_devices // self.deployer.mesh.shape[MODEL]
+        n_rows = per_device_batch_size * n_shards * n_micro_batches
         return slices(examples, n_rows, name="examples")
 
     def _batches(self, steps: Iterable[Slice], per_device_batch_size: int) -> Generator[Batch, None, None]:
@@ -298,7 +384,7 @@ class Trainer:
             batch = next(upcoming, None)
             while batch is not None:
                 self._ensure_placed(batch.micro_batch)
-                outs = self._call("train step", self._train_step, self._train_args(batch), batch, progress)
+                outs = self._call("train step", self._program.train_step, self._train_args(batch), batch, progress)
                 self._trained, self._opt_state, self._state, self._step, vector = outs
                 self.step += 1
                 vector.copy_to_host_async()
@@ -312,7 +398,7 @@ class Trainer:
     def _record(self, progress: Progress) -> None:
         """Read the metrics of the oldest step that is still unread, check them, show and record them."""
         step, epoch, vector, n_examples, n_tokens = self._pending.popleft()
-        metrics = dict(zip(self._metric_names, np.asarray(vector).tolist(), strict=True))
+        metrics = dict(zip(self._program.metric_names, np.asarray(vector).tolist(), strict=True))
         for name in ("loss", "grad_norm"):
             if not np.isfinite(metrics[name]):
                 self._pending.clear()
@@ -373,6 +459,8 @@ class Trainer:
 
         Raises ValueError where the checkpoint is damaged or of another model, naming what differs.
         """
+        if self.deployer.is_dry_run:
+            return  # it has the shapes of this model
         self._ensure_placed(None)
         record = self._load(self._need_checkpoints().resolve(name), load_opt_states)
         if load_opt_states:
@@ -391,6 +479,7 @@ class Trainer:
         save_opt_states: bool,
         save_float_dtype: Any,
     ) -> Path:
+        self.deployer.need_values("save_ckpt")
         self._ensure_placed(None)
         trees: dict[str, PyTree] = {"model": self.model}
         if self._has_state:
@@ -503,9 +592,16 @@ class Trainer:
 
         Raises ValueError or TypeError for arguments that cannot work, before any work; ValueError for a loss that is not
         finite, naming the step. The model is spoilt then: `load_ckpt()` brings the last good one back.
+
+        In a dry run it compiles for the first batch, and raises SystemExit with the report.
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        return Fit(self, Options(**arguments)).run()
+        options = Options(**arguments)
+        if (run := dry()) is not None:
+            options.check(self.deployer.workdir)
+            first = next(Fit(self, options).steps(0, Position()))
+            raise DryRunDone(dry_run(self._job(first, per_device_batch_size, options), run.machine, **run.options))
+        return Fit(self, options).run()
 
     def _say_header(self) -> None:
         plan, mesh = self.plan, self.deployer.mesh

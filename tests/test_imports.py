@@ -14,16 +14,19 @@ import redeqx
 FOLDER = pathlib.Path(redeqx.__file__).parent
 # Bottom to top. A module imports from layers below, and from its own where that makes no circle.
 LAYERS = (
-    ("_paths", "_mesh", "_rules", "_safetensors", "_hlo"),
+    ("_paths", "_chips", "_mesh", "_rules", "_safetensors", "_hlo"),
+    ("_devices", "_buffers"),
     ("_jaxprs",),
     ("_flow",),
     ("_dataflow", "_apply", "_convs", "_walk"),
     ("_plan",),
     ("_data", "_step", "_checkpoint", "_console"),
+    ("_dry_run",),
     ("_deployer",),
     ("_fit",),
     ("_trainer", "_predictor"),
     ("__init__",),
+    ("__main__",),
 )
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
 MODULES = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}

@@ -1,0 +1,133 @@
+"""`python -m redeqx dry-run`: a training script, compiled for a machine that need not be there."""
+
+import argparse
+import os
+import re
+import resource
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+import jax
+
+from ._chips import GPUS, TPUS
+from ._console import Console
+from ._devices import Machine, describe, dry_for, simulate_devices
+from ._dry_run import DryRunDone
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_EPILOG = f"""
+topologies:
+  v4:2x2x2              chips of a TPU slice; kinds {", ".join(TPUS)}   (pip install "redeqx[topology-tpu]")
+  gpu:a100-40gb:4       GPUs of one host; gpu:h100-80gb:2x8 is two hosts of eight   (pip install "redeqx[topology-gpu]")
+                        kinds {", ".join(list(GPUS)[:6])},
+                        {", ".join(list(GPUS)[6:])}
+  cpu:8                 eight simulated devices
+  this                  the devices at hand
+
+exit code: 0 where it fits, 3 where it does not, 2 for a script that never trains, 1 for one that fails
+"""
+
+
+def main() -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m redeqx", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    dry = commands.add_parser(
+        "dry-run",
+        help="compile a training script's first fit for described devices, and say whether they hold it",
+        description="Run a training script, unchanged, up to its first `fit`; compile that for the devices described, and "
+        "print what it holds, sends and computes. No model is made, and nothing is written.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    dry.add_argument("--topology", required=True, help="the machine, see below")
+    dry.add_argument("--memory", type=_bytes, metavar="SIZE", help="of a device, as 10GB or 9.5GiB, in place of what it has")
+    dry.add_argument(
+        "--effort", type=float, default=-1.0, help="of the compiler, -1 (fast, the default) to 1; 0 as in a run"
+    )
+    dry.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    dry.add_argument("--no-search", action="store_true", help="do not try other settings where it does not fit")
+    dry.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module's name")
+    dry.add_argument("script", metavar="SCRIPT")
+    dry.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
+    return _dry_run(parser.parse_args())
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"([\d.]+) ?([KMG]I?B)?", text.upper())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected bytes such as 10GB or 9.5GiB, got {text!r}")
+    return int(float(found.group(1)) * _UNITS[found.group(2) or ""])
+
+
+def _dry_run(args: argparse.Namespace) -> int:
+    try:
+        machine = _machine(args.topology, args.memory)
+    except (ValueError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    console = Console(None)
+    try:
+        with dry_for(machine, effort=args.effort, search=not args.no_search):
+            _run(args.script, args.args, args.is_module)
+    except DryRunDone as done:
+        done.run.show(console)
+        if args.json is not None:
+            done.run.save(args.json)
+        return int(done.code or 0)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+    except BaseException as error:
+        _print_own_traceback(error, args.script)
+        if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
+            print(
+                f"`{args.script}`: expected models that are shapes, got one whose arrays this machine does not hold. "
+                "Make it with `deployer.init(lambda: Model(key=key))` or `from_pretrained(folder, deployer=deployer)`: in a "
+                "dry run these allocate nothing.",
+                file=sys.stderr,
+            )
+        return 1
+    print(
+        f"`{args.script}`: expected a call of `Trainer.fit` or `Trainer.train`, got to its end without one. "
+        "Give it the arguments with which it trains.",
+        file=sys.stderr,
+    )
+    return 2
+
+
+def _machine(topology: str, memory: int | None) -> Machine:
+    kind, _, size = topology.partition(":")
+    if kind == "cpu" and size.isdecimal() and int(size):
+        simulate_devices(int(size))
+    if topology != "this":
+        jax.config.update("jax_platforms", "cpu")  # the script's own arrays; the machine is compiled for beside it
+        # A model that is made for real and is too large ends in an error, not in the machine's death.
+        limit, most = resource.getrlimit(resource.RLIMIT_DATA)
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        resource.setrlimit(resource.RLIMIT_DATA, (there if limit < 0 else min(there, limit), most))
+    return describe(topology, memory=memory)
+
+
+def _run(script: str, args: list[str], is_module: bool) -> None:
+    sys.argv = [script, *args]
+    if is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        runpy.run_path(str(Path(script).resolve()), run_name="__main__")
+
+
+def _print_own_traceback(error: BaseException, script: str) -> None:
+    """What Python itself would print, without the frames that lead to the script."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames or error.__traceback__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

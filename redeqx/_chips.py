@@ -1,0 +1,149 @@
+"""Published figures of accelerators, and how the GPU compiler is told of one.
+
+Owns numbers alone. Rates are of one device as JAX counts them: a chip of TPU v4 and later, a core of TPU v3 and of TPU7x.
+"""
+
+from dataclasses import dataclass
+
+GIB = 2**30
+_T, _G = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device, by what its vendor publishes.
+
+    **Arguments:**
+
+    - `kind`: as `jax.Device.device_kind` spells it.
+    - `memory`: bytes that a program may use: of a TPU what its compiler says, of a GPU what CUDA reports.
+    - `bfloat16`, `float32`: dense matmuls, in FLOP/s, at JAX's default precision: on TPU float32 is multiplied as bfloat16,
+        on GPUs that have it as TF32. GPUs before Ampere, which have no bfloat16, are given their float16.
+    - `bandwidth`: of the memory, in bytes/s.
+    - `link`: between devices of one host (of TPUs, of one slice), what one device sends, in bytes/s.
+    - `network`: between hosts, what one device sends, in bytes/s: not of the chip, but of the machines that it is usually
+        built into. None where the link goes on between hosts.
+    """
+
+    kind: str
+    memory: int
+    bfloat16: float
+    float32: float
+    bandwidth: float
+    link: float
+    network: float | None = None
+
+
+# Memory: the compiler's "available HBM" (libtpu 0.0.51). Rates: Google Cloud's pages of each generation.
+TPUS = {
+    "v3": Chip("TPU v3", int(15.48 * GIB), 61.5 * _T, 61.5 * _T, 450 * _G, 41 * _G),
+    "v4": Chip("TPU v4", int(30.75 * GIB), 275 * _T, 275 * _T, 1228 * _G, 300 * _G),
+    "v5e": Chip("TPU v5 lite", int(15.75 * GIB), 197 * _T, 197 * _T, 819 * _G, 200 * _G),
+    "v5p": Chip("TPU v5", int(95.73 * GIB), 459 * _T, 459 * _T, 2765 * _G, 600 * _G),
+    "v6e": Chip("TPU v6 lite", int(31.24 * GIB), 918 * _T, 918 * _T, 1640 * _G, 448 * _G),
+    "tpu7x": Chip("TPU7x", int(94.74 * GIB), 1153 * _T, 1153 * _T, 3690 * _G, 600 * _G),
+}
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU: its figures, and what of it the compiler asks for.
+
+    **Arguments:**
+
+    - `capability`: compute capability, major and minor.
+    - `cores`: streaming multiprocessors.
+    - `clock`: boost clock, in GHz.
+    - `l2`: cache, in MiB.
+    """
+
+    chip: Chip
+    capability: tuple[int, int]
+    cores: int
+    clock: float
+    l2: float | int
+
+    def target_config(self) -> str:
+        """The description that XLA compiles for, a text proto."""
+        major, minor = self.capability
+        # By capability: shared memory of a core and the most that one block may take, threads, FP32 units of a core.
+        shared, of_block, threads, fpus = {
+            (7, 5): (65536, 65536, 1024, 64),
+            (8, 0): (167936, 166912, 2048, 64),
+            (8, 6): (102400, 101376, 1536, 128),
+            (8, 9): (102400, 101376, 1536, 128),
+            (9, 0): (233472, 232448, 2048, 128),
+            (10, 0): (233472, 232448, 2048, 128),
+        }[self.capability]
+        return f"""
+            gpu_device_info {{
+              threads_per_block_limit: 1024
+              threads_per_warp: 32
+              shared_memory_per_block: 49152
+              shared_memory_per_core: {shared}
+              threads_per_core_limit: {threads}
+              core_count: {self.cores}
+              fpus_per_core: {fpus}
+              block_dim_limit_x: 2147483647
+              block_dim_limit_y: 65535
+              block_dim_limit_z: 65535
+              memory_bandwidth: {self.chip.bandwidth:.0f}
+              l2_cache_size: {self.l2 * 2**20:.0f}
+              clock_rate_ghz: {self.clock}
+              device_memory_size: {self.chip.memory}
+              shared_memory_per_block_optin: {of_block}
+              cuda_compute_capability {{ major: {major} minor: {minor} }}
+              registers_per_core_limit: 65536
+              registers_per_block_limit: 65536
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+            device_description_str: "{self.chip.kind}"
+        """
+
+
+# Memory: what CUDA reports, to about 1 %. Rates: NVIDIA's data sheets, dense. The CUDA 13 compiler knows capability 7.5 and
+# later. Links: NVLink, one direction; PCIe where there is none.
+GPUS = {
+    "rtx-2080ti": GPU(
+        Chip("NVIDIA GeForce RTX 2080 Ti", int(10.76 * GIB), 53.8 * _T, 13.4 * _T, 616 * _G, 15.8 * _G, 3 * _G),
+        (7, 5), 68, 1.545, 5.5,
+    ),
+    "t4": GPU(Chip("Tesla T4", int(14.75 * GIB), 65 * _T, 8.1 * _T, 320 * _G, 15.8 * _G, 6 * _G), (7, 5), 40, 1.59, 4),
+    "a10g": GPU(Chip("NVIDIA A10G", int(22.1 * GIB), 70 * _T, 35 * _T, 600 * _G, 31.5 * _G, 12 * _G), (8, 6), 80, 1.71, 6),
+    "rtx-3090": GPU(
+        Chip("NVIDIA GeForce RTX 3090", int(23.7 * GIB), 71 * _T, 35.6 * _T, 936 * _G, 31.5 * _G, 3 * _G),
+        (8, 6), 82, 1.695, 6,
+    ),
+    "a100-40gb": GPU(
+        Chip("NVIDIA A100-SXM4-40GB", 42505273344, 312 * _T, 156 * _T, 1555 * _G, 300 * _G, 25 * _G), (8, 0), 108, 1.41, 40
+    ),
+    "a100-80gb": GPU(
+        Chip("NVIDIA A100-SXM4-80GB", int(79.1 * GIB), 312 * _T, 156 * _T, 2039 * _G, 300 * _G, 25 * _G),
+        (8, 0), 108, 1.41, 40,
+    ),
+    "rtx-4090": GPU(
+        Chip("NVIDIA GeForce RTX 4090", int(23.6 * GIB), 165 * _T, 82.6 * _T, 1008 * _G, 31.5 * _G, 3 * _G),
+        (8, 9), 128, 2.52, 72,
+    ),
+    "l4": GPU(Chip("NVIDIA L4", int(22.2 * GIB), 121 * _T, 60 * _T, 300 * _G, 31.5 * _G, 12 * _G), (8, 9), 58, 2.04, 48),
+    "l40s": GPU(
+        Chip("NVIDIA L40S", int(44.5 * GIB), 362 * _T, 183 * _T, 864 * _G, 31.5 * _G, 25 * _G), (8, 9), 142, 2.52, 96
+    ),
+    "h100-80gb": GPU(
+        Chip("NVIDIA H100 80GB HBM3", int(79.2 * GIB), 989 * _T, 495 * _T, 3350 * _G, 450 * _G, 50 * _G),
+        (9, 0), 132, 1.98, 50,
+    ),
+    "h200-141gb": GPU(
+        Chip("NVIDIA H200", int(139.8 * GIB), 989 * _T, 495 * _T, 4800 * _G, 450 * _G, 50 * _G), (9, 0), 132, 1.98, 50
+    ),
+    "b200-180gb": GPU(
+        Chip("NVIDIA B200", int(178 * GIB), 2250 * _T, 1125 * _T, 8000 * _G, 900 * _G, 50 * _G), (10, 0), 148, 1.965, 126
+    ),
+}  # fmt: skip
+
+
+def chip_of_kind(kind: str) -> Chip | None:
+    """The figures of a device by its `device_kind`; None where they are not known here."""
+    chips = [*TPUS.values(), *(gpu.chip for gpu in GPUS.values())]
+    return next((chip for chip in chips if chip.kind == kind), None)
