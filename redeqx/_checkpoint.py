@@ -26,7 +26,7 @@ from jax.sharding import Sharding
 from jaxtyping import PyTree
 
 from ._paths import nearest
-from ._safetensors import CHUNK, array_leaves, damaged, file_size, load_tree, write_tensors
+from ._safetensors import CHUNK, array_leaves, damaged, file_size, load_tree, need_arrays, write_tensors
 
 FORMAT = "redeqx"
 VERSION = 1
@@ -208,6 +208,8 @@ class Checkpoints:
             raise TypeError(f"`record`: expected what JSON can hold, got {error}. Convert it before saving.") from error
         assert not set(_RESERVED) & plain.keys()
         files = {kind: (array_leaves(tree), float_dtype if kind == "model" else None) for kind, tree in trees.items()}
+        for leaves, _ in files.values():
+            need_arrays(leaves)
         needed = sum(file_size(leaves, dtype) for leaves, dtype in files.values())
         index = self.index()
 

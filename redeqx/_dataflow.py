@@ -59,8 +59,8 @@ def order(
     index = {name: i for i, name in enumerate(trace.names)}
     follows = {index[name]: (index[of], dims) for name, (of, dims) in followers.items() if {name, of} <= index.keys()}
 
-    def follow(forced: Mapping[int, int | None], gathered: frozenset[int]) -> Pass:
-        run = Pass(trace.names, trace.leaves, n_shards, forced, _follow, gathered=gathered, follows=follows)
+    def follow(forced: Mapping[int, int | None]) -> Pass:
+        run = Pass(trace.names, trace.leaves, n_shards, forced, _follow, follows=follows)
         ins = [Flow(views=(View(i, tuple(range(len(leaf.shape)))),), grad=True) for i, leaf in enumerate(trace.leaves)]
         rest = trace.closed.jaxpr.invars[len(ins) :]
         ins += [Flow(data=not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) for var in rest]
@@ -74,12 +74,12 @@ def order(
     for i, pattern in enumerate(patterns):
         alike.setdefault(pattern, []).append(i)
 
-    best, n_trials, tried = follow({}, frozenset()), 0, set()
+    best, n_trials, tried = follow({}), 0, set()
 
-    def attempt(forced: Mapping[int, int | None], gathered: frozenset[int] = frozenset()) -> bool:
+    def attempt(forced: Mapping[int, int | None]) -> bool:
         nonlocal best, n_trials
         n_trials += 1
-        trial = follow({**best.forced, **forced}, frozenset(best.gathered) | gathered)
+        trial = follow({**best.forced, **forced})
         if trial.cost >= best.cost:
             return False
         best = trial
@@ -96,8 +96,7 @@ def order(
         same = [i for i in alike[patterns[leaf]] if i in best.decided and best.decided[i].dim == now]
         same = [i for i in same if trace.leaves[i].shape == shape]
         others = (*best.options.get(leaf, ()), *([None] if leaf in best.broken else []))
-        found = [attempt(dict.fromkeys(same, dim)) for dim in others if dim != now]
-        if any([*found, attempt({}, frozenset(same))]):
+        if any([attempt(dict.fromkeys(same, dim)) for dim in others if dim != now]):
             tried = {patterns[leaf]}
     names = trace.names
     splits = {names[i]: split for i, split in best.decided.items()}

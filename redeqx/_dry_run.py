@@ -515,8 +515,8 @@ def _step(traced: Any, machine: Machine, effort: float, beside: int) -> Step:
 def _options(machine: Machine) -> dict[str, Any] | None:
     if machine.devices[0].platform not in ("cuda", "gpu") or machine.name == "this":
         return None
-    # Autotuning would time kernels on the GPU that is not there. Without it Triton's matmuls are not tuned either, and some do
-    # not compile: cuBLAS's take as much memory.
+    # Autotuning would time kernels on the GPU that is not there. Untuned, some of Triton's matmuls do not compile: cuBLAS's
+    # take as much memory.
     return {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 

@@ -91,7 +91,6 @@ class Pass:
     - `broken`: those among them whose output was needed whole.
     - `recurrent`: those among them that a loop feeds its own output.
     - `follows`: leaves that are cut along with another, and for each of their dims that of the other, stacked ones left out.
-    - `gathered`: leaves whose output is made whole at once, whatever reads it.
     """
 
     names: Sequence[str]
@@ -105,7 +104,6 @@ class Pass:
     doubts: dict[int, None] = field(default_factory=dict)
     broken: set[int] = field(default_factory=set)
     recurrent: set[int] = field(default_factory=set)
-    gathered: Collection[int] = ()
     follows: Mapping[int, tuple[int, Sequence[int | None]]] = field(default_factory=dict)
     rows: dict[Any, int] = field(default_factory=dict)  # how many weights are split as rows since a value arrived split
     cost: float = 0.0
@@ -345,9 +343,6 @@ class Pass:
             return [Flow(cause=made_by)]
         if meets is None:
             self.sum_gradient(eqn.invars[other], flows[other])
-        if cause in self.gathered and any(view.leaf == cause for view in ins[side].views):
-            self.pay("all-gather", eqn.outvars[0].aval)
-            return [Flow(cause=cause)]
         tail = outs[side].get(flows[side].tail)  # pyright: ignore[reportArgumentType]
         return [Flow(dim=outs[side][dim], cause=cause, tail=tail)]  # pyright: ignore[reportArgumentType]
 

@@ -152,6 +152,13 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
+def need_arrays(leaves: Mapping[str, Any]) -> None:
+    """Raise TypeError for a leaf that is a shape alone."""
+    for name, leaf in leaves.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(f"`{name}`: expected an array, got only its shape {leaf}. Create the arrays, then save.")
+
+
 def file_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
     """Bytes of the file that `write_tensors` would write; raises what it would raise for their dtypes. Shapes will do."""
     return _layout(leaves, float_dtype)[2]
@@ -174,9 +181,7 @@ def write_tensors(
 
     Raises TypeError for a leaf whose dtype safetensors cannot store, OSError where the disk is full.
     """
-    for name, leaf in leaves.items():
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(f"`{name}`: expected an array, got only its shape {leaf}. Create the arrays, then save.")
+    need_arrays(leaves)
     header, tensors, size = _layout(leaves, float_dtype, metadata)
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
     try:

@@ -14,9 +14,13 @@ activations the walk's plan leaves split. Six minutes.
 """
 
 import argparse
+import fnmatch
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,15 +30,27 @@ import jax
 import numpy as np
 import optax
 from _structures import STRUCTURES, batched
+from jax.sharding import NamedSharding
 
 import redeqx
-from redeqx import _hlo
+from redeqx import _hlo, _plan
+from redeqx._dataflow import order
+from redeqx._jaxprs import Trace
 from redeqx._plan import Plan
+from redeqx._rules import Split
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.families._case import collect
 
+MESHES = {  # n_model_shards, n_fsdp_shards; the families' tiny models, whose sizes divide over two, have two for four
+    "data=2, model=4": (4, 1),
+    "fsdp=8": (1, 8),
+    "data=2, fsdp=2, model=2": (2, 2),
+}
+MIN_FSDP_SIZE = 512  # elements, so that tiny models' weights are split as large ones are
 BATCH = 16
+MAX_SCALAR = 64  # bytes
+KINDS = ("whole", "walk", "dataflow", "by hand")
 COLUMN, ROW, BIAS = ("model", None), (None, "model"), ("model",)
 LINEAR = {"*up.weight": COLUMN, "*up.bias": BIAS, "*down.weight": ROW}
 ATTENTION = {f"*{name}_proj.weight": COLUMN for name in ("query", "key", "value")} | {"*output_proj.weight": ROW}
@@ -68,15 +84,37 @@ class Job(NamedTuple):
     examples: list[Any]
 
 
-def jobs(names: list[str]) -> Iterator[tuple[str, redeqx.Deployer, Job]]:
-    """The structures at (data=2, model=4), then the families' tiny models, whose sizes divide over two, at (4, 2)."""
-    deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
+class Found(NamedTuple):
+    """What a step does under one plan, in bytes and times.
+
+    **Arguments:**
+
+    - `model`, `batch`: what a device sends over the model axis, and over the axes that split the batch.
+    - `needed`: of the latter, with two gathers of each weight that the fsdp axis splits and one sum of each gradient.
+    - `strays`: of the latter, of what has no weight's shape.
+    - `held`: arguments and temporaries.
+    - `forward`, `backward`, `reductions`: how often a weight is gathered and its gradient summed, at most; weights of one
+        shape are not told apart, and their mean is taken.
+    """
+
+    model: float
+    batch: float
+    needed: float
+    strays: float
+    held: float
+    forward: float
+    backward: float
+    reductions: float
+
+
+def jobs(names: list[str], n_model_shards: int, n_fsdp_shards: int) -> Iterator[tuple[str, redeqx.Deployer, Job]]:
+    deployer = redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False)
     for name, make in STRUCTURES.items():
         if not names or name in names:
             made = make(jax.random.key(0))
             examples = list(np.zeros((BATCH, *made.example.shape), made.example.dtype))
             yield name, deployer, Job(made.model, batched(made.loss), examples)
-    deployer = redeqx.Deployer(n_model_shards=2, verbose=False)
+    deployer = redeqx.Deployer(n_model_shards=min(n_model_shards, 2), n_fsdp_shards=n_fsdp_shards, verbose=False)
     for training in collect("TRAININGS"):
         if not names or training.name in names:
             yield training.name, deployer, Job(training.make(jax.random.key(0)), training.loss_fn, training.examples)
@@ -86,47 +124,112 @@ def stack(examples: list[Any]) -> Any:
     return jax.tree.map(lambda *rows: np.stack(rows), *examples)
 
 
-def measure(deployer: redeqx.Deployer, job: Job, plan: Plan) -> tuple[float, float]:
-    """Bytes sent over the model axis, and bytes held."""
+def plans_of(name: str, deployer: redeqx.Deployer, job: Job) -> dict[str, Plan]:
+    plans = {
+        "whole": deployer.plan(job.model, overrides={"*": None}),
+        "walk": deployer.plan(job.model),
+        "dataflow": deployer.plan(job.model, job.loss_fn, stack(job.examples)),
+    }
+    if name in BY_HAND:
+        plans["by hand"] = by_hand(plans["whole"], BY_HAND[name])
+    return plans
+
+
+def specs(plan: Plan) -> list[Any]:
+    return [leaf.spec for leaf in plan.leaves.values()]
+
+
+def by_hand(whole: Plan, specs: dict[str, Any]) -> Plan:
+    """The model axis where the specs have it, the fsdp axis where every plan has it."""
+    leaves = {}
+    for name, leaf in whole.leaves.items():
+        spec = next((spec for pattern, spec in specs.items() if fnmatch.fnmatch(name, pattern)), ())
+        split = Split(spec.index("model") if "model" in spec else None, "by hand")
+        leaves[name] = replace(leaf, spec=_plan._spec(leaf.shape, 0, split, whole.mesh)[0])
+    return replace(whole, leaves=leaves)
+
+
+def one_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of an array however it is turned."""
+    return tuple(sorted(size for size in shape if size != 1))
+
+
+def measure(deployer: redeqx.Deployer, job: Job, plan: Plan) -> Found:
+    mesh, batch = deployer.mesh, stack(job.examples)
     trainer = redeqx.Trainer(
         deployer, model=job.model, optimizer=optax.adam(1e-3), collate_fn=stack, loss_fn=job.loss_fn, plan=plan
     )
-    compiled = trainer.compile(job.examples, len(job.examples) // deployer.mesh.shape["data"])
-    n_model = deployer.mesh.shape["model"]
-    sent = 0.0
+    compiled = trainer.compile(job.examples, len(job.examples) // deployer.n_batch_shards)
+    stacked = order(Trace.of(job.loss_fn, job.model, batch, jax.random.key(0)), 1).stacked
+    weights: Counter[tuple[int, ...]] = Counter()  # as a layer computes with them
+    n_fsdp, n_batch, needed = mesh.shape["fsdp"], deployer.n_batch_shards, 0.0
+    for name, leaf in plan.leaves.items():
+        used = NamedSharding(mesh, plan.spec_in_use(name)).shard_shape(leaf.shape)
+        n_stacked = stacked.get(name, 0)
+        weights[one_shape(used[n_stacked:])] += math.prod(used[:n_stacked])
+        n_bytes, is_split = math.prod(used) * leaf.dtype.itemsize, plan.spec_in_use(name) != leaf.spec
+        needed += n_bytes * 2 * ((n_batch - 1) / n_batch + is_split * (n_fsdp - 1) / n_fsdp)
+    sent, times = Counter[str](), defaultdict(Counter[tuple[int, ...]])
     for collective in _hlo.collectives(compiled.as_text()):
-        group = np.array(collective.group)
-        if collective.group_size > 1 and len(set(group // n_model)) == 1 and collective.bytes > 64:
-            sent += collective.moved
+        if collective.group_size == 1 or collective.bytes <= MAX_SCALAR:
+            continue
+        is_batch, shape = collective.axes(mesh) != ("model",), one_shape(collective.shape)
+        sent["batch" if is_batch else "model"] += collective.moved
+        if is_batch and shape not in weights:
+            sent["strays"] += collective.moved
+        elif is_batch:
+            when = "backward" if collective.is_backward else "forward"
+            times[when if collective.kind == "all-gather" else "reductions"][shape] += collective.n_executions
+    most = {what: max(n / weights[shape] for shape, n in counts.items()) for what, counts in times.items()}
     memory = compiled.memory_analysis()
-    return sent, memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return Found(
+        sent["model"], sent["batch"], needed, sent["strays"], held,
+        *(most.get(what, 0.0) for what in ("forward", "backward", "reductions")),
+    )  # fmt: skip
+
+
+def columns(found: dict[str, Found]) -> dict[str, str]:
+    """One row of the table, by its columns' names."""
+
+    def kb(kind: str, what: str) -> str:
+        return f"{getattr(found[kind], what) / 1e3:.1f}" if kind in found else "-"
+
+    best = found["dataflow"]
+    return {
+        **{f"model: {kind}": kb(kind, "model") for kind in KINDS[1:]},
+        "batch: dataflow": kb("dataflow", "batch"),
+        "needed": kb("dataflow", "needed"),
+        "strays": kb("dataflow", "strays"),
+        "gathers": f"{best.forward:.2g} + {best.backward:.2g}",
+        "sums": f"{best.reductions:.2g}",
+        **{f"held: {kind}": kb(kind, "held") for kind in KINDS},
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="STRUCTURE")
+    parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES))
     parser.add_argument("--explain", action="store_true", help="print the dataflow's plans")
     args = parser.parse_args()
     redeqx.simulate_devices(8)
-    kinds = ("whole", "walk", "dataflow", "by hand")
-    print(
-        f"{'kB':24}"
-        + "".join(f"{'sent: ' + kind:>15}" for kind in kinds[1:])
-        + "".join(f"{'held: ' + k:>15}" for k in kinds)
-    )
-    for name, deployer, job in jobs(args.names):
-        plans = {
-            "whole": deployer.plan(job.model, overrides={"*": None}),
-            "walk": deployer.plan(job.model),
-            "dataflow": deployer.plan(job.model, job.loss_fn, stack(job.examples)),
-        }
-        if name in BY_HAND:
-            plans["by hand"] = deployer.plan(job.model, overrides={**BY_HAND[name], "*": None})
-        found = {kind: measure(deployer, job, plan) for kind, plan in plans.items()}
-        sent, held = ([f"{found[kind][i] / 1e3:.1f}" if kind in found else "-" for kind in kinds] for i in (0, 1))
-        print(f"{name:24}" + "".join(f"{cell:>15}" for cell in (*sent[1:], *held)), flush=True)
-        if args.explain:
-            print(plans["dataflow"].explain(), flush=True)
+    _plan.MIN_FSDP_SIZE = MIN_FSDP_SIZE
+    for mesh_name in args.meshes:
+        print(f"\n{mesh_name}; kB")
+        is_first = True
+        for name, deployer, job in jobs(args.names, *MESHES[mesh_name]):
+            plans, found = plans_of(name, deployer, job), dict[str, Found]()
+            for kind, plan in plans.items():  # alike ones are compiled once
+                alike = (found[other] for other in found if specs(plans[other]) == specs(plan))
+                found[kind] = next(alike, None) or measure(deployer, job, plan)
+            row = columns(found)
+            if is_first:
+                print(f"{'':24}" + "".join(f"{column:>16}" for column in row))
+                is_first = False
+            print(f"{name:24}" + "".join(f"{cell:>16}" for cell in row.values()), flush=True)
+            if args.explain:
+                print(plans["dataflow"].explain(), flush=True)
 
 
 if __name__ == "__main__":
