@@ -96,7 +96,8 @@ def order(
         same = [i for i in alike[patterns[leaf]] if i in best.decided and best.decided[i].dim == now]
         same = [i for i in same if trace.leaves[i].shape == shape]
         others = (*best.options.get(leaf, ()), *([None] if leaf in best.broken else []))
-        if any([attempt(dict.fromkeys(same, dim)) for dim in others if dim != now]):
+        found = [attempt(dict.fromkeys(same, dim)) for dim in others if dim != now]
+        if any(found):
             tried = {patterns[leaf]}
     names = trace.names
     splits = {names[i]: split for i, split in best.decided.items()}

@@ -35,10 +35,10 @@ def zeros(*shape):
     return jnp.zeros(shape)
 
 
-def of_structure(name):
+def of_structure(name, n=4):
     made = STRUCTURES[name](jax.random.key(0))
     batch = jax.ShapeDtypeStruct((16, *made.example.shape), made.example.dtype)
-    return found(made.model, batched(made.loss), batch)
+    return found(made.model, batched(made.loss), batch, n=n)
 
 
 # --- every structure --------------------------------------------------------------------------------------------------
@@ -94,9 +94,10 @@ def test_no_structure_is_forgotten():
     assert EXPECTED.keys() == STRUCTURES.keys()
 
 
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("name", EXPECTED)
-def test_each_structure_is_split_as_it_computes(name):
-    assert {leaf: split.dim for leaf, split in of_structure(name).items()} == EXPECTED[name]
+def test_each_structure_is_split_as_it_computes(name, n):
+    assert {leaf: split.dim for leaf, split in of_structure(name, n).items()} == EXPECTED[name]
 
 
 def test_the_reasons_name_the_layer_that_caused_them():
