@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from redeqx import Deployer, Plan
+from redeqx._devices import dry
 from redeqx._paths import is_array_like, map_named, named_leaves, nearest
 from redeqx._safetensors import TensorFile, to_host, write_tensors
 
@@ -211,6 +212,11 @@ def load(
         raise ValueError("`deployer`: expected one with `plan`, got None. Pass the deployer that made the plan.")
     shapes = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
     wanted = {name: leaf for name, leaf in named_leaves(shapes).items() if is_array_like(leaf)}
+    if dry() is not None and not any(folder.glob(f"{cls.weights_name}*.safetensors*")):
+        # What a dry run asks is whether the model fits, before anyone has fetched its weights.
+        fields = read_config(folder)
+        kept = jnp.dtype(dtype or fields.get("dtype") or fields.get("torch_dtype") or "float32")
+        return map_named(lambda _, leaf: _cast(leaf, kept), shapes)
     source, names = Source(folder, cls.weights_name), cls.names(config)
     tensors = _match(source, names, wanted, folder / CONFIG)
     held = {leaf: [parts[i] for parts in tensors[name.disk]] for name in names.tensors for i, leaf in enumerate(name.leaves)}
@@ -218,6 +224,8 @@ def load(
     shapes = map_named(
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) if is_array_like(leaf) else leaf, shapes
     )
+    if dry() is not None:
+        return shapes
     if deployer is not None and plan is None:
         plan = deployer.plan(shapes)
     stacked = {leaf for name in names.tensors if name.n_layers is not None for leaf in name.leaves}
@@ -231,6 +239,13 @@ def load(
         return _read(held[name][0], leaf, sharding)
 
     return map_named(read, shapes)
+
+
+def _cast(leaf: Any, dtype: Any) -> Any:
+    """A shape whose floats are of that dtype; anything else as it is."""
+    if not is_array_like(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
 def _dtype(parts: Sequence[np.ndarray], dtype: Any) -> Any:

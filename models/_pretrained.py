@@ -65,6 +65,8 @@ def from_pretrained(
     - `kind`: what the model must be: a class of this package, `Decoder` or `EncoderDecoder`.
     - `changes`: fields of the config that are to differ from the folder's, such as `remat=True`.
 
+    In a dry run (`python -m redeqx dry-run`) the model is shapes, and a folder that holds `config.json` alone will do.
+
     Raises ValueError that names file, key and remedy: for a folder that is none, an unknown model, a config that the family
     does not implement, tensors that are missing, unknown or of another shape, and for pickles.
     """
