@@ -1,16 +1,32 @@
-"""What a train step sends and needs under each plan: all whole, the walk's, the dataflow's, by hand. Nothing is timed.
+"""What a train step sends and holds under each plan: all whole, the walk's, the dataflow's, by hand. Nothing is timed.
 
-    python tests/benchmarks/plans.py [STRUCTURE ...]        # 8 simulated devices
+    python tests/benchmarks/plans.py [STRUCTURE ...] [--meshes MESH ...]        # 8 simulated devices
 
-For each structure of `_structures.py`, at (data=2, model=4), and each family's tiny model, at (data=4, model=2): bytes that
-one device sends over the model axis in a compiled step of `Trainer` (in a ring, `redeqx._hlo`), and bytes that it holds:
-arguments and temporaries. `all whole` sends nothing, and holds the most.
+For each structure of `_structures.py` and each family's tiny model, on each mesh (the families at (data=4, model=2) for the
+first), in kB: what one device sends in a compiled step of `Trainer` (in a ring, `redeqx._hlo`) over the model axis, and over
+the axes that split the batch; and what it holds, arguments and temporaries. Over the batch's axes, `needed` is each weight
+that the fsdp axis splits gathered twice and each gradient summed once (by an all-reduce: CPU's compiler forms no
+reduce-scatter), `strays` what is no weight; `gathers` forward + backward and `sums` are of one weight, at most.
 
-With jax 0.10.2: the dataflow sends what the specs by hand do, to the byte, in 10 of 13 cases; less in two (grouped queries,
-experts) and 1.005 of it in one (`separable_cnn`, whose head is split too). Where the walk splits the same leaves it never
-sends more, and less where the walk's guess is wrong: 0.62 of it for the UNet, 0.60 for ViT, 0.58 for OPT-350m, 0.88 for the
-VAE; what the walk does not know it leaves whole. It may hold more: 1.33 times for `patches_and_blocks`, 1.15 for ViT, whose
-activations the walk's plan leaves split. Six minutes.
+With jax 0.10.2, over the model axis, on both meshes that have one:
+
+- The dataflow sends what the specs by hand do, to the byte, in 10 of 13 cases; less in two (grouped queries, experts) and
+  1.005 of it in one (`separable_cnn`, whose head is split too).
+- It never sends more than the walk where that splits the same leaves, and less where the walk's guess is wrong: 0.62 of it
+  for the UNet, 0.60 for ViT, 0.58 for OPT-350m, 0.88 for the VAE; what the walk does not know it leaves whole.
+- Equal parts of a split dim change places between the shards: `fused_glu` sends 1245 kB where a gate and an up of their own
+  send 197, `fused_qkv` 1065 where heads that come first send 590.
+- It may hold more: 1.33 times for `patches_and_blocks`, 1.15 for ViT, whose activations the walk's plan leaves split.
+
+Over the batch's axes no weight is gathered more than once forward and once backward, and each gradient is summed once, over
+data and fsdp together. CPU's compiler makes these exceptions; TPU's, asked for eight chips of v5e, all but the first:
+
+- A tied weight's gradient is summed for each use: twice for a language model's table, three times for T5's. TPU's sums it
+  once where the fsdp axis splits the table, twice at data=8; that of `transposed_autoencoder` once.
+- In a loop over time (`gru`, `state_space`) it is summed in each of its 64 iterations. TPU's: once for `gru`.
+- A GroupNorm's is summed with its image's dims still on it (most strays of UNet and VAE). TPU's: as a vector.
+
+The other strays are the rows of position tables that are read. Half an hour on two busy cores.
 """
 
 import argparse
@@ -93,8 +109,8 @@ class Found(NamedTuple):
     - `needed`: of the latter, with two gathers of each weight that the fsdp axis splits and one sum of each gradient.
     - `strays`: of the latter, of what has no weight's shape.
     - `held`: arguments and temporaries.
-    - `forward`, `backward`, `reductions`: how often a weight is gathered and its gradient summed, at most; weights of one
-        shape are not told apart, and their mean is taken.
+    - `forward`, `backward`, `reductions`: how often a weight (no vector) is gathered and its gradient summed, at most;
+        weights of one shape are not told apart, and their mean is taken.
     """
 
     model: float
@@ -169,7 +185,7 @@ def measure(deployer: redeqx.Deployer, job: Job, plan: Plan) -> Found:
         weights[one_shape(used[n_stacked:])] += math.prod(used[:n_stacked])
         n_bytes, is_split = math.prod(used) * leaf.dtype.itemsize, plan.spec_in_use(name) != leaf.spec
         needed += n_bytes * 2 * ((n_batch - 1) / n_batch + is_split * (n_fsdp - 1) / n_fsdp)
-    sent, times = Counter[str](), defaultdict(Counter[tuple[int, ...]])
+    sent, times = defaultdict[str, float](float), defaultdict[str, Counter[tuple[int, ...]]](Counter)
     for collective in _hlo.collectives(compiled.as_text()):
         if collective.group_size == 1 or collective.bytes <= MAX_SCALAR:
             continue
@@ -177,7 +193,7 @@ def measure(deployer: redeqx.Deployer, job: Job, plan: Plan) -> Found:
         sent["batch" if is_batch else "model"] += collective.moved
         if is_batch and shape not in weights:
             sent["strays"] += collective.moved
-        elif is_batch:
+        elif is_batch and len(shape) > 1:
             when = "backward" if collective.is_backward else "forward"
             times[when if collective.kind == "all-gather" else "reductions"][shape] += collective.n_executions
     most = {what: max(n / weights[shape] for shape, n in counts.items()) for what, counts in times.items()}
@@ -217,16 +233,14 @@ def main() -> None:
     _plan.MIN_FSDP_SIZE = MIN_FSDP_SIZE
     for mesh_name in args.meshes:
         print(f"\n{mesh_name}; kB")
-        is_first = True
-        for name, deployer, job in jobs(args.names, *MESHES[mesh_name]):
+        for i, (name, deployer, job) in enumerate(jobs(args.names, *MESHES[mesh_name])):
             plans, found = plans_of(name, deployer, job), dict[str, Found]()
             for kind, plan in plans.items():  # alike ones are compiled once
                 alike = (found[other] for other in found if specs(plans[other]) == specs(plan))
                 found[kind] = next(alike, None) or measure(deployer, job, plan)
             row = columns(found)
-            if is_first:
+            if i == 0:
                 print(f"{'':24}" + "".join(f"{column:>16}" for column in row))
-                is_first = False
             print(f"{name:24}" + "".join(f"{cell:>16}" for cell in row.values()), flush=True)
             if args.explain:
                 print(plans["dataflow"].explain(), flush=True)
