@@ -1,5 +1,5 @@
 from ._deployer import Deployer as Deployer
-from ._devices import simulate_devices as simulate_devices
+from ._devices import described as described, simulate_devices as simulate_devices
 from ._dry_run import DryRun as DryRun
 from ._plan import LeafPlan as LeafPlan, Plan as Plan
 from ._predictor import Predictor as Predictor

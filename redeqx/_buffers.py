@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ._hlo import Instruction, Module, arrays_of, elements_of, n_bytes
+from ._hlo import Instruction, Module, arrays_of, elements_of, n_bytes, result_type
 
 # What makes no array: it names, groups or unpacks others.
 _VIEWS = {"bitcast", "optimization-barrier", "add-dependency", "after-all", "domain"}
@@ -92,6 +92,8 @@ class _Peak:
                     buffers[i] = replace(buffers[i], op_name=part.op_name, source=part.source)
         last: dict[int, int] = {}
         for at, line in enumerate(lines):
+            if line.opcode == "get-tuple-element":
+                continue  # the others of the tuple are not used by it, and this one is where the element is
             last.update((i, at) for name in line.operands for i in values.get(name, ()) if i is not None)
         outs = values[lines[-1].name]
         last.update((i, len(lines)) for i in outs if i is not None)
@@ -145,7 +147,7 @@ class _Peak:
             return operands[0][:n_arrays] if operands else ()
         in_place = {number: operands[i] for number, i in self._in_place(line).items() if i < len(operands)}
         made: list[int | None] = []
-        for number, (dtype, shape, size) in enumerate(_typed(line.type)):
+        for number, (dtype, shape, size) in enumerate(_typed(result_type(line.type, line.opcode))):
             whole = in_place.get(number, ())
             if len(whole) == 1:
                 made.append(whole[0])
@@ -154,12 +156,6 @@ class _Peak:
             else:
                 made.append(len(buffers))
                 buffers.append(Buffer(size, dtype, shape, line.op_name, self._module.source(line)))
-        if line.opcode.endswith("-start") and len(made) > 1:  # operand, result and context, or for a copy result first
-            kept = made[0 if line.opcode == "copy-start" else 1]
-            result = None if kept is None else buffers[kept]
-            del buffers[min((i for i in made if i is not None and i >= 0), default=len(buffers)) :]
-            buffers += [result] if result else []
-            return (len(buffers) - 1 if result else None,)
         return tuple(made)
 
     def _in_place(self, line: Instruction) -> dict[int, int]:

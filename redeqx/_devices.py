@@ -17,6 +17,9 @@ from jax.experimental import topologies
 from ._chips import GPUS, TPUS, Chip, chip_of_kind
 from ._paths import nearest
 
+# Of a GPU's memory: CUDA's context and NCCL's buffers take the rest.
+USABLE = 0.95
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -26,7 +29,7 @@ class Machine:
 
     - `name`: as `describe` takes it.
     - `devices`: of JAX; of a described machine they can only be compiled for.
-    - `memory`: bytes a device; None where it is not known.
+    - `memory`: bytes of a device that a program may take; None where they are not known.
     - `chip`: published figures of a device, where they are known.
     """
 
@@ -61,7 +64,7 @@ def describe(name: str, *, memory: int | None = None) -> Machine:
     elif kind == "cpu":
         machine = _simulated(name, size)
     elif kind == "gpu":
-        machine = _gpus(name, size)
+        machine = _gpus(name, size, memory)
     elif kind in TPUS:
         machine = _tpus(name, kind, size)
     else:
@@ -101,20 +104,24 @@ def _simulated(name: str, size: str) -> Machine:
     return of_devices(name, jax.devices("cpu"))
 
 
-def _gpus(name: str, size: str) -> Machine:
+def _gpus(name: str, size: str, memory: int | None) -> Machine:
     kind, _, count = size.partition(":")
     if kind not in GPUS:
         raise _unknown(name, kind, list(GPUS))
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", count):
         raise ValueError(f"`{name}`: expected a number of GPUs, got {count!r}. Write `gpu:{kind}:8`, or `gpu:{kind}:2x8`.")
     hosts, _, devices = count.rpartition("x")
+    gpu = GPUS[kind]
+    if memory is not None:  # of which the compiler should know, since it recomputes where there is too little
+        gpu = replace(gpu, chip=replace(gpu.chip, memory=memory))
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the plugin warns of memory at length; the report does so in a line
     try:
         described = topologies.get_topology_desc(
-            platform="cuda", topology_name="", topology=f"1x{hosts or 1}x{devices}", target_config=GPUS[kind].target_config()
+            platform="cuda", topology_name="", topology=f"1x{hosts or 1}x{devices}", target_config=gpu.target_config()
         )
     except (NotImplementedError, RuntimeError) as error:
         raise _no_compiler(name, "GPU", "topology-gpu", error) from error
-    return Machine(name, tuple(described.devices), GPUS[kind].chip.memory, GPUS[kind].chip)
+    return Machine(name, tuple(described.devices), int(USABLE * gpu.chip.memory), gpu.chip)
 
 
 # Without them libtpu asks the network which TPU it is on, says on standard error that it found none, and refuses a second
@@ -201,6 +208,30 @@ _dry: Dry | None = None
 def dry() -> Dry | None:
     """What the script at hand is run dry for; None where it is run for real."""
     return _dry
+
+
+@contextmanager
+def described(topology: str, *, memory: int | None = None) -> Iterator[Machine]:
+    """Deployers made inside are for a machine that need not be there, and make no array of a model.
+
+    ```python
+    with redeqx.described("v4:2x2x2"):
+        deployer = redeqx.Deployer(n_model_shards=8)
+        model = deployer.init(lambda: Model(key=key))
+        trainer = redeqx.Trainer(deployer, model=model, ...)
+        print(trainer.dry_run(examples, per_device_batch_size=4))
+    ```
+
+    **Arguments:**
+
+    - `topology`: `"v4:2x2x2"`, `"gpu:a100-40gb:4"`, `"gpu:h100-80gb:2x8"` (hosts x devices), `"cpu:8"`, `"this"`.
+    - `memory`: bytes a device, in place of those that it is known to have.
+
+    Raises ValueError for an unknown topology, ImportError where its compiler is not installed.
+    """
+    machine = describe(topology, memory=memory)
+    with dry_for(machine):
+        yield machine
 
 
 @contextmanager

@@ -7,7 +7,6 @@ this room joins them to a verdict, and looks for what would help where a run doe
 
 import io
 import json
-import math
 import os
 import re
 import time
@@ -29,7 +28,7 @@ from ._buffers import Buffer, bytes_moved, temporaries
 from ._chips import GIB, Chip
 from ._console import Console
 from ._data import cut_rows
-from ._devices import Machine
+from ._devices import USABLE, Machine
 from ._hlo import Collective, Module, collectives
 from ._jaxprs import Change, keep_everything, matmul_flops, remat_loops
 from ._mesh import make_mesh, n_batch_shards, replicated, split_rows
@@ -181,7 +180,7 @@ class DryRun:
         if chip is None or step.is_refused:
             return None
         n = len(self.machine.devices)
-        compute = sum(flops / n / _rate(chip, dtype) for dtype, flops in step.flops.items())
+        compute = sum((flops / n / _rate(chip, dtype) for dtype, flops in step.flops.items()), 0.0)
         memory = step.bytes_moved / chip.bandwidth
         devices = list(self.plan.mesh.devices.flat)
         communication = 0.0
@@ -189,7 +188,7 @@ class DryRun:
             is_local = len({devices[i].process_index for i in each.group}) == 1
             communication += each.moved / (chip.link if is_local or chip.network is None else chip.network)
         seconds = max(compute, memory) + communication
-        ideal = sum(flops / n / _rate(chip, dtype) for dtype, flops in self.model_flops.items())
+        ideal = sum((flops / n / _rate(chip, dtype) for dtype, flops in self.model_flops.items()), 0.0)
         return Estimate(compute, memory, communication, seconds, ideal / seconds if seconds else 0.0)
 
     # --- what it says ------------------------------------------------------------------------------------------------
@@ -198,7 +197,7 @@ class DryRun:
         """Prints the report."""
         names = set(self.plan.leaves)
         console.header(self._head(), title=f"dry run on {self.machine.name}")
-        console.table("bytes a device", ("what", "GiB"), [(what, _gib(n)) for what, n in self._memory().items()])
+        console.table("bytes a device", ("what", "size"), [(what, _size(n)) for what, n in self._memory().items()])
         for name, step in self.steps.items():
             if step.is_refused:
                 continue
@@ -206,20 +205,22 @@ class DryRun:
             for each in step.largest:
                 sizes[_array(each), *_where(each, names)].append(each.bytes)
             most = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:_N_ROWS]
-            rows = [(_gib(sum(of)), str(len(of)), *key) for key, of in most if sum(of) > 1e-3 * step.needs]
+            rows = [(_size(sum(of)), str(len(of)), *key) for key, of in most if sum(of) > 1e-3 * step.needs]
             console.table(
-                f"largest temporaries at the peak of the {name} step", ("GiB", "n", "array", "layer", "line"), rows
+                f"largest temporaries at the peak of the {name} step", ("size", "n", "array", "layer", "line"), rows
             )
         train = self.steps["train"]
         if train.collectives:
-            console.table("collectives a train step", ("kind", "axis", "n", "MiB", "layer", "line"), self._sent(names))
+            console.table(
+                "collectives a train step", ("kind", "axis", "n", "a device sends", "layer", "line"), self._sent(names)
+            )
         if self.estimate is not None and not train.is_refused:
             console.header(self._estimated(self.estimate), title="estimate, from published figures: a bound, no forecast")
         console.header({"plan": self.plan.explain()}, title="plan")
         if self.tried:
             console.table(
-                "what was tried", ("GiB", "", "setting"),
-                [(_gib(t.needs), "fits" if t.fits else "does not fit", t.setting.code()) for t in self.tried],
+                "what was tried", ("needs", "", "setting"),
+                [(_size(t.needs), "fits" if t.fits else "does not fit", t.setting.code()) for t in self.tried],
             )  # fmt: skip
         console.header({"verdict": self.verdict()}, title="fits" if self.fits else "does not fit")
 
@@ -231,12 +232,12 @@ class DryRun:
     def verdict(self) -> str:
         """Whether it fits, by how much, and what to do where it does not."""
         if self.machine.memory is None:
-            return f"needs {_gib(self.needs)} GiB a device; how much there is, is not known"
-        of = f"{_gib(self.needs)} of {_gib(self.machine.memory)} GiB a device"
+            return f"needs {_size(self.needs)} a device; how much there is, is not known"
+        of = f"{_size(self.needs)} of {_size(self.machine.memory)} a device"
         if self.fits:
             spare = self.machine.memory - self.needs
-            text = f"{of}, {_gib(spare)} GiB ({spare / self.machine.memory:.0%}) to spare"
-            if self.machine.devices[0].platform == "gpu" and self.needs > 0.75 * self.machine.memory:
+            text = f"{of}, {_size(spare)} ({spare / self.machine.memory:.0%}) to spare"
+            if self.machine.devices[0].platform == "gpu" and self.needs > 0.75 / USABLE * self.machine.memory:
                 text += "; JAX takes 75 % of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION (0.95, say) is set"
             return text
         at_least = "at least " if any(step.is_refused for step in self.steps.values()) else ""
@@ -289,7 +290,7 @@ class DryRun:
 
     def _head(self) -> dict[str, str]:
         machine, setting, mesh = self.machine, self.setting, self.plan.mesh
-        memory = "memory not known" if machine.memory is None else f"{_gib(machine.memory)} GiB each"
+        memory = "memory not known" if machine.memory is None else f"{_size(machine.memory)} each"
         hosts = f", {machine.n_hosts} hosts" if machine.n_hosts > 1 else ""
         n_rows = setting.per_device_batch_size * n_batch_shards(mesh) * setting.accumulate_grad_batches
         return {
@@ -323,9 +324,9 @@ class DryRun:
             for table, row in ((sums, key), (totals, key[:2])):
                 n, moved = table[row]
                 table[row] = n + each.n_executions, moved + each.moved
-        rows = [(kind, axis, f"{n:,}", _mib(moved), "all", "") for (kind, axis), (n, moved) in totals.items()]
+        rows = [(kind, axis, f"{n:,}", _size(moved), "all", "") for (kind, axis), (n, moved) in totals.items()]
         most = sorted(sums.items(), key=lambda item: -item[1][1])[:_N_ROWS]
-        return rows + [(*key[:2], f"{n:,}", _mib(moved), *key[2:]) for key, (n, moved) in most]
+        return rows + [(*key[:2], f"{n:,}", _size(moved), *key[2:]) for key, (n, moved) in most]
 
     def _estimated(self, estimate: Estimate) -> dict[str, str]:
         step = self.steps["train"]
@@ -333,8 +334,8 @@ class DryRun:
         sent = sum(each.moved for each in step.collectives)
         return {
             "matmuls": f"{sum(step.flops.values()) / n:.3g} FLOPs a device: {estimate.compute:.3g} s",
-            "memory": f"{_gib(step.bytes_moved)} GiB moved a device: {estimate.memory:.3g} s",
-            "collectives": f"{_gib(sent)} GiB sent a device: {estimate.communication:.3g} s",
+            "memory": f"{_size(step.bytes_moved)} moved a device: {estimate.memory:.3g} s",
+            "collectives": f"{_size(sent)} sent a device: {estimate.communication:.3g} s",
             "step": f"at least {estimate.step:.3g} s where nothing overlaps, MFU at most {estimate.mfu:.0%}",
         }
 
@@ -473,8 +474,9 @@ def _groups(batch: PyTree, micro_batch_size: int, mesh: Mesh) -> tuple[PyTree, .
     return tuple(made)
 
 
-_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM")
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# How the TPU compiler says so: before it lays out memory, and after it has tried to.
+_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM|Exceeded hbm capacity by ([\d.]+)([KMGT]?)")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def _step(traced: Any, machine: Machine, effort: float, beside: int) -> Step:
@@ -489,7 +491,9 @@ def _step(traced: Any, machine: Machine, effort: float, beside: int) -> Step:
         found = _OUT_OF_MEMORY.search(str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) or found is None:
             raise
-        needs = int(float(found.group(1)) * _UNITS[found.group(2)]) + beside
+        everything, unit, excess, unit_of_excess = found.groups()
+        needs = float(everything or excess) * _UNITS[unit or unit_of_excess or ""] + beside
+        needs = int(needs) + (0 if everything else machine.memory or 0)
         return Step(needs=needs, compile_seconds=time.perf_counter() - began, is_refused=True, flops=flops)
     seconds = time.perf_counter() - began
     memory, text = compiled.memory_analysis(), compiled.as_text()
@@ -578,9 +582,6 @@ def _array(buffer: Buffer) -> str:
     return f"{buffer.dtype}[{', '.join(map(str, buffer.shape))}]"
 
 
-def _gib(n_bytes: float) -> str:
-    return f"{n_bytes / GIB:,.3g}" if n_bytes < 10 * GIB else f"{n_bytes / GIB:,.1f}"
-
-
-def _mib(n_bytes: float) -> str:
-    return f"{math.ceil(n_bytes / 2**20 * 10) / 10:,.1f}"
+def _size(n_bytes: int | float) -> str:
+    unit, size = next(((u, n) for u, n in (("GiB", GIB), ("MiB", 2**20)) if n_bytes >= n), ("KiB", 2**10))
+    return f"{n_bytes / size:,.{2 if n_bytes < 10 * size else 1}f} {unit}"

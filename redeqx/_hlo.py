@@ -26,6 +26,7 @@ _KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _CALLED = re.compile(
@@ -98,17 +99,23 @@ def collectives(hlo_text: str) -> list[Collective]:
     Raises ValueError where the text has no entry computation or a replica group is spelled in a way unknown here.
     """
     module = Module.of(hlo_text)
-    return list(_walk(module, module.entry, 1, True))
+    return list(_walk(module, module.entry, 1, True, {}))
 
 
-def _walk(module: "Module", name: str, times: int, exact: bool) -> Iterator[Collective]:
+def _walk(module: "Module", name: str, times: int, exact: bool, channels: dict[str, str]) -> Iterator[Collective]:
     for instruction in module.computations[name]:
         result, opcode, rest = instruction.type, instruction.opcode, instruction.rest
         kind = opcode.removesuffix("-start")
         if kind in _KINDS:
+            # TPU's compiler writes one that runs beside other work into each fusion that drives it: its channel is one.
+            channel = _CHANNEL.search(rest)
+            if channel and channels.setdefault(f"{kind} {channel.group(1)}", name) != name:
+                continue
+            if name.startswith("all-reduce-scatter"):  # its reduce-scatter: an all-reduce and a slice in one fusion
+                kind = "reduce-scatter"
             group = _group(rest, module.n_devices)
-            for dtype, shape in arrays_of(_moved_type(result, opcode)):
-                if kind == "reduce-scatter":
+            for dtype, shape in arrays_of(result_type(result, opcode)):
+                if opcode.startswith("reduce-scatter"):
                     shape = _unscattered(shape, len(group), rest)
                 yield Collective(
                     kind=kind,
@@ -128,10 +135,10 @@ def _walk(module: "Module", name: str, times: int, exact: bool) -> Iterator[Coll
                 continue
             if opcode == "while":  # the condition runs once more than the body; collectives there are not seen
                 n = module.trip_count(instruction)
-                yield from _walk(module, called, times * (n or 1), exact and n is not None)
+                yield from _walk(module, called, times * (n or 1), exact and n is not None, channels)
             else:
                 branch = role.endswith(("true_computation", "false_computation", "branch_computations"))
-                yield from _walk(module, called, times, exact and not branch)
+                yield from _walk(module, called, times, exact and not branch, channels)
 
 
 # --- the grammar -------------------------------------------------------------------------------------------------------
@@ -294,10 +301,11 @@ def elements_of(result: str) -> list[str]:
     return [element.strip() for element in elements]
 
 
-def _moved_type(result: str, opcode: str) -> str:
+def result_type(result: str, opcode: str) -> str:
     """The part of an instruction's type that is its result: a `-start` may carry operands and a context beside it."""
-    is_tuple_of_both = opcode.endswith("-start") and opcode != "all-reduce-start"
-    return elements_of(result)[1] if is_tuple_of_both else result
+    if not opcode.endswith("-start") or opcode == "all-reduce-start":
+        return result
+    return elements_of(result)[0 if opcode == "copy-start" else 1]
 
 
 def arrays_of(result: str) -> list[tuple[str, tuple[int, ...]]]:

@@ -24,7 +24,7 @@ from ._checkpoint import Checkpoints
 from ._console import Progress
 from ._data import Batch, Slice, batches, check_examples, collate, size_of, slices
 from ._deployer import Deployer
-from ._devices import Machine, describe, dry, of_devices
+from ._devices import describe, dry, of_devices
 from ._dry_run import DryRun, DryRunDone, Job, Setting, dry_run
 from ._fit import Fit, Options, Position, Standing
 from ._jaxprs import Change, Trace
@@ -281,7 +281,7 @@ class Trainer:
         self,
         examples: Any,
         per_device_batch_size: int,
-        topology: str | Machine | None = None,
+        topology: str | None = None,
         *,
         effort: float = -1.0,
         search: bool = True,
@@ -300,10 +300,11 @@ class Trainer:
 
         Raises ValueError for an unknown topology, ImportError where its compiler is not installed.
         """
-        if topology is None:
-            machine = of_devices("this", self.deployer.mesh.devices.flat)
+        run = dry()
+        if topology is not None:
+            machine = describe(topology)
         else:
-            machine = describe(topology) if isinstance(topology, str) else topology
+            machine = of_devices("this", self.deployer.mesh.devices.flat) if run is None else run.machine
         step = next(self._slices(examples, per_device_batch_size, self._accumulate, len(machine.devices)))
         return dry_run(self._job(step, per_device_batch_size), machine, effort=effort, search=search)
 
