@@ -9,7 +9,7 @@ test sweep parity benchmarks: export NPROC ?= 16
 # A file at a time in each of two processes: compilation, which takes most of the time, uses one core.
 PYTEST_WORKERS ?= -n 2 --dist loadfile
 
-.PHONY: demo examples test lint sweep parity benchmarks clean
+.PHONY: demo examples test lint sweep parity benchmarks table1 clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.language_modeling
@@ -42,6 +42,10 @@ benchmarks: $(VENV)/.bench
 	$(BIN)/python tests/benchmarks/step_speed.py
 	$(BIN)/python tests/benchmarks/generation.py
 
+# The paper's Table 1 from the compilers of TPUs and GPUs that are not here: 5 GB to install.
+table1: $(VENV)/.topology
+	$(BIN)/python tests/benchmarks/table1.py
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -51,7 +55,11 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable ".[dev,examples,hf,tensorboard]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev,examples,hf,tensorboard,topology-tpu]"
+	touch $@
+
+$(VENV)/.topology: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable ".[topology-tpu,topology-gpu]"
 	touch $@
 
 # torch first and alone, pinned to the digit: a looser requirement draws gigabytes of CUDA.

@@ -12,7 +12,7 @@ equation that brings its own derivative, or whose inside is not followed, gets i
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,7 +103,14 @@ def _label(values: Sequence[Any], homes: Sequence[Home | None]) -> list[Any]:
 
 
 def _constrained(value: Any, home: Home, sharding: NamedSharding) -> Any:
-    return jax.lax.with_sharding_constraint(value, sharding) if home.is_gathered else value
+    if not home.is_gathered:
+        return value
+    with _named(home):
+        return jax.lax.with_sharding_constraint(value, sharding)
+
+
+def _named(home: Home) -> AbstractContextManager[Any]:
+    return jax.named_scope(home.name) if home.name else nullcontext()
 
 
 def _value(value: Any) -> Any:
@@ -177,7 +184,7 @@ def _use(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[An
     if regather and not eqn.effects and any(home.is_gathered for home in weights):
         # Without this the backward pass would keep every gathered weight since the forward pass: the whole model.
         compute = jax.checkpoint(compute, prevent_cse=not in_loop)
-    with jax.named_scope(weights[0].name) if weights[0].name else nullcontext():
+    with _named(weights[0]):
         return compute(*map(_value, ins))
 
 

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import sys
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -21,7 +22,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from ._buffers import Buffer, bytes_moved, temporaries
@@ -57,7 +58,7 @@ class Setting:
             f"per_device_batch_size={self.per_device_batch_size}, accumulate_grad_batches={self.accumulate_grad_batches}",
         ]
         if self.remat:
-            lines.append("jax.checkpoint around what each layer's loop runs (of redeqx.models: remat=True in the config)")
+            lines.append("jax.checkpoint on the body of the layers' scan (redeqx.models: remat=True)")
         return "; ".join(lines)
 
 
@@ -134,11 +135,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Tried:
-    """Another setting of a run that does not fit: bytes that it needs, None where it cannot be compiled."""
+    """Another setting of a run that does not fit: bytes that it needs, or at least needs where it was not compiled."""
 
     setting: Setting
     needs: int
     fits: bool
+    is_bound: bool = False
 
 
 @dataclass(frozen=True)
@@ -216,12 +218,17 @@ class DryRun:
             )
         if self.estimate is not None and not train.is_refused:
             console.header(self._estimated(self.estimate), title="estimate, from published figures: a bound, no forecast")
-        console.header({"plan": self.plan.explain()}, title="plan")
+        console.info(self.plan.explain(), title="plan")
         if self.tried:
-            console.table(
-                "what was tried", ("needs", "", "setting"),
-                [(_size(t.needs), "fits" if t.fits else "does not fit", t.setting.code()) for t in self.tried],
-            )  # fmt: skip
+            rows = [
+                (
+                    ("over " if tried.is_bound else "") + _size(tried.needs),
+                    "fits" if tried.fits else "does not fit",
+                    tried.setting.code(),
+                )
+                for tried in self.tried
+            ]
+            console.table("what was tried", ("needs", "", "setting"), rows)
         console.header({"verdict": self.verdict()}, title="fits" if self.fits else "does not fit")
 
     def __str__(self) -> str:
@@ -306,13 +313,26 @@ class DryRun:
         rows = dict(self.held)
         for name, step in self.steps.items():
             if not step.is_refused:
-                what = "gradients, activations and other temporaries" if name == "train" else "temporaries"
-                rows[f"{name} step: {what}"] = step.temporaries + step.outputs
+                like_weights = min(self._like_weights(step), step.temporaries)
+                what = "gradients and copies of weights" if name == "train" else "copies of weights"
+                rows[f"{name} step: {what}"] = like_weights
+                rows[f"{name} step: activations and other temporaries"] = step.temporaries + step.outputs - like_weights
                 if step.code:
                     rows[f"{name} step: program"] = step.code
             rows[f"{name} step: all" + (" (refused: at least)" if step.is_refused else "")] = step.needs
         rows.update({f"on disk, a checkpoint's {name}": size for name, size in self.files.items()})
-        return rows
+        return {what: size for what, size in rows.items() if size}
+
+    def _like_weights(self, step: Step) -> int:
+        """Bytes at a step's peak of arrays in the shape of a weight as it lives or is used, or of a layer's slice of one."""
+        shapes = set()
+        for name, leaf in self.plan.leaves.items():
+            for spec in (leaf.spec, self.plan.spec_in_use(name)):
+                shape = NamedSharding(self.plan.mesh, spec).shard_shape(leaf.shape)
+                shapes |= {_sides(shape), _sides(shape[1:])}
+        return sum(
+            buffer.bytes for buffer in step.largest if _sides(buffer.shape) in shapes and len(_sides(buffer.shape)) > 1
+        )
 
     def _sent(self, names: set[str]) -> list[tuple[str, ...]]:
         sums: dict[tuple[str, ...], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
@@ -351,24 +371,25 @@ class DryRunDone(SystemExit):
 # --- compiling -------------------------------------------------------------------------------------------------------------
 
 
-def dry_run(job: Job, machine: Machine, *, effort: float = -1.0, search: bool = True) -> DryRun:
+def dry_run(job: Job, machine: Machine, *, optimization: str = "O2", search: bool = True) -> DryRun:
     """Compiles the steps of a job for a machine.
 
     **Arguments:**
 
-    - `effort`: of the compiler, from -1 (fast) to 1; 0 is what a real run takes.
+    - `optimization`: the compiler's level, `"O0"` to `"O3"`. `"O2"` takes the memory that a run takes, which is compiled at
+        JAX's own default, `"UNKNOWN"`, in half the time; `"O1"` is faster still and, on TPUs, takes less memory.
     - `search`: whether to try other settings where the job's own does not fit. Each is one more compilation.
     """
-    run = _compiled(job, machine, job.setting, effort)
+    run = _compiled(job, machine, job.setting, optimization)
     if run.fits or not search:
         return run
     tried = []
     for setting in _candidates(job, machine):
         try:
-            other = _compiled(job, machine, setting, effort, only_train=True)
+            other = _compiled(job, machine, setting, optimization, only_train=True)
         except ValueError:
             continue  # heads or rows that do not divide so
-        tried.append(Tried(setting, other.needs, other.fits))
+        tried.append(Tried(setting, other.needs, other.fits, other.steps["train"].is_refused))
         if sum(each.fits for each in tried) == 2:
             break
     return replace(run, tried=tuple(tried))
@@ -420,7 +441,7 @@ def _candidates(job: Job, machine: Machine) -> Iterator[Setting]:
             yield setting
 
 
-def _compiled(job: Job, machine: Machine, setting: Setting, effort: float, only_train: bool = False) -> DryRun:
+def _compiled(job: Job, machine: Machine, setting: Setting, optimization: str, only_train: bool = False) -> DryRun:
     mesh = make_mesh(setting.n_model_shards, setting.n_fsdp_shards, machine.devices)
     micro_batch_size = setting.per_device_batch_size * n_batch_shards(mesh)
     groups = _groups(job.batch, micro_batch_size, mesh)
@@ -445,7 +466,7 @@ def _compiled(job: Job, machine: Machine, setting: Setting, effort: float, only_
         return program.train_step.trace(*carried, program.frozen, program.key, groups)
 
     i = jax.ShapeDtypeStruct((), "uint32")
-    steps = {"train": _step(of_train(program), machine, effort, 0)}
+    steps = {"train": _step(of_train(program), machine, optimization, 0)}
     model_flops: Mapping[str, int] = {}
     if not only_train:
         exact = of_train(job.make_program(plan, keep_everything)) if job.can_remat else of_train(program)
@@ -454,9 +475,9 @@ def _compiled(job: Job, machine: Machine, setting: Setting, effort: float, only_
         if job.eval_batch is not None:
             eval_groups = _groups(job.eval_batch, job.eval_per_device_batch_size * n_batch_shards(mesh), mesh)
             args = (program.trained, program.frozen, program.state, program.key, i, eval_groups)
-            steps["eval"] = _step(program.eval_step.trace(*args), machine, effort, beside)
+            steps["eval"] = _step(program.eval_step.trace(*args), machine, optimization, beside)
         if job.trace_predict is not None:
-            steps["predict"] = _step(job.trace_predict(program), machine, effort, beside)
+            steps["predict"] = _step(job.trace_predict(program), machine, optimization, beside)
     return DryRun(machine, setting, plan, held, steps, job.files, model_flops)
 
 
@@ -479,13 +500,13 @@ _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM|Exceed
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def _step(traced: Any, machine: Machine, effort: float, beside: int) -> Step:
+def _step(traced: Any, machine: Machine, optimization: str, beside: int) -> Step:
     """One traced step, compiled; `beside` are bytes that stay in memory while it runs."""
     flops = matmul_flops(traced.jaxpr.jaxpr)
     lowered = traced.lower()
     began = time.perf_counter()
     try:
-        with _at_effort(effort):
+        with _at_level(optimization):
             compiled = lowered.compile(compiler_options=_options(machine))
     except jax.errors.JaxRuntimeError as error:
         found = _OUT_OF_MEMORY.search(str(error))
@@ -525,13 +546,16 @@ def _options(machine: Machine) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _at_effort(effort: float) -> Iterator[None]:
-    before = jax.config.values["jax_exec_time_optimization_effort"]
-    jax.config.update("jax_exec_time_optimization_effort", effort)
+def _at_level(optimization: str) -> Iterator[None]:
+    before = getattr(jax.config, _LEVEL)
+    jax.config.update(_LEVEL, optimization)
     try:
         yield
     finally:
-        jax.config.update("jax_exec_time_optimization_effort", before)
+        jax.config.update(_LEVEL, before)
+
+
+_LEVEL = "jax_optimization_level"
 
 
 # --- words -----------------------------------------------------------------------------------------------------------------
@@ -555,7 +579,9 @@ def _where(of: Any, names: set[str]) -> tuple[str, str]:
         layer = "/".join([part for part in parts if part and part not in _PLUMBING][-2:])
     lines = [line for line in of.source if not line.startswith((_FOLDER + os.sep + "_", *_LIBRARIES))]
     line = (lines or list(of.source[:1]) or [""])[0]
-    return layer, os.path.relpath(line) if line.startswith(os.getcwd() + os.sep) else line
+    # As it is imported: `redeqx/models/opt.py:318`.
+    folder = max((path for path in sys.path if path and line.startswith(path + os.sep)), key=len, default="")
+    return layer, line.removeprefix(folder + os.sep) if folder else line
 
 
 _PLUMBING = {
@@ -576,6 +602,11 @@ _LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (jax, eqx, op
 def _plain(of: Any, names: set[str]) -> dict[str, Any]:
     layer, line = _where(of, names)
     return {**{key: value for key, value in vars(of).items() if key != "source"}, "layer": layer, "line": line}
+
+
+def _sides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape whichever way it is turned."""
+    return tuple(sorted(size for size in shape if size != 1))
 
 
 def _array(buffer: Buffer) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 DATA = "data"
@@ -43,7 +44,11 @@ def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence
         )
     shape = (n_devices // n_shards, n_fsdp_shards, n_model_shards)
     # Auto: the plan pins parameters and inputs, XLA's partitioner derives the rest. (Newer JAX defaults to Explicit.)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    types = (AxisType.Auto,) * len(AXES)
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    except NotImplementedError:  # as 8 x 8 shards on a torus of 4 x 4 x 4 chips, whose sides are then shared by two axes
+        return Mesh(create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES, axis_types=types)
 
 
 def n_batch_shards(mesh: Mesh) -> int:
