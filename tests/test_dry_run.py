@@ -273,6 +273,14 @@ def test_a_described_tpu_compiles_and_says_what_it_sends():
 
 
 @needs_tpu_compiler
+def test_a_mesh_whose_axes_share_a_side_of_the_torus():
+    """`jax.make_mesh` refuses 8 x 8 on 4 x 4 x 4 chips."""
+    with redeqx.described("v4:4x4x4"):
+        mesh = deployer(8, 8).mesh
+    assert mesh.shape == {"data": 1, "fsdp": 8, "model": 8} and len({device.id for device in mesh.devices.flat}) == 64
+
+
+@needs_tpu_compiler
 def test_a_tpu_refuses_what_it_does_not_hold():
     config = remat(GPT2Config.xl().without_dropout())
     with redeqx.described("v5e:2x2"):

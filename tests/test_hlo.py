@@ -103,6 +103,56 @@ def test_asynchronous_forms_count_once_and_by_their_result():
     ]
 
 
+def test_what_runs_beside_other_work_on_a_tpu_counts_once():
+    """Each fusion that drives an asynchronous collective has it in its text, with the same channel."""
+    gather = "%ag = f32[32,8]{1,0} all-gather(%q), channel_id=7, replica_groups=[1,8]<=[8], dimensions={0}"
+    scatter = "%ar = f32[4,8]{1,0} all-reduce(%q), channel_id=8, replica_groups={}, to_apply=%add"
+    text = _module(
+        """  %a = f32[32,8]{1,0} fusion(%p), kind=kCustom, calls=%started
+  %b = f32[32,8]{1,0} fusion(%p), kind=kCustom, calls=%driven
+  ROOT %c = f32[4,1]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.3""",
+        "".join(
+            f"%{name} (q: f32[4,8]) -> f32[4,8] {{\n  %q = f32[4,8]{{1,0}} parameter(0)\n  ROOT {line}\n}}\n"
+            for name, line in (("started", gather), ("driven", gather), ("all-reduce-scatter.3", scatter))
+        ),
+    )
+    found = [(c.kind, c.bytes, c.n_executions) for c in hlo.collectives(text)]
+    assert found == [("all-gather", 1024, 1), ("reduce-scatter", 128, 1)]
+
+
+HEAD = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+FileNames
+1 "/home/me/train.py"
+2 "/site/model.py"
+
+FunctionNames
+1 "loss"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=4 end_column=9}
+2 {file_name_id=2 function_name_id=1 line=30 end_line=31 column=8 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+
+"""
+
+
+def test_lines_are_told_from_the_innermost():
+    entry = """ENTRY %main (p: f32[4,8]) -> f32[4,8] {
+  %p = f32[4,8]{1,0} parameter(0)
+  %a = f32[4,8]{1,0} all-reduce(%p), replica_groups={}, metadata={op_name="x" stack_frame_id=2}
+  %b = f32[4,8]{1,0} all-reduce(%p), replica_groups={}, metadata={op_name="x" source_file="old.py" source_line=3}
+  ROOT %c = f32[4,8]{1,0} all-reduce(%p), replica_groups={}
+}
+"""
+    sources = [c.source for c in hlo.collectives(HEAD + entry)]
+    assert sources == [("/site/model.py:30", "/home/me/train.py:7"), ("old.py:3",), ()]
+
+
 def test_loops_multiply_and_unknown_counts_are_said():
     body = """%{name} (s: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {{
   %s = (s32[], f32[4,8]{{1,0}}) parameter(0)

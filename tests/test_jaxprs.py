@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from redeqx._jaxprs import Trace
+from redeqx._jaxprs import Trace, keep_everything, matmul_flops, remat_loops, rewrite
 
 X = jnp.ones(4)
 
@@ -95,3 +95,72 @@ def test_shapes_are_enough_and_every_output_counts():
     trace = Trace.of(fn, {"a": shape, "b": shape, "c": shape, "name": "not an array"}, {"x": shape})
     assert trace.reads() == {"a": True, "b": True, "c": False}
     assert trace.leaves == (shape, shape, shape)
+
+
+# --- rewritten -----------------------------------------------------------------------------------------------------------
+
+
+def deep(weights, x):
+    """Sines in a scan in a jit, in a branch, in a while loop, and in a remat."""
+
+    def layer(x, w):
+        return jnp.sin(x @ w), None
+
+    x = jax.jit(lambda x: jax.lax.scan(layer, x, weights)[0])(x)
+    x = jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
+    x = jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1]
+    return {"out": jax.checkpoint(jnp.sin)(x)}
+
+
+def test_equations_are_changed_wherever_they_are():
+    weights, x = jnp.linspace(0.1, 0.9, 3 * 16).reshape(3, 4, 4), jnp.ones((2, 4))
+
+    def doubled(eqn):
+        return (lambda x: [2 * x]) if eqn.primitive.name == "sin" else None
+
+    def by_hand(weights, x):
+        for w in weights:
+            x = 2 * (x @ w)
+        return 2 * 2 * 2 * (2 * x)  # the branch, two rounds of the loop, the remat
+
+    rewritten = rewrite(deep, doubled)(weights, x)
+    assert jnp.allclose(rewritten["out"], by_hand(weights, x))
+    assert jnp.array_equal(rewrite(deep, lambda eqn: None)(weights, x)["out"], deep(weights, x)["out"])
+
+
+def scanned_loss(weights, x):
+    return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0])
+
+
+def rematted_loss(weights, x):
+    return jnp.sum(jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), x, weights)[0])
+
+
+def test_loops_recompute_and_remats_keep_with_the_same_gradients():
+    weights, x = jnp.linspace(-1, 1, 3 * 64).reshape(3, 8, 8), jnp.linspace(0, 1, 16).reshape(2, 8)
+    expected = jax.grad(scanned_loss)(weights, x)
+    again, kept = rewrite(scanned_loss, remat_loops), rewrite(rematted_loss, keep_everything)
+    for fn in (again, kept):
+        assert jnp.allclose(jax.grad(fn)(weights, x), expected, rtol=1e-6)
+    forward = 3 * 2 * 2 * 8 * 8
+    flops = {fn: matmul_flops(jax.make_jaxpr(jax.grad(fn))(weights, x).jaxpr).total() for fn in (scanned_loss, again, kept)}
+    assert flops == {scanned_loss: 3 * forward, again: 4 * forward, kept: 3 * forward}
+    # What recomputes already is left as it is.
+    assert str(jax.make_jaxpr(rewrite(rematted_loss, remat_loops))(weights, x)) == str(
+        jax.make_jaxpr(rematted_loss)(weights, x)
+    )
+
+
+def test_flops_of_matmuls_and_convolutions_by_dtype():
+    def fn(a, b, image, kernel):
+        matmul = jnp.einsum("bij,bjk->bik", a, b)
+        conv = jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", feature_group_count=2)
+        branch = jax.lax.cond(matmul.sum() > 0, lambda a: a @ a.mT, lambda a: a[..., :4] @ a[..., :4].mT, a)
+        return matmul, conv, branch
+
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (
+        ((2, 3, 5), "bfloat16"), ((2, 5, 7), "bfloat16"), ((1, 4, 8, 8), "float32"), ((6, 2, 3, 3), "float32")
+    )]  # fmt: skip
+    flops = matmul_flops(jax.make_jaxpr(fn)(*shapes).jaxpr)
+    longest = 2 * 2 * 3 * 3 * 5
+    assert flops == {"bfloat16": 2 * 2 * 3 * 7 * 5 + longest, "float32": 2 * (6 * 8 * 8) * (2 * 3 * 3)}

@@ -6,7 +6,8 @@
 
 Each row is one full-parameter training step in float32 with AdamW, layers scanned and recomputed in the backward pass, for
 the length that the paper gives. The largest batch is searched for by compiling: doubled until it is refused, then halved
-into the gap, until that is an eighth of it. What a compilation takes of this host is printed too: the longest, and memory at its most.
+into the gap, until that is an eighth of it. What a compilation takes of this host is printed too: the longest, and memory
+at its most.
 
 The paper's 1080 Ti of 10 GB is a 2080 Ti's description with 10 GB: CUDA 13's compiler knows none older.
 """
