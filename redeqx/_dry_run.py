@@ -100,6 +100,8 @@ class Step:
     - `largest`: what it holds at its peak.
     - `flops`: of all devices together, by dtype: matmuls and convolutions, recomputation included.
     - `bytes_moved`: read from and written to memory.
+    - `unread`: why the compiled program's text could not be read; what it would say is then not known: what is held at the
+        peak, collectives, bytes moved. Empty where it could.
     """
 
     needs: int
@@ -113,6 +115,7 @@ class Step:
     collectives: tuple[Collective, ...] = ()
     flops: Mapping[str, int] = field(default_factory=dict)
     bytes_moved: int = 0
+    unread: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,9 +180,9 @@ class DryRun:
 
     @property
     def estimate(self) -> Estimate | None:
-        """Of the train step; None where the devices' figures are not known, or the compiler refused."""
+        """Of the train step; None where the devices' figures are not known, or not what the compiler made."""
         step, chip = self.steps["train"], self.machine.chip
-        if chip is None or step.is_refused:
+        if chip is None or step.is_refused or step.unread:
             return None
         n = len(self.machine.devices)
         compute = sum((flops / n / _rate(chip, dtype) for dtype, flops in step.flops.items()), 0.0)
@@ -203,6 +206,11 @@ class DryRun:
         for name, step in self.steps.items():
             if step.is_refused:
                 continue
+            if step.unread:
+                console.info(
+                    f"the {name} step's program cannot be read, so its arrays and collectives are not known: {step.unread}"
+                )
+                continue
             sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
             for each in step.largest:
                 sizes[_array(each), *_where(each, names)].append(each.bytes)
@@ -216,8 +224,9 @@ class DryRun:
             console.table(
                 "collectives a train step", ("kind", "axis", "n", "a device sends", "layer", "line"), self._sent(names)
             )
-        if self.estimate is not None and not train.is_refused:
-            console.header(self._estimated(self.estimate), title="estimate, from published figures: a bound, no forecast")
+        if not train.is_refused:
+            bound = "" if self.estimate is None else "; an estimate from published figures: a bound, no forecast"
+            console.header(self._work(), title="a train step" + bound)
         console.info(self.plan.explain(), title="plan")
         if self.tried:
             rows = [
@@ -348,16 +357,21 @@ class DryRun:
         most = sorted(sums.items(), key=lambda item: -item[1][1])[:_N_ROWS]
         return rows + [(*key[:2], f"{n:,}", _size(moved), *key[2:]) for key, (n, moved) in most]
 
-    def _estimated(self, estimate: Estimate) -> dict[str, str]:
-        step = self.steps["train"]
+    def _work(self) -> dict[str, str]:
+        """What a train step computes, moves and sends; with times where the devices' figures are known."""
+        step, estimate = self.steps["train"], self.estimate
         n = len(self.machine.devices)
         sent = sum(each.moved for each in step.collectives)
-        return {
-            "matmuls": f"{sum(step.flops.values()) / n:.3g} FLOPs a device: {estimate.compute:.3g} s",
-            "memory": f"{_size(step.bytes_moved)} moved a device: {estimate.memory:.3g} s",
-            "collectives": f"{_size(sent)} sent a device: {estimate.communication:.3g} s",
-            "step": f"at least {estimate.step:.3g} s where nothing overlaps, MFU at most {estimate.mfu:.0%}",
+        rows = {
+            "matmuls": f"{sum(step.flops.values()) / n:.3g} FLOPs a device",
+            "memory": f"{_size(step.bytes_moved)} read and written a device",
+            "collectives": f"{_size(sent)} sent a device",
         }
+        if estimate is None:
+            return rows
+        times = (estimate.compute, estimate.memory, estimate.communication)
+        rows = {what: f"{text}: {seconds:.3g} s" for (what, text), seconds in zip(rows.items(), times, strict=True)}
+        return {**rows, "step": f"at least {estimate.step:.3g} s where nothing overlaps, MFU at most {estimate.mfu:.0%}"}
 
 
 class DryRunDone(SystemExit):
@@ -371,13 +385,13 @@ class DryRunDone(SystemExit):
 # --- compiling -------------------------------------------------------------------------------------------------------------
 
 
-def dry_run(job: Job, machine: Machine, *, optimization: str = "O2", search: bool = True) -> DryRun:
+def dry_run(job: Job, machine: Machine, *, optimization: str | None = None, search: bool = True) -> DryRun:
     """Compiles the steps of a job for a machine.
 
     **Arguments:**
 
-    - `optimization`: the compiler's level, `"O0"` to `"O3"`. `"O2"` takes the memory that a run takes, which is compiled at
-        JAX's own default, `"UNKNOWN"`, in half the time; `"O1"` is faster still and, on TPUs, takes less memory.
+    - `optimization`: the compiler's level, `"O0"` to `"O3"`, or `"UNKNOWN"`, that of a run. By default that, but for TPUs
+        `"O2"`, which takes the same memory in half the time; `"O1"` is faster still, and takes less.
     - `search`: whether to try other settings where the job's own does not fit. Each is one more compilation.
     """
     run = _compiled(job, machine, job.setting, optimization)
@@ -441,7 +455,7 @@ def _candidates(job: Job, machine: Machine) -> Iterator[Setting]:
             yield setting
 
 
-def _compiled(job: Job, machine: Machine, setting: Setting, optimization: str, only_train: bool = False) -> DryRun:
+def _compiled(job: Job, machine: Machine, setting: Setting, optimization: str | None, only_train: bool = False) -> DryRun:
     mesh = make_mesh(setting.n_model_shards, setting.n_fsdp_shards, machine.devices)
     micro_batch_size = setting.per_device_batch_size * n_batch_shards(mesh)
     groups = _groups(job.batch, micro_batch_size, mesh)
@@ -500,13 +514,13 @@ _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM|Exceed
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def _step(traced: Any, machine: Machine, optimization: str, beside: int) -> Step:
+def _step(traced: Any, machine: Machine, optimization: str | None, beside: int) -> Step:
     """One traced step, compiled; `beside` are bytes that stay in memory while it runs."""
     flops = matmul_flops(traced.jaxpr.jaxpr)
     lowered = traced.lower()
     began = time.perf_counter()
     try:
-        with _at_level(optimization):
+        with _at_level(optimization or ("O2" if machine.devices[0].platform == "tpu" else "UNKNOWN")):
             compiled = lowered.compile(compiler_options=_options(machine))
     except jax.errors.JaxRuntimeError as error:
         found = _OUT_OF_MEMORY.search(str(error))
@@ -517,8 +531,7 @@ def _step(traced: Any, machine: Machine, optimization: str, beside: int) -> Step
         needs = int(needs) + (0 if everything else machine.memory or 0)
         return Step(needs=needs, compile_seconds=time.perf_counter() - began, is_refused=True, flops=flops)
     seconds = time.perf_counter() - began
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    module = Module.of(text)
+    memory = compiled.memory_analysis()
     outputs = max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
     sizes = {
         "arguments": memory.argument_size_in_bytes,
@@ -526,13 +539,16 @@ def _step(traced: Any, machine: Machine, optimization: str, beside: int) -> Step
         "outputs": outputs,
         "code": memory.generated_code_size_in_bytes,
     }
-    return Step(
-        needs=sum(sizes.values()) + beside,
-        compile_seconds=seconds,
-        **sizes,
+    step = Step(needs=sum(sizes.values()) + beside, compile_seconds=seconds, **sizes, flops=flops)
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:  # a libtpu newer than jaxlib writes what that cannot parse
+        return replace(step, unread=str(error).splitlines()[0])
+    module = Module.of(text)
+    return replace(
+        step,
         largest=tuple(buffer for buffer in temporaries(module) if buffer.bytes >= 2**10),
         collectives=tuple(each for each in collectives(text) if each.group_size > 1),
-        flops=flops,
         bytes_moved=bytes_moved(module),
     )
 

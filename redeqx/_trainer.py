@@ -283,7 +283,7 @@ class Trainer:
         per_device_batch_size: int,
         topology: str | None = None,
         *,
-        optimization: str = "O2",
+        optimization: str | None = None,
         search: bool = True,
     ) -> DryRun:
         """What a step of training takes, compiled and not run: memory, collectives, FLOPs, and whether it fits.
@@ -295,8 +295,8 @@ class Trainer:
         - `examples`, `per_device_batch_size`: as for `train`; the first step's are compiled for.
         - `topology`: devices that need not be there, with the shards of this deployer: `"v4:2x2x2"`, `"gpu:a100-40gb:4"`,
             `"gpu:h100-80gb:2x8"`; its own devices by default.
-        - `optimization`: the compiler's level, `"O0"` to `"O3"`. `"O2"` takes the memory that a run takes, which is compiled at
-            JAX's own default, `"UNKNOWN"`, in half the time; `"O1"` is faster still and, on TPUs, takes less memory.
+        - `optimization`: the compiler's level, `"O0"` to `"O3"`, or `"UNKNOWN"`, that of a run. By default that, but for
+            TPUs `"O2"`, which takes the same memory in half the time; `"O1"` is faster still, and takes less.
         - `search`: whether to try what could help where it does not fit.
 
         Raises ValueError for an unknown topology, ImportError where its compiler is not installed.
