@@ -66,6 +66,11 @@ def _bytes(text: str) -> int:
 
 
 def _dry_run(args: argparse.Namespace) -> int:
+    if not args.is_module and not Path(args.script).is_file():
+        print(
+            f"`{args.script}`: expected a script, got no such file. For a module write `-m {args.script}`.", file=sys.stderr
+        )
+        return 1
     try:
         machine = _machine(args.topology, args.memory)
     except (ValueError, ImportError) as error:
@@ -73,7 +78,7 @@ def _dry_run(args: argparse.Namespace) -> int:
         return 1
     console = Console(None)
     try:
-        with dry_for(machine, optimization=args.effort, search=not args.no_search):
+        with dry_for(machine, optimization=args.effort, search=not args.no_search, say=console.info):
             _run(args.script, args.args, args.is_module)
     except DryRunDone as done:
         done.run.show(console)
@@ -84,7 +89,7 @@ def _dry_run(args: argparse.Namespace) -> int:
         if error.code not in (None, 0):
             raise
     except BaseException as error:
-        _print_own_traceback(error, args.script)
+        _print_own_traceback(error)
         if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
             print(
                 f"`{args.script}`: expected models that are shapes, got one whose arrays this machine does not hold. "
@@ -124,7 +129,7 @@ def _run(script: str, args: list[str], is_module: bool) -> None:
         runpy.run_path(str(Path(script).resolve()), run_name="__main__")
 
 
-def _print_own_traceback(error: BaseException, script: str) -> None:
+def _print_own_traceback(error: BaseException) -> None:
     """What Python itself would print, without the frames that lead to the script."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):

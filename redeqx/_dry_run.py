@@ -1,65 +1,33 @@
-"""A training run, compiled for devices that need not be there: whether it fits, what it holds, sends and computes.
+"""A training run, compiled for devices that need not be there, and a search for what would make it fit.
 
 Nothing is allocated: models, optimizer states and batches are shapes with shardings, and what is known of a step is read
 from its compiled program. Which machines there are is `_devices`; what a program holds and sends, `_buffers` and `_hlo`;
-this room joins them to a verdict, and looks for what would help where a run does not fit.
+what is said of it, `_report`.
 """
 
-import io
-import json
-import os
 import re
-import sys
 import time
 import warnings
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import equinox as eqx
 import jax
-import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ._buffers import Buffer, bytes_moved, temporaries
-from ._chips import GIB, Chip
-from ._console import Console
+from ._buffers import bytes_moved, temporaries
 from ._data import cut_rows
-from ._devices import USABLE, Machine
-from ._hlo import Collective, Module, collectives
+from ._devices import Machine
+from ._hlo import Module, collectives
 from ._jaxprs import Change, keep_everything, matmul_flops, remat_loops
 from ._mesh import make_mesh, n_batch_shards, replicated, split_rows
 from ._plan import Plan
+from ._report import DryRun, Setting, Step, Tried
 from ._step import Program, shard_bytes
 
 EXIT_DOES_NOT_FIT = 3
-_N_ROWS = 10  # of a table
-_FOLDER = str(Path(__file__).parent)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The numbers that decide how a run is laid out."""
-
-    n_model_shards: int
-    n_fsdp_shards: int
-    per_device_batch_size: int
-    accumulate_grad_batches: int
-    remat: bool = False  # whether loops over layers were made to recompute, which the model does not do by itself
-
-    def code(self) -> str:
-        """What to write in a script."""
-        lines = [
-            f"Deployer(n_model_shards={self.n_model_shards}, n_fsdp_shards={self.n_fsdp_shards})",
-            f"per_device_batch_size={self.per_device_batch_size}, accumulate_grad_batches={self.accumulate_grad_batches}",
-        ]
-        if self.remat:
-            lines.append("jax.checkpoint on the body of the layers' scan (redeqx.models: remat=True)")
-        return "; ".join(lines)
 
 
 @dataclass(frozen=True)
@@ -88,292 +56,6 @@ class Job:
     files: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Step:
-    """One compiled step, on one device.
-
-    **Arguments:**
-
-    - `needs`: bytes, with what of the run's state it is not given but stays in memory.
-    - `is_refused`: whether the compiler itself refused; `needs` is then what it said, and nothing else is known.
-    - `arguments`, `temporaries`, `outputs`, `code`: bytes as the compiler says; outputs that replace arguments left out.
-    - `largest`: what it holds at its peak.
-    - `flops`: of all devices together, by dtype: matmuls and convolutions, recomputation included.
-    - `bytes_moved`: read from and written to memory.
-    - `unread`: why the compiled program's text could not be read; what it would say is then not known: what is held at the
-        peak, collectives, bytes moved. Empty where it could.
-    """
-
-    needs: int
-    compile_seconds: float
-    is_refused: bool = False
-    arguments: int = 0
-    temporaries: int = 0
-    outputs: int = 0
-    code: int = 0
-    largest: tuple[Buffer, ...] = ()
-    collectives: tuple[Collective, ...] = ()
-    flops: Mapping[str, int] = field(default_factory=dict)
-    bytes_moved: int = 0
-    unread: str = ""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A roofline: what a step takes at the published rates of its devices, in seconds. A bound from below, not a forecast.
-
-    **Arguments:**
-
-    - `compute`, `memory`, `communication`: if that alone were to be done, with nothing overlapping.
-    - `step`: the longer of the first two, and the third.
-    - `mfu`: the model's own matmuls over what the devices could compute in that time.
-    """
-
-    compute: float
-    memory: float
-    communication: float
-    step: float
-    mfu: float
-
-
-@dataclass(frozen=True)
-class Tried:
-    """Another setting of a run that does not fit: bytes that it needs, or at least needs where it was not compiled."""
-
-    setting: Setting
-    needs: int
-    fits: bool
-    is_bound: bool = False
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """What is known of a run before it runs. `print` it; `to_json` for programs.
-
-    **Arguments:**
-
-    - `held`: bytes a device of what lives through the run, by what it is.
-    - `steps`: `"train"`, and of the evaluation `"eval"` and `"predict"`.
-    - `files`: bytes of each file of a checkpoint.
-    - `model_flops`: of a step's matmuls without recomputation, all devices together, by dtype.
-    - `tried`: settings that were tried where this one does not fit.
-    """
-
-    machine: Machine
-    setting: Setting
-    plan: Plan
-    held: Mapping[str, int]
-    steps: Mapping[str, Step]
-    files: Mapping[str, int]
-    model_flops: Mapping[str, int]
-    tried: tuple[Tried, ...] = ()
-
-    @property
-    def needs(self) -> int:
-        """Bytes a device, at the peak of the step that needs most."""
-        return max(step.needs for step in self.steps.values())
-
-    @property
-    def fits(self) -> bool:
-        """Whether every device's memory holds the run; also where it is not known how much memory there is."""
-        return _fits(self.machine, self.steps)
-
-    @property
-    def estimate(self) -> Estimate | None:
-        """Of the train step; None where the devices' figures are not known, or not what the compiler made."""
-        step, chip = self.steps["train"], self.machine.chip
-        if chip is None or step.is_refused or step.unread:
-            return None
-        n = len(self.machine.devices)
-        compute = sum((flops / n / _rate(chip, dtype) for dtype, flops in step.flops.items()), 0.0)
-        memory = step.bytes_moved / chip.bandwidth
-        devices = list(self.plan.mesh.devices.flat)
-        communication = 0.0
-        for each in step.collectives:
-            is_local = len({devices[i].process_index for i in each.group}) == 1
-            communication += each.moved / (chip.link if is_local or chip.network is None else chip.network)
-        seconds = max(compute, memory) + communication
-        ideal = sum((flops / n / _rate(chip, dtype) for dtype, flops in self.model_flops.items()), 0.0)
-        return Estimate(compute, memory, communication, seconds, ideal / seconds if seconds else 0.0)
-
-    # --- what it says ------------------------------------------------------------------------------------------------
-
-    def show(self, console: Console) -> None:
-        """Prints the report."""
-        names = set(self.plan.leaves)
-        console.header(self._head(), title=f"dry run on {self.machine.name}")
-        console.table("bytes a device", ("what", "size"), [(what, _size(n)) for what, n in self._memory().items()])
-        for name, step in self.steps.items():
-            if step.is_refused:
-                continue
-            if step.unread:
-                console.info(
-                    f"the {name} step's program cannot be read, so its arrays and collectives are not known: {step.unread}"
-                )
-                continue
-            sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
-            for each in step.largest:
-                sizes[_array(each), *_where(each, names)].append(each.bytes)
-            most = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:_N_ROWS]
-            rows = [(_size(sum(of)), str(len(of)), *key) for key, of in most if sum(of) > 1e-3 * step.needs]
-            console.table(
-                f"largest temporaries at the peak of the {name} step", ("size", "n", "array", "layer", "line"), rows
-            )
-        train = self.steps["train"]
-        if train.collectives:
-            console.table(
-                "collectives a train step", ("kind", "axis", "n", "a device sends", "layer", "line"), self._sent(names)
-            )
-        if not train.is_refused:
-            bound = "" if self.estimate is None else "; an estimate from published figures: a bound, no forecast"
-            console.header(self._work(), title="a train step" + bound)
-        console.info(self.plan.explain(), title="plan")
-        if self.tried:
-            rows = [
-                (
-                    ("over " if tried.is_bound else "") + _size(tried.needs),
-                    "fits" if tried.fits else "does not fit",
-                    tried.setting.code(),
-                )
-                for tried in self.tried
-            ]
-            console.table("what was tried", ("needs", "", "setting"), rows)
-        console.header({"verdict": self.verdict()}, title="fits" if self.fits else "does not fit")
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        self.show(Console(None, file=text, terminal=False))
-        return text.getvalue()
-
-    def verdict(self) -> str:
-        """Whether it fits, by how much, and what to do where it does not."""
-        if self.machine.memory is None:
-            return f"needs {_size(self.needs)} a device; how much there is, is not known"
-        of = f"{_size(self.needs)} of {_size(self.machine.memory)} a device"
-        if self.fits:
-            spare = self.machine.memory - self.needs
-            text = f"{of}, {_size(spare)} ({spare / self.machine.memory:.0%}) to spare"
-            if self.machine.devices[0].platform == "gpu" and self.needs > 0.75 / USABLE * self.machine.memory:
-                text += "; JAX takes 75 % of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION (0.95, say) is set"
-            return text
-        at_least = "at least " if any(step.is_refused for step in self.steps.values()) else ""
-        text = f"needs {at_least}{of}"
-        helped = [tried.setting.code() for tried in self.tried if tried.fits]
-        if helped:
-            return text + ". What fits: " + "\n".join(helped)
-        return text + (". Nothing that was tried fits: more devices, or a smaller model" if self.tried else "")
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain values: bytes, seconds, counts."""
-        names = set(self.plan.leaves)
-        steps = {}
-        for name, step in self.steps.items():
-            plain = {key: value for key, value in vars(step).items() if key not in ("largest", "collectives")}
-            steps[name] = {
-                **plain,
-                "flops": dict(step.flops),
-                "largest": [_plain(buffer, names) for buffer in step.largest],
-                "collectives": [
-                    {**_plain(each, names), "axes": list(each.axes(self.plan.mesh)), "moved": each.moved}
-                    for each in step.collectives
-                ],
-            }
-        return {
-            "topology": self.machine.name,
-            "n_devices": len(self.machine.devices),
-            "n_hosts": self.machine.n_hosts,
-            "device_kind": self.machine.devices[0].device_kind,
-            "memory": self.machine.memory,
-            "fits": self.fits,
-            "needs": self.needs,
-            "mesh": dict(self.plan.mesh.shape),
-            "setting": asdict(self.setting),
-            "held": dict(self.held),
-            "steps": steps,
-            "files": dict(self.files),
-            "model_flops": dict(self.model_flops),
-            "estimate": None if self.estimate is None else asdict(self.estimate),
-            "tried": [asdict(tried) for tried in self.tried],
-            "plan": {
-                name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": str(leaf.spec), "reason": leaf.reason}
-                for name, leaf in self.plan.leaves.items()
-            },
-        }
-
-    def save(self, path: str | Path) -> None:
-        """Writes `to_json` to a file."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", "utf-8")
-
-    def _head(self) -> dict[str, str]:
-        machine, setting, mesh = self.machine, self.setting, self.plan.mesh
-        memory = "memory not known" if machine.memory is None else f"{_size(machine.memory)} each"
-        hosts = f", {machine.n_hosts} hosts" if machine.n_hosts > 1 else ""
-        n_rows = setting.per_device_batch_size * n_batch_shards(mesh) * setting.accumulate_grad_batches
-        return {
-            "devices": f"{mesh.size} x {machine.devices[0].device_kind}, {memory}{hosts}",
-            "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
-            "batch": f"{setting.per_device_batch_size} rows x {n_batch_shards(mesh)} batch shards x "
-            f"{setting.accumulate_grad_batches} micro-batches = {n_rows} examples a step",
-            "parameters": f"{self.plan.n_parameters:,}; {self.plan.summary()}",
-            "compiled": ", ".join(f"{name} step {step.compile_seconds:.1f} s" for name, step in self.steps.items()),
-        }
-
-    def _memory(self) -> dict[str, int]:
-        rows = dict(self.held)
-        for name, step in self.steps.items():
-            if not step.is_refused:
-                like_weights = min(self._like_weights(step), step.temporaries)
-                what = "gradients and copies of weights" if name == "train" else "copies of weights"
-                rows[f"{name} step: {what}"] = like_weights
-                rows[f"{name} step: activations and other temporaries"] = step.temporaries + step.outputs - like_weights
-                if step.code:
-                    rows[f"{name} step: program"] = step.code
-            rows[f"{name} step: all" + (" (refused: at least)" if step.is_refused else "")] = step.needs
-        rows.update({f"on disk, a checkpoint's {name}": size for name, size in self.files.items()})
-        return {what: size for what, size in rows.items() if size}
-
-    def _like_weights(self, step: Step) -> int:
-        """Bytes at a step's peak of arrays in the shape of a weight as it lives or is used, or of a layer's slice of one."""
-        shapes = set()
-        for name, leaf in self.plan.leaves.items():
-            for spec in (leaf.spec, self.plan.spec_in_use(name)):
-                shape = NamedSharding(self.plan.mesh, spec).shard_shape(leaf.shape)
-                shapes |= {_sides(shape), _sides(shape[1:])}
-        return sum(
-            buffer.bytes for buffer in step.largest if _sides(buffer.shape) in shapes and len(_sides(buffer.shape)) > 1
-        )
-
-    def _sent(self, names: set[str]) -> list[tuple[str, ...]]:
-        sums: dict[tuple[str, ...], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-        totals: dict[tuple[str, ...], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-        n_arrays = Counter(each.instruction for each in self.steps["train"].collectives)
-        for each in self.steps["train"].collectives:
-            where = _where(each, names) if n_arrays[each.instruction] == 1 else ("several, sent together", "")
-            key = (each.kind, "+".join(each.axes(self.plan.mesh)) or "none", *where)
-            for table, row in ((sums, key), (totals, key[:2])):
-                n, moved = table[row]
-                table[row] = n + each.n_executions, moved + each.moved
-        rows = [(kind, axis, f"{n:,}", _size(moved), "all", "") for (kind, axis), (n, moved) in totals.items()]
-        most = sorted(sums.items(), key=lambda item: -item[1][1])[:_N_ROWS]
-        return rows + [(*key[:2], f"{n:,}", _size(moved), *key[2:]) for key, (n, moved) in most]
-
-    def _work(self) -> dict[str, str]:
-        """What a train step computes, moves and sends; with times where the devices' figures are known."""
-        step, estimate = self.steps["train"], self.estimate
-        n = len(self.machine.devices)
-        sent = sum(each.moved for each in step.collectives)
-        rows = {
-            "matmuls": f"{sum(step.flops.values()) / n:.3g} FLOPs a device",
-            "memory": f"{_size(step.bytes_moved)} read and written a device",
-            "collectives": f"{_size(sent)} sent a device",
-        }
-        if estimate is None:
-            return rows
-        times = (estimate.compute, estimate.memory, estimate.communication)
-        rows = {what: f"{text}: {seconds:.3g} s" for (what, text), seconds in zip(rows.items(), times, strict=True)}
-        return {**rows, "step": f"at least {estimate.step:.3g} s where nothing overlaps, MFU at most {estimate.mfu:.0%}"}
-
-
 class DryRunDone(SystemExit):
     """Ends a script that is run dry, once its report is known."""
 
@@ -382,10 +64,14 @@ class DryRunDone(SystemExit):
         self.run = run
 
 
-# --- compiling -------------------------------------------------------------------------------------------------------------
-
-
-def dry_run(job: Job, machine: Machine, *, optimization: str | None = None, search: bool = True) -> DryRun:
+def dry_run(
+    job: Job,
+    machine: Machine,
+    *,
+    optimization: str | None = None,
+    search: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> DryRun:
     """Compiles the steps of a job for a machine.
 
     **Arguments:**
@@ -393,16 +79,19 @@ def dry_run(job: Job, machine: Machine, *, optimization: str | None = None, sear
     - `optimization`: the compiler's level, `"O0"` to `"O3"`, or `"UNKNOWN"`, that of a run. By default that, but for TPUs
         `"O2"`, which takes the same memory in half the time; `"O1"` is faster still, and takes less.
     - `search`: whether to try other settings where the job's own does not fit. Each is one more compilation.
+    - `say`: is told what is under way.
     """
+    say(f"compiling for {machine.name}")
     run = _compiled(job, machine, job.setting, optimization)
     if run.fits or not search:
         return run
     tried = []
     for setting in _candidates(job, machine):
+        say(f"it does not fit; trying {setting.code()}")
         try:
             other = _compiled(job, machine, setting, optimization, only_train=True)
-        except ValueError:
-            continue  # heads or rows that do not divide so
+        except (ValueError, jax.errors.JaxRuntimeError):
+            continue  # shards that do not divide the devices, or a program that this compiler does not know
         tried.append(Tried(setting, other.needs, other.fits, other.steps["train"].is_refused))
         if sum(each.fits for each in tried) == 2:
             break
@@ -542,7 +231,7 @@ def _step(traced: Any, machine: Machine, optimization: str | None, beside: int) 
     step = Step(needs=sum(sizes.values()) + beside, compile_seconds=seconds, **sizes, flops=flops)
     try:
         text = compiled.as_text()
-    except jax.errors.JaxRuntimeError as error:  # a libtpu newer than jaxlib writes what that cannot parse
+    except jax.errors.JaxRuntimeError as error:  # a libtpu newer than jaxlib, say: `jax[tpu]` brings the one that fits
         return replace(step, unread=str(error).splitlines()[0])
     module = Module.of(text)
     return replace(
@@ -572,63 +261,3 @@ def _at_level(optimization: str) -> Iterator[None]:
 
 
 _LEVEL = "jax_optimization_level"
-
-
-# --- words -----------------------------------------------------------------------------------------------------------------
-
-
-def _fits(machine: Machine, steps: Mapping[str, Step]) -> bool:
-    if any(step.is_refused for step in steps.values()):
-        return False
-    return machine.memory is None or all(step.needs <= machine.memory for step in steps.values())
-
-
-def _rate(chip: Chip, dtype: str) -> float:
-    return chip.bfloat16 if dtype in ("bfloat16", "float16") else chip.float32
-
-
-def _where(of: Any, names: set[str]) -> tuple[str, str]:
-    """The layer and the line that an array or a collective comes from; the operation, where no layer's name is in it."""
-    parts = re.split(r"[/()\s;:]+", of.op_name)
-    layer = next((part for part in reversed(parts) if part in names), "")
-    if not layer:
-        layer = "/".join([part for part in parts if part and part not in _PLUMBING][-2:])
-    lines = [line for line in of.source if not line.startswith((_FOLDER + os.sep + "_", *_LIBRARIES))]
-    line = (lines or list(of.source[:1]) or [""])[0]
-    # As it is imported: `redeqx/models/opt.py:318`.
-    folder = max((path for path in sys.path if path and line.startswith(path + os.sep)), key=len, default="")
-    return layer, line.removeprefix(folder + os.sep) if folder else line
-
-
-_PLUMBING = {
-    "jit",
-    "jvp",
-    "transpose",
-    "vmap",
-    "while",
-    "body",
-    "closed_call",
-    "checkpoint",
-    "rematted_computation",
-    "remat2",
-}
-_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (jax, eqx, optax) if module.__file__)
-
-
-def _plain(of: Any, names: set[str]) -> dict[str, Any]:
-    layer, line = _where(of, names)
-    return {**{key: value for key, value in vars(of).items() if key != "source"}, "layer": layer, "line": line}
-
-
-def _sides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape whichever way it is turned."""
-    return tuple(sorted(size for size in shape if size != 1))
-
-
-def _array(buffer: Buffer) -> str:
-    return f"{buffer.dtype}[{', '.join(map(str, buffer.shape))}]"
-
-
-def _size(n_bytes: int | float) -> str:
-    unit, size = next(((u, n) for u, n in (("GiB", GIB), ("MiB", 2**20)) if n_bytes >= n), ("KiB", 2**10))
-    return f"{n_bytes / size:,.{2 if n_bytes < 10 * size else 1}f} {unit}"

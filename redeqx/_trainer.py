@@ -25,13 +25,14 @@ from ._console import Progress
 from ._data import Batch, Slice, batches, check_examples, collate, size_of, slices
 from ._deployer import Deployer
 from ._devices import describe, dry, of_devices
-from ._dry_run import DryRun, DryRunDone, Job, Setting, dry_run
+from ._dry_run import DryRunDone, Job, dry_run
 from ._fit import Fit, Options, Position, Standing
 from ._jaxprs import Change, Trace
 from ._mesh import FSDP, MODEL, replicated
 from ._paths import named_leaves
 from ._plan import Plan, mark_read, place
 from ._predictor import Predictor
+from ._report import DryRun, Setting
 from ._safetensors import array_leaves, file_size
 from ._step import Functions, Parts, Program, as_sums, make_program, shard_bytes
 

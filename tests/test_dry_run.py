@@ -397,5 +397,7 @@ def test_scripts_that_never_get_to_fit(script, tmp_path, kind, code, expected):
 def test_bad_arguments_are_named(script):
     done = command(script, topology="v9:2x2")
     assert done.returncode == 1 and "`v9:2x2`: expected a topology" in done.stderr and "Traceback" not in done.stderr
+    done = command(script.with_name("absent.py"))
+    assert done.returncode == 1 and "absent.py`: expected a script, got no such file." in done.stderr
     done = command(script, options=["--memory", "much"])
     assert done.returncode == 2 and "expected bytes such as 10GB or 9.5GiB, got 'much'" in done.stderr

@@ -21,6 +21,7 @@ LAYERS = (
     ("_dataflow", "_apply", "_convs", "_walk"),
     ("_plan",),
     ("_data", "_step", "_checkpoint", "_console"),
+    ("_report",),
     ("_dry_run",),
     ("_deployer",),
     ("_fit",),
