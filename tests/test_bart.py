@@ -139,6 +139,7 @@ def test_each_dropout_has_its_own_rate(name):
     assert np.abs(noisy - quiet).mean() > 0.01
 
 
+@pytest.mark.sweep  # ten seconds of compilation and more
 def test_remat_changes_neither_value_nor_gradients():
     @eqx.filter_jit
     @eqx.filter_value_and_grad

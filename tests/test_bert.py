@@ -141,6 +141,7 @@ def test_the_head_drops_as_the_rest_does_where_it_has_no_rate_of_its_own():
     assert eqx.filter_eval_shape(BertForSequenceClassification, config, key=jax.random.key(0)).dropout.p == 0.2
 
 
+@pytest.mark.sweep  # ten seconds of compilation and more
 def test_remat_changes_neither_value_nor_gradients():
     @eqx.filter_jit
     @eqx.filter_value_and_grad

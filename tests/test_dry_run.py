@@ -55,7 +55,7 @@ def deployer(n_model=1, n_fsdp=1, **options):
 # --- against a run -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards, accumulate", [((4, 1), 1), ((1, 8), 1), ((2, 2), 2)])
+@pytest.mark.parametrize("shards, accumulate", [pytest.param((4, 1), 1, marks=pytest.mark.sweep), ((1, 8), 1), ((2, 2), 2)])
 def test_memory_is_what_the_real_step_takes(shards, accumulate):
     config = GPT2Config(512, 32, d_model=64, n_layers=3, n_heads=4).without_dropout()
     trainer, rows = make_trainer(deployer(*shards), config, accumulate_grad_batches=accumulate), np.zeros((64, 32), np.int32)
@@ -99,6 +99,7 @@ def test_flops_are_counted_and_recomputation_apart():
     assert 3 * forward < again.steps["train"].flops["float32"] <= 4 * forward
 
 
+@pytest.mark.sweep
 def test_nothing_of_the_trainer_changes():
     trainer = make_trainer(deployer(2))
     before = jax.tree.map(np.asarray, eqx.filter(trainer.model, eqx.is_array))

@@ -91,6 +91,7 @@ def test_parameters_do_not_depend_on_the_mesh(n_model, n_fsdp, reference):
     np.testing.assert_allclose(losses, reference[1], rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_nor_do_they_where_the_last_step_does_not_divide():
     trainers = [train(*mesh, optax.sgd(0.1, momentum=0.9), examples=EXAMPLES[:-REST])[0] for mesh in ((1, 1), (2, 2))]
     assert_close(*map(leaves, trainers))
@@ -124,6 +125,7 @@ def test_parameters_do_not_depend_on_mesh_and_accumulation(n_model, n_fsdp, accu
     np.testing.assert_allclose(losses, cut_reference[1], rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_metrics_keep_their_names_in_steps_of_every_cut():
     """A step of one micro-batch, and a last one of several: two programs, one order of metrics."""
     logged = Log()

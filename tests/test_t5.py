@@ -187,6 +187,7 @@ def loss_fn(model, key):
     return -jnp.mean(jnp.take_along_axis(log_probs, TARGET[1:, None], axis=-1))
 
 
+@pytest.mark.sweep  # ten seconds of compilation and more
 def test_remat_changes_neither_value_nor_gradients():
     plain = make_model(CONFIG.without_dropout())
     remat = make_model(dataclasses.replace(CONFIG.without_dropout(), remat=True))

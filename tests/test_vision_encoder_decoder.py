@@ -86,6 +86,7 @@ def test_dropout_follows_the_key_and_inference_mode_removes_it(logits):
     np.testing.assert_array_equal(run(quiet, PIXELS, IDS, key=jax.random.key(0)), logits)
 
 
+@pytest.mark.sweep  # ten seconds of compilation and more
 def test_remat_changes_neither_value_nor_gradients():
     config = CONFIG.without_dropout()
     halves = {half: dataclasses.replace(getattr(config, half), remat=True) for half in ("encoder", "decoder")}

@@ -140,6 +140,7 @@ def test_run_again_it_takes_no_step(data, finished):
     assert str(workdir / "loss.png") in output
 
 
+@pytest.mark.sweep
 def test_killed_and_run_again_it_ends_with_the_same_bits(data, finished, tmp_path):
     process = start(*arguments(data, tmp_path))
     deadline = time.monotonic() + 120

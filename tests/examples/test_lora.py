@@ -82,6 +82,7 @@ def test_both_ways_learn_and_what_is_saved_computes_the_same(finished):
     assert (workdir / "lora" / "model" / "tokenizer.json").read_bytes() == (workdir / "base" / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.sweep
 def test_run_again_it_takes_no_step_and_keeps_its_base(table, finished):
     workdir, outcome = finished
     before = (workdir / "base" / "model.safetensors").stat().st_mtime_ns

@@ -212,6 +212,7 @@ def test_a_tiny_run_learns_to_learn(tmp_path):
     assert best in out.output and (tmp_path / best / "model.safetensors").is_file()
 
 
+@pytest.mark.sweep
 def test_a_tiny_run_on_characters(tmp_path):
     folder = write_characters(tmp_path / "characters", n_characters=9, n_drawings=4)
     sizes = ("--n-ways", 3, "--n-query", 2, "--n-validation-tasks", 8, "--n-test-tasks", 40, "--width", 8)

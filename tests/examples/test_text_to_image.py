@@ -105,6 +105,7 @@ def test_both_stages_learn_from_the_digits(trained):
     assert json.loads((workdir / "pipeline/vae/config.json").read_text("utf-8"))["scaling_factor"] not in (1.0, 0.18215)
 
 
+@pytest.mark.sweep
 def test_a_saved_pipeline_is_trained_on_with_a_folder_of_images(trained, images, tmp_path, quick):
     before = trained[0] / "pipeline"
     flags = ["--pretrained", before, "--data", images, "--image-size", 8, "--batch-size", 2, "--n-epochs", 1]
