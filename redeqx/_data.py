@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from ._mesh import n_batch_shards, replicated, split_rows
@@ -51,18 +51,19 @@ def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group,
     return tuple(group for group in groups if group.n and group.rows)
 
 
-def place_batch(batch: PyTree[np.ndarray], cut: Iterable[Group], mesh: Mesh) -> tuple[PyTree[jax.Array], ...]:
-    """The batch on the mesh: for each group the same PyTree with leaves `[n, rows, ...]`.
+def group_sharding(group: Group, mesh: Mesh) -> NamedSharding:
+    """Where the leaves `[n, rows, ...]` of a group live: rows split over the batch axes where they divide, else whole."""
+    return split_rows(mesh, dim=1) if group.rows % n_batch_shards(mesh) == 0 else replicated(mesh)
 
-    Rows are split over the batch axes where they divide, and whole on every device where they do not.
-    """
+
+def place_batch(batch: PyTree[np.ndarray], cut: Iterable[Group], mesh: Mesh) -> tuple[PyTree[jax.Array], ...]:
+    """The batch on the mesh: for each group the same PyTree with leaves `[n, rows, ...]`."""
     placed = []
     start = 0
     for group in cut:
         stop = start + group.n * group.rows
-        sharding = split_rows(mesh, dim=1) if group.rows % n_batch_shards(mesh) == 0 else replicated(mesh)
         leaves = [x[start:stop].reshape(group.n, group.rows, *x.shape[1:]) for x in jax.tree.leaves(batch)]
-        placed.append(jax.tree.unflatten(jax.tree.structure(batch), jax.device_put(leaves, sharding)))
+        placed.append(jax.tree.unflatten(jax.tree.structure(batch), jax.device_put(leaves, group_sharding(group, mesh))))
         start = stop
     return tuple(placed)
 

@@ -18,11 +18,11 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ._buffers import bytes_moved, temporaries
-from ._data import cut_rows
+from ._data import Group, cut_rows, group_sharding
 from ._devices import Machine
 from ._hlo import Module, collectives
 from ._jaxprs import Change, keep_everything, matmul_flops, remat_loops
-from ._mesh import make_mesh, n_batch_shards, replicated, split_rows
+from ._mesh import make_mesh, n_batch_shards
 from ._plan import Plan
 from ._report import DryRun, Setting, Step, Tried
 from ._step import Program, shard_bytes
@@ -187,15 +187,14 @@ def _compiled(job: Job, machine: Machine, setting: Setting, optimization: str | 
 def _groups(batch: PyTree, micro_batch_size: int, mesh: Mesh) -> tuple[PyTree, ...]:
     """The shapes of a batch as a step takes it, as `place_batch` lays it out."""
     n_rows = jax.tree.leaves(batch)[0].shape[0]
-    made = []
-    for group in cut_rows(n_rows, micro_batch_size, mesh.size):
-        sharding = split_rows(mesh, dim=1) if group.rows % n_batch_shards(mesh) == 0 else replicated(mesh)
-        made.append(
-            jax.tree.map(
-                lambda x, g=group, s=sharding: jax.ShapeDtypeStruct((g.n, g.rows, *x.shape[1:]), x.dtype, sharding=s), batch
-            )
+
+    def shapes(group: Group) -> PyTree:
+        sharding = group_sharding(group, mesh)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((group.n, group.rows, *x.shape[1:]), x.dtype, sharding=sharding), batch
         )
-    return tuple(made)
+
+    return tuple(map(shapes, cut_rows(n_rows, micro_batch_size, mesh.size)))
 
 
 # How the TPU compiler says so: before it lays out memory, and after it has tried to.
