@@ -61,10 +61,7 @@ def order(
 
     def follow(forced: Mapping[int, int | None]) -> Pass:
         run = Pass(trace.names, trace.leaves, n_shards, forced, _follow, follows=follows)
-        ins = [Flow(views=(View(i, tuple(range(len(leaf.shape)))),), grad=True) for i, leaf in enumerate(trace.leaves)]
-        rest = trace.closed.jaxpr.invars[len(ins) :]
-        ins += [Flow(data=not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) for var in rest]
-        run.evaluate(trace.closed, ins)
+        _run(run, trace.closed)
         run.hold()
         return run
 
@@ -102,6 +99,28 @@ def order(
     names = trace.names
     splits = {names[i]: split for i, split in best.decided.items()}
     return Order(splits, {names[i]: n for i, n in best.stacked.items()}, best.cost)
+
+
+def parts_taken(traced: Any, splits: Sequence[int | None], n_shards: int) -> Mapping[Any, int]:
+    """The values of a closed jaxpr that are split along a dim of which equal parts are taken, and that dim.
+
+    **Arguments:**
+
+    - `splits`: for each of its first inputs, the weights, the dim that the model axis splits.
+    """
+    leaves = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in traced.jaxpr.invars[: len(splits)]]
+    decided = {i: Split(dim, "") for i, dim in enumerate(splits)}
+    run = Pass([""] * len(leaves), leaves, n_shards, {}, _follow, decided=decided)
+    _run(run, traced)
+    return run.exchanged
+
+
+def _run(run: Pass, closed: Any) -> None:
+    """Follow a jaxpr whose inputs are the leaves, then data and keys."""
+    ins = [Flow(views=(View(i, tuple(range(len(leaf.shape)))),), grad=True) for i, leaf in enumerate(run.leaves)]
+    rest = closed.jaxpr.invars[len(ins) :]
+    ins += [Flow(data=not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) for var in rest]
+    run.evaluate(closed, ins)
 
 
 def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
@@ -230,7 +249,7 @@ def _joined(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
         return [Flow(views=(kept,) if kept else ())]
     along = {dim for dim, _ in splits if dim is not None}
     if axis in along and len(along) == 1 and aval.shape[axis] % run.n == 0 and all(dim is not None for dim, _ in splits):
-        run.pay("cut", aval)
+        run.pay("join", aval)
         run.doubt(*(cause for _, cause in splits))
         return [Flow(dim=axis, cause=splits[0][1])]
     if axis in along:
@@ -373,6 +392,7 @@ def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     source: list[int | None] = [None] * len(after)
     tails: dict[int, int] = {}
+    parts: dict[int, int] = {}
     i = j = 0
     while i < len(before) and j < len(after) and 0 not in before:
         start_i, start_j, size, target = i, j, before[i], after[j]
@@ -390,12 +410,14 @@ def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
             source[to] = of
         elif rest and (shared := math.gcd(after[to], run.n)) > 1 and after[rest[0]] % (run.n // shared) == 0:
             source[to], tails[to] = of, rest[0]
+        elif rest and after[rest[0]] % run.n == 0 and before[of] == size:  # as query, key and value of a fused projection
+            parts[rest[0]] = of
     flow = ins[0]
     views = tuple(
         replace(view, dims=tuple(None if of is None or i in tails else view.dims[of] for i, of in enumerate(source)))
         for view in flow.views
     )
-    out = run.see(eqn, flow, source, {})
+    out = run.see(eqn, flow, source, parts)
     if out.views:
         return [replace(out, views=views)]
     if out.dim is not None and out.tail is None and out.dim in tails:

@@ -24,8 +24,8 @@ from ._hlo import Module, collectives
 from ._jaxprs import Change, keep_everything, matmul_flops, remat_loops
 from ._mesh import make_mesh, n_batch_shards
 from ._plan import Plan
+from ._program import Program, shard_bytes
 from ._report import DryRun, Setting, Step, Tried
-from ._step import Program, shard_bytes
 
 EXIT_DOES_NOT_FIT = 3
 

@@ -15,12 +15,14 @@ from jax.extend import core as jex
 from ._rules import Split, follow
 
 # What a plan costs, in bytes that a device sends in a step.
-# Of a collective in a ring of n, for each byte of the whole array. A reduce-scatter is an all-gather backwards; `cut` brings
-# the equal parts of a split dim, as of a fused projection, onto all devices again, forward and backward.
+# Of a collective in a ring of n, for each byte of the whole array. A reduce-scatter is an all-gather backwards; `exchange`
+# brings the equal parts of a split dim, as of a fused projection, onto all devices again (`_exchange`), and `join` puts
+# split parts one after the other; both forward and backward.
 _MOVES: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
-    "cut": lambda n: 1.0,
+    "exchange": lambda n: 2 / n,
+    "join": lambda n: 1.0,
 }
 _HELD = 4  # of each byte that a leaf keeps whole: itself, its gradient and two moments of it
 _FLOPS_A_BYTE = 1000  # floating point operations in the time of one byte: a published figure of accelerators, about
@@ -91,6 +93,7 @@ class Pass:
     - `broken`: those among them whose output was needed whole.
     - `recurrent`: those among them that a loop feeds its own output.
     - `follows`: leaves that are cut along with another, and for each of their dims that of the other, stacked ones left out.
+    - `exchanged`: values that are split along a dim of which equal parts are taken, and that dim.
     """
 
     names: Sequence[str]
@@ -105,6 +108,7 @@ class Pass:
     broken: set[int] = field(default_factory=set)
     recurrent: set[int] = field(default_factory=set)
     follows: Mapping[int, tuple[int, Sequence[int | None]]] = field(default_factory=dict)
+    exchanged: dict[Any, int] = field(default_factory=dict)
     rows: dict[Any, int] = field(default_factory=dict)  # how many weights are split as rows since a value arrived split
     cost: float = 0.0
     times: int = 1
@@ -239,8 +243,9 @@ class Pass:
             if out is None:
                 return self.gather(eqn.invars[0].aval, flow).seen(source, new)
             if flow.data:
-                self.pay("cut", aval)
+                self.pay("exchange", aval)
                 self.doubt(cause)
+                self.exchanged[eqn.invars[0]] = dim
             return replace(flow.seen(source, new), dim=out, cause=cause, views=())
         return flow.seen(source, new)
 

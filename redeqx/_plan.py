@@ -84,6 +84,10 @@ class Plan:
         """Where the leaf of that name lives between steps."""
         return NamedSharding(self.mesh, self[name].spec)
 
+    def model_dim(self, name: str) -> int | None:
+        """The leaf's dim that the model axis splits, None where that is none."""
+        return next((dim for dim, entry in enumerate(self[name].spec) if MODEL in _axes(entry)), None)
+
     def spec_in_use(self, name: str) -> P:
         """The leaf's spec without the fsdp axis: how a layer computes with it."""
         return P(*(tuple(axis for axis in _axes(entry) if axis != FSDP) or None for entry in self[name].spec))

@@ -15,7 +15,8 @@ from ._deployer import Deployer
 from ._mesh import n_batch_shards, replicated, split_rows
 from ._paths import is_array_like
 from ._plan import Plan, place
-from ._step import Parts, Program, make_predict_step, placed, placed_shapes
+from ._program import Program, placed, placed_shapes
+from ._step import Parts, make_predict_step
 
 
 class Predictor:

@@ -14,17 +14,17 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from ._apply import Home, gather_at_use
 from ._convs import mend_grouped_convs
+from ._exchange import exchange_parts
 from ._jaxprs import Change, rewrite
 from ._mesh import replicated, split_rows
 from ._paths import is_array_like, named_leaves
-from ._plan import Plan, shardings_like
+from ._plan import Plan
 
 
 class Loss(eqx.Module):
@@ -147,18 +147,20 @@ def _is_floating(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def homes(plan: Plan, names: Sequence[str], *, named: bool = False) -> list[Home | None]:
-    """For each leaf that the fsdp axis splits, where it lives and how it is used.
+def planned(fn: Callable[..., Any], parts: Parts, plan: Plan, *, named: bool = False) -> Callable[..., Any]:
+    """`fn(weights, ...)`, of the trained arrays and then the frozen ones, computed as the plan has it: each weight gathered
+    where it is used, and equal parts of split dims exchanged.
 
     **Arguments:**
 
-    - `named`: for every leaf, so that the program names the weight of each operation; it computes the same.
+    - `named`: whether the program names the weight of each operation, gathered or not; it computes the same.
     """
-    found = []
-    for name in names:
+    homes, splits = [], []
+    for name in (name for names in parts.names for name in names):
         home = Home(plan.sharding(name), NamedSharding(plan.mesh, plan.spec_in_use(name)), name)
-        found.append(home if home.is_gathered or named else None)
-    return found
+        homes.append(home if home.is_gathered or named else None)
+        splits.append(plan.model_dim(name))
+    return gather_at_use(exchange_parts(fn, splits, plan.mesh), homes)
 
 
 # --- the steps -------------------------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ class Functions:
     has_state: bool = False
     compute_dtype: Any = None
     grad_fn: Callable[..., Any] | None = None
-    named: bool = False  # as `homes` says
+    named: bool = False  # as `planned` says
     change: Change | None = None  # of the loss's equations
 
     def _model(self, weights: Sequence[Array], inference: bool) -> PyTree:
@@ -183,10 +185,9 @@ class Functions:
             weights[:n_trained], weights[n_trained:], inference=inference, compute_dtype=self.compute_dtype
         )
 
-    def _gathered(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        found = homes(self.plan, [name for names in self.parts.names for name in names], named=self.named)
-        changed = fn if self.change is None else rewrite(fn, self.change)
-        return gather_at_use(mend_grouped_convs(changed, self.plan.mesh), found)
+    def _planned(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        mended = mend_grouped_convs(fn if self.change is None else rewrite(fn, self.change), self.plan.mesh)
+        return planned(mended, self.parts, self.plan, named=self.named)
 
     def loss(self, inference: bool) -> Callable[..., Any]:
         """`(weights, state, batch, key) -> (total, (weight, metrics, state))`, weights gathered at their use."""
@@ -198,7 +199,7 @@ class Functions:
             total, weight, metrics = as_sums(out, _n_rows(batch))
             return total, (weight, metrics, state)
 
-        return self._gathered(loss)
+        return self._planned(loss)
 
     def gradient(self) -> Callable[..., Any]:
         """`(trained, frozen, state, batch, key) -> (gradients of the total, total, weight, metrics, state)`."""
@@ -233,8 +234,8 @@ class Functions:
                 picked.append(leaves[name] * weight)
             return picked, total, weight, metrics, state
 
-        gathered = self._gathered(user)
-        return lambda trained, frozen, *rest: gathered([*trained, *frozen], *rest)
+        planned_fn = self._planned(user)
+        return lambda trained, frozen, *rest: planned_fn([*trained, *frozen], *rest)
 
     def _with_state(self, out: Any, state: PyTree, where: str) -> tuple[Any, PyTree]:
         return _pair(out, where, "(loss, state)", ", as `model_state` was given") if self.has_state else (out, state)
@@ -384,7 +385,7 @@ def make_predict_step(
     **Arguments:**
 
     - `state_treedef`: of the model state that `pred_fn` gets too; None where there is none.
-    - `named`: as `homes` says.
+    - `named`: as `planned` says.
     """
     n_trained = len(parts.names[0])
 
@@ -406,97 +407,9 @@ def make_predict_step(
                 )
         return outputs
 
-    gathered = gather_at_use(predict, homes(plan, [name for names in parts.names for name in names], named=named))
+    planned_fn = planned(predict, parts, plan, named=named)
 
     def predict_fn(trained, frozen, state, batch, key, i):
-        return gathered([*trained, *frozen], state, batch, jax.random.fold_in(key, i))
+        return planned_fn([*trained, *frozen], state, batch, jax.random.fold_in(key, i))
 
     return jax.jit(predict_fn, out_shardings=split_rows(plan.mesh))
-
-
-# --- all that a trainer runs on one mesh ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Program:
-    """The steps of a trainer on one mesh, and the shapes of what they carry, each with where it lives; no array is made.
-
-    **Arguments:**
-
-    - `trained`, `frozen`, `opt_state`, `state`, `step`, `key`: shapes with shardings.
-    - `init_opt_state`: of the trained arrays, created in place, never whole.
-    """
-
-    plan: Plan
-    trained: list[jax.ShapeDtypeStruct]
-    frozen: list[jax.ShapeDtypeStruct]
-    opt_state: list[jax.ShapeDtypeStruct]
-    state: list[jax.ShapeDtypeStruct]
-    step: jax.ShapeDtypeStruct
-    key: jax.ShapeDtypeStruct
-    opt_treedef: Any
-    state_treedef: Any
-    init_opt_state: Callable[[list[Array]], list[Array]]
-    train_step: Callable[..., Any]
-    metric_names: list[str]
-    eval_step: Callable[..., Any]
-    eval_names: list[str]
-
-
-def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """The shape of an array that lives under that sharding."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def placed_shapes(parts: Parts, model: PyTree, plan: Plan) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-    """The shapes of a model's trained and frozen arrays, where the plan puts them."""
-    trained, frozen = (
-        [placed(leaf, plan.sharding(name)) for name, leaf in zip(names, leaves, strict=True)]
-        for names, leaves in zip(parts.names, parts.take(model), strict=True)
-    )
-    return trained, frozen
-
-
-def make_program(
-    functions: Functions,
-    model: PyTree,
-    state: PyTree,
-    optimizer: optax.GradientTransformation,
-    lr_schedule_fn: Callable[[Any], Any] | None,
-) -> Program:
-    """The program of a model and its state, of arrays or of their shapes."""
-    parts, plan = functions.parts, functions.plan
-    whole = replicated(plan.mesh)
-    trained, frozen = placed_shapes(parts, model, plan)
-
-    def init(trained: Sequence[Array]) -> PyTree:
-        return optimizer.init(parts.trained_tree(trained))
-
-    opt_tree = jax.eval_shape(init, trained)
-    opt_state = jax.tree.leaves(jax.tree.map(placed, opt_tree, shardings_like(opt_tree, plan)))
-    opt_treedef, state_treedef = jax.tree.structure(opt_tree), jax.tree.structure(state)
-    states = [placed(leaf, whole) for leaf in jax.tree.leaves(state)]
-    layout = Layout(*([leaf.sharding for leaf in leaves] for leaves in (trained, opt_state, states)))
-    train_step, metric_names = make_train_step(functions, optimizer, lr_schedule_fn, opt_treedef, state_treedef, layout)
-    eval_step, eval_names = make_eval_step(functions, state_treedef)
-    return Program(
-        plan=plan,
-        trained=trained,
-        frozen=frozen,
-        opt_state=opt_state,
-        state=states,
-        step=placed(jax.ShapeDtypeStruct((), np.int32), whole),
-        key=placed(jax.eval_shape(lambda: jax.random.key(0)), whole),
-        opt_treedef=opt_treedef,
-        state_treedef=state_treedef,
-        init_opt_state=jax.jit(lambda trained: jax.tree.leaves(init(trained)), out_shardings=layout.opt_state),
-        train_step=train_step,
-        metric_names=metric_names,
-        eval_step=eval_step,
-        eval_names=eval_names,
-    )
-
-
-def shard_bytes(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
-    """Bytes of these arrays (or shapes with shardings) that one device holds."""
-    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in arrays)

@@ -32,9 +32,10 @@ from ._mesh import FSDP, MODEL, replicated
 from ._paths import named_leaves
 from ._plan import Plan, mark_read, place
 from ._predictor import Predictor
+from ._program import Program, make_program, shard_bytes
 from ._report import DryRun, Setting
 from ._safetensors import array_leaves, file_size
-from ._step import Functions, Parts, Program, as_sums, make_program, shard_bytes
+from ._step import Functions, Parts, as_sums
 
 # Metrics are read this many steps late, so that the device always has a step queued while the host reads.
 _LAG = 2

@@ -64,6 +64,11 @@ def test_every_spelling_of_replica_groups(groups, first):
     assert found.is_backward
 
 
+def test_a_permute_extends_over_the_axis_of_those_that_change_places():
+    text = _module("  ROOT %cp = f32[4,8]{1,0} collective-permute(%p), source_target_pairs={{0,0},{1,2},{2,1},{3,3}}")
+    assert [c.group for c in hlo.collectives(text)] == [(1, 2)]
+
+
 def test_an_unknown_spelling_is_named():
     text = _module("  ROOT %ar = f32[4,8]{1,0} all-reduce(%p), replica_groups=<new>, to_apply=%add")
     with pytest.raises(ValueError, match=r"`replica_groups`: expected a list, .* got `replica_groups=<new>,`. Report"):
