@@ -325,8 +325,8 @@ def _unscattered(shape: tuple[int, ...], group_size: int, rest: str) -> tuple[in
 
 
 def _group(rest: str, n_devices: int) -> tuple[int, ...]:
-    """The first group's devices: from `{{0,1},{2,3}}`, `[2,4]<=[8]`, `mesh['a'=4,'b'=2] {'a'}`, a permute's first pair of two
-    devices."""
+    """The first group's devices: from `{{0,1},{2,3}}`, `[2,4]<=[8]`, `mesh['a'=4,'b'=2] {'a'}`; a permute's first pair of
+    two devices."""
     if pairs := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest):
         each = [_integers(pair) for pair in re.findall(r"\{([\d, ]*)\}", pairs.group(1))]
         return next((pair for pair in each if len({*pair}) > 1), each[0])

@@ -216,7 +216,7 @@ class Functions:
             return default
         grad_fn = self.grad_fn
 
-        def user(weights: list, state: PyTree, batch: PyTree, key: Array) -> Any:
+        def user(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
             model = self._model(weights, inference=False)
             out = grad_fn(model, *([state] if self.has_state else []), batch, key)
             out, grads = _pair(out, "grad_fn", "(loss, grads)")

@@ -1,11 +1,22 @@
 """Eight simulated devices, every warning an error, every jaxtyping annotation checked by beartype."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Before JAX starts its CPU client: with fewer cores than devices, collectives dispatched asynchronously deadlock unless
 # the client believes that it has a thread for each.
 os.environ["NPROC"] = "16"
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Most of the suite's time is compilation: machine code is left unoptimised (XLA's own passes all run), and programs that are
+# alike are compiled once for all tests. The first process makes the folder, those that it starts find it.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="redeqx-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import pytest

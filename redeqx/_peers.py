@@ -1,0 +1,410 @@
+"""The other processes of a run: a channel of words beside JAX's collectives, for what must be said when those are stuck.
+
+JAX's collectives carry arrays, and wait for ever for a peer that does not come. This channel carries JSON over TCP, by
+threads of its own: who is there at the start, whether all agree, how far each one is, that one is gone or fails. It is a
+star: process 0, the hub, accepts a connection from each of the others, on the port that JAX's coordinator takes after it.
+
+Who comes to the start is this room's, and that nobody waits for the dead; how a process learns its number and where the hub
+is, is `_cluster`'s.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+EXIT_CODE = 75  # EX_TEMPFAIL: what schedulers are told to requeue on
+HEARTBEAT = 30.0  # seconds of silence after which a peer counts as gone
+START = 300.0  # seconds in which all must have come
+_GREETING = "redeqx peers 1"
+
+
+class PeerError(RuntimeError):
+    """The other processes cannot do what this one asks of all."""
+
+
+class Peers:
+    """This process among those of its run.
+
+    **Arguments:**
+
+    - `n`, `index`: how many processes there are, and which this is, from 0.
+    - `heartbeat`: seconds of silence after which another counts as gone.
+    - `committed`: the last step that is safe on disk; what a process that has to leave says last.
+    """
+
+    def __init__(self, n: int = 1, index: int = 0, heartbeat: float = HEARTBEAT):
+        self.n, self.index, self.heartbeat = n, index, heartbeat
+        self.committed: int | None = None
+        self.step: int | None = None  # how far this process is; told to the others with every beat
+        self._links: dict[int, _Link] = {}  # to the hub, or from it to each
+        self._asked: Counter[str] = Counter()
+        self._given: dict[str, dict[int, Any]] = {}  # at the hub: what was given so far to each gathering
+        self._answers: dict[str, Any] = {}
+        self._steps: dict[int, int | None] = {}
+        self._left: set[int] = set()  # who has ended, as agreed or not
+        self._failed: int | None = None  # who fails
+        self._change = threading.Condition()
+        self._on_word: dict[str, Callable[[int, Any], None]] = {}
+
+    # --- what all do together ------------------------------------------------------------------------------------------
+
+    def gather(self, topic: str, value: Any = None, timeout: float | None = None) -> list[Any]:
+        """What each process gives to this topic, in their order; waits until all have.
+
+        **Arguments:**
+
+        - `topic`: a name. Each call with it is another gathering, and the processes make them in the same order; calls with
+            different names may be made by several threads in any order.
+        - `value`: what JSON holds.
+        - `timeout`: seconds; None waits as long as the others live.
+
+        Raises PeerError where one does not come in time.
+        """
+        if self.n == 1:
+            return [json.loads(json.dumps(value))]
+        with self._change:
+            self._asked[topic] += 1
+            name = f"{topic} {self._asked[topic]}"
+        if self.index == 0:
+            self._take(0, name, value)
+        else:
+            self._send(0, "give", [name, value])
+        with self._change:
+            if not self._change.wait_for(lambda: name in self._answers, timeout):
+                who = sorted(set(range(self.n)) - set(self._given.get(name, {}))) if self.index == 0 else "another process"
+                raise PeerError(f"`{topic}`: expected every process within {timeout:g} s, got none from {who}.")
+            return self._answers.pop(name)
+
+    def _take(self, index: int, name: str, value: Any) -> None:
+        """At the hub: one process's part of a gathering; the last brings the answer to all."""
+        with self._change:
+            given = self._given.setdefault(name, {})
+            given[index] = value
+            if len(given) < self.n:
+                return
+            answer = [self._given.pop(name)[i] for i in range(self.n)]
+            answer = json.loads(json.dumps(answer))  # the hub's own as the others get it
+            self._answers[name] = answer
+            self._change.notify_all()
+        for i in self._links:
+            self._send(i, "answer", [name, answer])
+
+    def on(self, word: str, act: Callable[[int, Any], None]) -> None:
+        """Call `act(index, value)`, from a thread, for what another process says with `say`."""
+        self._on_word[word] = act
+
+    def say(self, word: str, value: Any = None) -> None:
+        """Tell every other process; nobody waits."""
+        self._send(0, "say", [self.index, word, value]) if self.index else self._spread(0, word, value)
+
+    def _spread(self, index: int, word: str, value: Any) -> None:
+        for i in self._links:
+            if i != index:
+                self._send(i, "said", [index, word, value])
+
+    @property
+    def steps(self) -> list[int | None]:
+        """How far each process is, as it said last; known to the hub alone."""
+        return [self.step if i == self.index else self._steps.get(i) for i in range(self.n)]
+
+    # --- the start -----------------------------------------------------------------------------------------------------
+
+    def meet(self, host: str, port: int, *, bind: str, timeout: float = START) -> None:
+        """Wait until all processes are here.
+
+        **Arguments:**
+
+        - `host`, `port`: where process 0 is.
+        - `bind`: the address that process 0 listens at, `""` for all that it has.
+
+        Raises ValueError, the same in every process, where a number is taken twice or out of range, the port is taken or the
+        host not known; PeerError where some do not come in time, with their numbers.
+        """
+        until = time.monotonic() + timeout
+        if self.index == 0:
+            self._wait_for_all(host, port, bind, until, timeout)
+        else:
+            self._join_hub(host, port, until, timeout)
+        for i, link in self._links.items():
+            link.limit(self.heartbeat)
+            threading.Thread(target=self._listen, args=(i, link), name=f"redeqx-peer-{i}", daemon=True).start()
+        threading.Thread(target=self._beat, name="redeqx-beat", daemon=True).start()
+
+    def _wait_for_all(self, host: str, port: int, bind: str, until: float, timeout: float) -> None:
+        listener = _listener(host, port, bind)
+        refused: list[_Link] = []
+        problem: Exception | None = None
+        with listener:
+            while problem is None and len(self._links) < self.n - 1:
+                listener.settimeout(max(until - time.monotonic(), 0.01))
+                try:
+                    link = _Link(listener.accept()[0])
+                except TimeoutError:
+                    here = ", ".join(f"{i} ({self._links[i].host})" for i in sorted(self._links)) or "none"
+                    missing = [i for i in range(1, self.n) if i not in self._links]
+                    problem = PeerError(
+                        f"`n_processes`: expected {self.n} processes at {host}:{port} within {timeout:g} s, got none of "
+                        f"number {', '.join(map(str, missing))}; here besides 0: {here}. Look at what those print, and "
+                        "whether they reach this port."
+                    )
+                    break
+                problem = self._welcome(link, until)
+                if problem is not None:
+                    refused.append(link)
+        for link in [*self._links.values(), *refused]:
+            link.send("start", None if problem is None else [type(problem).__name__, str(problem)])
+        if problem is not None:
+            raise problem
+
+    def _welcome(self, link: "_Link", until: float) -> Exception | None:
+        """Take up one that has come; or what is wrong with it."""
+        link.limit(min(5.0, max(until - time.monotonic(), 0.01)))
+        try:
+            kind, hello = link.receive()
+        except (OSError, ValueError):
+            kind, hello = "", None
+        if kind != _GREETING or hello is None:
+            link.close()  # a port scan, or another program's: no process of ours
+            return None
+        index, n, link.host = hello
+        if n != self.n:
+            return ValueError(
+                f"`n_processes`: expected {self.n}, as process 0 has it, got {n} at {link.host}. Pass one number."
+            )
+        if not 0 < index < n:
+            return ValueError(
+                f"`process_id`: expected 1 to {n - 1} beside process 0, got {index} at {link.host}. Number them from 0."
+            )
+        if index in self._links:
+            return ValueError(
+                f"`process_id`: expected each number once, got {index} at {self._links[index].host} and at {link.host}. "
+                "Number the processes from 0."
+            )
+        self._links[index] = link
+        return None
+
+    def _join_hub(self, host: str, port: int, until: float, timeout: float) -> None:
+        why = ""
+        while time.monotonic() < until:
+            try:
+                link = _Link(socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.01)))
+                link.limit(max(until - time.monotonic(), 0.01) + 5)  # the hub speaks first, when its time is up too
+                link.send(_GREETING, [self.index, self.n, socket.gethostname()])
+                kind, problem = link.receive()
+            except socket.gaierror as error:
+                raise ValueError(
+                    f"`host0_address`: expected a host that this one can find, got {host!r} ({error.strerror}). "
+                    "Pass its address."
+                ) from error
+            except (OSError, ValueError) as error:  # not there yet, or JAX's coordinator of another run is
+                why = str(error)
+                time.sleep(min(0.2, max(until - time.monotonic(), 0)))
+                continue
+            if kind == "start" and problem is not None:
+                raise {"ValueError": ValueError, "PeerError": PeerError}[problem[0]](problem[1])
+            self._links[0] = link
+            return
+        raise PeerError(
+            f"`host0_address`: expected process 0 at {host}:{port} within {timeout:g} s, got no answer ({why}). "
+            "Look at what it prints, and whether this host reaches that port."
+        )
+
+    # --- the channel ---------------------------------------------------------------------------------------------------
+
+    def _send(self, to: int, kind: str, value: Any = None) -> None:
+        with contextlib.suppress(OSError):  # the thread that listens to it finds out
+            self._links[to].send(kind, value)
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(self.heartbeat / 5)
+            for i in self._links:
+                self._send(i, "beat", self.step)
+
+    def _listen(self, index: int, link: "_Link") -> None:
+        why = "its connection was closed"
+        try:
+            while True:
+                self._hear(index, *link.receive())
+        except TimeoutError:
+            why = f"nothing was heard of it for {self.heartbeat:g} s"
+        except (OSError, ValueError):
+            pass
+        self._lose(index, why)
+
+    def _hear(self, index: int, kind: str, value: Any) -> None:
+        if kind == "beat":
+            self._steps[index] = value
+        elif kind == "give":
+            self._take(index, *value)
+        elif kind == "answer":
+            with self._change:
+                self._answers[value[0]] = value[1]
+                self._change.notify_all()
+        elif kind == "say":
+            self._spread(*value)
+            self._act(*value)
+        elif kind == "said":
+            self._act(*value)
+        elif kind == "bye":
+            with self._change:
+                self._left.add(index)
+                self._change.notify_all()
+        elif kind == "fails":  # at the hub: the first that does speaks for all
+            self._fails(value)
+        elif kind == "failed":
+            self._leave_to(value)
+        elif kind == "lost":
+            leave(value, self.committed)
+
+    def _act(self, index: int, word: str, value: Any) -> None:
+        if word in self._on_word:
+            self._on_word[word](index, value)
+
+    # --- ends ------------------------------------------------------------------------------------------------------------
+
+    def _lose(self, index: int, why: str) -> None:
+        """A connection has ended."""
+        with self._change:
+            expected = index in self._left or self._failed is not None
+            self._left.add(index)
+            self._change.notify_all()
+        if not expected:
+            text = f"process {index} of {self.n} is gone: {why}"
+            for i in self._links:
+                if i != index:
+                    self._send(i, "lost", text)
+            leave(text, self.committed)
+
+    def fail(self) -> bool:
+        """Say that this process fails, and let the others go first; whether it is the one to say why.
+
+        Called where an exception ends the process, which then prints it: of several that fail at once, one prints.
+        """
+        if self.n == 1:
+            return True
+        if self.index == 0:
+            self._fails(0)
+        else:
+            self._send(0, "fails", self.index)
+        with self._change:
+            self._change.wait_for(lambda: self._failed is not None, timeout=2)
+            if self._failed not in (self.index, None):
+                return False
+            others = set(range(self.n)) - {self.index} if self.index == 0 else {0}
+            self._change.wait_for(lambda: others <= self._left, timeout=4)
+        return True
+
+    def _fails(self, index: int) -> None:
+        with self._change:
+            if self._failed is not None:
+                return
+            self._failed = index
+            self._change.notify_all()
+        for i in self._links:
+            self._send(i, "failed", index)
+        if index != 0:
+            self._leave_to(index)
+
+    def _leave_to(self, index: int) -> None:
+        """Another process fails and will say why: go without a word, the hub last, so that it hears of its leave."""
+        with self._change:
+            self._failed = index
+            self._change.notify_all()
+            if index == self.index:
+                return
+            if self.index == 0:
+                others = set(range(1, self.n)) - {index}
+                self._change.wait_for(lambda: others <= self._left, timeout=2)
+        _exit()
+
+    def close(self) -> None:
+        """Say goodbye: an end that is no failure."""
+        for i in self._links:
+            self._send(i, "bye")
+
+
+def leave(why: str, committed: int | None) -> NoReturn:
+    """End this process at once, from any thread: code 75, and what is safe on disk in the last line."""
+    safe = "no step was committed yet" if committed is None else f"the last committed step is {committed}"
+    print(f"redeqx: {why}; {safe}. Leaving with exit code {EXIT_CODE}: run it again to go on.", file=sys.stderr, flush=True)
+    _exit()
+
+
+def _exit() -> NoReturn:
+    # Not `sys.exit`: the main thread may be inside a collective that never ends, and JAX waits at exit for those gone.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(EXIT_CODE)
+
+
+def _listener(host: str, port: int, bind: str) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(bind or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+    except socket.gaierror as error:
+        raise ValueError(
+            f"`host0_address`: expected a host that this one can find, got {host!r} ({error.strerror}). Pass its address."
+        ) from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    # JAX's coordinator takes the port while these connections stay.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        if error.errno == 98 or "in use" in str(error):
+            raise ValueError(
+                f"`host0_port`: expected a free port, got {port}, which another program holds. Pass another everywhere."
+            ) from error
+        raise ValueError(
+            f"`host0_address`: expected an address of process 0's own host, got {host!r} ({error.strerror}). "
+            "Pass the one under which the others reach it."
+        ) from error
+    return listener
+
+
+class _Link:
+    """One connection: a line of JSON `[kind, value]` a message."""
+
+    def __init__(self, connection: socket.socket):
+        self.host = ""
+        self._socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._lines = self._read()
+        self._sending = threading.Lock()
+
+    def limit(self, seconds: float) -> None:
+        self._socket.settimeout(seconds)
+
+    def send(self, kind: str, value: Any = None) -> None:
+        with self._sending:
+            self._socket.sendall(json.dumps([kind, value]).encode() + b"\n")
+
+    def receive(self) -> tuple[str, Any]:
+        kind, value = json.loads(next(self._lines))
+        return kind, value
+
+    def _read(self) -> Iterator[bytes]:
+        rest = b""
+        while True:
+            while b"\n" in rest:
+                line, rest = rest.split(b"\n", 1)
+                yield line
+            received = self._socket.recv(2**16)
+            if not received:
+                raise ConnectionError("the connection was closed")
+            rest += received
+
+    def close(self) -> None:
+        self._socket.close()
