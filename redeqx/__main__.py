@@ -1,4 +1,5 @@
-"""`python -m redeqx dry-run`: a training script, compiled for a machine that need not be there."""
+"""`python -m redeqx dry-run`: a training script, compiled for a machine that need not be there; and `launch`: the same
+script as several processes on this one."""
 
 import argparse
 import os
@@ -15,6 +16,7 @@ from ._chips import GPUS, TPUS
 from ._console import Console
 from ._devices import Machine, describe, dry_for, simulate_devices
 from ._dry_run import DryRunDone
+from ._launch import launch
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _EPILOG = f"""
@@ -55,7 +57,31 @@ def main() -> int:
     dry.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module's name")
     dry.add_argument("script", metavar="SCRIPT")
     dry.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
-    return _dry_run(parser.parse_args())
+    dry.set_defaults(run=_dry_run)
+    several = commands.add_parser(
+        "launch",
+        help="run a script as several processes on this machine",
+        description="Start a script several times on this machine, as the processes of one run. What they print has their "
+        "number before it; where one fails the others end, and its exit code is kept.",
+    )
+    several.add_argument("--processes", type=int, required=True, metavar="N", help="how many")
+    several.add_argument("--port", type=int, help="of process 0; a free one by default")
+    several.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module's name")
+    several.add_argument("script", metavar="SCRIPT")
+    several.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
+    several.set_defaults(run=_launch)
+    args = parser.parse_args()
+    return args.run(args)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    if args.processes < 1:
+        print(f"`--processes`: expected at least 1, got {args.processes}. Pass how many.", file=sys.stderr)
+        return 1
+    if not _is_there(args):
+        return 1
+    script = ["-m", args.script] if args.is_module else [args.script]
+    return launch(args.processes, [sys.executable, *script, *args.args], args.port)
 
 
 def _bytes(text: str) -> int:
@@ -66,10 +92,7 @@ def _bytes(text: str) -> int:
 
 
 def _dry_run(args: argparse.Namespace) -> int:
-    if not args.is_module and not Path(args.script).is_file():
-        print(
-            f"`{args.script}`: expected a script, got no such file. For a module write `-m {args.script}`.", file=sys.stderr
-        )
+    if not _is_there(args):
         return 1
     try:
         machine = _machine(args.topology, args.memory)
@@ -104,6 +127,15 @@ def _dry_run(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 2
+
+
+def _is_there(args: argparse.Namespace) -> bool:
+    is_there = args.is_module or Path(args.script).is_file()
+    if not is_there:
+        print(
+            f"`{args.script}`: expected a script, got no such file. For a module write `-m {args.script}`.", file=sys.stderr
+        )
+    return is_there
 
 
 def _machine(topology: str, memory: int | None) -> Machine:

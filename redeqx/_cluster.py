@@ -6,13 +6,11 @@ starts, since of that much ends a process without a word of Python.
 """
 
 import atexit
-import json
 import os
 import socket
 import sys
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import jax
 
@@ -101,32 +99,6 @@ def _check_unused() -> None:
             "`Deployer`: expected to come before anything that uses JAX's devices, as several processes share theirs, got "
             "JAX in use. Make the Deployer first: no `jax.random.key`, array or `jax.devices()` before it."
         ) from error
-
-
-def agree(peers: Peers, what: str, values: dict[str, Any]) -> None:
-    """Check that every process has the same values; the first field that differs is named, before any collective.
-
-    Raises ValueError, the same in every process.
-    """
-    if peers.n == 1:
-        return
-    found = peers.gather(f"agree on {what}", {name: _plain(value) for name, value in values.items()})
-    for name in dict.fromkeys(name for each in found for name in each):
-        each = [values.get(name) for values in found]
-        if any(value != each[0] for value in each):
-            odd = next(i for i, value in enumerate(each) if value != each[0])
-            raise ValueError(
-                f"`{what}`: expected {name} to be {_said(each[0])}, as in process 0, got {_said(each[odd])} in process "
-                f"{odd}. Every process must run the same script with the same arguments."
-            )
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str))
-
-
-def _said(value: Any) -> str:
-    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 # --- where a process is ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import itertools
 import json
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,16 +56,60 @@ def group_sharding(group: Group, mesh: Mesh) -> NamedSharding:
     return split_rows(mesh, dim=1) if group.rows % n_batch_shards(mesh) == 0 else replicated(mesh)
 
 
-def place_batch(batch: PyTree[np.ndarray], cut: Iterable[Group], mesh: Mesh) -> tuple[PyTree[jax.Array], ...]:
-    """The batch on the mesh: for each group the same PyTree with leaves `[n, rows, ...]`."""
+def rows_here(cut: Iterable[Group], mesh: Mesh) -> np.ndarray:
+    """The rows of a step that this process's devices need, in their order: all of them where it has all devices."""
+    cut = tuple(cut)
+    if not mesh.is_multi_process:
+        return np.arange(sum(group.n * group.rows for group in cut))
+    needed, start = [], 0
+    for group in cut:
+        rows = start + np.arange(group.n * group.rows).reshape(group.n, group.rows)
+        indices = group_sharding(group, mesh).addressable_devices_indices_map(rows.shape).values()
+        needed += [rows[index].reshape(-1) for index in indices]
+        start += rows.size
+    return np.unique(np.concatenate(needed))
+
+
+def place_batch(
+    batch: PyTree[np.ndarray], cut: Iterable[Group], mesh: Mesh, rows: np.ndarray | None = None
+) -> tuple[PyTree[jax.Array], ...]:
+    """The batch on the mesh: for each group the same PyTree with leaves `[n, rows, ...]`.
+
+    **Arguments:**
+
+    - `rows`: which of the step's rows the batch has, as `rows_here` gives them; all of them by default.
+    """
     placed = []
     start = 0
     for group in cut:
-        stop = start + group.n * group.rows
-        leaves = [x[start:stop].reshape(group.n, group.rows, *x.shape[1:]) for x in jax.tree.leaves(batch)]
-        placed.append(jax.tree.unflatten(jax.tree.structure(batch), jax.device_put(leaves, group_sharding(group, mesh))))
-        start = stop
+        places = start + np.arange(group.n * group.rows).reshape(group.n, group.rows)
+        placed.append(place_rows(batch, places, group_sharding(group, mesh), rows))
+        start += places.size
     return tuple(placed)
+
+
+def place_rows(
+    batch: PyTree[np.ndarray], places: np.ndarray, sharding: NamedSharding, rows: np.ndarray | None = None
+) -> PyTree[jax.Array]:
+    """The batch's rows of these numbers, which follow each other, on the mesh; the leading dims are those of `places`.
+
+    **Arguments:**
+
+    - `rows`: as for `place_batch`.
+    """
+    if sharding.is_fully_addressable:
+        first = int(places.flat[0])
+        leaves = [x[first : first + places.size].reshape(*places.shape, *x.shape[1:]) for x in jax.tree.leaves(batch)]
+        return jax.tree.unflatten(jax.tree.structure(batch), jax.device_put(leaves, sharding))
+    assert rows is not None
+
+    def put(x: np.ndarray) -> jax.Array:
+        def piece(index: Any) -> np.ndarray:
+            return x[np.searchsorted(rows, places[index[: places.ndim]])]
+
+        return jax.make_array_from_callback((*places.shape, *x.shape[1:]), sharding, piece)
+
+    return jax.tree.map(put, batch)
 
 
 def pad_rows(batch: PyTree[np.ndarray], n_rows: int) -> PyTree[np.ndarray]:
@@ -142,11 +186,28 @@ def n_tokens(batch: PyTree[np.ndarray]) -> int | None:
 
 @dataclass(frozen=True)
 class Slice:
-    """The examples of one step: the list, how many of the epoch came up to its end, and the iterator's state there."""
+    """The examples of one step, how many of the epoch came up to its end, and the iterator's state there.
 
-    examples: list
+    `examples` are read as they are asked for: a process of several asks for its own.
+    """
+
+    examples: Sequence[Any]
     position: int
     state: Any = None
+
+
+@dataclass(frozen=True)
+class _Picked(Sequence[Any]):
+    """Items of what has `len()` and integer items, at those places."""
+
+    of: Any
+    places: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, i: Any) -> Any:
+        return [self[j] for j in range(*i.indices(len(self)))] if isinstance(i, slice) else self.of[int(self.places[i])]
 
 
 def check_examples(given: Any, name: str = "train_examples") -> None:
@@ -210,7 +271,7 @@ def slices(
         order = np.arange(n) if seed is None else np.random.default_rng(seed).permutation(n)
         for start in range(position, n, batch_size):
             rows = order[start : start + batch_size]
-            yield Slice([examples[int(row)] for row in rows], start + len(rows))
+            yield Slice(_Picked(examples, rows), start + len(rows))
         return
     iterator = _resumed(examples, position, state)
     while taken := list(itertools.islice(iterator, batch_size)):
@@ -313,17 +374,36 @@ class Batch:
 
 
 def batches(
-    steps: Iterable[Slice], collate_fn: Callable[[list], PyTree], micro_batch_size: int, mesh: Mesh
+    steps: Iterable[Slice],
+    collate_fn: Callable[[list], PyTree],
+    micro_batch_size: int,
+    mesh: Mesh,
+    check: Callable[[int, PyTree], None] | None = None,
 ) -> Generator[Batch, None, None]:
-    """The batch of each step, prepared ahead by a thread; to be closed, as `prefetch` says."""
+    """The batch of each step, prepared ahead by a thread; to be closed, as `prefetch` says.
 
-    def prepare(step: Slice) -> Batch:
-        batch = collate(collate_fn, step.examples)
-        cut = cut_rows(len(step.examples), micro_batch_size, mesh.size)
-        placed = place_batch(batch, cut, mesh)
-        return Batch(placed, len(step.examples), n_tokens(batch), step.position, step.state)
+    **Arguments:**
 
-    return prefetch(prepare(step) for step in steps)
+    - `check`: called by that thread with the number of each step and its collated rows.
+    """
+
+    def prepare(i: int, step: Slice) -> Batch:
+        n_rows = len(step.examples)
+        cut = cut_rows(n_rows, micro_batch_size, mesh.size)
+        rows = rows_here(cut, mesh)
+        batch = collate(collate_fn, [step.examples[int(row)] for row in rows])
+        if check is not None:
+            check(i, batch)
+        tokens = n_tokens(batch)  # of this process's rows; the others' are as long
+        return Batch(
+            place_batch(batch, cut, mesh, rows),
+            n_rows,
+            None if tokens is None else tokens * n_rows // len(rows),
+            step.position,
+            step.state,
+        )
+
+    return prefetch(prepare(i, step) for i, step in enumerate(steps))
 
 
 # --- ahead of the step -----------------------------------------------------------------------------------------------

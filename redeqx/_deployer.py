@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ._cluster import start
 from ._console import Console, Tracker
 from ._devices import dry
 from ._jaxprs import Trace
 from ._mesh import make_mesh, n_batch_shards
 from ._paths import is_array_like, named_leaves
+from ._peers import HEARTBEAT, START, Peers
 from ._plan import Overrides, Plan, make_plan, mark_read
 from ._step import as_sums
 
@@ -34,15 +37,22 @@ class Deployer:
         leave over of the devices is data parallelism.
     - `workdir`: the folder of the run: metrics, checkpoints, outputs. None records nothing.
     - `verbose`: whether to print.
-    - `n_processes`, `host0_address`, `host0_port`, `process_id`, `n_local_devices`: of a run over several processes, which
-        this version does not carry.
+    - `n_processes`, `host0_address`, `host0_port`, `process_id`: for a run over several hosts by their addresses: how many
+        processes, where process 0 is, and which this one is. Under SLURM, Open MPI, Kubernetes (JobSet), on Cloud TPU and
+        with `python -m redeqx launch` leave them out: they are found.
+    - `n_local_devices`: how many of this host's GPUs are this process's; all by default, one where the launcher starts a
+        task a GPU.
+    - `heartbeat_timeout`: seconds of silence after which another process counts as gone, and this one leaves.
+    - `start_timeout`: seconds in which all processes must have come.
     - `run_tensorboard`: whether to write TensorBoard events to the workdir (extra `tensorboard`).
     - `loggers`: further trackers; anything with `log(metrics: dict, step: int)`.
 
     In a dry run (`python -m redeqx dry-run`) the devices are those of the machine that is described, `is_dry_run` is True,
     and nothing is written or tracked.
 
-    Raises ValueError where the shards do not divide the devices.
+    Raises ValueError where the shards do not divide the devices, and where the processes cannot be one run: a number given
+    twice, a port taken, a host that is not found, arguments that differ; PeerError where some do not come, RuntimeError
+    where JAX's devices have been used before and there are other processes.
     """
 
     def __init__(
@@ -59,26 +69,35 @@ class Deployer:
         n_local_devices: int | None = None,
         run_tensorboard: bool = False,
         loggers: Iterable[Tracker] = (),
+        heartbeat_timeout: float = HEARTBEAT,
+        start_timeout: float = START,
     ):
-        given = {"host0_address": host0_address, "host0_port": host0_port, "process_id": process_id}
-        given["n_local_devices"] = n_local_devices
-        if (n_processes or 1) != 1 or jax.process_count() > 1:
-            found = max(n_processes or 1, jax.process_count())
-            raise ValueError(f"`n_processes`: expected 1, got {found}. Run one process: it drives all its devices.")
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(f"`{name}`: expected None on one process, got {value!r}. Leave it out.")
         self.jax_seed = jax_seed
         run = dry()
         self.is_dry_run = run is not None
+        if self.is_dry_run:
+            self.peers = Peers()
+        else:
+            self.peers = start(
+                n_processes, host0_address, host0_port, process_id, n_local_devices,
+                heartbeat=heartbeat_timeout, timeout=start_timeout,
+            )  # fmt: skip
+        if self.peers.n > 1:
+            given = {"jax_seed": jax_seed, "n_model_shards": n_model_shards, "n_fsdp_shards": n_fsdp_shards}
+            versions = {"the version of redeqx": version("redeqx"), "the version of jax": jax.__version__}
+            devices = {"devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"}
+            self.peers.agree("Deployer", {**given, "workdir": workdir, **versions, **devices})
         self.mesh = make_mesh(n_model_shards, n_fsdp_shards, None if run is None else run.machine.devices)
         self.workdir = None if workdir is None else Path(workdir)
         if self.is_dry_run:
             self.console = Console(None, verbose=verbose)
         else:
-            if self.workdir is not None:
+            is_main = self.peers.index == 0
+            if self.workdir is not None and is_main:
                 self.workdir.mkdir(parents=True, exist_ok=True)
-            self.console = Console(self.workdir, verbose=verbose, run_tensorboard=run_tensorboard, loggers=loggers)
+            self.console = Console(
+                self.workdir, verbose=verbose, run_tensorboard=run_tensorboard, loggers=loggers, is_main=is_main
+            )
         self._n_keys = 0
         self._records_begun = False
 
@@ -288,7 +307,7 @@ class Deployer:
 
         lines = "".join(json.dumps(output, default=plain) + "\n" for output in outputs)
         path = self.workdir / "outputs" / name
-        if self.is_dry_run:
+        if self.is_dry_run or self.peers.index:
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(lines, "utf-8")

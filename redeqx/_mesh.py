@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
@@ -59,6 +60,17 @@ def n_batch_shards(mesh: Mesh) -> int:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of a value that every device holds whole."""
     return NamedSharding(mesh, P())
+
+
+def put(value: Any, sharding: NamedSharding) -> jax.Array:
+    """What this process has whole, on a mesh that may span others, which have the same; each device gets its part."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(put(jax.random.key_data(value), sharding), impl=jax.random.key_impl(value))
+    # Not `device_put`, which would first compare the whole of it over the processes, by a collective.
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def split_rows(mesh: Mesh, dim: int = 0) -> NamedSharding:

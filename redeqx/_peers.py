@@ -16,13 +16,16 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 EXIT_CODE = 75  # EX_TEMPFAIL: what schedulers are told to requeue on
 HEARTBEAT = 30.0  # seconds of silence after which a peer counts as gone
 START = 300.0  # seconds in which all must have come
 _GREETING = "redeqx peers 1"
+
+
+_SAME_SCRIPT = "Every process must run the same script with the same arguments."
 
 
 class PeerError(RuntimeError):
@@ -48,6 +51,8 @@ class Peers:
         self._given: dict[str, dict[int, Any]] = {}  # at the hub: what was given so far to each gathering
         self._answers: dict[str, Any] = {}
         self._steps: dict[int, int | None] = {}
+        self._compared: dict[str, dict[int, Any]] = {}
+        self._wrong: str | None = None  # how the processes differ
         self._left: set[int] = set()  # who has ended, as agreed or not
         self._failed: int | None = None  # who fails
         self._change = threading.Condition()
@@ -89,12 +94,52 @@ class Peers:
             given[index] = value
             if len(given) < self.n:
                 return
-            answer = [self._given.pop(name)[i] for i in range(self.n)]
+            del self._given[name]
+            answer = [given[i] for i in range(self.n)]
             answer = json.loads(json.dumps(answer))  # the hub's own as the others get it
             self._answers[name] = answer
             self._change.notify_all()
         for i in self._links:
             self._send(i, "answer", [name, answer])
+
+    def agree(self, what: str, values: Mapping[str, Any], advice: str = _SAME_SCRIPT) -> None:
+        """Check that every process gives the same values by name; waits until all have given theirs.
+
+        Raises ValueError, the same in every process, that names the first field that differs.
+        """
+        if self.n > 1:
+            plain = json.loads(json.dumps(dict(values), default=str))
+            difference = _difference(what, dict(enumerate(self.gather(f"agree on {what}", plain))), advice)
+            if difference is not None:
+                raise ValueError(difference)
+
+    def compare(self, topic: str, what: str, values: Mapping[str, Any], advice: str = _SAME_SCRIPT) -> None:
+        """As `agree`, without waiting: where they differ, `check` raises it in every process once the hub has seen it.
+
+        **Arguments:**
+
+        - `topic`: of this comparison; each process uses it once.
+        """
+        if self.index == 0:
+            self._compare(0, topic, what, dict(values), advice)
+        else:
+            self._send(0, "compare", [topic, what, dict(values), advice])
+
+    def _compare(self, index: int, topic: str, what: str, values: Any, advice: str) -> None:
+        with self._change:
+            given = self._compared.setdefault(topic, {})
+            given[index] = values
+            if len(given) == self.n:
+                del self._compared[topic]
+        self._wrong = self._wrong or _difference(what, given, advice)
+        if self._wrong is not None:
+            for i in self._links:
+                self._send(i, "wrong", self._wrong)
+
+    def check(self) -> None:
+        """Raise ValueError where a comparison has found the processes to differ."""
+        if self._wrong is not None:
+            raise ValueError(self._wrong)
 
     def on(self, word: str, act: Callable[[int, Any], None]) -> None:
         """Call `act(index, value)`, from a thread, for what another process says with `say`."""
@@ -244,6 +289,10 @@ class Peers:
             self._steps[index] = value
         elif kind == "give":
             self._take(index, *value)
+        elif kind == "compare":
+            self._compare(index, *value)
+        elif kind == "wrong":
+            self._wrong = value
         elif kind == "answer":
             with self._change:
                 self._answers[value[0]] = value[1]
@@ -329,6 +378,21 @@ class Peers:
         """Say goodbye: an end that is no failure."""
         for i in self._links:
             self._send(i, "bye")
+
+
+def _difference(what: str, given: Mapping[int, Mapping[str, Any]], advice: str) -> str | None:
+    """How the values of processes differ; None where they do not."""
+    first = min(given)
+    for name in dict.fromkeys(name for values in given.values() for name in values):
+        expected = given[first].get(name)
+        for index, values in sorted(given.items()):
+            if (found := values.get(name)) != expected:
+                said = [json.dumps(value) if not isinstance(value, str) else value for value in (expected, found)]
+                return (
+                    f"`{what}`: expected `{name}` to be {said[0]}, as in process {first}, got {said[1]} in process {index}. "
+                    f"{advice}"
+                )
+    return None
 
 
 def leave(why: str, committed: int | None) -> NoReturn:

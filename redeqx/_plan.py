@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from . import _rules
 from ._dataflow import Order, order
 from ._jaxprs import Trace
-from ._mesh import FSDP, MODEL, replicated
+from ._mesh import FSDP, MODEL, put as put_on_mesh, replicated
 from ._paths import is_array_like, named_leaves, nearest, render
 from ._walk import followers, walk
 
@@ -253,6 +253,8 @@ def place(model: PyTree, plan: Plan) -> PyTree:
             return leaf
         # Copied first: of keys, and of arrays that were put on one of the mesh's devices by hand, `device_put` hands on the
         # caller's own buffer whatever `may_alias` says.
+        if not sharding.is_fully_addressable:
+            return put_on_mesh(leaf, sharding)
         copied = leaf.copy() if isinstance(leaf, jax.Array) else leaf
         return jax.device_put(copied, sharding, may_alias=False)
 

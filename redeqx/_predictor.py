@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ._data import collate, pad_rows, prefetch, size_of
+from ._data import Group, collate, pad_rows, place_rows, prefetch, rows_here, size_of
 from ._deployer import Deployer
-from ._mesh import n_batch_shards, replicated, split_rows
+from ._mesh import n_batch_shards, put, replicated, split_rows
 from ._paths import is_array_like
 from ._plan import Plan, place
 from ._program import Program, placed, placed_shapes
@@ -111,16 +111,19 @@ class Predictor:
         state_leaves = jax.tree.leaves(state)
         n_shards = self._deployer.n_batch_shards
         batch_size = min(per_device_batch_size * n_shards, -(-n // n_shards) * n_shards)
-        sharding = split_rows(self._deployer.mesh)
+        mesh = self._deployer.mesh
+        here = rows_here([Group(1, batch_size)], mesh)  # of a batch that is filled up
 
         def prepare() -> Iterator[tuple[int, PyTree]]:
             for start in range(0, n, batch_size):
-                rows = [examples[i] for i in range(start, min(start + batch_size, n))]
-                batch = pad_rows(collate(self._collate_fn, rows), batch_size)
-                yield len(rows), jax.device_put(batch, sharding)
+                n_rows = min(batch_size, n - start)
+                batch = collate(
+                    self._collate_fn, [examples[start + i] for i in sorted({min(int(i), n_rows - 1) for i in here})]
+                )
+                yield n_rows, place_rows(pad_rows(batch, len(here)), np.arange(batch_size), split_rows(mesh), here)
 
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
-        key = jax.device_put(key, replicated(self._deployer.mesh))
+        key = put(key, replicated(mesh))
         pending: deque[tuple[int, PyTree]] = deque()
         with closing(prefetch(prepare())) as batches:
             for i, (n_rows, batch) in enumerate(batches):
@@ -200,4 +203,4 @@ def _rows(outputs: PyTree) -> list:
 
 
 def _placed_whole(state: PyTree, deployer: Deployer) -> PyTree:
-    return None if state is None else jax.device_put(state, replicated(deployer.mesh))
+    return jax.tree.map(lambda leaf: put(leaf, replicated(deployer.mesh)), state)

@@ -412,4 +412,5 @@ def make_predict_step(
     def predict_fn(trained, frozen, state, batch, key, i):
         return planned_fn([*trained, *frozen], state, batch, jax.random.fold_in(key, i))
 
-    return jax.jit(predict_fn, out_shardings=split_rows(plan.mesh))
+    # Of several processes each gets all rows, as its script goes on with them.
+    return jax.jit(predict_fn, out_shardings=replicated(plan.mesh) if plan.mesh.is_multi_process else split_rows(plan.mesh))

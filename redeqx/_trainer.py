@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from ._devices import describe, dry, of_devices
 from ._dry_run import DryRunDone, Job, dry_run
 from ._fit import Fit, Options, Position, Standing
 from ._jaxprs import Change, Trace
-from ._mesh import FSDP, MODEL, replicated
+from ._mesh import FSDP, MODEL, put, replicated
 from ._paths import named_leaves
+from ._peers import Peers
 from ._plan import Plan, mark_read, place
 from ._predictor import Predictor
 from ._program import Program, make_program, shard_bytes
@@ -112,6 +114,7 @@ class Trainer:
         self._last_metrics: dict[str, float] = {}
         self._restore_from: Path | None = None  # a checkpoint to load once placed
         self._standing = Standing()
+        self._n_passes = 0  # over examples
         self._checkpoints = None if deployer.workdir is None else Checkpoints(deployer.workdir / "ckpts")
 
     # --- the state of training ---------------------------------------------------------------------------------------
@@ -151,10 +154,10 @@ class Trainer:
         self._program = program = self._make_program(plan)
         whole = replicated(self.deployer.mesh)
         self._trained, self._frozen = self._parts.take(place(model, plan))
-        self._state = jax.tree.leaves(jax.device_put(jax.tree.map(jnp.copy, state), whole))  # as `place` copies
+        self._state = [put(jnp.copy(leaf), whole) for leaf in jax.tree.leaves(state)]  # as `place` copies
         self._opt_state = program.init_opt_state(self._trained)
-        self._step = jax.device_put(np.zeros((), np.int32), whole)
-        self._key = jax.device_put(self._key, whole)
+        self._step = put(np.zeros((), np.int32), whole)
+        self._key = put(self._key, whole)
         self._compiled: set[Any] = set()
         self._given = None
         self._restore()
@@ -321,7 +324,7 @@ class Trainer:
         setting = Setting(mesh.shape[MODEL], mesh.shape[FSDP], per_device_batch_size, self._accumulate)
         job = Job(
             setting=setting,
-            batch=shapes(collate(self._collate_fn, step.examples)),
+            batch=shapes(collate(self._collate_fn, list(step.examples))),
             make_plan=lambda mesh, micro_batch: self._make_plan(micro_batch, mesh),
             make_program=lambda plan, change: self._make_program(plan, named=True, change=change),
             can_remat=self._grad_fn is None,
@@ -362,7 +365,9 @@ class Trainer:
 
     def _batches(self, steps: Iterable[Slice], per_device_batch_size: int) -> Generator[Batch, None, None]:
         micro_batch_size = per_device_batch_size * self.deployer.n_batch_shards
-        return batches(steps, self._collate_fn, micro_batch_size, self.deployer.mesh)
+        self._n_passes += 1
+        check = None if self.deployer.peers.n == 1 else partial(_check_rows, self.deployer.peers, self._n_passes)
+        return batches(steps, self._collate_fn, micro_batch_size, self.deployer.mesh, check)
 
     def _train_args(self, batch: Batch) -> tuple[Any, ...]:
         return (self._trained, self._opt_state, self._state, self._step, self._frozen, self._key, batch.groups)
@@ -387,6 +392,7 @@ class Trainer:
         with closing(self._batches(steps, per_device_batch_size)) as upcoming:
             batch = next(upcoming, None)
             while batch is not None:
+                self.deployer.peers.check()
                 self._ensure_placed(batch.micro_batch)
                 outs = self._call("train step", self._program.train_step, self._train_args(batch), batch, progress)
                 self._trained, self._opt_state, self._state, self._step, vector = outs
@@ -518,7 +524,7 @@ class Trainer:
         self._opt_state, self._state = opt_leaves, state_leaves
         if load_opt_states:
             self.step = record["step"]
-            self._step = jax.device_put(np.asarray(self.step, np.int32), whole)
+            self._step = put(np.asarray(self.step, np.int32), whole)
         return record
 
     def _resume_from(self, path: Path, step: int) -> None:
@@ -623,3 +629,13 @@ class Trainer:
             "workdir": str(self.deployer.workdir) if self.deployer.workdir else "none: nothing is recorded",
         }
         self.deployer.console.header(rows)
+
+
+def _check_rows(peers: Peers, n_pass: int, i: int, batch: PyTree) -> None:
+    """Check that the rows of step `i` are alike in all processes, whose shards are of one array."""
+    rows = {name: f"{leaf.dtype} {list(leaf.shape[1:])} a row" for name, leaf in named_leaves(batch).items()}
+    advice = "Pad to one length, the same in every batch: a process collates the rows that its devices need."
+    if i == 0:
+        peers.agree("collate_fn", rows, advice)
+    else:  # without waiting: two steps ahead of the device
+        peers.compare(f"rows of pass {n_pass}, step {i}", "collate_fn", rows, advice)

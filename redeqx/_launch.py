@@ -1,0 +1,89 @@
+"""Several processes of one script on this machine, for trying what runs on many.
+
+Each is told its number in the environment, as `_cluster` reads it; what they print is printed with that number before it.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+GRACE = 10.0  # seconds that the others have to leave once one has failed
+
+
+def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
+    """Run a command as `n` processes of one run; returns 0, or the exit code of the first that failed.
+
+    Where one fails, the others are given ten seconds to leave, then ended. SIGTERM, SIGINT and SIGUSR1 are passed on.
+
+    **Arguments:**
+
+    - `port`: of process 0; a free one by default.
+    """
+    environment = {**os.environ, "REDEQX_PROCESSES": str(n), "REDEQX_HOST0": f"127.0.0.1:{port or _free_port()}"}
+    environment.setdefault("NPROC", "16")  # with fewer cores than devices XLA's collectives wait for each other for ever
+    environment["PYTHONUNBUFFERED"] = "1"
+    processes = [
+        subprocess.Popen(
+            command, env={**environment, "REDEQX_PROCESS_ID": str(i)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for i in range(n)
+    ]
+    printing = threading.Lock()
+    threads = [
+        threading.Thread(target=_print, args=(f"[{i}] ".encode(), source, target, printing), daemon=True)
+        for i, process in enumerate(processes)
+        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+    ]
+    for thread in threads:
+        thread.start()
+
+    def pass_on(number: int, _: Any) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        code = _wait(processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for thread in threads:
+        thread.join(timeout=5)
+    return code
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    failed: int | None = None
+    until = float("inf")
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        codes = [process.returncode for process in processes if process.returncode]
+        if codes and failed is None:
+            failed, until = codes[0], time.monotonic() + GRACE
+        time.sleep(0.02)
+    codes = [process.returncode for process in processes if process.returncode]
+    code = failed if failed is not None else codes[0] if codes else 0
+    return 128 - code if code < 0 else code  # as a shell says that a signal ended it
+
+
+def _print(prefix: bytes, source: IO[bytes] | None, target: Any, printing: threading.Lock) -> None:
+    assert source is not None
+    for line in source:
+        with printing:
+            target.write((prefix + line).decode(errors="replace"))
+            target.flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
