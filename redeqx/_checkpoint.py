@@ -10,6 +10,9 @@ Owns the folder of one checkpoint and its checksums, the index that names checkp
 
 A checkpoint is written into a folder of another name, fsynced file by file, and renamed; the index follows in the same
 way; only then is anything removed, and that under another name too. So whatever is called `step_*` is complete.
+
+Of several processes each writes its own shards into the same files, on a file system that all of them see; process 0 makes
+the folder and the files, and puts them in place once all have written. What one of them cannot do, all of them raise.
 """
 
 import errno
@@ -17,16 +20,21 @@ import json
 import os
 import re
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Sharding
 from jaxtyping import PyTree
 
+from ._crc32 import Crc32, crc32_of
 from ._paths import nearest
-from ._safetensors import CHUNK, array_leaves, damaged, file_size, load_tree, need_arrays, write_tensors
+from ._peers import Peers
+from ._safetensors import CHUNK, Writer, array_leaves, damaged, load_tree, need_arrays
+from ._shards import Block, own_blocks
 
 FORMAT = "redeqx"
 VERSION = 1
@@ -64,11 +72,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _crc32(path: Path) -> int:
-    crc32 = 0
+def _crc32(path: Path, start: int, stop: int) -> Crc32:
+    """Of the bytes `[start, stop)` of a file."""
+    crc32 = Crc32()
     with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            crc32 = zlib.crc32(chunk, crc32)
+        file.seek(start)
+        while start < stop and (chunk := file.read(min(CHUNK, stop - start))):
+            crc32.add(chunk, start)
+            start += len(chunk)
     return crc32
 
 
@@ -83,15 +94,38 @@ def _order(name: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
 
 
-class Checkpoints:
-    """The checkpoints of one run, in one folder; written by one process at a time, read by any number."""
+@dataclass(frozen=True)
+class _Save:
+    """One checkpoint to be written: all that is known before the first byte."""
 
-    def __init__(self, folder: Path):
+    step: int
+    name: str
+    index: dict[str, str]  # as it was before
+    tags: Sequence[str]
+    keep_last: int
+    record: dict[str, Any]
+    files: dict[str, Writer]
+    blocks: dict[str, dict[str, list[Block]]]
+    free: int
+
+    @property
+    def needed(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder; written by one run at a time, read by any number."""
+
+    def __init__(self, folder: Path, peers: Peers | None = None):
         """**Arguments:**
 
         - `folder`: made by the first save.
+        - `peers`: the processes that write and read together: each makes the same calls in the same order.
         """
         self.folder = folder
+        self._peers = peers or Peers()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None  # of the save in the background
 
     def index(self) -> dict[str, str]:
         """The name of the checkpoint that each tag (`"last"`, ...) stands for."""
@@ -150,12 +184,18 @@ class Checkpoints:
             )
         if (crc32 := record.pop("crc32", None)) != _record_crc32(record):
             raise damaged(file, f"a record of crc32 {crc32}", str(_record_crc32(record)))
+        n, me = self._peers.n, self._peers.index
         for name, expected in record["files"].items():
             file = path / name
             size = file.stat().st_size if file.is_file() else None
-            if size != expected["size"]:
+            # Each process reads its share of the file.
+            shares = [] if size is None else [size * i // n for i in range(n + 1)]
+            share = 0 if size is None else _crc32(file, shares[me], shares[me + 1]).contribution(size)
+            found = self._peers.gather("verify", [size, share])
+            sizes = [size for size, _ in found]
+            if (size := next((size for size in sizes if size != expected["size"]), None)) or sizes[0] != expected["size"]:
                 raise damaged(file, f"{expected['size']} bytes", "no file" if size is None else str(size))
-            if (crc32 := _crc32(file)) != expected["crc32"]:
+            if (crc32 := crc32_of([share for _, share in found], expected["size"])) != expected["crc32"]:
                 raise damaged(file, f"crc32 {expected['crc32']}", str(crc32))
         return {key: value for key, value in record.items() if key not in _RESERVED}
 
@@ -182,6 +222,7 @@ class Checkpoints:
         tags: Sequence[str] = ("last",),
         keep_last: int = 2,
         float_dtype: Any = None,
+        then: Callable[[Path], None] | None = None,
     ) -> Path:
         """Writes a checkpoint, points the tags at it, then prunes; returns its folder.
 
@@ -195,10 +236,14 @@ class Checkpoints:
         - `tags`: what the index shall call it.
         - `keep_last`: how many of the newest checkpoints stay, besides those that the index names.
         - `float_dtype`: the dtype to which the model's floating leaves are cast. The other trees keep theirs.
+        - `then`: for a save in the background, what to call with the folder once it is committed. It returns as soon as the
+            arrays are copied to the host; a thread writes the copies, and `check` and `wait` raise what it raises. Without,
+            it returns when all is on disk.
 
         Raises OSError where the disk has not enough room, with the bytes needed and free; TypeError for a leaf or a
         record that cannot be stored. Either way the checkpoints that were there stay as they were.
         """
+        self.wait()
         if keep_last < 0:
             raise ValueError(f"`keep_last`: expected at least 0, got {keep_last}. Pass how many checkpoints shall stay.")
         try:
@@ -207,56 +252,133 @@ class Checkpoints:
         except (TypeError, ValueError) as error:
             raise TypeError(f"`record`: expected what JSON can hold, got {error}. Convert it before saving.") from error
         assert not set(_RESERVED) & plain.keys()
-        files = {kind: (array_leaves(tree), float_dtype if kind == "model" else None) for kind, tree in trees.items()}
-        for leaves, _ in files.values():
-            need_arrays(leaves)
-        needed = sum(file_size(leaves, dtype) for leaves, dtype in files.values())
-        index = self.index()
+        leaves = {kind: array_leaves(tree) for kind, tree in trees.items()}
+        for each in leaves.values():
+            need_arrays(each)
+        sizes = {kind: Writer(Path(), each, float_dtype if kind == "model" else None).size for kind, each in leaves.items()}
+        name, free = self._together("save begins", lambda: self._begin(step, sum(sizes.values())), alone=True)[0]
+        tmp = self.folder / f"{_TMP}{name}"
+        files = {
+            f"{kind}.safetensors": Writer(tmp / f"{kind}.safetensors", each, float_dtype if kind == "model" else None)
+            for kind, each in leaves.items()
+        }
+        blocks = {f"{kind}.safetensors": own_blocks(each) for kind, each in leaves.items()}
+        if then is not None:
+            blocks = {
+                file: {name: [block.copied() for block in each] for name, each in by_name.items()}
+                for file, by_name in blocks.items()
+            }
+        save = _Save(step, name, self.index(), tags, keep_last, plain, files, blocks, free)
+        if then is None:
+            self._write(save)
+        else:
+            self._thread = threading.Thread(target=self._write_behind, args=(save, then), name="redeqx-save")
+            self._thread.start()
+        return self.folder / name
 
+    def check(self) -> None:
+        """Raise what the save in the background has failed with, with its own traceback; else return at once."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def wait(self) -> None:
+        """Return when the save in the background has ended; raises as `check` does."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def _write_behind(self, save: _Save, then: Callable[[Path], None]) -> None:
+        try:
+            self._write(save)
+            then(self.folder / save.name)
+        except BaseException as error:  # handed to the thread that takes the steps
+            self._error = error
+
+    def _together(self, topic: str, act: Callable[[], Any], *, alone: bool = False) -> list[Any]:
+        """What every process's `act()` returns (JSON), or process 0's alone; an OSError of one is raised by all."""
+        value = error = None
+        if not alone or self._peers.index == 0:
+            try:
+                value = act()
+            except OSError as raised:
+                error = raised
+        given = [value, None if error is None else [error.errno, error.strerror or str(error), str(error.filename)]]
+        found = self._peers.gather(topic, given)
+        if error is not None:
+            raise error
+        for index, (_, problem) in enumerate(found):
+            if problem is not None:
+                raise OSError(problem[0], f"{problem[1]} (process {index})", problem[2])
+        return [value for value, _ in found]
+
+    def _begin(self, step: int, needed: int) -> tuple[str, int]:
+        """Make room for a checkpoint of that step; its name, and the bytes that are free."""
+        index = self.index()
         self.folder.mkdir(parents=True, exist_ok=True)
         _fsync_folder(self.folder.parent)
         self._sweep()
         # A checkpoint that the index names is never touched; another one of this step is a crash's debris.
         taken = [repeat for other, repeat in map(_order, index.values()) if other == step]
         repeat = 1 + max(taken, default=-1)
-        target = self.folder / (f"step_{step:08d}" + (f"_{repeat}" if repeat else ""))
-        for name in self.names():
-            if _order(name)[0] == step and _order(name)[1] >= repeat:
-                self._remove(name)
-
+        name = f"step_{step:08d}" + (f"_{repeat}" if repeat else "")
+        for other in self.names():
+            if _order(other)[0] == step and _order(other)[1] >= repeat:
+                self._remove(other)
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             raise OSError(
-                errno.ENOSPC, f"expected {needed} bytes free, got {free}. Make room, or save elsewhere", str(target)
+                errno.ENOSPC,
+                f"expected {needed} bytes free, got {free}. Make room, or save elsewhere",
+                str(self.folder / name),
             )
-        tmp = self.folder / f"{_TMP}{target.name}"
+        return name, free
+
+    def _write(self, save: _Save) -> None:
+        """The save itself: files of the full size, every process's blocks in them, then what makes it a checkpoint."""
         try:
-            tmp.mkdir()
-            sums = {f"{kind}.safetensors": write_tensors(tmp / f"{kind}.safetensors", *files[kind]) for kind in files}
-            full = {**plain, "format": FORMAT, "version": VERSION, "files": sums}
-            _write_json(tmp / _RECORD, {**full, "crc32": _record_crc32(full)})
-            _fsync_folder(tmp)
-            os.rename(tmp, target)
-            _fsync_folder(self.folder)
-            new_index = self.folder / f"{_TMP}{_INDEX}"
-            _write_json(new_index, {**index, **dict.fromkeys(tags, target.name)})
-            os.replace(new_index, self.folder / _INDEX)
-            _fsync_folder(self.folder)
+            self._together("save created", lambda: self._create(save), alone=True)
+            written = self._together(
+                "save written", lambda: {name: f.write(save.blocks[name]) for name, f in save.files.items()}
+            )
+            self._together("save committed", lambda: self._commit(save, written), alone=True)
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"expected to write {needed} bytes, got {error.strerror!r} with {free} bytes free at first. Earlier "
-                "checkpoints are whole. Make room, or save elsewhere",
-                str(target),
+                f"expected to write {save.needed} bytes, got {error.strerror!r} with {save.free} bytes free at first. "
+                "Earlier checkpoints are whole. Make room, or save elsewhere",
+                str(self.folder / save.name),
             ) from error
         finally:
-            self._sweep()
+            if self._peers.index == 0:
+                self._sweep()
+        self._peers.committed = save.step
+        self._together("save pruned", lambda: self._prune(save.keep_last), alone=True)
 
+    def _create(self, save: _Save) -> None:
+        (self.folder / f"{_TMP}{save.name}").mkdir()
+        for file in save.files.values():
+            file.create()
+
+    def _commit(self, save: _Save, written: Sequence[Mapping[str, int]]) -> None:
+        tmp = self.folder / f"{_TMP}{save.name}"
+        sums = {name: file.finish([each[name] for each in written]) for name, file in save.files.items()}
+        full = {**save.record, "format": FORMAT, "version": VERSION, "files": sums}
+        _write_json(tmp / _RECORD, {**full, "crc32": _record_crc32(full)})
+        _fsync_folder(tmp)
+        os.rename(tmp, self.folder / save.name)
+        _fsync_folder(self.folder)
+        new_index = self.folder / f"{_TMP}{_INDEX}"
+        _write_json(new_index, {**save.index, **dict.fromkeys(save.tags, save.name)})
+        os.replace(new_index, self.folder / _INDEX)
+        _fsync_folder(self.folder)
+
+    def _prune(self, keep_last: int) -> None:
         kept = {*self.index().values(), *self.names()[-keep_last:][:keep_last]}
         for name in self.names():
             if name not in kept:
                 self._remove(name)
-        return target
 
     def _sweep(self) -> None:
         """Removes what an unfinished save or removal has left."""

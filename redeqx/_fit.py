@@ -157,6 +157,8 @@ class Fit:
             for epoch in range(start.epoch, options.n_epochs):
                 self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), progress)
         self._end()
+        if trainer._checkpoints is not None:
+            trainer._checkpoints.wait()
         self._summarise()
         return self.metrics
 
@@ -190,6 +192,7 @@ class Fit:
         trainer, checkpoints = self.trainer, self.trainer._checkpoints
         if checkpoints is None or "last" not in checkpoints.index():
             return
+        checkpoints.wait()
         path = checkpoints.resolve("last")
         if not self.options.resume:
             raise ValueError(
@@ -309,16 +312,16 @@ class Fit:
     def _save(self, tags: set[str], progress: Progress) -> None:
         options, trainer = self.options, self.trainer
         trainer._flush(progress)  # a loss that is not finite raises here, before anything is written
+        step, names = trainer.step, ", ".join(["last", *sorted(tags)])
         with progress.pause("saving"):
-            path = trainer._save(
+            trainer._save(
                 sorted(tags),
                 metrics=self.metrics,
                 keep_last=options.keep_last,
                 save_opt_states=options.save_opt_states,
                 save_float_dtype=options.save_float_dtype,
+                then=lambda path: trainer.deployer.console.info(f"step {step}: saved {path} ({names})"),
             )
-        names = ", ".join(["last", *sorted(tags)])
-        trainer.deployer.console.info(f"step {trainer.step}: saved {path} ({names})")
 
     def _summarise(self) -> None:
         trainer = self.trainer

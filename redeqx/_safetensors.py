@@ -5,15 +5,14 @@ of files, and what becomes of them in a crash, are `_checkpoint`.
 
 The writer is our own because `safetensors.numpy.save_file` (0.8) writes arrays that are not C-contiguous in the wrong
 order, without an error, holds the whole file in memory and never fsyncs. This one knows every offset before the first
-byte: it holds one tensor at a time, and each process of several could write its own shards in place.
+byte: it holds one tensor at a time, and each process of several writes its own shards in place.
 """
 
 import json
 import math
 import os
 import struct
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,9 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import PyTree
 
+from ._crc32 import Crc32, crc32_of
 from ._paths import is_array_like, map_named, named_leaves, nearest
+from ._shards import Block, is_key, own_blocks
 
 # Every dtype that safetensors can name and numpy can hold, but the packed ones of 4 and 6 bits.
 DTYPES: dict[str, np.dtype] = {
@@ -58,18 +59,13 @@ _MAX_PROBLEMS = 10  # tensors named by one error
 # --- leaves ---------------------------------------------------------------------------------------------------------
 
 
-def _is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed PRNG keys, which is stored as its key data."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
 def _stored(leaf: Any) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype of a leaf as a file holds it."""
-    if _is_key(leaf):
+    if is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return tuple(leaf.shape), leaf.dtype
 
@@ -80,19 +76,9 @@ def array_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def to_host(leaf: Any) -> np.ndarray:
-    """The whole leaf in this process's memory, C-contiguous."""
-    if not isinstance(leaf, jax.Array):
-        return np.ascontiguousarray(leaf)
-    if _is_key(leaf):
-        leaf = jax.random.key_data(leaf)
-    whole = np.empty(leaf.shape, leaf.dtype)
-    for shard in leaf.addressable_shards:
-        if shard.replica_id == 0:
-            # Of a fresh array over the same shard: the host copy that numpy asks for stays with the array that it was asked
-            # of, and with the tree's own arrays that would pile up a second model on the host.
-            piece = shard.data
-            whole[shard.index] = np.asarray(jax.make_array_from_single_device_arrays(piece.shape, piece.sharding, [piece]))
-    return whole
+    """The whole leaf in this process's memory, C-contiguous; of a JAX array, one whose shards are all here."""
+    (block,) = own_blocks({"": leaf})[""]
+    return block.values()
 
 
 def damaged(path: Path, rule: str, got: str) -> ValueError:
@@ -164,6 +150,77 @@ def file_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
     return _layout(leaves, float_dtype)[2]
 
 
+class Writer:
+    """A safetensors file under way, written in place by one process or by several, each its own blocks.
+
+    `create` and `finish` are one process's, before and after all others `write`.
+
+    **Arguments:**
+
+    - `path`: of the file.
+    - `leaves`, `float_dtype`, `metadata`: as for `write_tensors`; of the leaves, shapes and dtypes are looked at.
+    """
+
+    def __init__(
+        self, path: Path, leaves: Mapping[str, Any], float_dtype: Any = None, metadata: Mapping[str, str] | None = None
+    ):
+        self.path = path
+        self._header, self._tensors, self.size = _layout(leaves, float_dtype, metadata)
+
+    def create(self) -> None:
+        """Make the file, in its full size."""
+        fd = os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
+        try:
+            if hasattr(os, "posix_fallocate"):  # macOS has none
+                os.posix_fallocate(fd, 0, self.size)  # a full disk says so here, before any work
+        finally:
+            os.close(fd)
+
+    def write(self, blocks: Mapping[str, Sequence[Block]]) -> int:
+        """Write blocks by the tensors' names, and fsync; returns what they contribute to the file's crc32."""
+        contribution = 0
+        fd = os.open(self.path, os.O_WRONLY)
+        try:
+            for name, tensor in self._tensors.items():
+                for block in blocks.get(name, ()):
+                    contribution ^= self._write_block(fd, tensor, block)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return contribution
+
+    def _write_block(self, fd: int, tensor: "_Tensor", block: Block) -> int:
+        crc32, begin, item = Crc32(), len(self._header) + tensor.start, tensor.dtype.itemsize
+        flat = block.values().reshape(-1)
+        for place, at, n in block.runs(tensor.shape):
+            for start in range(0, n, CHUNK // item):
+                stop = min(start + CHUNK // item, n)
+                chunk = flat[at + start : at + stop].astype(tensor.dtype, copy=False).view(np.uint8).data
+                offset = begin + (place + start) * item
+                _pwrite(fd, chunk, offset)
+                crc32.add(chunk, offset)
+        return crc32.contribution(self.size)
+
+    def finish(self, contributions: Sequence[int]) -> dict[str, int]:
+        """Write the header, and fsync; returns the file's `{"size": bytes, "crc32": checksum}`.
+
+        **Arguments:**
+
+        - `contributions`: what each process's `write` returned.
+        """
+        crc32 = Crc32()
+        crc32.add(self._header, 0)
+        fd = os.open(self.path, os.O_WRONLY)
+        try:
+            _pwrite(fd, memoryview(self._header)[8:], 8)
+            # The header's length comes last: until then the file says that its header is empty, and no reader takes it.
+            _pwrite(fd, memoryview(self._header)[:8], 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return {"size": self.size, "crc32": crc32_of([crc32.contribution(self.size), *contributions], self.size)}
+
+
 def write_tensors(
     path: Path, leaves: Mapping[str, Any], float_dtype: Any = None, metadata: Mapping[str, str] | None = None
 ) -> dict[str, int]:
@@ -182,27 +239,9 @@ def write_tensors(
     Raises TypeError for a leaf whose dtype safetensors cannot store, OSError where the disk is full.
     """
     need_arrays(leaves)
-    header, tensors, size = _layout(leaves, float_dtype, metadata)
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
-    try:
-        if hasattr(os, "posix_fallocate"):  # macOS has none
-            os.posix_fallocate(fd, 0, size)  # a full disk says so here, before any work
-        _pwrite(fd, memoryview(header)[8:], 8)
-        crc32 = zlib.crc32(header)
-        for name, tensor in tensors.items():
-            flat = to_host(leaves[name]).reshape(-1)
-            offset, step = len(header) + tensor.start, CHUNK // tensor.dtype.itemsize
-            for start in range(0, flat.size, step):
-                chunk = flat[start : start + step].astype(tensor.dtype, copy=False).view(np.uint8).data
-                _pwrite(fd, chunk, offset)
-                crc32 = zlib.crc32(chunk, crc32)
-                offset += len(chunk)
-        # The header's length comes last: until then the file says that its header is empty, and no reader takes it.
-        _pwrite(fd, memoryview(header)[:8], 0)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return {"size": size, "crc32": crc32}
+    writer = Writer(path, leaves, float_dtype, metadata)
+    writer.create()
+    return writer.finish([writer.write(own_blocks(leaves))])
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -366,7 +405,7 @@ def load_tree(
             )
         if array.dtype != dtype:
             raise ValueError(f"`{name}`: expected {dtype}, got {array.dtype} from JAX. Set `jax_enable_x64` to load it.")
-        if _is_key(leaf):
+        if is_key(leaf):
             # `key_impl` wants an array, where the template may hold only a shape.
             return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty((), leaf.dtype)))
         return array

@@ -115,7 +115,7 @@ class Trainer:
         self._restore_from: Path | None = None  # a checkpoint to load once placed
         self._standing = Standing()
         self._n_passes = 0  # over examples
-        self._checkpoints = None if deployer.workdir is None else Checkpoints(deployer.workdir / "ckpts")
+        self._checkpoints = None if deployer.workdir is None else Checkpoints(deployer.workdir / "ckpts", deployer.peers)
 
     # --- the state of training ---------------------------------------------------------------------------------------
 
@@ -393,6 +393,8 @@ class Trainer:
             batch = next(upcoming, None)
             while batch is not None:
                 self.deployer.peers.check()
+                if self._checkpoints is not None:
+                    self._checkpoints.check()
                 self._ensure_placed(batch.micro_batch)
                 outs = self._call("train step", self._program.train_step, self._train_args(batch), batch, progress)
                 self._trained, self._opt_state, self._state, self._step, vector = outs
@@ -479,6 +481,7 @@ class Trainer:
     def _need_checkpoints(self) -> Checkpoints:
         if self._checkpoints is None:
             raise ValueError("`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`.")
+        self._checkpoints.wait()
         return self._checkpoints
 
     def _save(
@@ -488,6 +491,7 @@ class Trainer:
         keep_last: int,
         save_opt_states: bool,
         save_float_dtype: Any,
+        then: Callable[[Path], None] | None = None,
     ) -> Path:
         self.deployer.need_values("save_ckpt")
         self._ensure_placed(None)
@@ -505,7 +509,7 @@ class Trainer:
             "metrics": dict(metrics),
         }
         checkpoints = self._need_checkpoints()
-        return checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype)
+        return checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
 
     def _load(self, path: Path, load_opt_states: bool) -> dict[str, Any]:
         checkpoints, plan = self._need_checkpoints(), self.plan

@@ -1,0 +1,117 @@
+"""Which parts of the arrays this process writes, and where their bytes lie in a file that holds the arrays whole.
+
+Of each shard one device's copy is written, by the process that it belongs to; which one, all processes find alike from the
+arrays' shardings, so that none of them has much more to write than the others.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of an array, with its values.
+
+    **Arguments:**
+
+    - `start`: its first index in each dim of the array.
+    - `shape`: its sizes.
+    - `shards`: what it is put together from: of each the first index, and the array of one device, or of the host.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    shards: Sequence[tuple[tuple[int, ...], Any]]
+
+    def values(self) -> np.ndarray:
+        """The block on the host, in C order."""
+        if len(self.shards) == 1:
+            return np.ascontiguousarray(_on_host(self.shards[0][1]))
+        whole = np.empty(self.shape, self.shards[0][1].dtype)
+        for start, shard in self.shards:
+            index = (slice(a - b, a - b + n) for a, b, n in zip(start, self.start, shard.shape, strict=True))
+            whole[tuple(index)] = _on_host(shard)
+        return whole
+
+    def copied(self) -> "Block":
+        """The block in host memory of its own, whatever becomes of the device's."""
+        values = self.values()
+        return Block(self.start, self.shape, [(self.start, values if values.flags.owndata else values.copy())])
+
+    def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Where its items lie in a row-major array of that shape: `(place there, place here, how many)`, in order."""
+        # The last dim that it has only a part of: everything after that lies together.
+        cut = max((dim for dim, n in enumerate(self.shape) if n != shape[dim]), default=0)
+        n_items = math.prod(self.shape[cut:])
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        first = sum(a * stride for a, stride in zip(self.start, strides, strict=True))
+        for i, outer in enumerate(itertools.product(*map(range, self.shape[:cut]))):
+            yield first + sum(a * stride for a, stride in zip(outer, strides, strict=False)), i * n_items, n_items
+
+
+def as_stored(leaf: Any) -> Any:
+    """A leaf as a file holds it: typed PRNG keys as their data."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def own_blocks(leaves: Mapping[str, Any]) -> dict[str, list[Block]]:
+    """For each array by name the blocks that this process writes; every process is to ask for the same arrays.
+
+    What is no JAX array is process 0's.
+    """
+    me = jax.process_index()
+    load: Counter[int] = Counter()  # bytes of each process
+    blocks: dict[str, list[Block]] = {}
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array):
+            shape = tuple(leaf.shape)
+            blocks[name] = [Block((0,) * len(shape), shape, [((0,) * len(shape), leaf)])] if me == 0 else []
+            load[0] += math.prod(shape) * leaf.dtype.itemsize
+            continue
+        stored = as_stored(leaf)
+        copies: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+        for device, index in stored.sharding.devices_indices_map(stored.shape).items():
+            box = tuple(part.indices(size)[:2] for part, size in zip(index, stored.shape, strict=True))
+            copies.setdefault(box, []).append(device)
+        here = {shard.device: shard.data for shard in stored.addressable_shards}
+        shards = []
+        for box, devices in copies.items():
+            owner = min(devices, key=lambda device: (load[device.process_index], device.id))
+            load[owner.process_index] += math.prod(b - a for a, b in box) * stored.dtype.itemsize
+            if owner.process_index == me:
+                shards.append((tuple(a for a, _ in box), here[owner]))
+        blocks[name] = _joined(shards)
+    return blocks
+
+
+def _joined(shards: list[tuple[tuple[int, ...], Any]]) -> list[Block]:
+    """One block, where the shards fill a box: what lies together is written together."""
+    if not shards:
+        return []
+    start = tuple(map(min, zip(*(start for start, _ in shards), strict=True)))
+    stops = [tuple(a + n for a, n in zip(start, shard.shape, strict=True)) for start, shard in shards]
+    shape = tuple(max(stop) - a for a, stop in zip(start, zip(*stops, strict=True), strict=True))
+    if sum(shard.size for _, shard in shards) == math.prod(shape):
+        return [Block(start, shape, shards)]
+    return [Block(start, shard.shape, [(start, shard)]) for start, shard in shards]
+
+
+def _on_host(shard: Any) -> np.ndarray:
+    if not isinstance(shard, jax.Array):
+        return np.asarray(shard)
+    # Of a fresh array over the same shard: the host copy that numpy asks for stays with the array that it was asked of, and
+    # with the tree's own arrays that would pile up a second model on the host.
+    return np.asarray(jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard]))
