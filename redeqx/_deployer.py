@@ -18,6 +18,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ._cluster import start
 from ._console import Console, Tracker
 from ._devices import dry
+from ._interrupts import HANG, Watch
 from ._jaxprs import Trace
 from ._mesh import make_mesh, n_batch_shards
 from ._paths import is_array_like, named_leaves
@@ -44,6 +45,8 @@ class Deployer:
         task a GPU.
     - `heartbeat_timeout`: seconds of silence after which another process counts as gone, and this one leaves.
     - `start_timeout`: seconds in which all processes must have come.
+    - `hang_timeout`: seconds without a step of training, compilation apart, after which the run ends, saying who is behind
+        and what each thread is at; None never ends it.
     - `run_tensorboard`: whether to write TensorBoard events to the workdir (extra `tensorboard`).
     - `loggers`: further trackers; anything with `log(metrics: dict, step: int)`.
 
@@ -71,6 +74,7 @@ class Deployer:
         loggers: Iterable[Tracker] = (),
         heartbeat_timeout: float = HEARTBEAT,
         start_timeout: float = START,
+        hang_timeout: float | None = HANG,
     ):
         self.jax_seed = jax_seed
         run = dry()
@@ -98,6 +102,7 @@ class Deployer:
             self.console = Console(
                 self.workdir, verbose=verbose, run_tensorboard=run_tensorboard, loggers=loggers, is_main=is_main
             )
+        self.watch = Watch(self.peers, hang_timeout)
         self._n_keys = 0
         self._records_begun = False
 

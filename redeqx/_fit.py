@@ -5,13 +5,14 @@ that a run that was killed ends with the same bits as one that was not.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._console import Progress
 from ._data import Slice, check_examples, examples_of, size_of, slices
+from ._interrupts import Preempted, Preemption
 
 if TYPE_CHECKING:
     from ._trainer import Trainer
@@ -89,6 +90,13 @@ class Options:
         return {**least, **{f"argmax_{name}": (name, 1.0) for name in self.save_argmax_ckpt_by_metrics}}
 
     @property
+    def plain(self) -> dict[str, Any]:
+        """What of them is a number, a word or nothing, and how many examples there are."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        sizes = {f"len({name})": size_of(values[name]) for name in ("train_examples", "eval_examples")}
+        return {name: value for name, value in values.items() if isinstance(value, int | float | str | None)} | sizes
+
+    @property
     def evaluates(self) -> bool:
         return self.eval_examples is not None and (self.eval_loss or self.eval_metric_fn is not None)
 
@@ -143,19 +151,28 @@ class Fit:
     options: Options
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest evaluation
 
+    def __post_init__(self):
+        self._preemption = Preemption(self.trainer.deployer.peers)
+
     def run(self) -> dict[str, float]:
         """Train to the end of the last epoch; returns the metrics of the last evaluation."""
         options, trainer = self.options, self.trainer
         options.check(trainer.deployer.workdir)
+        trainer.deployer.peers.agree("fit", options.plain)
         start = self._begin()
         if start is None:
             trainer.deployer.log_info("this fit is done already: the checkpoint was saved after it")
             return {}
-        with trainer.deployer.console.progress(n_epochs=options.n_epochs, first_step=trainer.step) as progress:
-            if options.eval_examples is not None and options.eval_sanity_check:
-                self._check_evaluation(progress)
-            for epoch in range(start.epoch, options.n_epochs):
-                self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), progress)
+        progress = trainer.deployer.console.progress(n_epochs=options.n_epochs, first_step=trainer.step)
+        listening = self._preemption.listening() if trainer._checkpoints is not None else nullcontext()
+        try:
+            with listening, progress:
+                if options.eval_examples is not None and options.eval_sanity_check:
+                    self._check_evaluation(progress)
+                for epoch in range(start.epoch, options.n_epochs):
+                    self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), progress)
+        finally:
+            trainer.deployer.watch.off()
         self._end()
         if trainer._checkpoints is not None:
             trainer._checkpoints.wait()
@@ -253,8 +270,11 @@ class Fit:
                     break  # what is due then is due at the end of the epoch
                 trainer._standing.position = Position(start.fit, epoch, batch.position, batch.state)
                 tags = self._evaluate(progress) if _is_due(trainer.step, options.eval_every_n_steps) else set()
-                if tags or _is_due(trainer.step, options.save_every_n_steps):
+                is_told_to_stop = trainer._checkpoints is not None and self._preemption.is_due(trainer.step)
+                if tags or is_told_to_stop or _is_due(trainer.step, options.save_every_n_steps):
                     self._save(tags, progress)
+                if is_told_to_stop:
+                    self._stop()
         trainer._flush(progress)
         trainer._standing.position = Position(start.fit, epoch + 1)
         tags = self._evaluate(progress) if options.evaluates else set()
@@ -269,6 +289,7 @@ class Fit:
         options, trainer = self.options, self.trainer
         rows = options.eval_per_device_batch_size or options.per_device_batch_size
         metrics: dict[str, float] = {}
+        trainer.deployer.watch.off()
         with progress.pause("evaluating"):
             if options.eval_loss:
                 metrics.update(trainer.eval_metrics(examples, rows))
@@ -322,6 +343,14 @@ class Fit:
                 save_float_dtype=options.save_float_dtype,
                 then=lambda path: trainer.deployer.console.info(f"step {step}: saved {path} ({names})"),
             )
+
+    def _stop(self) -> None:
+        """End the script, told to by a signal, once the last step is safe."""
+        trainer = self.trainer
+        assert trainer._checkpoints is not None
+        trainer._checkpoints.wait()
+        trainer.deployer.console.info(f"told to stop: step {trainer.step} is saved; run the script again to go on from it")
+        raise Preempted(trainer.step)
 
     def _summarise(self) -> None:
         trainer = self.trainer

@@ -74,6 +74,10 @@ class Peers:
         """
         if self.n == 1:
             return [json.loads(json.dumps(value))]
+        return self.wait(self.give(topic, value), timeout)
+
+    def give(self, topic: str, value: Any = None) -> str:
+        """This process's part of a gathering, without waiting; returns its name, for `wait` and `answer`."""
         with self._change:
             self._asked[topic] += 1
             name = f"{topic} {self._asked[topic]}"
@@ -81,10 +85,19 @@ class Peers:
             self._take(0, name, value)
         else:
             self._send(0, "give", [name, value])
+        return name
+
+    def answer(self, name: str) -> list[Any] | None:
+        """What all gave to the gathering of that name; None while some have not."""
+        with self._change:
+            return self._answers.get(name)
+
+    def wait(self, name: str, timeout: float | None = None) -> list[Any]:
+        """As `answer`, waiting for it."""
         with self._change:
             if not self._change.wait_for(lambda: name in self._answers, timeout):
                 who = sorted(set(range(self.n)) - set(self._given.get(name, {}))) if self.index == 0 else "another process"
-                raise PeerError(f"`{topic}`: expected every process within {timeout:g} s, got none from {who}.")
+                raise PeerError(f"`{name}`: expected every process within {timeout:g} s, got none from {who}.")
             return self._answers.pop(name)
 
     def _take(self, index: int, name: str, value: Any) -> None:

@@ -150,6 +150,10 @@ class Trainer:
             return
         self.deployer.need_values("trainer")
         model, state = self._given
+        leaves = array_leaves((model, state))
+        self.deployer.peers.agree("model", {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves.items()})
+        settings = {"accumulate_grad_batches": self._accumulate, "compute_dtype": str(self._compute_dtype)}
+        self.deployer.peers.agree("Trainer", {**settings, "trained leaves": len(self._parts.names[0])})
         self.plan = plan = self._make_plan(batch, self.deployer.mesh)
         self._program = program = self._make_program(plan)
         whole = replicated(self.deployer.mesh)
@@ -377,6 +381,7 @@ class Trainer:
         signature = (what, batch.signature)
         if signature in self._compiled:
             return step(*args)
+        self.deployer.watch.off()
         with progress.compiling(what):
             outs = step(*args)
         self._compiled.add(signature)
@@ -399,6 +404,7 @@ class Trainer:
                 outs = self._call("train step", self._program.train_step, self._train_args(batch), batch, progress)
                 self._trained, self._opt_state, self._state, self._step, vector = outs
                 self.step += 1
+                self.deployer.watch.beat(self.step)
                 vector.copy_to_host_async()
                 self._pending.append((self.step, epoch, vector, batch.n_examples, batch.n_tokens))
                 if len(self._pending) > _LAG:

@@ -136,7 +136,7 @@ def rematted_loss(weights, x):
     return jnp.sum(jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), x, weights)[0])
 
 
-def test_loops_recompute_and_remats_keep_with_the_same_gradients():
+def test_loops_recompute_and_remats_keep_with_the_same_gradients(x64):
     weights, x = jnp.linspace(-1, 1, 3 * 64).reshape(3, 8, 8), jnp.linspace(0, 1, 16).reshape(2, 8)
     expected = jax.grad(scanned_loss)(weights, x)
     again, kept = rewrite(scanned_loss, remat_loops), rewrite(rematted_loss, keep_everything)
