@@ -316,7 +316,11 @@ class Checkpoints:
     def _begin(self, step: int, needed: int) -> tuple[str, int]:
         """Make room for a checkpoint of that step; its name, and the bytes that are free."""
         index = self.index()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        workdir = self.folder.parent
+        if not workdir.is_dir():
+            why = "expected the run's folder, which was there at its start, got none. Mount it again, or save elsewhere"
+            raise OSError(errno.ENOENT, why, str(workdir))
+        self.folder.mkdir(exist_ok=True)
         _fsync_folder(self.folder.parent)
         self._sweep()
         # A checkpoint that the index names is never touched; another one of this step is a crash's debris.

@@ -289,14 +289,14 @@ class Fit:
         options, trainer = self.options, self.trainer
         rows = options.eval_per_device_batch_size or options.per_device_batch_size
         metrics: dict[str, float] = {}
-        trainer.deployer.watch.off()
         with progress.pause("evaluating"):
             if options.eval_loss:
                 metrics.update(trainer.eval_metrics(examples, rows))
             if options.eval_predictor is not None:
-                outputs = options.eval_predictor.predict(examples, rows, model=trainer.model)
-                if options.eval_metric_fn is not None:
-                    metrics.update({k: float(v) for k, v in options.eval_metric_fn(examples, outputs).items()})
+                with trainer.deployer.watch.paused():
+                    outputs = options.eval_predictor.predict(examples, rows, model=trainer.model)
+                    if options.eval_metric_fn is not None:
+                        metrics.update({k: float(v) for k, v in options.eval_metric_fn(examples, outputs).items()})
         missing = sorted({name for name, _ in options.tracked.values()} - set(metrics))
         if missing:
             raise ValueError(

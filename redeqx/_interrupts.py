@@ -88,15 +88,31 @@ class Watch:
         self._ending = threading.Lock()
         peers.on("stuck", lambda index, seconds: self._say_where(seconds))
 
-    def beat(self, step: int) -> None:
-        """A step has come, and the next is expected."""
-        self._peers.step, self._last = step, time.monotonic()
+    def beat(self, step: int | None = None) -> None:
+        """Something has come, a step if one is given, and the next is expected."""
+        self._peers.step = self._peers.step if step is None else step
+        self._last = time.monotonic()
         if self._thread is None and self._seconds is not None:
             self._thread = threading.Thread(target=self._look, name="redeqx-watch", daemon=True)
             self._thread.start()
 
+    def beat_on(self) -> None:
+        """As `beat`, where something was expected at all."""
+        if self._last is not None:
+            self.beat()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done in this may take any time: compilation, a user's metrics."""
+        was_on, self._last = self._last is not None, None
+        try:
+            yield
+        finally:
+            if was_on:
+                self.beat()
+
     def off(self) -> None:
-        """What follows may take any time: compilation, evaluation, the end."""
+        """Nothing is expected any more."""
         self._last = None
 
     def _look(self) -> None:
@@ -116,19 +132,15 @@ class Watch:
 
     def _end(self, seconds: float) -> None:
         try:
-            steps: list[Any] = self._peers.gather("stuck at", self._peers.step, timeout=5)
+            # The step, and what was said since: one that is stuck before a step is behind one that waits for it.
+            reached: list[Any] = self._peers.gather("stuck at", [self._peers.step or 0, self._peers.n_given], timeout=5)
         except PeerError as error:
             why = f"no step for {seconds:g} s ({error})"
         else:
-            known = [-1 if step is None else step for step in steps]
-            behind = [i for i, step in enumerate(known) if step == min(known)]
-            who = (
-                f"process {', '.join(map(str, behind))} of {self._peers.n}"
-                if len(behind) < self._peers.n
-                else "all processes"
-            )
-            why = f"no step for {seconds:g} s: {who} stopped after step {min(known)}"
-            why += f", others after {max(known)}" if len(behind) < self._peers.n else ""
+            behind = [i for i, at in enumerate(reached) if at == min(reached)]
+            who = f"process {', '.join(map(str, behind))} of {self._peers.n} is behind"
+            who = "no process is behind another" if len(behind) == self._peers.n else who
+            why = f"no step for {seconds:g} s: {who}, after step {min(reached)[0]}"
         print(f"redeqx: {why}. What each thread of process {self._peers.index} is at:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         leave(why, self._peers.committed)

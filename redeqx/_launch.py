@@ -13,13 +13,16 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
+from ._peers import EXIT_CODE
+
 GRACE = 10.0  # seconds that the others have to leave once one has failed
 
 
 def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
-    """Run a command as `n` processes of one run; returns 0, or the exit code of the first that failed.
+    """Run a command as `n` processes of one run; returns 0, or the exit code of one that failed.
 
-    Where one fails, the others are given ten seconds to leave, then ended. SIGTERM, SIGINT and SIGUSR1 are passed on.
+    (Not of one that left because another failed, unless all did.) Where one fails, the others are given ten seconds to
+    leave, then ended. SIGTERM, SIGINT and SIGUSR1 are passed on.
 
     **Arguments:**
 
@@ -63,15 +66,13 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    failed: int | None = None
     until = float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
-        codes = [process.returncode for process in processes if process.returncode]
-        if codes and failed is None:
-            failed, until = codes[0], time.monotonic() + GRACE
+        if until == float("inf") and any(process.returncode for process in processes):
+            until = time.monotonic() + GRACE
         time.sleep(0.02)
-    codes = [process.returncode for process in processes if process.returncode]
-    code = failed if failed is not None else codes[0] if codes else 0
+    codes = sorted((process.returncode for process in processes if process.returncode), key=EXIT_CODE.__eq__)
+    code = codes[0] if codes else 0
     return 128 - code if code < 0 else code  # as a shell says that a signal ended it
 
 

@@ -45,12 +45,11 @@ class Peers:
     def __init__(self, n: int = 1, index: int = 0, heartbeat: float = HEARTBEAT):
         self.n, self.index, self.heartbeat = n, index, heartbeat
         self.committed: int | None = None
-        self.step: int | None = None  # how far this process is; told to the others with every beat
+        self.step: int | None = None  # how far this process is
         self._links: dict[int, _Link] = {}  # to the hub, or from it to each
         self._asked: Counter[str] = Counter()
         self._given: dict[str, dict[int, Any]] = {}  # at the hub: what was given so far to each gathering
         self._answers: dict[str, Any] = {}
-        self._steps: dict[int, int | None] = {}
         self._compared: dict[str, dict[int, Any]] = {}
         self._wrong: str | None = None  # how the processes differ
         self._left: set[int] = set()  # who has ended, as agreed or not
@@ -144,7 +143,7 @@ class Peers:
             given[index] = values
             if len(given) == self.n:
                 del self._compared[topic]
-        self._wrong = self._wrong or _difference(what, given, advice)
+            self._wrong = self._wrong or _difference(what, given, advice)
         if self._wrong is not None:
             for i in self._links:
                 self._send(i, "wrong", self._wrong)
@@ -168,9 +167,9 @@ class Peers:
                 self._send(i, "said", [index, word, value])
 
     @property
-    def steps(self) -> list[int | None]:
-        """How far each process is, as it said last; known to the hub alone."""
-        return [self.step if i == self.index else self._steps.get(i) for i in range(self.n)]
+    def n_given(self) -> int:
+        """How many gatherings this process has taken part in."""
+        return self._asked.total()
 
     # --- the start -----------------------------------------------------------------------------------------------------
 
@@ -284,7 +283,7 @@ class Peers:
         while True:
             time.sleep(self.heartbeat / 5)
             for i in self._links:
-                self._send(i, "beat", self.step)
+                self._send(i, "beat")
 
     def _listen(self, index: int, link: "_Link") -> None:
         why = "its connection was closed"
@@ -298,9 +297,7 @@ class Peers:
         self._lose(index, why)
 
     def _hear(self, index: int, kind: str, value: Any) -> None:
-        if kind == "beat":
-            self._steps[index] = value
-        elif kind == "give":
+        if kind == "give":
             self._take(index, *value)
         elif kind == "compare":
             self._compare(index, *value)

@@ -234,6 +234,7 @@ class Trainer:
                     self._ensure_placed(batch.micro_batch)
                     args = (self._trained, self._frozen, self._state, self._key, np.uint32(i), batch.groups)
                     vector = self._call("eval step", self._program.eval_step, args, batch, progress)
+                    self.deployer.watch.beat_on()
                     vector.copy_to_host_async()
                     pending.append(vector)
                     if len(pending) > _LAG:
@@ -381,8 +382,7 @@ class Trainer:
         signature = (what, batch.signature)
         if signature in self._compiled:
             return step(*args)
-        self.deployer.watch.off()
-        with progress.compiling(what):
+        with self.deployer.watch.paused(), progress.compiling(what):
             outs = step(*args)
         self._compiled.add(signature)
         return outs

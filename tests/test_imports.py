@@ -14,8 +14,8 @@ import redeqx
 FOLDER = pathlib.Path(redeqx.__file__).parent
 # Bottom to top. A module imports from layers below, and from its own where that makes no circle.
 LAYERS = (
-    ("_paths", "_chips", "_mesh", "_rules", "_hlo", "_peers", "_launch", "_crc32", "_shards"),
-    ("_devices", "_buffers", "_cluster", "_safetensors", "_interrupts"),
+    ("_paths", "_chips", "_mesh", "_rules", "_hlo", "_peers", "_crc32", "_shards"),
+    ("_devices", "_buffers", "_cluster", "_safetensors", "_interrupts", "_launch"),
     ("_jaxprs",),
     ("_flow",),
     ("_dataflow", "_apply", "_convs", "_walk"),

@@ -1,0 +1,60 @@
+"""Runs of `scripts/training.py` in one process and in several, each with a hard limit of its time."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent / "scripts" / "training.py"
+LIMIT = 120.0  # seconds; each takes about ten
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run ended: its exit code, what it printed without gloo's chatter, and when (seconds since 1970)."""
+
+    code: int
+    lines: list[str]
+    ended: float
+
+    @property
+    def text(self):
+        return "\n".join(self.lines)
+
+    @property
+    def result(self):
+        return next(
+            json.loads(line.partition("{")[1] + line.partition("{")[2]) for line in self.lines if '"metrics"' in line
+        )
+
+    def seconds_after_fault(self):
+        found = re.search(r"fault \w+ at ([\d.]+)", self.text)
+        assert found is not None, self.text
+        return self.ended - float(found[1])
+
+
+def train(workdir, *arguments, n_processes=2, n_devices=4, limit=LIMIT):
+    """Train on `n_devices` simulated devices of each of the processes; the output lines begin with `[i] `."""
+    command = [sys.executable, "-m", "redeqx", "launch", "--processes", str(n_processes), str(SCRIPT)]
+    command += ["--workdir", str(workdir), "--devices", str(n_devices), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "NPROC": "16"}
+    process = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit, check=False
+    )
+    ended = time.time()
+    lines = process.stdout.decode(errors="replace").splitlines()
+    return Run(
+        process.returncode, [line for line in lines if "[Gloo]" not in line and " is connected to " not in line], ended
+    )
+
+
+def rows_by_epoch(workdir, n_examples):
+    """The numbers of the examples that all processes together collated, each process's as it came to them."""
+    return {
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(workdir.glob("rows_*.jsonl"))
+    }

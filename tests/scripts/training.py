@@ -1,0 +1,195 @@
+"""A run of training, whole or with one fault in it, that the tests start as one process or as several.
+
+python -m redeqx launch --processes 2 tests/scripts/training.py --workdir DIR [--fault NAME]
+"""
+
+import argparse
+import errno
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+os.environ.setdefault("NPROC", "16")
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import redeqx
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--workdir", type=Path)
+parser.add_argument("--devices", type=int, default=2, help="of this process")
+parser.add_argument("--model", type=int, default=2)
+parser.add_argument("--fsdp", type=int, default=1)
+parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--batch", type=int, default=16, help="examples a step")
+parser.add_argument("--save-every", type=int, default=3)
+parser.add_argument("--heartbeat", type=float, default=30.0)
+parser.add_argument("--hang", type=float)
+parser.add_argument("--fault", default="none")
+parser.add_argument("--at", type=int, default=8, help="the step before which the fault happens")
+parser.add_argument("--in", type=int, default=1, dest="culprit", help="the process that has it")
+parser.add_argument("--skip", action="store_true", help="skip steps that are not finite")
+args = parser.parse_args()
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", args.devices)
+
+N = 101
+options = {"on_nonfinite": "skip"} if args.skip else {}
+deployer = redeqx.Deployer(
+    jax_seed=args.culprit if args.fault == "seed" and os.environ.get("REDEQX_PROCESS_ID") == str(args.culprit) else 0,
+    n_model_shards=args.model,
+    n_fsdp_shards=args.fsdp,
+    workdir=args.workdir,
+    heartbeat_timeout=args.heartbeat,
+    hang_timeout=args.hang,
+)
+is_culprit = deployer.peers.index == args.culprit or deployer.peers.n == 1
+
+
+class Net(eqx.Module):
+    up: eqx.nn.Linear
+    drop: eqx.nn.Dropout
+    down: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.up, self.down = eqx.nn.Linear(16, 64, key=keys[0]), eqx.nn.Linear(64, 8, key=keys[1])
+        self.drop = eqx.nn.Dropout(0.1)
+
+    def __call__(self, x, key):
+        return self.down(self.drop(jax.nn.gelu(self.up(x)), key=key))
+
+
+class Examples:
+    """Each is its own number, from which its row is made; reading one is where a loader's faults are."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        if trainer.step >= args.at - 1 and is_culprit and not fired.is_set():
+            FAULTS.get(args.fault, lambda: None)()
+        return i
+
+
+fired = threading.Event()
+
+
+def say(what):
+    """When it happened, for the tests to time what follows."""
+    fired.set()
+    print(f"fault {what} at {time.time():.3f}", flush=True)
+
+
+def fails():
+    say("raise")
+    raise RuntimeError("the loader is broken")
+
+
+def kills():
+    say("kill")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hangs():
+    say("hang")
+    time.sleep(600)
+
+
+def stops():
+    say("stop")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def signals(*numbers):
+    def send():
+        say("signal")
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    return send
+
+
+def vanishes():
+    say("vanish")
+    args.workdir.rename(args.workdir.with_name("gone"))
+
+
+FAULTS = {
+    "vanished": vanishes,
+    "raise": fails,
+    "kill": kills,
+    "hang": hangs,
+    "stop": stops,
+    "term": signals(signal.SIGTERM),
+    "usr1": signals(signal.SIGUSR1),
+    "twice": signals(signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1),
+}
+
+
+def collate_fn(numbers):
+    if args.workdir is not None and args.workdir.is_dir():
+        with open(args.workdir / f"rows_{deployer.peers.index}_of_{deployer.peers.n}.jsonl", "a") as file:
+            file.write(json.dumps([trainer.step, numbers]) + "\n")
+    length = 20 if args.fault == "shape" and is_culprit and trainer.step >= args.at - 1 else 16
+    rows = [np.random.default_rng(i).normal(size=24).astype(np.float32) for i in numbers]
+    x, y = np.stack([row[:length] for row in rows]), np.stack([row[16:] for row in rows])
+    if args.fault == "nan":
+        x = np.where(np.asarray(numbers)[:, None] == 7, np.nan, x)
+    return {"x": x, "y": y}
+
+
+def loss_fn(model, batch, key):
+    keys = jax.random.split(key, len(batch["x"]))
+    return jnp.square(jax.vmap(model)(batch["x"][:, :16], keys) - batch["y"]).mean()
+
+
+def broken(call, number):
+    """A system call that fails as on a full or read-only disk, once a save has gone well."""
+    before = getattr(os, call)
+
+    def fail(*arguments, **keywords):
+        if (args.workdir / "ckpts" / "index.json").exists() and is_culprit:
+            raise OSError(number, os.strerror(number))
+        return before(*arguments, **keywords)
+
+    setattr(os, call, fail)
+
+
+if args.fault == "disk":
+    broken("pwrite", errno.ENOSPC)
+if args.fault == "full":
+    broken("posix_fallocate", errno.ENOSPC)
+if args.fault == "readonly":
+    broken("mkdir", errno.EROFS)
+
+trainer = redeqx.Trainer(
+    deployer,
+    model=deployer.init(lambda: Net(jax.random.key(1))),
+    optimizer=optax.adamw(1e-2),
+    collate_fn=collate_fn,
+    loss_fn=loss_fn,
+    **options,
+)
+rows = deployer.get_per_device_batch_size(args.batch)
+metrics = trainer.fit(
+    Examples(),
+    rows,
+    args.epochs,
+    eval_examples=list(range(37)),
+    save_every_n_steps=args.save_every if args.workdir else None,
+    save_last_ckpt=args.workdir is not None,
+)
+predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(lambda x: model(x, None))(batch["x"]))
+outputs = np.stack(predictor.predict(list(range(19)), 2))
+if deployer.peers.index == 0:
+    print(json.dumps({"metrics": metrics, "outputs": float(np.abs(outputs).sum())}))
+sys.exit(0)

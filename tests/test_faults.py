@@ -1,0 +1,143 @@
+"""Whatever ends a run of two processes: both leave, in time, saying why; the last checkpoint is whole, and a run goes on."""
+
+import re
+
+import numpy as np
+import pytest
+from tests._processes import train
+
+from redeqx._checkpoint import Checkpoints
+
+# With a heartbeat of three seconds and a watch of four, so that the tests need not wait for the defaults.
+QUICK = ("--heartbeat", 3, "--hang", 4)
+
+
+def last_whole(workdir):
+    """The step of the newest checkpoint that the index names, its checksums verified."""
+    checkpoints = Checkpoints(workdir / "ckpts")
+    return checkpoints.record(checkpoints.resolve("last"))["step"]
+
+
+def debris(workdir):
+    return [path.name for path in (workdir / "ckpts").iterdir() if path.name.startswith(".tmp_")]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_peer_that_is_killed_is_left(tmp_path, culprit):
+    run = train(tmp_path, "--fault", "kill", "--in", culprit, *QUICK)
+    assert run.code == 137  # 128 + SIGKILL
+    assert run.seconds_after_fault() < 5  # with a launcher and a Python that end on busy cores; a second alone
+    step = last_whole(tmp_path)
+    assert run.lines[-1] == (
+        f"[{1 - culprit}] redeqx: process {culprit} of 2 is gone: its connection was closed; the last committed step is "
+        f"{step}. Leaving with exit code 75: run it again to go on."
+    )
+
+
+def test_a_peer_that_is_frozen_is_left_after_the_heartbeat(tmp_path):
+    run = train(tmp_path, "--fault", "stop", "--heartbeat", 3)
+    assert (
+        "[0] redeqx: process 1 of 2 is gone: nothing was heard of it for 3 s; the last committed step is " in run.lines[-1]
+    )
+
+
+def test_a_peer_that_hangs_is_named(tmp_path):
+    run = train(tmp_path, "--fault", "hang", *QUICK)
+    assert run.code == 75
+    for i in (0, 1):
+        (line,) = [line for line in run.lines if line.startswith(f"[{i}] redeqx: no step for 4 s: ") and "exit code" in line]
+        assert f"process 1 of 2 is behind, after step {last_whole(tmp_path)}; the last committed step is " in line
+    stacks = [line for line in run.lines if line.startswith("[1] ")]
+    assert any("in hangs" in line for line in stacks), run.text  # what the thread is at
+    assert any(line.startswith("[0] ") and "in _updates" in line for line in run.lines)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_exception_of_one_ends_all_and_is_printed_once_and_last(tmp_path, culprit):
+    run = train(tmp_path, "--fault", "raise", "--in", culprit, *QUICK)
+    assert run.code == 1
+    assert run.seconds_after_fault() < 5 + 3  # five, and what the launcher takes
+    assert run.lines[-1] == f"[{culprit}] RuntimeError: the loader is broken"
+    assert run.text.count("Traceback (most recent call last)") == 1
+    assert "in fails" in run.lines[-2] or "in fails" in run.lines[-3]
+    assert last_whole(tmp_path) >= 3
+
+
+@pytest.mark.parametrize("fault", ["term", "usr1", "twice"])
+def test_a_scheduler_s_signal_saves_the_same_step(tmp_path, fault):
+    run = train(tmp_path, "--fault", fault, *QUICK)
+    assert run.code == 75
+    step = last_whole(tmp_path)
+    assert f"[0] told to stop: step {step} is saved; run the script again to go on from it" in run.lines
+    assert not debris(tmp_path)
+    assert 8 <= step <= 13
+    again = train(tmp_path)
+    assert again.code == 0
+    assert f"[0] resuming from {tmp_path}/ckpts/step_{step:08d}, step {step}" in again.lines
+    assert last_whole(tmp_path) == 14
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit", "why"),
+    [
+        ("disk", 1, "'No space left on device (process 1)' with"),
+        ("full", 0, "'No space left on device' with"),
+        ("readonly", 0, "'Read-only file system' with"),
+        (
+            "vanished",
+            1,
+            "expected the run's folder, which was there at its start, got none. Mount it again, or save elsewhere",
+        ),
+    ],
+)
+def test_a_disk_that_fails_ends_all_with_the_same_error(tmp_path, fault, culprit, why):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    run = train(workdir, "--fault", fault, "--in", culprit, *QUICK)
+    assert run.code == 1
+    assert run.text.count("Traceback (most recent call last)") == (2 if "expected to write" in run.lines[-1] else 1)
+    assert why in run.lines[-1], run.text
+    if fault != "vanished":
+        assert re.search(r"expected to write \d+ bytes, got .* with \d+ bytes free", run.lines[-1])
+        assert last_whole(workdir) == 3
+        assert not debris(workdir)
+
+
+def test_rows_of_another_shape_are_named(tmp_path):
+    run = train(tmp_path, "--fault", "shape", *QUICK)
+    assert run.code == 1
+    assert (
+        "ValueError: `collate_fn`: expected `x` to be float32 [16] a row, as in process 0, got float32 [20] a row in "
+        "process 1. Pad to one length, the same in every batch: a process collates the rows that its devices need."
+    ) in run.lines[-1]
+
+
+def test_arguments_that_differ_are_named(tmp_path):
+    run = train(tmp_path, "--fault", "seed", *QUICK)
+    assert run.code == 1
+    assert (
+        "ValueError: `Deployer`: expected `jax_seed` to be 0, as in process 0, got 1 in process 1. "
+        "Every process must run the same script with the same arguments."
+    ) in run.lines[-1]
+
+
+def test_two_processes_train_like_one(tmp_path):
+    """Eight devices either way: only the order of sums differs. The data's order and the random numbers are the same."""
+    two = train(tmp_path / "two", "--fsdp", 2)
+    one = train(tmp_path / "one", "--fsdp", 2, n_processes=1, n_devices=8)
+    assert (two.code, one.code) == (0, 0), two.text
+    np.testing.assert_allclose(two.result["metrics"]["loss"], one.result["metrics"]["loss"], rtol=1e-6)
+    np.testing.assert_allclose(two.result["outputs"], one.result["outputs"], rtol=1e-6)
+    files = [Checkpoints(tmp_path / name / "ckpts") for name in ("two", "one")]
+    for kind in ("model", "optimizer"):
+        a, b = (tensors(each.resolve("last") / f"{kind}.safetensors") for each in files)
+        assert a.keys() == b.keys()
+        for name in a:
+            np.testing.assert_allclose(a[name], b[name], rtol=2e-6, atol=1e-7, err_msg=name)
+
+
+def tensors(path):
+    from redeqx._safetensors import TensorFile
+
+    file = TensorFile(path)
+    return {name: file.read(name) for name in file.names}
