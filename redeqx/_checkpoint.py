@@ -123,6 +123,7 @@ class Checkpoints:
         - `peers`: the processes that write and read together: each makes the same calls in the same order.
         """
         self.folder = folder
+        self._has_place = folder.parent.is_dir()  # and so must have it at every save
         self._peers = peers or Peers()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the save in the background
@@ -141,6 +142,16 @@ class Checkpoints:
         if not self.folder.is_dir():
             return []
         return sorted((path.name for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=_order)
+
+    def newest(self) -> list[Path]:
+        """The folders of the checkpoints to go on from, the one that the index calls last first, then older ones; in every
+        process as process 0 finds them."""
+
+        def found() -> list[str]:
+            last = self.index().get("last")
+            return [] if last is None else [last, *(name for name in reversed(self.names()) if _order(name) < _order(last))]
+
+        return [self.folder / name for name in self._together("newest", found, alone=True)[0]]
 
     def resolve(self, which: str | Path) -> Path:
         """The folder of a checkpoint.
@@ -289,6 +300,11 @@ class Checkpoints:
             self._thread = None
         self.check()
 
+    def settle(self) -> None:
+        """As `wait`, where an error ends the run already; of several processes others may be gone: then nothing waits."""
+        if self._thread is not None and self._peers.n == 1:
+            self._thread.join()
+
     def _write_behind(self, save: _Save, then: Callable[[Path], None]) -> None:
         try:
             self._write(save)
@@ -317,10 +333,10 @@ class Checkpoints:
         """Make room for a checkpoint of that step; its name, and the bytes that are free."""
         index = self.index()
         workdir = self.folder.parent
-        if not workdir.is_dir():
+        if self._has_place and not workdir.is_dir():
             why = "expected the run's folder, which was there at its start, got none. Mount it again, or save elsewhere"
             raise OSError(errno.ENOENT, why, str(workdir))
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         _fsync_folder(self.folder.parent)
         self._sweep()
         # A checkpoint that the index names is never touched; another one of this step is a crash's debris.

@@ -131,7 +131,12 @@ def find_place(
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"`{name}`: expected with `n_processes`, got {value!r} alone. Pass both, or leave it out.")
-        return _detected(local)
+        place = _detected(local)
+        if place is None and n_local_devices is not None:
+            raise ValueError(
+                f"`n_local_devices`: expected with several processes, got {n_local_devices} on one. Leave it out."
+            )
+        return place
     missing = {"host0_address": host0_address, "process_id": process_id}
     for name, value in missing.items():
         if value is None:

@@ -201,13 +201,13 @@ class _Picked(Sequence[Any]):
     """Items of what has `len()` and integer items, at those places."""
 
     of: Any
-    places: np.ndarray
+    places: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.places)
 
     def __getitem__(self, i: Any) -> Any:
-        return [self[j] for j in range(*i.indices(len(self)))] if isinstance(i, slice) else self.of[int(self.places[i])]
+        return [self[j] for j in range(*i.indices(len(self)))] if isinstance(i, slice) else self.of[self.places[i]]
 
 
 def check_examples(given: Any, name: str = "train_examples") -> None:
@@ -270,8 +270,8 @@ def slices(
     if n is not None:
         order = np.arange(n) if seed is None else np.random.default_rng(seed).permutation(n)
         for start in range(position, n, batch_size):
-            rows = order[start : start + batch_size]
-            yield Slice(_Picked(examples, rows), start + len(rows))
+            places = tuple(order[start : start + batch_size].tolist())
+            yield Slice(_Picked(examples, places), start + len(places))
         return
     iterator = _resumed(examples, position, state)
     while taken := list(itertools.islice(iterator, batch_size)):

@@ -4,6 +4,7 @@ It drives a Trainer, which takes the steps. Where a run stands is four numbers (
 that a run that was killed ends with the same bits as one that was not.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, fields
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ._console import Progress
 from ._data import Slice, check_examples, examples_of, size_of, slices
 from ._interrupts import Preempted, Preemption
+from ._safetensors import DamagedError
 
 if TYPE_CHECKING:
     from ._trainer import Trainer
@@ -40,23 +42,25 @@ class Standing:
     - `position`: now; `position.fit` counts the fits that are done.
     - `train_size`: examples an epoch of the fit under way; None where not known.
     - `best`: for each tag of a best checkpoint `{"value": ..., "step": ...}`.
+    - `n_skipped`: steps that were skipped, as they were not finite.
     - `earlier`: where an earlier run stopped, until the fit that goes on from there begins.
     """
 
     position: Position = Position()
     train_size: int | None = None
     best: dict[str, dict[str, float]] = field(default_factory=dict)
+    n_skipped: int = 0
     earlier: Position | None = None
 
     def to_record(self) -> dict[str, Any]:
         """What `trainer.json` holds of it."""
-        return {**asdict(self.position), "train_size": self.train_size, "best": self.best}
+        return {**asdict(self.position), "train_size": self.train_size, "best": self.best, "n_skipped": self.n_skipped}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Standing":
         """What `trainer.json` held."""
         position = Position(**{name: record[name] for name in ("fit", "epoch", "examples", "data_state")})
-        return cls(position, record["train_size"], record["best"])
+        return cls(position, record["train_size"], record["best"], record.get("n_skipped", 0))
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,10 @@ class Fit:
                     self._check_evaluation(progress)
                 for epoch in range(start.epoch, options.n_epochs):
                     self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), progress)
+        except BaseException:
+            if trainer._checkpoints is not None:
+                trainer._checkpoints.settle()
+            raise
         finally:
             trainer.deployer.watch.off()
         self._end()
@@ -207,25 +215,47 @@ class Fit:
     def _find_earlier_run(self) -> None:
         """Take up what the workdir's newest checkpoint holds, if there is one."""
         trainer, checkpoints = self.trainer, self.trainer._checkpoints
-        if checkpoints is None or "last" not in checkpoints.index():
+        if checkpoints is None:
             return
         checkpoints.wait()
-        path = checkpoints.resolve("last")
-        if not self.options.resume:
+        there = checkpoints.newest()
+        if there and not self.options.resume:
             raise ValueError(
-                f"`workdir`: expected no checkpoints, as `resume=False`, got {path}. "
+                f"`workdir`: expected no checkpoints, as `resume=False`, got {there[0]}. "
                 "Pass `resume=True` to go on from it, or another workdir to begin anew."
             )
-        record = checkpoints.record(path)
+        path, record = self._first_whole(there)
+        if path is None:
+            return
         if record["seed"] != trainer.deployer.jax_seed:
             raise ValueError(
                 f"`jax_seed`: expected {record['seed']}, as in {path}, got {trainer.deployer.jax_seed}. "
                 "Pass the same seed to go on, or another workdir to begin anew."
             )
         earlier = Standing.of_record(record)
-        trainer._standing = Standing(Position(), earlier.train_size, earlier.best, earlier.position)
+        trainer._standing = Standing(Position(), earlier.train_size, earlier.best, earlier.n_skipped, earlier.position)
         trainer._resume_from(path, record["step"])
         trainer.deployer.log_info(f"resuming from {path}, step {trainer.step}")
+
+    def _first_whole(self, there: Sequence[Path]) -> tuple[Path | None, dict[str, Any]]:
+        """The first of these checkpoints that is whole, with its record; each that is not is warned of.
+
+        Raises ValueError where none of them is: a run is not begun anew over what may be mended.
+        """
+        checkpoints = self.trainer._checkpoints
+        assert checkpoints is not None
+        problem: DamagedError | None = None
+        for path in there:
+            try:
+                record = checkpoints.record(path)
+            except DamagedError as error:
+                problem = problem or error
+                warnings.warn(f"{error} It is passed over for the one before.", stacklevel=5)
+                continue
+            return path, record
+        if problem is not None:
+            raise problem
+        return None, {}
 
     def _check_train_size(self, n: int) -> None:
         standing = self.trainer._standing

@@ -64,8 +64,9 @@ def make_program(
     state: PyTree,
     optimizer: optax.GradientTransformation,
     lr_schedule_fn: Callable[[Any], Any] | None,
+    skip_nonfinite: bool = False,
 ) -> Program:
-    """The program of a model and its state, of arrays or of their shapes."""
+    """The program of a model and its state, of arrays or of their shapes; `skip_nonfinite` as `make_train_step` says."""
     parts, plan = functions.parts, functions.plan
     whole = replicated(plan.mesh)
     trained, frozen = placed_shapes(parts, model, plan)
@@ -78,7 +79,9 @@ def make_program(
     opt_treedef, state_treedef = jax.tree.structure(opt_tree), jax.tree.structure(state)
     states = [placed(leaf, whole) for leaf in jax.tree.leaves(state)]
     layout = Layout(*([leaf.sharding for leaf in leaves] for leaves in (trained, opt_state, states)))
-    train_step, metric_names = make_train_step(functions, optimizer, lr_schedule_fn, opt_treedef, state_treedef, layout)
+    train_step, metric_names = make_train_step(
+        functions, optimizer, lr_schedule_fn, opt_treedef, state_treedef, layout, skip_nonfinite
+    )
     eval_step, eval_names = make_eval_step(functions, state_treedef)
     return Program(
         plan=plan,

@@ -81,9 +81,13 @@ def to_host(leaf: Any) -> np.ndarray:
     return block.values()
 
 
-def damaged(path: Path, rule: str, got: str) -> ValueError:
+class DamagedError(ValueError):
+    """A file is not what its writer left."""
+
+
+def damaged(path: Path, rule: str, got: str) -> DamagedError:
     """The error for a file that is not what its writer left."""
-    return ValueError(f"`{path}`: expected {rule}, got {got}. The file is damaged or unfinished: load another checkpoint.")
+    return DamagedError(f"`{path}`: expected {rule}, got {got}. The file is damaged or unfinished: load another checkpoint.")
 
 
 # --- one file -------------------------------------------------------------------------------------------------------

@@ -303,11 +303,16 @@ def make_train_step(
     opt_treedef: Any,
     state_treedef: Any,
     layout: Layout,
+    skip_nonfinite: bool = False,
 ) -> tuple[Callable[..., Any], list[str]]:
     """The jitted `(trained, opt_state, state, step, frozen, key, groups) -> (trained, opt_state, state, step, vector)`.
 
     All but the frozen arrays, the key and the batch are donated. The vector holds the metrics whose names the list has
     once the step has been traced: one transfer a step, however many there are.
+
+    **Arguments:**
+
+    - `skip_nonfinite`: where the loss or the gradient's norm is not finite, what it carries stays as it was, to the bit.
     """
     parts, mesh = functions.parts, functions.plan.mesh
     gradient = functions.gradient()
@@ -322,6 +327,7 @@ def make_train_step(
             grads = [jax.lax.with_sharding_constraint(g, s) for g, s in zip(grads, layout.trained, strict=True)]
             return (grads, total, weight, metrics), _state_leaves(tree, state, state_treedef)
 
+        before = (trained, opt_state, state)
         (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, key)
         grads = [g / weight for g in grads]
         # A sum of squares a leaf: `vdot` or raveling would gather every split gradient.
@@ -336,7 +342,11 @@ def make_train_step(
         updates, opt_tree = optimizer.update(parts.trained_tree(grads), jax.tree.unflatten(opt_treedef, opt_state), tree)
         trained = jax.tree.leaves(eqx.apply_updates(tree, updates))
         names[:] = values
-        return trained, jax.tree.leaves(opt_tree), state, step + 1, jnp.stack(list(values.values()))
+        after = (trained, jax.tree.leaves(opt_tree), state)
+        if skip_nonfinite:
+            is_finite = jnp.isfinite(values["loss"]) & jnp.isfinite(values["grad_norm"])
+            after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, before)
+        return *after, step + 1, jnp.stack(list(values.values()))
 
     whole = replicated(mesh)
     shardings = (layout.trained, layout.opt_state, layout.state, whole, whole)

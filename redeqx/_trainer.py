@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -67,6 +67,9 @@ class Trainer:
         `loss_fn`; `grads` is of the loss that it returns, `total / weight`, and has the model's structure. With
         `model_state` it returns `((loss, state), grads)`.
     - `plan`: how the model is split; `deployer.plan(model, loss_fn, batch)` with the first batch by default.
+    - `on_nonfinite`: what becomes of a step whose loss or gradient is not finite: `"raise"` ends training; `"skip"` leaves
+        parameters and optimizer state as they were, to the bit, and goes on with the next examples. `n_skipped` counts.
+    - `max_skipped`: how many steps may be skipped one after the other; more raise.
 
     Raises ValueError where no leaf is trainable.
     """
@@ -86,7 +89,13 @@ class Trainer:
         compute_dtype: Any = None,
         grad_fn: Callable[..., Any] | None = None,
         plan: Plan | None = None,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        max_skipped: int = 10,
     ):
+        if on_nonfinite not in ("raise", "skip"):
+            raise ValueError(f"`on_nonfinite`: expected 'raise' or 'skip', got {on_nonfinite!r}. Pass one of the two.")
+        if max_skipped < 0:
+            raise ValueError(f"`max_skipped`: expected at least 0, got {max_skipped}. Pass how many steps may be skipped.")
         if accumulate_grad_batches < 1:
             raise ValueError(
                 f"`accumulate_grad_batches`: expected at least 1, got {accumulate_grad_batches}. Pass a positive number."
@@ -113,6 +122,9 @@ class Trainer:
         self._pending: deque[tuple[int, int | None, jax.Array, int, int | None]] = deque()
         self._last_metrics: dict[str, float] = {}
         self._restore_from: Path | None = None  # a checkpoint to load once placed
+        self._skips = on_nonfinite == "skip"
+        self._max_skipped = max_skipped
+        self._n_skipped_now = 0  # one after the other, up to the newest step
         self._standing = Standing()
         self._n_passes = 0  # over examples
         self._checkpoints = None if deployer.workdir is None else Checkpoints(deployer.workdir / "ckpts", deployer.peers)
@@ -194,7 +206,7 @@ class Trainer:
         functions = Functions(
             self._parts, plan, self._loss_fn, self._has_state, self._compute_dtype, self._grad_fn, named, change
         )
-        return make_program(functions, self.model, self.model_state, self._optimizer, self._lr_schedule_fn)
+        return make_program(functions, self.model, self.model_state, self._optimizer, self._lr_schedule_fn, self._skips)
 
     # --- single passes -----------------------------------------------------------------------------------------------
 
@@ -417,16 +429,15 @@ class Trainer:
         """Read the metrics of the oldest step that is still unread, check them, show and record them."""
         step, epoch, vector, n_examples, n_tokens = self._pending.popleft()
         metrics = dict(zip(self._program.metric_names, np.asarray(vector).tolist(), strict=True))
-        for name in ("loss", "grad_norm"):
-            if not np.isfinite(metrics[name]):
-                self._pending.clear()
-                index = {} if self._checkpoints is None else self._checkpoints.index()
-                last = f"The last good checkpoint is {index['last']}." if "last" in index else "Nothing was saved yet."
-                what = "the loss" if name == "loss" else "the gradient's norm"
-                raise ValueError(
-                    f"`{name}` at step {step}: expected {what} to be finite, got {metrics[name]}. {last} "
-                    "Lower the learning rate, clip gradients, or look at that step's examples."
-                )
+        nonfinite = [name for name in ("loss", "grad_norm") if not np.isfinite(metrics[name])]
+        self._n_skipped_now = self._n_skipped_now + 1 if nonfinite else 0
+        if nonfinite and (not self._skips or self._n_skipped_now > self._max_skipped):
+            self._pending.clear()
+            raise ValueError(self._why_nonfinite(nonfinite[0], step, metrics[nonfinite[0]]))
+        if nonfinite:
+            self._standing.n_skipped += 1
+            said = f"step {step}: skipped, as `{nonfinite[0]}` is {metrics[nonfinite[0]]}; {self._standing.n_skipped} so far"
+            self.deployer.console.info(said)
         self._last_metrics = metrics
         shown = {} if epoch is None else {"epoch": epoch + 1}
         self.deployer.console.metrics({**shown, **metrics}, step)
@@ -437,6 +448,23 @@ class Trainer:
             n_tokens=n_tokens,
             epoch=None if epoch is None else epoch + 1,
         )
+
+    def _why_nonfinite(self, name: str, step: int, found: float) -> str:
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+        index = {} if self._checkpoints is None else self._checkpoints.index()
+        last = f"The last good checkpoint is {index['last']}." if "last" in index else "Nothing was saved yet."
+        what = "the loss" if name == "loss" else "the gradient's norm"
+        often = f" for {self._n_skipped_now} steps one after the other" if self._skips else ""
+        return (
+            f"`{name}` at step {step}: expected {what} to be finite, got {found}{often}. {last} "
+            "Lower the learning rate, clip gradients, or look at that step's examples."
+        )
+
+    @property
+    def n_skipped(self) -> int:
+        """How many steps were skipped, as their loss or gradient was not finite, those before a resume included."""
+        return self._standing.n_skipped
 
     def _flush(self, progress: Progress) -> None:
         while self._pending:

@@ -62,11 +62,20 @@ def test_the_mesh_is_what_was_asked_and_the_rest_is_data(shards, shape):
         ),
         ({"n_model_shards": 0}, "`n_model_shards`: expected at least 1, got 0. Pass 1 to leave that axis unused."),
         ({"n_fsdp_shards": -1}, "`n_fsdp_shards`: expected at least 1, got -1. Pass 1 to leave that axis unused."),
-        ({"n_processes": 2}, "`n_processes`: expected 1, got 2. Run one process: it drives all its devices."),
-        ({"host0_address": "host"}, "`host0_address`: expected None on one process, got 'host'. Leave it out."),
-        ({"host0_port": 1234}, "`host0_port`: expected None on one process, got 1234. Leave it out."),
-        ({"process_id": 0}, "`process_id`: expected None on one process, got 0. Leave it out."),
-        ({"n_local_devices": 4}, "`n_local_devices`: expected None on one process, got 4. Leave it out."),
+        ({"n_processes": 2}, "`host0_address`: expected with `n_processes`=2, got None. Pass it in every process."),
+        *(
+            ({name: value}, f"`{name}`: expected with `n_processes`, got {value!r} alone. Pass both, or leave it out.")
+            for name, value in {"host0_address": "host", "host0_port": 1234, "process_id": 0}.items()
+        ),
+        ({"n_local_devices": 4}, "`n_local_devices`: expected with several processes, got 4 on one. Leave it out."),
+        (
+            {"n_processes": 2, "host0_address": "127.0.0.1", "process_id": 2},
+            "`process_id`: expected 0 to 1, got 2. Number the processes from 0.",
+        ),
+        (
+            {"n_processes": 2, "host0_address": "127.0.0.1", "host0_port": 70000, "process_id": 0},
+            "`host0_port`: expected 1 to 65535, got 70000. Pass a port of process 0's host.",
+        ),
         (
             {"run_tensorboard": True},
             "`run_tensorboard`: expected a `workdir` to write to, got None. Pass `workdir=`.",
