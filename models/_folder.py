@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDevi
 from redeqx import Deployer, Plan
 from redeqx._devices import dry
 from redeqx._paths import is_array_like, map_named, named_leaves, nearest
-from redeqx._safetensors import TensorFile, to_host, write_tensors
+from redeqx._safetensors import TensorFile, brief, brief_name, is_plain, load_json, to_host, write_tensors
 
 from ._config import Keys
 from ._names import Name, Names
@@ -115,7 +115,7 @@ def read_config(folder: Path, file: str = CONFIG) -> dict[str, Any]:
         there = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "an empty folder"
         raise ValueError(f"`{path}`: expected a file, got {there}. Pass the folder that holds `{file}`.")
     try:
-        fields = json.loads(path.read_text("utf-8"))
+        fields = load_json(path, unique=False)  # as transformers reads it
     except ValueError as error:
         raise ValueError(f"`{path}`: expected JSON, got {error}. Correct the file.") from error
     if not isinstance(fields, dict):
@@ -160,27 +160,27 @@ class Source:
 
     def _open_shards(self, index: Path) -> None:
         try:
-            shards = json.loads(index.read_text("utf-8"))["weight_map"]
-            pairs = [(str(name), str(shard)) for name, shard in shards.items()]
+            pairs = list(load_json(index)["weight_map"].items())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"`{index}`: expected JSON with a `weight_map`, got {error!r}. Fetch the index again."
             ) from error
         files: dict[str, TensorFile] = {}
         for name, shard in pairs:
+            # The name alone must be plain: the file may well be a link, as it is in the cache of the Hub.
+            if not is_plain(shard):
+                raise ValueError(
+                    f"`{index}`: `{brief_name(name)}`: expected a file of this folder, got {brief(shard)}, which points "
+                    "outside or is no name. Do not load a folder that you do not trust."
+                )
+            path = self.folder / shard
             if shard not in files:
-                path = self.folder / shard
-                if Path(shard).name != shard or shard in (".", ".."):
-                    raise ValueError(
-                        f"`{index}`: `{name}`: expected a file of this folder, got {shard!r}, which points outside. "
-                        "Do not load a folder that you do not trust."
-                    )
                 if not path.is_file():
                     raise ValueError(f"`{path}`: expected the shard that `{index.name}` names, got none. Fetch it again.")
                 files[shard] = TensorFile(path)
-            if name not in files[shard].names:
+            if name not in files[shard]:
                 raise ValueError(
-                    f"`{self.folder / shard}`: expected the tensor `{name}`, as `{index.name}` says, got none. "
+                    f"`{path}`: expected the tensor `{brief_name(name)}`, as `{index.name}` says, got none. "
                     "Fetch the folder again."
                 )
             self._where[name] = files[shard]

@@ -332,10 +332,7 @@ class Checkpoints:
     def _begin(self, step: int, needed: int) -> tuple[str, int]:
         """Make room for a checkpoint of that step; its name, and the bytes that are free."""
         index = self.index()
-        workdir = self.folder.parent
-        if self._has_place and not workdir.is_dir():
-            why = "expected the run's folder, which was there at its start, got none. Mount it again, or save elsewhere"
-            raise OSError(errno.ENOENT, why, str(workdir))
+        self._need_place()
         self.folder.mkdir(parents=True, exist_ok=True)
         _fsync_folder(self.folder.parent)
         self._sweep()
@@ -355,6 +352,12 @@ class Checkpoints:
             )
         return name, free
 
+    def _need_place(self) -> None:
+        workdir = self.folder.parent
+        if self._has_place and not workdir.is_dir():
+            why = "expected the run's folder, which was there at its start, got none. Mount it again, or save elsewhere"
+            raise OSError(errno.ENOENT, why, str(workdir))
+
     def _write(self, save: _Save) -> None:
         """The save itself: files of the full size, every process's blocks in them, then what makes it a checkpoint."""
         try:
@@ -364,6 +367,7 @@ class Checkpoints:
             )
             self._together("save committed", lambda: self._commit(save, written), alone=True)
         except OSError as error:
+            self._need_place()
             raise OSError(
                 error.errno,
                 f"expected to write {save.needed} bytes, got {error.strerror!r} with {save.free} bytes free at first. "

@@ -123,6 +123,9 @@ def find_place(
         if missing:
             raise ValueError(f"`{missing[0]}`: expected in the environment beside the others, got none. Set all three.")
         host, _, port = os.environ[_HOST0].rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"`{_HOST0}`: expected `host:port` in the environment, got {os.environ[_HOST0]!r}. Set it.")
+        host = host.strip("[]")
         return _checked(_number(_PROCESSES), _number(_PROCESS_ID), host, int(port), host, local)
     if n_processes == 1:
         return None
@@ -143,7 +146,8 @@ def find_place(
             raise ValueError(f"`{name}`: expected with `n_processes`={n_processes}, got None. Pass it in every process.")
     assert host0_address is not None
     assert process_id is not None
-    return _checked(n_processes, process_id, host0_address, host0_port or PORT, host0_address, local)
+    port = PORT if host0_port is None else host0_port
+    return _checked(n_processes, process_id, host0_address, port, host0_address, local)
 
 
 def _number(name: str) -> int:

@@ -32,6 +32,7 @@ class Crc32:
 
     def contribution(self, size: int) -> int:
         """To a file of `size` bytes."""
+        assert size >= self._stop, "a file ends after its pieces"
         return _past_zeros(self._register, size - self._stop)
 
 

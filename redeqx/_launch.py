@@ -58,6 +58,7 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
         for process in processes:
             if process.poll() is None:
                 process.kill()
+                process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
     for thread in threads:
@@ -67,21 +68,22 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     until = float("inf")
-    while any(process.poll() is None for process in processes) and time.monotonic() < until:
-        if until == float("inf") and any(process.returncode for process in processes):
+    while None in (codes := [process.poll() for process in processes]) and time.monotonic() < until:
+        if until == float("inf") and any(codes):
             until = time.monotonic() + GRACE
         time.sleep(0.02)
-    codes = sorted((process.returncode for process in processes if process.returncode), key=EXIT_CODE.__eq__)
-    code = codes[0] if codes else 0
+    failed = sorted(filter(None, codes), key=EXIT_CODE.__eq__)
+    code = failed[0] if failed else 0
     return 128 - code if code < 0 else code  # as a shell says that a signal ended it
 
 
 def _print(prefix: bytes, source: IO[bytes] | None, target: Any, printing: threading.Lock) -> None:
     assert source is not None
-    for line in source:
-        with printing:
-            target.write((prefix + line).decode(errors="replace"))
-            target.flush()
+    with source:
+        for line in source:
+            with printing:
+                target.write((prefix + line).decode(errors="replace"))
+                target.flush()
 
 
 def _free_port() -> int:

@@ -216,8 +216,11 @@ class Peers:
                 if problem is not None:
                     refused.append(link)
         for link in [*self._links.values(), *refused]:
-            link.send("start", None if problem is None else [type(problem).__name__, str(problem)])
+            with contextlib.suppress(OSError):  # gone again: who is taken up is listened to from now on
+                link.send("start", None if problem is None else [type(problem).__name__, str(problem)])
         if problem is not None:
+            for link in [*self._links.values(), *refused]:
+                link.close()
             raise problem
 
     def _welcome(self, link: "_Link", until: float) -> Exception | None:
@@ -250,11 +253,14 @@ class Peers:
     def _join_hub(self, host: str, port: int, until: float, timeout: float) -> None:
         why = ""
         while time.monotonic() < until:
+            link = None
             try:
                 link = _Link(socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.01)))
                 link.limit(max(until - time.monotonic(), 0.01) + 5)  # the hub speaks first, when its time is up too
                 link.send(_GREETING, [self.index, self.n, socket.gethostname()])
                 kind, problem = link.receive()
+                if kind != "start":  # such as what echoes: where no hub is yet, a connection may even reach itself
+                    raise ValueError("it is no process 0")
             except socket.gaierror as error:
                 raise ValueError(
                     f"`host0_address`: expected a host that this one can find, got {host!r} ({error.strerror}). "
@@ -262,9 +268,12 @@ class Peers:
                 ) from error
             except (OSError, ValueError) as error:  # not there yet, or JAX's coordinator of another run is
                 why = str(error)
+                if link is not None:
+                    link.close()
                 time.sleep(min(0.2, max(until - time.monotonic(), 0)))
                 continue
-            if kind == "start" and problem is not None:
+            if problem is not None:
+                link.close()
                 raise {"ValueError": ValueError, "PeerError": PeerError}[problem[0]](problem[1])
             self._links[0] = link
             return
@@ -466,8 +475,10 @@ class _Link:
             self._socket.sendall(json.dumps([kind, value]).encode() + b"\n")
 
     def receive(self) -> tuple[str, Any]:
-        kind, value = json.loads(next(self._lines))
-        return kind, value
+        match json.loads(next(self._lines)):
+            case [str(kind), value]:
+                return kind, value
+        raise ValueError("expected a kind and a value")
 
     def _read(self) -> Iterator[bytes]:
         rest = b""

@@ -11,6 +11,7 @@ byte: it holds one tensor at a time, and each process of several writes its own 
 import json
 import math
 import os
+import reprlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,67 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 CHUNK = 2**24  # bytes written at once: casts and checksums need that much more memory, whatever the tensor's size
 _MAX_HEADER = 10**8  # bytes; the limit of the safetensors library
+_MAX_JSON = 10**8  # bytes; of other files, which have no limit of their own
+_MAX_PLACE = 2**63  # no file, and no array, has that many bytes
+_MAX_DIMS = 64  # numpy's limit
 _MAX_PROBLEMS = 10  # tensors named by one error
+
+
+# --- what others wrote ----------------------------------------------------------------------------------------------
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring, _BRIEF.maxlevel = 200, 2
+
+
+def brief(value: Any) -> str:
+    """The `repr` of what a file holds, cut to a length for a message, however long or deep it is."""
+    return _BRIEF.repr(value)
+
+
+def brief_name(name: str) -> str:
+    """A name that a file chose, cut to a length for a message, and without what would break its line."""
+    return brief(name)[1:-1]
+
+
+def is_plain(name: Any) -> bool:
+    """Whether a value that a file holds is a name that one of its folder's own files can have: no path, no control."""
+    return (
+        isinstance(name, str)
+        and name not in (".", "..")
+        and name.isprintable()  # lone surrogates are not, either
+        and not {"/", "\\"} & set(name)
+        and 0 < len(name.encode()) <= 255
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name that occurs twice")
+    return fields
+
+
+def parse_json(text: bytes | memoryview, *, unique: bool = True) -> Any:
+    """What a JSON text holds. Raises ValueError for whatever is none.
+
+    **Arguments:**
+
+    - `unique`: whether an object that has one name twice is refused; else the last is taken.
+    """
+    try:
+        # Not as bytes: `json` would guess at other encodings than UTF-8.
+        return json.loads(str(text, "utf-8"), object_pairs_hook=_unique if unique else None)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
+def load_json(path: Path, *, unique: bool = True) -> Any:
+    """As `parse_json`, of a file; what is no file, or a larger one than any of ours, is refused unread."""
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError("no regular file")
+    if (size := path.stat().st_size) > _MAX_JSON:
+        raise ValueError(f"{size} bytes, more than {_MAX_JSON}")
+    return parse_json(path.read_bytes(), unique=unique)
 
 
 # --- leaves ---------------------------------------------------------------------------------------------------------
@@ -248,26 +309,32 @@ def write_tensors(
     return writer.finish([writer.write(own_blocks(leaves))])
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a name that occurs twice")
-    return fields
+def is_size(value: Any) -> bool:
+    """Whether a value that a file holds is a number of bytes or items, and one that a file or an array can have."""
+    return type(value) is int and 0 <= value < _MAX_PLACE  # True is an int, too
 
 
 def _parse(path: Path, name: str, field: Any) -> _Tensor:
+    name = brief_name(name)
     match field:
-        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]}:
             pass
         case _:
-            raise damaged(path, f"`{name}` to have dtype, shape and data_offsets", f"{field}")
+            raise damaged(path, f"`{name}` to have dtype, shape and data_offsets", brief(field))
     if code not in DTYPES:
-        raise damaged(path, f"`{name}` to be one of {', '.join(DTYPES)}", code)
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise damaged(path, f"`{name}` to have a shape of sizes", f"{shape}")
-    n_bytes = math.prod(shape) * DTYPES[code].itemsize
+        raise damaged(path, f"`{name}` to be one of {', '.join(DTYPES)}", brief_name(code))
+    if not (is_size(start) and is_size(stop) and start <= stop):
+        raise damaged(path, f"`{name}` to have data_offsets of two places, in order", brief([start, stop]))
+    if not all(map(is_size, shape)):
+        raise damaged(path, f"`{name}` to have a shape of sizes", brief(shape))
+    # Without the zeros: numpy multiplies so, and takes no shape for which that overflows. No product of more dims than it
+    # has is worked out: a header has room for millions of them.
+    n_bytes = math.prod(size for size in shape[:_MAX_DIMS] if size) * DTYPES[code].itemsize
+    if len(shape) > _MAX_DIMS or not is_size(n_bytes):
+        raise damaged(path, f"`{name}` to have a shape that an array can have", f"{code} {brief(shape)}")
+    n_bytes = 0 if 0 in shape else n_bytes
     if stop - start != n_bytes:
-        raise damaged(path, f"`{name}` to take {n_bytes} bytes, as {code} {shape} does", f"{stop - start}")
+        raise damaged(path, f"`{name}` to take {n_bytes} bytes, as {code} {brief(shape)} does", f"{stop - start}")
     return _Tensor(DTYPES[code], tuple(shape), start, stop)
 
 
@@ -290,18 +357,22 @@ class TensorFile:
         if not 2 <= length <= min(size - 8, _MAX_HEADER):
             raise damaged(path, f"a header of 2 to {min(size - 8, _MAX_HEADER)} bytes", f"a length of {length}")
         try:
-            fields = json.loads(content[8 : 8 + length].tobytes(), object_pairs_hook=_unique)
-        except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
+            fields = parse_json(content[8 : 8 + length].data)
+        except ValueError as error:
             raise damaged(path, "a header of JSON", str(error)) from error
         if not isinstance(fields, dict):
             raise damaged(path, "a header that is a JSON object", f"a {type(fields).__name__}")
-        fields.pop("__metadata__", None)
+        match metadata := fields.pop("__metadata__", {}):
+            case dict() if all(isinstance(text, str) for text in metadata.values()):
+                pass
+            case _:
+                raise damaged(path, "a `__metadata__` of texts", brief(metadata))
         self._data = content[8 + length :]
         self._tensors = {name: _parse(path, name, field) for name, field in fields.items()}
         stop = 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
             if tensor.start != stop:
-                raise damaged(path, f"`{name}` to begin at {stop}, where the one before ends", f"{tensor.start}")
+                raise damaged(path, f"`{brief_name(name)}` to begin at {stop}, where the one before ends", f"{tensor.start}")
             stop = tensor.stop
         if stop != self._data.size:
             raise damaged(path, f"{stop} bytes of tensors, as the header says", f"{self._data.size}")
@@ -310,6 +381,9 @@ class TensorFile:
     def names(self) -> tuple[str, ...]:
         """The tensors' names, in the header's order."""
         return tuple(self._tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape."""
@@ -346,8 +420,7 @@ class TensorFile:
 
 def _mismatches(file: TensorFile, wanted: Mapping[str, Any]) -> list[str]:
     """What keeps a file's tensors from being the wanted leaves, one line for each."""
-    there = set(file.names)
-    missing = [name for name in wanted if name not in there]
+    missing = [name for name in wanted if name not in file]
     extra = [name for name in file.names if name not in wanted]
     lines = []
     for name in missing:
@@ -355,9 +428,9 @@ def _mismatches(file: TensorFile, wanted: Mapping[str, Any]) -> list[str]:
         lines.append(f"`{name}`: expected {dtype} {shape}, got none.{nearest(name, extra)}")
     for name in extra:
         got = f"{file.dtype(name)} {file.shape(name)}"
-        lines.append(f"`{name}`: expected no tensor of this name, got {got}.{nearest(name, missing)}")
+        lines.append(f"`{brief_name(name)}`: expected no tensor of this name, got {got}.{nearest(name, missing)}")
     for name, leaf in wanted.items():
-        if name in there:
+        if name in file:
             (shape, dtype), got = _stored(leaf), (file.shape(name), file.dtype(name))
             if shape != got[0] or (dtype != got[1] and not (_is_float(dtype) and _is_float(got[1]))):
                 lines.append(f"`{name}`: expected {dtype} {shape}, got {got[1]} {got[0]}.")

@@ -34,7 +34,7 @@ class Block:
     def values(self) -> np.ndarray:
         """The block on the host, in C order."""
         if len(self.shards) == 1:
-            return np.ascontiguousarray(_on_host(self.shards[0][1]))
+            return np.asarray(_on_host(self.shards[0][1]), order="C")
         whole = np.empty(self.shape, self.shards[0][1].dtype)
         for start, shard in self.shards:
             index = (slice(a - b, a - b + n) for a, b, n in zip(start, self.start, shard.shape, strict=True))
@@ -42,9 +42,10 @@ class Block:
         return whole
 
     def copied(self) -> "Block":
-        """The block in host memory of its own, whatever becomes of the device's."""
+        """The block in host memory of its own, whatever becomes of the device's, or of the host's array."""
         values = self.values()
-        return Block(self.start, self.shape, [(self.start, values if values.flags.owndata else values.copy())])
+        is_own = values.flags.owndata and values is not self.shards[0][1]
+        return Block(self.start, self.shape, [(self.start, values if is_own else values.copy())])
 
     def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """Where its items lie in a row-major array of that shape: `(place there, place here, how many)`, in order."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -89,7 +89,7 @@ class Trainer:
         compute_dtype: Any = None,
         grad_fn: Callable[..., Any] | None = None,
         plan: Plan | None = None,
-        on_nonfinite: Literal["raise", "skip"] = "raise",
+        on_nonfinite: str = "raise",
         max_skipped: int = 10,
     ):
         if on_nonfinite not in ("raise", "skip"):

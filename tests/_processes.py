@@ -52,9 +52,12 @@ def train(workdir, *arguments, n_processes=2, n_devices=4, limit=LIMIT):
     )
 
 
-def rows_by_epoch(workdir, n_examples):
-    """The numbers of the examples that all processes together collated, each process's as it came to them."""
-    return {
-        path.stem: [json.loads(line) for line in path.read_text().splitlines()]
-        for path in sorted(workdir.glob("rows_*.jsonl"))
-    }
+def trained_on(workdir, n_examples):
+    """The numbers of the examples of each step, in order, by how many processes the run had (as text). What is evaluated has
+    numbers from `n_examples` on."""
+    runs = {}
+    for path in sorted(workdir.glob("rows_*_of_*.jsonl")):
+        steps = [json.loads(line)[1] for line in path.read_text().splitlines()]
+        steps = [numbers for numbers in steps if numbers[0] < n_examples]
+        runs.setdefault(path.stem.rpartition("_")[2], []).append(steps)
+    return {n: [sorted(set().union(*of_step)) for of_step in zip(*processes, strict=False)] for n, processes in runs.items()}

@@ -1,13 +1,15 @@
 """Whatever ends a run of two processes: both leave, in time, saying why; the last checkpoint is whole, and a run goes on."""
 
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
-from tests._processes import train
+from tests._processes import train, trained_on
 
 from redeqx._checkpoint import Checkpoints
 
+N = 101  # examples
 # With a heartbeat of three seconds and a watch of four, so that the tests need not wait for the defaults.
 QUICK = ("--heartbeat", 3, "--hang", 4)
 
@@ -134,6 +136,24 @@ def test_two_processes_train_like_one(tmp_path):
         assert a.keys() == b.keys()
         for name in a:
             np.testing.assert_allclose(a[name], b[name], rtol=2e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize(("n_devices", "mesh"), [(8, ()), (4, ("--model", 4)), (4, ("--model", 1, "--fsdp", 4))])
+def test_a_run_goes_on_elsewhere(tmp_path, n_devices, mesh):
+    """Of two processes one is killed; one alone goes on, on as many devices or fewer, in another mesh."""
+    # Without dropout, whose masks depend on how the last, smaller step of an epoch is cut for the devices that there are.
+    killed = train(tmp_path / "run", "--fault", "kill", "--at", 10, "--dropout", 0, *QUICK)
+    assert killed.code == 137
+    step = last_whole(tmp_path / "run")
+    assert 3 <= step < 14
+    again = train(tmp_path / "run", *mesh, "--dropout", 0, n_processes=1, n_devices=n_devices)
+    assert again.code == 0, again.text
+    steps = trained_on(tmp_path / "run", N)
+    seen = Counter(number for numbers in [*steps["2"][:step], *steps["1"]] for number in numbers)
+    assert seen == dict.fromkeys(range(N), 2)  # in two epochs
+    whole = train(tmp_path / "whole", "--dropout", 0, n_processes=1, n_devices=8)
+    assert trained_on(tmp_path / "whole", N)["1"][step:] == steps["1"]
+    np.testing.assert_allclose(again.result["metrics"]["loss"], whole.result["metrics"]["loss"], rtol=1e-5)
 
 
 def tensors(path):

@@ -33,6 +33,7 @@ parser.add_argument("--batch", type=int, default=16, help="examples a step")
 parser.add_argument("--save-every", type=int, default=3)
 parser.add_argument("--heartbeat", type=float, default=30.0)
 parser.add_argument("--hang", type=float)
+parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--fault", default="none")
 parser.add_argument("--at", type=int, default=8, help="the step before which the fault happens")
 parser.add_argument("--in", type=int, default=1, dest="culprit", help="the process that has it")
@@ -62,7 +63,7 @@ class Net(eqx.Module):
     def __init__(self, key):
         keys = jax.random.split(key)
         self.up, self.down = eqx.nn.Linear(16, 64, key=keys[0]), eqx.nn.Linear(64, 8, key=keys[1])
-        self.drop = eqx.nn.Dropout(0.1)
+        self.drop = eqx.nn.Dropout(args.dropout)
 
     def __call__(self, x, key):
         return self.down(self.drop(jax.nn.gelu(self.up(x)), key=key))
@@ -184,12 +185,12 @@ metrics = trainer.fit(
     Examples(),
     rows,
     args.epochs,
-    eval_examples=list(range(37)),
+    eval_examples=list(range(N, N + 37)),
     save_every_n_steps=args.save_every if args.workdir else None,
     save_last_ckpt=args.workdir is not None,
 )
 predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(lambda x: model(x, None))(batch["x"]))
-outputs = np.stack(predictor.predict(list(range(19)), 2))
+outputs = np.stack(predictor.predict(list(range(N, N + 19)), 2))
 if deployer.peers.index == 0:
     print(json.dumps({"metrics": metrics, "outputs": float(np.abs(outputs).sum())}))
 sys.exit(0)

@@ -1,0 +1,99 @@
+"""A step that is not finite ends a run, or is skipped where asked to: then nothing that a step carries changes by a bit."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+
+BAD = 7
+
+
+def loss_fn(model, batch, key):
+    return jnp.square(jax.vmap(model)(batch)).mean()
+
+
+def collate_fn(numbers):
+    rows = np.stack([np.random.default_rng(i).normal(size=4) for i in numbers]).astype(np.float32)
+    return np.where(np.asarray(numbers)[:, None] == BAD, np.nan, rows)
+
+
+def make_trainer(workdir=None, *, shards=(2, 2), **options):
+    deployer = redeqx.Deployer(0, *shards, workdir=workdir, verbose=False)
+    options = {"on_nonfinite": "skip", **options}
+    model = eqx.nn.MLP(4, 2, 16, 1, key=jax.random.key(1))
+    return redeqx.Trainer(
+        deployer, model=model, optimizer=optax.adam(1e-2), collate_fn=collate_fn, loss_fn=loss_fn, **options
+    )
+
+
+def bits(trainer):
+    leaves = jax.tree.leaves((eqx.filter(trainer.model, eqx.is_array), trainer.opt_state))
+    return [np.asarray(leaf).tobytes() for leaf in leaves]
+
+
+@pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
+def test_a_skipped_step_changes_nothing(shards):
+    trainer = make_trainer(shards=shards)
+    trainer.train([0, 1, 2, 3, 4, 5, 6, 8], 8 // trainer.deployer.n_batch_shards)
+    before = bits(trainer)
+    trainer.train([BAD] * 8, 8 // trainer.deployer.n_batch_shards)
+    assert bits(trainer) == before
+    assert (trainer.step, trainer.n_skipped) == (2, 1)
+    trainer.train([0, 1, 2, 3, 4, 5, 6, 8], 8 // trainer.deployer.n_batch_shards)
+    assert bits(trainer) != before
+
+
+def test_finite_steps_are_the_same_with_it():
+    examples = list(range(8, 40))
+    one, other = make_trainer(), make_trainer(on_nonfinite="raise")
+    for trainer in (one, other):
+        trainer.train(examples, 4)
+    assert bits(one) == bits(other)
+
+
+def test_the_count_survives_a_resume(tmp_path):
+    class Killed(Exception):
+        pass
+
+    def stop(epoch):
+        if epoch == 2:
+            raise Killed
+        return list(range(16))
+
+    whole = make_trainer(tmp_path / "whole")
+    whole.fit(list(range(16)), 2, 3, save_last_ckpt=True)
+    assert whole.n_skipped == 3
+    with pytest.raises(Killed):
+        make_trainer(tmp_path / "killed").fit(stop, 2, 3, save_last_ckpt=True)
+    again = make_trainer(tmp_path / "killed")
+    again.fit(list(range(16)), 2, 3, save_last_ckpt=True)
+    assert again.n_skipped == 3
+    assert bits(again) == bits(whole)
+
+
+def test_too_many_in_a_row_raise():
+    trainer = make_trainer(max_skipped=2)
+    with pytest.raises(
+        ValueError, match=r"^`loss` at step 3: expected the loss to be finite, got nan for 3 steps one after the"
+    ):
+        trainer.train([BAD] * 32, 2)
+    trainer = make_trainer(max_skipped=2)
+    trainer.train(([BAD] * 8 + list(range(8, 16))) * 3, 2)  # never more than one
+    assert trainer.n_skipped == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_nonfinite": "ignore"}, "`on_nonfinite`: expected 'raise' or 'skip', got 'ignore'. Pass one of the two."),
+        ({"max_skipped": -1}, "`max_skipped`: expected at least 0, got -1. Pass how many steps may be skipped."),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError) as raised:
+        make_trainer(**options)
+    assert str(raised.value) == message
