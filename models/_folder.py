@@ -6,6 +6,7 @@ Owns the files and shards of a folder, and the reading of each device's own slic
 import fnmatch
 import functools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -220,7 +221,12 @@ def load(
     source, names = Source(folder, cls.weights_name), cls.names(config)
     tensors = _match(source, names, wanted, folder / CONFIG)
     held = {leaf: [parts[i] for parts in tensors[name.disk]] for name in names.tensors for i, leaf in enumerate(name.leaves)}
-    dtypes = {leaf: _dtype(parts, dtype) for leaf, parts in held.items()}
+    try:
+        dtypes = {leaf: _dtype(parts, dtype) for leaf, parts in held.items()}
+    except ValueError as error:  # of float8 JAX makes nothing wider by itself
+        raise ValueError(
+            f"`{source.path}`: expected layers of dtypes that have a common one, got others: {error} Cast them first."
+        ) from error
     shapes = map_named(
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) if is_array_like(leaf) else leaf, shapes
     )
@@ -241,9 +247,13 @@ def load(
     return map_named(read, shapes)
 
 
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
 def _cast(leaf: Any, dtype: Any) -> Any:
     """A shape whose floats are of that dtype; anything else as it is."""
-    if not is_array_like(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+    if not is_array_like(leaf) or not _is_float(leaf):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
@@ -297,7 +307,8 @@ def _match(
     for name in source.names():
         current = names.current(name)
         if current in spelt:
-            problems.append(f"`{name}`: expected one tensor `{current}`, got `{spelt[current]}` too.")
+            one, other, both = map(brief_name, (current, spelt[current], name))
+            problems.append(f"`{both}`: expected one tensor `{one}`, got `{other}` too.")
         spelt[current] = name
     needed = {disk for name in names.tensors for disk in name.on_disk}
     extra = [
@@ -318,16 +329,20 @@ def _match(
                 problems.append(f"`{disk}`: expected for `{name.leaves[0]}`, got none.{nearest(disk, extra)}")
                 continue
             tensor = source.view(spelt[disk])
-            parts = name.load(tensor)
+            # A cut into equal parts would drop what is left over, and fail at a scalar.
+            parts = name.load(tensor) if tensor.size == sum(map(math.prod, shapes)) else ()
             if [part.shape for part in parts] != [tuple(shape) for shape in shapes]:
                 dummies = [np.broadcast_to(np.int8(0), shape) for shape in shapes]
                 expected = name.save(*dummies).shape
                 problems.append(f"`{disk}`: expected {expected}, as `{CONFIG}` says, got {tensor.shape}.")
+            elif not all(_is_float(tensor) == _is_float(wanted[leaf]) for leaf in name.leaves):
+                problems.append(f"`{disk}`: expected {wanted[name.leaves[0]].dtype} or its like, got {tensor.dtype}.")
             found[name.disk].append(parts)
     missing = [disk for disk in needed if disk not in spelt]
     for name in extra:
         shape = source.view(spelt[name]).shape
-        problems.append(f"`{spelt[name]}`: expected no tensor of this name, got {shape}.{nearest(name, missing)}")
+        there = brief_name(spelt[name])
+        problems.append(f"`{there}`: expected no tensor of this name, got {shape}.{nearest(brief_name(name), missing)}")
     for copy, original in names.copies.items():
         if copy in spelt and original in spelt:
             a, b = source.view(spelt[copy]), source.view(spelt[original])
@@ -362,6 +377,7 @@ def is_on_disk(folder: Path, stem: str, *names: str) -> bool:
 
 def _equal(a: np.ndarray, b: np.ndarray, rows: int = 1024) -> bool:
     """Whether two views hold the same values; read a few rows at a time."""
+    a, b = np.atleast_1d(a), np.atleast_1d(b)
     return all(np.array_equal(a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows))
 
 

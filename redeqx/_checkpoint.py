@@ -33,7 +33,19 @@ from jaxtyping import PyTree
 from ._crc32 import Crc32, crc32_of
 from ._paths import nearest
 from ._peers import Peers
-from ._safetensors import CHUNK, Writer, array_leaves, damaged, load_tree, need_arrays
+from ._safetensors import (
+    CHUNK,
+    Writer,
+    array_leaves,
+    brief,
+    brief_name,
+    damaged,
+    is_plain,
+    is_size,
+    load_json,
+    load_tree,
+    need_arrays,
+)
 from ._shards import Block, own_blocks
 
 FORMAT = "redeqx"
@@ -43,8 +55,9 @@ READABLE_VERSIONS = (1,)
 _INDEX = "index.json"
 _RECORD = "trainer.json"
 _TMP = ".tmp_"
+_MAX_KNOWN = 50  # names of checkpoints listed by one error
 _RESERVED = ("format", "version", "files", "crc32")  # what a record says of itself
-_NAME = re.compile(r"step_(\d{8,})(?:_(\d+))?")
+_NAME = re.compile(r"step_([0-9]{8,18})(?:_([0-9]{1,18}))?")
 
 
 def _fsync_folder(folder: Path) -> None:
@@ -64,12 +77,34 @@ def _write_json(path: Path, value: Any) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path)
     except ValueError as error:
         raise damaged(path, "JSON", str(error)) from error
     if not isinstance(value, dict):
-        raise damaged(path, "a JSON object", repr(value))
+        raise damaged(path, "a JSON object", brief(value))
     return value
+
+
+def _leads_out(path: Path) -> bool:
+    """Whether an entry of a folder is a link to somewhere outside of that folder: a save leaves no links."""
+    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent))
+
+
+def _own(path: Path) -> Path:
+    """An entry of a folder of ours. Raises ValueError where it is a link that leads out of the folder."""
+    if _leads_out(path):
+        raise ValueError(
+            f"`{path}`: expected what a save left there, got a link to {os.path.realpath(path)}. Put a copy in its place, "
+            "or pass the path of a checkpoint elsewhere."
+        )
+    return path
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _crc32(path: Path, start: int, stop: int) -> Crc32:
@@ -86,6 +121,22 @@ def _crc32(path: Path, start: int, stop: int) -> Crc32:
 def _record_crc32(record: Mapping[str, Any]) -> int:
     """The checksum that a record carries of itself: of its JSON in sorted order, so that white space is free."""
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def _files(path: Path, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Size and checksum of each file beside a record, by its name."""
+    files = record.get("files")
+    if not isinstance(files, dict):
+        raise damaged(path, "`files` by name", brief(files))
+    for name, sums in files.items():
+        if not is_plain(name):
+            raise damaged(path, "names of files in its folder", brief(name))
+        match sums:
+            case {"size": size, "crc32": crc32} if is_size(size) and is_size(crc32):
+                pass
+            case _:
+                raise damaged(path, f"size and crc32 of {brief(name)}", brief(sums))
+    return files
 
 
 def _order(name: str) -> tuple[int, int]:
@@ -131,10 +182,12 @@ class Checkpoints:
     def index(self) -> dict[str, str]:
         """The name of the checkpoint that each tag (`"last"`, ...) stands for."""
         path = self.folder / _INDEX
-        index = _read_json(path) if path.exists() else {}
+        index = _read_json(_own(path)) if os.path.lexists(path) else {}
         for tag, name in index.items():
-            if not isinstance(name, str):
-                raise ValueError(f"`{path}`: expected the name of a checkpoint for {tag!r}, got {name!r}. Correct it.")
+            if not (isinstance(name, str) and _NAME.fullmatch(name)):
+                raise ValueError(
+                    f"`{path}`: expected the name of a checkpoint for {brief(tag)}, got {brief(name)}. Correct it."
+                )
         return index
 
     def names(self) -> list[str]:
@@ -149,7 +202,11 @@ class Checkpoints:
 
         def found() -> list[str]:
             last = self.index().get("last")
-            return [] if last is None else [last, *(name for name in reversed(self.names()) if _order(name) < _order(last))]
+            if last is None:
+                return []
+            _own(self.folder / last)
+            older = [name for name in reversed(self.names()) if _order(name) < _order(last)]
+            return [last, *(name for name in older if not _leads_out(self.folder / name))]
 
         return [self.folder / name for name in self._together("newest", found, alone=True)[0]]
 
@@ -165,11 +222,12 @@ class Checkpoints:
         index, names = self.index(), self.names()
         name = index.get(str(which), str(which))
         if name in names:
-            return self.folder / name
+            return _own(self.folder / name)
         if (Path(which) / _RECORD).is_file():
             return Path(which)
-        known = [*index, *names]
-        listed = f"one of {', '.join(known)}" if known else "a checkpoint, of which there are none yet"
+        known = [*map(brief_name, index), *names]
+        more = [f"{len(known) - _MAX_KNOWN} more"] if len(known) > _MAX_KNOWN else []
+        listed = f"one of {', '.join(known[:_MAX_KNOWN] + more)}" if known else "a checkpoint, of which there are none yet"
         raise ValueError(
             f"`{self.folder}`: expected {listed}, or the path of a checkpoint, got {str(which)!r}."
             f"{nearest(str(which), known)} Pass one of those."
@@ -183,7 +241,7 @@ class Checkpoints:
         file = path / _RECORD
         if not file.is_file():
             raise ValueError(f"`{path}`: expected the folder of a checkpoint, got none with a {_RECORD}. Pass one.")
-        record = _read_json(file)
+        record = _read_json(_own(file))
         if record.get("format") != FORMAT:
             raise ValueError(
                 f"`{file}`: expected the record of a {FORMAT} checkpoint, got another file. Pass the path of one."
@@ -191,13 +249,18 @@ class Checkpoints:
         if (version := record.get("version")) not in READABLE_VERSIONS:
             raise ValueError(
                 f"`{file}`: expected version {' or '.join(map(str, READABLE_VERSIONS))}, which this release "
-                f"reads, got {version}. Install the release of {FORMAT} that wrote it, or a later one."
+                f"reads, got {brief(version)}. Install the release of {FORMAT} that wrote it, or a later one."
             )
-        if (crc32 := record.pop("crc32", None)) != _record_crc32(record):
-            raise damaged(file, f"a record of crc32 {crc32}", str(_record_crc32(record)))
+        crc32 = record.pop("crc32", None)
+        try:
+            own_crc32 = _record_crc32(record)
+        except RecursionError as error:  # what can just be read may be too deep to be written again
+            raise damaged(file, "a record that can be written again", str(error)) from error
+        if crc32 != own_crc32:
+            raise damaged(file, f"a record of crc32 {brief(crc32)}", str(own_crc32))
         n, me = self._peers.n, self._peers.index
-        for name, expected in record["files"].items():
-            file = path / name
+        for name, expected in _files(file, record).items():
+            file = _own(path / name)
             size = file.stat().st_size if file.is_file() else None
             # Each process reads its share of the file.
             shares = [] if size is None else [size * i // n for i in range(n + 1)]
@@ -219,7 +282,7 @@ class Checkpoints:
 
         Raises ValueError where the checkpoint has no such tree, or not one like the template.
         """
-        file = path / f"{kind}.safetensors"
+        file = _own(path / f"{kind}.safetensors")
         if not file.is_file():
             there = ", ".join(sorted(other.stem for other in path.glob("*.safetensors")))
             raise ValueError(f"`{path}`: expected one of {there}, got {kind!r}. Save it, or load without it.")
@@ -407,13 +470,10 @@ class Checkpoints:
     def _sweep(self) -> None:
         """Removes what an unfinished save or removal has left."""
         for path in self.folder.glob(f"{_TMP}*"):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            _delete(path)
 
     def _remove(self, name: str) -> None:
         # Under another name first, so that killed halfway it leaves no folder that looks like a checkpoint.
         doomed = self.folder / f"{_TMP}{name}"
         os.rename(self.folder / name, doomed)
-        shutil.rmtree(doomed)
+        _delete(doomed)

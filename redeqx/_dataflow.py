@@ -137,7 +137,7 @@ def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
             return _reduce(run, eqn, ins)
         if _is_elementwise(eqn):
             return run.meet(eqn, ins)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
         pass  # a form of the primitive that is not known here, as of another version of JAX: a plan is no reason to fail
     return run.give_up(eqn, ins)
 
@@ -429,7 +429,7 @@ def _sliced(eqn: Any, n: int) -> _Seen:
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     cut = [dim for dim, size in enumerate(after) if size != before[dim]]
     source = [None if dim in cut else dim for dim in range(len(after))]
-    return source, {dim: dim for dim in cut if before[dim] % after[dim] == 0 and after[dim] % n == 0 and after[dim]}
+    return source, {dim: dim for dim in cut if after[dim] and before[dim] % after[dim] == 0 and after[dim] % n == 0}
 
 
 def _divided(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:

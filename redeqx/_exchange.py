@@ -114,6 +114,8 @@ def _split(eqn: Any, dim: int) -> _Taken | None:
 def _slice(eqn: Any, dim: int) -> _Taken | None:
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     start, strides = eqn.params["start_indices"][dim], eqn.params["strides"]
+    if not after[dim]:
+        return None
     is_part = before[dim] % after[dim] == 0 and start % after[dim] == 0 and (strides is None or strides[dim] == 1)
     others_whole = all(n == m for i, (n, m) in enumerate(zip(before, after, strict=True)) if i != dim)
     return (before[dim] // after[dim], [start // after[dim]]) if is_part and others_whole else None

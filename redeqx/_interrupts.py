@@ -133,7 +133,7 @@ class Watch:
     def _end(self, seconds: float) -> None:
         try:
             # The step, and what was said since: one that is stuck before a step is behind one that waits for it.
-            reached: list[Any] = self._peers.gather("stuck at", [self._peers.step or 0, self._peers.n_given], timeout=5)
+            reached: list[Any] = self._peers.gather("stuck at", [self._peers.step or 0, self._peers.n_given], timeout=5.0)
         except PeerError as error:
             why = f"no step for {seconds:g} s ({error})"
         else:

@@ -120,8 +120,7 @@ class Peers:
         Raises ValueError, the same in every process, that names the first field that differs.
         """
         if self.n > 1:
-            plain = json.loads(json.dumps(dict(values), default=str))
-            difference = _difference(what, dict(enumerate(self.gather(f"agree on {what}", plain))), advice)
+            difference = _difference(what, dict(enumerate(self.gather(f"agree on {what}", _plain(values)))), advice)
             if difference is not None:
                 raise ValueError(difference)
 
@@ -132,10 +131,11 @@ class Peers:
 
         - `topic`: of this comparison; each process uses it once.
         """
+        plain = _plain(values)
         if self.index == 0:
-            self._compare(0, topic, what, dict(values), advice)
+            self._compare(0, topic, what, plain, advice)
         else:
-            self._send(0, "compare", [topic, what, dict(values), advice])
+            self._send(0, "compare", [topic, what, plain, advice])
 
     def _compare(self, index: int, topic: str, what: str, values: Any, advice: str) -> None:
         with self._change:
@@ -397,6 +397,11 @@ class Peers:
         """Say goodbye: an end that is no failure."""
         for i in self._links:
             self._send(i, "bye")
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As another process gets them: a tuple is a list there."""
+    return json.loads(json.dumps(dict(values), default=str))
 
 
 def _difference(what: str, given: Mapping[int, Mapping[str, Any]], advice: str) -> str | None:

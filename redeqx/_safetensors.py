@@ -413,7 +413,7 @@ class TensorFile:
         if name not in self._tensors:
             raise ValueError(
                 f"`{self.path}`: expected one of its {len(self._tensors)} tensors, got `{name}`."
-                f"{nearest(name, self._tensors)} `names` lists them."
+                f"{nearest(name, map(brief_name, self._tensors))} `names` lists them."
             )
         return self._tensors[name]
 
@@ -422,13 +422,19 @@ def _mismatches(file: TensorFile, wanted: Mapping[str, Any]) -> list[str]:
     """What keeps a file's tensors from being the wanted leaves, one line for each."""
     missing = [name for name in wanted if name not in file]
     extra = [name for name in file.names if name not in wanted]
+    shown = [brief_name(name) for name in extra]
     lines = []
+
+    def hint(name: str, others: Sequence[str]) -> str:
+        # Of thousands that differ only the first are looked for: it takes long, and no more are shown.
+        return nearest(name, others) if len(lines) < _MAX_PROBLEMS else ""
+
     for name in missing:
         shape, dtype = _stored(wanted[name])
-        lines.append(f"`{name}`: expected {dtype} {shape}, got none.{nearest(name, extra)}")
-    for name in extra:
+        lines.append(f"`{name}`: expected {dtype} {shape}, got none.{hint(name, shown)}")
+    for name, there in zip(extra, shown, strict=True):
         got = f"{file.dtype(name)} {file.shape(name)}"
-        lines.append(f"`{brief_name(name)}`: expected no tensor of this name, got {got}.{nearest(name, missing)}")
+        lines.append(f"`{there}`: expected no tensor of this name, got {got}.{hint(there, missing)}")
     for name, leaf in wanted.items():
         if name in file:
             (shape, dtype), got = _stored(leaf), (file.shape(name), file.dtype(name))

@@ -460,7 +460,7 @@ def test_a_damaged_checkpoint_is_not_loaded(file, damage, expected, workdir):
 def test_a_run_is_not_begun_anew_over_checkpoints_of_which_none_is_whole(workdir):
     for folder in (workdir / "ckpts").glob("step_*"):
         truncate(folder / "model.safetensors")
-    with pytest.warns(UserWarning, match="It is passed over"), pytest.raises(ValueError, match="step_00000004.*expected"):
+    with pytest.warns(UserWarning, match="It is passed over"), pytest.raises(ValueError, match=r"step_00000004.*expected"):
         make_trainer(workdir).fit(EXAMPLES, 4, 3)
 
 

@@ -105,6 +105,7 @@ def test_parts_move_once_each_way(k, n_shards, take):
     [
         (lambda y, k: [y[..., :12], y[..., 12:]], "parts of different sizes"),
         (lambda y, k: [y[..., ::2], y[..., 1::2]], "parts that alternate"),
+        (lambda y, k: [y[..., :0], y], "nothing at all, as what is left of a head that is rotated whole"),
         (lambda y, k: [y.reshape(*y.shape[:-1], -1, 2)[..., 0]] * 2, "the shards' own dim is left whole"),
     ],
 )

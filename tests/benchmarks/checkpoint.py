@@ -1,0 +1,151 @@
+"""Saving and restoring against the disk's own speed, and what a save in the background costs the steps.
+
+    python tests/benchmarks/checkpoint.py [--gib 1.0] [--rounds 3]      # 8 simulated devices; with a folder: --folder DIR
+
+Each round alternates, in one run: `dd` with fsync of as many bytes; `Checkpoints.save`; the arrays gathered on the host and
+`safetensors.numpy.save_file`; `Checkpoints.load`; steps of a jitted function over the same arrays, alone and with a save in
+the background begun before the first of them. Medians; memory is this process's at its most, over what it held before.
+"""
+
+import argparse
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("NPROC", "16")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from safetensors.numpy import save_file
+
+from redeqx._checkpoint import Checkpoints
+from redeqx._mesh import make_mesh
+
+
+def seconds(act):
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+class Peak:
+    """Bytes that this process holds at its most while this is open, over what it held at the start."""
+
+    def __enter__(self):
+        self._open, self._before, self.bytes = True, resident(), 0
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def _look(self):
+        while self._open:
+            self.bytes = max(self.bytes, resident() - self._before)
+            time.sleep(0.005)
+
+    def __exit__(self, *_):
+        self._open = False
+        self._thread.join()
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = make_mesh(4)
+    n, width = 16, 4096
+    rows = int(args.gib * 2**30 / 4 / width / n) // 8 * 8
+    specs = [P("model", None), P(None, "model")]
+    shardings = [NamedSharding(mesh, specs[i % 2]) for i in range(n)]
+    make = jax.jit(lambda: [jnp.full((rows, width), i, jnp.float32) for i in range(n)], out_shardings=shardings)
+    arrays = make()
+    n_bytes = sum(array.nbytes for array in arrays)
+    names = [f"layer_{i}" for i in range(n)]
+    step = jax.jit(lambda arrays: [jnp.sin(x) for x in arrays], donate_argnums=0, out_shardings=shardings)
+    arrays = jax.block_until_ready(step(arrays))
+    template = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in zip(names, arrays, strict=True)
+    }
+    folder = args.folder / "redeqx_checkpoint_benchmark"
+    folder.mkdir()
+    found = {key: [] for key in ("dd", "save", "gather", "load", "step", "stall", "with a save")}
+    memory = {}
+    try:
+        checkpoints = Checkpoints(folder / "ckpts")
+        for i in range(args.rounds):
+            dd = ["dd", "if=/dev/zero", f"of={folder}/dd", "bs=16M", f"count={n_bytes // 2**24}", "conv=fsync"]
+            found["dd"].append(seconds(lambda dd=dd: subprocess.run(dd, check=True, capture_output=True)))
+            tree = dict(zip(names, arrays, strict=True))
+            with Peak() as peak:
+                found["save"].append(
+                    seconds(lambda i=i, tree=tree: checkpoints.save(2 * i, {"model": tree}, {}, keep_last=1))
+                )
+            memory["save"] = max(memory.get("save", 0), peak.bytes)
+
+            def gather(tree=tree):
+                save_file({name: np.array(x) for name, x in tree.items()}, folder / "gathered.safetensors")
+                with open(folder / "gathered.safetensors", "rb+") as file:
+                    os.fsync(file.fileno())
+
+            with Peak() as peak:
+                found["gather"].append(seconds(gather))
+            memory["gather"] = max(memory.get("gather", 0), peak.bytes)
+            subprocess.run(["sync"], check=True)
+            path = checkpoints.resolve("last")
+            found["load"].append(
+                seconds(
+                    lambda path=path: jax.block_until_ready(
+                        checkpoints.load(path, "model", template, lambda name: template[name].sharding)
+                    )
+                )
+            )
+            for _ in range(5):
+                began = time.perf_counter()
+                arrays = jax.block_until_ready(step(arrays))
+                found["step"].append(time.perf_counter() - began)
+            tree = dict(zip(names, arrays, strict=True))
+            with Peak() as peak:
+                stall = seconds(
+                    lambda i=i, tree=tree: checkpoints.save(
+                        2 * i + 1, {"model": tree}, {}, keep_last=1, then=lambda path: None
+                    )
+                )
+                del tree
+                found["stall"].append(stall)
+                for _ in range(5):
+                    began = time.perf_counter()
+                    arrays = jax.block_until_ready(step(arrays))
+                    found["with a save"].append(time.perf_counter() - began)
+                checkpoints.wait()
+            memory["background"] = max(memory.get("background", 0), peak.bytes)
+    finally:
+        shutil.rmtree(folder)
+    of = {key: median(values) for key, values in found.items()}
+    gib, largest = n_bytes / 2**30, max(x.nbytes for x in arrays) / 2**20
+    mib = {key: f"{value / 2**20:,.0f} MiB more at its most" for key, value in memory.items()}
+    print(f"{gib:.2f} GiB in {n} arrays over {mesh.size} devices, the largest {largest:,.0f} MiB; median of {args.rounds}")
+    print(f"  dd with fsync      {gib / of['dd']:6.2f} GiB/s")
+    print(f"  save               {gib / of['save']:6.2f} GiB/s, {of['dd'] / of['save']:.2f} of dd; {mib['save']}")
+    print(f"  gather, save_file  {gib / of['gather']:6.2f} GiB/s, {of['dd'] / of['gather']:.2f} of dd; {mib['gather']}")
+    print(f"  load               {gib / of['load']:6.2f} GiB/s, {of['dd'] / of['load']:.2f} of dd")
+    print(f"  a step             {of['step'] * 1e3:6.0f} ms alone, {of['with a save'] * 1e3:.0f} ms beside a save")
+    print(f"  the stall          {of['stall'] * 1e3:6.0f} ms to copy the arrays; {mib['background']}")
+
+
+if __name__ == "__main__":
+    main()
