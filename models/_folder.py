@@ -163,9 +163,8 @@ class Source:
         try:
             pairs = list(load_json(index)["weight_map"].items())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"`{index}`: expected JSON with a `weight_map`, got {error!r}. Fetch the index again."
-            ) from error
+            got = f"{type(error).__name__}: {error}"  # no `repr`: that of a UnicodeError holds the whole file
+            raise ValueError(f"`{index}`: expected JSON with a `weight_map`, got {got}. Fetch the index again.") from error
         files: dict[str, TensorFile] = {}
         for name, shard in pairs:
             # The name alone must be plain: the file may well be a link, as it is in the cache of the Hub.

@@ -176,6 +176,7 @@ class Checkpoints:
         self.folder = folder
         self._has_place = folder.parent.is_dir()  # and so must have it at every save
         self._peers = peers or Peers()
+        self._is_shared = self._peers.n == 1  # whether it is known that all processes see the folder
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the save in the background
 
@@ -331,6 +332,7 @@ class Checkpoints:
             need_arrays(each)
         sizes = {kind: Writer(Path(), each, float_dtype if kind == "model" else None).size for kind, each in leaves.items()}
         name, free = self._together("save begins", lambda: self._begin(step, sum(sizes.values())), alone=True)[0]
+        self._need_shared()
         tmp = self.folder / f"{_TMP}{name}"
         files = {
             f"{kind}.safetensors": Writer(tmp / f"{kind}.safetensors", each, float_dtype if kind == "model" else None)
@@ -414,6 +416,22 @@ class Checkpoints:
                 str(self.folder / name),
             )
         return name, free
+
+    def _need_shared(self) -> None:
+        """Raise OSError where some process does not see what process 0 writes here; asked once."""
+        if self._is_shared:
+            return
+        probe = self.folder / f"{_TMP}probe"
+        self._together("probe written", lambda: _write_json(probe, os.getpid()), alone=True)
+        found = self._peers.gather("probe seen", probe.exists())
+        self._together("probe removed", probe.unlink, alone=True)
+        if not all(found):
+            why = (
+                f"expected a folder that all {self._peers.n} processes share, got one that process {found.index(False)} "
+                "sees nothing in. Pass a `workdir` on a file system that every host mounts"
+            )
+            raise OSError(errno.ENOENT, why, str(self.folder))
+        self._is_shared = True
 
     def _need_place(self) -> None:
         workdir = self.folder.parent

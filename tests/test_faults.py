@@ -105,6 +105,15 @@ def test_a_disk_that_fails_ends_all_with_the_same_error(tmp_path, fault, culprit
         assert not debris(workdir)
 
 
+def test_a_folder_that_is_not_shared_is_said(tmp_path):
+    run = train(tmp_path / "run", "--fault", "unshared", *QUICK)
+    assert run.code == 1
+    assert (
+        "expected a folder that all 2 processes share, got one that process 1 sees nothing in. Pass a `workdir` on a file "
+        "system that every host mounts"
+    ) in run.lines[-1]
+
+
 def test_rows_of_another_shape_are_named(tmp_path):
     run = train(tmp_path, "--fault", "shape", *QUICK)
     assert run.code == 1

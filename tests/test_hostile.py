@@ -627,12 +627,13 @@ def test_an_index_of_shards(folder, shard):
         ('{"weight_map": {"a": "x", "a": "y"}}', "a name that occurs twice"),
         ("[" * 10**5, "maximum recursion depth"),
         ('{"weight_map":' * 10**5, "maximum recursion depth"),
+        ('{"weight_map": {"\udcff' + "n" * 10**5, "got UnicodeDecodeError: 'utf-8' codec"),
     ],
-    ids=lambda value: value[:30],
+    ids=lambda value: ascii(value[:30]),
 )
 def test_an_index_of_shards_that_is_none(folder, content, message):
     index = folder / "model.safetensors.index.json"
-    index.write_text(content)
+    index.write_text(content, errors="surrogateescape")
     with little():
         said = refusal(index, Source, folder, "model")
     assert said.startswith(f"`{index}`: expected JSON with a `weight_map`, got ") and message in said

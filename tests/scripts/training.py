@@ -172,6 +172,9 @@ if args.fault == "full":
 if args.fault == "readonly":
     broken("mkdir", errno.EROFS)
 
+if args.fault == "unshared" and is_culprit:  # as a folder of the same name on a disk of its own
+    deployer.workdir = args.workdir.with_name("elsewhere")
+    deployer.workdir.mkdir()
 trainer = redeqx.Trainer(
     deployer,
     model=deployer.init(lambda: Net(jax.random.key(1))),

@@ -1,0 +1,119 @@
+"""Random faults in a run of two processes, again and again, until it is done: it must end with the undisturbed run's bits.
+
+    python tests/benchmarks/soak.py [--faults 30] [--seed 0] [--epochs 40]
+
+Each time one or both processes are killed (SIGKILL), frozen until the other leaves, or told to stop (SIGTERM), after a
+random time; then the run is started again. Parameters and optimizer state are compared with those of a run that nothing
+disturbed, on the same layout, bit for bit. Prints a line a fault; exit code 1 where the bits differ.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from redeqx._checkpoint import Checkpoints
+from redeqx._launch import _free_port
+from redeqx._safetensors import TensorFile
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "scripts" / "training.py"
+LIMIT = 300.0
+
+
+def start(workdir, epochs):
+    """The two processes, started without the launcher, so that either can be hit alone."""
+    port = _free_port()
+    command = [sys.executable, str(SCRIPT), "--workdir", str(workdir), "--devices", "2", "--epochs", str(epochs)]
+    command += ["--save-every", "2", "--heartbeat", "3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NPROC": "16", "REDEQX_PROCESSES": "2"}
+    environment["REDEQX_HOST0"] = f"127.0.0.1:{port}"
+    return [
+        subprocess.Popen(
+            command, env={**environment, "REDEQX_PROCESS_ID": str(i)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for i in range(2)
+    ]
+
+
+def wait(processes):
+    """Their exit codes; frozen ones are killed once the others have left."""
+    until = time.monotonic() + LIMIT
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() is not None for process in processes) or time.monotonic() > until:
+            time.sleep(5)  # what a process has to leave another in
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+        time.sleep(0.05)
+    return [process.wait() for process in processes]
+
+
+def hit(processes, fault, who):
+    for i in who:
+        if processes[i].poll() is None:
+            processes[i].send_signal({"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "stop": signal.SIGTERM}[fault])
+
+
+def bits(workdir):
+    path = Checkpoints(workdir / "ckpts").resolve("last")
+    files = {kind: TensorFile(path / f"{kind}.safetensors") for kind in ("model", "optimizer")}
+    return {f"{kind}:{name}": file.read(name).tobytes() for kind, file in files.items() for name in file.names}
+
+
+def step_of(workdir):
+    checkpoints = Checkpoints(workdir / "ckpts")
+    return checkpoints.record(checkpoints.resolve("last"))["step"] if "last" in checkpoints.index() else 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=40, help="seven steps each")
+    args = parser.parse_args()
+    rng = np.random.default_rng(args.seed)
+    root = Path(tempfile.mkdtemp(prefix="redeqx-soak-"))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / "cache"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    began = time.monotonic()
+    codes = wait(start(root / "whole", args.epochs))
+    assert codes == [0, 0], codes
+    seconds = time.monotonic() - began
+    print(f"undisturbed: {step_of(root / 'whole')} steps in {seconds:.0f} s", flush=True)
+    n_faults, step = 0, 0
+    while True:
+        processes = start(root / "hit", args.epochs)
+        if n_faults < args.faults:
+            fault, who = rng.choice(["kill", "kill", "freeze", "stop"]), [[0], [1], [0, 1]][rng.integers(3)]
+            after = rng.uniform(2.0, max(4.0, seconds * 0.8))
+            time.sleep(after)
+            if all(process.poll() is None for process in processes):
+                hit(processes, fault, who if fault != "freeze" else who[:1])
+                n_faults += 1
+        codes = wait(processes)
+        before, step = step, step_of(root / "hit")
+        if n_faults < args.faults or codes != [0, 0]:
+            print(
+                f"fault {n_faults}: {fault} of {who} after {after:.1f} s: codes {codes}, step {before} -> {step}", flush=True
+            )
+        if step < before:
+            print(f"expected no step to be lost, got {step} after {before}")
+            return 1
+        if codes == [0, 0]:
+            break
+    same = bits(root / "hit") == bits(root / "whole")
+    print(
+        f"{n_faults} faults, {time.monotonic() - began:.0f} s: the bits are {'the same' if same else 'DIFFERENT'} ({root})"
+    )
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
