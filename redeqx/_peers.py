@@ -104,15 +104,25 @@ class Peers:
         with self._change:
             given = self._given.setdefault(name, {})
             given[index] = value
-            if len(given) < self.n:
-                return
-            del self._given[name]
-            answer = [given[i] for i in range(self.n)]
-            answer = json.loads(json.dumps(answer))  # the hub's own as the others get it
-            self._answers[name] = answer
-            self._change.notify_all()
+            is_whole = len(given) == self.n
+            if is_whole:
+                del self._given[name]
+        if not is_whole:
+            self._miss_those_who_left()
+            return
+        answer = json.loads(json.dumps([given[i] for i in range(self.n)]))  # the hub's own as the others get it
         for i in self._links:
             self._send(i, "answer", [name, answer])
+        with self._change:  # last: this process may end with it, and the threads that answer with this process
+            self._answers[name] = answer
+            self._change.notify_all()
+
+    def _miss_those_who_left(self) -> None:
+        """At the hub: end the run where some wait for a process whose script has come to its end."""
+        with self._change:
+            missing = [i for i in sorted(self._left) if any(i not in given for given in self._given.values())]
+        if missing and self._failed is None:
+            self._end(f"process {missing[0]} of {self.n} has come to the end of its script, while others wait for it")
 
     def agree(self, what: str, values: Mapping[str, Any], advice: str = _SAME_SCRIPT) -> None:
         """Check that every process gives the same values by name; waits until all have given theirs.
@@ -325,6 +335,8 @@ class Peers:
             with self._change:
                 self._left.add(index)
                 self._change.notify_all()
+            if self.index == 0:
+                self._miss_those_who_left()
         elif kind == "fails":  # at the hub: the first that does speaks for all
             self._fails(value)
         elif kind == "failed":
@@ -345,11 +357,13 @@ class Peers:
             self._left.add(index)
             self._change.notify_all()
         if not expected:
-            text = f"process {index} of {self.n} is gone: {why}"
-            for i in self._links:
-                if i != index:
-                    self._send(i, "lost", text)
-            leave(text, self.committed)
+            self._end(f"process {index} of {self.n} is gone: {why}")
+
+    def _end(self, why: str) -> NoReturn:
+        """Leave, and tell all others to."""
+        for i in self._links:
+            self._send(i, "lost", why)
+        leave(why, self.committed)
 
     def fail(self) -> bool:
         """Say that this process fails, and let the others go first; whether it is the one to say why.
@@ -397,6 +411,10 @@ class Peers:
         """Say goodbye: an end that is no failure."""
         for i in self._links:
             self._send(i, "bye")
+        if self.index == 0 and self._links:
+            with self._change:
+                self._left.add(0)
+            self._miss_those_who_left()
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,6 +105,13 @@ def test_a_disk_that_fails_ends_all_with_the_same_error(tmp_path, fault, culprit
         assert not debris(workdir)
 
 
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_script_that_ends_before_the_others_is_named(tmp_path, culprit):
+    run = train(tmp_path, "--fault", "ends", "--in", culprit, *QUICK)
+    assert run.code == 75
+    assert f"redeqx: process {culprit} of 2 has come to the end of its script, while others wait for it; " in run.lines[-1]
+
+
 def test_a_folder_that_is_not_shared_is_said(tmp_path):
     run = train(tmp_path / "run", "--fault", "unshared", *QUICK)
     assert run.code == 1

@@ -282,11 +282,11 @@ def outcome(path, content):
 
 @pytest.fixture
 def original(tmp_path):
-    """A file of some tensors of every kind: its path, header and data."""
-    leaves = {f"blocks.{i}.{code}": np.arange(i * 3).reshape(i, 3).astype(DTYPES[code]) for i, code in enumerate(DTYPES)}
+    """A file of some tensors of several kinds: its path, header and data."""
+    codes = list(DTYPES)[::4]
+    leaves = {f"blocks.{i}.{code}": np.arange(i * 3).reshape(i, 3).astype(DTYPES[code]) for i, code in enumerate(codes)}
     path = tmp_path / "x.safetensors"
-    leaves = {name: leaf for name, leaf in leaves.items() if leaf.size < 30} | {"scalar": np.float32(1)}
-    write_tensors(path, leaves, metadata={"format": "np"})
+    write_tensors(path, {**leaves, "scalar": np.float32(1)}, metadata={"format": "np"})
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     return path, content[8 : 8 + length], content[8 + length :]
@@ -298,7 +298,7 @@ def test_mutated_files(original, how):
     rng = np.random.default_rng(0)
     n_read = 0
     with little():
-        for i in range(700):
+        for i in range(600):
             if how == "bytes":
                 content = mutated_bytes(rng, file_of(header, data))
             elif how == "header":  # its length is right
@@ -313,7 +313,7 @@ def test_mutated_files(original, how):
             n_read += is_read
             if is_read and b"\\ud" not in content:  # who reads more than the library would let in what others keep out
                 assert len(deserialize(content)) == len(TensorFile(path).names), content
-    assert 0 < n_read < 350, n_read
+    assert 0 < n_read < 300, n_read
 
 
 # --- folders of checkpoints -----------------------------------------------------------------------------------------
@@ -540,7 +540,7 @@ def test_mutated_json(saved, file):
     rng = np.random.default_rng(1)
     n_read = 0
     with little():
-        for i in range(300):
+        for i in range(240):
             if i % 3 == 0:
                 path.write_bytes(mutated_bytes(rng, text))
             elif file == "index.json":
@@ -566,7 +566,7 @@ def test_mutated_json(saved, file):
                 held = json.loads(path.read_text())
                 same = {key: value for key, value in held.items() if key not in _checkpoint._RESERVED}
                 assert brief_json(record) == brief_json(same) and values == [2.0] * 3
-    assert 0 < n_read < 200, n_read
+    assert 0 < n_read < 160, n_read
 
 
 def as_dict(value):

@@ -92,7 +92,7 @@ def main():
         processes = start(root / "hit", args.epochs)
         if n_faults < args.faults:
             fault, who = rng.choice(["kill", "kill", "freeze", "stop"]), [[0], [1], [0, 1]][rng.integers(3)]
-            after = rng.uniform(2.0, max(4.0, seconds * 0.8))
+            after = rng.uniform(2.0, 15.0)  # of which importing and compiling take about eight
             time.sleep(after)
             if all(process.poll() is None for process in processes):
                 hit(processes, fault, who if fault != "freeze" else who[:1])

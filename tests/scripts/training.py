@@ -183,6 +183,8 @@ trainer = redeqx.Trainer(
     loss_fn=loss_fn,
     **options,
 )
+if args.fault == "ends" and is_culprit:
+    sys.exit(0)
 rows = deployer.get_per_device_batch_size(args.batch)
 metrics = trainer.fit(
     Examples(),
