@@ -65,7 +65,7 @@ def test_an_exception_of_one_ends_all_and_is_printed_once_and_last(tmp_path, cul
     assert last_whole(tmp_path) >= 3
 
 
-@pytest.mark.parametrize("fault", ["term", "usr1", "twice"])
+@pytest.mark.parametrize("fault", [pytest.param("term", marks=pytest.mark.sweep), "usr1", "twice"])
 def test_a_scheduler_s_signal_saves_the_same_step(tmp_path, fault):
     run = train(tmp_path, "--fault", fault, *QUICK)
     assert run.code == 75
@@ -154,7 +154,14 @@ def test_two_processes_train_like_one(tmp_path):
             np.testing.assert_allclose(a[name], b[name], rtol=2e-6, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize(("n_devices", "mesh"), [(8, ()), (4, ("--model", 4)), (4, ("--model", 1, "--fsdp", 4))])
+@pytest.mark.parametrize(
+    ("n_devices", "mesh"),
+    [
+        pytest.param(8, (), marks=pytest.mark.sweep),
+        (4, ("--model", 4)),
+        pytest.param(4, ("--model", 1, "--fsdp", 4), marks=pytest.mark.sweep),
+    ],
+)
 def test_a_run_goes_on_elsewhere(tmp_path, n_devices, mesh):
     """Of two processes one is killed; one alone goes on, on as many devices or fewer, in another mesh."""
     # Without dropout, whose masks depend on how the last, smaller step of an epoch is cut for the devices that there are.

@@ -15,7 +15,7 @@ from tests.families._case import collect
 TRAININGS = collect("TRAININGS")
 # Twenty seconds each and more, most of it compilation; a decoder, an encoder and a pair of both stay.
 SLOW = (
-    "bart", "bert-classes", "clip", "gptj", "opt", "opt-350m", "qwen3", "unet", "vae", "vision-encoder-decoder"
+    "bart", "bert-classes", "clip", "gptj", "opt", "opt-350m", "qwen3", "unet", "vae", "vision-encoder-decoder", "vit"
 )  # fmt: skip
 
 
