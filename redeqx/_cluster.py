@@ -7,8 +7,10 @@ starts, since of that much ends a process without a word of Python.
 
 import atexit
 import os
+import signal
 import socket
 import sys
+import threading
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -83,6 +85,9 @@ def start(
         # Ours comes first: JAX's ends the process without a word of where the run stands.
         heartbeat_timeout_seconds=int(2 * heartbeat) + 10,
     )
+    if threading.current_thread() is threading.main_thread():
+        # JAX notes SIGTERM, and goes on: outside of `fit`, which saves, it ends the process as it would without JAX.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _peers = peers
     _say_ends(peers)
     return peers
