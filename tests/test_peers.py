@@ -465,7 +465,7 @@ def test_an_agreed_end_disturbs_nobody(room, capsys):
     peers = room.started(3)
     for each in peers:
         each.close()
-    eventually(lambda: peers[0]._left == {1, 2} and peers[1]._left == peers[2]._left == {0})
+    eventually(lambda: peers[0]._left == {0, 1, 2} and peers[1]._left == peers[2]._left == {0})
     for each in peers:
         for link in each._links.values():
             link._socket.shutdown(socket.SHUT_RDWR)
