@@ -54,6 +54,7 @@ class Peers:
         self._wrong: str | None = None  # how the processes differ
         self._left: set[int] = set()  # who has ended, as agreed or not
         self._failed: int | None = None  # who fails
+        self._ends = False  # this process is about to leave, and says why
         self._change = threading.Condition()
         self._on_word: dict[str, Callable[[int, Any], None]] = {}
 
@@ -359,8 +360,12 @@ class Peers:
         if not expected:
             self._end(f"process {index} of {self.n} is gone: {why}")
 
-    def _end(self, why: str) -> NoReturn:
-        """Leave, and tell all others to."""
+    def _end(self, why: str) -> None:
+        """Leave, and tell all others to; where another thread is at it, that one is the first and says why."""
+        with self._change:
+            if self._ends:
+                return
+            self._ends = True
         for i in self._links:
             self._send(i, "lost", why)
         leave(why, self.committed)
