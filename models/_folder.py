@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDevi
 from redeqx import Deployer, Plan
 from redeqx._devices import dry
 from redeqx._paths import is_array_like, map_named, named_leaves, nearest
-from redeqx._safetensors import TensorFile, brief, brief_name, is_plain, load_json, to_host, write_tensors
+from redeqx._safetensors import brief_name, load_json, to_host, write_tensors
+from redeqx._sources import INDEX, Source
 
 from ._config import Keys
 from ._names import Name, Names
@@ -130,72 +131,6 @@ def read_config(folder: Path, file: str = CONFIG) -> dict[str, Any]:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-class Source:
-    """The tensors of a folder by name, over one file or several."""
-
-    def __init__(self, folder: Path, stem: str):
-        self.folder = folder
-        self._where: dict[str, TensorFile] = {}
-        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-        if index.is_file():
-            self.path = index
-            self._open_shards(index)
-        elif single.is_file():
-            self.path = single
-            file = TensorFile(single)
-            self._where = dict.fromkeys(file.names, file)
-        else:
-            pickles = sorted(
-                p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
-            )
-            found = ", ".join(pickles) if pickles else "none"
-            remedy = (
-                "Convert it with its own library (`save_pretrained` writes safetensors): pickled weights can run any code, "
-                "and are never read here."
-                if pickles
-                else "Pass the folder that holds the weights."
-            )
-            raise ValueError(
-                f"`{single}`: expected safetensors, or `{index.name}` beside their shards, got {found}. {remedy}"
-            )
-
-    def _open_shards(self, index: Path) -> None:
-        try:
-            pairs = list(load_json(index)["weight_map"].items())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            got = f"{type(error).__name__}: {error}"  # no `repr`: that of a UnicodeError holds the whole file
-            raise ValueError(f"`{index}`: expected JSON with a `weight_map`, got {got}. Fetch the index again.") from error
-        files: dict[str, TensorFile] = {}
-        for name, shard in pairs:
-            # The name alone must be plain: the file may well be a link, as it is in the cache of the Hub.
-            if not is_plain(shard):
-                raise ValueError(
-                    f"`{index}`: `{brief_name(name)}`: expected a file of this folder, got {brief(shard)}, which points "
-                    "outside or is no name. Do not load a folder that you do not trust."
-                )
-            path = self.folder / shard
-            if shard not in files:
-                if not path.is_file():
-                    raise ValueError(f"`{path}`: expected the shard that `{index.name}` names, got none. Fetch it again.")
-                files[shard] = TensorFile(path)
-            if name not in files[shard]:
-                raise ValueError(
-                    f"`{path}`: expected the tensor `{brief_name(name)}`, as `{index.name}` says, got none. "
-                    "Fetch the folder again."
-                )
-            self._where[name] = files[shard]
-
-    def names(self) -> Iterable[str]:
-        return self._where
-
-    def view(self, name: str) -> np.ndarray:
-        """A tensor as a view of its file: what is indexed is read, and no more."""
-        return self._where[name].view(name)
-
-    def path_of(self, name: str) -> Path:
-        return self._where[name].path
-
-
 def load(
     cls: type[Pretrained],
     config: Any,
@@ -217,7 +152,7 @@ def load(
         fields = read_config(folder)
         kept = jnp.dtype(dtype or fields.get("dtype") or fields.get("torch_dtype") or "float32")
         return map_named(lambda _, leaf: _cast(leaf, kept), shapes)
-    source, names = Source(folder, cls.weights_name), cls.names(config)
+    source, names = Source.find(folder, cls.weights_name), cls.names(config)
     tensors = _match(source, names, wanted, folder / CONFIG)
     held = {leaf: [parts[i] for parts in tensors[name.disk]] for name in names.tensors for i, leaf in enumerate(name.leaves)}
     try:
@@ -362,7 +297,7 @@ def _match(
 
 def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
     """Whether a tensor of a folder is absent or the same as another; for models whose config does not tell."""
-    source = Source(folder, stem)
+    source = Source.find(folder, stem)
     if not {copy, original} <= set(source.names()):
         return True
     a, b = source.view(copy), source.view(original)
@@ -371,7 +306,7 @@ def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
 
 def is_on_disk(folder: Path, stem: str, *names: str) -> bool:
     """Whether a folder has a tensor of one of these names; for models whose config does not tell."""
-    return not set(names).isdisjoint(Source(folder, stem).names())
+    return not set(names).isdisjoint(Source.find(folder, stem).names())
 
 
 def _equal(a: np.ndarray, b: np.ndarray, rows: int = 1024) -> bool:
@@ -458,7 +393,7 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
     for file, shard in zip(files, shards, strict=True):
         # transformers takes no file that does not say which library's layout it has.
         replace_file(folder / file, lambda path, shard=shard: write_tensors(path, shard, metadata={"format": "pt"}))
-    index = folder / f"{stem}.safetensors.index.json"
+    index = folder / f"{stem}{INDEX}"
     if n > 1:
         size = sum(tensor.n_bytes for tensor in tensors.values())
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}

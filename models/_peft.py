@@ -19,10 +19,11 @@ from jaxtyping import PyTree
 
 from redeqx._paths import nearest
 from redeqx._safetensors import write_tensors
+from redeqx._sources import Source
 
 from ._adapters import LoraLinear, adapters_of, at_least_float32, check_plain, linears_of, put, within
 from ._config import Keys
-from ._folder import Pretrained, Source, replace_file, replace_json
+from ._folder import Pretrained, replace_file, replace_json
 from ._names import Name, Names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
@@ -245,7 +246,7 @@ def load_adapter(model: PyTree, folder: str | Path) -> PyTree:
     folder, linears = Path(folder), linears_of(model)
     keys = _read_config(folder / CONFIG)
     layers: dict[str, eqx.nn.Linear] = {}
-    for module, adapters in _match(model, linears, Source(folder, WEIGHTS), keys).items():
+    for module, adapters in _match(model, linears, Source.find(folder, WEIGHTS), keys).items():
         a, b, scale = _stacked(module, adapters)
         for rows, path in zip(module.rows, module.paths, strict=True):
             part, used = b[..., rows, :], slice(None)

@@ -1,18 +1,23 @@
 """Checkpoints: folders of safetensors files, written so that a crash leaves the old one or the new one.
 
-Owns the folder of one checkpoint and its checksums, the index that names checkpoints, and what is pruned. The files are
-`_safetensors`; what a run puts into its record, when it saves and how it resumes is the Trainer's.
+Owns the folder of checkpoints, the index that names them, and what is pruned. The record beside the files and their
+checksums are `_record`, the files `_layouts` and `_safetensors`; what a run puts into its record, when it saves and how it
+resumes is the Trainer's.
 
     ckpts/index.json                         {"last": "step_00000400", "argmax_rouge2": "step_00000300"}
     ckpts/step_00000400/model.safetensors    every array leaf by its name, whole, however it was sharded
                         optimizer.safetensors
                         trainer.json         the record, with size and crc32 of each file
 
+Where one file cannot be written by all (`_layouts`), it is `model-00001-of-00002.safetensors` and so on, and
+`model.safetensors.index.json`; and where the processes share no folder, each has its own part of a checkpoint, of the same
+name, and all of them put it in place before any index names it.
+
 A checkpoint is written into a folder of another name, fsynced file by file, and renamed; the index follows in the same
 way; only then is anything removed, and that under another name too. So whatever is called `step_*` is complete.
 
-Of several processes each writes its own shards into the same files, on a file system that all of them see; process 0 makes
-the folder and the files, and puts them in place once all have written. What one of them cannot do, all of them raise.
+Of several processes each writes its own part; process 0 makes the folder, and puts it in place once all have written. What
+one of them cannot do, all of them raise.
 """
 
 import errno
@@ -21,7 +26,6 @@ import os
 import re
 import shutil
 import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,33 +34,15 @@ from typing import Any
 from jax.sharding import Sharding
 from jaxtyping import PyTree
 
-from ._crc32 import Crc32, crc32_of
+from ._layouts import FileEach, InPlace, Layout, Ways, probe
 from ._paths import nearest
 from ._peers import Peers
-from ._safetensors import (
-    CHUNK,
-    Writer,
-    array_leaves,
-    brief,
-    brief_name,
-    damaged,
-    is_plain,
-    is_size,
-    load_json,
-    load_tree,
-    need_arrays,
-)
-from ._shards import Block, own_blocks
-
-FORMAT = "redeqx"
-VERSION = 1
-READABLE_VERSIONS = (1,)
+from ._record import RECORD, RESERVED, TMP, leads_out, own, read_json, read_record, write_json, write_record
+from ._safetensors import array_leaves, brief, brief_name, file_size, need_arrays
+from ._sources import INDEX, load_tree
 
 _INDEX = "index.json"
-_RECORD = "trainer.json"
-_TMP = ".tmp_"
 _MAX_KNOWN = 50  # names of checkpoints listed by one error
-_RESERVED = ("format", "version", "files", "crc32")  # what a record says of itself
 _NAME = re.compile(r"step_([0-9]{8,18})(?:_([0-9]{1,18}))?")
 
 
@@ -68,75 +54,11 @@ def _fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = load_json(path)
-    except ValueError as error:
-        raise damaged(path, "JSON", str(error)) from error
-    if not isinstance(value, dict):
-        raise damaged(path, "a JSON object", brief(value))
-    return value
-
-
-def _leads_out(path: Path) -> bool:
-    """Whether an entry of a folder is a link to somewhere outside of that folder: a save leaves no links."""
-    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent))
-
-
-def _own(path: Path) -> Path:
-    """An entry of a folder of ours. Raises ValueError where it is a link that leads out of the folder."""
-    if _leads_out(path):
-        raise ValueError(
-            f"`{path}`: expected what a save left there, got a link to {os.path.realpath(path)}. Put a copy in its place, "
-            "or pass the path of a checkpoint elsewhere."
-        )
-    return path
-
-
 def _delete(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def _crc32(path: Path, start: int, stop: int) -> Crc32:
-    """Of the bytes `[start, stop)` of a file."""
-    crc32 = Crc32()
-    with open(path, "rb") as file:
-        file.seek(start)
-        while start < stop and (chunk := file.read(min(CHUNK, stop - start))):
-            crc32.add(chunk, start)
-            start += len(chunk)
-    return crc32
-
-
-def _record_crc32(record: Mapping[str, Any]) -> int:
-    """The checksum that a record carries of itself: of its JSON in sorted order, so that white space is free."""
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
-
-
-def _files(path: Path, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Size and checksum of each file beside a record, by its name."""
-    files = record.get("files")
-    if not isinstance(files, dict):
-        raise damaged(path, "`files` by name", brief(files))
-    for name, sums in files.items():
-        if not is_plain(name):
-            raise damaged(path, "names of files in its folder", brief(name))
-        match sums:
-            case {"size": size, "crc32": crc32} if is_size(size) and is_size(crc32):
-                pass
-            case _:
-                raise damaged(path, f"size and crc32 of {brief(name)}", brief(sums))
-    return files
 
 
 def _order(name: str) -> tuple[int, int]:
@@ -155,35 +77,32 @@ class _Save:
     tags: Sequence[str]
     keep_last: int
     record: dict[str, Any]
-    files: dict[str, Writer]
-    blocks: dict[str, dict[str, list[Block]]]
+    layout: Layout
     free: int
-
-    @property
-    def needed(self) -> int:
-        return sum(file.size for file in self.files.values())
 
 
 class Checkpoints:
     """The checkpoints of one run, in one folder; written by one run at a time, read by any number."""
 
-    def __init__(self, folder: Path, peers: Peers | None = None):
+    def __init__(self, folder: Path, peers: Peers | None = None, say: Callable[[str], None] = lambda text: None):
         """**Arguments:**
 
         - `folder`: made by the first save.
         - `peers`: the processes that write and read together: each makes the same calls in the same order.
+        - `say`: told, once, what the folder's file system does not allow.
         """
         self.folder = folder
         self._has_place = folder.parent.is_dir()  # and so must have it at every save
         self._peers = peers or Peers()
-        self._is_shared = self._peers.n == 1  # whether it is known that all processes see the folder
+        self._say = say
+        self._ways: Ways | None = None  # until the first save has tried
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the save in the background
 
     def index(self) -> dict[str, str]:
         """The name of the checkpoint that each tag (`"last"`, ...) stands for."""
         path = self.folder / _INDEX
-        index = _read_json(_own(path)) if os.path.lexists(path) else {}
+        index = read_json(own(path)) if os.path.lexists(path) else {}
         for tag, name in index.items():
             if not (isinstance(name, str) and _NAME.fullmatch(name)):
                 raise ValueError(
@@ -199,20 +118,21 @@ class Checkpoints:
 
     def newest(self) -> list[Path]:
         """The folders of the checkpoints to go on from, the one that the index calls last first, then older ones; in every
-        process as process 0 finds them."""
+        process as the one finds them that has the newest."""
 
         def found() -> list[str]:
             last = self.index().get("last")
             if last is None:
                 return []
-            _own(self.folder / last)
+            own(self.folder / last)
             older = [name for name in reversed(self.names()) if _order(name) < _order(last)]
-            return [last, *(name for name in older if not _leads_out(self.folder / name))]
+            return [last, *(name for name in older if not leads_out(self.folder / name))]
 
-        return [self.folder / name for name in self._together("newest", found, alone=True)[0]]
+        names = max(self._peers.together("newest", found), key=lambda names: _order(names[0]) if names else (-1, 0))
+        return [self.folder / name for name in names]
 
     def resolve(self, which: str | Path) -> Path:
-        """The folder of a checkpoint.
+        """The folder of a checkpoint; where only some processes have it, all get it from those.
 
         **Arguments:**
 
@@ -220,12 +140,25 @@ class Checkpoints:
 
         Raises ValueError that lists what there is.
         """
+        problem, found = None, None
+        try:
+            found = self._find(which)
+        except ValueError as error:
+            problem = error
+        found = next((name for name in self._peers.gather("resolve", found) if name is not None), None)
+        if found is None:
+            assert problem is not None
+            raise problem
+        return self.folder / found
+
+    def _find(self, which: str | Path) -> str:
+        """The name of a checkpoint here, or the whole path of one."""
         index, names = self.index(), self.names()
         name = index.get(str(which), str(which))
         if name in names:
-            return _own(self.folder / name)
-        if (Path(which) / _RECORD).is_file():
-            return Path(which)
+            return own(self.folder / name).name
+        if (Path(which) / RECORD).is_file():
+            return os.path.abspath(which)
         known = [*map(brief_name, index), *names]
         more = [f"{len(known) - _MAX_KNOWN} more"] if len(known) > _MAX_KNOWN else []
         listed = f"one of {', '.join(known[:_MAX_KNOWN] + more)}" if known else "a checkpoint, of which there are none yet"
@@ -237,42 +170,10 @@ class Checkpoints:
     def record(self, path: Path) -> dict[str, Any]:
         """What `save` was given as `record`, once size and checksum of each of the checkpoint's files are found right.
 
-        Raises ValueError where the checkpoint is of an unknown version, or a file is missing, truncated or altered.
+        What only some processes see of it, the others get from them. Raises ValueError where the checkpoint is of an unknown
+        version, or a file is missing, truncated or altered.
         """
-        file = path / _RECORD
-        if not file.is_file():
-            raise ValueError(f"`{path}`: expected the folder of a checkpoint, got none with a {_RECORD}. Pass one.")
-        record = _read_json(_own(file))
-        if record.get("format") != FORMAT:
-            raise ValueError(
-                f"`{file}`: expected the record of a {FORMAT} checkpoint, got another file. Pass the path of one."
-            )
-        if (version := record.get("version")) not in READABLE_VERSIONS:
-            raise ValueError(
-                f"`{file}`: expected version {' or '.join(map(str, READABLE_VERSIONS))}, which this release "
-                f"reads, got {brief(version)}. Install the release of {FORMAT} that wrote it, or a later one."
-            )
-        crc32 = record.pop("crc32", None)
-        try:
-            own_crc32 = _record_crc32(record)
-        except RecursionError as error:  # what can just be read may be too deep to be written again
-            raise damaged(file, "a record that can be written again", str(error)) from error
-        if crc32 != own_crc32:
-            raise damaged(file, f"a record of crc32 {brief(crc32)}", str(own_crc32))
-        n, me = self._peers.n, self._peers.index
-        for name, expected in _files(file, record).items():
-            file = _own(path / name)
-            size = file.stat().st_size if file.is_file() else None
-            # Each process reads its share of the file.
-            shares = [] if size is None else [size * i // n for i in range(n + 1)]
-            share = 0 if size is None else _crc32(file, shares[me], shares[me + 1]).contribution(size)
-            found = self._peers.gather("verify", [size, share])
-            sizes = [size for size, _ in found]
-            if (size := next((size for size in sizes if size != expected["size"]), None)) or sizes[0] != expected["size"]:
-                raise damaged(file, f"{expected['size']} bytes", "no file" if size is None else str(size))
-            if (crc32 := crc32_of([share for _, share in found], expected["size"])) != expected["crc32"]:
-                raise damaged(file, f"crc32 {expected['crc32']}", str(crc32))
-        return {key: value for key, value in record.items() if key not in _RESERVED}
+        return read_record(path, self._peers, self._say)
 
     def load(self, path: Path, kind: str, template: PyTree, shardings: Callable[[str], Sharding] | None = None) -> PyTree:
         """`load_tree` of one of a checkpoint's trees; `record` is what verifies the checksums.
@@ -283,9 +184,10 @@ class Checkpoints:
 
         Raises ValueError where the checkpoint has no such tree, or not one like the template.
         """
-        file = _own(path / f"{kind}.safetensors")
+        file = own(path / f"{kind}.safetensors")
+        file = file if file.is_file() else own(path / f"{kind}{INDEX}")
         if not file.is_file():
-            there = ", ".join(sorted(other.stem for other in path.glob("*.safetensors")))
+            there = ", ".join(sorted({re.split(r"[-.]", other.name)[0] for other in path.glob("*.safetensors")}))
             raise ValueError(f"`{path}`: expected one of {there}, got {kind!r}. Save it, or load without it.")
         return load_tree(file, template, shardings, what=kind)
 
@@ -326,25 +228,20 @@ class Checkpoints:
             plain = json.loads(json.dumps(record))
         except (TypeError, ValueError) as error:
             raise TypeError(f"`record`: expected what JSON can hold, got {error}. Convert it before saving.") from error
-        assert not set(_RESERVED) & plain.keys()
+        assert not set(RESERVED) & plain.keys()
         leaves = {kind: array_leaves(tree) for kind, tree in trees.items()}
         for each in leaves.values():
             need_arrays(each)
-        sizes = {kind: Writer(Path(), each, float_dtype if kind == "model" else None).size for kind, each in leaves.items()}
-        name, free = self._together("save begins", lambda: self._begin(step, sum(sizes.values())), alone=True)[0]
-        self._need_shared()
-        tmp = self.folder / f"{_TMP}{name}"
-        files = {
-            f"{kind}.safetensors": Writer(tmp / f"{kind}.safetensors", each, float_dtype if kind == "model" else None)
-            for kind, each in leaves.items()
-        }
-        blocks = {f"{kind}.safetensors": own_blocks(each) for kind, each in leaves.items()}
-        if then is not None:
-            blocks = {
-                file: {name: [block.copied() for block in each] for name, each in by_name.items()}
-                for file, by_name in blocks.items()
-            }
-        save = _Save(step, name, self.index(), tags, keep_last, plain, files, blocks, free)
+        files = {kind: (each, float_dtype if kind == "model" else None) for kind, each in leaves.items()}
+        for each, dtype in files.values():
+            file_size(each, dtype)  # raises for what cannot be stored
+        name = max(self._peers.together("save named", lambda: self._name(step)), key=_order)
+        ways = self._ways = self._ways or self._try_ways()
+        layout = InPlace(files) if ways.in_place else FileEach(files, self._peers.index, ways.is_shared)
+        free = min(self._per_folder("save begins", lambda: self._make_room(name, layout.size)))
+        if then is not None or not ways.in_place:
+            layout.copy()
+        save = _Save(step, name, self.index(), tags, keep_last, plain, layout, free)
         if then is None:
             self._write(save)
         else:
@@ -377,36 +274,42 @@ class Checkpoints:
         except BaseException as error:  # handed to the thread that takes the steps
             self._error = error
 
-    def _together(self, topic: str, act: Callable[[], Any], *, alone: bool = False) -> list[Any]:
-        """What every process's `act()` returns (JSON), or process 0's alone; an OSError of one is raised by all."""
-        value = error = None
-        if not alone or self._peers.index == 0:
-            try:
-                value = act()
-            except OSError as raised:
-                error = raised
-        given = [value, None if error is None else [error.errno, error.strerror or str(error), str(error.filename)]]
-        found = self._peers.gather(topic, given)
-        if error is not None:
-            raise error
-        for index, (_, problem) in enumerate(found):
-            if problem is not None:
-                raise OSError(problem[0], f"{problem[1]} (process {index})", problem[2])
-        return [value for value, _ in found]
+    def _per_folder(self, topic: str, act: Callable[[], Any]) -> list[Any]:
+        """As `Peers.together`, of one process for each folder: process 0 where all see one, else every process."""
+        assert self._ways is not None
+        found = self._peers.together(topic, act, alone=self._ways.is_shared)
+        return found[:1] if self._ways.is_shared else found
 
-    def _begin(self, step: int, needed: int) -> tuple[str, int]:
-        """Make room for a checkpoint of that step; its name, and the bytes that are free."""
-        index = self.index()
+    def _name(self, step: int) -> str:
+        """What the checkpoint of that step will be called; makes the folder."""
         self._need_place()
         self.folder.mkdir(parents=True, exist_ok=True)
         _fsync_folder(self.folder.parent)
-        self._sweep()
         # A checkpoint that the index names is never touched; another one of this step is a crash's debris.
-        taken = [repeat for other, repeat in map(_order, index.values()) if other == step]
+        taken = [repeat for other, repeat in map(_order, self.index().values()) if other == step]
         repeat = 1 + max(taken, default=-1)
-        name = f"step_{step:08d}" + (f"_{repeat}" if repeat else "")
+        return f"step_{step:08d}" + (f"_{repeat}" if repeat else "")
+
+    def _try_ways(self) -> Ways:
+        try:
+            ways = probe(self.folder / f"{TMP}probe", self._peers)
+        except OSError as error:
+            why = f"expected a folder that can be written, got {error.strerror!r}. Make room, or save elsewhere"
+            raise OSError(error.errno, why, str(self.folder)) from error
+        if not ways.is_shared:
+            self._say(
+                f"{self.folder}: not shared by all {self._peers.n} processes, so that each keeps a part of every checkpoint "
+                "on a disk of its own. To go on, all of them are needed: better is a `workdir` that every host mounts"
+            )
+        elif not ways.in_place and self._peers.n > 1:
+            self._say(f"{self.folder}: no file there can be written by several processes, so that each writes its own")
+        return ways
+
+    def _make_room(self, name: str, needed: int) -> int:
+        """Remove what is in the way of a checkpoint of that name; returns the bytes that are free."""
+        self._sweep()
         for other in self.names():
-            if _order(other)[0] == step and _order(other)[1] >= repeat:
+            if _order(other)[0] == _order(name)[0] and _order(other) >= _order(name):
                 self._remove(other)
         free = shutil.disk_usage(self.folder).free
         if needed > free:
@@ -415,23 +318,7 @@ class Checkpoints:
                 f"expected {needed} bytes free, got {free}. Make room, or save elsewhere",
                 str(self.folder / name),
             )
-        return name, free
-
-    def _need_shared(self) -> None:
-        """Raise OSError where some process does not see what process 0 writes here; asked once."""
-        if self._is_shared:
-            return
-        probe = self.folder / f"{_TMP}probe"
-        self._together("probe written", lambda: _write_json(probe, os.getpid()), alone=True)
-        found = self._peers.gather("probe seen", probe.exists())
-        self._together("probe removed", probe.unlink, alone=True)
-        if not all(found):
-            why = (
-                f"expected a folder that all {self._peers.n} processes share, got one that process {found.index(False)} "
-                "sees nothing in. Pass a `workdir` on a file system that every host mounts"
-            )
-            raise OSError(errno.ENOENT, why, str(self.folder))
-        self._is_shared = True
+        return free
 
     def _need_place(self) -> None:
         workdir = self.folder.parent
@@ -440,42 +327,45 @@ class Checkpoints:
             raise OSError(errno.ENOENT, why, str(workdir))
 
     def _write(self, save: _Save) -> None:
-        """The save itself: files of the full size, every process's blocks in them, then what makes it a checkpoint."""
+        """The save itself: the files, every process's part in them, then what makes them a checkpoint."""
+        assert self._ways is not None
         try:
-            self._together("save created", lambda: self._create(save), alone=True)
-            written = self._together(
-                "save written", lambda: {name: f.write(save.blocks[name]) for name, f in save.files.items()}
-            )
-            self._together("save committed", lambda: self._commit(save, written), alone=True)
+            self._per_folder("save created", lambda: self._create(save))
+            written = self._peers.together("save written", lambda: save.layout.write(self._tmp(save)))
+            self._per_folder("save complete", lambda: self._put_in_place(save, written))
+            # Once all folders have it: what an index names, every process has.
+            self._per_folder("save committed", lambda: self._point(save))
         except OSError as error:
             self._need_place()
             raise OSError(
                 error.errno,
-                f"expected to write {save.needed} bytes, got {error.strerror!r} with {save.free} bytes free at first. "
+                f"expected to write {save.layout.size} bytes, got {error.strerror!r} with {save.free} bytes free at first. "
                 "Earlier checkpoints are whole. Make room, or save elsewhere",
                 str(self.folder / save.name),
             ) from error
         finally:
-            if self._peers.index == 0:
+            if self._peers.index == 0 or not self._ways.is_shared:
                 self._sweep()
         self._peers.committed = save.step
-        self._together("save pruned", lambda: self._prune(save.keep_last), alone=True)
+        self._per_folder("save pruned", lambda: self._prune(save.keep_last))
+
+    def _tmp(self, save: _Save) -> Path:
+        return self.folder / f"{TMP}{save.name}"
 
     def _create(self, save: _Save) -> None:
-        (self.folder / f"{_TMP}{save.name}").mkdir()
-        for file in save.files.values():
-            file.create()
+        self._tmp(save).mkdir()
+        save.layout.create(self._tmp(save))
 
-    def _commit(self, save: _Save, written: Sequence[Mapping[str, int]]) -> None:
-        tmp = self.folder / f"{_TMP}{save.name}"
-        sums = {name: file.finish([each[name] for each in written]) for name, file in save.files.items()}
-        full = {**save.record, "format": FORMAT, "version": VERSION, "files": sums}
-        _write_json(tmp / _RECORD, {**full, "crc32": _record_crc32(full)})
+    def _put_in_place(self, save: _Save, written: Sequence[Mapping[str, Any]]) -> None:
+        tmp = self._tmp(save)
+        write_record(tmp, save.record, save.layout.finish(tmp, written))
         _fsync_folder(tmp)
         os.rename(tmp, self.folder / save.name)
         _fsync_folder(self.folder)
-        new_index = self.folder / f"{_TMP}{_INDEX}"
-        _write_json(new_index, {**save.index, **dict.fromkeys(save.tags, save.name)})
+
+    def _point(self, save: _Save) -> None:
+        new_index = self.folder / f"{TMP}{_INDEX}"
+        write_json(new_index, {**save.index, **dict.fromkeys(save.tags, save.name)})
         os.replace(new_index, self.folder / _INDEX)
         _fsync_folder(self.folder)
 
@@ -487,11 +377,11 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         """Removes what an unfinished save or removal has left."""
-        for path in self.folder.glob(f"{_TMP}*"):
+        for path in self.folder.glob(f"{TMP}*"):
             _delete(path)
 
     def _remove(self, name: str) -> None:
         # Under another name first, so that killed halfway it leaves no folder that looks like a checkpoint.
-        doomed = self.folder / f"{_TMP}{name}"
+        doomed = self.folder / f"{TMP}{name}"
         os.rename(self.folder / name, doomed)
         _delete(doomed)

@@ -16,12 +16,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
+
+from ._links import Link, listening
 
 EXIT_CODE = 75  # EX_TEMPFAIL: what schedulers are told to requeue on
 HEARTBEAT = 30.0  # seconds of silence after which a peer counts as gone
 START = 300.0  # seconds in which all must have come
+_FAREWELL = 4.0  # seconds that the others are waited for where one fails
 _GREETING = "redeqx peers 1"
 
 
@@ -46,14 +49,15 @@ class Peers:
         self.n, self.index, self.heartbeat = n, index, heartbeat
         self.committed: int | None = None
         self.step: int | None = None  # how far this process is
-        self._links: dict[int, _Link] = {}  # to the hub, or from it to each
+        self._links: dict[int, Link] = {}  # to the hub, or from it to each
         self._asked: Counter[str] = Counter()
         self._given: dict[str, dict[int, Any]] = {}  # at the hub: what was given so far to each gathering
         self._answers: dict[str, Any] = {}
         self._compared: dict[str, dict[int, Any]] = {}
         self._wrong: str | None = None  # how the processes differ
         self._left: set[int] = set()  # who has ended, as agreed or not
-        self._failed: int | None = None  # who fails
+        self._failed: int | None = None  # who says why all fail
+        self._may_speak = False  # it is this process, and the others have left
         self._ends = False  # this process is about to leave, and says why
         self._change = threading.Condition()
         self._on_word: dict[str, Callable[[int, Any], None]] = {}
@@ -124,6 +128,28 @@ class Peers:
             missing = [i for i in sorted(self._left) if any(i not in given for given in self._given.values())]
         if missing and self._failed is None:
             self._end(f"process {missing[0]} of {self.n} has come to the end of its script, while others wait for it")
+
+    def together(self, topic: str, act: Callable[[], Any], *, alone: bool = False) -> list[Any]:
+        """What every process's `act()` returns (JSON), in their order; an OSError of one is raised by all, in one wording.
+
+        **Arguments:**
+
+        - `alone`: whether only process 0 acts; the others give None.
+        """
+        value = error = None
+        if not alone or self.index == 0:
+            try:
+                value = act()
+            except OSError as raised:
+                error = raised
+        given = [value, None if error is None else [error.errno, error.strerror or str(error), str(error.filename)]]
+        found = self.gather(topic, given)
+        if error is not None and self.n == 1:
+            raise error
+        for index, (_, problem) in enumerate(found):
+            if problem is not None:
+                raise OSError(problem[0], f"{problem[1]} (process {index})", problem[2]) from error
+        return [value for value, _ in found]
 
     def agree(self, what: str, values: Mapping[str, Any], advice: str = _SAME_SCRIPT) -> None:
         """Check that every process gives the same values by name; waits until all have given theirs.
@@ -206,14 +232,14 @@ class Peers:
         threading.Thread(target=self._beat, name="redeqx-beat", daemon=True).start()
 
     def _wait_for_all(self, host: str, port: int, bind: str, until: float, timeout: float) -> None:
-        listener = _listener(host, port, bind)
-        refused: list[_Link] = []
+        listener = listening(host, port, bind)
+        refused: list[Link] = []
         problem: Exception | None = None
         with listener:
             while problem is None and len(self._links) < self.n - 1:
                 listener.settimeout(max(until - time.monotonic(), 0.01))
                 try:
-                    link = _Link(listener.accept()[0])
+                    link = Link(listener.accept()[0])
                 except TimeoutError:
                     here = ", ".join(f"{i} ({self._links[i].host})" for i in sorted(self._links)) or "none"
                     missing = [i for i in range(1, self.n) if i not in self._links]
@@ -234,7 +260,7 @@ class Peers:
                 link.close()
             raise problem
 
-    def _welcome(self, link: "_Link", until: float) -> Exception | None:
+    def _welcome(self, link: "Link", until: float) -> Exception | None:
         """Take up one that has come; or what is wrong with it."""
         link.limit(min(5.0, max(until - time.monotonic(), 0.01)))
         try:
@@ -266,7 +292,7 @@ class Peers:
         while time.monotonic() < until:
             link = None
             try:
-                link = _Link(socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.01)))
+                link = Link(socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.01)))
                 link.limit(max(until - time.monotonic(), 0.01) + 5)  # the hub speaks first, when its time is up too
                 link.send(_GREETING, [self.index, self.n, socket.gethostname()])
                 kind, problem = link.receive()
@@ -305,7 +331,7 @@ class Peers:
             for i in self._links:
                 self._send(i, "beat")
 
-    def _listen(self, index: int, link: "_Link") -> None:
+    def _listen(self, index: int, link: "Link") -> None:
         why = "its connection was closed"
         try:
             while True:
@@ -338,10 +364,18 @@ class Peers:
                 self._change.notify_all()
             if self.index == 0:
                 self._miss_those_who_left()
-        elif kind == "fails":  # at the hub: the first that does speaks for all
-            self._fails(value)
+        elif kind == "fails":
+            self._fails(index)
         elif kind == "failed":
-            self._leave_to(value)
+            with self._change:
+                self._failed = value
+                self._change.notify_all()
+            if value != self.index:
+                _exit()
+        elif kind == "speak":
+            with self._change:
+                self._may_speak = True
+                self._change.notify_all()
         elif kind == "lost":
             leave(value, self.committed)
 
@@ -380,37 +414,39 @@ class Peers:
         if self.index == 0:
             self._fails(0)
         else:
-            self._send(0, "fails", self.index)
+            self._send(0, "fails")
         with self._change:
             self._change.wait_for(lambda: self._failed is not None, timeout=2)
             if self._failed not in (self.index, None):
+                # With the hub goes JAX's coordinator, and with that the speaker, if it has not spoken.
+                self._change.wait_for(lambda: self.index != 0 or self._failed in self._left, timeout=2 * _FAREWELL)
                 return False
-            others = set(range(self.n)) - {self.index} if self.index == 0 else {0}
-            self._change.wait_for(lambda: others <= self._left, timeout=4)
+            self._change.wait_for(lambda: self._may_speak, timeout=_FAREWELL)
         return True
 
-    def _fails(self, index: int) -> None:
+    def _fails(self, speaker: int) -> None:
+        """At the hub: a process fails; the first that does speaks for all."""
         with self._change:
             if self._failed is not None:
                 return
-            self._failed = index
+            self._failed = speaker
             self._change.notify_all()
         for i in self._links:
-            self._send(i, "failed", index)
-        if index != 0:
-            self._leave_to(index)
+            self._send(i, "failed", speaker)
+        threading.Thread(target=self._see_off, args=(speaker,), name="redeqx-farewell", daemon=True).start()
 
-    def _leave_to(self, index: int) -> None:
-        """Another process fails and will say why: go without a word, the hub last, so that it hears of its leave."""
+    def _see_off(self, speaker: int) -> None:
+        """At the hub: let one process speak when the others have left; leave after it, without a word."""
+        others = set(range(1, self.n)) - {speaker}
         with self._change:
-            self._failed = index
+            self._change.wait_for(lambda: others <= self._left, timeout=2)
+            self._may_speak = speaker == 0
             self._change.notify_all()
-            if index == self.index:
-                return
-            if self.index == 0:
-                others = set(range(1, self.n)) - {index}
-                self._change.wait_for(lambda: others <= self._left, timeout=2)
-        _exit()
+        if speaker != 0:
+            self._send(speaker, "speak")
+            with self._change:
+                self._change.wait_for(lambda: speaker in self._left, timeout=_FAREWELL)
+            _exit()
 
     def close(self) -> None:
         """Say goodbye: an end that is no failure."""
@@ -455,69 +491,3 @@ def _exit() -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(EXIT_CODE)
-
-
-def _listener(host: str, port: int, bind: str) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(bind or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
-    except socket.gaierror as error:
-        raise ValueError(
-            f"`host0_address`: expected a host that this one can find, got {host!r} ({error.strerror}). Pass its address."
-        ) from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    # JAX's coordinator takes the port while these connections stay.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        if error.errno == 98 or "in use" in str(error):
-            raise ValueError(
-                f"`host0_port`: expected a free port, got {port}, which another program holds. Pass another everywhere."
-            ) from error
-        raise ValueError(
-            f"`host0_address`: expected an address of process 0's own host, got {host!r} ({error.strerror}). "
-            "Pass the one under which the others reach it."
-        ) from error
-    return listener
-
-
-class _Link:
-    """One connection: a line of JSON `[kind, value]` a message."""
-
-    def __init__(self, connection: socket.socket):
-        self.host = ""
-        self._socket = connection
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._lines = self._read()
-        self._sending = threading.Lock()
-
-    def limit(self, seconds: float) -> None:
-        self._socket.settimeout(seconds)
-
-    def send(self, kind: str, value: Any = None) -> None:
-        with self._sending:
-            self._socket.sendall(json.dumps([kind, value]).encode() + b"\n")
-
-    def receive(self) -> tuple[str, Any]:
-        match json.loads(next(self._lines)):
-            case [str(kind), value]:
-                return kind, value
-        raise ValueError("expected a kind and a value")
-
-    def _read(self) -> Iterator[bytes]:
-        rest = b""
-        while True:
-            while b"\n" in rest:
-                line, rest = rest.split(b"\n", 1)
-                yield line
-            received = self._socket.recv(2**16)
-            if not received:
-                raise ConnectionError("the connection was closed")
-            rest += received
-
-    def close(self) -> None:
-        self._socket.close()

@@ -1,11 +1,11 @@
-"""safetensors files: arrays by name in, slices of arrays out, for PyTrees however sharded.
+"""safetensors files: arrays by name in, slices of arrays out.
 
-Owns the file: its layout, writer and reader, and how a PyTree's leaves become tensors and come back onto any mesh. Folders
-of files, and what becomes of them in a crash, are `_checkpoint`.
+Owns one file: its layout, writers and reader. How a PyTree's leaves come back onto a mesh is `_sources`; folders of files,
+and what becomes of them in a crash, are `_checkpoint`.
 
-The writer is our own because `safetensors.numpy.save_file` (0.8) writes arrays that are not C-contiguous in the wrong
-order, without an error, holds the whole file in memory and never fsyncs. This one knows every offset before the first
-byte: it holds one tensor at a time, and each process of several writes its own shards in place.
+The writers are our own because `safetensors.numpy.save_file` (0.8) writes arrays that are not C-contiguous in the wrong
+order, without an error, holds the whole file in memory and never fsyncs. These know every offset before the first byte:
+they hold one tensor at a time, and each process of several writes its own shards in place.
 """
 
 import json
@@ -13,7 +13,8 @@ import math
 import os
 import reprlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
 from jaxtyping import PyTree
 
 from ._crc32 import Crc32, crc32_of
-from ._paths import is_array_like, map_named, named_leaves, nearest
+from ._paths import is_array_like, named_leaves, nearest
 from ._shards import Block, is_key, own_blocks
 
 # Every dtype that safetensors can name and numpy can hold, but the packed ones of 4 and 6 bits.
@@ -57,7 +57,6 @@ _MAX_HEADER = 10**8  # bytes; the limit of the safetensors library
 _MAX_JSON = 10**8  # bytes; of other files, which have no limit of their own
 _MAX_PLACE = 2**63  # no file, and no array, has that many bytes
 _MAX_DIMS = 64  # numpy's limit
-_MAX_PROBLEMS = 10  # tensors named by one error
 
 
 # --- what others wrote ----------------------------------------------------------------------------------------------
@@ -120,11 +119,11 @@ def load_json(path: Path, *, unique: bool = True) -> Any:
 # --- leaves ---------------------------------------------------------------------------------------------------------
 
 
-def _is_float(dtype: Any) -> bool:
+def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def _stored(leaf: Any) -> tuple[tuple[int, ...], Any]:
+def stored(leaf: Any) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype of a leaf as a file holds it."""
     if is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
@@ -137,7 +136,17 @@ def array_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def to_host(leaf: Any) -> np.ndarray:
-    """The whole leaf in this process's memory, C-contiguous; of a JAX array, one whose shards are all here."""
+    """The whole leaf in this process's memory, C-contiguous.
+
+    Raises ValueError for a JAX array of which other processes hold a part.
+    """
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf, order="C")
+    if not leaf.is_fully_addressable:
+        raise ValueError(
+            f"expected an array that this process holds whole, got {leaf.dtype} {leaf.shape} over the devices of several. "
+            "Save a checkpoint, which all processes write together, and load it in one."
+        )
     (block,) = own_blocks({"": leaf})[""]
     return block.values()
 
@@ -169,14 +178,14 @@ def _layout(
 ) -> tuple[bytes, dict[str, _Tensor], int]:
     """The header, the tensors in the file's order, and the file's size, from shapes and dtypes alone: every process that
     asks gets the same answer."""
-    if float_dtype is not None and not _is_float(np.dtype(float_dtype)):
+    if float_dtype is not None and not is_float(np.dtype(float_dtype)):
         raise ValueError(f"`float_dtype`: expected a floating dtype, got {np.dtype(float_dtype)}. Pass None to cast none.")
     specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for name, leaf in leaves.items():
         if name == "__metadata__":
             raise ValueError("`__metadata__`: expected another name, got the one that safetensors keeps. Rename it.")
-        shape, dtype = _stored(leaf)
-        dtype = np.dtype(float_dtype if float_dtype is not None and _is_float(dtype) else dtype)
+        shape, dtype = stored(leaf)
+        dtype = np.dtype(float_dtype if float_dtype is not None and is_float(dtype) else dtype)
         if dtype not in _CODES:
             known = ", ".join(map(str, _CODES))
             raise TypeError(f"`{name}`: expected a dtype that safetensors has ({known}), got {dtype}. Cast it first.")
@@ -197,6 +206,13 @@ def _layout(
     return struct.pack("<Q", len(text)) + text, tensors, 8 + len(text) + stop
 
 
+def _chunks(flat: np.ndarray, dtype: np.dtype) -> Iterator[memoryview]:
+    """The bytes of an array of one dim, cast to a dtype, a piece at a time."""
+    n = CHUNK // dtype.itemsize
+    for start in range(0, flat.size, n):
+        yield flat[start : start + n].astype(dtype, copy=False).view(np.uint8).data
+
+
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(fd, data, offset)
@@ -215,6 +231,12 @@ def file_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
     return _layout(leaves, float_dtype)[2]
 
 
+def tensors_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
+    """Bytes of its tensors alone."""
+    header, _, size = _layout(leaves, float_dtype)
+    return size - len(header)
+
+
 class Writer:
     """A safetensors file under way, written in place by one process or by several, each its own blocks.
 
@@ -222,29 +244,25 @@ class Writer:
 
     **Arguments:**
 
-    - `path`: of the file.
-    - `leaves`, `float_dtype`, `metadata`: as for `write_tensors`; of the leaves, shapes and dtypes are looked at.
+    - `leaves`, `float_dtype`: as for `write_tensors`; of the leaves, shapes and dtypes are looked at.
     """
 
-    def __init__(
-        self, path: Path, leaves: Mapping[str, Any], float_dtype: Any = None, metadata: Mapping[str, str] | None = None
-    ):
-        self.path = path
-        self._header, self._tensors, self.size = _layout(leaves, float_dtype, metadata)
+    def __init__(self, leaves: Mapping[str, Any], float_dtype: Any = None):
+        self._header, self._tensors, self.size = _layout(leaves, float_dtype)
 
-    def create(self) -> None:
+    def create(self, path: Path) -> None:
         """Make the file, in its full size."""
-        fd = os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
+        fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
         try:
             if hasattr(os, "posix_fallocate"):  # macOS has none
                 os.posix_fallocate(fd, 0, self.size)  # a full disk says so here, before any work
         finally:
             os.close(fd)
 
-    def write(self, blocks: Mapping[str, Sequence[Block]]) -> int:
+    def write(self, path: Path, blocks: Mapping[str, Sequence[Block]]) -> int:
         """Write blocks by the tensors' names, and fsync; returns what they contribute to the file's crc32."""
         contribution = 0
-        fd = os.open(self.path, os.O_WRONLY)
+        fd = os.open(path, os.O_WRONLY)
         try:
             for name, tensor in self._tensors.items():
                 for block in blocks.get(name, ()):
@@ -255,18 +273,17 @@ class Writer:
         return contribution
 
     def _write_block(self, fd: int, tensor: "_Tensor", block: Block) -> int:
-        crc32, begin, item = Crc32(), len(self._header) + tensor.start, tensor.dtype.itemsize
+        crc32, begin = Crc32(), len(self._header) + tensor.start
         flat = block.values().reshape(-1)
         for place, at, n in block.runs(tensor.shape):
-            for start in range(0, n, CHUNK // item):
-                stop = min(start + CHUNK // item, n)
-                chunk = flat[at + start : at + stop].astype(tensor.dtype, copy=False).view(np.uint8).data
-                offset = begin + (place + start) * item
+            offset = begin + place * tensor.dtype.itemsize
+            for chunk in _chunks(flat[at : at + n], tensor.dtype):
                 _pwrite(fd, chunk, offset)
                 crc32.add(chunk, offset)
+                offset += len(chunk)
         return crc32.contribution(self.size)
 
-    def finish(self, contributions: Sequence[int]) -> dict[str, int]:
+    def finish(self, path: Path, contributions: Sequence[int]) -> dict[str, int]:
         """Write the header, and fsync; returns the file's `{"size": bytes, "crc32": checksum}`.
 
         **Arguments:**
@@ -275,7 +292,7 @@ class Writer:
         """
         crc32 = Crc32()
         crc32.add(self._header, 0)
-        fd = os.open(self.path, os.O_WRONLY)
+        fd = os.open(path, os.O_WRONLY)
         try:
             _pwrite(fd, memoryview(self._header)[8:], 8)
             # The header's length comes last: until then the file says that its header is empty, and no reader takes it.
@@ -291,8 +308,8 @@ def write_tensors(
 ) -> dict[str, int]:
     """Writes arrays by name as one safetensors file, and returns its `{"size": bytes, "crc32": checksum}`.
 
-    The host holds one whole tensor at a time. The file is fsynced but not put in place atomically: that is what
-    `Checkpoints.save` does.
+    From the first byte to the last, so that any file system will do. The host holds one whole tensor at a time. The file is
+    fsynced but not put in place atomically: that is what `Checkpoints.save` does.
 
     **Arguments:**
 
@@ -304,9 +321,17 @@ def write_tensors(
     Raises TypeError for a leaf whose dtype safetensors cannot store, OSError where the disk is full.
     """
     need_arrays(leaves)
-    writer = Writer(path, leaves, float_dtype, metadata)
-    writer.create()
-    return writer.finish([writer.write(own_blocks(leaves))])
+    header, tensors, size = _layout(leaves, float_dtype, metadata)
+    crc32 = zlib.crc32(header)
+    with open(path, "wb") as file:
+        file.write(header)
+        for name, tensor in tensors.items():
+            for chunk in _chunks(to_host(leaves[name]).reshape(-1), tensor.dtype):
+                file.write(chunk)
+                crc32 = zlib.crc32(chunk, crc32)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": size, "crc32": crc32}
 
 
 def is_size(value: Any) -> bool:
@@ -416,81 +441,3 @@ class TensorFile:
                 f"{nearest(name, map(brief_name, self._tensors))} `names` lists them."
             )
         return self._tensors[name]
-
-
-def _mismatches(file: TensorFile, wanted: Mapping[str, Any]) -> list[str]:
-    """What keeps a file's tensors from being the wanted leaves, one line for each."""
-    missing = [name for name in wanted if name not in file]
-    extra = [name for name in file.names if name not in wanted]
-    shown = [brief_name(name) for name in extra]
-    lines = []
-
-    def hint(name: str, others: Sequence[str]) -> str:
-        # Of thousands that differ only the first are looked for: it takes long, and no more are shown.
-        return nearest(name, others) if len(lines) < _MAX_PROBLEMS else ""
-
-    for name in missing:
-        shape, dtype = _stored(wanted[name])
-        lines.append(f"`{name}`: expected {dtype} {shape}, got none.{hint(name, shown)}")
-    for name, there in zip(extra, shown, strict=True):
-        got = f"{file.dtype(name)} {file.shape(name)}"
-        lines.append(f"`{there}`: expected no tensor of this name, got {got}.{hint(there, missing)}")
-    for name, leaf in wanted.items():
-        if name in file:
-            (shape, dtype), got = _stored(leaf), (file.shape(name), file.dtype(name))
-            if shape != got[0] or (dtype != got[1] and not (_is_float(dtype) and _is_float(got[1]))):
-                lines.append(f"`{name}`: expected {dtype} {shape}, got {got[1]} {got[0]}.")
-    return lines
-
-
-def load_tree(
-    path: Path,
-    template: PyTree,
-    shardings: Callable[[str], Sharding] | None = None,
-    what: str = "model",
-) -> PyTree:
-    """The template with its arrays read from a safetensors file; each device reads only its own slices.
-
-    **Arguments:**
-
-    - `path`: the file.
-    - `template`: a PyTree whose array leaves give names, shapes and dtypes: JAX arrays, typed PRNG keys,
-        `jax.ShapeDtypeStruct`s, or numpy arrays, which stay numpy arrays. A floating tensor is cast to the template's
-        floating dtype. Leaves that are no arrays are handed on as they are.
-    - `shardings`: from a leaf's name to its sharding; by default the leaf's own, if it has one.
-    - `what`: what errors call the template.
-
-    Raises ValueError that names the tensors that are missing, extra, of another shape or of another kind of dtype.
-    """
-    file = TensorFile(path)
-    lines = _mismatches(file, array_leaves(template))
-    if lines:
-        more = [f"and {len(lines) - _MAX_PROBLEMS} more"] if len(lines) > _MAX_PROBLEMS else []
-        listed = "\n  - ".join(lines[:_MAX_PROBLEMS] + more)
-        raise ValueError(
-            f"`{path}`: expected the tensors of this {what}, got {len(lines)} that differ:\n  - {listed}\n"
-            f"Build the {what} that was saved, or load the checkpoint of this one."
-        )
-
-    def restore(name: str, leaf: Any) -> Any:
-        if not is_array_like(leaf):
-            return leaf
-        shape, dtype = _stored(leaf)
-        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            return file.read(name).astype(dtype, copy=False)
-        sharding = leaf.sharding if shardings is None else shardings(name)
-        if sharding is None:
-            array = jnp.asarray(file.read(name).astype(dtype, copy=False))
-        else:
-            # A key's sharding serves its data too: the one dim that data have more comes last, and is whole.
-            array = jax.make_array_from_callback(
-                shape, sharding, lambda index: file.read(name, index).astype(dtype, copy=False)
-            )
-        if array.dtype != dtype:
-            raise ValueError(f"`{name}`: expected {dtype}, got {array.dtype} from JAX. Set `jax_enable_x64` to load it.")
-        if is_key(leaf):
-            # `key_impl` wants an array, where the template may hold only a shape.
-            return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty((), leaf.dtype)))
-        return array
-
-    return map_named(restore, template)

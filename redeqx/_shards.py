@@ -1,4 +1,4 @@
-"""Which parts of the arrays this process writes, and where their bytes lie in a file that holds the arrays whole.
+"""Which parts of the arrays this process writes, or which arrays whole, and where their bytes lie in a file.
 
 Of each shard one device's copy is written, by the process that it belongs to; which one, all processes find alike from the
 arrays' shardings, so that none of them has much more to write than the others.
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 
 @dataclass(frozen=True)
@@ -80,22 +81,74 @@ def own_blocks(leaves: Mapping[str, Any]) -> dict[str, list[Block]]:
         if not isinstance(leaf, jax.Array):
             shape = tuple(leaf.shape)
             blocks[name] = [Block((0,) * len(shape), shape, [((0,) * len(shape), leaf)])] if me == 0 else []
-            load[0] += math.prod(shape) * leaf.dtype.itemsize
+            load[0] += _n_bytes(leaf)
             continue
         stored = as_stored(leaf)
-        copies: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-        for device, index in stored.sharding.devices_indices_map(stored.shape).items():
-            box = tuple(part.indices(size)[:2] for part, size in zip(index, stored.shape, strict=True))
-            copies.setdefault(box, []).append(device)
         here = {shard.device: shard.data for shard in stored.addressable_shards}
         shards = []
-        for box, devices in copies.items():
+        for box, devices in _boxes(stored).items():
             owner = min(devices, key=lambda device: (load[device.process_index], device.id))
             load[owner.process_index] += math.prod(b - a for a, b in box) * stored.dtype.itemsize
             if owner.process_index == me:
                 shards.append((tuple(a for a, _ in box), here[owner]))
         blocks[name] = _joined(shards)
     return blocks
+
+
+def owners(leaves: Mapping[str, Any]) -> dict[str, int]:
+    """For each array by name the process that writes all of it: one that holds it whole, where there is one.
+
+    What is no JAX array is process 0's.
+    """
+    load: Counter[int] = Counter()
+    found: dict[str, int] = {}
+    for name, leaf in sorted(leaves.items(), key=lambda item: -_n_bytes(item[1])):  # the largest first, for even loads
+        holders = {0}
+        if isinstance(leaf, jax.Array):
+            stored = as_stored(leaf)
+            holders = _whole_at(stored) or {device.process_index for device in stored.sharding.device_set}
+        found[name] = min(holders, key=lambda process: (load[process], process))
+        load[found[name]] += _n_bytes(leaf)
+    return found
+
+
+def gathered(leaf: Any, owner: int) -> np.ndarray | None:
+    """The whole array in its owner's host memory, None in the other processes; all ask together."""
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf) if owner == jax.process_index() else None
+    stored = as_stored(leaf)
+    if owner not in _whole_at(stored):
+        assert isinstance(stored.sharding, NamedSharding)
+        stored = jax.jit(lambda x: x, out_shardings=NamedSharding(stored.sharding.mesh, P()))(stored)
+    if owner != jax.process_index():
+        return None
+    parts = {
+        tuple(part.indices(size)[0] for part, size in zip(shard.index, stored.shape, strict=True)): shard.data
+        for shard in stored.addressable_shards
+    }
+    (block,) = _joined(list(parts.items()))
+    (_, values) = block.copied().shards[0]
+    return values
+
+
+def _n_bytes(leaf: Any) -> int:
+    """Bytes of an array as a file holds it."""
+    leaf = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def _boxes(stored: Any) -> dict[tuple[tuple[int, int], ...], list[Any]]:
+    """The devices that hold each part of an array; a part is its `(start, stop)` in each dim."""
+    boxes: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in stored.sharding.devices_indices_map(stored.shape).items():
+        box = tuple(part.indices(size)[:2] for part, size in zip(index, stored.shape, strict=True))
+        boxes.setdefault(box, []).append(device)
+    return boxes
+
+
+def _whole_at(stored: Any) -> set[int]:
+    """The processes that hold all of an array."""
+    return set.intersection(*({device.process_index for device in devices} for devices in _boxes(stored).values()))
 
 
 def _joined(shards: list[tuple[tuple[int, ...], Any]]) -> list[Block]:

@@ -127,7 +127,9 @@ class Trainer:
         self._n_skipped_now = 0  # one after the other, up to the newest step
         self._standing = Standing()
         self._n_passes = 0  # over examples
-        self._checkpoints = None if deployer.workdir is None else Checkpoints(deployer.workdir / "ckpts", deployer.peers)
+        self._checkpoints = None
+        if deployer.workdir is not None:
+            self._checkpoints = Checkpoints(deployer.workdir / "ckpts", deployer.peers, deployer.log_info)
 
     # --- the state of training ---------------------------------------------------------------------------------------
 

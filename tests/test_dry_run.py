@@ -55,7 +55,10 @@ def deployer(n_model=1, n_fsdp=1, **options):
 # --- against a run -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards, accumulate", [pytest.param((4, 1), 1, marks=pytest.mark.sweep), ((1, 8), 1), ((2, 2), 2)])
+@pytest.mark.parametrize(
+    "shards, accumulate",
+    [pytest.param((4, 1), 1, marks=pytest.mark.sweep), pytest.param((1, 8), 1, marks=pytest.mark.sweep), ((2, 2), 2)],
+)
 def test_memory_is_what_the_real_step_takes(shards, accumulate):
     config = GPT2Config(512, 32, d_model=64, n_layers=3, n_heads=4).without_dropout()
     trainer, rows = make_trainer(deployer(*shards), config, accumulate_grad_batches=accumulate), np.zeros((64, 32), np.int32)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from safetensors import deserialize
 
-from redeqx import _checkpoint
+from redeqx import _record
 from redeqx._checkpoint import Checkpoints
-from redeqx._safetensors import DTYPES, DamagedError, TensorFile, brief, brief_name, is_plain, load_tree, write_tensors
+from redeqx._safetensors import DTYPES, DamagedError, TensorFile, brief, brief_name, is_plain, write_tensors
+from redeqx._sources import Source, load_tree
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models._folder import Source
 from redeqx.models.gpt2 import GPT2, GPT2Config
 
 DEEP = b"[" * 100_000
@@ -403,7 +403,7 @@ def sign(folder, change):
     record = json.loads(path.read_text())
     del record["crc32"]
     record = change(record) or record
-    path.write_text(json.dumps({**record, "crc32": _checkpoint._record_crc32(record)}))
+    path.write_text(json.dumps({**record, "crc32": _record._crc32_of_record(record)}))
     return record
 
 
@@ -564,7 +564,7 @@ def test_mutated_json(saved, file):
                 assert values == [record["step"]] * 3
             else:
                 held = json.loads(path.read_text())
-                same = {key: value for key, value in held.items() if key not in _checkpoint._RESERVED}
+                same = {key: value for key, value in held.items() if key not in _record.RESERVED}
                 assert brief_json(record) == brief_json(same) and values == [2.0] * 3
     assert 0 < n_read < 160, n_read
 
@@ -612,7 +612,7 @@ def test_an_index_of_shards(folder, shard):
     fields["weight_map"][NAME] = shard
     index.write_text(json.dumps(fields))
     with little():
-        said = refusal(index, Source, folder, "model")
+        said = refusal(index, Source.find, folder, "model")
     assert f"`{index}`: `{NAME}`: expected a file of this folder, got {brief(shard)}, which points outside or is no" in said
 
 
@@ -635,7 +635,7 @@ def test_an_index_of_shards_that_is_none(folder, content, message):
     index = folder / "model.safetensors.index.json"
     index.write_text(content, errors="surrogateescape")
     with little():
-        said = refusal(index, Source, folder, "model")
+        said = refusal(index, Source.find, folder, "model")
     assert said.startswith(f"`{index}`: expected JSON with a `weight_map`, got ") and message in said
 
 
@@ -644,7 +644,7 @@ def test_an_index_of_hostile_names(folder):
     fields = json.loads(index.read_text())
     shard = fields["weight_map"][NAME]
     index.write_text(json.dumps({"weight_map": {"\x1b[2J\ud800" + "n" * 10**5: shard}}))
-    assert r"expected the tensor `\x1b[2J\ud800nnn" in refusal(folder, Source, folder, "model")
+    assert r"expected the tensor `\x1b[2J\ud800nnn" in refusal(folder, Source.find, folder, "model")
 
 
 def test_a_folder_of_the_hubs_cache_is_read(folder):
@@ -712,7 +712,7 @@ def test_mutated_indexes_of_shards(folder):
         for i in range(200):
             index.write_bytes(mutated_bytes(rng, text) if i % 2 else json.dumps(mutated(rng, json.loads(text))).encode())
             try:
-                source = Source(folder, "model")
+                source = Source.find(folder, "model")
             except ValueError as error:
                 said_well(folder, str(error))
                 continue
@@ -721,7 +721,7 @@ def test_mutated_indexes_of_shards(folder):
                 raise
             n_read += 1
             assert set(source.names()) <= set(right)
-            assert all(source.path_of(name) == folder / right[name] for name in source.names())
+            assert all(source._where[name].path == folder / right[name] for name in source.names())
     assert 0 < n_read < 150, n_read
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from redeqx import _shards
 from redeqx._mesh import make_mesh
-from redeqx._shards import Block, as_stored, own_blocks
+from redeqx._shards import Block, as_stored, gathered, own_blocks, owners
 
 SPECS = {
     "replicated": P(),
@@ -147,7 +147,7 @@ class Array:
 
     def __init__(self, values, index_of, me):
         self.values, self.shape, self.dtype = values, values.shape, values.dtype
-        self.sharding = SimpleNamespace(devices_indices_map=lambda shape: index_of)
+        self.sharding = SimpleNamespace(devices_indices_map=lambda shape: index_of, device_set=set(index_of))
         self.addressable_shards = [
             SimpleNamespace(device=device, data=values[index])
             for device, index in index_of.items()
@@ -155,15 +155,15 @@ class Array:
         ]
 
 
-def of_each(monkeypatch, n, leaves_of):
-    """The blocks of each of `n` processes, where it has the leaves `leaves_of(me, devices)`."""
+def of_each(monkeypatch, n, leaves_of, asked=own_blocks):
+    """What `asked` says in each of `n` processes, where it has the leaves `leaves_of(me, devices)`."""
     devices = [Device(i, i * n // 8) for i in range(8)]
     found = []
     for me in range(n):
         with monkeypatch.context() as patch:
             there = SimpleNamespace(Array=Array, process_index=lambda me=me: me, dtypes=jax.dtypes, random=jax.random)
             patch.setattr(_shards, "jax", there)
-            found.append(own_blocks(leaves_of(me, devices)))
+            found.append(asked(leaves_of(me, devices)))
     return found
 
 
@@ -202,3 +202,46 @@ def test_what_is_no_jax_array_is_the_first_process_s(monkeypatch):
         {"host": 1, "device": 0},
         {"host": 0, "device": 1},
     ]
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_whole_arrays_belong_to_those_that_hold_them_and_are_alike_much(monkeypatch, n):
+    """Split over the devices of a process, or over all; every process says the same."""
+    draw = np.random.default_rng(n)
+    arrays = {f"{k} parts {i}": (np.zeros((8, draw.integers(1, 50))), k) for i in range(10) for k in (1, 8 // n, 8)}
+
+    def leaves(me, devices):
+        return {
+            name: Array(values, {each: part(each.id % k, k) for each in devices}, me) for name, (values, k) in arrays.items()
+        }
+
+    found, *others = of_each(monkeypatch, n, leaves, owners)
+    assert all(other == found for other in others)
+    load = [sum(arrays[name][0].nbytes for name in arrays if found[name] == i) for i in range(n)]
+    assert max(load) - min(load) <= max(values.nbytes for values, _ in arrays.values())
+
+
+def test_an_array_that_one_process_holds_whole_is_that_one_s(monkeypatch):
+    """The two halves of a first array are one process's each; of a second, all of it is the last one's."""
+
+    def leaves(me, devices):
+        halves = {each: part(each.id // 4, 2) for each in devices}
+        return {
+            "halves": Array(np.zeros((8, 9)), halves, me),
+            "last": Array(np.zeros((8, 2)), {devices[-1]: part(0, 1)}, me),
+        }
+
+    for found in of_each(monkeypatch, 2, leaves, owners):
+        assert found == {"halves": 0, "last": 1}
+    with_host = of_each(monkeypatch, 2, lambda me, devices: {**leaves(me, devices), "host": np.zeros(3)}, owners)
+    assert [each["host"] for each in with_host] == [0, 0]
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_gathered_arrays_are_whole_and_outlive_the_array(spec):
+    values, array = split(spec)
+    whole = gathered(array, 0)
+    assert gathered(array, 1) is None
+    array.delete()
+    assert isinstance(whole, np.ndarray)
+    np.testing.assert_array_equal(whole, values)

@@ -13,9 +13,10 @@ from redeqx._paths import named_leaves
 from tests.families._case import collect
 
 TRAININGS = collect("TRAININGS")
-# Twenty seconds each and more, most of it compilation; a decoder, an encoder and a pair of both stay.
+# Twenty seconds each and more, most of it compilation; the decoders stay.
 SLOW = (
-    "bart", "bert-classes", "clip", "gptj", "opt", "opt-350m", "qwen3", "unet", "vae", "vision-encoder-decoder", "vit"
+    "bart", "bert-classes", "bert-mlm", "clip", "gptj", "opt", "opt-350m", "qwen3", "t5", "unet", "vae",
+    "vision-encoder-decoder", "vit"
 )  # fmt: skip
 
 

@@ -1,11 +1,15 @@
 """Examples as a user starts them: in a process of their own, here on four simulated devices and with warnings as errors."""
 
+import contextlib
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,3 +46,21 @@ def run_example(name: str, *flags: object, workdir: Path | None = None, timeout:
     path = None if workdir is None else workdir / "metrics.jsonl"
     lines = path.read_text("utf-8").splitlines() if path is not None and path.is_file() else []
     return Outcome(process.returncode, process.stdout, [json.loads(line) for line in lines])
+
+
+def refusal(name: str, *flags: str) -> Outcome:
+    """As `run_example`, of flags that are refused: in this process, as a new one takes seconds to import what it needs."""
+    package, *rest = f"examples.{name}".split()
+    output, status = io.StringIO(), 0
+    with (
+        mock.patch.object(sys, "argv", [package, *rest, *flags]),
+        mock.patch.dict(os.environ, COLUMNS="200"),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
+        try:
+            runpy.run_module(package, run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+    assert isinstance(status, int)
+    return Outcome(status, output.getvalue(), [])

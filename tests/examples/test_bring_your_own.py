@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.examples._run import run_example
+from tests.examples._run import refusal, run_example
 
 TINY = ("--n-epochs", 3, "--batch-size", 32, "--learning-rate", 0.01)
 
@@ -32,7 +32,7 @@ def test_it_begins_from_a_checkpoint(finished, tmp_path):
 
 
 def test_a_misspelt_flag_is_refused_with_the_nearest():
-    outcome = run_example("bring_your_own", "--leraning-rate=1")
+    outcome = refusal("bring_your_own", "--leraning-rate=1")
     assert outcome.status == 2
     assert "Perhaps you meant" in outcome.output
     assert "--learning-rate" in outcome.output

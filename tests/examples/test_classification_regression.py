@@ -20,7 +20,7 @@ from examples.classification_regression.tasks import Task, encode, measure, read
 from redeqx.models import save_pretrained
 from redeqx.models.bert import Bert, BertConfig
 from redeqx.models.gpt2 import GPT2Config
-from tests.examples._run import run_example
+from tests.examples._run import refusal, run_example
 
 STSB = ("sentence1", "sentence2", "score")
 SIZES = {"max_tokens": 12, "n_ids": 300, "d_model": 32, "n_layers": 1, "n_heads": 2}
@@ -93,6 +93,7 @@ def test_a_table_is_held_against_ridge(tmp_path, capsys):
     assert metrics(tmp_path / "again", "loss")[0] < 0.8 * metrics(tmp_path, "loss")[0]
 
 
+@pytest.mark.sweep
 def test_sentences_are_told_apart(cola, tmp_path):
     scores = main(Args("cola", cola, workdir=tmp_path, n_epochs=4, learning_rate=3e-3, **SMALL))
     assert scores["test_matthews"] > 0.9
@@ -270,7 +271,7 @@ def test_folders_that_hold_no_bert_are_named(cola, tmp_path):
 
 
 def test_a_misspelt_flag_is_refused_with_the_nearest():
-    outcome = run_example("classification_regression", "--leraning-rate=1")
+    outcome = refusal("classification_regression", "--leraning-rate=1")
     assert outcome.status == 2
     assert "Perhaps you meant" in outcome.output
     assert "--learning-rate" in outcome.output

@@ -17,7 +17,7 @@ from examples._images import digits
 from examples.federated_learning.fedavg import client_of, cut_clients, draw_rounds, federated_gradient
 from examples.federated_learning.main import Args, Classifier, check, collate_fn, loss_fn, loss_of, read_data
 
-from ._run import run_example
+from ._run import refusal, run_example
 
 SIZES = (5, 9, 16, 12)  # images of the clients
 LOCAL = {"epochs": 3, "batch_size": 4, "learning_rate": 0.3}
@@ -185,6 +185,6 @@ def test_folders_of_images(tmp_path):
 
 
 def test_a_misspelt_flag_is_named():
-    run = run_example("federated_learning", "--leraning-rate=1")
+    run = refusal("federated_learning", "--leraning-rate=1")
     assert run.status == 2
     assert "--learning-rate" in run.output

@@ -18,7 +18,7 @@ from redeqx.models import save_pretrained
 from redeqx.models.gpt2 import GPT2Config
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
 from redeqx.models.vit import ViTConfig
-from tests.examples._run import run_example
+from tests.examples._run import refusal, run_example
 
 TINY = [
     "--n-train", 512, "--n-held-out", 32, "--d-model", 32, "--n-heads", 2, "--n-encoder-layers", 1, "--n-ids", 320,
@@ -52,6 +52,7 @@ def refused(args, *parts):
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_it_learns_and_leaves_a_folder_to_go_on_from(tmp_path):
     run = run_example("image_to_text", *TINY, workdir=tmp_path / "run")
     losses = run.series("loss")
@@ -77,7 +78,7 @@ def test_it_learns_and_leaves_a_folder_to_go_on_from(tmp_path):
 
 
 def test_a_misspelt_flag_is_answered_with_the_nearest():
-    run = run_example("image_to_text", "--leraning-rate=1")
+    run = refusal("image_to_text", "--leraning-rate=1")
     assert run.status == 2 and "--learning-rate" in run.output
 
 

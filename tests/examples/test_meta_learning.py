@@ -17,7 +17,7 @@ from examples.meta_learning.pictures import interval
 from examples.meta_learning.tasks import SIZE, Sinusoids, convolve, filled, omniglot
 from redeqx._paths import named_leaves
 
-from ._run import run_example
+from ._run import refusal, run_example
 
 TASKS = Sinusoids(n_shots=4)
 
@@ -225,7 +225,7 @@ def test_a_tiny_run_on_characters(tmp_path):
 
 
 def test_a_misspelt_flag_is_told_the_nearest():
-    out = run_example("meta_learning", "--inner-stepz=2")
+    out = refusal("meta_learning", "--inner-stepz=2")
     assert out.status == 2
     assert "--inner-steps" in out.output
 

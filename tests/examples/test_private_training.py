@@ -28,7 +28,7 @@ from examples.private_training.privacy import (
     spent,
 )
 
-from ._run import run_example
+from ._run import refusal, run_example
 
 CLIP = 2.0
 N_FILLING = 3
@@ -268,6 +268,6 @@ def test_folders_of_images(tmp_path):
 
 
 def test_a_misspelt_flag_is_named():
-    run = run_example("private_training", "--epsilon=1")
+    run = refusal("private_training", "--epsilon=1")
     assert run.status == 2
     assert "--epsilons" in run.output

@@ -16,7 +16,7 @@ from examples.reinforcement_learning.environments import Games, make_envs, play_
 from examples.reinforcement_learning.maddpg import MADDPG, Team
 from examples.reinforcement_learning.ppo import PPO
 from examples.reinforcement_learning.training import Replay
-from tests.examples._run import run_example
+from tests.examples._run import refusal, run_example
 
 PNG = b"\x89PNG"
 SMALL = ("--width", 32, "--n-envs", 8, "--eval-episodes", 8)
@@ -43,6 +43,7 @@ def assert_complete(workdir, run):
     assert record["metrics"]["return"] == max(returns)
 
 
+@pytest.mark.sweep
 def test_ppo_learns_to_hold_the_pole_and_goes_on_from_a_checkpoint(tmp_path):
     flags = ("--n-steps", 4000, "--rollout", 32, "--batch-size", 64, "--n-epochs", 4, "--eval-every-n-steps", 1000)
     run = run_example("reinforcement_learning ppo", *SMALL, *flags, workdir=tmp_path)
@@ -68,6 +69,7 @@ def test_ddpg_learns_from_replay(tmp_path):
     assert np.mean(losses[-32:]) < 0.3 * np.mean(losses[:8])
 
 
+@pytest.mark.sweep
 def test_maddpg_learns_beside_independent_agents(tmp_path):
     flags = ("--n-episodes", 32, "--batch-size", 64, "--n-updates", 16)
     run = run_example("reinforcement_learning maddpg", *SMALL, *flags, "--eval-every-n-episodes", 16, workdir=tmp_path)
@@ -83,7 +85,7 @@ def test_maddpg_learns_beside_independent_agents(tmp_path):
     [("reinforcement_learning ppo", "--leraning-rate=1", "--learning-rate"), ("reinforcement_learning", "pop", "ppo")],
 )
 def test_a_misspelt_flag_or_algorithm_is_answered_by_what_there_is(name, flag, nearest):
-    run = run_example(name, flag)
+    run = refusal(name, flag)
     assert run.status == 2 and nearest in run.output
 
 

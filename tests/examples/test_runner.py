@@ -40,6 +40,7 @@ def test_a_run_is_scored_by_the_last_scores_that_it_recorded(tmp_path):
     assert read_scores(tmp_path) == {"step": 9, "test_accuracy": 0.9}
 
 
+@pytest.mark.sweep
 def test_it_runs_an_example_and_says_whether_it_got_there(tmp_path, capsys):
     flags = "bring_your_own --n-epochs 1 --batch-size 419"  # three steps
     for command, share, shown, wanted in (

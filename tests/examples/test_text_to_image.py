@@ -23,7 +23,7 @@ from redeqx.models import save_pretrained
 from redeqx.models.clip import CLIPText, CLIPTextConfig
 from redeqx.models.schedulers import DDIM
 from redeqx.models.vae import VAE, Posterior, VAEConfig
-from tests.examples._run import run_example
+from tests.examples._run import refusal, run_example
 
 TIMEOUT = 270  # seconds
 IDS = np.array([[1, 7, 8, 2, 2], [1, 9, 2, 2, 2]], np.int32)
@@ -87,6 +87,7 @@ def trained(tmp_path_factory, quick):
     return workdir, run_example("text_to_image", *flags, *more, workdir=workdir, timeout=TIMEOUT)
 
 
+@pytest.mark.sweep
 def test_both_stages_learn_from_the_digits(trained):
     workdir, outcome = trained
     lines = [json.loads(line) for line in (workdir / "vae/metrics.jsonl").read_text("utf-8").splitlines()]
@@ -282,5 +283,5 @@ def test_coloured_pipelines_do_not_draw_digits(tmp_path):
 
 
 def test_a_misspelt_flag_names_the_nearest():
-    outcome = run_example("text_to_image", "--guidence=2")
+    outcome = refusal("text_to_image", "--guidence=2")
     assert outcome.status == 2 and "--guidance" in outcome.output

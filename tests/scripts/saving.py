@@ -1,10 +1,11 @@
 """Two processes that save one checkpoint and then another, of which some are killed at a point of the second.
 
-    saving.py FOLDER PORT < TRIALS
+    saving.py FOLDER PORT in_place|apart < TRIALS
 
 Each line of standard input is a trial, `["name", [[process, point], ...]]`: a folder of that name under FOLDER, and which
-processes are killed before which of their system calls (and words to each other) of the second save, counted from 0. For
-each a line of standard output: `["name", [exit code of 0, of 1], [the points that each passed]]`.
+processes are killed before which of their system calls (and words to each other) of the second save, counted from 0. Apart,
+each process has a folder of its own. For each trial a line of standard output: `["name", [exit code of 0, of 1], [the points
+that each passed]]`.
 
 The processes are forked from this one, before JAX has devices: importing takes longer than a trial.
 """
@@ -30,6 +31,7 @@ from redeqx._mesh import make_mesh, put
 
 warnings.filterwarnings("ignore", message="os.fork")
 LIMIT = 20.0
+WAY = sys.argv[3]
 CALLS = [(os, name) for name in ("mkdir", "posix_fallocate", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir")]
 CALLS += [(shutil, "rmtree"), (_peers.Peers, "give")]
 
@@ -53,7 +55,7 @@ def process(index, folder, port, point):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     peers = _cluster.start(None, None, None, None, None)
-    checkpoints = Checkpoints(folder / "ckpts", peers)
+    checkpoints = Checkpoints(folder / ("ckpts" if WAY == "in_place" else str(index)) / "ckpts", peers)
     checkpoints.save(1, trees(1), {"step": 1}, keep_last=1)
     second = trees(2)
     passed = []

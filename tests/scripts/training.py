@@ -172,9 +172,15 @@ if args.fault == "full":
 if args.fault == "readonly":
     broken("mkdir", errno.EROFS)
 
+if args.fault == "sequential":  # as on the mount of an object store
+
+    def unsupported(*arguments):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    os.pwrite = os.posix_fallocate = unsupported
 if args.fault == "unshared" and is_culprit:  # as a folder of the same name on a disk of its own
     deployer.workdir = args.workdir.with_name("elsewhere")
-    deployer.workdir.mkdir()
+    deployer.workdir.mkdir(exist_ok=True)
 trainer = redeqx.Trainer(
     deployer,
     model=deployer.init(lambda: Net(jax.random.key(1))),

@@ -1,0 +1,180 @@
+"""Where tensors are read from: a safetensors file, or several with an index of which tensor is in which.
+
+Owns the index, in the format of Hugging Face's folders, and how the leaves of a PyTree come from there onto any mesh. One
+file is `_safetensors`; what a folder of another library calls its tensors is `redeqx.models`'.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import PyTree
+
+from ._paths import is_array_like, map_named, nearest
+from ._safetensors import TensorFile, array_leaves, brief, brief_name, is_float, is_plain, load_json, stored
+from ._shards import is_key
+
+INDEX = ".safetensors.index.json"
+_MAX_PROBLEMS = 10  # tensors named by one error
+
+
+class Source:
+    """The tensors of one file or of several, by name."""
+
+    def __init__(self, path: Path):
+        """**Arguments:**
+
+        - `path`: of a safetensors file, or of the index (`*.safetensors.index.json`) of several beside it.
+
+        Raises ValueError where a file is none, or not what the index says.
+        """
+        self.path = path
+        self._where: dict[str, TensorFile] = {}
+        if path.name.endswith(INDEX):
+            self._open_shards()
+        else:
+            file = TensorFile(path)
+            self._where = dict.fromkeys(file.names, file)
+
+    @classmethod
+    def find(cls, folder: Path, stem: str) -> "Source":
+        """The tensors of a folder, `stem.safetensors` or what its index names. Raises ValueError where there are none."""
+        single, index = folder / f"{stem}.safetensors", folder / f"{stem}{INDEX}"
+        if index.is_file():
+            return cls(index)
+        if single.is_file():
+            return cls(single)
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5"))
+        found = ", ".join(pickles) if pickles else "none"
+        remedy = (
+            "Convert it with its own library (`save_pretrained` writes safetensors): pickled weights can run any code, "
+            "and are never read here."
+            if pickles
+            else "Pass the folder that holds the weights."
+        )
+        raise ValueError(f"`{single}`: expected safetensors, or `{index.name}` beside their shards, got {found}. {remedy}")
+
+    def _open_shards(self) -> None:
+        index = self.path
+        try:
+            pairs = list(load_json(index)["weight_map"].items())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            got = f"{type(error).__name__}: {error}"  # no `repr`: that of a UnicodeError holds the whole file
+            raise ValueError(f"`{index}`: expected JSON with a `weight_map`, got {got}. Fetch the index again.") from error
+        files: dict[str, TensorFile] = {}
+        for name, shard in pairs:
+            # The name alone must be plain: the file may well be a link, as it is in the cache of the Hub.
+            if not is_plain(shard):
+                raise ValueError(
+                    f"`{index}`: `{brief_name(name)}`: expected a file of this folder, got {brief(shard)}, which points "
+                    "outside or is no name. Do not load a folder that you do not trust."
+                )
+            path = index.with_name(shard)
+            if shard not in files:
+                if not path.is_file():
+                    raise ValueError(f"`{path}`: expected the shard that `{index.name}` names, got none. Fetch it again.")
+                files[shard] = TensorFile(path)
+            if name not in files[shard]:
+                raise ValueError(
+                    f"`{path}`: expected the tensor `{brief_name(name)}`, as `{index.name}` says, got none. "
+                    "Fetch the folder again."
+                )
+            self._where[name] = files[shard]
+
+    def names(self) -> Iterable[str]:
+        """The tensors' names."""
+        return self._where
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def view(self, name: str) -> np.ndarray:
+        """A tensor as a view of its file: what is indexed is read, and no more."""
+        return self._where[name].view(name)
+
+    def read(self, name: str, index: Any = ...) -> np.ndarray:
+        """A tensor, or what `index` (as for `numpy.ndarray`) selects from it, as a copy; nothing else is read."""
+        return self._where[name].read(name, index)
+
+
+def _mismatches(source: Source, wanted: Mapping[str, Any]) -> list[str]:
+    """What keeps a source's tensors from being the wanted leaves, one line for each."""
+    there = {name: source.view(name) for name in source.names()}
+    missing = [name for name in wanted if name not in there]
+    extra = [name for name in there if name not in wanted]
+    shown = [brief_name(name) for name in extra]
+    lines = []
+
+    def hint(name: str, others: Sequence[str]) -> str:
+        # Of thousands that differ only the first are looked for: it takes long, and no more are shown.
+        return nearest(name, others) if len(lines) < _MAX_PROBLEMS else ""
+
+    for name in missing:
+        shape, dtype = stored(wanted[name])
+        lines.append(f"`{name}`: expected {dtype} {shape}, got none.{hint(name, shown)}")
+    for name, label in zip(extra, shown, strict=True):
+        found = there[name]
+        lines.append(f"`{label}`: expected no tensor of this name, got {found.dtype} {found.shape}.{hint(label, missing)}")
+    for name, leaf in wanted.items():
+        if name in there:
+            (shape, dtype), found = stored(leaf), there[name]
+            if shape != found.shape or (dtype != found.dtype and not (is_float(dtype) and is_float(found.dtype))):
+                lines.append(f"`{name}`: expected {dtype} {shape}, got {found.dtype} {found.shape}.")
+    return lines
+
+
+def load_tree(
+    path: Path,
+    template: PyTree,
+    shardings: Callable[[str], Sharding] | None = None,
+    what: str = "model",
+) -> PyTree:
+    """The template with its arrays read from safetensors; each device reads only its own slices.
+
+    **Arguments:**
+
+    - `path`: as for `Source`.
+    - `template`: a PyTree whose array leaves give names, shapes and dtypes: JAX arrays, typed PRNG keys,
+        `jax.ShapeDtypeStruct`s, or numpy arrays, which stay numpy arrays. A floating tensor is cast to the template's
+        floating dtype. Leaves that are no arrays are handed on as they are.
+    - `shardings`: from a leaf's name to its sharding; by default the leaf's own, if it has one.
+    - `what`: what errors call the template.
+
+    Raises ValueError that names the tensors that are missing, extra, of another shape or of another kind of dtype.
+    """
+    source = Source(path)
+    lines = _mismatches(source, array_leaves(template))
+    if lines:
+        more = [f"and {len(lines) - _MAX_PROBLEMS} more"] if len(lines) > _MAX_PROBLEMS else []
+        listed = "\n  - ".join(lines[:_MAX_PROBLEMS] + more)
+        raise ValueError(
+            f"`{path}`: expected the tensors of this {what}, got {len(lines)} that differ:\n  - {listed}\n"
+            f"Build the {what} that was saved, or load the checkpoint of this one."
+        )
+
+    def restore(name: str, leaf: Any) -> Any:
+        if not is_array_like(leaf):
+            return leaf
+        shape, dtype = stored(leaf)
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return source.read(name).astype(dtype, copy=False)
+        sharding = leaf.sharding if shardings is None else shardings(name)
+        if sharding is None:
+            array = jnp.asarray(source.read(name).astype(dtype, copy=False))
+        else:
+            # A key's sharding serves its data too: the one dim that data have more comes last, and is whole.
+            array = jax.make_array_from_callback(
+                shape, sharding, lambda index: source.read(name, index).astype(dtype, copy=False)
+            )
+        if array.dtype != dtype:
+            raise ValueError(f"`{name}`: expected {dtype}, got {array.dtype} from JAX. Set `jax_enable_x64` to load it.")
+        if is_key(leaf):
+            # `key_impl` wants an array, where the template may hold only a shape.
+            return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty((), leaf.dtype)))
+        return array
+
+    return map_named(restore, template)
