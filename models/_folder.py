@@ -353,6 +353,11 @@ def to_disk(model: Any, names: Names) -> dict[str, _Saved]:
         for path, part in zip(name.leaves, parts, strict=True):
             if isinstance(part, jax.ShapeDtypeStruct):
                 raise TypeError(f"`{path}`: expected an array, got only its shape {part}. Create the arrays, then save.")
+            if isinstance(part, jax.Array) and not part.is_fully_addressable:
+                raise ValueError(
+                    f"`{path}`: expected an array that this process holds whole, got one over the devices of several. Save "
+                    "a checkpoint, which all processes write together, and load it in one process."
+                )
         skip = name.n_layers is not None
         dummies = [np.broadcast_to(np.int8(0), part.shape[skip:]) for part in parts]
         shape, dtype = name.save(*dummies).shape, functools.reduce(jnp.promote_types, [part.dtype for part in parts])

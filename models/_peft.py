@@ -4,7 +4,6 @@ Owns `adapter_config.json`, the names of transformers' modules, and how the adap
 several layers here. What an adapter computes is `_adapters`.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from redeqx._paths import nearest
-from redeqx._safetensors import write_tensors
+from redeqx._safetensors import brief, write_tensors
 from redeqx._sources import Source
 
 from ._adapters import LoraLinear, adapters_of, at_least_float32, check_plain, linears_of, put, within
 from ._config import Keys
-from ._folder import Pretrained, replace_file, replace_json
+from ._folder import Pretrained, read_config, replace_file, replace_json
 from ._names import Name, Names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
@@ -337,17 +336,12 @@ def _stacked(module: _Module, adapters: Mapping[int, _Adapter]) -> _Adapter:
 
 def _read_config(path: Path) -> Keys:
     """The keys of an adapter's config, once none of them is known to ask for what is not implemented."""
-    try:
-        fields = json.loads(path.read_text("utf-8"))
-    except OSError as error:
+    if not path.is_file():
         raise ValueError(
             f"`{path}`: expected a file, got none. Pass the folder that PEFT's `save_pretrained` or `save_adapter` wrote; "
             "one of the Hub has to be downloaded first."
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"`{path}`: expected JSON, got {error}. Correct the file.") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"`{path}`: expected a JSON object, got {type(fields).__name__}. Correct the file.")
+        )
+    fields = read_config(path.parent, path.name)
     if fields.get("peft_type") != "LORA":
         raise _refuse(path, "peft_type", "LORA", fields.get("peft_type"))
     if fields.get("bias", "none") != "none":
@@ -358,16 +352,29 @@ def _read_config(path: Path) -> Keys:
         if fields.get(name):
             raise _refuse(path, name, "none", fields[name])
     keys = Keys(fields, path)
-    for rank in (keys.get("r", 8), *keys.get("rank_pattern", {}).values()):
-        if rank < 1:
-            raise ValueError(f"`{path}`: `r`: expected at least 1, got {rank}. Correct the file.")
+    for key, patterns, default, rule in (
+        ("r", "rank_pattern", 8, "a number from 1 to 2**31"),
+        ("lora_alpha", "alpha_pattern", 8.0, "a finite number"),
+    ):
+        by_pattern = keys.get(patterns, {})
+        for value in (keys.get(key, default), *by_pattern.values()):
+            is_number = isinstance(value, int | float) and abs(value) <= 2**31
+            if not is_number or (key == "r" and (not isinstance(value, int) or value < 1)):
+                raise ValueError(f"`{path}`: `{key}`: expected {rule}, got {brief(value)}. Correct the file.")
+        for pattern in by_pattern:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"`{path}`: `{patterns}`: expected regular expressions, got {brief(pattern)} ({error}). Correct it."
+                ) from error
     return keys
 
 
 def _refuse(path: Path, key: str, expected: str, got: Any) -> ValueError:
     return ValueError(
-        f"`{path}`: `{key}`: expected {expected}, which is what is implemented, got {got!r}. Merge the adapter with PEFT "
-        "(`merge_and_unload`) and load the merged model."
+        f"`{path}`: `{key}`: expected {expected}, which is what is implemented, got {brief(got)}. Merge the adapter with "
+        "PEFT (`merge_and_unload`) and load the merged model."
     )
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ._console import Progress
 from ._data import Slice, check_examples, examples_of, size_of, slices
 from ._interrupts import Preempted, Preemption
-from ._safetensors import DamagedError
+from ._record import RECORD
+from ._safetensors import DamagedError, brief, damaged
 
 if TYPE_CHECKING:
     from ._trainer import Trainer
@@ -58,9 +59,32 @@ class Standing:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Standing":
-        """What `trainer.json` held."""
+        """What `trainer.json` held, once `check_record` has found it whole."""
         position = Position(**{name: record[name] for name in ("fit", "epoch", "examples", "data_state")})
         return cls(position, record["train_size"], record["best"], record.get("n_skipped", 0))
+
+
+_NUMBER = (int, float)
+_RECORDED: dict[str, Any] = {
+    **dict.fromkeys(("step", "seed", "fit", "epoch", "examples"), int),
+    "data_state": object,
+    "train_size": (int, type(None)),
+    "best": dict,
+}
+
+
+def check_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Raise DamagedError where a checkpoint's record is not one that a Trainer has written."""
+    for name, kind in _RECORDED.items():
+        if name not in record or not isinstance(record[name], kind):
+            got = brief(record[name]) if name in record else "none"
+            raise damaged(folder / RECORD, f"`{name}` as a Trainer leaves it", got)
+    for tag, best in record["best"].items():
+        match best:
+            case {"value": value, "step": int()} if isinstance(value, _NUMBER):
+                pass
+            case _:
+                raise damaged(folder / RECORD, f"value and step of `best`'s {brief(tag)}", brief(best))
 
 
 @dataclass(frozen=True)
@@ -248,6 +272,7 @@ class Fit:
         for path in there:
             try:
                 record = checkpoints.record(path)
+                check_record(path, record)
             except DamagedError as error:
                 problem = problem or error
                 warnings.warn(f"{error} It is passed over for the one before.", stacklevel=5)

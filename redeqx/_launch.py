@@ -33,7 +33,11 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
     environment["PYTHONUNBUFFERED"] = "1"
     processes = [
         subprocess.Popen(
-            command, env={**environment, "REDEQX_PROCESS_ID": str(i)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command,
+            env={**environment, "REDEQX_PROCESS_ID": str(i)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C comes once, by what is passed on
         )
         for i in range(n)
     ]

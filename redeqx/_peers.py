@@ -24,6 +24,7 @@ from ._links import Link, listening
 EXIT_CODE = 75  # EX_TEMPFAIL: what schedulers are told to requeue on
 HEARTBEAT = 30.0  # seconds of silence after which a peer counts as gone
 START = 300.0  # seconds in which all must have come
+_DOOR = 1.0  # seconds in which others may come to hear what is wrong
 _FAREWELL = 4.0  # seconds that the others are waited for where one fails
 _GREETING = "redeqx peers 1"
 
@@ -252,6 +253,11 @@ class Peers:
                 problem = self._welcome(link, until)
                 if problem is not None:
                     refused.append(link)
+            if problem is not None:  # for those that are at the door
+                listener.settimeout(_DOOR)
+                with contextlib.suppress(TimeoutError):
+                    while len(self._links) + len(refused) < self.n - 1:
+                        refused.append(Link(listener.accept()[0]))
         for link in [*self._links.values(), *refused]:
             with contextlib.suppress(OSError):  # gone again: who is taken up is listened to from now on
                 link.send("start", None if problem is None else [type(problem).__name__, str(problem)])

@@ -27,7 +27,7 @@ from ._data import Batch, Slice, batches, check_examples, collate, size_of, slic
 from ._deployer import Deployer
 from ._devices import describe, dry, of_devices
 from ._dry_run import DryRunDone, Job, dry_run
-from ._fit import Fit, Options, Position, Standing
+from ._fit import Fit, Options, Position, Standing, check_record
 from ._jaxprs import Change, Trace
 from ._mesh import FSDP, MODEL, put, replicated
 from ._paths import named_leaves
@@ -551,6 +551,8 @@ class Trainer:
         checkpoints, plan = self._need_checkpoints(), self.plan
         assert plan is not None
         record = checkpoints.record(path)
+        if load_opt_states:
+            check_record(path, record)
         whole = replicated(self.deployer.mesh)
         model = checkpoints.load(path, "model", self.model, plan.sharding)
         opt_leaves, state_leaves = self._opt_state, self._state

@@ -17,6 +17,7 @@ from safetensors import deserialize
 
 from redeqx import _record
 from redeqx._checkpoint import Checkpoints
+from redeqx._fit import check_record
 from redeqx._safetensors import DTYPES, DamagedError, TensorFile, brief, brief_name, is_plain, write_tensors
 from redeqx._sources import Source, load_tree
 from redeqx.models import from_pretrained, save_pretrained
@@ -474,6 +475,35 @@ def test_a_record(saved, content, message):
     (folder / "trainer.json").write_text(content)
     with little():
         assert message in refusal(folder / "trainer.json", saved.record, folder)
+
+
+RUN = {
+    "step": 3,
+    "seed": 0,
+    "fit": 0,
+    "epoch": 1,
+    "examples": 5,
+    "data_state": None,
+    "train_size": 9,
+    "best": {"argmin_loss": {"value": 0.5, "step": 2}},
+}
+
+
+def test_a_record_of_a_run(tmp_path):
+    check_record(tmp_path, {**RUN, "n_skipped": 1})
+    check_record(tmp_path, {**RUN, "train_size": None, "data_state": {"any": ["thing"]}, "best": {}})
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_record_that_is_of_no_run(tmp_path, name):
+    """Its checksum is right, and yet something is missing, or is not what it should be."""
+    for change in (lambda run: run.pop(name), lambda run: run.update({name: {"deep": json.loads(NESTED)}})):
+        run = dict(RUN)
+        change(run)
+        if run.get(name) and name == "data_state":
+            continue  # it is the user's own
+        said = refusal(tmp_path / "trainer.json", check_record, tmp_path, run)
+        assert name in said
 
 
 def test_a_record_as_deep_as_can_just_be_read(saved):

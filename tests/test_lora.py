@@ -651,7 +651,7 @@ def test_the_rank_of_the_config_must_be_that_of_the_tensors(gpt2, folder):
     edit(folder, r=4)
     assert "c_fc.lora_A.weight`: expected (4, 32), got (2, 32)." in message(lora.load_adapter, gpt2, folder)
     edit(folder, r=0)
-    assert "`r`: expected at least 1, got 0. Correct the file." in message(lora.load_adapter, gpt2, folder)
+    assert "`r`: expected a number from 1 to 2**31, got 0. Correct the file." in message(lora.load_adapter, gpt2, folder)
 
 
 def test_weights_of_the_base_in_the_folder_must_be_those_of_the_model(tmp_path):
@@ -685,6 +685,49 @@ def test_folders_that_are_none(gpt2, folder, tmp_path):
     assert "expected a JSON object, got list." in message(lora.load_adapter, gpt2, folder)
     (folder / "adapter_config.json").write_text("{")
     assert "expected JSON, got " in message(lora.load_adapter, gpt2, folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"r": [8]},
+        {"r": "8"},
+        {"r": 1e400},
+        {"r": 10**400},
+        {"rank_pattern": {"c_fc": "x"}},
+        {"rank_pattern": [1]},
+        {"rank_pattern": {"(": 3}},
+        {"rank_pattern": {"(a+)+$": 2}},
+        {"alpha_pattern": {"c_fc": [1]}},
+        {"alpha_pattern": {"c_fc": None}},
+        {"lora_alpha": {}},
+        {"lora_alpha": "8"},
+        {"lora_alpha": float("nan")},
+        {"use_rslora": "yes"},
+        {"bias": ["none"]},
+        {"bias": {"none": 1}},
+        {"init_lora_weights": [[]]},
+        {"init_lora_weights": {}},
+        {"peft_type": ["LORA"] * 10**4},
+        {"use_dora": "x" * 10**5},
+        {"fan_in_fan_out": [True]},
+    ],
+    ids=lambda change: str(change)[:40],
+)
+def test_a_config_with_other_values_is_said_shortly_or_read_over(change, gpt2, folder):
+    edit(folder, **change)
+    try:
+        lora.load_adapter(gpt2, folder)
+    except (ValueError, TypeError) as error:
+        assert str(folder) in str(error) and len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("content", ["[" * 10**5, '{"a":' * 10**5, "\xff", '"\\ud800"', "nul", "9" * 10**5])
+def test_a_config_that_is_no_object_is_said_shortly(content, gpt2, folder):
+    path = folder / "adapter_config.json"
+    path.write_bytes(content.encode("latin-1"))
+    said = message(lora.load_adapter, gpt2, folder)
+    assert said.startswith((f"`{path}`: expected JSON", f"`{path}`: expected a JSON object")) and len(said) < 1000
 
 
 def test_adapted_layers_get_no_second_adapter_from_a_folder(gpt2, folder):

@@ -324,6 +324,13 @@ def test_what_is_no_hub_is_not_taken_for_one(room, answer):
             thread.join(LIMIT)
 
 
+def test_who_is_at_the_door_when_something_is_wrong_hears_it_too(room):
+    """Of six: the hub finds the second with number 1, and the others have come or are about to."""
+    port = free_port()
+    found = at_once(*(partial(meet, room.process(6, i), port) for i in (0, 1, 1, 2, 3, 4)))
+    assert same(found, ValueError).startswith("`process_id`: expected each number once, got 1 at host")
+
+
 def test_a_number_that_is_given_twice_is_said_with_both_hosts(room):
     port = free_port()
     found = at_once(*(partial(meet, room.process(3, i), port) for i in (0, 1, 1)))
