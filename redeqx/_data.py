@@ -140,6 +140,11 @@ def collate(collate_fn: Callable[[list], PyTree], examples: list) -> PyTree[np.n
     return jax.tree.unflatten(treedef, [_checked(render(path), leaf, len(examples)) for path, leaf in leaves])
 
 
+def collated_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any]) -> PyTree:
+    """The shapes of what `collate` returns."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), collate(collate_fn, list(examples)))
+
+
 def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
     if isinstance(leaf, list):
         lengths = sorted({len(x) for x in leaf if hasattr(x, "__len__")})

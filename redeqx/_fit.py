@@ -7,12 +7,13 @@ that a run that was killed ends with the same bits as one that was not.
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._console import Progress
-from ._data import Slice, check_examples, examples_of, size_of, slices
+from ._data import Slice, check_examples, collated_shapes, examples_of, size_of, slices
+from ._dry_run import Job
 from ._interrupts import Preempted, Preemption
 from ._record import RECORD
 from ._safetensors import DamagedError, brief, damaged
@@ -211,6 +212,22 @@ class Fit:
         self._summarise()
         return self.metrics
 
+    def job(self) -> Job:
+        """What a dry run compiles: the first step, and what evaluations and checkpoints this fit is asked for."""
+        options, trainer = self.options, self.trainer
+        options.check(trainer.deployer.workdir)
+        job = trainer._job(next(self.steps(0, Position())), options.per_device_batch_size)
+        if options.saves:
+            job = replace(job, files=trainer._files(options))
+        if options.evaluates:
+            rows, examples = self._first_evaluated()
+            if options.eval_loss:
+                batch = collated_shapes(trainer._collate_fn, examples)
+                job = replace(job, eval_batch=batch, eval_per_device_batch_size=rows)
+            if (predictor := options.eval_predictor) is not None:
+                job = replace(job, trace_predict=lambda program: predictor.trace(trainer.model, examples, rows, program))
+        return job
+
     # --- where to begin ----------------------------------------------------------------------------------------------
 
     def _begin(self) -> Position | None:
@@ -362,10 +379,14 @@ class Fit:
 
     def _check_evaluation(self, progress: Progress) -> None:
         """Run the whole evaluation on one batch, so that a mistake in it shows before training and not after an epoch."""
+        self._measure(self._first_evaluated()[1], progress)
+
+    def _first_evaluated(self) -> tuple[int, list[Any]]:
+        """The rows of a batch of the evaluation, and its first examples, a batch of them."""
         options = self.options
         rows = options.eval_per_device_batch_size or options.per_device_batch_size
         n = min(size_of(options.eval_examples) or 0, rows * self.trainer.deployer.n_batch_shards)
-        self._measure([options.eval_examples[i] for i in range(n)], progress)
+        return rows, [options.eval_examples[i] for i in range(n)]
 
     def _evaluate(self, progress: Progress) -> set[str]:
         """Evaluate; returns the tags of which this is now the best checkpoint."""

@@ -7,7 +7,6 @@ checkpoints and resumption, is `_fit`.
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -23,21 +21,22 @@ from jaxtyping import PyTree
 
 from ._checkpoint import Checkpoints
 from ._console import Progress
-from ._data import Batch, Slice, batches, check_examples, collate, size_of, slices
+from ._data import Batch, Slice, batches, check_examples, collated_shapes, slices
 from ._deployer import Deployer
 from ._devices import describe, dry, of_devices
 from ._dry_run import DryRunDone, Job, dry_run
-from ._fit import Fit, Options, Position, Standing, check_record
+from ._fit import Fit, Options, Standing, check_record
 from ._jaxprs import Change, Trace
-from ._mesh import FSDP, MODEL, put, replicated
+from ._mesh import FSDP, MODEL
 from ._paths import named_leaves
 from ._peers import Peers
-from ._plan import Plan, mark_read, place
+from ._plan import Plan, mark_read
 from ._predictor import Predictor
 from ._program import Program, make_program, shard_bytes
 from ._report import DryRun, Setting
 from ._safetensors import array_leaves, file_size
 from ._step import Functions, Parts, as_sums
+from ._train_state import TrainState
 
 # Metrics are read this many steps late, so that the device always has a step queued while the host reads.
 _LAG = 2
@@ -119,6 +118,7 @@ class Trainer:
                 f"{len(self._parts.names[1])} arrays. Check the filter and the model."
             )
         self._given: tuple[PyTree, PyTree] | None = (model, model_state)  # until placed
+        self._held: TrainState | None = None  # from then on
         self._pending: deque[tuple[int, int | None, jax.Array, int, int | None]] = deque()
         self._last_metrics: dict[str, float] = {}
         self._restore_from: Path | None = None  # a checkpoint to load once placed
@@ -136,22 +136,23 @@ class Trainer:
     @property
     def model(self) -> PyTree:
         """The model as it is now. The next step deletes its arrays: save it, or copy what is to be kept."""
-        if self._given is not None:
-            return self._given[0]
-        return self._parts.put(self._trained, self._frozen)
+        return self._given[0] if self._given is not None else self._state.model
 
     @property
     def model_state(self) -> PyTree | None:
         """The state of the model's stateful layers as it is now; None where there are none."""
-        if self._given is not None:
-            return self._given[1]
-        return jax.tree.unflatten(self._program.state_treedef, self._state) if self._has_state else None
+        return self._given[1] if self._given is not None else self._state.model_state
 
     @property
     def opt_state(self) -> PyTree:
         """The optimizer's state as it is now."""
         self._ensure_placed(None)
-        return jax.tree.unflatten(self._program.opt_treedef, self._opt_state)
+        return self._state.opt_tree
+
+    @property
+    def _state(self) -> TrainState:
+        assert self._held is not None, "placed"
+        return self._held
 
     def _ensure_placed(self, batch: PyTree | None) -> None:
         """Place the model, make the optimizer's state and the steps; once, at first use.
@@ -169,13 +170,7 @@ class Trainer:
         settings = {"accumulate_grad_batches": self._accumulate, "compute_dtype": str(self._compute_dtype)}
         self.deployer.peers.agree("Trainer", {**settings, "trained leaves": len(self._parts.names[0])})
         self.plan = plan = self._make_plan(batch, self.deployer.mesh)
-        self._program = program = self._make_program(plan)
-        whole = replicated(self.deployer.mesh)
-        self._trained, self._frozen = self._parts.take(place(model, plan))
-        self._state = [put(jnp.copy(leaf), whole) for leaf in jax.tree.leaves(state)]  # as `place` copies
-        self._opt_state = program.init_opt_state(self._trained)
-        self._step = put(np.zeros((), np.int32), whole)
-        self._key = put(self._key, whole)
+        self._held = TrainState.of(self._parts, self._make_program(plan), model, state, self._key)
         self._compiled: set[Any] = set()
         self._given = None
         self._restore()
@@ -246,8 +241,8 @@ class Trainer:
             with closing(self._batches(steps, per_device_batch_size)) as batches:
                 for i, batch in enumerate(batches):
                     self._ensure_placed(batch.micro_batch)
-                    args = (self._trained, self._frozen, self._state, self._key, np.uint32(i), batch.groups)
-                    vector = self._call("eval step", self._program.eval_step, args, batch, progress)
+                    args = self._state.eval_args(i, batch.groups)
+                    vector = self._call("eval step", self._state.program.eval_step, args, batch, progress)
                     self.deployer.watch.beat_on()
                     vector.copy_to_host_async()
                     pending.append(vector)
@@ -257,7 +252,7 @@ class Trainer:
                 sums = sums + np.asarray(vector, np.float64)
         pairs = np.asarray(sums).reshape(-1, 2)
         with np.errstate(invalid="ignore", divide="ignore"):
-            return dict(zip(self._program.eval_names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
+            return dict(zip(self._state.program.eval_names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
 
     def get_default_predictor(
         self,
@@ -299,7 +294,7 @@ class Trainer:
         with closing(self._batches(steps, per_device_batch_size)) as batches:
             batch = next(batches)
         self._ensure_placed(batch.micro_batch)
-        return self._program.train_step.lower(*self._train_args(batch)).compile()
+        return self._state.program.train_step.lower(*self._state.train_args(batch.groups)).compile()
 
     def dry_run(
         self,
@@ -333,42 +328,26 @@ class Trainer:
         step = next(self._slices(examples, per_device_batch_size, self._accumulate, len(machine.devices)))
         return dry_run(self._job(step, per_device_batch_size), machine, optimization=optimization, search=search)
 
-    def _job(self, step: Slice, per_device_batch_size: int, options: Options | None = None) -> Job:
-        """What a dry run compiles: the step of those examples, and what evaluations and checkpoints `fit` is asked for."""
-
-        def shapes(tree: PyTree) -> PyTree:
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
+    def _job(self, step: Slice, per_device_batch_size: int) -> Job:
+        """What a dry run compiles: the step of those examples."""
         mesh = self.deployer.mesh
-        setting = Setting(mesh.shape[MODEL], mesh.shape[FSDP], per_device_batch_size, self._accumulate)
-        job = Job(
-            setting=setting,
-            batch=shapes(collate(self._collate_fn, list(step.examples))),
+        return Job(
+            setting=Setting(mesh.shape[MODEL], mesh.shape[FSDP], per_device_batch_size, self._accumulate),
+            batch=collated_shapes(self._collate_fn, step.examples),
             make_plan=lambda mesh, micro_batch: self._make_plan(micro_batch, mesh),
             make_program=lambda plan, change: self._make_program(plan, named=True, change=change),
             can_remat=self._grad_fn is None,
         )
-        if options is None:
-            return job
-        if options.saves:
-            files = {"model.safetensors": file_size(array_leaves(self.model), options.save_float_dtype)}
-            if self._has_state:
-                files["model_state.safetensors"] = file_size(array_leaves(self.model_state))
-            if options.save_opt_states:
-                opt_state = jax.eval_shape(self._optimizer.init, self._parts.trained_tree(self._parts.take(self.model)[0]))
-                files["optimizer.safetensors"] = file_size(array_leaves(opt_state))
-            job = replace(job, files=files)
-        if not options.evaluates:
-            return job
-        rows = options.eval_per_device_batch_size or per_device_batch_size
-        n = min(size_of(options.eval_examples) or 0, rows * self.deployer.n_batch_shards)
-        examples = [options.eval_examples[i] for i in range(n)]
-        if options.eval_loss:
-            batch = shapes(collate(self._collate_fn, examples))
-            job = replace(job, eval_batch=batch, eval_per_device_batch_size=rows)
-        if (predictor := options.eval_predictor) is not None:
-            job = replace(job, trace_predict=lambda program: predictor.trace(self.model, examples, rows, program))
-        return job
+
+    def _files(self, options: Options) -> dict[str, int]:
+        """Bytes of each file of a checkpoint that a fit with those options saves; of shapes too."""
+        files = {"model.safetensors": file_size(array_leaves(self.model), options.save_float_dtype)}
+        if self._has_state:
+            files["model_state.safetensors"] = file_size(array_leaves(self.model_state))
+        if options.save_opt_states:
+            opt_state = jax.eval_shape(self._optimizer.init, self._parts.trained_tree(self._parts.take(self.model)[0]))
+            files["optimizer.safetensors"] = file_size(array_leaves(opt_state))
+        return files
 
     def _slices(
         self, examples: Any, per_device_batch_size: int, n_micro_batches: int = 1, n_devices: int | None = None
@@ -387,9 +366,6 @@ class Trainer:
         self._n_passes += 1
         check = None if self.deployer.peers.n == 1 else partial(_check_rows, self.deployer.peers, self._n_passes)
         return batches(steps, self._collate_fn, micro_batch_size, self.deployer.mesh, check)
-
-    def _train_args(self, batch: Batch) -> tuple[Any, ...]:
-        return (self._trained, self._opt_state, self._state, self._step, self._frozen, self._key, batch.groups)
 
     def _call(self, what: str, step: Callable[..., Any], args: tuple, batch: Batch, progress: Progress) -> Any:
         """Call a jitted step, saying so where it has to compile first."""
@@ -415,8 +391,8 @@ class Trainer:
                 if self._checkpoints is not None:
                     self._checkpoints.check()
                 self._ensure_placed(batch.micro_batch)
-                outs = self._call("train step", self._program.train_step, self._train_args(batch), batch, progress)
-                self._trained, self._opt_state, self._state, self._step, vector = outs
+                args = self._state.train_args(batch.groups)
+                vector = self._state.advance(self._call("train step", self._state.program.train_step, args, batch, progress))
                 self.step += 1
                 self.deployer.watch.beat(self.step)
                 vector.copy_to_host_async()
@@ -430,7 +406,7 @@ class Trainer:
     def _record(self, progress: Progress) -> None:
         """Read the metrics of the oldest step that is still unread, check them, show and record them."""
         step, epoch, vector, n_examples, n_tokens = self._pending.popleft()
-        metrics = dict(zip(self._program.metric_names, np.asarray(vector).tolist(), strict=True))
+        metrics = dict(zip(self._state.program.metric_names, np.asarray(vector).tolist(), strict=True))
         nonfinite = [name for name in ("loss", "grad_norm") if not np.isfinite(metrics[name])]
         self._n_skipped_now = self._n_skipped_now + 1 if nonfinite else 0
         if nonfinite and (not self._skips or self._n_skipped_now > self._max_skipped):
@@ -531,11 +507,6 @@ class Trainer:
     ) -> Path:
         self.deployer.need_values("save_ckpt")
         self._ensure_placed(None)
-        trees: dict[str, PyTree] = {"model": self.model}
-        if self._has_state:
-            trees["model_state"] = self.model_state
-        if save_opt_states:
-            trees["optimizer"] = self.opt_state
         record = {
             "redeqx": version("redeqx"),
             "step": self.step,
@@ -545,28 +516,17 @@ class Trainer:
             "metrics": dict(metrics),
         }
         checkpoints = self._need_checkpoints()
+        trees = self._state.trees(opt_state=save_opt_states)
         return checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
 
     def _load(self, path: Path, load_opt_states: bool) -> dict[str, Any]:
-        checkpoints, plan = self._need_checkpoints(), self.plan
-        assert plan is not None
+        checkpoints = self._need_checkpoints()
         record = checkpoints.record(path)
         if load_opt_states:
             check_record(path, record)
-        whole = replicated(self.deployer.mesh)
-        model = checkpoints.load(path, "model", self.model, plan.sharding)
-        opt_leaves, state_leaves = self._opt_state, self._state
-        if load_opt_states:
-            shardings = dict(zip(named_leaves(self.opt_state), (x.sharding for x in self._opt_state), strict=True))
-            opt_leaves = jax.tree.leaves(checkpoints.load(path, "optimizer", self.opt_state, shardings.__getitem__))
-        if self._has_state:
-            state_leaves = jax.tree.leaves(checkpoints.load(path, "model_state", self.model_state, lambda _: whole))
-        # Nothing of the trainer changes before everything has been read.
-        self._trained, self._frozen = self._parts.take(model)
-        self._opt_state, self._state = opt_leaves, state_leaves
+        self._state.load(checkpoints, path, record["step"] if load_opt_states else None)
         if load_opt_states:
             self.step = record["step"]
-            self._step = put(np.asarray(self.step, np.int32), whole)
         return record
 
     def _resume_from(self, path: Path, step: int) -> None:
@@ -650,22 +610,20 @@ class Trainer:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         options = Options(**arguments)
         if (run := dry()) is not None:
-            options.check(self.deployer.workdir)
-            first = next(Fit(self, options).steps(0, Position()))
-            raise DryRunDone(dry_run(self._job(first, per_device_batch_size, options), run.machine, **run.options))
+            raise DryRunDone(dry_run(Fit(self, options).job(), run.machine, **run.options))
         return Fit(self, options).run()
 
     def _say_header(self) -> None:
         plan, mesh = self.plan, self.deployer.mesh
         assert plan is not None
         devices = mesh.devices.flat
-        held = shard_bytes([*self._trained, *self._frozen])
-        opt = shard_bytes(self._opt_state)
+        trained, frozen = self._state.trained, self._state.frozen
+        held, opt = shard_bytes([*trained, *frozen]), shard_bytes(self._state.opt_state)
         rows = {
             "devices": f"{mesh.size} x {devices[0].device_kind}",
             "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
-            "parameters": f"{sum(x.size for x in self._trained):,} trained"
-            + (f", {sum(x.size for x in self._frozen):,} frozen" if self._frozen else ""),
+            "parameters": f"{sum(x.size for x in trained):,} trained"
+            + (f", {sum(x.size for x in frozen):,} frozen" if frozen else ""),
             "bytes per device": f"{held / 2**20:,.1f} MiB parameters, {opt / 2**20:,.1f} MiB optimizer state",
             "plan": plan.summary(),
             "workdir": str(self.deployer.workdir) if self.deployer.workdir else "none: nothing is recorded",

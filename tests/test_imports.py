@@ -23,6 +23,7 @@ LAYERS = (
     ("_plan", "_exchange"),
     ("_data", "_step", "_checkpoint", "_console"),
     ("_program",),
+    ("_train_state",),
     ("_report",),
     ("_dry_run",),
     ("_deployer",),
