@@ -15,6 +15,7 @@ import reprlib
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ DTYPES: dict[str, np.dtype] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 CHUNK = 2**24  # bytes written at once: casts and checksums need that much more memory, whatever the tensor's size
+_LARGE = 2**20  # bytes worth another thread
+_WRITERS = 3  # two that write and one that flushes: more write no faster
 _MAX_HEADER = 10**8  # bytes; the limit of the safetensors library
 _MAX_JSON = 10**8  # bytes; of other files, which have no limit of their own
 _MAX_PLACE = 2**63  # no file, and no array, has that many bytes
@@ -256,23 +259,36 @@ class Writer:
         contribution = 0
         fd = os.open(path, os.O_WRONLY)
         try:
-            for name, tensor in self._tensors.items():
-                for block in blocks.get(name, ()):
-                    contribution ^= self._write_block(fd, tensor, block)
+            # The system copies, and the disk writes, while the next bytes are put together and summed up here.
+            with ThreadPoolExecutor(_WRITERS, "redeqx-write") as pool:
+                flush = pool.submit(os.fdatasync, fd)
+                for name, tensor in self._tensors.items():
+                    for block in blocks.get(name, ()):
+                        contribution ^= self._write_block(fd, tensor, block, pool)
+                        if flush.done():
+                            flush.result()
+                            flush = pool.submit(os.fdatasync, fd)
+                flush.result()
             os.fsync(fd)
         finally:
             os.close(fd)
         return contribution
 
-    def _write_block(self, fd: int, tensor: "_Tensor", block: Block) -> int:
+    def _write_block(self, fd: int, tensor: _Tensor, block: Block, pool: ThreadPoolExecutor) -> int:
         crc32, begin = Crc32(), len(self._header) + tensor.start
         flat = block.values().reshape(-1)
+        written: list[Future[None]] = []
         for place, at, n in block.runs(tensor.shape):
             offset = begin + place * tensor.dtype.itemsize
             for chunk in _chunks(flat[at : at + n], tensor.dtype):
-                _pwrite(fd, chunk, offset)
+                if len(chunk) >= _LARGE:
+                    written.append(pool.submit(_pwrite, fd, chunk, offset))
+                else:
+                    _pwrite(fd, chunk, offset)
                 crc32.add(chunk, offset)
                 offset += len(chunk)
+        for future in written:
+            future.result()
         return crc32.contribution(self.size)
 
     def finish(self, path: Path, contributions: Sequence[int]) -> dict[str, int]:

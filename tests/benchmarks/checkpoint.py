@@ -1,10 +1,12 @@
 """Saving and restoring against the disk's own speed, and what a save in the background costs the steps.
 
     python tests/benchmarks/checkpoint.py [--gib 1.0] [--rounds 3]      # 8 simulated devices; with a folder: --folder DIR
+    python -m redeqx launch --processes 2 tests/benchmarks/checkpoint.py    # 4 of each of two processes, gathering left out
 
-Each round alternates, in one run: `dd` with fsync of as many bytes; `Checkpoints.save`; the arrays gathered on the host and
-`safetensors.numpy.save_file`; `Checkpoints.load`; steps of a jitted function over the same arrays, alone and with a save in
-the background begun before the first of them. Medians; memory is this process's at its most, over what it held before.
+Each round alternates, in one run: `dd` with fsync of as many bytes, which like a save writes a new file and then removes the
+one before; `Checkpoints.save`; the arrays gathered on the host and `safetensors.numpy.save_file`; `Checkpoints.load`; steps
+of a jitted function over the same arrays, alone and with a save in the background begun before the first of them. Medians;
+memory is this process's at its most, over what it held before.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import save_file
 
 from redeqx._checkpoint import Checkpoints
+from redeqx._cluster import start
 from redeqx._mesh import make_mesh
 
 
@@ -59,6 +62,12 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def copy(path, before, n_bytes):
+    dd = ["dd", "if=/dev/zero", f"of={path}", "bs=16M", f"count={n_bytes // 2**24}", "conv=fsync"]
+    subprocess.run(dd, check=True, capture_output=True)
+    before.unlink(missing_ok=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0)
@@ -66,7 +75,9 @@ def main():
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", 8 // int(os.environ.get("REDEQX_PROCESSES", "1")))
+    peers = start(None, None, None, None, None)
+    alone = peers.n == 1
     mesh = make_mesh(4)
     n, width = 16, 4096
     rows = int(args.gib * 2**30 / 4 / width / n) // 8 * 8
@@ -82,14 +93,15 @@ def main():
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in zip(names, arrays, strict=True)
     }
     folder = args.folder / "redeqx_checkpoint_benchmark"
-    folder.mkdir()
+    folder.mkdir(exist_ok=not alone)
     found = {key: [] for key in ("dd", "save", "gather", "load", "step", "stall", "with a save")}
     memory = {}
     try:
-        checkpoints = Checkpoints(folder / "ckpts")
+        checkpoints = Checkpoints(folder / "ckpts", peers)
         for i in range(args.rounds):
-            dd = ["dd", "if=/dev/zero", f"of={folder}/dd", "bs=16M", f"count={n_bytes // 2**24}", "conv=fsync"]
-            found["dd"].append(seconds(lambda dd=dd: subprocess.run(dd, check=True, capture_output=True)))
+            if peers.index == 0:
+                found["dd"].append(seconds(lambda i=i: copy(folder / f"dd_{i}", folder / f"dd_{i - 1}", n_bytes)))
+            peers.gather("dd")
             tree = dict(zip(names, arrays, strict=True))
             with Peak() as peak:
                 found["save"].append(
@@ -102,9 +114,10 @@ def main():
                 with open(folder / "gathered.safetensors", "rb+") as file:
                     os.fsync(file.fileno())
 
-            with Peak() as peak:
-                found["gather"].append(seconds(gather))
-            memory["gather"] = max(memory.get("gather", 0), peak.bytes)
+            if alone:
+                with Peak() as peak:
+                    found["gather"].append(seconds(gather))
+                memory["gather"] = max(memory.get("gather", 0), peak.bytes)
             subprocess.run(["sync"], check=True)
             path = checkpoints.resolve("last")
             found["load"].append(
@@ -134,14 +147,19 @@ def main():
                 checkpoints.wait()
             memory["background"] = max(memory.get("background", 0), peak.bytes)
     finally:
-        shutil.rmtree(folder)
-    of = {key: median(values) for key, values in found.items()}
+        peers.gather("end")
+        if peers.index == 0:
+            shutil.rmtree(folder)
+    if peers.index != 0:
+        return
+    of = {key: median(values) for key, values in found.items() if values}
     gib, largest = n_bytes / 2**30, max(x.nbytes for x in arrays) / 2**20
     mib = {key: f"{value / 2**20:,.0f} MiB more at its most" for key, value in memory.items()}
-    print(f"{gib:.2f} GiB in {n} arrays over {mesh.size} devices, the largest {largest:,.0f} MiB; median of {args.rounds}")
+    print(f"{gib:.2f} GiB in {n} arrays, the largest {largest:,.0f} MiB, over {mesh.size} devices of {peers.n} process(es)")
     print(f"  dd with fsync      {gib / of['dd']:6.2f} GiB/s")
     print(f"  save               {gib / of['save']:6.2f} GiB/s, {of['dd'] / of['save']:.2f} of dd; {mib['save']}")
-    print(f"  gather, save_file  {gib / of['gather']:6.2f} GiB/s, {of['dd'] / of['gather']:.2f} of dd; {mib['gather']}")
+    if alone:
+        print(f"  gather, save_file  {gib / of['gather']:6.2f} GiB/s, {of['dd'] / of['gather']:.2f} of dd; {mib['gather']}")
     print(f"  load               {gib / of['load']:6.2f} GiB/s, {of['dd'] / of['load']:.2f} of dd")
     print(f"  a step             {of['step'] * 1e3:6.0f} ms alone, {of['with a save'] * 1e3:.0f} ms beside a save")
     print(f"  the stall          {of['stall'] * 1e3:6.0f} ms to copy the arrays; {mib['background']}")
