@@ -53,9 +53,12 @@ class Room:
         return sorted(self.left.get(timeout=LIMIT) for _ in range(n))
 
     def end(self):
-        listening = [thread for thread in threading.enumerate() if thread.name.startswith("redeqx-peer-")]
+        names = ("redeqx-peer-", "redeqx-farewell")
+        listening = [thread for thread in threading.enumerate() if thread.name.startswith(names)]
         for peers in self.all:
-            peers._left.update(range(peers.n))
+            with peers._change:
+                peers._left.update(range(peers.n))
+                peers._change.notify_all()
         for peers in self.all:
             kill(peers)
         for thread in listening:
@@ -464,8 +467,29 @@ def test_heartbeats_keep_those_that_have_nothing_to_say(room):
 def test_one_that_fails_lets_the_others_leave_without_a_word(room, capsys, culprit):
     peers = room.started(3)
     assert at_once(peers[culprit].fail) == [True]
+    kill(peers[culprit])  # it has spoken, and ends
     assert room.gone(2) == sorted({0, 1, 2} - {culprit})
     assert last_lines(capsys, 0) == []
+
+
+def test_the_hub_leaves_after_the_one_that_speaks(room):
+    """With it goes JAX's coordinator, whose end ends every process that still has a word to say."""
+    peers = room.started(3)
+    assert at_once(peers[1].fail) == [True]
+    assert room.gone(1) == [2]
+    time.sleep(0.3)
+    assert room.left.empty()
+    kill(peers[1])
+    assert room.gone(1) == [0]
+
+
+def test_of_two_that_fail_at_once_one_speaks(room):
+    peers = room.started(3)
+    said = at_once(*(each.fail for each in peers[:2]))
+    assert sorted(said) == [False, True]
+    speaker = said.index(True)
+    kill(peers[speaker])
+    assert room.gone(2) == sorted({0, 1, 2} - {speaker})
 
 
 def test_an_agreed_end_disturbs_nobody(room, capsys):

@@ -1,10 +1,11 @@
 """Random faults in runs of two processes, each started again until it is done; all must end with the undisturbed run's bits.
 
-    python tests/benchmarks/soak.py [--faults 30] [--seed 0] [--epochs 40]
+    python tests/benchmarks/soak.py [--faults 30] [--seed 0] [--epochs 240]
 
 Each time one or both processes are killed (SIGKILL), frozen until the other leaves, or told to stop (SIGTERM), after a
 random time; then the run is started again. Parameters and optimizer state are compared with those of a run that nothing
-disturbed, on the same layout, bit for bit. Prints a line a fault; exit code 1 where the bits differ.
+disturbed, on the same layout, bit for bit; a run that ends before all faults are had is followed by another. Prints a line
+a fault; exit code 1 where the bits differ.
 """
 
 import argparse
@@ -76,7 +77,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=40, help="seven steps each")
+    parser.add_argument("--epochs", type=int, default=240, help="seven steps each")
     args = parser.parse_args()
     rng = np.random.default_rng(args.seed)
     root = Path(tempfile.mkdtemp(prefix="redeqx-soak-"))

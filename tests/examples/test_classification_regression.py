@@ -65,6 +65,7 @@ def metrics(workdir, name):
 # --- it learns -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_digits_are_told_apart(tmp_path):
     flags = ("--n-epochs", 3, "--width", 8, "--learning-rate", 0.01)
     outcome = run_example("classification_regression", *flags, workdir=tmp_path)

@@ -285,7 +285,8 @@ def tune(folder, pairs_file, workdir, **changes):
     return main(Args(data=pairs_file, pretrained=folder, workdir=workdir, **settings, **keys, **changes))
 
 
-@pytest.mark.parametrize("rank", [pytest.param(None, marks=pytest.mark.sweep), 4])
+@pytest.mark.sweep
+@pytest.mark.parametrize("rank", [None, 4])
 def test_a_folder_is_tuned_on_instructions_and_saved_again(rank, folder, pairs_file, tmp_path, capsys):
     scores = tune(folder, pairs_file, tmp_path, lora_rank=rank)
     losses = [line["loss"] for line in metrics(tmp_path) if "loss" in line]
