@@ -255,9 +255,11 @@ class Peers:
                     refused.append(link)
             if problem is not None:  # for those that are at the door
                 listener.settimeout(_DOOR)
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(OSError, ValueError):
                     while len(self._links) + len(refused) < self.n - 1:
                         refused.append(Link(listener.accept()[0]))
+                        refused[-1].limit(_DOOR)
+                        refused[-1].receive()  # what is closed unread takes with it what was sent
         for link in [*self._links.values(), *refused]:
             with contextlib.suppress(OSError):  # gone again: who is taken up is listened to from now on
                 link.send("start", None if problem is None else [type(problem).__name__, str(problem)])
@@ -266,7 +268,7 @@ class Peers:
                 link.close()
             raise problem
 
-    def _welcome(self, link: "Link", until: float) -> Exception | None:
+    def _welcome(self, link: Link, until: float) -> Exception | None:
         """Take up one that has come; or what is wrong with it."""
         link.limit(min(5.0, max(until - time.monotonic(), 0.01)))
         try:
@@ -337,7 +339,7 @@ class Peers:
             for i in self._links:
                 self._send(i, "beat")
 
-    def _listen(self, index: int, link: "Link") -> None:
+    def _listen(self, index: int, link: Link) -> None:
         why = "its connection was closed"
         try:
             while True:
