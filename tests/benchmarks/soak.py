@@ -2,8 +2,8 @@
 
     python tests/benchmarks/soak.py [--faults 30] [--seed 0] [--epochs 240]
 
-Each time one or both processes are killed (SIGKILL), frozen until the other leaves, or told to stop (SIGTERM), after a
-random time; then the run is started again. Parameters and optimizer state are compared with those of a run that nothing
+Each time one or both processes are killed (SIGKILL), frozen until the other leaves, or told to stop (SIGTERM), at a random
+time; then the run is started again. Parameters and optimizer state are compared with those of a run that nothing
 disturbed, on the same layout, bit for bit; a run that ends before all faults are had is followed by another. Prints a line
 a fault; exit code 1 where the bits differ.
 """
@@ -46,14 +46,23 @@ def start(workdir, epochs):
 def wait(processes):
     """Their exit codes; frozen ones are killed once the others have left."""
     until = time.monotonic() + LIMIT
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() is not None for process in processes) or time.monotonic() > until:
-            time.sleep(5)  # what a process has to leave another in
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
+    while (n_running := sum(process.poll() is None for process in processes)) and time.monotonic() < until:
+        if n_running < len(processes):
+            until = min(until, time.monotonic() + 5)  # what a process has to leave another in
         time.sleep(0.05)
+    for process in processes:
+        process.kill()
     return [process.wait() for process in processes]
+
+
+def wait_for_steps(processes, workdir):
+    """Until a new batch has been read, or a process has ended."""
+    path, until = workdir / "rows_0_of_2.jsonl", time.monotonic() + LIMIT
+    read = path.stat().st_size if path.exists() else 0
+    while all(process.poll() is None for process in processes) and time.monotonic() < until:
+        if path.exists() and path.stat().st_size > read:
+            return
+        time.sleep(0.05)
 
 
 def hit(processes, fault, who):
@@ -96,8 +105,9 @@ def main():
             processes = start(workdir, args.epochs)
             if n_faults < args.faults:
                 fault, who = rng.choice(["kill", "kill", "freeze", "stop"]), [[0], [1], [0, 1]][rng.integers(3)]
-                after = rng.uniform(3.0, 11.0)  # of which importing and compiling take about seven
-                time.sleep(after)
+                if rng.random() < 0.8:  # else at its start, while the processes meet and compile
+                    wait_for_steps(processes, workdir)
+                time.sleep(rng.uniform(0.0, 4.0))
                 if all(process.poll() is None for process in processes):
                     hit(processes, fault, who if fault != "freeze" else who[:1])
                     n_faults += 1
