@@ -1,11 +1,11 @@
 """Two processes that save one checkpoint and then another, of which some are killed at a point of the second.
 
-    saving.py FOLDER PORT in_place|apart < TRIALS
+    saving.py FOLDER in_place|apart < TRIALS
 
-Each line of standard input is a trial, `["name", [[process, point], ...]]`: a folder of that name under FOLDER, and which
-processes are killed before which of their system calls (and words to each other) of the second save, counted from 0. Apart,
-each process has a folder of its own. For each trial a line of standard output: `["name", [exit code of 0, of 1], [the points
-that each passed]]`.
+Each line of standard input is a trial, `["name", port, [[process, point], ...]]`: a folder of that name under FOLDER, a free
+port, and which processes are killed before which of their system calls (and words to each other) of the second save, counted
+from 0. Apart, each process has a folder of its own. For each trial a line of standard output: `["name", [exit code of 0, of
+1], [the points that each passed]]`.
 
 The processes are forked from this one, before JAX has devices: importing takes longer than a trial.
 """
@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from redeqx._mesh import make_mesh, put
 
 warnings.filterwarnings("ignore", message="os.fork")
 LIMIT = 20.0
-WAY = sys.argv[3]
+WAY = sys.argv[2]
 CALLS = [(os, name) for name in ("mkdir", "posix_fallocate", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir")]
 CALLS += [(shutil, "rmtree"), (_peers.Peers, "give")]
 
@@ -89,6 +90,8 @@ def run(folder, port, kills):
                 os.dup2(errors, 2)
                 process(index, folder, port, points.get(index))
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         children.append(child)
@@ -107,7 +110,7 @@ def run(folder, port, kills):
 
 
 if __name__ == "__main__":
-    for i, line in enumerate(sys.stdin):
-        name, kills = json.loads(line)
-        codes, passed = run(Path(sys.argv[1]) / name, int(sys.argv[2]) + i, kills)
+    for line in sys.stdin:
+        name, port, kills = json.loads(line)
+        codes, passed = run(Path(sys.argv[1]) / name, port, kills)
         print(json.dumps([name, codes, passed]), flush=True)
