@@ -6,17 +6,20 @@ starts, since of that much ends a process without a word of Python.
 """
 
 import atexit
+import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
 import jax
 
 from ._peers import HEARTBEAT, START, Peers
+from ._relay import Relay
 
 PORT = 55527  # of process 0, where none is given; the one that JAX's own detection takes on Kubernetes
 _PROCESSES, _PROCESS_ID, _HOST0 = "REDEQX_PROCESSES", "REDEQX_PROCESS_ID", "REDEQX_HOST0"
@@ -73,24 +76,36 @@ def start(
     _check_unused()
     peers = Peers(place.n, place.index, heartbeat)
     peers.meet(place.host, place.port, bind=place.bind, timeout=timeout)
-    host = f"[{place.host}]" if ":" in place.host else place.host
-    jax.distributed.initialize(
-        f"{host}:{place.port}",
-        place.n,
-        place.index,
-        local_device_ids=None if place.local_devices is None else list(place.local_devices),
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=f"{place.bind}:{place.port}" if place.bind else None,
-        initialization_timeout=int(timeout),
-        # Ours comes first: JAX's ends the process without a word of where the run stands.
-        heartbeat_timeout_seconds=int(2 * heartbeat) + 10,
-    )
+    relay = Relay(place.host, place.port, timeout)
+    bind = place.bind or "::"
+    with _no_proxies():
+        jax.distributed.initialize(
+            f"{relay.host}:{relay.port}",
+            place.n,
+            place.index,
+            local_device_ids=None if place.local_devices is None else list(place.local_devices),
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=f"[{bind}]:{place.port}" if ":" in bind else f"{bind}:{place.port}",
+            initialization_timeout=int(timeout),
+            # Ours comes first: JAX's ends the process without a word of where the run stands.
+            heartbeat_timeout_seconds=int(2 * heartbeat) + 10,
+        )
     if threading.current_thread() is threading.main_thread():
         # JAX notes SIGTERM, and goes on: outside of `fit`, which saves, it ends the process as it would without JAX.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _peers = peers
     _say_ends(peers)
     return peers
+
+
+@contextlib.contextmanager
+def _no_proxies() -> Iterator[None]:
+    """The environment without them: gRPC takes one for the web, as clusters set (`http_proxy`), and waits for ever."""
+    proxies = {name: os.environ.pop(name) for name in list(os.environ) if name.lower().endswith("_proxy")}
+    try:
+        yield
+    finally:
+        os.environ.update(proxies)
 
 
 def _check_unused() -> None:

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -222,3 +224,18 @@ def test_a_place_among_several_is_not_taken_up_where_jax_is_in_use(monkeypatch):
     jax.devices()
     with pytest.raises(RuntimeError, match=r"^`Deployer`: expected to come before anything"):
         start(None, None, None, None, None)
+
+
+def test_a_proxy_for_the_web_is_no_way_to_process_0(tmp_path):
+    """gRPC would take it for one and wait for ever, on clusters that have no other way out."""
+    script = tmp_path / "started.py"
+    script.write_text(
+        "import os, jax, redeqx\nredeqx.Deployer()\nprint(jax.process_count(), os.environ['http_proxy'], jax.device_count())"
+    )
+    command = [sys.executable, "-m", "redeqx", "launch", "--processes", "2", str(script)]
+    proxies = dict.fromkeys(("http_proxy", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    environment = {**os.environ, **proxies, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == [f"[{i}] 2 http://127.0.0.1:9 2" for i in (0, 1)]
+    assert "proxy" not in ended.stderr

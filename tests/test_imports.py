@@ -14,7 +14,7 @@ import redeqx
 FOLDER = pathlib.Path(redeqx.__file__).parent
 # Bottom to top. A module imports from layers below, and from its own where that makes no circle.
 LAYERS = (
-    ("_paths", "_chips", "_mesh", "_rules", "_hlo", "_links", "_crc32", "_shards"),
+    ("_paths", "_chips", "_mesh", "_rules", "_hlo", "_links", "_relay", "_crc32", "_shards"),
     ("_devices", "_buffers", "_peers", "_safetensors"),
     ("_cluster", "_interrupts", "_launch", "_sources", "_layouts", "_record"),
     ("_jaxprs",),

@@ -1,0 +1,72 @@
+"""The way to JAX's coordinator, which stays open where the coordinator is gone.
+
+Where its connection to process 0 breaks, JAX's client ends the process at once, with code 1 and words of its own: before it
+could say which step is safe, and not with the code that schedulers requeue on. So the client connects to this, in its own
+process, which passes on the bytes, and keeps still where no more come. That process 0 is gone is for `_peers` to notice.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class Relay:
+    """A port of this host, `relay.host:relay.port`, whose connections lead to another address.
+
+    **Arguments:**
+
+    - `host`, `port`: where to.
+    - `timeout`: seconds in which somebody has to listen there.
+    """
+
+    host = "127.0.0.1"
+
+    def __init__(self, host: str, port: int, timeout: float):
+        self._far, self._timeout = (host, port), timeout
+        self._listener = socket.create_server((self.host, 0))
+        self.port: int = self._listener.getsockname()[1]
+        _run(self._accept)
+
+    def _accept(self) -> None:
+        while True:
+            _run(self._carry, self._listener.accept()[0])
+
+    def _carry(self, near: socket.socket) -> None:
+        """One connection, until JAX's client closes it."""
+        with near:
+            far = self._connected()
+            if far is None:
+                return
+            with far:
+                _run(_pass_on, far, near)
+                _pass_on(near, far)
+                with contextlib.suppress(OSError):
+                    far.shutdown(socket.SHUT_RDWR)  # ends the other direction too
+
+    def _connected(self) -> socket.socket | None:
+        until = time.monotonic() + self._timeout
+        while (left := until - time.monotonic()) > 0:
+            try:
+                far = socket.create_connection(self._far, timeout=left)
+            except OSError:
+                time.sleep(0.02)  # the coordinator starts when all have met
+            else:
+                far.settimeout(None)
+                far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return far
+        return None
+
+
+def _run(act: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=act, args=args, name="redeqx-relay", daemon=True).start()
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    """Until the source is closed; what a broken target does not take is dropped."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(2**16):
+            with contextlib.suppress(OSError):
+                target.sendall(data)
