@@ -58,7 +58,6 @@ class Peers:
         self._wrong: str | None = None  # how the processes differ
         self._left: set[int] = set()  # who has ended, as agreed or not
         self._failed: int | None = None  # who says why all fail
-        self._may_speak = False  # it is this process, and the others have left
         self._ends = False  # this process is about to leave, and says why
         self._change = threading.Condition()
         self._on_word: dict[str, Callable[[int, Any], None]] = {}
@@ -380,10 +379,6 @@ class Peers:
                 self._change.notify_all()
             if value != self.index:
                 _exit()
-        elif kind == "speak":
-            with self._change:
-                self._may_speak = True
-                self._change.notify_all()
         elif kind == "lost":
             leave(value, self.committed)
 
@@ -425,12 +420,10 @@ class Peers:
             self._send(0, "fails")
         with self._change:
             self._change.wait_for(lambda: self._failed is not None, timeout=2)
-            if self._failed not in (self.index, None):
-                # With the hub goes JAX's coordinator, and with that the speaker, if it has not spoken.
-                self._change.wait_for(lambda: self.index != 0 or self._failed in self._left, timeout=2 * _FAREWELL)
-                return False
-            self._change.wait_for(lambda: self._may_speak, timeout=_FAREWELL)
-        return True
+            speaks = self._failed in (self.index, None)
+        if speaks or self.index == 0:
+            self._see_off()
+        return speaks
 
     def _fails(self, speaker: int) -> None:
         """At the hub: a process fails; the first that does speaks for all."""
@@ -441,20 +434,18 @@ class Peers:
             self._change.notify_all()
         for i in self._links:
             self._send(i, "failed", speaker)
-        threading.Thread(target=self._see_off, args=(speaker,), name="redeqx-farewell", daemon=True).start()
-
-    def _see_off(self, speaker: int) -> None:
-        """At the hub: let one process speak when the others have left; leave after it, without a word."""
-        others = set(range(1, self.n)) - {speaker}
-        with self._change:
-            self._change.wait_for(lambda: others <= self._left, timeout=2)
-            self._may_speak = speaker == 0
-            self._change.notify_all()
         if speaker != 0:
-            self._send(speaker, "speak")
-            with self._change:
-                self._change.wait_for(lambda: speaker in self._left, timeout=_FAREWELL)
-            _exit()
+            threading.Thread(target=self._leave_after_others, name="redeqx-farewell", daemon=True).start()
+
+    def _leave_after_others(self) -> None:
+        self._see_off()
+        _exit()
+
+    def _see_off(self) -> None:
+        """Wait until the others have left, but for the one that speaks: the hub is the last of them."""
+        with self._change:
+            others = {0} if self.index else set(range(1, self.n)) - {self._failed}
+            self._change.wait_for(lambda: others <= self._left, timeout=_FAREWELL if self.index else _FAREWELL / 2)
 
     def close(self) -> None:
         """Say goodbye: an end that is no failure."""
