@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from redeqx._paths import is_array_like, map_named, named_leaves, nearest
-
-_MAX_LISTED = 10  # layers named by one error
+from redeqx._paths import is_array_like, listed, map_named, named_leaves, nearest
 
 Where = str | Sequence[str] | Callable[[str, eqx.nn.Linear], bool]
 
@@ -200,5 +198,4 @@ def check_plain(layers: Mapping[str, eqx.nn.Linear]) -> None:
 
 
 def _listed(linears: Mapping[str, Any]) -> str:
-    more = [f"and {len(linears) - _MAX_LISTED} more"] if len(linears) > _MAX_LISTED else []
-    return f"The model's linear layers: {', '.join([*list(linears)[:_MAX_LISTED], *more]) or 'none'}."
+    return f"The model's linear layers: {', '.join(listed(list(linears))) or 'none'}."

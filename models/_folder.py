@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDevi
 
 from redeqx import Deployer, Plan
 from redeqx._devices import dry
-from redeqx._paths import is_array_like, map_named, named_leaves, nearest
+from redeqx._paths import is_array_like, listed, map_named, named_leaves, nearest
 from redeqx._safetensors import brief_name, load_json, to_host, write_tensors
 from redeqx._sources import INDEX, Source
 
@@ -30,7 +30,6 @@ from ._config import Keys
 from ._names import Name, Names
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-_MAX_PROBLEMS = 10  # tensors named by one error
 
 
 # --- models that have a folder --------------------------------------------------------------------------------------
@@ -286,11 +285,10 @@ def _match(
                     "Set `tie_word_embeddings` to false there."
                 )
     if problems:
-        more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
-        listed = "\n  - ".join(problems[:_MAX_PROBLEMS] + more)
+        differing = "\n  - ".join(listed(problems))
         raise ValueError(
             f"`{source.path}`: expected the tensors that `{config_path}` describes, got {len(problems)} that differ:\n"
-            f"  - {listed}\nLoad the weights with their own config, and the class that they were saved from."
+            f"  - {differing}\nLoad the weights with their own config, and the class that they were saved from."
         )
     return found
 

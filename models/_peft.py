@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from redeqx._paths import nearest
+from redeqx._paths import listed, nearest
 from redeqx._safetensors import brief, write_tensors
 from redeqx._sources import Source
 
@@ -26,7 +26,6 @@ from ._folder import Pretrained, read_config, replace_file, replace_json
 from ._names import Name, Names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
-_MAX_LISTED = 10  # tensors named by one error
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(rf"{re.escape(_PREFIX)}(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 _BASE = re.compile(rf"{re.escape(_PREFIX)}(?P<module>.+)\.base_layer\.(?P<which>weight|bias)")
@@ -298,12 +297,11 @@ def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: Source, 
             scale = alpha / (rank**0.5 if keys.get("use_rslora", False) else rank)
             found.setdefault(module, {})[i] = pair["A"], pair["B"], scale
     if problems or not found:
-        more = [f"and {len(problems) - _MAX_LISTED} more"] if len(problems) > _MAX_LISTED else []
-        listed = "\n  - ".join(["", *problems[:_MAX_LISTED], *more])
+        unfit = "\n  - ".join(["", *listed(problems)])
         base = keys.get("base_model_name_or_path", None)
         raise ValueError(
             f"`{source.path}`: expected adapters of this {type(model).__name__}, as `{keys.path}` describes them, got "
-            f"{f'{len(problems)} that do not fit:' if problems else 'none.'}{listed}\n"
+            f"{f'{len(problems)} that do not fit:' if problems else 'none.'}{unfit}\n"
             f"Load it over the model that it was trained on{f', {base!r}' if base else ''}."
         )
     return found

@@ -35,7 +35,7 @@ from jax.sharding import Sharding
 from jaxtyping import PyTree
 
 from ._layouts import FileEach, InPlace, Layout, Ways, probe
-from ._paths import nearest
+from ._paths import listed, nearest
 from ._peers import Peers
 from ._record import RECORD, RESERVED, TMP, leads_out, own, read_json, read_record, write_json, write_record
 from ._safetensors import array_leaves, brief, brief_name, file_size, need_arrays
@@ -160,10 +160,9 @@ class Checkpoints:
         if (Path(which) / RECORD).is_file():
             return os.path.abspath(which)
         known = [*map(brief_name, index), *names]
-        more = [f"{len(known) - _MAX_KNOWN} more"] if len(known) > _MAX_KNOWN else []
-        listed = f"one of {', '.join(known[:_MAX_KNOWN] + more)}" if known else "a checkpoint, of which there are none yet"
+        there = f"one of {', '.join(listed(known, _MAX_KNOWN))}" if known else "a checkpoint, of which there are none yet"
         raise ValueError(
-            f"`{self.folder}`: expected {listed}, or the path of a checkpoint, got {str(which)!r}."
+            f"`{self.folder}`: expected {there}, or the path of a checkpoint, got {str(which)!r}."
             f"{nearest(str(which), known)} Pass one of those."
         )
 

@@ -4,12 +4,14 @@ Plans, errors and checkpoints all say `blocks.3.attn.query.weight`. This room kn
 """
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
+
+MOST_LISTED = 10  # names that one error tells
 
 
 def render(path: tuple[Any, ...]) -> str:
@@ -58,6 +60,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """`" Did you mean `x`?"` for the most similar of `names`, or nothing where none is similar; ends an error message."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def listed(lines: Sequence[str], most: int = MOST_LISTED) -> list[str]:
+    """What an error names of so many: the first, and how many more there are."""
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def is_array_like(leaf: Any) -> bool:

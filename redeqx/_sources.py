@@ -14,12 +14,11 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import PyTree
 
-from ._paths import is_array_like, map_named, nearest
+from ._paths import MOST_LISTED, is_array_like, listed, map_named, nearest
 from ._safetensors import TensorFile, array_leaves, brief, brief_name, is_float, is_plain, load_json, stored
 from ._shards import is_key
 
 INDEX = ".safetensors.index.json"
-_MAX_PROBLEMS = 10  # tensors named by one error
 
 
 class Source:
@@ -111,7 +110,7 @@ def _mismatches(source: Source, wanted: Mapping[str, Any]) -> list[str]:
 
     def hint(name: str, others: Sequence[str]) -> str:
         # Of thousands that differ only the first are looked for: it takes long, and no more are shown.
-        return nearest(name, others) if len(lines) < _MAX_PROBLEMS else ""
+        return nearest(name, others) if len(lines) < MOST_LISTED else ""
 
     for name in missing:
         shape, dtype = stored(wanted[name])
@@ -149,10 +148,9 @@ def load_tree(
     source = Source(path)
     lines = _mismatches(source, array_leaves(template))
     if lines:
-        more = [f"and {len(lines) - _MAX_PROBLEMS} more"] if len(lines) > _MAX_PROBLEMS else []
-        listed = "\n  - ".join(lines[:_MAX_PROBLEMS] + more)
+        differing = "\n  - ".join(listed(lines))
         raise ValueError(
-            f"`{path}`: expected the tensors of this {what}, got {len(lines)} that differ:\n  - {listed}\n"
+            f"`{path}`: expected the tensors of this {what}, got {len(lines)} that differ:\n  - {differing}\n"
             f"Build the {what} that was saved, or load the checkpoint of this one."
         )
 
