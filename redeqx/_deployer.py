@@ -18,7 +18,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ._cluster import start
 from ._console import Console, Tracker
 from ._devices import dry
-from ._interrupts import HANG, Watch
+from ._interrupts import HANG, Preemption, Watch
 from ._jaxprs import Trace
 from ._mesh import make_mesh, n_batch_shards
 from ._paths import is_array_like, named_leaves
@@ -103,6 +103,7 @@ class Deployer:
                 self.workdir, verbose=verbose, run_tensorboard=run_tensorboard, loggers=loggers, is_main=is_main
             )
         self.watch = Watch(self.peers, hang_timeout)
+        self.preemption = Preemption(self.peers)
         self._n_keys = 0
         self._records_begun = False
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ._console import Progress
 from ._data import Slice, check_examples, collated_shapes, examples_of, size_of, slices
 from ._dry_run import Job
-from ._interrupts import Preempted, Preemption
+from ._interrupts import Preempted
 from ._record import RECORD
 from ._safetensors import DamagedError, brief, damaged
 
@@ -180,9 +180,6 @@ class Fit:
     options: Options
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest evaluation
 
-    def __post_init__(self):
-        self._preemption = Preemption(self.trainer.deployer.peers)
-
     def run(self) -> dict[str, float]:
         """Train to the end of the last epoch; returns the metrics of the last evaluation."""
         options, trainer = self.options, self.trainer
@@ -193,7 +190,7 @@ class Fit:
             trainer.deployer.log_info("this fit is done already: the checkpoint was saved after it")
             return {}
         progress = trainer.deployer.console.progress(n_epochs=options.n_epochs, first_step=trainer.step)
-        listening = self._preemption.listening() if trainer._checkpoints is not None else nullcontext()
+        listening = trainer.deployer.preemption.listening() if trainer._checkpoints is not None else nullcontext()
         try:
             with listening, progress:
                 if options.eval_examples is not None and options.eval_sanity_check:
@@ -342,18 +339,13 @@ class Fit:
                     break  # what is due then is due at the end of the epoch
                 trainer._standing.position = Position(start.fit, epoch, batch.position, batch.state)
                 tags = self._evaluate(progress) if _is_due(trainer.step, options.eval_every_n_steps) else set()
-                is_told_to_stop = trainer._checkpoints is not None and self._preemption.is_due(trainer.step)
-                if tags or is_told_to_stop or _is_due(trainer.step, options.save_every_n_steps):
-                    self._save(tags, progress)
-                if is_told_to_stop:
-                    self._stop()
+                self._keep(tags, progress)
         trainer._flush(progress)
         trainer._standing.position = Position(start.fit, epoch + 1)
         tags = self._evaluate(progress) if options.evaluates else set()
         if _is_due(epoch + 1, options.save_ckpt_every_k_epochs):
             tags.add(f"epoch_{epoch + 1}")
-        if tags or options.save_last_ckpt or _is_due(trainer.step, options.save_every_n_steps):
-            self._save(tags, progress)
+        self._keep(tags, progress, is_due=options.save_last_ckpt)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
@@ -405,6 +397,15 @@ class Fit:
         return better
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _keep(self, tags: set[str], progress: Progress, *, is_due: bool = False) -> None:
+        """Save this step where that is due, or the run has been told to stop, which it then does; after every step."""
+        step = self.trainer.step
+        is_told_to_stop = self.trainer._checkpoints is not None and self.trainer.deployer.preemption.is_due(step)
+        if tags or is_due or is_told_to_stop or _is_due(step, self.options.save_every_n_steps):
+            self._save(tags, progress)
+        if is_told_to_stop:
+            self._stop()
 
     def _save(self, tags: set[str], progress: Progress) -> None:
         options, trainer = self.options, self.trainer

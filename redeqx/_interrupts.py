@@ -18,8 +18,6 @@ from ._peers import EXIT_CODE, PeerError, Peers, leave
 # Kubernetes, spot machines and SLURM; SLURM's `--signal=USR1@120`, which Windows has not.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 HANG = 1800.0  # seconds without a step after which a run counts as stuck
-# Steps that a process goes on after it has said where it is: others may be ahead, and wait for it in a collective.
-_AHEAD = 2
 
 
 class Preempted(SystemExit):
@@ -31,46 +29,79 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """Whether this run has been told to stop, and after which step all its processes do."""
+    """Whether this run has been told to stop, and after which step all its processes do.
+
+    Each is asked after every step; the first that knows tells the others, and all say how far they are: they stop one step
+    after the furthest. A thread says so for a process whose main one may be in a collective, where it waits for another.
+    """
 
     def __init__(self, peers: Peers):
         self._peers = peers
-        self._noticed = False
-        self._topic: str | None = None  # of the gathering of where each is
-        self._limit = 0
-        self._steps: list[int | None] | None = None
-        peers.on("preempted", lambda index, value: self._notice())
+        self._noticed = False  # and to stay so, until this process stops
+        self._change = threading.Lock()
+        self._begin(is_on=False)
+        peers.on("preempted", lambda index, value: self._hear())
+
+    def _begin(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+        self._is_passed_on = False
+        self._step = self._said = 0  # after which this process was asked last, and after which it was when it said so
+        self._topic: str | None = None  # of the gathering of where each is, once this process has said where
+        self._steps: list[int | None] | None = None  # where each is; None of one that has ended
 
     def _notice(self) -> None:
-        self._noticed = True
+        self._noticed = True  # no more: a signal comes wherever the main thread is, and whatever it holds
+
+    def _hear(self) -> None:
+        self._noticed = self._is_passed_on = True
+        self._say_where()
+
+    def _say_where(self) -> None:
+        with self._change:
+            if self._is_on and self._topic is None:
+                self._said, self._topic = self._step, self._peers.give("preempted at", self._step)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Note the signals; what else they would do is put off until the end of this."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # Python hands signals to the main thread alone
-            return
-        before = {number: signal.signal(number, lambda *_: self._notice()) for number in SIGNALS}
+        before = {}
+        if threading.current_thread() is threading.main_thread():  # Python hands signals to no other
+            before = {number: signal.signal(number, lambda *_: self._notice()) for number in SIGNALS}
+        with self._change:
+            self._begin(is_on=True)
         try:
             yield
         finally:
             for number, handler in before.items():  # None: not Python's, as that of JAX, which only notes it too
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-            if self._topic is None and self._peers.n > 1:
-                self._peers.give("preempted at", None)  # no step of this process comes: whoever waits goes on to the end
+            with self._change:
+                self._is_on = False
+                if self._topic is None and self._peers.n > 1:
+                    self._peers.give("preempted at", None)  # no step of this process comes: others go on to their end
 
     def is_due(self, step: int) -> bool:
         """Whether the run stops after this step; every process asks after every step, and gets the same answer."""
-        if self._peers.n == 1 or not self._noticed:
-            return self._noticed
-        if self._topic is None:
+        with self._change:
+            self._step = step
+        if not self._noticed:
+            return False
+        if self._peers.n > 1 and not self._are_all_there(step):
+            return False
+        self._noticed = False
+        return True
+
+    def _are_all_there(self, step: int) -> bool:
+        if not self._is_passed_on:
+            self._is_passed_on = True
             self._peers.say("preempted")
-            self._topic, self._limit = self._peers.give("preempted at", step), step + _AHEAD
+        self._say_where()
+        if step == self._said:
+            return False
         if self._steps is None:
-            self._steps = self._peers.wait(self._topic) if step >= self._limit else self._peers.answer(self._topic)
-        reached = [at for at in self._steps or () if at is not None]
-        # Nobody has gone further than this, which is as far as the one that is most ahead goes without an answer.
-        return len(reached) == self._peers.n and step == max(reached) + _AHEAD
+            assert self._topic is not None
+            self._steps = self._peers.wait(self._topic)
+        reached = [at for at in self._steps if at is not None]
+        return len(reached) == self._peers.n and step == max(reached) + 1
 
 
 class Watch:

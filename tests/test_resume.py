@@ -2,6 +2,8 @@
 of examples, and what was logged."""
 
 import json
+import os
+import signal
 
 import equinox as eqx
 import jax
@@ -92,6 +94,33 @@ def test_killed_and_resumed_ends_with_the_same_bits(step, uninterrupted, tmp_pat
     assert_same_bits(arrays(trainer), params)
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
     assert json.loads((tmp_path / "ckpts/index.json").read_text()) == index
+
+
+class SignalAt:
+    """A tracker that tells the run to stop, as a scheduler does, when a step is logged."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def log(self, metrics, step):
+        if step == self.step and "loss" in metrics:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("step", range(1, 10))
+def test_told_to_stop_and_resumed_ends_with_the_same_bits(step, uninterrupted, tmp_path):
+    """At any step, also where it is the last of an epoch or of the run."""
+    stopped = make_trainer(tmp_path, loggers=[SignalAt(step)])
+    with pytest.raises(SystemExit) as caught:
+        fit(stopped)
+    assert caught.value.code == 75
+    assert step <= stopped.step <= step + 2  # metrics are read two steps late
+    assert stopped._checkpoints.record(stopped._checkpoints.resolve("last"))["step"] == stopped.step
+    trainer = make_trainer(tmp_path)
+    fit(trainer)
+    assert trainer.step == 9
+    assert_same_bits(arrays(trainer), uninterrupted[0])
+    assert (tmp_path / "metrics.jsonl").read_bytes() == uninterrupted[1]
 
 
 def test_finished_run_is_not_trained_again(uninterrupted, tmp_path):

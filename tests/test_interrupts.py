@@ -1,0 +1,95 @@
+"""All processes of a run that is told to stop do so after the same step, whichever it is and wherever each of them is."""
+
+import contextlib
+import socket
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from redeqx._interrupts import Preemption
+from redeqx._peers import Peers
+
+LIMIT = 30.0
+N_STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two processes that have met, each a thread here."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    peers = [Peers(2, i) for i in (0, 1)]
+    together([partial(each.meet, "127.0.0.1", port, bind="127.0.0.1", timeout=LIMIT) for each in peers])
+    yield peers
+    for each in peers:
+        each._left.update((0, 1))
+    for each in peers:
+        for link in each._links.values():
+            with contextlib.suppress(OSError):
+                link._socket.shutdown(socket.SHUT_RDWR)
+            link.close()
+
+
+def together(acts):
+    """What each returns, in threads of their own."""
+    ended = {}
+    threads = [threading.Thread(target=lambda i=i, act=act: ended.update({i: act()})) for i, act in enumerate(acts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    return [ended[i] for i in range(len(acts))]
+
+
+def fit(preemption, collective, told_at=None, n_steps=N_STEPS):
+    """The step after which it stops, None for its end; the steps of several processes wait for each other, as collectives
+    do."""
+    with preemption.listening():
+        for step in range(1, n_steps + 1):
+            if step == told_at:
+                preemption._notice()
+            collective.wait(LIMIT)
+            if preemption.is_due(step):
+                return step
+    return None
+
+
+@pytest.mark.parametrize("told", [(1, None), (None, 1), (4, None), (None, 4), (3, 5), (5, 5), (6, 4)])
+@pytest.mark.parametrize("late", [0.0, 0.05])
+def test_all_stop_after_the_same_step(pair, monkeypatch, told, late):
+    """However long the word of it takes: who waits in a collective for another cannot be asked where it is."""
+    hear = Preemption._hear
+    monkeypatch.setattr(Preemption, "_hear", lambda self: (time.sleep(late), hear(self)))
+    preemptions, collective = [Preemption(each) for each in pair], threading.Barrier(2)
+    found = together([partial(fit, each, collective, at) for each, at in zip(preemptions, told, strict=True)])
+    assert found[0] == found[1]
+    first = min(at for at in told if at is not None)
+    assert first < found[0] <= first + 2
+
+
+def test_who_is_not_told_never_stops(pair):
+    preemptions, collective = [Preemption(each) for each in pair], threading.Barrier(2)
+    assert together([partial(fit, each, collective) for each in preemptions]) == [None, None]
+
+
+def test_one_process_stops_after_the_step_in_which_it_is_told():
+    preemption = Preemption(Peers())
+    assert fit(preemption, threading.Barrier(1), told_at=3) == 3
+    assert fit(preemption, threading.Barrier(1)) is None  # a fit after it begins anew
+
+
+def test_where_it_is_too_late_for_one_fit_the_next_one_stops(pair):
+    preemptions = [Preemption(each) for each in pair]
+    first, second = threading.Barrier(2), threading.Barrier(2)
+
+    def twice(preemption, told_at):
+        return fit(preemption, first, told_at), fit(preemption, second)
+
+    found = together([partial(twice, preemptions[0], N_STEPS), partial(twice, preemptions[1], None)])
+    assert found[0] == found[1]
+    assert found[0][0] is None
+    assert 2 <= found[0][1] <= 3
