@@ -32,7 +32,7 @@ def start(workdir, epochs):
     """The two processes, started without the launcher, so that either can be hit alone."""
     port = _free_port()
     command = [sys.executable, str(SCRIPT), "--workdir", str(workdir), "--devices", "2", "--epochs", str(epochs)]
-    command += ["--save-every", "2", "--heartbeat", "3"]
+    command += ["--save-every", "2", "--heartbeat", "3", "--start", "20"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NPROC": "16", "REDEQX_PROCESSES": "2"}
     environment["REDEQX_HOST0"] = f"127.0.0.1:{port}"
     return [
@@ -102,18 +102,19 @@ def main():
         n_runs += 1
         workdir, step, codes = root / f"run_{n_runs}", 0, [1, 1]
         while codes != [0, 0]:
-            processes = start(workdir, args.epochs)
+            processes, what = start(workdir, args.epochs), "none"
             if n_faults < args.faults:
                 fault, who = rng.choice(["kill", "kill", "freeze", "stop"]), [[0], [1], [0, 1]][rng.integers(3)]
                 if rng.random() < 0.8:  # else at its start, while the processes meet and compile
                     wait_for_steps(processes, workdir)
                 time.sleep(rng.uniform(0.0, 4.0))
                 if all(process.poll() is None for process in processes):
-                    hit(processes, fault, who if fault != "freeze" else who[:1])
-                    n_faults += 1
+                    who = who if fault != "freeze" else who[:1]
+                    hit(processes, fault, who)
+                    n_faults, what = n_faults + 1, f"{fault} {who}"
             codes = wait(processes)
             before, step = step, step_of(workdir)
-            print(f"{n_faults} faults, run {n_runs}: codes {codes}, step {before} -> {step}", flush=True)
+            print(f"{n_faults} faults, run {n_runs}: {what}: codes {codes}, step {before} -> {step}", flush=True)
             if step < before:
                 print(f"expected no step to be lost, got {step} after {before}")
                 return 1

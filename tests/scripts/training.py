@@ -32,6 +32,7 @@ parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--batch", type=int, default=16, help="examples a step")
 parser.add_argument("--save-every", type=int, default=3)
 parser.add_argument("--heartbeat", type=float, default=30.0)
+parser.add_argument("--start", type=float, default=300.0)
 parser.add_argument("--hang", type=float)
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--fault", default="none")
@@ -50,6 +51,7 @@ deployer = redeqx.Deployer(
     n_fsdp_shards=args.fsdp,
     workdir=args.workdir,
     heartbeat_timeout=args.heartbeat,
+    start_timeout=args.start,
     hang_timeout=args.hang,
 )
 is_culprit = deployer.peers.index == args.culprit or deployer.peers.n == 1
