@@ -23,8 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDevi
 from redeqx import Deployer, Plan
 from redeqx._devices import dry
 from redeqx._paths import is_array_like, listed, map_named, named_leaves, nearest
-from redeqx._safetensors import brief_name, load_json, to_host, write_tensors
+from redeqx._safetensors import to_host, write_tensors
 from redeqx._sources import INDEX, Source
+from redeqx._untrusted import brief_name, load_json
 
 from ._config import Keys
 from ._names import Name, Names

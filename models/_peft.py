@@ -17,8 +17,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from redeqx._paths import listed, nearest
-from redeqx._safetensors import brief, write_tensors
+from redeqx._safetensors import write_tensors
 from redeqx._sources import Source
+from redeqx._untrusted import brief
 
 from ._adapters import LoraLinear, adapters_of, at_least_float32, check_plain, linears_of, put, within
 from ._config import Keys

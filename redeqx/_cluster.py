@@ -18,7 +18,8 @@ from types import TracebackType
 
 import jax
 
-from ._peers import HEARTBEAT, START, Peers
+from ._meeting import START
+from ._peers import HEARTBEAT, Peers
 from ._relay import Relay
 
 PORT = 55527  # of process 0, where none is given; the one that JAX's own detection takes on Kubernetes

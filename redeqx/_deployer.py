@@ -20,9 +20,10 @@ from ._console import Console, Tracker
 from ._devices import dry
 from ._interrupts import HANG, Preemption, Watch
 from ._jaxprs import Trace
+from ._meeting import START
 from ._mesh import make_mesh, n_batch_shards
 from ._paths import is_array_like, named_leaves
-from ._peers import HEARTBEAT, START, Peers
+from ._peers import HEARTBEAT, Peers
 from ._plan import Overrides, Plan, make_plan, mark_read
 from ._step import as_sums
 

@@ -16,7 +16,7 @@ from ._data import Slice, check_examples, collated_shapes, examples_of, size_of,
 from ._dry_run import Job
 from ._interrupts import Preempted
 from ._record import RECORD
-from ._safetensors import DamagedError, brief, damaged
+from ._untrusted import DamagedError, brief, damaged
 
 if TYPE_CHECKING:
     from ._trainer import Trainer

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ._peers import EXIT_CODE, PeerError, Peers, leave
+from ._links import PeerError
+from ._peers import EXIT_CODE, Peers, leave
 
 # Kubernetes, spot machines and SLURM; SLURM's `--signal=USR1@120`, which Windows has not.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]

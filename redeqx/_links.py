@@ -7,36 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def listening(host: str, port: int, bind: str) -> socket.socket:
-    """A socket that connections to `host:port` may come to, on the interface of the address `bind`, `""` for all.
-
-    Raises ValueError where the port is taken or the address is not this host's.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(bind or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
-    except socket.gaierror as error:
-        raise ValueError(
-            f"`host0_address`: expected a host that this one can find, got {host!r} ({error.strerror}). Pass its address."
-        ) from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    # JAX's coordinator takes the port while these connections stay.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        if error.errno == 98 or "in use" in str(error):
-            raise ValueError(
-                f"`host0_port`: expected a free port, got {port}, which another program holds. Pass another everywhere."
-            ) from error
-        raise ValueError(
-            f"`host0_address`: expected an address of process 0's own host, got {host!r} ({error.strerror}). "
-            "Pass the one under which the others reach it."
-        ) from error
-    return listener
+class PeerError(RuntimeError):
+    """The other processes cannot do what this one asks of all."""
 
 
 class Link:

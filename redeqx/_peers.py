@@ -1,17 +1,13 @@
 """The other processes of a run: a channel of words beside JAX's collectives, for what must be said when those are stuck.
 
 JAX's collectives carry arrays, and wait for ever for a peer that does not come. This channel carries JSON over TCP, by
-threads of its own: who is there at the start, whether all agree, how far each one is, that one is gone or fails. It is a
-star: process 0, the hub, accepts a connection from each of the others, on the port that JAX's coordinator takes after it.
-
-Who comes to the start is this room's, and that nobody waits for the dead; how a process learns its number and where the hub
-is, is `_cluster`'s.
+threads of its own: whether all agree, how far each one is, that one is gone or fails. It is a star, as `_meeting` has left
+it: what one says to all goes by process 0, the hub. That nobody waits for the dead is this room's.
 """
 
 import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -19,21 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from ._links import Link, listening
+from ._links import Link, PeerError
+from ._meeting import START, meet
 
 EXIT_CODE = 75  # EX_TEMPFAIL: what schedulers are told to requeue on
 HEARTBEAT = 30.0  # seconds of silence after which a peer counts as gone
-START = 300.0  # seconds in which all must have come
-_DOOR = 1.0  # seconds in which others may come to hear what is wrong
 _FAREWELL = 4.0  # seconds that the others are waited for where one fails
-_GREETING = "redeqx peers 1"
-
 
 _SAME_SCRIPT = "Every process must run the same script with the same arguments."
-
-
-class PeerError(RuntimeError):
-    """The other processes cannot do what this one asks of all."""
 
 
 class Peers:
@@ -208,123 +197,13 @@ class Peers:
         """How many gatherings this process has taken part in."""
         return self._asked.total()
 
-    # --- the start -----------------------------------------------------------------------------------------------------
-
     def meet(self, host: str, port: int, *, bind: str, timeout: float = START) -> None:
-        """Wait until all processes are here.
-
-        **Arguments:**
-
-        - `host`, `port`: where process 0 is.
-        - `bind`: the address that process 0 listens at, `""` for all that it has.
-
-        Raises ValueError, the same in every process, where a number is taken twice or out of range, the port is taken or the
-        host not known; PeerError where some do not come in time, with their numbers.
-        """
-        until = time.monotonic() + timeout
-        if self.index == 0:
-            self._wait_for_all(host, port, bind, until, timeout)
-        else:
-            self._join_hub(host, port, until, timeout)
+        """Wait until all processes are here, as `_meeting.meet` does, and listen to them from then on."""
+        self._links = meet(self.n, self.index, host, port, bind=bind, timeout=timeout)
         for i, link in self._links.items():
             link.limit(self.heartbeat)
             threading.Thread(target=self._listen, args=(i, link), name=f"redeqx-peer-{i}", daemon=True).start()
         threading.Thread(target=self._beat, name="redeqx-beat", daemon=True).start()
-
-    def _wait_for_all(self, host: str, port: int, bind: str, until: float, timeout: float) -> None:
-        listener = listening(host, port, bind)
-        refused: list[Link] = []
-        problem: Exception | None = None
-        with listener:
-            while problem is None and len(self._links) < self.n - 1:
-                listener.settimeout(max(until - time.monotonic(), 0.01))
-                try:
-                    link = Link(listener.accept()[0])
-                except TimeoutError:
-                    here = ", ".join(f"{i} ({self._links[i].host})" for i in sorted(self._links)) or "none"
-                    missing = [i for i in range(1, self.n) if i not in self._links]
-                    problem = PeerError(
-                        f"`n_processes`: expected {self.n} processes at {host}:{port} within {timeout:g} s, got none of "
-                        f"number {', '.join(map(str, missing))}; here besides 0: {here}. Look at what those print, and "
-                        "whether they reach this port."
-                    )
-                    break
-                problem = self._welcome(link, until)
-                if problem is not None:
-                    refused.append(link)
-            if problem is not None:  # for those that are at the door
-                listener.settimeout(_DOOR)
-                with contextlib.suppress(OSError, ValueError):
-                    while len(self._links) + len(refused) < self.n - 1:
-                        refused.append(Link(listener.accept()[0]))
-                        refused[-1].limit(_DOOR)
-                        refused[-1].receive()  # what is closed unread takes with it what was sent
-        for link in [*self._links.values(), *refused]:
-            with contextlib.suppress(OSError):  # gone again: who is taken up is listened to from now on
-                link.send("start", None if problem is None else [type(problem).__name__, str(problem)])
-        if problem is not None:
-            for link in [*self._links.values(), *refused]:
-                link.close()
-            raise problem
-
-    def _welcome(self, link: Link, until: float) -> Exception | None:
-        """Take up one that has come; or what is wrong with it."""
-        link.limit(min(5.0, max(until - time.monotonic(), 0.01)))
-        try:
-            kind, hello = link.receive()
-        except (OSError, ValueError):
-            kind, hello = "", None
-        if kind != _GREETING or hello is None:
-            link.close()  # a port scan, or another program's: no process of ours
-            return None
-        index, n, link.host = hello
-        if n != self.n:
-            return ValueError(
-                f"`n_processes`: expected {self.n}, as process 0 has it, got {n} at {link.host}. Pass one number."
-            )
-        if not 0 < index < n:
-            return ValueError(
-                f"`process_id`: expected 1 to {n - 1} beside process 0, got {index} at {link.host}. Number them from 0."
-            )
-        if index in self._links:
-            return ValueError(
-                f"`process_id`: expected each number once, got {index} at {self._links[index].host} and at {link.host}. "
-                "Number the processes from 0."
-            )
-        self._links[index] = link
-        return None
-
-    def _join_hub(self, host: str, port: int, until: float, timeout: float) -> None:
-        why = ""
-        while time.monotonic() < until:
-            link = None
-            try:
-                link = Link(socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.01)))
-                link.limit(max(until - time.monotonic(), 0.01) + 5)  # the hub speaks first, when its time is up too
-                link.send(_GREETING, [self.index, self.n, socket.gethostname()])
-                kind, problem = link.receive()
-                if kind != "start":  # such as what echoes: where no hub is yet, a connection may even reach itself
-                    raise ValueError("it is no process 0")
-            except socket.gaierror as error:
-                raise ValueError(
-                    f"`host0_address`: expected a host that this one can find, got {host!r} ({error.strerror}). "
-                    "Pass its address."
-                ) from error
-            except (OSError, ValueError) as error:  # not there yet, or JAX's coordinator of another run is
-                why = str(error)
-                if link is not None:
-                    link.close()
-                time.sleep(min(0.2, max(until - time.monotonic(), 0)))
-                continue
-            if problem is not None:
-                link.close()
-                raise {"ValueError": ValueError, "PeerError": PeerError}[problem[0]](problem[1])
-            self._links[0] = link
-            return
-        raise PeerError(
-            f"`host0_address`: expected process 0 at {host}:{port} within {timeout:g} s, got no answer ({why}). "
-            "Look at what it prints, and whether this host reaches that port."
-        )
 
     # --- the channel ---------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 Where its connection to process 0 breaks, JAX's client ends the process at once, with code 1 and words of its own: before it
 could say which step is safe, and not with the code that schedulers requeue on. So the client connects to this, in its own
 process, which passes on the bytes, and keeps still where no more come. That process 0 is gone is for `_peers` to notice.
+
+Its threads need the interpreter, which JAX's client lets go of wherever it waits for an answer.
 """
 
 import contextlib

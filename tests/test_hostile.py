@@ -18,8 +18,9 @@ from safetensors import deserialize
 from redeqx import _record
 from redeqx._checkpoint import Checkpoints
 from redeqx._fit import check_record
-from redeqx._safetensors import DTYPES, DamagedError, TensorFile, brief, brief_name, is_plain, write_tensors
+from redeqx._safetensors import DTYPES, TensorFile, write_tensors
 from redeqx._sources import Source, load_tree
+from redeqx._untrusted import DamagedError, brief, brief_name, is_plain
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 

@@ -14,8 +14,9 @@ import redeqx
 FOLDER = pathlib.Path(redeqx.__file__).parent
 # Bottom to top. A module imports from layers below, and from its own where that makes no circle.
 LAYERS = (
-    ("_paths", "_chips", "_mesh", "_rules", "_hlo", "_links", "_relay", "_crc32", "_shards"),
-    ("_devices", "_buffers", "_peers", "_safetensors"),
+    ("_paths", "_chips", "_mesh", "_rules", "_hlo", "_links", "_relay", "_crc32", "_shards", "_untrusted"),
+    ("_devices", "_buffers", "_meeting", "_safetensors"),
+    ("_peers",),
     ("_cluster", "_interrupts", "_launch", "_sources", "_layouts", "_record"),
     ("_jaxprs",),
     ("_flow",),

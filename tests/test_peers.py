@@ -17,7 +17,8 @@ from functools import partial
 import pytest
 
 from redeqx import _peers
-from redeqx._peers import PeerError, Peers
+from redeqx._links import PeerError
+from redeqx._peers import Peers
 
 LIMIT = 30.0  # seconds for anything; most take hundredths
 LOCAL = "127.0.0.1"
@@ -76,7 +77,7 @@ def room(monkeypatch):
     monkeypatch.setattr(_peers, "_exit", room.leave)
     monkeypatch.setattr(threading, "excepthook", lambda args: None if args.exc_type is SystemExit else hook(args))
     # Each is on a host of its own, by its name.
-    monkeypatch.setattr(_peers.socket, "gethostname", lambda: threading.current_thread().name)
+    monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
     yield room
     room.end()
 
