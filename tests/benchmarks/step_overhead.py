@@ -13,8 +13,8 @@ the gradient norm too, as `fit` logs them, but reads neither back; its batches a
 
     python tests/benchmarks/step_overhead.py              # one device, and 8 simulated ones as data=4 x model=2
 
-Last measured on 2 quiet cores, 6 rounds, fit over the loop: 0.94 (39.5 ms, one device), 0.96 (36.3 ms, 8 devices), 0.72
-(2.6 ms, 500 leaves, where fit takes 0.4 ms of processor time less than flat); first step 1.14, 1.07 and 1.06.
+Last measured on 2 quiet cores, 9 rounds, fit over the loop: 1.02 (93 ms, one device), 0.97 (76 ms, 8 devices), 1.03 (13 ms,
+500 leaves); first step 1.09, 1.01 and 1.24. A call with 500 leaves took JAX alone 12 ms then, 2 ms on other days.
 """
 
 import argparse

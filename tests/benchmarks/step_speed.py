@@ -14,8 +14,8 @@ computes at a time; they take turns, round after round, so that a slow spell of 
     pip install -e ".[bench]"
     python tests/benchmarks/step_speed.py --rounds 6 --steps 2
 
-Last measured on 2 quiet cores: twin 1120 ms; over it redeqx 1.21 (quartiles 1.08, 1.26), plain (redeqx's model in a
-hand-written `filter_jit` loop) 1.18, redco 1.04, hf 1.26.
+Last measured on 2 quiet cores: twin 1820 ms; over it redeqx 1.17 (quartiles 1.10, 1.27), plain (redeqx's model in a
+hand-written `filter_jit` loop) 1.22, redco 1.10, hf 1.02.
 """
 
 import argparse
