@@ -78,7 +78,9 @@ def start(
     peers = Peers(place.n, place.index, heartbeat)
     peers.meet(place.host, place.port, bind=place.bind, timeout=timeout)
     relay = Relay(place.host, place.port, timeout)
-    bind = place.bind or "::"
+    bind = f"[{place.bind}]:{place.port}" if ":" in place.bind else f"{place.bind}:{place.port}"
+    if not place.bind:  # as JAX has it by default; given none, it would take the relay's port
+        bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{place.port}")
     with _no_proxies():
         jax.distributed.initialize(
             f"{relay.host}:{relay.port}",
@@ -86,7 +88,7 @@ def start(
             place.index,
             local_device_ids=None if place.local_devices is None else list(place.local_devices),
             cluster_detection_method="deactivate",
-            coordinator_bind_address=f"[{bind}]:{place.port}" if ":" in bind else f"{bind}:{place.port}",
+            coordinator_bind_address=bind,
             initialization_timeout=int(timeout),
             # Ours comes first: JAX's ends the process without a word of where the run stands.
             heartbeat_timeout_seconds=int(2 * heartbeat) + 10,
