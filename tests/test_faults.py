@@ -144,6 +144,7 @@ def test_two_processes_train_like_one(tmp_path):
         assert set(a.names()) == set(b.names())
         for name in a.names():
             np.testing.assert_allclose(a.read(name), b.read(name), rtol=2e-6, atol=1e-7, err_msg=name)
+            assert np.linalg.norm(a.read(name) - b.read(name)) <= 1e-6 * np.linalg.norm(b.read(name)), name
 
 
 @pytest.mark.parametrize(
