@@ -9,11 +9,12 @@ import base64
 import collections
 import itertools
 import json
-import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from ._mesh import n_batch_shards, replicated, split_rows
+from ._mesh import MODEL, n_batch_shards, replicated, split_rows
 from ._paths import render
 
 # --- how rows are cut -----------------------------------------------------------------------------------------------
@@ -33,6 +34,80 @@ class Group:
 
     n: int
     rows: int
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """How many examples an update takes, and how many rows each of its micro-batches has, over the whole mesh."""
+
+    examples: int
+    micro_batch: int
+
+    @classmethod
+    def of(
+        cls,
+        mesh: Mesh,
+        per_device_batch_size: int | None,
+        batch_size: int | None,
+        n_micro_batches: int = 1,
+        *,
+        prefix: str = "",
+        n_devices: int | None = None,
+    ) -> "BatchSize":
+        """The sizes that the user asked for, by rows a device or by examples an update.
+
+        With `batch_size` the micro-batches have a multiple of `n_devices` rows: how they are cut depends neither on how the
+        devices are arranged nor, where `batch_size / n_micro_batches` divides over the devices, on how many there are.
+
+        **Arguments:**
+
+        - `n_micro_batches`: micro-batches an update.
+        - `prefix`: of the arguments' names in errors.
+        - `n_devices`: the number of devices, where it is not the mesh's.
+
+        Raises ValueError unless exactly one of the two sizes is given, and for a size below 1.
+        """
+        names = f"`{prefix}per_device_batch_size`, `{prefix}batch_size`"
+        if per_device_batch_size is None and batch_size is None:
+            raise ValueError(
+                f"{names}: expected one of the two, got neither. Pass `{prefix}batch_size`, examples an update."
+            )
+        if per_device_batch_size is not None and batch_size is not None:
+            raise ValueError(
+                f"{names}: expected one of the two, got {per_device_batch_size} and {batch_size}. "
+                f"Pass `{prefix}batch_size` alone: the rows a device follow from it."
+            )
+        n_devices = n_devices or mesh.size
+        if batch_size is not None:
+            _need_positive(f"{prefix}batch_size", batch_size)
+            rows = -(-batch_size // n_micro_batches) // n_devices * n_devices
+            return cls(batch_size, rows or n_devices)
+        _need_positive(f"{prefix}per_device_batch_size", per_device_batch_size)
+        assert per_device_batch_size is not None
+        rows = per_device_batch_size * (n_devices // mesh.shape[MODEL])
+        return cls(rows * n_micro_batches, rows)
+
+    @property
+    def n_micro_batches(self) -> int:
+        """Full micro-batches of a full update."""
+        return self.examples // self.micro_batch
+
+    def evenly(self, n: int | None, n_devices: int) -> "BatchSize":
+        """For evaluations of `n` examples in all: the largest micro-batch, down to half of this one, that leaves no
+        remainder, which would be another program to compile; this one where there is none."""
+        if n is None or n <= self.micro_batch:
+            return self
+        smallest = -(-self.micro_batch // 2)
+        sizes = (
+            rows for rows in range(self.micro_batch // n_devices * n_devices, smallest - 1, -n_devices) if n % rows == 0
+        )
+        rows = self.micro_batch if n % self.micro_batch == 0 else next(sizes, self.micro_batch)
+        return BatchSize(rows, rows)
+
+
+def _need_positive(name: str, value: Any) -> None:
+    if value < 1:
+        raise ValueError(f"`{name}`: expected at least 1, got {value}. Pass a positive number.")
 
 
 def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group, ...]:
@@ -71,35 +146,44 @@ def rows_here(cut: Iterable[Group], mesh: Mesh) -> np.ndarray:
 
 
 def place_batch(
-    batch: PyTree[np.ndarray], cut: Iterable[Group], mesh: Mesh, rows: np.ndarray | None = None
+    batch: PyTree[np.ndarray],
+    cut: Iterable[Group],
+    mesh: Mesh,
+    rows: np.ndarray | None = None,
+    n_micro_batches: int = 0,
 ) -> tuple[PyTree[jax.Array], ...]:
     """The batch on the mesh: for each group the same PyTree with leaves `[n, rows, ...]`.
 
     **Arguments:**
 
     - `rows`: which of the step's rows the batch has, as `rows_here` gives them; all of them by default.
+    - `n_micro_batches`: at least so many micro-batches in the first group: its last one is repeated.
     """
     placed = []
     start = 0
-    for group in cut:
+    for i, group in enumerate(cut):
         places = start + np.arange(group.n * group.rows).reshape(group.n, group.rows)
-        placed.append(place_rows(batch, places, group_sharding(group, mesh), rows))
         start += places.size
+        if i == 0 and group.n < n_micro_batches:
+            places = np.concatenate([places, np.repeat(places[-1:], n_micro_batches - group.n, axis=0)])
+        placed.append(place_rows(batch, places, group_sharding(group, mesh), rows))
     return tuple(placed)
 
 
 def place_rows(
     batch: PyTree[np.ndarray], places: np.ndarray, sharding: NamedSharding, rows: np.ndarray | None = None
 ) -> PyTree[jax.Array]:
-    """The batch's rows of these numbers, which follow each other, on the mesh; the leading dims are those of `places`.
+    """The batch's rows of these numbers on the mesh; the leading dims are those of `places`.
 
     **Arguments:**
 
     - `rows`: as for `place_batch`.
     """
     if sharding.is_fully_addressable:
-        first = int(places.flat[0])
-        leaves = [x[first : first + places.size].reshape(*places.shape, *x.shape[1:]) for x in jax.tree.leaves(batch)]
+        first, last = int(places.flat[0]), int(places.flat[-1])
+        # Rows that follow each other are a view.
+        taken = slice(first, last + 1) if last + 1 - first == places.size else places.reshape(-1)
+        leaves = [x[taken].reshape(*places.shape, *x.shape[1:]) for x in jax.tree.leaves(batch)]
         return jax.tree.unflatten(jax.tree.structure(batch), jax.device_put(leaves, sharding))
     assert rows is not None
 
@@ -222,7 +306,7 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
 
     Raises TypeError for anything else, ValueError for no examples.
     """
-    if _is_function(given):
+    if is_function(given):
         return
     if isinstance(given, str | bytes | dict) or not (_is_sized(given) or hasattr(given, "__iter__")):
         raise TypeError(
@@ -239,7 +323,7 @@ def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
     An iterable with `set_epoch` is told the epoch: one of `datasets` shuffles by it, and begins the next epoch at its begin
     though a state was loaded for this one.
     """
-    if not _is_function(given):
+    if not is_function(given):
         if size_of(given) is None and hasattr(given, "set_epoch"):
             given.set_epoch(epoch)
         return given
@@ -260,6 +344,7 @@ def slices(
     seed: tuple[int, ...] | None = None,
     position: int = 0,
     state: Any = None,
+    drop_remainder: bool = False,
     name: str = "train_examples",
 ) -> Iterator[Slice]:
     """One pass over the examples from `position` on, `batch_size` at a time, at the end what is left.
@@ -268,25 +353,69 @@ def slices(
 
     - `seed`: of the order, which is a permutation; None, and every iterable, keeps the order as it is.
     - `position`, `state`: as a `Slice` of an earlier run had them.
+    - `drop_remainder`: whether what is left at the end, fewer than `batch_size`, is dropped.
 
     Raises ValueError for an iterable without any example, TypeError for one whose state JSON does not hold.
     """
     n = size_of(examples)
     if n is not None:
+        if drop_remainder and n < batch_size:
+            raise ValueError(
+                f"`{name}`: expected at least {batch_size} examples, a batch of them, as `drop_remainder=True`, got {n}. "
+                "Pass a smaller batch size, or keep the remainder."
+            )
         order = np.arange(n) if seed is None else np.random.default_rng(seed).permutation(n)
-        for start in range(position, n, batch_size):
+        for start in range(position, n - batch_size + 1 if drop_remainder else n, batch_size):
             places = tuple(order[start : start + batch_size].tolist())
             yield Slice(_Picked(examples, places), start + len(places))
         return
     iterator = _resumed(examples, position, state)
     while taken := list(itertools.islice(iterator, batch_size)):
+        if drop_remainder and len(taken) < batch_size:
+            break
         position += len(taken)
         yield Slice(taken, position, _state_of(examples, iterator, name))
     if position == 0:
+        fewest, found = (f"{batch_size} examples", "fewer") if drop_remainder else ("one example", "none")
         raise ValueError(
-            f"`{name}`: expected at least one example, got an iterable with none, or one that is used up. "
+            f"`{name}`: expected at least {fewest}, got an iterable with {found}, or one that is used up. "
             "Pass one that can be iterated anew, or a function of the epoch."
         )
+
+
+def n_slices(n: int, batch_size: int, drop_remainder: bool = False) -> int:
+    """How many slices `slices` makes of `n` examples."""
+    return n // batch_size if drop_remainder else -(-n // batch_size)
+
+
+def sample_of(examples: Any) -> int | None:
+    """A checksum of the first, the middle and the last example, by which others are noticed; None where there is no telling:
+    of iterables, of items that are drawn anew each time, and of those that are not of numbers and text."""
+    n = size_of(examples)
+    if not n:
+        return None
+
+    def checksum() -> int:
+        return zlib.crc32(b"".join(_bytes_of(examples[i]) for i in (0, n // 2, n - 1)))
+
+    try:
+        found = checksum()
+        return found if checksum() == found else None
+    except TypeError:
+        return None
+
+
+def _bytes_of(example: Any) -> bytes:
+    match example:
+        case str() | bytes() | bool() | int() | float() | None:
+            return repr(example).encode()
+        case dict():
+            return b"{" + b",".join(_bytes_of(key) + b":" + _bytes_of(value) for key, value in example.items()) + b"}"
+        case list() | tuple():
+            return b"[" + b",".join(map(_bytes_of, example)) + b"]"
+        case np.ndarray() | np.generic() | jax.Array() if example.dtype != object:
+            return f"{example.dtype}{example.shape}".encode() + np.asarray(example).tobytes()
+    raise TypeError(type(example).__name__)
 
 
 _STATE_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
@@ -297,7 +426,8 @@ def _is_sized(examples: Any) -> bool:
     return hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
 
 
-def _is_function(given: Any) -> bool:
+def is_function(given: Any) -> bool:
+    """Whether examples are given as a function of the epoch."""
     return callable(given) and not _is_sized(given) and not hasattr(given, "__iter__")
 
 
@@ -356,11 +486,13 @@ class Batch:
     **Arguments:**
 
     - `groups`: as `place_batch` makes them.
+    - `n_micro_batches`: how many of the first group's micro-batches count; those after them are repetitions.
     - `n_examples`, `n_tokens`: of the whole step; `n_tokens` where the batch tells.
     - `position`, `state`: as its `Slice` had them.
     """
 
     groups: tuple[PyTree, ...]
+    n_micro_batches: int
     n_examples: int
     n_tokens: int | None
     position: int
@@ -381,11 +513,11 @@ class Batch:
 def batches(
     steps: Iterable[Slice],
     collate_fn: Callable[[list], PyTree],
-    micro_batch_size: int,
+    size: BatchSize,
     mesh: Mesh,
     check: Callable[[int, PyTree], None] | None = None,
-) -> Generator[Batch, None, None]:
-    """The batch of each step, prepared ahead by a thread; to be closed, as `prefetch` says.
+) -> "Prefetch":
+    """The batch of each step, prepared ahead by a thread; to be closed, as `Prefetch` says.
 
     **Arguments:**
 
@@ -394,62 +526,130 @@ def batches(
 
     def prepare(i: int, step: Slice) -> Batch:
         n_rows = len(step.examples)
-        cut = cut_rows(n_rows, micro_batch_size, mesh.size)
+        cut = cut_rows(n_rows, size.micro_batch, mesh.size)
+        # A remainder of full micro-batches runs in the program of a full step.
+        is_full = len(cut) == 1 and cut[0].rows == size.micro_batch
         rows = rows_here(cut, mesh)
         batch = collate(collate_fn, [step.examples[int(row)] for row in rows])
         if check is not None:
             check(i, batch)
         tokens = n_tokens(batch)  # of this process's rows; the others' are as long
         return Batch(
-            place_batch(batch, cut, mesh, rows),
+            place_batch(batch, cut, mesh, rows, size.n_micro_batches if is_full else 0),
+            cut[0].n,
             n_rows,
             None if tokens is None else tokens * n_rows // len(rows),
             step.position,
             step.state,
         )
 
-    return prefetch(prepare(i, step) for i, step in enumerate(steps))
+    return Prefetch(prepare(i, step) for i, step in enumerate(steps))
 
 
 # --- ahead of the step -----------------------------------------------------------------------------------------------
 
 
-def prefetch(items: Iterator[Any], depth: int = 2) -> Generator[Any, None, None]:
+class _Shelf:
+    """What a thread has prepared and its reader has not taken yet."""
+
+    def __init__(self, items: Iterator[Any], depth: int):
+        self.items: Iterator[Any] | None = items
+        self.depth = depth
+        self.ready: collections.deque[Any] = collections.deque()
+        self.is_done = False  # no more comes
+        self.error: BaseException | None = None  # after what is ready
+        self.change = threading.Condition()
+
+    def fill(self) -> None:
+        """Prepare items up to the depth, until the last, an error, or `is_done`."""
+        items, self.items = self.items, None
+        assert items is not None
+        error = None
+        try:
+            while True:
+                with self.change:
+                    self.change.wait_for(lambda: self.is_done or len(self.ready) < self.depth)
+                    if self.is_done:
+                        return
+                item = next(items)
+                with self.change:
+                    self.ready.append(item)
+                    self.change.notify_all()
+        except StopIteration:
+            pass
+        except BaseException as raised:  # handed to the thread that reads: it is that thread's error
+            error = raised
+        finally:
+            with self.change:
+                self.is_done, self.error = True, error
+                self.change.notify_all()
+
+
+class Prefetch(Iterator[Any]):
     """The same items, prepared by a thread up to `depth` ahead; its exceptions are raised here, with their tracebacks.
 
     Who may stop before the end closes it: else the thread lives as long as a traceback that holds the caller's frame.
+
+    A user's generator or tokenizer is not made for two threads: before the thread of a second one starts, those that the
+    same reader has under way have prepared all that they may, and rest. So the order of a reader's items is always the same.
     """
-    ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
-    stopped = threading.Event()
 
-    def put(entry: tuple[str, Any]) -> None:
-        while not stopped.is_set():
-            try:
-                return ready.put(entry, timeout=0.1)
-            except queue.Full:
-                continue
+    _under_way: ClassVar["weakref.WeakSet[Prefetch]"] = weakref.WeakSet()
 
-    def work() -> None:
-        try:
-            for item in items:
-                put(("item", item))
-                if stopped.is_set():
-                    return
-            put(("end", None))
-        except BaseException as error:  # handed to the thread that reads: it is that thread's error
-            put(("error", error))
+    def __init__(self, items: Iterator[Any], depth: int = 2):
+        self._shelf = _Shelf(items, depth)
+        self._thread: threading.Thread | None = None
+        self._reader = threading.get_ident()
 
-    thread = threading.Thread(target=work, name="redeqx-prefetch", daemon=True)
-    thread.start()
-    try:
-        while True:
-            kind, value = ready.get()
-            if kind == "item":
-                yield value
-            elif kind == "error":
-                raise value
-            else:
-                return
-    finally:
-        stopped.set()
-        thread.join()
+    def peek(self) -> Any:
+        """The next item, which stays the next; None after the last."""
+        self._start()
+        shelf = self._shelf
+        with shelf.change:
+            shelf.change.wait_for(lambda: shelf.ready or shelf.is_done)
+            if shelf.ready:
+                return shelf.ready[0]
+            error, shelf.error = shelf.error, None
+        self.close()
+        if error is not None:
+            raise error
+        return None
+
+    def __next__(self) -> Any:
+        if self.peek() is None and not self._shelf.ready:
+            raise StopIteration
+        with self._shelf.change:
+            item = self._shelf.ready.popleft()
+            self._shelf.change.notify_all()
+        return item
+
+    def settle(self) -> None:
+        """Return once the thread prepares nothing until an item is taken."""
+        if self._thread is not None:
+            with self._shelf.change:
+                self._shelf.change.wait_for(lambda: self._shelf.is_done or len(self._shelf.ready) >= self._shelf.depth)
+
+    def close(self) -> None:
+        """End the thread, and wait for it."""
+        with self._shelf.change:
+            self._shelf.is_done, self._shelf.items = True, None
+            self._shelf.ready.clear()
+            self._shelf.change.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._under_way.discard(self)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        if self._thread is not None or self._shelf.items is None:
+            return
+        self._reader = threading.get_ident()
+        for other in list(self._under_way):
+            if other._reader == self._reader:
+                other.settle()
+        self._under_way.add(self)
+        # The thread holds the shelf, not this: what nobody reads any more is collected, and ends it.
+        self._thread = threading.Thread(target=self._shelf.fill, name="redeqx-prefetch", daemon=True)
+        self._thread.start()

@@ -165,8 +165,9 @@ def _compiled(job: Job, machine: Machine, setting: Setting, optimization: str | 
         return DryRun(machine, setting, plan, held, {"train": step}, {}, {})
 
     def of_train(program: Program) -> Any:
-        carried = (program.trained, program.opt_state, program.state, program.step)
-        return program.train_step.trace(*carried, program.frozen, program.key, groups)
+        carried = (program.trained, program.opt_state, program.state, program.steps)
+        n_first = jax.ShapeDtypeStruct((), "int32")
+        return program.train_step.trace(*carried, program.frozen, program.key, groups, n_first)
 
     i = jax.ShapeDtypeStruct((), "uint32")
     steps = {"train": _step(of_train(program), machine, optimization, 0)}

@@ -4,6 +4,7 @@ It drives a Trainer, which takes the steps. Where a run stands is four numbers (
 that a run that was killed ends with the same bits as one that was not.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -12,7 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._console import Progress
-from ._data import Slice, check_examples, collated_shapes, examples_of, size_of, slices
+from ._data import (
+    BatchSize,
+    Slice,
+    check_examples,
+    collated_shapes,
+    examples_of,
+    is_function,
+    n_slices,
+    sample_of,
+    size_of,
+    slices,
+)
 from ._dry_run import Job
 from ._interrupts import Preempted
 from ._record import RECORD
@@ -41,30 +53,45 @@ class Standing:
 
     **Arguments:**
 
-    - `position`: now; `position.fit` counts the fits that are done.
-    - `train_size`: examples an epoch of the fit under way; None where not known.
+    - `position`: now.
+    - `setting`: what the fit under way was begun with, as far as numbers tell; empty where not known.
     - `best`: for each tag of a best checkpoint `{"value": ..., "step": ...}`.
     - `n_skipped`: steps that were skipped, as they were not finite.
-    - `earlier`: where an earlier run stopped, until the fit that goes on from there begins.
+    - `metrics`: of the newest evaluation.
+    - `learning_rate`: of the newest step, where a checkpoint says it.
+    - `saved`: step and position of the newest checkpoint, and whether it holds the optimizer's state.
     """
 
     position: Position = Position()
-    train_size: int | None = None
+    setting: dict[str, Any] = field(default_factory=dict)
     best: dict[str, dict[str, float]] = field(default_factory=dict)
     n_skipped: int = 0
-    earlier: Position | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    learning_rate: float | None = None
+    saved: tuple[int, Position, bool] | None = None
 
     def to_record(self) -> dict[str, Any]:
         """What `trainer.json` holds of it."""
-        return {**asdict(self.position), "train_size": self.train_size, "best": self.best, "n_skipped": self.n_skipped}
+        setting = {name: self.setting.get(name) for name in _SETTING}
+        return {**asdict(self.position), **setting, "best": self.best, "n_skipped": self.n_skipped}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Standing":
         """What `trainer.json` held, once `check_record` has found it whole."""
         position = Position(**{name: record[name] for name in ("fit", "epoch", "examples", "data_state")})
-        return cls(position, record["train_size"], record["best"], record.get("n_skipped", 0))
+        return cls(
+            position,
+            {name: record[name] for name in _SETTING if record.get(name) is not None},
+            record["best"],
+            record.get("n_skipped", 0),
+            record.get("metrics", {}),
+            record.get("learning_rate"),
+            (record["step"], position, any(name.startswith("optimizer") for name in record.get("files", {}))),
+        )
 
 
+# What decides which examples a step holds, and how they are computed.
+_SETTING = ("batch_size", "train_size", "drop_remainder", "accumulate_grad_batches", "sample")
 _NUMBER = (int, float)
 _RECORDED: dict[str, Any] = {
     **dict.fromkeys(("step", "seed", "fit", "epoch", "examples"), int),
@@ -93,7 +120,7 @@ class Options:
     """The arguments of `Trainer.fit`, which documents them."""
 
     train_examples: Any
-    per_device_batch_size: int
+    per_device_batch_size: int | None
     n_epochs: int
     eval_examples: Any = None
     eval_per_device_batch_size: int | None = None
@@ -111,6 +138,10 @@ class Options:
     save_opt_states: bool = True
     save_float_dtype: Any = None
     resume: bool = True
+    batch_size: int | None = None
+    eval_batch_size: int | None = None
+    drop_remainder: bool = False
+    save_end: bool = True
 
     @property
     def tracked(self) -> dict[str, tuple[str, float]]:
@@ -135,11 +166,10 @@ class Options:
 
     def check(self, workdir: Path | None) -> None:
         """Raise for arguments that cannot work, before any work."""
-        for name in ("per_device_batch_size", "n_epochs", "keep_last"):
+        for name in ("n_epochs", "keep_last"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}`: expected at least 1, got {getattr(self, name)}. Pass a positive number.")
         optional = (
-            "eval_per_device_batch_size",
             "eval_every_n_steps",
             "save_every_n_steps",
             "save_ckpt_every_k_epochs",
@@ -180,30 +210,40 @@ class Fit:
     options: Options
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest evaluation
 
+    def __post_init__(self) -> None:
+        options, trainer = self.options, self.trainer
+        options.check(trainer.deployer.workdir)
+        self.size = trainer._size(options.per_device_batch_size, options.batch_size)
+        rows = (options.eval_per_device_batch_size, options.eval_batch_size)
+        mesh = trainer.deployer.mesh
+        given = rows != (None, None)
+        self.eval_size = (
+            BatchSize.of(mesh, *rows, prefix="eval_") if given else BatchSize(self.size.micro_batch, self.size.micro_batch)
+        ).evenly(None if options.eval_examples is None else size_of(options.eval_examples), mesh.size)
+
     def run(self) -> dict[str, float]:
         """Train to the end of the last epoch; returns the metrics of the last evaluation."""
         options, trainer = self.options, self.trainer
-        options.check(trainer.deployer.workdir)
         trainer.deployer.peers.agree("fit", options.plain)
         start = self._begin()
         if start is None:
             trainer.deployer.log_info("this fit is done already: the checkpoint was saved after it")
-            return {}
+            trainer._n_fits += 1
+            return self.metrics
         progress = trainer.deployer.console.progress(n_epochs=options.n_epochs, first_step=trainer.step)
         listening = trainer.deployer.preemption.listening() if trainer._checkpoints is not None else nullcontext()
         try:
             with listening, progress:
-                if options.eval_examples is not None and options.eval_sanity_check:
-                    self._check_evaluation(progress)
                 for epoch in range(start.epoch, options.n_epochs):
-                    self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), progress)
+                    self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), progress, start)
+                self._keep_end(progress)
         except BaseException:
             if trainer._checkpoints is not None:
                 trainer._checkpoints.settle()
             raise
         finally:
             trainer.deployer.watch.off()
-        self._end()
+        trainer._n_fits += 1
         if trainer._checkpoints is not None:
             trainer._checkpoints.wait()
         self._summarise()
@@ -212,12 +252,12 @@ class Fit:
     def job(self) -> Job:
         """What a dry run compiles: the first step, and what evaluations and checkpoints this fit is asked for."""
         options, trainer = self.options, self.trainer
-        options.check(trainer.deployer.workdir)
-        job = trainer._job(next(self.steps(0, Position())), options.per_device_batch_size)
-        if options.saves:
+        job = trainer._job(next(self.steps(0, Position())), self.size)
+        if options.saves or (options.save_end and trainer.deployer.workdir is not None):
             job = replace(job, files=trainer._files(options))
         if options.evaluates:
-            rows, examples = self._first_evaluated()
+            examples = self._first_evaluated()
+            rows = max(1, self.eval_size.micro_batch // trainer.deployer.n_batch_shards)
             if options.eval_loss:
                 batch = collated_shapes(trainer._collate_fn, examples)
                 job = replace(job, eval_batch=batch, eval_per_device_batch_size=rows)
@@ -228,32 +268,33 @@ class Fit:
     # --- where to begin ----------------------------------------------------------------------------------------------
 
     def _begin(self) -> Position | None:
-        """Where this fit starts from; None where an earlier run has done it already."""
+        """Where this fit starts from; None where an earlier run has done it already, and later ones too."""
         trainer = self.trainer
-        fit = trainer._standing.position.fit
-        if fit == 0 and trainer.step == 0:
+        fit = trainer._n_fits
+        if trainer._follows is None:
             self._find_earlier_run()
-        if fit == 0:
-            trainer.deployer.begin_records(trainer.step)
+        elif not self.options.resume and trainer._follows and trainer._standing.position.fit == fit:
+            fit = trainer._n_fits = fit + 1  # the one that was interrupted is given up
+        if trainer._follows is False:
+            trainer._standing.position, trainer._follows = Position(fit), True
+        trainer.deployer.begin_records(trainer.step)
         standing = trainer._standing
-        if standing.earlier is None:
-            return Position(fit)
-        if fit < standing.earlier.fit:
-            self._end()
+        if fit < standing.position.fit:
+            self.metrics = dict(standing.metrics)
             return None
-        start, standing.earlier = standing.earlier, None
-        return start if start.fit == fit else Position(fit)
-
-    def _end(self) -> None:
-        standing = self.trainer._standing
-        standing.position = Position(standing.position.fit + 1)
-        if standing.earlier is None:
-            standing.train_size = None
+        if fit > standing.position.fit:
+            standing.position, standing.setting, standing.metrics = Position(fit), {}, {}
+        self.metrics = dict(standing.metrics)
+        start = standing.position
+        if start.epoch >= self.options.n_epochs:
+            trainer.deployer.log_info(f"epoch {start.epoch} of {self.options.n_epochs} is done already: nothing to train")
+        return start
 
     def _find_earlier_run(self) -> None:
         """Take up what the workdir's newest checkpoint holds, if there is one."""
         trainer, checkpoints = self.trainer, self.trainer._checkpoints
         if checkpoints is None:
+            trainer._follows = False
             return
         checkpoints.wait()
         there = checkpoints.newest()
@@ -264,14 +305,15 @@ class Fit:
             )
         path, record = self._first_whole(there)
         if path is None:
+            trainer._standing = Standing(n_skipped=trainer._standing.n_skipped)  # what was loaded from elsewhere begins anew
+            trainer._follows = False
             return
         if record["seed"] != trainer.deployer.jax_seed:
             raise ValueError(
                 f"`jax_seed`: expected {record['seed']}, as in {path}, got {trainer.deployer.jax_seed}. "
                 "Pass the same seed to go on, or another workdir to begin anew."
             )
-        earlier = Standing.of_record(record)
-        trainer._standing = Standing(Position(), earlier.train_size, earlier.best, earlier.n_skipped, earlier.position)
+        trainer._standing, trainer._follows = Standing.of_record(record), True
         trainer._resume_from(path, record["step"])
         trainer.deployer.log_info(f"resuming from {path}, step {trainer.step}")
 
@@ -296,14 +338,51 @@ class Fit:
             raise problem
         return None, {}
 
-    def _check_train_size(self, n: int) -> None:
-        standing = self.trainer._standing
-        if standing.train_size not in (None, n):
+    def _compare(self, start: Position, n: int | None, sample: int | None) -> None:
+        """Compare what this fit is given with what the run that it goes on with was begun with, and take it down.
+
+        Raises ValueError where its steps would hold other examples; says whatever else differs.
+        """
+        options, trainer = self.options, self.trainer
+        standing = trainer._standing
+        now = {
+            "batch_size": self.size.examples,
+            "train_size": n,
+            "drop_remainder": options.drop_remainder,
+            "accumulate_grad_batches": trainer._accumulate,
+            "sample": sample,
+        }
+        # Of a function's epochs only one that was stopped within has to be the same again.
+        is_same_data = start.examples or not is_function(options.train_examples)
+        differs = {
+            name: (was, now[name])
+            for name, was in standing.setting.items()
+            if now[name] is not None and now[name] != was and (is_same_data or name not in ("train_size", "sample"))
+        }
+        if "batch_size" in differs:
+            was, found = differs["batch_size"]
             raise ValueError(
-                f"`train_examples`: expected {standing.train_size}, as in the run that is resumed, got {n}. "
+                f"`batch_size`: expected {was} examples an update, as in the run that is resumed, got {found}. "
+                f"Pass `batch_size={was}`, from which the rows a device follow on any mesh, or choose another workdir."
+            )
+        if "train_size" in differs:
+            was, found = differs["train_size"]
+            raise ValueError(
+                f"`train_examples`: expected {was}, as in the run that is resumed, got {found}. "
                 "Its order of examples would be another one. For new examples choose another workdir."
             )
-        standing.train_size = n
+        said = [
+            "other examples" if name == "sample" else f"`{name}` {found}, before {was}"
+            for name, (was, found) in differs.items()
+        ]
+        was, schedule = standing.learning_rate, trainer._lr_schedule_fn
+        if was is not None and schedule is not None and trainer.step:
+            found = float(schedule(trainer.step - 1 - standing.n_skipped))
+            if not math.isclose(found, was, rel_tol=1e-5, abs_tol=1e-12):
+                said.append(f"a learning rate at step {trainer.step} of {found:.6g}, before {was:.6g}")
+        if said:
+            trainer.deployer.log_info(f"resumed with settings that differ: {'; '.join(said)}")
+        standing.setting, standing.learning_rate = now, None
 
     # --- an epoch ----------------------------------------------------------------------------------------------------
 
@@ -317,29 +396,38 @@ class Fit:
         options, trainer = self.options, self.trainer
         return slices(
             examples_of(options.train_examples, epoch) if examples is None else examples,
-            trainer.batch_size(options.per_device_batch_size),
+            self.size.examples,
             seed=(trainer.deployer.jax_seed, start.fit, epoch),
             position=start.examples,
             state=start.data_state,
+            drop_remainder=options.drop_remainder,
         )
 
-    def _epoch(self, epoch: int, start: Position, progress: Progress) -> None:
+    def _epoch(self, epoch: int, start: Position, progress: Progress, first: Position) -> None:
         options, trainer = self.options, self.trainer
         examples = examples_of(options.train_examples, epoch)
-        n, batch_size = size_of(examples), trainer.batch_size(options.per_device_batch_size)
+        n = size_of(examples)
+        if start is first:
+            self._compare(start, n, sample_of(examples))
+        else:
+            trainer._standing.setting["train_size"] = n
         if n is not None:
-            self._check_train_size(n)
-            left = -(-(n - start.examples) // batch_size) + (options.n_epochs - epoch - 1) * -(-n // batch_size)
-            progress.n_steps = trainer.step + left
-        with closing(
-            trainer._updates(self.steps(epoch, start, examples), options.per_device_batch_size, progress, epoch)
-        ) as updates:
-            for batch, is_last in updates:
-                if is_last:
-                    break  # what is due then is due at the end of the epoch
-                trainer._standing.position = Position(start.fit, epoch, batch.position, batch.state)
-                tags = self._evaluate(progress) if _is_due(trainer.step, options.eval_every_n_steps) else set()
-                self._keep(tags, progress)
+            left = n_slices(n - start.examples, self.size.examples, options.drop_remainder)
+            later = (options.n_epochs - epoch - 1) * n_slices(n, self.size.examples, options.drop_remainder)
+            progress.n_steps = trainer.step + left + later
+        with closing(trainer._batches(self.steps(epoch, start, examples), self.size)) as upcoming:
+            if start is first:
+                # Before anything else is placed or evaluated: the plan is the loss's.
+                if (batch := upcoming.peek()) is not None:
+                    trainer._ensure_placed(batch.micro_batch)
+                if options.eval_examples is not None and options.eval_sanity_check:
+                    self._check_evaluation(progress)
+            with closing(trainer._updates(upcoming, progress, start.fit, epoch)) as updates:
+                for _, is_last in updates:
+                    if is_last:
+                        break  # what is due then is due at the end of the epoch
+                    tags = self._evaluate(progress) if _is_due(trainer.step, options.eval_every_n_steps) else set()
+                    self._keep(tags, progress)
         trainer._flush(progress)
         trainer._standing.position = Position(start.fit, epoch + 1)
         tags = self._evaluate(progress) if options.evaluates else set()
@@ -351,14 +439,14 @@ class Fit:
 
     def _measure(self, examples: Any, progress: Progress) -> dict[str, float]:
         options, trainer = self.options, self.trainer
-        rows = options.eval_per_device_batch_size or options.per_device_batch_size
         metrics: dict[str, float] = {}
         with progress.pause("evaluating"):
             if options.eval_loss:
-                metrics.update(trainer.eval_metrics(examples, rows))
+                metrics.update(trainer._eval_metrics(examples, self.eval_size))
             if options.eval_predictor is not None:
                 with trainer.deployer.watch.paused():
-                    outputs = options.eval_predictor.predict(examples, rows, model=trainer.model)
+                    rows = self.eval_size.micro_batch
+                    outputs = options.eval_predictor.predict(examples, batch_size=rows, model=trainer.model)
                     if options.eval_metric_fn is not None:
                         metrics.update({k: float(v) for k, v in options.eval_metric_fn(examples, outputs).items()})
         missing = sorted({name for name, _ in options.tracked.values()} - set(metrics))
@@ -371,20 +459,19 @@ class Fit:
 
     def _check_evaluation(self, progress: Progress) -> None:
         """Run the whole evaluation on one batch, so that a mistake in it shows before training and not after an epoch."""
-        self._measure(self._first_evaluated()[1], progress)
+        self._measure(self._first_evaluated(), progress)
 
-    def _first_evaluated(self) -> tuple[int, list[Any]]:
-        """The rows of a batch of the evaluation, and its first examples, a batch of them."""
-        options = self.options
-        rows = options.eval_per_device_batch_size or options.per_device_batch_size
-        n = min(size_of(options.eval_examples) or 0, rows * self.trainer.deployer.n_batch_shards)
-        return rows, [options.eval_examples[i] for i in range(n)]
+    def _first_evaluated(self) -> list[Any]:
+        """The first examples of the evaluation, a batch of them."""
+        n = min(size_of(self.options.eval_examples) or 0, self.eval_size.micro_batch)
+        return [self.options.eval_examples[i] for i in range(n)]
 
     def _evaluate(self, progress: Progress) -> set[str]:
         """Evaluate; returns the tags of which this is now the best checkpoint."""
         trainer = self.trainer
         trainer._flush(progress)
         self.metrics = self._measure(self.options.eval_examples, progress)
+        trainer._standing.metrics = self.metrics
         console = trainer.deployer.console
         console.metrics({f"eval_{name}": value for name, value in self.metrics.items()}, trainer.step)
         console.info(f"step {trainer.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in self.metrics.items()))
@@ -406,6 +493,14 @@ class Fit:
             self._save(tags, progress)
         if is_told_to_stop:
             self._stop()
+
+    def _keep_end(self, progress: Progress) -> None:
+        """Save the end of the fit, unless the newest checkpoint is of it."""
+        options, trainer = self.options, self.trainer
+        trainer._ensure_placed(None)  # also where no step was to be taken: what waits to be restored is
+        end = (trainer.step, trainer._standing.position)
+        if options.save_end and trainer._checkpoints is not None and (trainer._standing.saved or ())[:2] != end:
+            self._save(set(), progress)
 
     def _save(self, tags: set[str], progress: Progress) -> None:
         options, trainer = self.options, self.trainer

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ._data import Group, collate, pad_rows, place_rows, prefetch, rows_here, size_of
+from ._data import BatchSize, Group, Prefetch, collate, pad_rows, place_rows, rows_here, size_of
 from ._deployer import Deployer
 from ._mesh import n_batch_shards, put, replicated, split_rows
 from ._paths import is_array_like
@@ -65,9 +65,10 @@ class Predictor:
     def predict(
         self,
         examples: Any,
-        per_device_batch_size: int,
+        per_device_batch_size: int | None = None,
         model: PyTree | None = None,
         *,
+        batch_size: int | None = None,
         key: PRNGKeyArray | None = None,
     ) -> list:
         """The outputs of all examples, in their order.
@@ -75,28 +76,28 @@ class Predictor:
         **Arguments:**
 
         - `examples`: anything with `len()` and integer items.
-        - `per_device_batch_size`: rows at one position of the data and fsdp axes.
+        - `per_device_batch_size`, `batch_size`: rows at one position of the data and fsdp axes, or examples over all devices
+            at once, one of the two.
         - `model`: in place of the Predictor's own, of the same structure.
         - `key`: what `pred_fn` draws from, folded with the number of the batch. By default the same at every call, of the
             deployer's seed: give another each time where calls are to draw anew (samples, a policy's actions).
 
         Raises ValueError where `output_fn` does not return an entry an example.
         """
-        return [row for batch in self.iterate(examples, per_device_batch_size, model, key=key) for row in batch]
+        batches = self.iterate(examples, per_device_batch_size, model, batch_size=batch_size, key=key)
+        return [row for batch in batches for row in batch]
 
     def iterate(
         self,
         examples: Any,
-        per_device_batch_size: int,
+        per_device_batch_size: int | None = None,
         model: PyTree | None = None,
         *,
+        batch_size: int | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Iterator[list]:
         """The outputs batch by batch, as the device hands them on, for more examples than the host holds outputs of."""
-        if per_device_batch_size < 1:
-            raise ValueError(
-                f"`per_device_batch_size`: expected at least 1, got {per_device_batch_size}. Pass a positive number."
-            )
+        size = BatchSize.of(self._deployer.mesh, per_device_batch_size, batch_size)
         self._deployer.need_values("predict")
         n = size_of(examples)
         if n is None:
@@ -110,22 +111,22 @@ class Predictor:
         trained, frozen = parts.take(model)
         state_leaves = jax.tree.leaves(state)
         n_shards = self._deployer.n_batch_shards
-        batch_size = min(per_device_batch_size * n_shards, -(-n // n_shards) * n_shards)
+        rows = min(size.micro_batch, -(-n // n_shards) * n_shards)
         mesh = self._deployer.mesh
-        here = rows_here([Group(1, batch_size)], mesh)  # of a batch that is filled up
+        here = rows_here([Group(1, rows)], mesh)  # of a batch that is filled up
 
         def prepare() -> Iterator[tuple[int, PyTree]]:
-            for start in range(0, n, batch_size):
-                n_rows = min(batch_size, n - start)
+            for start in range(0, n, rows):
+                n_rows = min(rows, n - start)
                 batch = collate(
                     self._collate_fn, [examples[start + i] for i in sorted({min(int(i), n_rows - 1) for i in here})]
                 )
-                yield n_rows, place_rows(pad_rows(batch, len(here)), np.arange(batch_size), split_rows(mesh), here)
+                yield n_rows, place_rows(pad_rows(batch, len(here)), np.arange(rows), split_rows(mesh), here)
 
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
         key = put(key, replicated(mesh))
         pending: deque[tuple[int, PyTree]] = deque()
-        with closing(prefetch(prepare())) as batches:
+        with closing(Prefetch(prepare())) as batches:
             for i, (n_rows, batch) in enumerate(batches):
                 outputs = self._call(step, (trained, frozen, state_leaves, batch, key, np.uint32(i)))
                 jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
@@ -187,7 +188,7 @@ class Predictor:
     def _step_for(self, model: PyTree, state: PyTree, plan: Plan) -> tuple[Parts, Callable[..., Any]]:
         """The compiled step, made anew where the model differs in more than its arrays."""
         arrays, static = eqx.partition(model, is_array_like)
-        structure = jax.tree.structure(arrays), jax.tree.leaves(static)
+        structure = jax.tree.structure(arrays), jax.tree.leaves(static), plan.leaves
         if self._step is None or self._step[0] != structure:
             parts = Parts.of(model)
             treedef = None if state is None else jax.tree.structure(state)

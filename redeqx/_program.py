@@ -24,7 +24,7 @@ class Program:
 
     **Arguments:**
 
-    - `trained`, `frozen`, `opt_state`, `state`, `step`, `key`: shapes with shardings.
+    - `trained`, `frozen`, `opt_state`, `state`, `steps`, `key`: shapes with shardings; `steps` as the train step says.
     - `init_opt_state`: of the trained arrays, created in place, never whole.
     """
 
@@ -33,7 +33,7 @@ class Program:
     frozen: list[jax.ShapeDtypeStruct]
     opt_state: list[jax.ShapeDtypeStruct]
     state: list[jax.ShapeDtypeStruct]
-    step: jax.ShapeDtypeStruct
+    steps: jax.ShapeDtypeStruct
     key: jax.ShapeDtypeStruct
     opt_treedef: Any
     state_treedef: Any
@@ -89,7 +89,7 @@ def make_program(
         frozen=frozen,
         opt_state=opt_state,
         state=states,
-        step=placed(jax.ShapeDtypeStruct((), np.int32), whole),
+        steps=placed(jax.ShapeDtypeStruct((2,), np.int32), whole),
         key=placed(jax.eval_shape(lambda: jax.random.key(0)), whole),
         opt_treedef=opt_treedef,
         state_treedef=state_treedef,

@@ -252,15 +252,23 @@ def _n_rows(batch: PyTree) -> int:
     return jax.tree.leaves(batch)[0].shape[0]
 
 
-def _accumulate(fn: Callable[..., Any], state: PyTree, groups: Sequence[PyTree], key: Array) -> tuple[Any, PyTree]:
+def _accumulate(
+    fn: Callable[..., Any], state: PyTree, groups: Sequence[PyTree], key: Array, n_first: Any = None
+) -> tuple[Any, PyTree]:
     """The sums of `fn(state, micro_batch, key) -> (sums, state)` over all micro-batches of all groups, and the last state.
 
     Each micro-batch has its own key, by its place in the step.
+
+    **Arguments:**
+
+    - `n_first`: int32 `[]`, how many of the first group's micro-batches count; all by default. Of those after them nothing
+        stays: a step with fewer runs in the same program.
     """
     sums: Any = None
     start = 0
     for group in groups:
         n = jax.tree.leaves(group)[0].shape[0]
+        n_counted = n_first if start == 0 else None
 
         def of(state: PyTree, i: Any, micro_batch: PyTree) -> Any:
             return fn(state, micro_batch, jax.random.fold_in(key, i))
@@ -269,15 +277,19 @@ def _accumulate(fn: Callable[..., Any], state: PyTree, groups: Sequence[PyTree],
             added, state = of(state, start, jax.tree.map(lambda x: x[0], group))
         else:
 
-            def body(carry: Any, xs: Any) -> Any:
+            def body(carry: Any, xs: Any, start: int = start, n_counted: Any = n_counted) -> Any:
                 total, state = carry
-                added, state = of(state, *xs)
-                return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, added), state), None
+                i, micro_batch = xs
+                added, after = of(state, start + i, micro_batch)
+                new = (jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, added), after)
+                if n_counted is not None:
+                    new = jax.tree.map(lambda new, old: jnp.where(i < n_counted, new, old), new, carry)
+                return new, None
 
             first = jax.tree.map(lambda x: x[0], group)
             shapes = jax.eval_shape(lambda state, first: of(state, 0, first)[0], state, first)
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
-            (added, state), _ = jax.lax.scan(body, (zeros, state), (start + jnp.arange(n), group))
+            (added, state), _ = jax.lax.scan(body, (zeros, state), (jnp.arange(n), group))
         sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
         start += n
     return sums, state
@@ -305,10 +317,11 @@ def make_train_step(
     layout: Layout,
     skip_nonfinite: bool = False,
 ) -> tuple[Callable[..., Any], list[str]]:
-    """The jitted `(trained, opt_state, state, step, frozen, key, groups) -> (trained, opt_state, state, step, vector)`.
+    """The jitted `(trained, opt_state, state, steps, frozen, key, groups, n_first) -> (trained, opt_state, state, steps,
+    vector)`, where `steps` counts the steps taken and, of those, the skipped ones, and `n_first` is as for `_accumulate`.
 
-    All but the frozen arrays, the key and the batch are donated. The vector holds the metrics whose names the list has
-    once the step has been traced: one transfer a step, however many there are.
+    All but the frozen arrays, the key, the batch and `n_first` are donated. The vector holds the metrics whose names the
+    list has once the step has been traced: one transfer a step, however many there are.
 
     **Arguments:**
 
@@ -318,7 +331,8 @@ def make_train_step(
     gradient = functions.gradient()
     names: list[str] = []
 
-    def step_fn(trained, opt_state, state, step, frozen, key, groups):
+    def step_fn(trained, opt_state, state, steps, frozen, key, groups, n_first):
+        step, n_skipped = steps
         key = jax.random.fold_in(jax.random.fold_in(key, _TRAIN), step)
 
         def micro_step(state, batch, key):
@@ -328,14 +342,15 @@ def make_train_step(
             return (grads, total, weight, metrics), _state_leaves(tree, state, state_treedef)
 
         before = (trained, opt_state, state)
-        (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, key)
+        (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, key, n_first)
         grads = [g / weight for g in grads]
         # A sum of squares a leaf: `vdot` or raveling would gather every split gradient.
         squares = [jnp.sum(jnp.real(g * jnp.conj(g))) for g in grads]
         grads = [g.astype(x.dtype) for g, x in zip(grads, trained, strict=True)]
         values = {"loss": total / weight, "grad_norm": jnp.sqrt(jnp.sum(jnp.stack(squares)))}
         if lr_schedule_fn is not None:
-            values["learning_rate"] = jnp.asarray(lr_schedule_fn(step), total.dtype)
+            # A skipped step leaves the optimizer's own count as it was.
+            values["learning_rate"] = jnp.asarray(lr_schedule_fn(step - n_skipped), total.dtype)
         # Sorted, as a scan sorts them: every program of a run must agree on the order.
         values.update({name: metric / over for name, (metric, over) in sorted(metrics.items())})
         tree = parts.trained_tree(trained)
@@ -346,7 +361,8 @@ def make_train_step(
         if skip_nonfinite:
             is_finite = jnp.isfinite(values["loss"]) & jnp.isfinite(values["grad_norm"])
             after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, before)
-        return *after, step + 1, jnp.stack(list(values.values()))
+            n_skipped = n_skipped + jnp.where(is_finite, 0, 1).astype(n_skipped.dtype)
+        return *after, jnp.stack([step + 1, n_skipped]), jnp.stack(list(values.values()))
 
     whole = replicated(mesh)
     shardings = (layout.trained, layout.opt_state, layout.state, whole, whole)

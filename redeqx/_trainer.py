@@ -21,11 +21,11 @@ from jaxtyping import PyTree
 
 from ._checkpoint import Checkpoints
 from ._console import Progress
-from ._data import Batch, Slice, batches, check_examples, collated_shapes, slices
+from ._data import Batch, BatchSize, Prefetch, Slice, batches, check_examples, collated_shapes, size_of, slices
 from ._deployer import Deployer
 from ._devices import describe, dry, of_devices
 from ._dry_run import DryRunDone, Job, dry_run
-from ._fit import Fit, Options, Standing, check_record
+from ._fit import Fit, Options, Position, Standing, check_record
 from ._jaxprs import Change, Trace
 from ._mesh import FSDP, MODEL
 from ._paths import named_leaves
@@ -119,6 +119,7 @@ class Trainer:
             )
         self._given: tuple[PyTree, PyTree] | None = (model, model_state)  # until placed
         self._held: TrainState | None = None  # from then on
+        self._is_planned = False  # by the loss, as a batch was at hand
         self._pending: deque[tuple[int, int | None, jax.Array, int, int | None]] = deque()
         self._last_metrics: dict[str, float] = {}
         self._restore_from: Path | None = None  # a checkpoint to load once placed
@@ -126,6 +127,9 @@ class Trainer:
         self._max_skipped = max_skipped
         self._n_skipped_now = 0  # one after the other, up to the newest step
         self._standing = Standing()
+        self._n_fits = 0  # that have come to their end
+        self._follows: bool | None = None  # whether the position is one of this script's fits; None: nobody has looked yet
+        self._is_updating = False
         self._n_passes = 0  # over examples
         self._checkpoints = None
         if deployer.workdir is not None:
@@ -136,12 +140,12 @@ class Trainer:
     @property
     def model(self) -> PyTree:
         """The model as it is now. The next step deletes its arrays: save it, or copy what is to be kept."""
-        return self._given[0] if self._given is not None else self._state.model
+        return self._now()[0]
 
     @property
     def model_state(self) -> PyTree | None:
         """The state of the model's stateful layers as it is now; None where there are none."""
-        return self._given[1] if self._given is not None else self._state.model_state
+        return self._now()[1]
 
     @property
     def opt_state(self) -> PyTree:
@@ -154,33 +158,59 @@ class Trainer:
         assert self._held is not None, "placed"
         return self._held
 
+    def _now(self) -> tuple[PyTree, PyTree]:
+        """The model and the state of its layers; what waits to be restored is restored first."""
+        if self._restore_from is not None:
+            self._ensure_placed(None)
+        return self._trees()
+
+    def _trees(self) -> tuple[PyTree, PyTree]:
+        return self._given if self._given is not None else (self._state.model, self._state.model_state)
+
     def _ensure_placed(self, batch: PyTree | None) -> None:
-        """Place the model, make the optimizer's state and the steps; once, at first use.
+        """Make the plan and the steps, place the model, make the optimizer's state.
+
+        Once, at first use, and under the plan of the loss. Where something was used before a batch was at hand (a
+        prediction, a checkpoint that was loaded), the arrays are placed by the model's fields first, and move to the loss's
+        plan at the first batch.
 
         **Arguments:**
 
         - `batch`: the shapes of a micro-batch; None where there is none, and then no loss is traced.
         """
-        if self._given is None:
+        if self._held is not None and (self._is_planned or batch is None):
             return
         self.deployer.need_values("trainer")
-        model, state = self._given
-        leaves = array_leaves((model, state))
+        if self._held is None:
+            self._agree()
+        plan = self._make_plan(batch, self.deployer.mesh)
+        before = {} if self.plan is None else self.plan.leaves
+        is_alike = all(plan.leaves[name].spec == leaf.spec for name, leaf in before.items())
+        self.plan, self._is_planned = plan, batch is not None
+        if self._held is None:
+            self._held = TrainState.of(self._parts, self._make_program(plan), *self._trees(), self._key)
+            self._given = None
+            self._compiled: set[Any] = set()
+            self._restore()
+            self._say_header()
+        elif not is_alike:
+            self._held.move(self._make_program(plan))
+            self._compiled = set()
+            self.deployer.log_info(f"plan: {plan.summary()}; now in the order of the loss")
+
+    def _agree(self) -> None:
+        """Check that the trainers of all processes are alike."""
+        leaves = array_leaves(self._trees())
         self.deployer.peers.agree("model", {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves.items()})
         settings = {"accumulate_grad_batches": self._accumulate, "compute_dtype": str(self._compute_dtype)}
         self.deployer.peers.agree("Trainer", {**settings, "trained leaves": len(self._parts.names[0])})
-        self.plan = plan = self._make_plan(batch, self.deployer.mesh)
-        self._held = TrainState.of(self._parts, self._make_program(plan), model, state, self._key)
-        self._compiled: set[Any] = set()
-        self._given = None
-        self._restore()
-        self._say_header()
 
     def _make_plan(self, batch: PyTree | None, mesh: Mesh) -> Plan:
         """The model's plan on a mesh: in the order of the loss where a batch's shapes are given."""
-        model, state = self.model, self.model_state
+        model, state = self._trees()
 
         def total(model: PyTree, batch: PyTree, key: Any) -> Any:
+            model = self._parts.put(*self._parts.take(model), compute_dtype=self._compute_dtype)
             out = self._loss_fn(model, *([state] if self._has_state else []), batch, key)
             out = out[0] if self._has_state and isinstance(out, tuple) else out
             return as_sums(out, jax.tree.leaves(batch)[0].shape[0])[0]
@@ -203,42 +233,63 @@ class Trainer:
         functions = Functions(
             self._parts, plan, self._loss_fn, self._has_state, self._compute_dtype, self._grad_fn, named, change
         )
-        return make_program(functions, self.model, self.model_state, self._optimizer, self._lr_schedule_fn, self._skips)
+        return make_program(functions, *self._trees(), self._optimizer, self._lr_schedule_fn, self._skips)
 
     # --- single passes -----------------------------------------------------------------------------------------------
 
-    def train(self, examples: Any, per_device_batch_size: int) -> dict[str, float]:
+    def train(
+        self,
+        examples: Any,
+        per_device_batch_size: int | None = None,
+        *,
+        batch_size: int | None = None,
+        drop_remainder: bool = False,
+    ) -> dict[str, float]:
         """One pass over the examples, in the order that they are in; returns the last step's metrics.
 
         **Arguments:**
 
         - `examples`: anything with `len()` and integer items, or an iterable.
-        - `per_device_batch_size`: rows of a micro-batch at one position of the data and fsdp axes.
+        - `per_device_batch_size`, `batch_size`, `drop_remainder`: as for `fit`.
         """
-        steps = self._slices(examples, per_device_batch_size, self._accumulate)
+        size = self._size(per_device_batch_size, batch_size)
+        steps = self._slices(examples, size, drop_remainder)
         if (run := dry()) is not None:
-            raise DryRunDone(dry_run(self._job(next(steps), per_device_batch_size), run.machine, **run.options))
+            raise DryRunDone(dry_run(self._job(next(steps), size), run.machine, **run.options))
         with self.deployer.console.progress(first_step=self.step, title="train") as progress:
-            for _ in self._updates(steps, per_device_batch_size, progress, epoch=None):
-                pass
+            with closing(self._batches(steps, size)) as upcoming:
+                for _ in self._updates(upcoming, progress):
+                    pass
             self._flush(progress)
         return dict(self._last_metrics)
 
-    def eval_loss(self, examples: Any, per_device_batch_size: int) -> float:
+    def eval_loss(self, examples: Any, per_device_batch_size: int | None = None, *, batch_size: int | None = None) -> float:
         """The loss over all the examples: totals and weights are added up, and divided once.
 
         The same for every batch size, with a remainder too.
-        """
-        return self.eval_metrics(examples, per_device_batch_size)["loss"]
 
-    def eval_metrics(self, examples: Any, per_device_batch_size: int) -> dict[str, float]:
+        **Arguments:**
+
+        - `per_device_batch_size`, `batch_size`: rows at one position of the data and fsdp axes, or examples over all
+            devices, at most; a little fewer where that leaves no remainder.
+        """
+        return self.eval_metrics(examples, per_device_batch_size, batch_size=batch_size)["loss"]
+
+    def eval_metrics(
+        self, examples: Any, per_device_batch_size: int | None = None, *, batch_size: int | None = None
+    ) -> dict[str, float]:
         """`{"loss": ...}` over all the examples, and every metric of `Loss.metrics` with it."""
+        size = BatchSize.of(self.deployer.mesh, per_device_batch_size, batch_size)
+        check_examples(examples, "examples")
+        return self._eval_metrics(examples, size.evenly(size_of(examples), self.deployer.mesh.size))
+
+    def _eval_metrics(self, examples: Any, size: BatchSize) -> dict[str, float]:
         self.deployer.need_values("eval_loss")
-        steps = self._slices(examples, per_device_batch_size)
+        steps = self._slices(examples, size)
         sums: np.ndarray | float = 0.0
         pending: deque[jax.Array] = deque()
         with self.deployer.console.progress(title="evaluate") as progress:
-            with closing(self._batches(steps, per_device_batch_size)) as batches:
+            with closing(self._batches(steps, size)) as batches:
                 for i, batch in enumerate(batches):
                     self._ensure_placed(batch.micro_batch)
                     args = self._state.eval_args(i, batch.groups)
@@ -279,7 +330,7 @@ class Trainer:
         def source() -> tuple[PyTree, PyTree, Plan]:
             self._ensure_placed(None)
             assert self.plan is not None
-            return self.model, self.model_state, self.plan
+            return *self._now(), self.plan
 
         predictor._source = source
         return predictor
@@ -288,20 +339,24 @@ class Trainer:
         """Examples a step: rows a device x batch shards x micro-batches."""
         return per_device_batch_size * self.deployer.n_batch_shards * self._accumulate
 
-    def compile(self, examples: Any, per_device_batch_size: int) -> jax.stages.Compiled:
+    def compile(
+        self, examples: Any, per_device_batch_size: int | None = None, *, batch_size: int | None = None
+    ) -> jax.stages.Compiled:
         """The compiled train step for the first step's examples, to look into: its memory, its collectives, its text."""
-        steps = self._slices(examples, per_device_batch_size, self._accumulate)
-        with closing(self._batches(steps, per_device_batch_size)) as batches:
+        size = self._size(per_device_batch_size, batch_size)
+        with closing(self._batches(self._slices(examples, size), size)) as batches:
             batch = next(batches)
         self._ensure_placed(batch.micro_batch)
-        return self._state.program.train_step.lower(*self._state.train_args(batch.groups)).compile()
+        args = self._state.train_args(batch.groups, batch.n_micro_batches)
+        return self._state.program.train_step.lower(*args).compile()
 
     def dry_run(
         self,
         examples: Any,
-        per_device_batch_size: int,
+        per_device_batch_size: int | None = None,
         topology: str | None = None,
         *,
+        batch_size: int | None = None,
         optimization: str | None = None,
         search: bool = True,
     ) -> DryRun:
@@ -311,7 +366,7 @@ class Trainer:
 
         **Arguments:**
 
-        - `examples`, `per_device_batch_size`: as for `train`; the first step's are compiled for.
+        - `examples`, `per_device_batch_size`, `batch_size`: as for `train`; the first step's are compiled for.
         - `topology`: devices that need not be there, with the shards of this deployer: `"v4:2x2x2"`, `"gpu:a100-40gb:4"`,
             `"gpu:h100-80gb:2x8"`; its own devices by default.
         - `optimization`: the compiler's level, `"O0"` to `"O3"`, or `"UNKNOWN"`, that of a run. By default that, but for
@@ -325,14 +380,16 @@ class Trainer:
             machine = describe(topology)
         else:
             machine = of_devices("this", self.deployer.mesh.devices.flat) if run is None else run.machine
-        step = next(self._slices(examples, per_device_batch_size, self._accumulate, len(machine.devices)))
-        return dry_run(self._job(step, per_device_batch_size), machine, optimization=optimization, search=search)
+        size = self._size(per_device_batch_size, batch_size, len(machine.devices))
+        job = self._job(next(self._slices(examples, size)), size, len(machine.devices))
+        return dry_run(job, machine, optimization=optimization, search=search)
 
-    def _job(self, step: Slice, per_device_batch_size: int) -> Job:
+    def _job(self, step: Slice, size: BatchSize, n_devices: int | None = None) -> Job:
         """What a dry run compiles: the step of those examples."""
         mesh = self.deployer.mesh
+        rows = size.micro_batch // ((n_devices or mesh.size) // mesh.shape[MODEL])
         return Job(
-            setting=Setting(mesh.shape[MODEL], mesh.shape[FSDP], per_device_batch_size, self._accumulate),
+            setting=Setting(mesh.shape[MODEL], mesh.shape[FSDP], rows, self._accumulate),
             batch=collated_shapes(self._collate_fn, step.examples),
             make_plan=lambda mesh, micro_batch: self._make_plan(micro_batch, mesh),
             make_program=lambda plan, change: self._make_program(plan, named=True, change=change),
@@ -349,23 +406,17 @@ class Trainer:
             files["optimizer.safetensors"] = file_size(array_leaves(opt_state))
         return files
 
-    def _slices(
-        self, examples: Any, per_device_batch_size: int, n_micro_batches: int = 1, n_devices: int | None = None
-    ) -> Iterator[Slice]:
-        if per_device_batch_size < 1:
-            raise ValueError(
-                f"`per_device_batch_size`: expected at least 1, got {per_device_batch_size}. Pass a positive number."
-            )
-        check_examples(examples, "examples")
-        n_shards = self.deployer.n_batch_shards if n_devices is None else n_devices // self.deployer.mesh.shape[MODEL]
-        n_rows = per_device_batch_size * n_shards * n_micro_batches
-        return slices(examples, n_rows, name="examples")
+    def _size(self, per_device_batch_size: int | None, batch_size: int | None, n_devices: int | None = None) -> BatchSize:
+        return BatchSize.of(self.deployer.mesh, per_device_batch_size, batch_size, self._accumulate, n_devices=n_devices)
 
-    def _batches(self, steps: Iterable[Slice], per_device_batch_size: int) -> Generator[Batch, None, None]:
-        micro_batch_size = per_device_batch_size * self.deployer.n_batch_shards
+    def _slices(self, examples: Any, size: BatchSize, drop_remainder: bool = False) -> Iterator[Slice]:
+        check_examples(examples, "examples")
+        return slices(examples, size.examples, drop_remainder=drop_remainder, name="examples")
+
+    def _batches(self, steps: Iterable[Slice], size: BatchSize) -> Prefetch:
         self._n_passes += 1
         check = None if self.deployer.peers.n == 1 else partial(_check_rows, self.deployer.peers, self._n_passes)
-        return batches(steps, self._collate_fn, micro_batch_size, self.deployer.mesh, check)
+        return batches(steps, self._collate_fn, size, self.deployer.mesh, check)
 
     def _call(self, what: str, step: Callable[..., Any], args: tuple, batch: Batch, progress: Progress) -> Any:
         """Call a jitted step, saying so where it has to compile first."""
@@ -378,22 +429,35 @@ class Trainer:
         return outs
 
     def _updates(
-        self, steps: Iterable[Slice], per_device_batch_size: int, progress: Progress, epoch: int | None
+        self, upcoming: Prefetch, progress: Progress, fit: int | None = None, epoch: int | None = None
     ) -> Generator[tuple[Batch, bool], None, None]:
         """Take the steps; after each yields its batch and whether it was the last.
 
-        The device may still be at it then, and the metrics of the newest steps unread: `_flush` waits for both.
+        The device may still be at it then, and the metrics of the newest steps unread: `_flush` waits for both. Step and
+        position change together: whoever saves in between, a tracker say, saves what belongs together.
+
+        **Arguments:**
+
+        - `fit`, `epoch`: of a fit, whose position is kept.
         """
-        with closing(self._batches(steps, per_device_batch_size)) as upcoming:
+        if self._is_updating:
+            raise ValueError(
+                "`fit`, `train`: expected to be called one after the other, got one inside the other. "
+                "Call it after the first has ended."
+            )
+        self._is_updating = True
+        try:
             batch = next(upcoming, None)
             while batch is not None:
                 self.deployer.peers.check()
                 if self._checkpoints is not None:
                     self._checkpoints.check()
                 self._ensure_placed(batch.micro_batch)
-                args = self._state.train_args(batch.groups)
+                args = self._state.train_args(batch.groups, batch.n_micro_batches)
                 vector = self._state.advance(self._call("train step", self._state.program.train_step, args, batch, progress))
                 self.step += 1
+                if fit is not None and epoch is not None:
+                    self._standing.position = Position(fit, epoch, batch.position, batch.state)
                 self.deployer.watch.beat(self.step)
                 vector.copy_to_host_async()
                 self._pending.append((self.step, epoch, vector, batch.n_examples, batch.n_tokens))
@@ -402,12 +466,13 @@ class Trainer:
                 following = next(upcoming, None)
                 yield batch, following is None
                 batch = following
+        finally:
+            self._is_updating = False
 
     def _record(self, progress: Progress) -> None:
         """Read the metrics of the oldest step that is still unread, check them, show and record them."""
         step, epoch, vector, n_examples, n_tokens = self._pending.popleft()
-        metrics = dict(zip(self._state.program.metric_names, np.asarray(vector).tolist(), strict=True))
-        nonfinite = [name for name in ("loss", "grad_norm") if not np.isfinite(metrics[name])]
+        metrics, nonfinite = self._read(vector)
         self._n_skipped_now = self._n_skipped_now + 1 if nonfinite else 0
         if nonfinite and (not self._skips or self._n_skipped_now > self._max_skipped):
             self._pending.clear()
@@ -426,6 +491,11 @@ class Trainer:
             n_tokens=n_tokens,
             epoch=None if epoch is None else epoch + 1,
         )
+
+    def _read(self, vector: jax.Array) -> tuple[dict[str, float], list[str]]:
+        """A step's metrics, and which of them had to be finite and are not."""
+        metrics = dict(zip(self._state.program.metric_names, np.asarray(vector).tolist(), strict=True))
+        return metrics, [name for name in ("loss", "grad_norm") if not np.isfinite(metrics[name])]
 
     def _why_nonfinite(self, name: str, step: int, found: float) -> str:
         if self._checkpoints is not None:
@@ -481,14 +551,23 @@ class Trainer:
         - `name`: a name of the index (`"last"`, `"argmax_accuracy"`), of a checkpoint, or a path.
         - `load_opt_states`: whether to load the optimizer's state and the step too; without, only the model.
 
-        Raises ValueError where the checkpoint is damaged or of another model, naming what differs.
+        The next `fit` goes on from what was loaded: with its own epochs, where this trainer has not fitted before. A
+        checkpoint of another workdir is a beginning: where this workdir has a run already, `fit` goes on with that run.
+
+        Raises ValueError where the checkpoint is damaged or of another model, naming what differs, and inside `fit`.
         """
         if self.deployer.is_dry_run:
             return  # it has the shapes of this model
+        if self._is_updating:
+            raise ValueError("`load_ckpt`: expected after `fit` or `train`, got called inside of it. Call it afterwards.")
+        path = self._need_checkpoints().resolve(name)
+        self._restore_from = None  # what was to be restored is replaced
         self._ensure_placed(None)
-        record = self._load(self._need_checkpoints().resolve(name), load_opt_states)
+        record = self._load(path, load_opt_states)
         if load_opt_states:
             self._standing = Standing.of_record(record)
+        if self._follows is None and path.parent == self._need_checkpoints().folder:
+            self._follows = False  # the next fit begins from this one, and not from the newest
 
     def _need_checkpoints(self) -> Checkpoints:
         if self._checkpoints is None:
@@ -507,16 +586,25 @@ class Trainer:
     ) -> Path:
         self.deployer.need_values("save_ckpt")
         self._ensure_placed(None)
+        unread = [(step, *self._read(vector)) for step, _, vector, *_ in self._pending]
+        for step, found, nonfinite in unread:  # by a tracker, say
+            if nonfinite and not self._skips:
+                raise ValueError(self._why_nonfinite(nonfinite[0], step, found[nonfinite[0]]))
+        n_skipped = self._standing.n_skipped + sum(bool(nonfinite) for *_, nonfinite in unread)
+        last_metrics = unread[-1][1] if unread else self._last_metrics
         record = {
             "redeqx": version("redeqx"),
             "step": self.step,
             **self._standing.to_record(),
+            "n_skipped": n_skipped,
+            "learning_rate": last_metrics.get("learning_rate"),
             "seed": self.deployer.jax_seed,
             "mesh": dict(self.deployer.mesh.shape),
             "metrics": dict(metrics),
         }
         checkpoints = self._need_checkpoints()
         trees = self._state.trees(opt_state=save_opt_states)
+        self._standing.saved = (self.step, self._standing.position, save_opt_states)
         return checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
 
     def _load(self, path: Path, load_opt_states: bool) -> dict[str, Any]:
@@ -524,7 +612,8 @@ class Trainer:
         record = checkpoints.record(path)
         if load_opt_states:
             check_record(path, record)
-        self._state.load(checkpoints, path, record["step"] if load_opt_states else None)
+        steps = (record["step"], record.get("n_skipped", 0))
+        self._state.load(checkpoints, path, steps if load_opt_states else None)
         if load_opt_states:
             self.step = record["step"]
         return record
@@ -533,7 +622,7 @@ class Trainer:
         """Load a checkpoint of an earlier run: now, or once a batch is at hand and the model is placed."""
         self.step = step
         self._restore_from = path
-        if self._given is None:
+        if self._held is not None:
             self._restore()
 
     def _restore(self) -> None:
@@ -543,7 +632,8 @@ class Trainer:
         try:
             self._load(path, load_opt_states=True)
         except ValueError as error:
-            self.step, self._standing = 0, Standing()  # a second fit finds that run again, and does not write over it
+            # A second fit finds that run again, and does not write over it.
+            self.step, self._standing, self._follows = 0, Standing(), None
             raise ValueError(
                 f"`workdir`: expected a run that this trainer can go on with, got {path}, which it cannot: {error} "
                 "For a new run choose another workdir."
@@ -554,8 +644,8 @@ class Trainer:
     def fit(
         self,
         train_examples: Any,
-        per_device_batch_size: int,
-        n_epochs: int,
+        per_device_batch_size: int | None = None,
+        n_epochs: int = 1,
         eval_examples: Any = None,
         eval_per_device_batch_size: int | None = None,
         eval_loss: bool = True,
@@ -572,38 +662,49 @@ class Trainer:
         save_opt_states: bool = True,
         save_float_dtype: Any = None,
         resume: bool = True,
+        *,
+        batch_size: int | None = None,
+        eval_batch_size: int | None = None,
+        drop_remainder: bool = False,
+        save_end: bool = True,
     ) -> dict[str, float]:
         """Trains for `n_epochs` passes, evaluates and saves on the way; returns the metrics of the last evaluation.
 
         Every example is used once an epoch; the last step of an epoch holds what is left, and of that the few rows that do
         not divide over the devices in micro-batches of their own (which layers like BatchNorm see as small batches: give a
-        multiple of the batch size where that matters). A run that was stopped goes on from its newest checkpoint and ends
-        with the same bits.
+        multiple of the batch size, or `drop_remainder`, where that matters). A run that was stopped goes on from its newest
+        checkpoint and ends with the same bits; one that has come to its end goes on where `n_epochs` is more than before.
 
         **Arguments:**
 
         - `train_examples`: an object with `len()` and integer items, shuffled anew each epoch; or a function of the epoch
-            that returns one; or an iterable.
+            that returns one, of any length; or an iterable.
         - `per_device_batch_size`: rows of a micro-batch at one position of the data and fsdp axes. A step has
-            `trainer.batch_size(per_device_batch_size)` examples.
+            `trainer.batch_size(per_device_batch_size)` examples: on another mesh others.
+        - `batch_size`: in its place, the examples of a step, over all devices and micro-batches: the same run on every mesh.
+            Best a multiple of the devices times the micro-batches: the rows that are left over every device computes.
         - `eval_examples`: with `len()` and integer items; evaluated at the end of every epoch, and every
             `eval_every_n_steps` steps.
-        - `eval_per_device_batch_size`: rows, `per_device_batch_size` by default.
+        - `eval_per_device_batch_size`, `eval_batch_size`: of evaluations; a training micro-batch's by default.
         - `eval_loss`: whether to evaluate the loss; its metric is called `"loss"`.
         - `eval_predictor`, `eval_metric_fn`: outputs for `eval_examples`, and `(examples, outputs)` to a dict of numbers.
         - `eval_sanity_check`: whether to evaluate one batch before training, so that mistakes show at once.
+        - `drop_remainder`: whether to leave out what does not fill a batch at the end of an epoch, which would be a program
+            of its own to compile.
         - `save_every_n_steps`, `save_ckpt_every_k_epochs`, `save_last_ckpt`: save every n steps; after every k-th epoch,
             to keep (`"epoch_3"` in the index); at the end of every epoch.
+        - `save_end`: whether to save the end of the fit, where there is a `workdir`.
         - `save_argmin_ckpt_by_metrics`, `save_argmax_ckpt_by_metrics`: names of metrics by which the best checkpoint is
             kept (`"argmax_accuracy"` in the index).
         - `keep_last`: how many of the newest checkpoints stay, beside those.
         - `save_opt_states`: whether to save the optimizer's state. Without it a run cannot be resumed.
         - `save_float_dtype`: floating leaves of the model are cast to it in the file, and a resumed run goes on with them.
-        - `resume`: whether to go on where the workdir's newest checkpoint stands. Without, a workdir that holds
-            checkpoints is refused.
+        - `resume`: whether to go on where the workdir's newest checkpoint stands, or where this trainer's last fit was
+            interrupted. Without, a workdir that holds checkpoints is refused, and an interrupted fit is given up.
 
-        Raises ValueError or TypeError for arguments that cannot work, before any work; ValueError for a loss that is not
-        finite, naming the step. The model is spoilt then: `load_ckpt()` brings the last good one back.
+        Raises ValueError or TypeError for arguments that cannot work, before any work; ValueError for a run that was begun
+        with another batch size or other examples; ValueError for a loss that is not finite, naming the step. The model is
+        spoilt then: `load_ckpt()` brings the last good one back.
 
         In a dry run it compiles for the first batch, and raises SystemExit with the report.
         """

@@ -26,7 +26,7 @@ from redeqx._data import (
     n_tokens,
     pad_rows,
     place_batch,
-    prefetch,
+    Prefetch,
     size_of,
     slices,
 )
@@ -508,7 +508,7 @@ def threads():
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 50])
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_items_come_in_their_order(n, depth):
-    assert list(prefetch(iter(range(n)), depth)) == list(range(n))
+    assert list(Prefetch(iter(range(n)), depth)) == list(range(n))
     assert not threads()
 
 
@@ -521,7 +521,7 @@ def test_the_next_item_is_prepared_while_one_is_used():
         prepared.set()
         yield 2
 
-    ahead = prefetch(items())
+    ahead = Prefetch(items())
     assert next(ahead) == 1
     used.set()
     assert prepared.wait(10)  # and still holds it: it has not asked for the second
@@ -537,7 +537,7 @@ def test_it_runs_no_further_ahead_than_its_depth(depth):
             made.append(i)
             yield i
 
-    ahead = prefetch(items(), depth)
+    ahead = Prefetch(items(), depth)
     assert [next(ahead) for _ in range(3)] == [0, 1, 2]
     time.sleep(0.2)  # time to run away
     assert len(made) <= 3 + depth + 1  # what was read, what is queued, and one in the thread's hand
@@ -555,7 +555,7 @@ def fails_at(n):
 def test_an_error_comes_after_the_items_before_it_with_its_traceback():
     got = []
     with pytest.raises(KeyError, match="item 3") as raised:
-        got.extend(prefetch(fails_at(3)))
+        got.extend(Prefetch(fails_at(3)))
     assert got == [0, 1, 2]
     assert [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)][-1] == "fails_at"
     assert not threads()
@@ -570,7 +570,7 @@ def test_closing_early_ends_the_thread_and_its_source():
         finally:
             closed.set()
 
-    ahead = prefetch(items())
+    ahead = Prefetch(items())
     assert next(ahead) == 0
     assert len(threads()) == 1
     ahead.close()
@@ -579,14 +579,14 @@ def test_closing_early_ends_the_thread_and_its_source():
 
 
 def test_what_is_never_asked_starts_no_thread():
-    ahead = prefetch(fails_at(0))
+    ahead = Prefetch(fails_at(0))
     assert not threads()
     ahead.close()
 
 
 def test_many_passes_leave_no_thread_behind():
     for stop in range(20):
-        for item in prefetch(iter(range(10))):
+        for item in Prefetch(iter(range(10))):
             if item == stop % 10:
                 break
     assert not threads()

@@ -324,7 +324,7 @@ NEEDS_EVAL = (
         (
             {"eval_per_device_batch_size": 0},
             ValueError,
-            "`eval_per_device_batch_size`: expected at least 1 or None, got 0. Pass a positive number.",
+            "`eval_per_device_batch_size`: expected at least 1, got 0. Pass a positive number.",
         ),
         ({"eval_every_n_steps": 1}, ValueError, NEEDS_EVAL.format("none")),
         ({"save_argmax_ckpt_by_metrics": ["accuracy"]}, ValueError, NEEDS_EVAL.format("none")),
