@@ -229,6 +229,13 @@ def collated_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), collate(collate_fn, list(examples)))
 
 
+def micro_batch_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any], size: BatchSize, mesh: Mesh) -> PyTree:
+    """The shapes of the first micro-batch of a step of these examples, as `loss_fn` sees it."""
+    rows = cut_rows(len(examples), size.micro_batch, mesh.size)[0].rows
+    shapes = collated_shapes(collate_fn, examples)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), shapes)
+
+
 def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
     if isinstance(leaf, list):
         lengths = sorted({len(x) for x in leaf if hasattr(x, "__len__")})

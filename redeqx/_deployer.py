@@ -1,7 +1,6 @@
 """The Deployer: devices, keys, plans, schedules and the console, joined for one run."""
 
 import json
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
@@ -17,6 +16,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ._cluster import start
 from ._console import Console, Tracker
+from ._data import BatchSize, n_slices
 from ._devices import dry
 from ._interrupts import HANG, Preemption, Watch
 from ._jaxprs import Trace
@@ -25,7 +25,7 @@ from ._mesh import make_mesh, n_batch_shards
 from ._paths import is_array_like, named_leaves
 from ._peers import HEARTBEAT, Peers
 from ._plan import Overrides, Plan, make_plan, mark_read
-from ._step import as_sums
+from ._step import Parts, as_sums
 
 
 class Deployer:
@@ -134,6 +134,8 @@ class Deployer:
         loss_fn: Callable[..., Any] | None = None,
         batch: PyTree | None = None,
         overrides: Overrides | None = None,
+        *,
+        compute_dtype: Any = None,
     ) -> Plan:
         """How each leaf of the model is split over the mesh, with a reason for each.
 
@@ -146,6 +148,7 @@ class Deployer:
         - `loss_fn`, `batch`: the loss, `(model, batch, key)`, and what `collate_fn` returns (or its shapes).
         - `overrides`: specs by path or glob, as `{"head.weight": ("model", None)}`; None keeps a leaf whole; early
             patterns win.
+        - `compute_dtype`: floating leaves of the model are cast to it for the loss, as by a Trainer.
 
         Raises ValueError for an override that matches nothing, names an unknown axis or does not divide. Warns of each
         large leaf that no axis splits.
@@ -156,6 +159,8 @@ class Deployer:
 
         def total(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
             assert loss_fn is not None
+            parts = Parts.of(model)
+            model = parts.put(*parts.take(model), compute_dtype=compute_dtype)
             return as_sums(loss_fn(model, batch, key), jax.tree.leaves(batch)[0].shape[0])[0]
 
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -233,33 +238,41 @@ class Deployer:
     def get_lr_schedule_fn(
         self,
         train_size: int,
-        per_device_batch_size: int,
-        n_epochs: int,
-        learning_rate: float,
+        per_device_batch_size: int | None = None,
+        n_epochs: int = 1,
+        learning_rate: float | None = None,
         schedule_type: str = "linear",
         warmup_ratio: float = 0.0,
         warmup_steps: int | None = None,
         init_learning_rate: float = 0.0,
         end_learning_rate: float = 0.0,
         accumulate_grad_batches: int = 1,
+        *,
+        batch_size: int | None = None,
+        drop_remainder: bool = False,
     ) -> optax.Schedule:
         """A schedule over the optimizer updates of a fit: linear warm-up, then decay to the last update.
 
         **Arguments:**
 
         - `train_size`: examples an epoch; the last update of an epoch may hold fewer than the others.
+        - `per_device_batch_size`, `batch_size`, `drop_remainder`: as given to `fit`.
+        - `learning_rate`: after the warm-up.
         - `schedule_type`: of the decay: `"linear"`, `"cosine"`, or `"constant"` for none.
         - `warmup_ratio`, `warmup_steps`: the length of the warm-up, as a share of all updates or as updates, which win.
         - `accumulate_grad_batches`: micro-batches an update. Updates are counted, never micro-batches.
 
-        Raises ValueError for an unknown type, for sizes below 1 and for a warm-up longer than the fit.
+        Raises ValueError for an unknown type, for sizes below 1 and for a warm-up longer than the fit; TypeError without a
+        learning rate.
         """
-        sizes = {"train_size": train_size, "per_device_batch_size": per_device_batch_size, "n_epochs": n_epochs}
-        for name, size in {**sizes, "accumulate_grad_batches": accumulate_grad_batches}.items():
+        if learning_rate is None:
+            raise TypeError("`learning_rate`: expected a number, got None. Pass that of the updates after the warm-up.")
+        sizes = {"train_size": train_size, "n_epochs": n_epochs, "accumulate_grad_batches": accumulate_grad_batches}
+        for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"`{name}`: expected at least 1, got {size}. Pass a positive number.")
-        batch_size = per_device_batch_size * self.n_batch_shards * accumulate_grad_batches
-        n_steps = n_epochs * math.ceil(train_size / batch_size)
+        update = BatchSize.of(self.mesh, per_device_batch_size, batch_size, accumulate_grad_batches).examples
+        n_steps = n_epochs * n_slices(train_size, update, drop_remainder)
         n_warmup = round(warmup_ratio * n_steps) if warmup_steps is None else warmup_steps
         if not 0 <= n_warmup <= n_steps:
             name, found = ("warmup_ratio", warmup_ratio) if warmup_steps is None else ("warmup_steps", warmup_steps)

@@ -20,6 +20,7 @@ from ._data import (
     collated_shapes,
     examples_of,
     is_function,
+    micro_batch_shapes,
     n_slices,
     sample_of,
     size_of,
@@ -497,7 +498,13 @@ class Fit:
     def _keep_end(self, progress: Progress) -> None:
         """Save the end of the fit, unless the newest checkpoint is of it."""
         options, trainer = self.options, self.trainer
-        trainer._ensure_placed(None)  # also where no step was to be taken: what waits to be restored is
+        if trainer._held is None:  # no step was to be taken; the examples are known all the same, and with them the plan
+            examples = examples_of(options.train_examples, 0)
+            step = None if size_of(examples) is None else next(self.steps(0, Position(trainer._n_fits), examples))
+            mesh = trainer.deployer.mesh
+            trainer._ensure_placed(
+                None if step is None else micro_batch_shapes(trainer._collate_fn, step.examples, self.size, mesh)
+            )
         end = (trainer.step, trainer._standing.position)
         if options.save_end and trainer._checkpoints is not None and (trainer._standing.saved or ())[:2] != end:
             self._save(set(), progress)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import redeqx
 from redeqx._data import (
     Group,
+    Prefetch,
     check_examples,
     collate,
     cut_rows,
@@ -26,7 +27,6 @@ from redeqx._data import (
     n_tokens,
     pad_rows,
     place_batch,
-    Prefetch,
     size_of,
     slices,
 )
