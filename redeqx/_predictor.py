@@ -111,13 +111,14 @@ class Predictor:
         trained, frozen = parts.take(model)
         state_leaves = jax.tree.leaves(state)
         n_shards = self._deployer.n_batch_shards
-        rows = min(size.micro_batch, -(-n // n_shards) * n_shards)
+        at_once = min(size.examples, n)
+        rows = -(-at_once // n_shards) * n_shards
         mesh = self._deployer.mesh
         here = rows_here([Group(1, rows)], mesh)  # of a batch that is filled up
 
         def prepare() -> Iterator[tuple[int, PyTree]]:
-            for start in range(0, n, rows):
-                n_rows = min(rows, n - start)
+            for start in range(0, n, at_once):
+                n_rows = min(at_once, n - start)
                 batch = collate(
                     self._collate_fn, [examples[start + i] for i in sorted({min(int(i), n_rows - 1) for i in here})]
                 )

@@ -17,6 +17,7 @@ def block(language, containing):
 
 def test_example_runs_and_prints_its_plan(tmp_path):
     code = block("python", "class Net").replace("n_epochs=10", "n_epochs=1")
+    code += "\nassert trainer.plan == deployer.plan(model, loss_fn, collate_fn(examples[:64]))\n"
     (tmp_path / "example.py").write_text(code)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "PYTHONWARNINGS": "error"}
     run = subprocess.run(

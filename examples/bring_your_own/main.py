@@ -72,7 +72,6 @@ def metric_fn(examples: list, outputs: list) -> dict[str, float]:
 
 def main(args: Args) -> dict[str, float]:
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
-    rows = deployer.get_per_device_batch_size(args.batch_size)
     train, validation, test = digits() if args.data is None else split(read_classes(args.data, size=32)[0])
     model = Mixer(train[0][0].shape, 1 + max(label for _, label in train), key=deployer.next_key())
     optimizer = optax.adam(args.learning_rate)
@@ -81,11 +80,12 @@ def main(args: Args) -> dict[str, float]:
         trainer.load_ckpt(args.pretrained, load_opt_states=False)
     predictor = trainer.get_default_predictor(pred_fn)
     trainer.fit(
-        train, rows, args.n_epochs, eval_examples=validation, eval_predictor=predictor, eval_metric_fn=metric_fn,
+        train, batch_size=args.batch_size, n_epochs=args.n_epochs, eval_examples=validation,
+        eval_predictor=predictor, eval_metric_fn=metric_fn,
         save_last_ckpt=True, save_argmax_ckpt_by_metrics=["accuracy"],
     )  # fmt: skip
     trainer.load_ckpt("argmax_accuracy")
-    outputs = predictor.predict(test, rows)
+    outputs = predictor.predict(test, batch_size=args.batch_size)
     draw_grid(args.workdir / "test.png", [image for image, _ in test[:48]], [str(output) for output in outputs[:48]])
     scores = {f"test_{name}": value for name, value in metric_fn(test, outputs).items()}
     deployer.log_info(f"{scores['test_accuracy']:.2%} of {len(test)} images", title=str(args.workdir / "test.png"))

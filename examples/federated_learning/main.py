@@ -151,9 +151,9 @@ def main(args: Args) -> dict[str, float]:
     def fit(trainer: redeqx.Trainer, examples: Any, batch_size: int, n_epochs: int, predictor: redeqx.Predictor) -> None:
         if args.pretrained is not None:
             trainer.load_ckpt(args.pretrained, load_opt_states=False)
-        rows = trainer.deployer.get_per_device_batch_size(batch_size)
         trainer.fit(
-            examples, rows, n_epochs, eval_examples=validation, eval_per_device_batch_size=len(validation), eval_loss=False,
+            examples, batch_size=batch_size, n_epochs=n_epochs, eval_examples=validation,
+            eval_batch_size=len(validation), eval_loss=False,
             eval_predictor=predictor, eval_metric_fn=accuracy, save_last_ckpt=True, save_argmax_ckpt_by_metrics=["accuracy"],
         )  # fmt: skip
         trainer.load_ckpt("argmax_accuracy")

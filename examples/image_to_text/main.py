@@ -144,7 +144,6 @@ def make(args: Args, examples: Captioned, deployer: redeqx.Deployer) -> tuple[Vi
 def main(args: Args) -> dict[str, float]:
     """Trains and tests; returns the test scores."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
-    rows = deployer.get_per_device_batch_size(args.batch_size)
     if args.pretrained is None:
         train, validation, test = read_data(args, None)
         model, tokenizer = make(args, train(0), deployer)
@@ -158,7 +157,10 @@ def main(args: Args) -> dict[str, float]:
     first = train(0)
     longest = 1 + max(len(tokenizer.encode(caption, add_special_tokens=False)) for _, caption in first)
     n_tokens = min(args.max_tokens, longest, model.config.n_positions - 1)
-    lr = deployer.get_lr_schedule_fn(len(first), rows, args.n_epochs, args.learning_rate, "cosine", warmup_ratio=0.05)
+    lr = deployer.get_lr_schedule_fn(
+        len(first), batch_size=args.batch_size, n_epochs=args.n_epochs, learning_rate=args.learning_rate,
+        schedule_type="cosine", warmup_ratio=0.05,
+    )  # fmt: skip
     adamw = optax.adamw(lr, b2=0.98, weight_decay=args.weight_decay, mask=weight_decay_mask)
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(1.0), adamw), loss_fn=loss_fn,
@@ -171,12 +173,12 @@ def main(args: Args) -> dict[str, float]:
 
     predictor = trainer.get_default_predictor(partial(pred_fn, n_beams=args.n_beams))
     trainer.fit(
-        train, rows, args.n_epochs, eval_examples=validation, eval_predictor=predictor,
+        train, batch_size=args.batch_size, n_epochs=args.n_epochs, eval_examples=validation, eval_predictor=predictor,
         eval_metric_fn=partial(score, decode=decode), save_last_ckpt=True, save_argmax_ckpt_by_metrics=["exact"],
     )  # fmt: skip
 
     trainer.load_ckpt("argmax_exact")
-    outputs = predictor.predict(test, rows)
+    outputs = predictor.predict(test, batch_size=args.batch_size)
     scores = {f"test_{name}": value for name, value in score(test, outputs, decode=decode).items()}
     draw(args.workdir / "captions.png", test, [decode(ids) for ids in outputs])
     folder = save_pretrained(trainer.model, model.config, args.workdir / "model")

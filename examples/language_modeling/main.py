@@ -141,8 +141,8 @@ def main(args: Args) -> dict[str, float]:
         raise ValueError(f"`--lora-rank`: expected with `--pretrained`, got {args.lora_rank} alone. Name a folder to adapt.")
     n_model_shards = args.n_model_shards or (2 if jax.default_backend() == "cpu" and jax.device_count() > 1 else 1)
     deployer = redeqx.Deployer(args.seed, n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
-    rows = args.per_device_batch_size or max(1, args.batch_size // deployer.n_batch_shards)
-    n_micro = deployer.get_accumulate_grad_batches(args.batch_size, rows)
+    rows = args.per_device_batch_size
+    n_micro = 1 if rows is None else deployer.get_accumulate_grad_batches(args.batch_size, rows)
 
     model, config, vocabulary = make_model(args, deployer)
     limits, keys = (args.train_bytes, args.held_out_bytes), (args.prompt_key, args.response_key)
@@ -156,8 +156,8 @@ def main(args: Args) -> dict[str, float]:
     deployer.log_info(deployer.plan(model).explain(), title="plan")
 
     lr = deployer.get_lr_schedule_fn(
-        len(train), rows, args.n_epochs, args.learning_rate, "cosine", warmup_ratio=0.05,
-        end_learning_rate=args.learning_rate / 10, accumulate_grad_batches=n_micro,
+        len(train), batch_size=args.batch_size, n_epochs=args.n_epochs, learning_rate=args.learning_rate,
+        schedule_type="cosine", warmup_ratio=0.05, end_learning_rate=args.learning_rate / 10,
     )  # fmt: skip
     adamw = optax.adamw(lr, b2=0.95, weight_decay=0.1, mask=weight_decay_mask)
     trainer = redeqx.Trainer(
@@ -166,8 +166,9 @@ def main(args: Args) -> dict[str, float]:
         accumulate_grad_batches=n_micro, **trainable,
     )  # fmt: skip
     trainer.fit(
-        train, rows, args.n_epochs, eval_examples=held_out, eval_every_n_steps=args.eval_every_n_steps,
-        save_every_n_steps=args.save_every_n_steps, save_last_ckpt=True, save_argmin_ckpt_by_metrics=["loss"],
+        train, batch_size=args.batch_size, n_epochs=args.n_epochs, eval_examples=held_out,
+        eval_every_n_steps=args.eval_every_n_steps, save_every_n_steps=args.save_every_n_steps,
+        save_last_ckpt=True, save_argmin_ckpt_by_metrics=["loss"],
     )  # fmt: skip
 
     n_bytes = len(text.encode())
@@ -175,7 +176,7 @@ def main(args: Args) -> dict[str, float]:
     packed = {"zlib": zlib.compress(text.encode(), 9), "lzma": lzma.compress(text.encode(), preset=9)}
     levels = {name: 8 * len(data) / n_bytes for name, data in packed.items()}
     name = "GPT-2" if args.pretrained is None else json.loads((args.pretrained / "config.json").read_text())["model_type"]
-    scores = {name: trainer.eval_loss(held_out, rows) * bits_per_nat, **levels}
+    scores = {name: trainer.eval_loss(held_out, batch_size=args.batch_size) * bits_per_nat, **levels}
     draw_curve(args.workdir, bits_per_nat, levels)
 
     prompt = prompt_of(held_out[len(held_out) // 2])

@@ -39,14 +39,14 @@ def train_base(args: Any, deployer: redeqx.Deployer, corpus: list[str], folder: 
     )  # fmt: skip
     key = deployer.next_key()
     model = deployer.init(lambda: Llama(config, key=key))
-    rows = deployer.get_per_device_batch_size(args.batch_size)
     lr = deployer.get_lr_schedule_fn(
-        len(examples), rows, args.n_base_epochs, 10 * args.learning_rate, "cosine", warmup_ratio=0.05
-    )
+        len(examples), batch_size=args.batch_size, n_epochs=args.n_base_epochs, learning_rate=10 * args.learning_rate,
+        schedule_type="cosine", warmup_ratio=0.05,
+    )  # fmt: skip
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optimizer(lr), collate_fn=collate_fn, loss_fn=loss_fn, lr_schedule_fn=lr
     )
-    trainer.fit(examples, rows, args.n_base_epochs, save_last_ckpt=True)
+    trainer.fit(examples, batch_size=args.batch_size, n_epochs=args.n_base_epochs, save_last_ckpt=True)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     save_pretrained(trainer.model, config, folder)  # config.json comes last: a folder that has it is whole

@@ -101,19 +101,21 @@ def tune(args: Args, name: str, base: Path, parts: tuple[Labelled, ...]) -> dict
         model = lora.add(model, rank=args.rank, where=("*.attention.*", "*.mlp.*"), key=deployer.next_key())
         learning_rate, trainable = args.lora_learning_rate, lora.trainable(model)
     n_trained = size(model, trainable)
-    rows = deployer.get_per_device_batch_size(args.batch_size)
-    lr = deployer.get_lr_schedule_fn(len(train), rows, args.n_epochs, learning_rate, warmup_ratio=0.1)
+    lr = deployer.get_lr_schedule_fn(
+        len(train), batch_size=args.batch_size, n_epochs=args.n_epochs, learning_rate=learning_rate, warmup_ratio=0.1
+    )
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optimizer(lr), collate_fn=collate_fn, loss_fn=loss_fn, lr_schedule_fn=lr,
         trainable=trainable,
     )  # fmt: skip
     predictor = trainer.get_default_predictor(pred_fn)
     trainer.fit(
-        train, rows, args.n_epochs, eval_examples=validation, eval_loss=False, eval_predictor=predictor,
+        train, batch_size=args.batch_size, n_epochs=args.n_epochs, eval_examples=validation,
+        eval_loss=False, eval_predictor=predictor,
         eval_metric_fn=metric_fn, eval_every_n_steps=args.eval_every_n_steps, save_argmax_ckpt_by_metrics=["accuracy"],
     )  # fmt: skip
     trainer.load_ckpt("argmax_accuracy", load_opt_states=False)
-    outputs = predictor.predict(test, rows)
+    outputs = predictor.predict(test, batch_size=args.batch_size)
 
     model = lora.merge(trainer.model) if name == "lora" else trainer.model
     folder = saved = save_pretrained(model, config, workdir / "model")
@@ -123,7 +125,7 @@ def tune(args: Args, name: str, base: Path, parts: tuple[Labelled, ...]) -> dict
         saved = lora.save_adapter(trainer.model, workdir / "adapter", base=str(base))
     merged, _ = from_pretrained(folder, deployer=deployer)
     again = redeqx.Predictor(deployer, model=merged, collate_fn=collate_fn, pred_fn=pred_fn)
-    n_same = sum(a == b for a, b in zip(again.predict(test, rows), outputs, strict=True))
+    n_same = sum(a == b for a, b in zip(again.predict(test, batch_size=args.batch_size), outputs, strict=True))
     deployer.log_info(f"{n_same} of {len(test)} predictions are the same", title=f"{folder}, read again")
     best = json.loads((workdir / "ckpts" / "index.json").read_text())["argmax_accuracy"]
     n_bytes = sum(file.stat().st_size for file in saved.glob("*.safetensors"))

@@ -122,8 +122,7 @@ def fit(args: Args, folder: Path, seed: int, data: Sequence[Labelled], n_classes
     train, validation, test = data
     deployer = redeqx.Deployer(seed, args.n_model_shards, args.n_fsdp_shards, workdir=folder)
     n_steps, n_micro = args.n_epochs * args.steps_per_epoch, args.accumulate_grad_batches
-    n_rows = room_for(len(train), args.sampling_rate, n_steps, deployer.n_batch_shards * n_micro)
-    rows = deployer.get_per_device_batch_size(n_rows, n_micro)
+    n_rows = room_for(len(train), args.sampling_rate, n_steps, deployer.mesh.size * n_micro)
 
     sizes, depth, key = (train[0][0].size, n_classes, args.hidden_size), int(args.hidden_size > 0), deployer.next_key()
     model = deployer.init(lambda: Classifier(eqx.nn.MLP(*sizes, depth, jnp.tanh, key=key)))
@@ -146,10 +145,11 @@ def fit(args: Args, folder: Path, seed: int, data: Sequence[Labelled], n_classes
     predictor = trainer.get_default_predictor(pred_fn)
     draw_epoch = partial(poisson_samples, train, args.sampling_rate, args.steps_per_epoch, n_rows)
     trainer.fit(
-        lambda epoch: draw_epoch((seed, epoch)), rows, args.n_epochs, eval_examples=validation, eval_predictor=predictor,
+        lambda epoch: draw_epoch((seed, epoch)), batch_size=n_rows, n_epochs=args.n_epochs, eval_examples=validation,
+        eval_predictor=predictor,
         eval_metric_fn=accuracy, save_last_ckpt=True,
     )  # fmt: skip
-    return accuracy(test, predictor.predict(test, rows))["accuracy"]
+    return accuracy(test, predictor.predict(test, batch_size=n_rows))["accuracy"]
 
 
 def draw(path: Path, epsilons: Sequence[float], accuracies: Sequence[float], folders: Sequence[Path]) -> None:

@@ -89,7 +89,6 @@ def main(args: DDPG) -> dict[str, float]:
     check_sizes(args, "n_envs", "rollout", "n_updates", "replay", "eval_episodes", "eval_every_n_steps", "width")
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     deployer.begin_records(-1)  # not those of an earlier run
-    batch_rows = deployer.get_per_device_batch_size(args.batch_size)
     envs, eval_envs = (make_envs(args.env, "ddpg", n) for n in (args.n_envs, args.eval_episodes))
     n_seen, n_actions = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     key = deployer.next_key()
@@ -103,7 +102,7 @@ def main(args: DDPG) -> dict[str, float]:
     predictor = trainer.get_default_predictor(pred_fn, collate_fn=np.stack)
 
     def act(observations: np.ndarray) -> np.ndarray:
-        return np.stack(predictor.predict(observations, -(-len(observations) // deployer.n_batch_shards)))
+        return np.stack(predictor.predict(observations, batch_size=len(observations)))
 
     best = Best(trainer, partial(play_episodes, eval_envs, act))
     best.validate(0)
@@ -132,7 +131,7 @@ def main(args: DDPG) -> dict[str, float]:
                 observations, ended = following, terminated | truncated
             metrics = {}
             if n_played >= args.n_random_steps:
-                metrics = trainer.train(replay.sample(args.n_updates * args.batch_size, rng), batch_rows)
+                metrics = trainer.train(replay.sample(args.n_updates * args.batch_size, rng), batch_size=args.batch_size)
             if envs.return_queue:
                 curve.append((n_played, float(np.mean(envs.return_queue))))
                 metrics = {"return": curve[-1][1], **metrics}

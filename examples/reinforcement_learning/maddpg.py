@@ -113,7 +113,6 @@ def train(args: MADDPG, games: Games, eval_games: Games, independent: bool) -> t
     workdir = args.workdir / "independent" if independent else args.workdir
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=workdir)
     deployer.begin_records(-1)  # not those of an earlier run
-    batch_rows = deployer.get_per_device_batch_size(args.batch_size)
     key, sizes = deployer.next_key(), (len(games.agents), games.n_seen, games.n_actions, args.width)
     model = deployer.init(lambda: Team(*sizes, independent, key=key))
     n_rounds = -(-args.n_episodes // args.n_envs)
@@ -126,7 +125,7 @@ def train(args: MADDPG, games: Games, eval_games: Games, independent: bool) -> t
     predictor, rng = trainer.get_default_predictor(pred_fn, collate_fn=np.stack), np.random.default_rng(args.seed)
 
     def act(observations: np.ndarray) -> np.ndarray:
-        return np.stack(predictor.predict(observations, -(-len(observations) // deployer.n_batch_shards)))
+        return np.stack(predictor.predict(observations, batch_size=len(observations)))
 
     def explore(observations: np.ndarray) -> np.ndarray:
         actions = act(observations)
@@ -141,7 +140,7 @@ def train(args: MADDPG, games: Games, eval_games: Games, independent: bool) -> t
         for n_played in range(args.n_envs, (n_rounds + 1) * args.n_envs, args.n_envs):
             played = games.play(explore, seed=n_played)
             replay.add(played.reshape(-1))
-            metrics = trainer.train(replay.sample(args.n_updates * args.batch_size, rng), batch_rows)
+            metrics = trainer.train(replay.sample(args.n_updates * args.batch_size, rng), batch_size=args.batch_size)
             if n_played % args.eval_every_n_episodes < args.n_envs or n_played == n_rounds * args.n_envs:
                 with progress.pause("evaluating"):
                     best.validate(n_played * len(played))

@@ -136,7 +136,6 @@ def main(args: PPO) -> dict[str, float]:
     check_sizes(args, "n_envs", "rollout", "n_epochs", "eval_episodes", "eval_every_n_steps", "width")
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     deployer.begin_records(-1)  # not those of an earlier run
-    batch_rows = deployer.get_per_device_batch_size(args.batch_size)
     envs, eval_envs = (make_envs(args.env, "ppo", n) for n in (args.n_envs, args.eval_episodes))
     n_seen, n_actions = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     key = deployer.next_key()
@@ -154,8 +153,7 @@ def main(args: PPO) -> dict[str, float]:
     predictor = trainer.get_default_predictor(pred_fn, collate_fn=np.stack)
 
     def act(observations: np.ndarray) -> list[np.ndarray]:
-        rows = -(-len(observations) // deployer.n_batch_shards)
-        said = predictor.predict(observations, rows, key=deployer.next_key())
+        said = predictor.predict(observations, batch_size=len(observations), key=deployer.next_key())
         return [np.array(column) for column in zip(*said, strict=True)]
 
     def act_greedily(observations: np.ndarray) -> np.ndarray:
@@ -169,7 +167,7 @@ def main(args: PPO) -> dict[str, float]:
         for n_played in range(n_a_rollout, (n_rollouts + 1) * n_a_rollout, n_a_rollout):
             played, observations, ended = play(envs, act, observations, ended, args)
             orders = [rng.permutation(n_a_rollout) for _ in range(args.n_epochs)]
-            metrics = trainer.train(played.reshape(-1)[np.concatenate(orders)], batch_rows)
+            metrics = trainer.train(played.reshape(-1)[np.concatenate(orders)], batch_size=args.batch_size)
             if envs.return_queue:
                 curve.append((n_played, float(np.mean(envs.return_queue))))
             if n_played % args.eval_every_n_steps < n_a_rollout or n_played == n_rollouts * n_a_rollout:

@@ -113,19 +113,22 @@ def pred_fn(pipeline: Pipeline, batch: dict[str, jax.Array], key: jax.Array, *, 
 def train_vae(args: Args, train: Captioned, validation: Captioned) -> VAE:
     """The first stage, in a workdir of its own."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir / "vae")
-    rows, key = deployer.get_per_device_batch_size(args.batch_size), deployer.next_key()
     n_channels, size, _ = train[0][0].shape
     config = VAEConfig(
         n_channels, n_channels, args.latent_channels, args.vae_channels, norm_groups=8, scaling_factor=1.0, sample_size=size
     )
-    lr = deployer.get_lr_schedule_fn(len(train), rows, args.n_vae_epochs, args.learning_rate, "cosine", warmup_ratio=0.05)
+    lr = deployer.get_lr_schedule_fn(
+        len(train), batch_size=args.batch_size, n_epochs=args.n_vae_epochs, learning_rate=args.learning_rate,
+        schedule_type="cosine", warmup_ratio=0.05,
+    )  # fmt: skip
     trainer = redeqx.Trainer(
-        deployer, model=deployer.init(lambda: VAE(config, key=key)), optimizer=optax.adam(lr), lr_schedule_fn=lr,
-        collate_fn=collate_images, loss_fn=partial(vae_loss_fn, kl_weight=args.kl_weight),
+        deployer, model=deployer.init(partial(VAE, config, key=deployer.next_key())), optimizer=optax.adam(lr),
+        lr_schedule_fn=lr, collate_fn=collate_images, loss_fn=partial(vae_loss_fn, kl_weight=args.kl_weight),
     )  # fmt: skip
     trainer.fit(
-        train, rows, args.n_vae_epochs, eval_examples=validation, save_last_ckpt=True, save_argmin_ckpt_by_metrics=["loss"]
-    )
+        train, batch_size=args.batch_size, n_epochs=args.n_vae_epochs, eval_examples=validation, save_last_ckpt=True,
+        save_argmin_ckpt_by_metrics=["loss"],
+    )  # fmt: skip
     trainer.load_ckpt("argmin_loss")
     return trainer.model
 
@@ -133,7 +136,6 @@ def train_vae(args: Args, train: Captioned, validation: Captioned) -> VAE:
 def main(args: Args) -> dict[str, float]:
     """Trains, draws and judges; returns the scores."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
-    rows = deployer.get_per_device_batch_size(args.batch_size)
     pipeline, tokenizer = (None, None) if args.pretrained is None else Pipeline.load(args.pretrained, deployer)
     n_channels = 3 if pipeline is None else pipeline.vae.config.in_channels
     parts = captioned_digits() if args.data is None else captioned_folder(args.data, args.image_size, n_channels)
@@ -149,7 +151,7 @@ def main(args: Args) -> dict[str, float]:
 
     vae = train_vae(args, train, validation) if pipeline is None else pipeline.vae
     encoder = redeqx.Predictor(deployer, model=vae, collate_fn=collate_images, pred_fn=encode_fn)
-    latents = [np.stack(encoder.predict(part, rows)) for part in (train, validation, test)]  # once, for all epochs
+    latents = [np.stack(encoder.predict(part, batch_size=args.batch_size)) for part in (train, validation, test)]  # once
     if pipeline is None:
         folder = save_pretrained(vae, vae.config, args.workdir / "vae/model")
         vae, _ = VAE.from_pretrained(folder, deployer=deployer, scaling_factor=1 / float(latents[0].std()))
@@ -161,15 +163,19 @@ def main(args: Args) -> dict[str, float]:
     scale = pipeline.vae.config.scaling_factor
     train, validation, test = ([*zip(scale * x, y, strict=True)] for x, y in zip(latents, ids, strict=True))
 
-    lr = deployer.get_lr_schedule_fn(len(train), rows, args.n_epochs, args.learning_rate, "cosine", warmup_ratio=0.05)
+    lr = deployer.get_lr_schedule_fn(
+        len(train), batch_size=args.batch_size, n_epochs=args.n_epochs, learning_rate=args.learning_rate,
+        schedule_type="cosine", warmup_ratio=0.05,
+    )  # fmt: skip
     is_trained = eqx.tree_at(lambda p: p.vae, jax.tree.map(eqx.is_inexact_array, pipeline), replace=False)
     trainer = redeqx.Trainer(
         deployer, model=pipeline, optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(lr)), lr_schedule_fn=lr,
         collate_fn=collate_fn, loss_fn=partial(loss_fn, caption_dropout=args.caption_dropout), trainable=is_trained,
     )  # fmt: skip
     trainer.fit(
-        train, rows, args.n_epochs, eval_examples=validation, save_last_ckpt=True, save_argmin_ckpt_by_metrics=["loss"]
-    )
+        train, batch_size=args.batch_size, n_epochs=args.n_epochs, eval_examples=validation, save_last_ckpt=True,
+        save_argmin_ckpt_by_metrics=["loss"],
+    )  # fmt: skip
     trainer.load_ckpt("argmin_loss")
     trainer.model.save(args.workdir / "pipeline", tokenizer)
 
@@ -179,11 +185,11 @@ def main(args: Args) -> dict[str, float]:
         captions = args.n_samples * list(dict.fromkeys(caption for _, caption in parts[2]))[:10]
     wanted = [(test[0][0], row) for row in encode_captions(tokenizer, captions, n_tokens)]
     draw = partial(pred_fn, guidance=args.guidance, n_steps=args.n_denoising_steps)
-    drawn = trainer.get_default_predictor(draw).predict(wanted, rows, key=deployer.next_key())
+    drawn = trainer.get_default_predictor(draw).predict(wanted, batch_size=args.batch_size, key=deployer.next_key())
     n_columns = len(captions) // args.n_samples
     draw_grid(args.workdir / "samples.png", drawn[: 8 * n_columns], captions, n_columns)
 
-    scores = {"test_loss": trainer.eval_loss(test, rows)}
+    scores = {"test_loss": trainer.eval_loss(test, batch_size=args.batch_size)}
     if args.data is None:
         scores |= judge_digits(np.stack(drawn), np.arange(len(drawn)) % len(WORDS))
     deployer.log_metrics(scores, trainer.step)

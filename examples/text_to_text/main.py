@@ -132,7 +132,6 @@ def main(args: Args) -> dict[str, float]:
     """Trains, searches and reports; returns the scores of the test."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     n_micro = args.accumulate_grad_batches
-    rows = deployer.get_per_device_batch_size(args.batch_size, n_micro)
     if args.data is None:
         pairs, n_repeated = docstring_pairs(standard_library())
         deployer.log_info(f"{n_repeated:,} docstrings repeat the code or the sentence of another, and are left out")
@@ -155,7 +154,7 @@ def main(args: Args) -> dict[str, float]:
     n_denoising = 0 if args.pretrained else args.n_denoising_epochs
     n_epochs = n_denoising + args.n_epochs
     lr = deployer.get_lr_schedule_fn(
-        len(train), rows, n_epochs, args.learning_rate, warmup_ratio=0.05, accumulate_grad_batches=n_micro
+        len(train), batch_size=args.batch_size, n_epochs=n_epochs, learning_rate=args.learning_rate, warmup_ratio=0.05
     )
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.adafactor(lr), loss_fn=loss_fn, lr_schedule_fn=lr,
@@ -163,11 +162,12 @@ def main(args: Args) -> dict[str, float]:
     )  # fmt: skip
     search = partial(pred_fn, n_tokens=args.n_target, n_beams=args.n_beams, length_penalty=args.length_penalty)
     predictor = trainer.get_default_predictor(search, output_fn=lambda ids: tokenizer.decode_batch(ids.tolist()))
-    eval_rows = 4 * rows  # a search keeps nothing for a backward pass
+    eval_size = 4 * args.batch_size // n_micro  # a search keeps nothing for a backward pass
     trainer.fit(
         lambda epoch: denoising_pairs(train, (args.seed, epoch)) if epoch < n_denoising else train,
-        rows, n_epochs, eval_examples=validation, eval_per_device_batch_size=eval_rows, eval_predictor=predictor,
-        eval_metric_fn=rouge, save_last_ckpt=True, save_argmax_ckpt_by_metrics=["rouge2", "rougeL"],
+        batch_size=args.batch_size, n_epochs=n_epochs, eval_examples=validation, eval_batch_size=eval_size,
+        eval_predictor=predictor, eval_metric_fn=rouge, save_last_ckpt=True,
+        save_argmax_ckpt_by_metrics=["rouge2", "rougeL"],
     )  # fmt: skip
 
     trainer.load_ckpt("argmax_rouge2", load_opt_states=False)
@@ -175,6 +175,6 @@ def main(args: Args) -> dict[str, float]:
     tokenizer.save(str(folder / "tokenizer.json"))
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": tokenizer.id_to_token(pad)}  # for transformers
     (folder / "tokenizer_config.json").write_text(json.dumps(kind), "utf-8")
-    scores = report(deployer, (train, validation, test), predictor.predict(test, eval_rows))
+    scores = report(deployer, (train, validation, test), predictor.predict(test, batch_size=eval_size))
     deployer.log_metrics(scores, trainer.step)
     return scores
