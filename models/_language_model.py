@@ -9,7 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
 from ._attention import Cache
 from ._config import check_length
@@ -177,7 +177,7 @@ class EncoderDecoder(Pretrained):
         hidden, cache = self._run(ids, mask, cache, None, None, cache.memory_mask)
         return self.logits(hidden[-1]), cache.end(seq)
 
-    def shift_right(self, labels: Int[Array, " target"]) -> Int[Array, " target"]:
+    def shift_right(self, labels: Integer[Array, " target"]) -> Int[Array, " target"]:
         """The decoder's inputs for labels: `decoder_start_token_id`, then all but the last; padding where one is -100.
 
         Raises ValueError for a config without `pad_token_id`.
@@ -212,11 +212,12 @@ class EncoderDecoder(Pretrained):
         """
 
 
-def shift_right(labels: Int[Array, " target"], start: int, pad: int | None) -> Int[Array, " target"]:
+def shift_right(labels: Integer[Array, " target"], start: int, pad: int | None) -> Int[Array, " target"]:
     """A decoder's inputs for labels: `start`, then all but the last; `pad` where one is -100.
 
     Raises ValueError where `pad` is None.
     """
     if pad is None:
         raise ValueError("`pad_token_id`: expected a token, got None. Give the config one.")
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # in bytes -100 is 156
     return jnp.roll(jnp.where(labels == NO_LABEL, pad, labels), 1).at[0].set(start)

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from redeqx import Loss
 
 
 def cross_entropy(
     x: Float[Array, "*dims vocab"] | Float[Array, "*dims d"],
-    labels: Int[Array, "..."],
+    labels: Shaped[Array, "..."],  # of integers; any others are told so below
     *,
     head: Callable[[Float[Array, "*chunk d"]], Float[Array, "*chunk vocab"]] | None = None,
     chunk_size: int | None = None,
@@ -36,15 +36,22 @@ def cross_entropy(
     **Arguments:**
 
     - `x`: the logits, or, with `head`, what it makes them from.
-    - `labels`: the right token of each; those equal to `ignore_index` do not count. Any other beyond the vocabulary makes
-        the loss NaN.
+    - `labels`: the right token of each, integers of any width; those equal to `ignore_index` do not count. Any other beyond
+        the vocabulary makes the loss NaN.
     - `head`: from hidden states to logits. They are then made again in the backward pass, and not kept for it.
     - `chunk_size`: tokens of the last dim of `labels` to make logits of at once; all where None. Needs `head`.
     - `z_loss`: times the square of the log of the softmax's denominator, added to each token's loss, which keeps logits from
         drifting (arXiv:2204.02311 takes 1e-4). Its mean is then a metric, `z_loss`.
 
-    Raises ValueError where shapes do not go together, for a `chunk_size` below 1, and for one without `head`.
+    Raises ValueError where shapes do not go together, for a `chunk_size` below 1, and for one without `head`; TypeError for
+    labels that are not integers.
     """
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"`labels`: expected integers, got {labels.dtype}. Cast them with `labels.astype(jnp.int32)` if they are token ids."
+        )
+    # Bytes hold neither `ignore_index` nor the size of a larger vocabulary: -100 would be the label 156.
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     if x.shape[:-1] != labels.shape:
         raise ValueError(
             f"`labels`: expected the shape of `x` without its last dim, {x.shape[:-1]}, got {labels.shape}. "
@@ -95,6 +102,7 @@ def _sums(
     picked = jnp.sum(jnp.where(is_label, logits, 0.0), -1)
     counts = labels != ignore_index
     losses = jnp.where((labels >= 0) & (labels < vocab), log_sum - picked, jnp.nan)
-    penalties = z_loss * log_sum**2
+    # The square of a logit above 1.8e19 is infinite, and 0 times that is NaN.
+    penalties = z_loss * log_sum**2 if z_loss else jnp.zeros_like(log_sum)
     total = jnp.sum(jnp.where(counts, losses + penalties, 0.0))
     return total, counts.sum(dtype=total.dtype), jnp.sum(jnp.where(counts, penalties, 0.0))

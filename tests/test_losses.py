@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import redeqx
 from redeqx import _hlo as hlo
 from redeqx.models import cross_entropy
+from redeqx.models._language_model import shift_right
 
 BATCH, SEQ, D, VOCAB = 4, 10, 16, 64
 rng = np.random.default_rng(0)
@@ -68,6 +69,43 @@ def test_one_example_and_another_ignored_label():
 @pytest.mark.parametrize("label", [VOCAB, -1])
 def test_a_label_beyond_the_vocabulary_is_noticed(label):
     assert np.isnan(cross_entropy(HIDDEN @ WEIGHT.T, LABELS.at[1, 2].set(label)).total)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.uint16, jnp.int16, jnp.uint32])
+def test_labels_of_any_width_count_alike(dtype, chunk_size):
+    labels = jnp.maximum(LABELS, 0)
+    losses = [
+        cross_entropy(HIDDEN, x, head=lambda x: x @ WEIGHT.T, chunk_size=chunk_size) for x in (labels, labels.astype(dtype))
+    ]
+    np.testing.assert_array_equal(losses[0].total, losses[1].total)
+    assert losses[1].weight == labels.size
+
+
+def test_the_label_156_of_bytes_counts():
+    logits = jnp.asarray(rng.normal(size=(3, 256)), jnp.float32)
+    loss = cross_entropy(logits, jnp.array([156, 3, 255], jnp.uint8))
+    np.testing.assert_array_equal(loss.total, cross_entropy(logits, jnp.array([156, 3, 255])).total)
+    assert loss.weight == 3
+    small = cross_entropy(logits, jnp.array([-100, 3, 100], jnp.int8))
+    assert small.weight == 2 and small.total == cross_entropy(logits, jnp.array([-100, 3, 100])).total
+
+
+def test_bytes_are_shifted_right_as_they_are():
+    shifted = shift_right(jnp.array([156, 7, 200], jnp.uint8), 300, 5)
+    np.testing.assert_array_equal(shifted, [300, 156, 7])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, bool])
+def test_labels_that_are_no_integers(dtype):
+    with pytest.raises(TypeError, match=r"`labels`: expected integers, got (float32|bfloat16|bool)\. Cast them with"):
+        cross_entropy(HIDDEN @ WEIGHT.T, LABELS.astype(dtype))
+
+
+def test_a_huge_logit_is_no_nan_without_a_penalty():
+    logits = jnp.array([[1e20, 0.0], [3e38, 0.0]], jnp.float32)
+    (total, grads) = jax.value_and_grad(lambda x: cross_entropy(x, jnp.zeros(2, jnp.int32)).total)(logits)
+    assert total == 0 and np.all(np.asarray(grads) == 0)
 
 
 def test_nothing_counts():
