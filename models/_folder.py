@@ -343,9 +343,45 @@ def _layer(stack: jax.Array, i: Any) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
 
 
+def _check_placed(leaves: Mapping[str, Any], names: Names, what: str) -> None:
+    """Raises ValueError for an array that the table has no tensor for, or the other way round: nothing is left out."""
+    placed = {leaf for name in names.tensors for leaf in name.leaves}
+    arrays = [path for path, leaf in leaves.items() if is_array_like(leaf)]
+    if adapters := [path for path in arrays if re.search(r"(^|\.)lora_[ab]$", path) and path not in placed]:
+        raise ValueError(
+            f"`{adapters[0]}`: expected a leaf that folders of {what} hold, got one of {len(adapters)} of adapters. Save the "
+            "merged model, `save_pretrained(lora.merge(model), ...)`, or the adapters alone, `lora.save_adapter(model, ...)`."
+        )
+    if lost := [path for path in arrays if path not in placed]:
+        raise ValueError(
+            f"`{lost[0]}`: expected a leaf that folders of {what} hold, got one of {len(lost)} that they have no tensor for: "
+            f"{', '.join(listed(lost))}. Save the model with `Trainer.save_ckpt`, or as the class made it."
+        )
+    if missing := sorted(placed - set(arrays)):
+        raise ValueError(
+            f"`{missing[0]}`: expected an array, as folders of {what} with this config hold, got "
+            f"{leaves.get(missing[0], 'no such leaf')}.{nearest(missing[0], arrays)} Pass the config that the model was made with."
+        )
+
+
+def _check_shapes(model: Any, config: Any) -> None:
+    """Raises ValueError where an array has not the shape that the config describes: nothing could load such a folder."""
+    described = named_leaves(eqx.filter_eval_shape(type(model), config, key=jax.eval_shape(lambda: jax.random.key(0))))
+    for path, leaf in named_leaves(model).items():
+        if is_array_like(leaf) and leaf.shape != described[path].shape:
+            raise ValueError(
+                f"`{path}`: expected {described[path].shape}, as `config` says, got {leaf.shape}. Pass the config that describes "
+                "the model: `dataclasses.replace(config, ...)`."
+            )
+
+
 def to_disk(model: Any, names: Names) -> dict[str, _Saved]:
-    """The tensors of a folder, by name, none of them read yet. Raises TypeError for a model of shapes alone."""
+    """The tensors of a folder, by name, none of them read yet.
+
+    Raises TypeError for a model of shapes alone, ValueError for a leaf that has no place in the table.
+    """
     leaves = named_leaves(model)
+    _check_placed(leaves, names, type(model).__name__)
     tensors: dict[str, _Saved] = {}
     for name in names.tensors:
         parts = [leaves[leaf] for leaf in name.leaves]
@@ -376,7 +412,8 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
     - `folder`: made where it does not exist. Weights of the same name in it are replaced.
     - `max_shard_size`: bytes of one file, or a text like `"200MB"`; more than one file get an index.
 
-    Raises TypeError for a model of no family here, ValueError for a size that is none, OSError where the disk is full.
+    Raises TypeError for a model of no family here; ValueError for a leaf that such a folder has no tensor for (an adapter
+    that is not merged), for shapes that are not the config's, and for a size that is none; OSError where the disk is full.
     """
     if not isinstance(model, Pretrained):
         raise TypeError(
@@ -385,8 +422,9 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
         )
     limit = _bytes(max_shard_size)
     cls, folder = type(model), Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = to_disk(model, cls.names(config))
+    _check_shapes(model, config)
+    folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, _Saved]] = [{}]
     for name, tensor in tensors.items():
         if shards[-1] and sum(t.n_bytes for t in shards[-1].values()) + tensor.n_bytes > limit:

@@ -1,5 +1,6 @@
 """Hugging Face folders: what is read and written, how much memory it takes, and what every bad folder is told."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import redeqx
-from redeqx.models import Decoder, EncoderDecoder, from_pretrained, save_pretrained
+from redeqx.models import Decoder, EncoderDecoder, from_pretrained, lora, save_pretrained
 from redeqx.models._config import Keys
 from redeqx.models._folder import Names
 from redeqx.models.bert import Bert
@@ -419,6 +420,43 @@ def test_what_is_not_saved(tmp_path):
     shapes = eqx.filter_eval_shape(GPT2, CONFIG, key=jax.random.key(0))
     with pytest.raises(TypeError, match=r"`embedding\.weight`: expected an array, got only its shape"):
         save_pretrained(shapes, CONFIG, tmp_path)
+
+
+def test_adapters_that_are_not_merged_are_not_left_out(tmp_path):
+    model = lora.add(MODEL, rank=2, where="*.attention.query", key=jax.random.key(1))
+    message = (
+        r"`stack\.blocks\.attention\.query\.lora_a`: expected a leaf that folders of GPT2 hold, got one of 2 of adapters\. "
+        r"Save the merged model, `save_pretrained\(lora\.merge\(model\), \.\.\.\)`, or .*`lora\.save_adapter\(model, \.\.\.\)`"
+    )
+    with pytest.raises(ValueError, match=message):
+        save_pretrained(model, CONFIG, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    save_pretrained(lora.merge(model), CONFIG, tmp_path / "model")
+    assert_same(from_pretrained(tmp_path / "model")[0], MODEL)
+    lora.save_adapter(model, tmp_path / "adapter")
+
+
+def test_a_leaf_without_a_tensor_is_not_left_out(tmp_path):
+    wider = eqx.tree_at(lambda m: m.stack.blocks.attention.output, MODEL, eqx.nn.MLP(16, 16, 8, 1, key=jax.random.key(0)))
+    message = (
+        r"`stack\.blocks\.attention\.output\.layers\.0\.weight`: expected a leaf that folders of GPT2 hold, got one of 4"
+    )
+    with pytest.raises(ValueError, match=message):
+        save_pretrained(wider, CONFIG, tmp_path)
+    without = eqx.tree_at(lambda m: m.norm.bias, MODEL, None)
+    with pytest.raises(
+        ValueError, match=r"`norm\.bias`: expected an array, as folders of GPT2 .* hold, got .*Pass the config"
+    ):
+        save_pretrained(without, CONFIG, tmp_path)
+    untied = dataclasses.replace(CONFIG, is_tied=False)
+    with pytest.raises(ValueError, match=r"`head\.weight`: expected an array, as folders of GPT2 with this config hold"):
+        save_pretrained(MODEL, untied, tmp_path)
+    larger = eqx.tree_at(lambda m: m.embedding.weight, MODEL, jnp.zeros((48, 16)))
+    with pytest.raises(ValueError, match=r"`embedding\.weight`: expected \(40, 16\), as `config` says, got \(48, 16\)"):
+        save_pretrained(larger, CONFIG, tmp_path)
+    assert not list(tmp_path.iterdir())
+    save_pretrained(larger, dataclasses.replace(CONFIG, vocab_size=48), tmp_path)
+    assert from_pretrained(tmp_path)[0].embedding.weight.shape == (48, 16)
 
 
 def test_an_interrupted_save_leaves_the_old_folder(folder, monkeypatch):
