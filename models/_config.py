@@ -1,11 +1,35 @@
-"""Configurations: `config.json` read key by key, each read checked, and the checks that every family's config makes."""
+"""Configurations: `config.json` read key by key, each of its kind, and the checks that every family's config makes."""
 
-from collections.abc import Mapping
-from typing import Any
+import copy
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from redeqx._paths import nearest
+from redeqx._untrusted import brief
+
+from ._generation import Generation
+from ._kinds import OBJECT, SIZE, TOKEN, Kind, kind_of
 
 _MISSING = object()
+_MOST_LAYERS = 10**4  # where no tensors are there to count, as in a dry run: each layer takes time to trace
+
+Config = TypeVar("Config")
+
+
+class Extra(dict[str, Any]):
+    """What changes nothing in a model and is written back: keys of `config.json`, and the folder's further `files`.
+
+    **Arguments:**
+
+    - `keys`: by name.
+    - `files`: the content of each, by its name.
+    """
+
+    def __init__(self, keys: Mapping[str, Any] = MappingProxyType({}), files: Mapping[str, bytes] = MappingProxyType({})):
+        super().__init__(keys)
+        self.files = files
 
 
 class Keys:
@@ -14,38 +38,93 @@ class Keys:
     What nobody reads changes nothing in the model; `rest` hands it on, so that it is written back.
     """
 
-    def __init__(self, fields: Mapping[str, Any], path: Any = "config.json"):
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        path: Any = "config.json",
+        *,
+        generation: Generation | None = None,
+        n_tensors: int | None = None,
+        files: Mapping[str, bytes] = MappingProxyType({}),
+    ):
         """**Arguments:**
 
         - `fields`: the parsed file.
         - `path`: of the file, for errors.
+        - `generation`: the folder's `generation_config.json`, where there is one.
+        - `n_tensors`: how many tensors the folder has, where they are there: no model has more layers.
+        - `files`: further files of the folder, by name, which are handed on too.
         """
         self._fields = dict(fields)
         self._read = {"architectures", "dtype", "torch_dtype", "model_type", "_class_name"}
+        self._generation = generation
+        self._n_tensors, self._files = n_tensors, files
         self.path = path
 
-    def get(self, name: str | tuple[str, ...], default: Any = _MISSING) -> Any:
+    def aliased(self, aliases: Mapping[str, str]) -> "Keys":
+        """The same keys, those with a second name under their first one; the second is then not written back.
+
+        **Arguments:**
+
+        - `aliases`: from the second name to the first, as in the `attribute_map` of a config in `transformers`.
+
+        Raises ValueError where a file has both names, with values that differ.
+        """
+        keys = copy.copy(self)
+        keys._fields = {name: value for name, value in self._fields.items() if name not in aliases}
+        for alias, name in aliases.items():
+            value, known = self._fields.get(alias), keys._fields.get(name)
+            if value is None:
+                continue
+            if known is not None and (known != value or isinstance(known, bool) != isinstance(value, bool)):
+                raise ValueError(
+                    f"`{self.path}`: `{name}`: expected one value, got {brief(known)}, and {brief(value)} as `{alias}`, its "
+                    "other name. Correct one of the two, or remove it."
+                )
+            keys._fields[name] = value
+        return keys
+
+    def part(self, name: str) -> "Keys":
+        """The keys of an object within the file: of one half of a model. Raises where the key is absent or no object."""
+        return self.within(name, self.get(name, kind=OBJECT))
+
+    def within(self, name: str, fields: Mapping[str, Any]) -> "Keys":
+        """The keys of an object that the file has under a name."""
+        return Keys(fields, f"{self.path}: {name}", n_tensors=self._n_tensors, files=self._files)
+
+    def get(self, name: str, default: Any = _MISSING, kind: Kind | None = None) -> Any:
         """The value of a key, or `default` where it is absent.
 
         **Arguments:**
 
-        - `name`: several spellings of one key, the newest first, are tried in turn.
         - `default`: what `transformers` or `diffusers` takes then. Without one the key is needed. A value of null is
-            absent where the default is not None. The value's type is checked against the default's.
+            absent where the default is not None.
+        - `kind`: what the value may be. By default it is of the default's type: a size, for a whole number; finite and not
+            negative, for another number.
 
-        Raises ValueError where a needed key is absent, TypeError for a value of another type than the default's.
+        Raises ValueError where a needed key is absent and for a value out of range, TypeError for one of another type.
         """
-        names = (name,) if isinstance(name, str) else name
-        self._read.update(names)
-        for spelling in names:
-            value = self._fields.get(spelling)
-            if value is not None:
-                return self._checked(spelling, value, default)
-        if default is _MISSING:
-            raise ValueError(
-                f"`{self.path}`: expected the key `{names[0]}`, got none.{nearest(names[0], self._fields)} Add it."
-            )
-        return default
+        self._read.add(name)
+        value = self._fields.get(name)
+        if value is None:
+            if default is _MISSING:
+                raise ValueError(f"`{self.path}`: expected the key `{name}`, got none.{nearest(name, self._fields)} Add it.")
+            return default
+        if kind is None and (default is _MISSING or default is None):
+            return value
+        return (kind or kind_of(default)).checked(self.path, name, value)
+
+    def layers(self, name: str, default: Any) -> int:
+        """As `get`, of a number of layers: at most as many as there are tensors, for each has one at least."""
+        return self.check_layers(name, self.get(name, default, SIZE))
+
+    def check_layers(self, name: str, n_layers: int) -> int:
+        """A number of layers, once it is known to be no more than there are tensors. Raises ValueError otherwise."""
+        most = _MOST_LAYERS if self._n_tensors is None else self._n_tensors
+        if n_layers > most:
+            there = "" if self._n_tensors is None else ", the number of tensors in the folder"
+            raise ValueError(f"`{self.path}`: `{name}`: expected at most {most}{there}, got {n_layers}. Correct the file.")
+        return n_layers
 
     def has(self, name: str) -> bool:
         """Whether the file has a key, be its value null: some keys mean by null what no other value says."""
@@ -63,17 +142,13 @@ class Keys:
         self._read.add(name)
         value = self._fields.get(name, accepted[0] if default is _MISSING else default)
         if value not in accepted or isinstance(value, bool) != any(isinstance(a, bool) and a == value for a in accepted):
-            known = " or ".join(map(repr, accepted))
-            raise ValueError(
-                f"`{self.path}`: `{name}`: expected {known}, which is what this family implements, got {value!r}. "
-                "Load another checkpoint, or bring the model as a module of your own."
-            )
+            raise self.refuse(name, value, " or ".join(map(repr, accepted)))
         return value
 
     def refuse(self, name: str, value: Any, expected: str) -> ValueError:
         """The error for a key whose value this family does not implement; for checks that `only` cannot say."""
         return ValueError(
-            f"`{self.path}`: `{name}`: expected {expected}, which is what this family implements, got {value!r}. "
+            f"`{self.path}`: `{name}`: expected {expected}, which is what this family implements, got {brief(value)}. "
             "Load another checkpoint, or bring the model as a module of your own."
         )
 
@@ -82,18 +157,48 @@ class Keys:
     ) -> dict[str, Any]:
         """`bos_token_id`, `eos_token_id` (a tuple, where several end a text) and `pad_token_id`, for a config's fields.
 
+        Those that `generation_config.json` has come before those of `config.json`, as `transformers` generates with them.
+
         **Arguments:**
 
         - `bos`, `eos`, `pad`: where absent. A key that is there and null means that there is none.
-        - `others`: further tokens: `forced_eos=2` reads `forced_eos_token_id`.
+        - `others`: further tokens: `forced_eos=2` reads `forced_eos_token_id`. Of forced ones, which only generation knows,
+            those of `generation_config.json` are taken alone where there is one.
         """
         found: dict[str, Any] = {}
         for token, default in {"bos": bos, "eos": eos, "pad": pad, **others}.items():
             name = f"{token}_token_id"
             self._read.add(name)
-            value = self._fields.get(name, default)
-            found[name] = tuple(value) if isinstance(value, list) else value
+            value, path = self._fields.get(name, default), self.path
+            if self._generation is not None and (self._generation.keys.get(name) is not None or token.startswith("forced")):
+                value, path = self._generation.keys.get(name), self._generation.path
+            if token == "decoder_start" and value is None and default is not None:
+                value = found["bos_token_id"]  # as transformers does
+                if value is None:
+                    raise ValueError(f"`{path}`: `{name}`: expected a token id, got null. Say with which a text begins.")
+            if token == "eos" and isinstance(value, list):
+                found[name] = tuple(TOKEN.checked(path, name, id) for id in value)
+            else:
+                found[name] = None if value is None else TOKEN.checked(path, name, value)
         return found
+
+    def generation(self, inner: "Keys | None" = None) -> Generation | None:
+        """What the folder says of generation: its `generation_config.json`, or, without one, the old keys of `config.json`;
+        without the special tokens that `tokens` has read.
+
+        **Arguments:**
+
+        - `inner`: the keys of the decoder within the file, which are taken where the file itself has none.
+        """
+        if self._generation is not None:
+            said = {name: value for name, value in self._generation.keys.items() if name not in self._read}
+            return Generation(said, self._generation.path)
+        old: dict[str, Any] = {}
+        for keys in (self,) if inner is None else (inner, self):
+            found = {name: keys._fields[name] for name in keys._fields.keys() & Generation.known() - keys._read}
+            keys._read.update(found)
+            old |= {name: value for name, value in found.items() if value is not None}
+        return Generation(old, self.path) if old else None
 
     def n_classes(self) -> int:
         """How many classes a classifier tells apart: the length of `id2label`, which stays in `rest` with `label2id`.
@@ -101,7 +206,9 @@ class Keys:
         Raises ValueError where `num_labels` says otherwise.
         """
         labels = self._fields.get("id2label")
-        n_classes = self.get("num_labels", 2 if labels is None else len(labels))
+        if labels is not None:
+            OBJECT.checked(self.path, "id2label", labels)
+        n_classes = self.get("num_labels", 2 if labels is None else len(labels), SIZE)
         if labels is not None and len(labels) != n_classes:
             raise ValueError(
                 f"`{self.path}`: `num_labels`: expected the length of `id2label`, {len(labels)}, got {n_classes}. "
@@ -109,17 +216,32 @@ class Keys:
             )
         return n_classes
 
-    def rest(self) -> dict[str, Any]:
-        """The keys that were not read."""
-        return {name: value for name, value in self._fields.items() if name not in self._read}
+    def rest(self) -> "Extra":
+        """The keys that were not read, and the folder's further files."""
+        return Extra({name: value for name, value in self._fields.items() if name not in self._read}, self._files)
 
-    def _checked(self, name: str, value: Any, default: Any) -> Any:
-        if default is _MISSING or default is None:
-            return value
-        wanted = (int, float) if isinstance(default, float) else type(default)
-        if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, wanted):
-            raise TypeError(f"`{self.path}`: `{name}`: expected {type(default).__name__}, got {value!r}. Correct the file.")
-        return type(default)(value)
+    def build(self, cls: Callable[..., Config], **values: Any) -> Config:
+        """A config of these fields; what its own checks raise is told with this file's path and the names of its keys."""
+        try:
+            return cls(**values)
+        except (ValueError, TypeError) as error:
+            told = re.sub(r"`(\w+)`", lambda match: f"`{_key_of_field(cls, match[1])}`", str(error))
+            raise type(error)(f"`{self.path}`: {told}") from error
+
+
+def _key_of_field(cls: Callable[..., Any], field: str) -> str:
+    """The key of `config.json` that a field of a config is written as; the field's own name where it is not by itself."""
+    for mark in (7919, (7919,)):
+        config = copy.copy(cls())
+        object.__setattr__(config, field, mark)  # unchecked
+        try:
+            written = config.to_hf()
+        except (AttributeError, TypeError, ValueError, KeyError):  # of another type than the mark
+            continue
+        for key, value in written.items():
+            if value in (mark, [*mark] if isinstance(mark, tuple) else mark):
+                return key
+    return field
 
 
 def token_ids(config: Any) -> dict[str, Any]:

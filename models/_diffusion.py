@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from redeqx._paths import is_array_like, named_leaves
 
 from ._config import Keys
+from ._kinds import SIZE, kind_of
 from ._names import Name, fused, reshaped, same
 
 DIFFUSERS = "0.36.0"  # `_diffusers_version` of the configs written here: the oldest that the parity tests admit
@@ -93,13 +94,28 @@ def one_or_many(keys: Keys, name: str, default: Any) -> Any:
         if type(one) is not type(default):
             kind = type(default).__name__
             raise keys.refuse(name, value, f"one {kind}, or a list of one {kind} a block")
+        kind_of(default).checked(keys.path, name, one)
     return value
+
+
+def sizes(keys: Keys, name: str, default: list[int]) -> tuple[int, ...]:
+    """The value of a key that is a list of sizes."""
+    return tuple(SIZE.checked(keys.path, name, size) for size in keys.get(name, default))
+
+
+def check_layers(keys: Keys, name: str, layers: int | tuple[int, ...]) -> int | tuple[int, ...]:
+    """How many layers each block has, once they are known to be no more than there are tensors; raises otherwise."""
+    for n in layers if isinstance(layers, tuple) else (layers,):
+        keys.check_layers(name, n)
+    return layers
 
 
 def sample_size(keys: Keys, default: int | None) -> int | tuple[int, ...] | None:
     """The `sample_size` of a `config.json`: pixels of a square, or of height and width."""
     size = keys.get("sample_size", None)
-    return default if size is None else tuple(size) if isinstance(size, list | tuple) else size
+    if isinstance(size, list):
+        return sizes(keys, "sample_size", [])
+    return default if size is None else keys.get("sample_size", kind=SIZE)
 
 
 def as_json(value: Any) -> Any:

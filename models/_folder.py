@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,12 +26,31 @@ from redeqx._devices import dry
 from redeqx._paths import is_array_like, listed, map_named, named_leaves, nearest
 from redeqx._safetensors import to_host, write_tensors
 from redeqx._sources import INDEX, Source
-from redeqx._untrusted import brief_name, load_json
+from redeqx._untrusted import brief, brief_name, load_json
 
 from ._config import Keys
+from ._generation import GENERATION, Generation
 from ._names import Name, Names
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG = "config.json"
+# Of tokenizers and of what prepares images: a folder without them is half of what was loaded.
+_COMPANIONS = (
+    "tokenizer*.json",
+    "tokenizer.model*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "normalizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.spm",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template*.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "*processor_config.json",
+)
 
 
 # --- models that have a folder --------------------------------------------------------------------------------------
@@ -91,7 +111,20 @@ class Pretrained(eqx.Module):
                 f"`{folder / CONFIG}`: `{key}`: expected {' or '.join(cls.model_types)} for {cls.__name__}, "
                 f"got {fields[key]!r}. Give the folder of such a model."
             )
-        return cls.config_class.from_hf(Keys(fields, folder / CONFIG))
+        if fields.get("quantization_config") is not None:
+            raise ValueError(
+                f"`{folder / CONFIG}`: `quantization_config`: expected none, got {brief(fields['quantization_config'])}. "
+                "Load the weights as they were before, or have `transformers` dequantize and save them."
+            )
+        source = weights_of(folder, cls.weights_name)
+        keys = Keys(
+            fields,
+            folder / CONFIG,
+            generation=_read_generation(folder),
+            n_tensors=None if source is None else len([*source.names()]),
+            files=_companions(folder),
+        )
+        return cls.config_class.from_hf(keys)
 
 
 def type_key(fields: Mapping[str, Any]) -> str:
@@ -101,9 +134,6 @@ def type_key(fields: Mapping[str, Any]) -> str:
 
 def read_config(folder: Path, file: str = CONFIG) -> dict[str, Any]:
     """The parsed `config.json` of a folder, or another file of it.
-
-    Special tokens are those of `generation_config.json`, where there is one: transformers keeps them there, and
-    `config.json` may say others.
 
     Raises ValueError where there is none, or none of JSON.
     """
@@ -122,10 +152,27 @@ def read_config(folder: Path, file: str = CONFIG) -> dict[str, Any]:
         raise ValueError(f"`{path}`: expected JSON, got {error}. Correct the file.") from error
     if not isinstance(fields, dict):
         raise ValueError(f"`{path}`: expected a JSON object, got {type(fields).__name__}. Correct the file.")
-    if file == CONFIG and (folder / GENERATION).is_file():
-        tokens = read_config(folder, GENERATION)
-        fields |= {name: value for name, value in tokens.items() if name.endswith("_token_id") and value is not None}
     return fields
+
+
+def _read_generation(folder: Path) -> Generation | None:
+    if not (folder / GENERATION).exists():
+        return None
+    return Generation(read_config(folder, GENERATION), folder / GENERATION)
+
+
+def _companions(folder: Path) -> dict[str, bytes]:
+    """The files of a folder that belong to its model and are neither its weights nor its config, by name."""
+    paths = sorted({path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()})
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def weights_of(folder: Path, stem: str) -> Source | None:
+    """The tensors of a folder; None in a dry run of one that has none, which asks whether the model fits before anyone has
+    fetched its weights. Raises ValueError where there are none otherwise."""
+    if dry() is not None and not any(folder.glob(f"{stem}*.safetensors*")):
+        return None
+    return Source.find(folder, stem)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -147,20 +194,17 @@ def load(
         raise ValueError("`deployer`: expected one with `plan`, got None. Pass the deployer that made the plan.")
     shapes = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
     wanted = {name: leaf for name, leaf in named_leaves(shapes).items() if is_array_like(leaf)}
-    if dry() is not None and not any(folder.glob(f"{cls.weights_name}*.safetensors*")):
-        # What a dry run asks is whether the model fits, before anyone has fetched its weights.
+    source, names = weights_of(folder, cls.weights_name), cls.names(config)
+    if source is None:
         fields = read_config(folder)
         kept = jnp.dtype(dtype or fields.get("dtype") or fields.get("torch_dtype") or "float32")
         return map_named(lambda _, leaf: _cast(leaf, kept), shapes)
-    source, names = Source.find(folder, cls.weights_name), cls.names(config)
+    _check_index(source, folder / f"{cls.weights_name}{INDEX}")
     tensors = _match(source, names, wanted, folder / CONFIG)
+    if dtype is None:
+        _check_dtypes(source, names)
     held = {leaf: [parts[i] for parts in tensors[name.disk]] for name in names.tensors for i, leaf in enumerate(name.leaves)}
-    try:
-        dtypes = {leaf: _dtype(parts, dtype) for leaf, parts in held.items()}
-    except ValueError as error:  # of float8 JAX makes nothing wider by itself
-        raise ValueError(
-            f"`{source.path}`: expected layers of dtypes that have a common one, got others: {error} Cast them first."
-        ) from error
+    dtypes = {leaf: _dtype(parts, dtype) for leaf, parts in held.items()}
     shapes = map_named(
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) if is_array_like(leaf) else leaf, shapes
     )
@@ -181,6 +225,46 @@ def load(
     return map_named(read, shapes)
 
 
+def _check_index(source: Source, index: Path) -> None:
+    """Raises ValueError where a folder has two sets of weights that differ: a file, which is read, and shards."""
+    if source.path == index or not index.is_file():
+        return
+    try:
+        shards = Source(index)
+    except ValueError:  # what is left of shards that were removed
+        return
+    names = {*source.names(), *shards.names()}
+    for name in sorted(names) if {*shards.paths()} != {source.path} else ():
+        views = [tensors.view(name) if name in tensors else None for tensors in (source, shards)]
+        a, b = views
+        if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape or not _equal(a, b):
+            found = ["none" if view is None else f"{view.dtype} {view.shape}" for view in views]
+            raise ValueError(
+                f"`{index}`: expected shards that hold the same as `{source.path.name}` beside it, got another "
+                f"`{brief_name(name)}` ({found[0]} there, {found[1]} in the shards). Remove the index, or that file."
+            )
+
+
+def _check_dtypes(source: Source, names: Names) -> None:
+    """Raises ValueError for floats that no model computes with as they are, where nobody says what they are to become."""
+    wanted = {disk for name in names.tensors for disk in name.on_disk}
+    kept: dict[str, str] = {}
+    for name in source.names():
+        if names.current(name) in wanted:
+            kept.setdefault(str(source.view(name).dtype), name)
+    narrow = next((dtype for dtype in kept if dtype.startswith("float8")), None)
+    if narrow is not None:
+        raise ValueError(
+            f"`{source.path}`: `{brief_name(kept[narrow])}`: expected floats of 16 bits or more, got {narrow}. Pass the "
+            "`dtype=` to cast them to, `jnp.bfloat16` for one."
+        )
+    if {"float16", "bfloat16"} <= kept.keys():
+        raise ValueError(
+            f"`{source.path}`: expected one kind of 16-bit floats, got float16 in `{brief_name(kept['float16'])}` and "
+            f"bfloat16 in `{brief_name(kept['bfloat16'])}`. Pass the `dtype=` to cast both to; `jnp.float32` loses nothing."
+        )
+
+
 def _is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
@@ -194,8 +278,9 @@ def _cast(leaf: Any, dtype: Any) -> Any:
 
 def _dtype(parts: Sequence[np.ndarray], dtype: Any) -> Any:
     """The dtype of a leaf: that of the files (the widest, where layers differ) or, of floats, the wanted one."""
-    found = functools.reduce(jnp.promote_types, [part.dtype for part in parts])
-    return dtype if dtype is not None and jnp.issubdtype(found, jnp.floating) else found
+    if dtype is not None and all(jnp.issubdtype(part.dtype, jnp.floating) for part in parts):
+        return dtype
+    return functools.reduce(jnp.promote_types, [part.dtype for part in parts])
 
 
 def _read(view: np.ndarray, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
@@ -296,8 +381,8 @@ def _match(
 
 def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
     """Whether a tensor of a folder is absent or the same as another; for models whose config does not tell."""
-    source = Source.find(folder, stem)
-    if not {copy, original} <= set(source.names()):
+    source = weights_of(folder, stem)
+    if source is None or not {copy, original} <= set(source.names()):
         return True
     a, b = source.view(copy), source.view(original)
     return a.shape == b.shape and _equal(a, b)
@@ -305,7 +390,8 @@ def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
 
 def is_on_disk(folder: Path, stem: str, *names: str) -> bool:
     """Whether a folder has a tensor of one of these names; for models whose config does not tell."""
-    return not set(names).isdisjoint(Source.find(folder, stem).names())
+    source = weights_of(folder, stem)
+    return source is not None and not set(names).isdisjoint(source.names())
 
 
 def _equal(a: np.ndarray, b: np.ndarray, rows: int = 1024) -> bool:
@@ -349,18 +435,18 @@ def _check_placed(leaves: Mapping[str, Any], names: Names, what: str) -> None:
     arrays = [path for path, leaf in leaves.items() if is_array_like(leaf)]
     if adapters := [path for path in arrays if re.search(r"(^|\.)lora_[ab]$", path) and path not in placed]:
         raise ValueError(
-            f"`{adapters[0]}`: expected a leaf that folders of {what} hold, got one of {len(adapters)} of adapters. Save the "
-            "merged model, `save_pretrained(lora.merge(model), ...)`, or the adapters alone, `lora.save_adapter(model, ...)`."
+            f"`{adapters[0]}`: expected a leaf that folders of {what} hold, got one of {len(adapters)} of adapters. Save "
+            "the merged model, `save_pretrained(lora.merge(model), ...)`, or the adapters, `lora.save_adapter(model, ...)`."
         )
     if lost := [path for path in arrays if path not in placed]:
         raise ValueError(
-            f"`{lost[0]}`: expected a leaf that folders of {what} hold, got one of {len(lost)} that they have no tensor for: "
-            f"{', '.join(listed(lost))}. Save the model with `Trainer.save_ckpt`, or as the class made it."
+            f"`{lost[0]}`: expected a leaf that folders of {what} hold, got one of {len(lost)} that they have no tensor "
+            f"for: {', '.join(listed(lost))}. Save the model with `Trainer.save_ckpt`, or as its class made it."
         )
     if missing := sorted(placed - set(arrays)):
         raise ValueError(
             f"`{missing[0]}`: expected an array, as folders of {what} with this config hold, got "
-            f"{leaves.get(missing[0], 'no such leaf')}.{nearest(missing[0], arrays)} Pass the config that the model was made with."
+            f"{leaves.get(missing[0], 'no such leaf')}.{nearest(missing[0], arrays)} Pass the model's own config."
         )
 
 
@@ -370,8 +456,8 @@ def _check_shapes(model: Any, config: Any) -> None:
     for path, leaf in named_leaves(model).items():
         if is_array_like(leaf) and leaf.shape != described[path].shape:
             raise ValueError(
-                f"`{path}`: expected {described[path].shape}, as `config` says, got {leaf.shape}. Pass the config that describes "
-                "the model: `dataclasses.replace(config, ...)`."
+                f"`{path}`: expected {described[path].shape}, as `config` says, got {leaf.shape}. Pass the config that "
+                "describes the model: `dataclasses.replace(config, ...)`."
             )
 
 
@@ -403,6 +489,9 @@ def to_disk(model: Any, names: Names) -> dict[str, _Saved]:
 
 def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
     """Writes a model and its config as a folder that `transformers` or `diffusers` loads, and returns its path.
+
+    What the folder had that the config came from is written again: tokenizer, chat template, generation config, image
+    processor. Where `folder` has such files already, and others, they are kept, with a warning.
 
     The host holds one tensor at a time. Each file is written beside, fsynced and renamed; the config comes last.
 
@@ -445,8 +534,40 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
     for old in folder.glob(f"{stem}*.safetensors"):
         if re.fullmatch(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors", old.name) and old.name not in files:
             old.unlink()
+    _write_companions(folder, getattr(config.extra, "files", {}))
+    generation = to_generation(config)
+    if generation is None:
+        (folder / GENERATION).unlink(missing_ok=True)
+    else:
+        replace_json(folder / GENERATION, generation)
     replace_json(folder / CONFIG, to_config(cls, config, tensors))
     return folder
+
+
+def to_generation(config: Any) -> dict[str, Any] | None:
+    """The `generation_config.json` of a model's folder; None where its config says nothing of generation."""
+    generation = getattr(config, "generation", None)
+    if generation is None:
+        return None
+    tokens = {name: value for name, value in config.to_hf().items() if name.endswith("_token_id")}
+    return {name: value for name, value in {**generation.keys, **tokens}.items() if value is not None}
+
+
+def _write_companions(folder: Path, files: Mapping[str, bytes]) -> None:
+    """The files that a model came with, unless the folder has others of theirs: a tokenizer of two halves is none."""
+    there = _companions(folder)
+    if differing := [name for name, content in there.items() if files.get(name) != content]:
+        if files:
+            warnings.warn(
+                f"`{folder / differing[0]}`: kept, and nothing added to it, for the folder that the model was loaded "
+                f"from has another, or none. Remove it, and save again, to have that folder's {', '.join(files)}.",
+                stacklevel=3,
+            )
+        return
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda beside, content=content: beside.write_bytes(content))
 
 
 def to_config(cls: type[Pretrained], config: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:

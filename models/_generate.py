@@ -6,7 +6,7 @@ three methods: `encode` (of encoder-decoders), `init_cache` and `decode`.
 Dims: batch, prompt = tokens given, beams, new = tokens generated, vocab.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import Cache
+from ._generation import Generation
 
 _NEVER = -1e9  # the score of what cannot be; finite, as in transformers, so that sums of it stay comparable
 
@@ -59,19 +60,20 @@ def generate(
     model: Any,
     inputs: Array | np.ndarray,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None = None,
     mask: Bool[Array, "batch source"] | Bool[np.ndarray, "batch source"] | None = None,
-    min_new_tokens: int = 0,
-    sample: bool = False,
-    temperature: float = 1.0,
+    min_new_tokens: int | None = None,
+    sample: bool | None = None,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
-    n_beams: int = 1,
+    n_beams: int | None = None,
     n_return: int | None = None,
-    length_penalty: float = 1.0,
-    early_stopping: bool | str = False,
+    length_penalty: float | None = None,
+    early_stopping: bool | str | None = None,
     eos_token_id: int | tuple[int, ...] | None = None,
     pad_token_id: int | None = None,
+    ignore: Sequence[str] = (),
     key: PRNGKeyArray | None = None,
 ) -> Int[Array, "batch new"] | Int[Array, "batch sequences new"]:
     """The tokens with which a model goes on, `[batch, max_new_tokens]`; after an end-of-text token comes padding.
@@ -79,27 +81,33 @@ def generate(
     The whole batch is one program, which ends when all rows have. It is compiled once for each shape of the inputs: pad
     prompts on the left to a common length. In `pred_fn` it runs on the model's mesh.
 
+    An argument that is None is what the model's folder says in `generation_config.json` (or, without one, by the old keys of
+    `config.json`), as for `transformers`; else what is given here in brackets.
+
     **Arguments:**
 
     - `model`: a decoder (GPT-2, LLaMA, ...) or an encoder-decoder (T5, BART, ...) of redeqx.models. Dropout is taken out.
     - `inputs`: a batch of prompts `[batch, prompt]`; of encoder-decoders what the encoder takes, token ids or images.
     - `mask`: which of the inputs are tokens, and not padding: on the left of a decoder's prompts (checked where it is a
         numpy array; under jit nobody can).
-    - `max_new_tokens`, `min_new_tokens`: tokens to generate, the end of the text included.
-    - `sample`: draw each token from its distribution, in place of taking the likeliest.
-    - `temperature`, `top_k`, `top_p`: of that distribution: logits are divided by the first, then cut to the `top_k`
-        likeliest tokens, then to the fewest likeliest ones that hold `top_p` of what is left.
-    - `n_beams`: of a beam search; 1 for none.
+    - `max_new_tokens`, `min_new_tokens`: tokens to generate, the end of the text included (the folder has to say; 0).
+    - `sample`: draw each token from its distribution, in place of taking the likeliest (False).
+    - `temperature`, `top_k`, `top_p`: of that distribution: logits are divided by the first (1.0), then cut to the `top_k`
+        likeliest tokens (all; transformers takes 50), then to the fewest likeliest ones that hold `top_p` of what is left
+        (all).
+    - `n_beams`: of a beam search; 1 for none (1).
     - `n_return`: how many sequences to return for each prompt, `[batch, n_return, max_new_tokens]`: the best beams, or as
-        many samples. None for one, without that dim.
-    - `length_penalty`: of a beam search; the sum of log-probabilities is divided by `length ** length_penalty`.
+        many samples (one, without that dim).
+    - `length_penalty`: of a beam search; the sum of log-probabilities is divided by `length ** length_penalty` (1.0).
     - `early_stopping`: True ends a beam search with `n_beams` finished sequences; False when no running one is likely to be
-        better, `"never"` when none can be.
+        better, `"never"` when none can be (False).
     - `eos_token_id`, `pad_token_id`: as the config says where None; without a padding token the end-of-text token pads.
+    - `ignore`: keys of `generation_config.json` that are not implemented here and are to be left out all the same.
     - `key`: for sampling.
 
-    Raises ValueError for counts below 1, more tokens than the model has positions, sampling without a key, and arguments
-    that do not go together; TypeError for a model that does not generate.
+    Raises ValueError for counts below 1, more tokens than the model has positions, sampling without a key, arguments that do
+    not go together, and what the folder says of generation that is not implemented; TypeError for a model that does not
+    generate.
     """
     if not (hasattr(model, "decode") and hasattr(model, "init_cache")):
         raise TypeError(
@@ -108,20 +116,6 @@ def generate(
         )
     config = getattr(model, "config", None)
     is_encoder_decoder = hasattr(model, "encode")
-    for name, count in (("max_new_tokens", max_new_tokens), ("n_beams", n_beams), ("n_return", n_return)):
-        if count is not None and count < 1:
-            raise ValueError(f"`{name}`: expected at least 1, got {count}. Pass a positive number.")
-    if not 0 <= min_new_tokens <= max_new_tokens:
-        raise ValueError(
-            f"`min_new_tokens`: expected 0 to `max_new_tokens`={max_new_tokens}, got {min_new_tokens}. Lower it."
-        )
-    if early_stopping not in (True, False, "never"):
-        raise ValueError(f"`early_stopping`: expected True, False or 'never', got {early_stopping!r}. Pass one of them.")
-    _check_sampling(sample, temperature, top_k, top_p, n_beams, key)
-    if n_return is not None and n_return > n_beams and not sample:
-        raise ValueError(
-            f"`n_return`: expected at most `n_beams`={n_beams}, got {n_return}. Raise `n_beams`, or pass `sample=True`."
-        )
     ids = jnp.asarray(inputs)
     if not is_encoder_decoder and (ids.ndim != 2 or ids.shape[1] < 1 or not jnp.issubdtype(ids.dtype, jnp.integer)):
         raise ValueError(
@@ -135,39 +129,73 @@ def generate(
         raise ValueError(
             f"`mask`: expected a token at the end of each prompt, got padding there in row {row}. Pad prompts on the left."
         )
+    given = {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": min_new_tokens,
+        "sample": sample,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "n_beams": n_beams,
+        "n_return": n_return,
+        "length_penalty": length_penalty,
+        "early_stopping": early_stopping,
+    }
     n_given = 1 if is_encoder_decoder else ids.shape[1]
-    n_positions = getattr(config, "n_positions", None)
-    if n_positions is not None and n_given + max_new_tokens > n_positions:
-        raise ValueError(
-            f"`max_new_tokens`: expected at most {n_positions - n_given} after {n_given} given, for the model has "
-            f"`n_positions`={n_positions}, got {max_new_tokens}. Generate fewer, or cut the prompts."
-        )
+    generation = getattr(config, "generation", None) or Generation()
+    options, keys = generation.complete(given, n_given=n_given, ignore=ignore)
+    try:
+        _check(options, n_given, getattr(config, "n_positions", None), key)
+    except ValueError as error:
+        raise generation.told(error, keys) from None
     eos = eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None)
     eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     pad = pad_token_id if pad_token_id is not None else getattr(config, "pad_token_id", None)
+    first, last = (
+        getattr(config, name, generation.keys.get(name)) for name in ("forced_bos_token_id", "forced_eos_token_id")
+    )
     rules = _Rules(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
         eos=eos,
         pad=pad if pad is not None else eos[0] if eos else 0,
-        forced_first=getattr(config, "forced_bos_token_id", None),
-        forced_last=getattr(config, "forced_eos_token_id", None),
-        sample=sample,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        n_beams=n_beams,
-        n_return=n_return or 1,
-        length_penalty=length_penalty,
-        early_stopping=early_stopping,
+        forced_first=first if n_given == 1 else None,  # where a decoder's text begins; after a prompt it has begun
+        forced_last=last,
+        **{**options, "n_return": options["n_return"] or 1},
     )
     mask = None if mask is None else jnp.asarray(mask, bool)
     tokens = _generate(eqx.nn.inference_mode(model), ids, mask, key, rules)
-    return tokens[:, 0] if n_return is None else tokens
+    return tokens[:, 0] if options["n_return"] is None else tokens
+
+
+def _check(options: Mapping[str, Any], n_given: int, n_positions: int | None, key: PRNGKeyArray | None) -> None:
+    """Raises ValueError for options out of range, and for those that do not go together."""
+    for name in ("max_new_tokens", "n_beams", "n_return"):
+        if options[name] is not None and options[name] < 1:
+            raise ValueError(f"`{name}`: expected at least 1, got {options[name]}. Pass a positive number.")
+    if options["max_new_tokens"] is None:
+        raise ValueError("`max_new_tokens`: expected how many tokens to generate, got None. Pass a positive number.")
+    new, n_beams, n_return = options["max_new_tokens"], options["n_beams"], options["n_return"]
+    if not 0 <= options["min_new_tokens"] <= new:
+        raise ValueError(
+            f"`min_new_tokens`: expected 0 to `max_new_tokens`={new}, got {options['min_new_tokens']}. Lower it."
+        )
+    if options["early_stopping"] not in (True, False, "never"):
+        raise ValueError(
+            f"`early_stopping`: expected True, False or 'never', got {options['early_stopping']!r}. Pass one of them."
+        )
+    _check_sampling(key=key, **{name: options[name] for name in ("sample", "temperature", "top_k", "top_p", "n_beams")})
+    if n_return is not None and n_return > n_beams and not options["sample"]:
+        raise ValueError(
+            f"`n_return`: expected at most `n_beams`={n_beams}, got {n_return}. Raise `n_beams`, or pass `sample=True`."
+        )
+    if n_positions is not None and n_given + new > n_positions:
+        raise ValueError(
+            f"`max_new_tokens`: expected at most {n_positions - n_given} after {n_given} given, for the model has "
+            f"`n_positions`={n_positions}, got {new}. Generate fewer, or cut the prompts."
+        )
 
 
 def _check_sampling(
-    sample: bool, temperature: float, top_k: int | None, top_p: float | None, n_beams: int, key: PRNGKeyArray | None
+    *, sample: bool, temperature: float, top_k: int | None, top_p: float | None, n_beams: int, key: PRNGKeyArray | None
 ) -> None:
     if not sample:
         for name, value, default in (("temperature", temperature, 1.0), ("top_k", top_k, None), ("top_p", top_p, None)):
@@ -183,9 +211,9 @@ def _check_sampling(
             f"`temperature`: expected more than 0, got {temperature}. Pass `sample=False` for the likeliest token."
         )
     if top_k is not None and top_k < 1:
-        raise ValueError(f"`top_k`: expected at least 1, got {top_k}. Pass None for all tokens.")
+        raise ValueError(f"`top_k`: expected at least 1, got {top_k}. Pass the size of the vocabulary for all tokens.")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"`top_p`: expected a share in (0, 1], got {top_p}. Pass None for all tokens.")
+        raise ValueError(f"`top_p`: expected a share in (0, 1], got {top_p}. Pass 1.0 for all tokens.")
 
 
 @eqx.filter_jit

@@ -48,7 +48,7 @@ def cross_entropy(
     """
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
-            f"`labels`: expected integers, got {labels.dtype}. Cast them with `labels.astype(jnp.int32)` if they are token ids."
+            f"`labels`: expected integers, got {labels.dtype}. Cast them with `labels.astype(jnp.int32)` if that is right."
         )
     # Bytes hold neither `ignore_index` nor the size of a larger vocabulary: -100 would be the label 156.
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))

@@ -20,6 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import Attention, Cache, causal_mask
 from ._config import Keys, check_heads, check_rates, check_sizes, token_ids
+from ._generation import Generation
+from ._kinds import RATE
 from ._language_model import EncoderDecoder
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
 from ._names import Name, Names, layers, reshaped, same, same_layer
@@ -29,6 +31,14 @@ Carry = tuple[Array, Cache | None]  # what one block hands to the next: the resi
 
 _FIRST_POSITION = 2  # row of position 0: fairseq counts from the row after that of the padding token, which is 1
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
+
+
+# Second names of keys, which transformers takes as well.
+_ALIASES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "encoder_attention_heads",
+    "num_hidden_layers": "encoder_layers",
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class BartConfig:
     - `init_std`: standard deviation of the first weights. The published 0.02 is for widths of 768 and more: narrow models
         learn sooner from a larger one.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `generation`: what a folder says of generation, the defaults of `generate`.
     - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, rates outside [0, 1), and another activation.
@@ -81,6 +92,7 @@ class BartConfig:
     forced_eos_token_id: int | None = 2
     init_std: float = 0.02
     remat: bool = False
+    generation: Generation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self):
@@ -111,6 +123,7 @@ class BartConfig:
     @classmethod
     def from_hf(cls, keys: Keys) -> "BartConfig":
         """The config that a `config.json` describes."""
+        keys = keys.aliased(_ALIASES)
         keys.only("tie_word_embeddings", True)
         keys.only("is_encoder_decoder", True)
         keys.only("is_decoder", False)
@@ -119,30 +132,28 @@ class BartConfig:
         keys.only("normalize_embedding", True)
         keys.only("add_final_layer_norm", False)
         keys.only("static_position_embeddings", False)
-        tokens = keys.tokens(bos=0, eos=2, pad=1, forced_bos=None, forced_eos=2)
-        for name in ("forced_bos_token_id", "forced_eos_token_id"):
-            if isinstance(tokens[name], tuple):
-                raise keys.refuse(name, list(tokens[name]), "one token or null")
+        tokens = keys.tokens(bos=0, eos=2, pad=1, decoder_start=2, forced_bos=None, forced_eos=2)
         if keys.get("force_bos_token_to_be_generated", False) and tokens["forced_bos_token_id"] is None:
             tokens["forced_bos_token_id"] = tokens["bos_token_id"]
-        return cls(
+        return keys.build(
+            cls,
             vocab_size=keys.get("vocab_size", 50265),
             n_positions=keys.get("max_position_embeddings", 1024),
-            d_model=keys.get(("d_model", "hidden_size"), 1024),
-            n_layers=keys.get(("encoder_layers", "num_hidden_layers"), 12),
-            n_decoder_layers=keys.get("decoder_layers", 12),
-            n_heads=keys.get(("encoder_attention_heads", "num_attention_heads"), 16),
+            d_model=keys.get("d_model", 1024),
+            n_layers=keys.layers("encoder_layers", 12),
+            n_decoder_layers=keys.layers("decoder_layers", 12),
+            n_heads=keys.get("encoder_attention_heads", 16),
             n_decoder_heads=keys.get("decoder_attention_heads", 16),
             d_ff=keys.get("encoder_ffn_dim", 4096),
             d_decoder_ff=keys.get("decoder_ffn_dim", 4096),
             activation=keys.only("activation_function", *_ACTIVATIONS),
-            dropout=keys.get("dropout", 0.1),
-            attention_dropout=keys.get("attention_dropout", 0.0),
-            activation_dropout=keys.get("activation_dropout", 0.0),
+            dropout=keys.get("dropout", 0.1, RATE),
+            attention_dropout=keys.get("attention_dropout", 0.0, RATE),
+            activation_dropout=keys.get("activation_dropout", 0.0, RATE),
             is_scaled=keys.get("scale_embedding", False),
             **tokens,
-            decoder_start_token_id=keys.get("decoder_start_token_id", 2),
             init_std=keys.get("init_std", 0.02),
+            generation=keys.generation(),
             extra=keys.rest(),
         )
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from ._attention import Attention
 from ._config import Keys, check_heads, check_length, check_rates, check_sizes, class_labels, token_ids
 from ._folder import Pretrained, is_on_disk
+from ._kinds import RATE
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
 from ._names import Name, Names, layers, same, same_layer, within
 from ._stack import Stack
@@ -130,19 +131,20 @@ class BertConfig:
         keys.only("is_decoder", False)
         keys.only("add_cross_attention", False)
         keys.only("tie_word_embeddings", True)
-        return cls(
+        return keys.build(
+            cls,
             vocab_size=keys.get("vocab_size", 30522),
             n_positions=keys.get("max_position_embeddings", 512),
             n_token_types=keys.get("type_vocab_size", 2),
             d_model=keys.get("hidden_size", 768),
             d_ff=keys.get("intermediate_size", 3072),
-            n_layers=keys.get("num_hidden_layers", 12),
+            n_layers=keys.layers("num_hidden_layers", 12),
             n_heads=keys.get("num_attention_heads", 12),
             n_classes=keys.n_classes(),
             activation=keys.only("hidden_act", *_ACTIVATIONS),
-            dropout=keys.get("hidden_dropout_prob", 0.1),
-            attention_dropout=keys.get("attention_probs_dropout_prob", 0.1),
-            classifier_dropout=keys.get("classifier_dropout", None),
+            dropout=keys.get("hidden_dropout_prob", 0.1, RATE),
+            attention_dropout=keys.get("attention_probs_dropout_prob", 0.1, RATE),
+            classifier_dropout=keys.get("classifier_dropout", None, RATE),
             layer_norm_eps=keys.get("layer_norm_eps", 1e-12),
             **keys.tokens(pad=0),
             init_std=keys.get("initializer_range", 0.02),

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from ._attention import Attention, causal_mask
 from ._config import Keys, check_heads, check_length, check_rates, check_sizes, token_ids
 from ._folder import Pretrained
+from ._kinds import NUMBER, OBJECT, RATE
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
 from ._names import Name, Names, layers, same, same_layer, within
 from ._stack import Stack
@@ -40,8 +41,7 @@ def _check_activation(config: "CLIPTextConfig | CLIPVisionConfig") -> None:
 
 def _half(keys: Keys, name: str) -> Keys:
     """The keys of one half: those of the file, or of the part of it that is named so where it describes both."""
-    fields = keys.get(name, None)
-    return keys if fields is None else Keys(fields, keys.path)
+    return keys.part(name) if keys.get(name, None) is not None else keys
 
 
 @dataclass(frozen=True)
@@ -110,15 +110,16 @@ class CLIPTextConfig:
         tokens = keys.tokens(bos=49406, eos=49407, pad=1)
         if not isinstance(tokens["eos_token_id"], int):
             raise keys.refuse("eos_token_id", tokens["eos_token_id"], "one id, at which a text is pooled")
-        return cls(
+        return keys.build(
+            cls,
             vocab_size=keys.get("vocab_size", 49408),
             n_positions=keys.get("max_position_embeddings", 77),
             d_model=keys.get("hidden_size", 512),
             d_ff=keys.get("intermediate_size", 2048),
-            n_layers=keys.get("num_hidden_layers", 12),
+            n_layers=keys.layers("num_hidden_layers", 12),
             n_heads=keys.get("num_attention_heads", 8),
             activation=keys.only("hidden_act", *_ACTIVATIONS),
-            attention_dropout=keys.get("attention_dropout", 0.0),
+            attention_dropout=keys.get("attention_dropout", 0.0, RATE),
             layer_norm_eps=keys.get("layer_norm_eps", 1e-5),
             **tokens,
             init_std=keys.get("initializer_range", 0.02),
@@ -196,16 +197,17 @@ class CLIPVisionConfig:
     def from_hf(cls, keys: Keys) -> "CLIPVisionConfig":
         """The config that a `config.json` describes, by itself or as the `vision_config` of a whole CLIP."""
         keys = _half(keys, "vision_config")
-        return cls(
+        return keys.build(
+            cls,
             image_size=keys.get("image_size", 224),
             patch_size=keys.get("patch_size", 32),
             n_channels=keys.get("num_channels", 3),
             d_model=keys.get("hidden_size", 768),
             d_ff=keys.get("intermediate_size", 3072),
-            n_layers=keys.get("num_hidden_layers", 12),
+            n_layers=keys.layers("num_hidden_layers", 12),
             n_heads=keys.get("num_attention_heads", 12),
             activation=keys.only("hidden_act", *_ACTIVATIONS),
-            attention_dropout=keys.get("attention_dropout", 0.0),
+            attention_dropout=keys.get("attention_dropout", 0.0, RATE),
             layer_norm_eps=keys.get("layer_norm_eps", 1e-5),
             init_std=keys.get("initializer_range", 0.02),
             extra=keys.rest(),
@@ -281,13 +283,14 @@ class CLIPConfig:
         halves = {}
         for name in ("text_config", "vision_config"):
             # Old files hold a half twice; transformers takes the `_dict`, with its own defaults for what that leaves out.
-            fields, older = keys.get(name, {}), keys.get(f"{name}_dict", None)
-            halves[name] = Keys(fields if older is None else older, f"{keys.path}: {name}")
-        return cls(
+            fields, older = keys.get(name, {}), keys.get(f"{name}_dict", None, OBJECT)
+            halves[name] = keys.within(name, fields if older is None else older)
+        return keys.build(
+            cls,
             text=CLIPTextConfig.from_hf(halves["text_config"]),
             vision=CLIPVisionConfig.from_hf(halves["vision_config"]),
             d_projection=keys.get("projection_dim", 512),
-            init_logit_scale=keys.get("logit_scale_init_value", 2.6592),
+            init_logit_scale=keys.get("logit_scale_init_value", 2.6592, NUMBER),
             extra=keys.rest(),
         )
 

@@ -17,12 +17,23 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import Attention, Cache, causal_mask, learned_positions
 from ._config import Keys, check_heads, check_length, check_rates, check_sizes, token_ids
+from ._generation import Generation
+from ._kinds import RATE
 from ._language_model import Decoder
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
 from ._names import Names, fused, layers, same, same_layer
 from ._stack import Stack
 
 Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
+
+
+# Second names of keys, which transformers takes as well.
+_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,7 @@ class GPT2Config:
     - `init_std`: standard deviation of the first weights; half of it for positions. The published 0.02 is for widths of
         768 and more: narrow models learn sooner from a larger one.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `generation`: what a folder says of generation, the defaults of `generate`.
     - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, and rates outside [0, 1).
@@ -64,6 +76,7 @@ class GPT2Config:
     pad_token_id: int | None = None
     init_std: float = 0.02
     remat: bool = False
+    generation: Generation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self):
@@ -98,25 +111,28 @@ class GPT2Config:
     @classmethod
     def from_hf(cls, keys: Keys) -> "GPT2Config":
         """The config that a `config.json` describes."""
+        keys = keys.aliased(_ALIASES)
         keys.only("activation_function", "gelu_new")
         keys.only("scale_attn_weights", True)
         keys.only("scale_attn_by_inverse_layer_idx", False)
         d_model = keys.get("n_embd", 768)
         keys.only("n_inner", None, 4 * d_model)
-        return cls(
+        return keys.build(
+            cls,
             vocab_size=keys.get("vocab_size", 50257),
             n_positions=keys.get("n_positions", 1024),
             d_model=d_model,
-            n_layers=keys.get("n_layer", 12),
+            n_layers=keys.layers("n_layer", 12),
             n_heads=keys.get("n_head", 12),
-            embedding_dropout=keys.get("embd_pdrop", 0.1),
-            attention_dropout=keys.get("attn_pdrop", 0.1),
-            residual_dropout=keys.get("resid_pdrop", 0.1),
+            embedding_dropout=keys.get("embd_pdrop", 0.1, RATE),
+            attention_dropout=keys.get("attn_pdrop", 0.1, RATE),
+            residual_dropout=keys.get("resid_pdrop", 0.1, RATE),
             layer_norm_eps=keys.get("layer_norm_epsilon", 1e-5),
             is_tied=keys.get("tie_word_embeddings", True),
             has_cross_attention=keys.get("add_cross_attention", False),
             **keys.tokens(bos=50256, eos=50256),
             init_std=keys.get("initializer_range", 0.02),
+            generation=keys.generation(),
             extra=keys.rest(),
         )
 

@@ -19,6 +19,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import Attention, Cache, causal_mask, token_positions
 from ._config import Keys, check_heads, check_rates, check_sizes, token_ids
+from ._generation import Generation
+from ._kinds import RATE, SIZE
 from ._language_model import Decoder
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
 from ._names import Names, layers, same, same_layer
@@ -26,6 +28,15 @@ from ._stack import Stack
 
 Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
 Rotation = tuple[Float[Array, "seq 1 pairs"], Float[Array, "seq 1 pairs"]]  # cosines and sines
+
+
+# Second names of keys, which transformers takes as well.
+_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,7 @@ class GPTJConfig:
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: where generated text begins and ends, and what fills it up.
     - `init_std`: standard deviation of the first weights.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `generation`: what a folder says of generation, the defaults of `generate`.
     - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, a `rotary_size` that is odd or larger than a
@@ -69,6 +81,7 @@ class GPTJConfig:
     pad_token_id: int | None = None
     init_std: float = 0.02
     remat: bool = False
+    generation: Generation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self):
@@ -96,24 +109,27 @@ class GPTJConfig:
     @classmethod
     def from_hf(cls, keys: Keys) -> "GPTJConfig":
         """The config that a `config.json` describes."""
+        keys = keys.aliased(_ALIASES)
         keys.only("activation_function", "gelu_new")
         d_model, n_heads = keys.get("n_embd", 4096), keys.get("n_head", 16)
-        d_mlp = keys.get("n_inner", None)
-        return cls(
+        d_mlp = keys.get("n_inner", None, SIZE)
+        return keys.build(
+            cls,
             vocab_size=keys.get("vocab_size", 50400),
             n_positions=keys.get("n_positions", 2048),
             d_model=d_model,
             d_mlp=None if d_mlp == 4 * d_model else d_mlp,
-            n_layers=keys.get("n_layer", 28),
+            n_layers=keys.layers("n_layer", 28),
             n_heads=n_heads,
             rotary_size=keys.get("rotary_dim", d_model // n_heads if keys.has("rotary_dim") else 64),
-            embedding_dropout=keys.get("embd_pdrop", 0.0),
-            attention_dropout=keys.get("attn_pdrop", 0.0),
-            residual_dropout=keys.get("resid_pdrop", 0.0),
+            embedding_dropout=keys.get("embd_pdrop", 0.0, RATE),
+            attention_dropout=keys.get("attn_pdrop", 0.0, RATE),
+            residual_dropout=keys.get("resid_pdrop", 0.0, RATE),
             layer_norm_eps=keys.get("layer_norm_epsilon", 1e-5),
             is_tied=keys.get("tie_word_embeddings", False),
             **keys.tokens(bos=50256, eos=50256),
             init_std=keys.get("initializer_range", 0.02),
+            generation=keys.generation(),
             extra=keys.rest(),
         )
 

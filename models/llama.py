@@ -22,6 +22,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._attention import Attention, Cache, causal_mask, token_positions
 from ._config import Keys, check_heads, check_rates, check_sizes, token_ids
+from ._generation import Generation
+from ._kinds import COUNT, RATE, SIZE
 from ._language_model import Decoder
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
 from ._names import Names, layers, same, same_layer
@@ -76,6 +78,7 @@ class LlamaConfig:
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: where generated text begins and ends, and what fills it up.
     - `init_std`: standard deviation of the first weights.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `generation`: what a folder says of generation, the defaults of `generate`.
     - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
 
     Raises ValueError for sizes below 1, heads that do not divide, rates outside [0, 1), and what the `model_type` has not.
@@ -104,6 +107,7 @@ class LlamaConfig:
     pad_token_id: int | None = None
     init_std: float = 0.02
     remat: bool = False
+    generation: Generation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self):
@@ -267,15 +271,16 @@ class LlamaConfig:
         absent = _ABSENT[model_type]
         keys.only("hidden_act", "silu")
         d_model, n_heads = keys.get("hidden_size", 4096), keys.get("num_attention_heads", 32)
-        n_kv_heads = keys.get("num_key_value_heads", None if keys.has("num_key_value_heads") else absent["groups"])
-        head_size = keys.get("head_dim", 128 if model_type == "qwen3" else None)
+        n_kv_heads = keys.get("num_key_value_heads", None if keys.has("num_key_value_heads") else absent["groups"], SIZE)
+        head_size = keys.get("head_dim", 128 if model_type == "qwen3" else None, SIZE)
         if model_type != "qwen3" and head_size == d_model // n_heads:
             head_size = None  # transformers writes it where it was not given, too
-        n_layers = keys.get("num_hidden_layers", 32)
+        n_layers = keys.layers("num_hidden_layers", 32)
         n_positions = keys.get("max_position_embeddings", absent["positions"])
         window, windowed_layers = _windows_from_hf(keys, model_type, n_layers)
         rope_theta, rope_scaling = rope_from_hf(keys, n_positions)
-        return cls(
+        return keys.build(
+            cls,
             model_type=model_type,
             vocab_size=keys.get("vocab_size", absent["vocab"]),
             n_positions=n_positions,
@@ -291,11 +296,12 @@ class LlamaConfig:
             rope_scaling=rope_scaling,
             attention_bias=model_type in ("llama", "qwen3") and keys.get("attention_bias", False),
             mlp_bias=model_type == "llama" and keys.get("mlp_bias", False),
-            attention_dropout=keys.get("attention_dropout", 0.0),
+            attention_dropout=keys.get("attention_dropout", 0.0, RATE),
             norm_eps=keys.get("rms_norm_eps", 1e-6),
             is_tied=keys.get("tie_word_embeddings", False),
             **keys.tokens(bos=absent["bos"], eos=absent["eos"]),
             init_std=keys.get("initializer_range", 0.02),
+            generation=keys.generation(),
             extra=keys.rest(),
         )
 
@@ -342,16 +348,16 @@ def _windows_from_hf(keys: Keys, model_type: str, n_layers: int) -> tuple[int | 
     """`window` and `windowed_layers` of a `config.json`."""
     if model_type == "llama":
         return None, None
-    window = keys.get("sliding_window", None if keys.has("sliding_window") else 4096)
+    window = keys.get("sliding_window", None if keys.has("sliding_window") else 4096, SIZE)
     if model_type == "mistral":
         return window, None
     if not keys.get("use_sliding_window", False):
         window = None
-    first = keys.get("max_window_layers", 28)  # the first layers see everything
+    first = keys.get("max_window_layers", 28, COUNT)  # the first layers see everything
     types = keys.get("layer_types", [])
     if types:
         known = ("full_attention", *(["sliding_attention"] if window is not None else []))
-        if len(types) != n_layers or not set(types) <= set(known):
+        if len(types) != n_layers or not all(kind in known for kind in types):
             raise keys.refuse("layer_types", types, f"{' or '.join(known)} for each of {n_layers} layers")
         windowed = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
     else:

@@ -17,6 +17,8 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._attention import Attention, Cache, causal_mask, learned_positions
 from ._config import Keys, check_heads, check_rates, check_sizes, token_ids
+from ._generation import Generation
+from ._kinds import RATE
 from ._language_model import Decoder
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
 from ._names import Names, layers, same, same_layer
@@ -51,6 +53,7 @@ class OPTConfig:
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: where generated text begins and ends, and what fills it up.
     - `init_std`: standard deviation of the first weights. The paper's is 0.006.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `generation`: what a folder says of generation, the defaults of `generate`.
     - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, an unknown activation, and rates outside [0, 1).
@@ -76,6 +79,7 @@ class OPTConfig:
     pad_token_id: int | None = 1
     init_std: float = 0.02
     remat: bool = False
+    generation: Generation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self):
@@ -137,24 +141,26 @@ class OPTConfig:
         keys.only("layerdrop", 0.0)
         d_model = keys.get("hidden_size", 768)
         d_embedding, d_mlp = keys.get("word_embed_proj_dim", d_model), keys.get("ffn_dim", 3072)
-        return cls(
+        return keys.build(
+            cls,
             vocab_size=keys.get("vocab_size", 50272),
             n_positions=keys.get("max_position_embeddings", 2048),
             d_model=d_model,
             d_embedding=None if d_embedding == d_model else d_embedding,
             d_mlp=None if d_mlp == 4 * d_model else d_mlp,
-            n_layers=keys.get("num_hidden_layers", 12),
+            n_layers=keys.layers("num_hidden_layers", 12),
             n_heads=keys.get("num_attention_heads", 12),
             activation=keys.only("activation_function", *_ACTIVATIONS),
             is_pre_norm=keys.get("do_layer_norm_before", True),
             has_final_norm=not keys.get("_remove_final_layer_norm", False),
             has_bias=keys.get("enable_bias", True),
             has_norm_weights=keys.get("layer_norm_elementwise_affine", True),
-            attention_dropout=keys.get("attention_dropout", 0.0),
-            residual_dropout=keys.get("dropout", 0.1),
+            attention_dropout=keys.get("attention_dropout", 0.0, RATE),
+            residual_dropout=keys.get("dropout", 0.1, RATE),
             is_tied=keys.get("tie_word_embeddings", True),
             **keys.tokens(bos=2, eos=2, pad=1),
             init_std=keys.get("init_std", 0.02),
+            generation=keys.generation(),
             extra=keys.rest(),
         )
 

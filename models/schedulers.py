@@ -22,12 +22,15 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from ._config import Keys, check_sizes
 from ._diffusion import DIFFUSERS
 from ._folder import read_config
+from ._kinds import COUNT, RATE, Kind
 
 CONFIG = "scheduler_config.json"
 _BETAS = ("linear", "scaled_linear", "squaredcos_cap_v2")
 _PREDICTIONS = ("epsilon", "v_prediction", "sample")
 _SPACINGS = ("leading", "trailing", "linspace")
 _VARIANCES = ("fixed_small", "fixed_large")
+
+_STEPS = Kind(int, "a whole number from 1 to 1000000", lambda n: 1 <= n <= 10**6)  # each has its beta in a table
 
 Self = TypeVar("Self", bound="Scheduler")
 Step = Int[Array, ""] | int
@@ -90,7 +93,7 @@ class Scheduler:
     @classmethod
     def from_hf(cls: type[Self], keys: Keys) -> Self:
         """The scheduler that a `scheduler_config.json` describes."""
-        return cls(**cls._fields(keys))
+        return keys.build(cls, **cls._fields(keys))
 
     @classmethod
     def _fields(cls, keys: Keys) -> dict[str, Any]:
@@ -99,15 +102,15 @@ class Scheduler:
         keys.only("thresholding", False)
         clip_range = keys.get("clip_sample_range", 1.0)
         return {
-            "n_train_steps": keys.get("num_train_timesteps", 1000),
-            "beta_start": keys.get("beta_start", 1e-4),
-            "beta_end": keys.get("beta_end", 0.02),
+            "n_train_steps": keys.get("num_train_timesteps", 1000, _STEPS),
+            "beta_start": keys.get("beta_start", 1e-4, RATE),
+            "beta_end": keys.get("beta_end", 0.02, RATE),
             "beta_schedule": keys.only("beta_schedule", *_BETAS),
             "has_zero_snr": keys.get("rescale_betas_zero_snr", False),
             "prediction_type": keys.only("prediction_type", *_PREDICTIONS),
             "clip_range": clip_range if keys.get("clip_sample", True) else None,
             "timestep_spacing": keys.only("timestep_spacing", *_SPACINGS),
-            "steps_offset": keys.get("steps_offset", 0),
+            "steps_offset": keys.get("steps_offset", 0, COUNT),
             "extra": keys.rest(),
         }
 

@@ -26,6 +26,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from ._attention import Attention, Cache, causal_mask
 from ._config import Keys, check_rates, check_sizes, token_ids
 from ._folder import Pretrained, is_tied_on_disk
+from ._generation import Generation
+from ._kinds import RATE
 from ._language_model import EncoderDecoder
 from ._layers import embed, linear, norm, normal_embedding, normal_linear
 from ._names import Name, Names, layers, same
@@ -38,6 +40,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "t5": {"vocab_size": 32128, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "feed_forward_proj": "relu"},
     "mt5": {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu"},
 }
+
+
+# Second names of keys, which transformers takes as well.
+_ALIASES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+    "head_dim": "d_kv",
+}
+_FARTHEST = 2**20  # tokens; as many buckets are looked up in a table
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,7 @@ class T5Config:
     - `init_factor`: of the standard deviations of the first weights.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `model_type`: `"t5"`, or `"mt5"`, whose logits transformers never scales.
+    - `generation`: what a folder says of generation, the defaults of `generate`.
     - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
 
     Raises ValueError for sizes below 1, rates outside [0, 1), buckets that no distance fits, and an MLP of another kind.
@@ -89,6 +102,7 @@ class T5Config:
     init_factor: float = 1.0
     remat: bool = False
     model_type: str = "t5"
+    generation: Generation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self):
@@ -101,6 +115,8 @@ class T5Config:
                 f"`max_distance`: expected more than half of `n_buckets`={self.n_buckets}, got {self.max_distance}. "
                 "So many distances have a bucket each."
             )
+        if self.max_distance > _FARTHEST:
+            raise ValueError(f"`max_distance`: expected at most {_FARTHEST}, got {self.max_distance}. Pass fewer tokens.")
         if self.mlp not in _MLPS:
             raise ValueError(f"`mlp`: expected one of {', '.join(_MLPS)}, got {self.mlp!r}. Pass one of them.")
         if self.model_type not in _DEFAULTS:
@@ -170,6 +186,7 @@ class T5Config:
     @classmethod
     def from_hf(cls, keys: Keys) -> "T5Config":
         """The config that a `config.json` describes; `is_tied` as transformers 4 understood it (see `T5.read_config`)."""
+        keys = keys.aliased(_ALIASES)
         model_type = keys.only("model_type", *_DEFAULTS)
         defaults = _DEFAULTS[model_type]
         mlp = keys.only("feed_forward_proj", *_MLPS, default=defaults["feed_forward_proj"])
@@ -179,26 +196,27 @@ class T5Config:
         keys.only("is_decoder", False)
         is_tied = keys.get("tie_word_embeddings", True)
         is_scaled = keys.get("scale_decoder_outputs", is_tied)
-        n_layers = keys.get("num_layers", defaults["num_layers"])
-        return cls(
+        n_layers = keys.layers("num_layers", defaults["num_layers"])
+        return keys.build(
+            cls,
             vocab_size=keys.get("vocab_size", defaults["vocab_size"]),
             d_model=keys.get("d_model", 512),
             d_kv=keys.get("d_kv", 64),
             d_ff=keys.get("d_ff", defaults["d_ff"]),
             n_layers=n_layers,
-            n_decoder_layers=keys.get("num_decoder_layers", n_layers),
+            n_decoder_layers=keys.layers("num_decoder_layers", n_layers),
             n_heads=keys.get("num_heads", defaults["num_heads"]),
             mlp=mlp,
             n_buckets=keys.get("relative_attention_num_buckets", 32),
             max_distance=keys.get("relative_attention_max_distance", 128),
-            dropout=keys.get("dropout_rate", 0.1),
+            dropout=keys.get("dropout_rate", 0.1, RATE),
             layer_norm_eps=keys.get("layer_norm_epsilon", 1e-6),
             is_tied=is_tied,
             is_scaled=is_scaled and model_type == "t5",
-            **keys.tokens(eos=1, pad=0),
-            decoder_start_token_id=keys.get("decoder_start_token_id", 0),
+            **keys.tokens(eos=1, pad=0, decoder_start=0),
             init_factor=keys.get("initializer_factor", 1.0),
             model_type=model_type,
+            generation=keys.generation(),
             extra=keys.rest(),
         )
 

@@ -30,12 +30,15 @@ from ._diffusion import (
     apply,
     as_json,
     check_groups,
+    check_layers,
     mirrored,
     one_or_many,
     sample_size,
+    sizes,
     upsample,
 )
 from ._folder import Pretrained
+from ._kinds import COUNT, LIST, RATE
 from ._layers import linear, norm
 from ._names import Names
 
@@ -176,23 +179,26 @@ class UNetConfig:
         for name, value in _ONLY.items():
             keys.only(name, value)
         keys.only("act_fn", "silu", "swish")  # two names of one function
-        return cls(
+        return keys.build(
+            cls,
             in_channels=keys.get("in_channels", 4),
             out_channels=keys.get("out_channels", 4),
-            block_channels=tuple(keys.get("block_out_channels", [320, 640, 1280, 1280])),
+            block_channels=sizes(keys, "block_out_channels", [320, 640, 1280, 1280]),
             down_attention=_attends(keys, "down_block_types", _DOWN, cls.down_attention),
             up_attention=_attends(keys, "up_block_types", _UP, cls.up_attention),
-            layers_per_block=one_or_many(keys, "layers_per_block", 2),
-            transformer_layers=one_or_many(keys, "transformer_layers_per_block", 1),
+            layers_per_block=check_layers(keys, "layers_per_block", one_or_many(keys, "layers_per_block", 2)),
+            transformer_layers=check_layers(
+                keys, "transformer_layers_per_block", one_or_many(keys, "transformer_layers_per_block", 1)
+            ),
             n_heads=one_or_many(keys, "attention_head_dim", 8),
             context_size=keys.get("cross_attention_dim", 1280),
             only_cross_attention=one_or_many(keys, "only_cross_attention", False),
             use_linear_projection=keys.get("use_linear_projection", False),
             norm_groups=keys.get("norm_num_groups", 32),
             norm_eps=keys.get("norm_eps", 1e-5),
-            dropout=keys.get("dropout", 0.0),
+            dropout=keys.get("dropout", 0.0, RATE),
             flips_sin_to_cos=keys.get("flip_sin_to_cos", True),
-            freq_shift=keys.get("freq_shift", 0),
+            freq_shift=keys.get("freq_shift", 0, COUNT),
             centers_input=keys.get("center_input_sample", False),
             conv_in_kernel=keys.get("conv_in_kernel", 3),
             conv_out_kernel=keys.get("conv_out_kernel", 3),
@@ -232,9 +238,9 @@ class UNetConfig:
 
 def _attends(keys: Keys, name: str, types: Mapping[str, bool], default: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which blocks attend, by the names of their types."""
-    found = keys.get(name, None)
+    found = keys.get(name, None, LIST)
     for kind in found or ():
-        if kind not in types:
+        if not isinstance(kind, str) or kind not in types:
             raise keys.refuse(name, kind, " or ".join(map(repr, types)))
     return default if found is None else tuple(types[kind] for kind in found)
 

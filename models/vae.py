@@ -20,8 +20,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import Attention
 from ._config import Keys, check_sizes
-from ._diffusion import DIFFUSERS, Resnet, apply, as_json, check_groups, mirrored, sample_size, upsample
+from ._diffusion import DIFFUSERS, Resnet, apply, as_json, check_groups, mirrored, sample_size, sizes, upsample
 from ._folder import Pretrained
+from ._kinds import NUMBER, POSITIVE
 from ._names import Names
 
 _EPS = 1e-6  # of every norm here
@@ -76,20 +77,21 @@ class VAEConfig:
     @classmethod
     def from_hf(cls, keys: Keys) -> "VAEConfig":
         """The config that a `config.json` describes."""
-        channels = tuple(keys.get("block_out_channels", [64]))
+        channels = sizes(keys, "block_out_channels", [64])
         n_blocks = len(channels)
         keys.only("down_block_types", ["DownEncoderBlock2D"] * n_blocks, default=["DownEncoderBlock2D"])
         keys.only("up_block_types", ["UpDecoderBlock2D"] * n_blocks, default=["UpDecoderBlock2D"])
         keys.only("act_fn", "silu", "swish")  # two names of one function
-        return cls(
+        return keys.build(
+            cls,
             in_channels=keys.get("in_channels", 3),
             out_channels=keys.get("out_channels", 3),
             latent_channels=keys.get("latent_channels", 4),
             block_channels=channels,
-            layers_per_block=keys.get("layers_per_block", 1),
+            layers_per_block=keys.layers("layers_per_block", 1),
             norm_groups=keys.get("norm_num_groups", 32),
-            scaling_factor=keys.get("scaling_factor", 0.18215),
-            shift_factor=keys.get("shift_factor", None),
+            scaling_factor=keys.get("scaling_factor", 0.18215, POSITIVE),
+            shift_factor=keys.get("shift_factor", None, NUMBER),
             has_mid_attention=keys.get("mid_block_add_attention", True),
             has_quant_conv=keys.get("use_quant_conv", True),
             has_post_quant_conv=keys.get("use_post_quant_conv", True),

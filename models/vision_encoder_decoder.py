@@ -14,13 +14,14 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
 from redeqx._paths import map_named, named_leaves
 
 from ._attention import Cache
 from ._config import Keys, token_ids
 from ._folder import Pretrained, is_on_disk
+from ._generation import Generation
 from ._language_model import shift_right
 from ._layers import linear, normal_linear
 from ._names import Names, same_layer, within
@@ -38,6 +39,7 @@ class VisionEncoderDecoderConfig:
         is projected.
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: where text begins and ends, and what fills it up.
     - `decoder_start_token_id`: what the decoder is given first.
+    - `generation`: what a folder says of generation, the defaults of `generate`.
     - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
 
     Raises ValueError for a decoder without a cross-attention.
@@ -49,6 +51,7 @@ class VisionEncoderDecoderConfig:
     eos_token_id: int | tuple[int, ...] | None = 50256
     pad_token_id: int | None = None
     decoder_start_token_id: int = 50256
+    generation: Generation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self):
@@ -76,24 +79,28 @@ class VisionEncoderDecoderConfig:
     def from_hf(cls, keys: Keys) -> "VisionEncoderDecoderConfig":
         """The config that a `config.json` describes; of the encoder's pooler it says nothing (see `read_config`)."""
         keys.only("is_encoder_decoder", True)
-        encoder, decoder = (Keys(keys.get(half), f"{keys.path}: {half}") for half in ("encoder", "decoder"))
+        encoder, decoder = (keys.part(half) for half in ("encoder", "decoder"))
         encoder.only("model_type", "vit")
         decoder.only("model_type", "gpt2")
         decoder.only("cross_attention_hidden_size", None)
+        own = keys.tokens(decoder_start=None)
+        generation = keys.generation(decoder)
         gpt2 = GPT2Config.from_hf(decoder)
+        unused = {} if gpt2.generation is None else gpt2.generation.keys
+        gpt2 = replace(gpt2, generation=None, extra={**gpt2.extra, **unused})
         # Where the file gives none for the whole, `generate` takes the decoder's.
-        tokens = {
-            name: getattr(gpt2, name) if value is None else value
-            for name, value in keys.tokens(bos=None, eos=None, pad=None).items()
-        }
         name = "decoder_start_token_id"
-        starts = (keys.get(name, None), gpt2.extra.get(name), tokens["bos_token_id"])
+        start = own.pop(name)
+        tokens = {token: getattr(gpt2, token) if value is None else value for token, value in own.items()}
+        starts = (start, decoder.tokens(decoder_start=None)[name], tokens["bos_token_id"])
         start = next((token for token in starts if token is not None), None)
-        return cls(
+        return keys.build(
+            cls,
             encoder=ViTConfig.from_hf(encoder),
             decoder=gpt2,
             **tokens,
             decoder_start_token_id=keys.get(name) if start is None else start,
+            generation=generation,
             extra=keys.rest(),
         )
 
@@ -272,7 +279,7 @@ class VisionEncoderDecoder(Pretrained):
         """
         return self.decoder.decode(ids, cache, mask=mask)
 
-    def shift_right(self, labels: Int[Array, " target"]) -> Int[Array, " target"]:
+    def shift_right(self, labels: Integer[Array, " target"]) -> Int[Array, " target"]:
         """The decoder's inputs for labels: `decoder_start_token_id`, then all but the last; padding where one is -100.
 
         Raises ValueError for a config without `pad_token_id`.

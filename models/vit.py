@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ._attention import Attention
 from ._config import Keys, check_heads, check_rates, check_sizes, class_labels
 from ._folder import Pretrained, is_on_disk
+from ._kinds import RATE, SIZE
 from ._layers import linear, norm, normal_linear
 from ._names import Name, Names, layers, reshaped, same_layer, within
 from ._stack import Stack
@@ -109,17 +110,18 @@ class ViTConfig:
         keys.only("hidden_act", "gelu")
         keys.only("pooler_act", "tanh")
         keys.only("pooler_output_size", None, d_model)
-        return cls(
+        return keys.build(
+            cls,
             image_size=_side(keys, "image_size", 224),
             patch_size=_side(keys, "patch_size", 16),
             n_channels=keys.get("num_channels", 3),
             d_model=d_model,
             d_ff=keys.get("intermediate_size", 3072),
-            n_layers=keys.get("num_hidden_layers", 12),
+            n_layers=keys.layers("num_hidden_layers", 12),
             n_heads=keys.get("num_attention_heads", 12),
             n_classes=keys.n_classes(),
-            dropout=keys.get("hidden_dropout_prob", 0.0),
-            attention_dropout=keys.get("attention_probs_dropout_prob", 0.0),
+            dropout=keys.get("hidden_dropout_prob", 0.0, RATE),
+            attention_dropout=keys.get("attention_probs_dropout_prob", 0.0, RATE),
             layer_norm_eps=keys.get("layer_norm_eps", 1e-12),
             has_qkv_bias=keys.get("qkv_bias", True),
             init_std=keys.get("initializer_range", 0.02),
@@ -152,12 +154,11 @@ class ViTConfig:
 def _side(keys: Keys, name: str, default: int) -> int:
     """Height and width, which are one number here; a file may give both."""
     value = keys.get(name, None)
-    if value is None:
-        return default
-    side = value[0] if isinstance(value, list) and len(value) == 2 and value[0] == value[1] else value
-    if not isinstance(side, int):
-        raise keys.refuse(name, value, "one number of pixels for height and width")
-    return side
+    if isinstance(value, list):
+        if len(value) != 2 or value[0] != value[1]:
+            raise keys.refuse(name, value, "one number of pixels for height and width")
+        return SIZE.checked(keys.path, name, value[0])
+    return keys.get(name, default)
 
 
 class Mlp(eqx.Module):

@@ -42,12 +42,15 @@ class Source:
 
     @classmethod
     def find(cls, folder: Path, stem: str) -> "Source":
-        """The tensors of a folder, `stem.safetensors` or what its index names. Raises ValueError where there are none."""
+        """The tensors of a folder, `stem.safetensors` or, without it, what its index names, as `transformers` reads them.
+
+        Raises ValueError where there are none.
+        """
         single, index = folder / f"{stem}.safetensors", folder / f"{stem}{INDEX}"
-        if index.is_file():
-            return cls(index)
         if single.is_file():
             return cls(single)
+        if index.is_file():
+            return cls(index)
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5"))
         found = ", ".join(pickles) if pickles else "none"
         remedy = (
@@ -88,6 +91,10 @@ class Source:
     def names(self) -> Iterable[str]:
         """The tensors' names."""
         return self._where
+
+    def paths(self) -> Iterable[Path]:
+        """The files that hold them."""
+        return dict.fromkeys(file.path for file in self._where.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._where

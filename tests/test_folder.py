@@ -18,7 +18,6 @@ from safetensors.numpy import load_file, save_file
 
 import redeqx
 from redeqx.models import Decoder, EncoderDecoder, from_pretrained, lora, save_pretrained
-from redeqx.models._config import Keys
 from redeqx.models._folder import Names
 from redeqx.models.bert import Bert
 from redeqx.models.gpt2 import GPT2, GPT2Config
@@ -115,11 +114,44 @@ def test_keys_that_change_nothing_are_written_back(folder, tmp_path):
     assert fields["dtype"] == "float32"
 
 
-def test_special_tokens_are_those_of_the_generation_config(folder):
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9], "pad_token_id": None, "top_k": 50}))
+COMPANIONS = {
+    "tokenizer.json": b"{}",
+    "tokenizer_config.json": b'{"chat_template": "x"}',
+    "special_tokens_map.json": b"[]",
+    "chat_template.jinja": b"{{ messages }}",
+    "merges.txt": b"a b",
+    "spiece.model": bytes(range(256)),
+    "additional_chat_templates/tools.jinja": b"{{ tools }}",
+    "preprocessor_config.json": b'{"size": 3}',
+}
+
+
+def test_tokenizers_and_templates_are_written_back(folder, tmp_path):
+    (folder / "additional_chat_templates").mkdir()
+    for name, content in COMPANIONS.items():
+        (folder / name).write_bytes(content)
+    (folder / "README.md").write_text("of the model as it was")
     _, config = from_pretrained(folder)
-    assert config.eos_token_id == (7, 9) and config.bos_token_id == CONFIG.bos_token_id
-    assert "top_k" not in config.extra
+    config = dataclasses.replace(config, remat=True)
+    shutil.rmtree(folder)  # the files are the config's
+    save_pretrained(MODEL, config, tmp_path / "again")
+    found = {path.relative_to(tmp_path / "again").as_posix() for path in (tmp_path / "again").rglob("*") if path.is_file()}
+    assert found == {"config.json", "model.safetensors", *COMPANIONS}
+    assert all((tmp_path / "again" / name).read_bytes() == content for name, content in COMPANIONS.items())
+    save_pretrained(MODEL, config, tmp_path / "again")  # over the same
+
+    # A tokenizer of the user's own is kept as it is, and not mixed with the other.
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "tokenizer.json").write_text("mine")
+    with pytest.warns(UserWarning, match=r"`.*own/tokenizer\.json`: kept, and nothing added to it, .*Remove it, and save"):
+        save_pretrained(MODEL, config, tmp_path / "own")
+    assert sorted(path.name for path in (tmp_path / "own").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert (tmp_path / "own" / "tokenizer.json").read_text() == "mine"
+    save_pretrained(MODEL, CONFIG, tmp_path / "own")  # a config of no folder has nothing to say
 
 
 def test_names_in_memory_are_those_on_disk_but_where_a_table_says_otherwise():
@@ -137,6 +169,38 @@ def test_dtypes(folder, tmp_path):
     assert_same(again, half)
     with pytest.raises(ValueError, match=r"`dtype`: expected a floating dtype, got int32"):
         from_pretrained(folder, dtype=jnp.int32)
+
+
+def test_narrow_floats_are_cast_only_as_told(folder):
+    def both(tensors):
+        for i, name in enumerate(sorted(tensors)):
+            tensors[name] = tensors[name].astype([jnp.float16, jnp.bfloat16][i % 2])
+
+    edit_tensors(folder, both)
+    message = (
+        r"`.*model\.safetensors`: expected one kind of 16-bit floats, got float16 in `transformer\..*` and bfloat16 in "
+        r"`transformer\..*`\. Pass the `dtype=` to cast both to"
+    )
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(folder)
+    model, _ = from_pretrained(folder, dtype=jnp.float32)
+    np.testing.assert_allclose(model.embedding.weight, MODEL.embedding.weight, rtol=1e-2)
+
+
+def test_floats_of_8_bits_are_cast_only_as_told(tmp_path):
+    model = eqx.tree_at(lambda m: m.embedding.weight, MODEL, MODEL.embedding.weight.astype(jnp.float8_e4m3fn))
+    save_pretrained(model, CONFIG, tmp_path)
+    message = r"`.*`: `transformer\.wte\.weight`: expected floats of 16 bits or more, got float8_e4m3fn\. Pass the `dtype=`"
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(tmp_path)
+    read, _ = from_pretrained(tmp_path, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(read.embedding.weight, model.embedding.weight.astype(jnp.bfloat16))
+
+
+def test_quantized_weights(folder):
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ValueError, match=r"json`: `quantization_config`: expected none, got \{.*gptq.*\}\. Load the"):
+        from_pretrained(folder)
 
 
 def test_fields_may_differ_from_the_folders(folder):
@@ -282,7 +346,7 @@ def test_an_unknown_class(folder):
         ({"n_inner": 50}, r"`n_inner`: expected None or 64, which is what this family implements, got 50"),
         ({"n_head": "two"}, r"`n_head`: expected int, got 'two'\. Correct the file"),
         ({"resid_pdrop": True}, r"`resid_pdrop`: expected float, got True"),
-        ({"n_head": 3}, r"`n_heads`: expected a divisor of `d_model`=16, got 3"),
+        ({"n_head": 3}, r"config\.json`: `n_head`: expected a divisor of `n_embd`=16, got 3"),
     ],
 )
 def test_a_config_that_is_not_implemented(changes, message, folder):
@@ -390,6 +454,34 @@ def test_an_index_that_points_outside(outside, sharded):
         from_pretrained(sharded)
 
 
+def test_a_file_beside_shards_is_read_and_must_hold_the_same(sharded, tmp_path):
+    single = save_pretrained(MODEL, CONFIG, tmp_path / "single")
+    shutil.copy(single / "model.safetensors", sharded)
+    assert_same(from_pretrained(sharded)[0], MODEL)
+    edit_tensors(sharded, lambda tensors: tensors.update({"transformer.ln_f.bias": np.ones(16, np.float32)}))
+    message = (
+        r"`.*/model\.safetensors\.index\.json`: expected shards that hold the same as `model\.safetensors` beside it, got "
+        r"another `transformer\.ln_f\.bias` \(float32 \(16,\) there, float32 \(16,\) in the shards\)\. Remove the index"
+    )
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(sharded)
+    edit_tensors(sharded, lambda tensors: tensors.pop("transformer.ln_f.bias"))
+    with pytest.raises(ValueError, match=r"got another `transformer\.ln_f\.bias` \(none there, float32"):
+        from_pretrained(sharded)
+    shutil.copy(single / "model.safetensors", sharded)
+    for shard in sharded.glob("model-*.safetensors"):  # what is left of shards is no other set of weights
+        shard.unlink()
+    assert_same(from_pretrained(sharded)[0], MODEL)
+
+
+def test_an_index_of_one_file_is_no_second_set(folder):
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
+    )
+    assert_same(from_pretrained(folder)[0], MODEL)
+
+
 def test_an_index_that_is_wrong(sharded):
     index = sharded / "model.safetensors.index.json"
     fields = json.loads(index.read_text())
@@ -426,7 +518,7 @@ def test_adapters_that_are_not_merged_are_not_left_out(tmp_path):
     model = lora.add(MODEL, rank=2, where="*.attention.query", key=jax.random.key(1))
     message = (
         r"`stack\.blocks\.attention\.query\.lora_a`: expected a leaf that folders of GPT2 hold, got one of 2 of adapters\. "
-        r"Save the merged model, `save_pretrained\(lora\.merge\(model\), \.\.\.\)`, or .*`lora\.save_adapter\(model, \.\.\.\)`"
+        r"Save the merged model, `save_pretrained\(lora\.merge\(model\), \.\.\.\)`, or .*`lora\.save_adapter\(model"
     )
     with pytest.raises(ValueError, match=message):
         save_pretrained(model, CONFIG, tmp_path / "model")
@@ -445,7 +537,8 @@ def test_a_leaf_without_a_tensor_is_not_left_out(tmp_path):
         save_pretrained(wider, CONFIG, tmp_path)
     without = eqx.tree_at(lambda m: m.norm.bias, MODEL, None)
     with pytest.raises(
-        ValueError, match=r"`norm\.bias`: expected an array, as folders of GPT2 .* hold, got .*Pass the config"
+        ValueError,
+        match=r"`norm\.bias`: expected an array, as folders of GPT2 .* hold, got .*Pass the model's own config",
     ):
         save_pretrained(without, CONFIG, tmp_path)
     untied = dataclasses.replace(CONFIG, is_tied=False)
@@ -469,34 +562,3 @@ def test_an_interrupted_save_leaves_the_old_folder(folder, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         save_pretrained(jax.tree.map(lambda x: x + 1 if eqx.is_array(x) else x, MODEL), CONFIG, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-# --- keys -----------------------------------------------------------------------------------------------------------
-
-
-def test_keys_are_read_by_each_spelling_and_what_is_left_is_known():
-    keys = Keys({"new": 3, "old": 2, "none": None, "rest": 1, "architectures": ["X"]})
-    assert keys.get(("new", "old"), 0) == 3
-    assert keys.get(("newer", "new"), 0) == 3
-    assert keys.get("none", 7) == 7 and keys.get("none", None) is None
-    assert keys.get("absent", 0.5) == 0.5
-    assert keys.rest() == {"rest": 1}
-    assert isinstance(Keys({"x": 1}).get("x", 1.0), float)
-    with pytest.raises(
-        ValueError, match=r"`config\.json`: expected the key `rset`, got none\. Did you mean `rest`\? Add it"
-    ):
-        keys.get("rset")
-
-
-def test_only_tells_true_from_one():
-    assert Keys({}).only("x", True) is True
-    assert Keys({"x": False}).only("x", True, False) is False
-    with pytest.raises(ValueError, match=r"`x`: expected True, which is what this family implements, got 1"):
-        Keys({"x": 1}).only("x", True)
-    with pytest.raises(ValueError, match=r"`x`: expected 'a', .* got 'b'"):
-        Keys({}).only("x", "a", default="b")
-
-
-def test_token_ids():
-    assert Keys({"eos_token_id": [1, 2]}).tokens(bos=5) == {"bos_token_id": 5, "eos_token_id": (1, 2), "pad_token_id": None}
-    assert Keys({"bos_token_id": None}).tokens(bos=5)["bos_token_id"] is None

@@ -714,7 +714,7 @@ def test_a_deep_config(folder, file):
         ("wte.weight", lambda a: a[0, 0], "expected (40, 16), as `config.json` says, got ()."),
         ("wte.weight", lambda a: a.astype(np.int32), "expected float32 or its like, got int32."),
         ("h.1.ln_1.weight", lambda a: a.astype(bool), "expected float32 or its like, got bool."),
-        ("h.1.ln_1.weight", lambda a: a.astype(DTYPES["F8_E4M3"]), "expected layers of dtypes that have a common one"),
+        ("h.1.ln_1.weight", lambda a: a.astype(DTYPES["F8_E4M3"]), "expected floats of 16 bits or more, got float8_e4m3fn"),
         (
             "h.1.ln_1.weight\n\x1b[2J",
             lambda a: a,

@@ -1,0 +1,211 @@
+"""`generation_config.json`: what a folder says of generating, as the defaults of `generate`; the rest is refused there.
+
+Owns the keys: which are arguments of `generate`, which change no token, and which values of all others change none. Special
+tokens are fields of a family's config.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from redeqx._paths import nearest
+from redeqx._untrusted import brief
+
+from ._kinds import COUNT, FLAG, NOT_NEGATIVE, NUMBER, SIZE, TOKEN, Kind
+
+GENERATION = "generation_config.json"
+
+# Keys that are arguments of `generate`, under its names; `early_stopping` is one too, of two types.
+_ARGUMENTS: dict[str, tuple[str, Kind]] = {
+    "max_new_tokens": ("max_new_tokens", SIZE),
+    "min_new_tokens": ("min_new_tokens", COUNT),
+    "do_sample": ("sample", FLAG),
+    "temperature": ("temperature", NOT_NEGATIVE),
+    "top_k": ("top_k", COUNT),
+    "top_p": ("top_p", NOT_NEGATIVE),
+    "num_beams": ("n_beams", SIZE),
+    "num_return_sequences": ("n_return", SIZE),
+    "length_penalty": ("length_penalty", NUMBER),
+}
+# These count the prompt too; a key above comes before them.
+_LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
+_FORCED = ("forced_bos_token_id", "forced_eos_token_id")
+
+# The values of other keys that leave all tokens as they are, besides null.
+_SAMPLING: dict[str, tuple[Any, ...]] = {  # of no effect without sampling
+    "min_p": (0,),
+    "top_h": (),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+}
+_BEAMS: dict[str, tuple[Any, ...]] = {"num_beam_groups": (1,), "diversity_penalty": (0,)}  # of no effect without beams
+_ONE_BY_ONE: dict[str, tuple[Any, ...]] = {"penalty_alpha": (0,), "dola_layers": ()}  # of no effect with either
+_ALWAYS: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],),
+    "renormalize_logits": (False,),
+    "remove_invalid_values": (False,),
+    "exponential_decay_length_penalty": (),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ([], {}),
+    "token_healing": (False,),
+    "guidance_scale": (1,),
+    "watermarking_config": (),
+    "constraints": ([],),
+    "force_words_ids": ([],),
+    "max_time": (),
+    "stop_strings": ([],),
+    "assistant_ensemble_weight": (),
+    "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid"),
+}
+# Caches, compilation, what else is returned, drafts that are verified: the tokens are the same.
+_NO_MATTER = frozenset(
+    (
+        *("use_cache", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size", "compile_config"),
+        *("disable_compile", "continuous_batching_config", "output_attentions", "output_hidden_states", "output_logits"),
+        *("output_scores", "return_dict_in_generate", "is_assistant", "num_assistant_tokens", "use_mtp"),
+        *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
+        *("target_lookbehind", "speculation_type", "prompt_lookup_num_tokens", "max_matching_ngram_size"),
+        *("transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash"),
+    )
+)
+_DEFAULTS = {
+    "max_new_tokens": None,
+    "min_new_tokens": 0,
+    "sample": False,
+    "temperature": 1.0,
+    "top_k": None,
+    "top_p": None,
+    "n_beams": 1,
+    "n_return": None,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a folder says of generation: defaults of `generate`, and keys that it does not implement.
+
+    **Arguments:**
+
+    - `keys`: those of `generation_config.json`, in its spelling; null means that it does not say.
+    - `path`: of the file, for errors.
+
+    Raises TypeError and ValueError for a value of `generate`'s arguments that is of another type or out of range.
+    """
+
+    keys: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    path: Any = field(default=GENERATION, compare=False, repr=False)
+
+    def __post_init__(self):
+        for name, value in self.keys.items():
+            if value is None:
+                continue
+            if name in _ARGUMENTS:
+                _ARGUMENTS[name][1].checked(self.path, name, value)
+            elif name in _LENGTHS:
+                COUNT.checked(self.path, name, value)
+            elif name in _FORCED:
+                TOKEN.checked(self.path, name, value)
+            elif name == "early_stopping" and value not in (True, False, "never"):
+                raise ValueError(
+                    f"`{self.path}`: `early_stopping`: expected true, false or 'never', got {brief(value)}. Correct it."
+                )
+
+    @staticmethod
+    def known() -> frozenset[str]:
+        """The keys that are of generation, and that old files of `config.json` hold beside the model's own."""
+        said = {*_ARGUMENTS, *_LENGTHS, "early_stopping", *_SAMPLING, *_BEAMS, *_ONE_BY_ONE, *_ALWAYS}
+        return frozenset(said | {"output_scores", "return_dict_in_generate"})
+
+    def complete(
+        self, given: Mapping[str, Any], *, n_given: int, ignore: Collection[str] = ()
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The arguments of `generate`, those that are None as the folder says, and by themselves where it says nothing; and
+        by which key it says each of them.
+
+        What it says of sampling does not count in a search, nor of the least number of tokens beyond the greatest.
+
+        **Arguments:**
+
+        - `given`: the caller's.
+        - `n_given`: tokens before the first new one.
+        - `ignore`: keys that are taken for absent, though they are not implemented.
+
+        Raises ValueError for a key that is not implemented and would change which tokens come out.
+        """
+        said = {name: value for name, value in self.keys.items() if value is not None}
+        folder: dict[str, tuple[str, Any]] = {}
+        for name, argument in _LENGTHS.items():
+            if name in said:
+                folder[argument] = name, said[name] - n_given
+        for name, (argument, kind) in _ARGUMENTS.items():
+            if name in said:
+                folder[argument] = name, kind.type(said[name])
+        if "early_stopping" in said:
+            folder["early_stopping"] = "early_stopping", said["early_stopping"]
+        for argument, nothing in (("top_k", 0), ("n_return", 1)):  # None, in our words
+            if argument in folder and folder[argument][1] == nothing:
+                del folder[argument]
+        sample = folder.get("sample", ("", False))[1] if given["sample"] is None else given["sample"]
+        if not sample:
+            folder = {name: at for name, at in folder.items() if name not in ("temperature", "top_k", "top_p")}
+        options: dict[str, Any] = {
+            name: value if value is not None else _DEFAULTS.get(name) for name, value in given.items()
+        }
+        keys = {argument: key for argument, (key, _) in folder.items() if given[argument] is None}
+        options |= {argument: folder[argument][1] for argument in keys}
+        if "min_new_tokens" in keys and options["max_new_tokens"] is not None:
+            options["min_new_tokens"] = max(0, min(options["min_new_tokens"], options["max_new_tokens"]))
+        self._check(sample=sample, n_beams=options["n_beams"], ignore=ignore)
+        return options, keys
+
+    def told(self, error: ValueError, keys: Mapping[str, str]) -> ValueError:
+        """The error of a check of `generate`, with the file and the key where an argument is not the caller's."""
+        text = str(error)
+        named = [argument for argument in re.findall(r"`(\w+)[`=]", text) if argument in keys]
+        if not named and text.startswith("`key`") and "sample" in keys:
+            named = ["sample"]
+        if not named:
+            return error
+        where = ", ".join(f"`{argument}` is `{keys[argument]}` of `{self.path}`" for argument in dict.fromkeys(named))
+        return ValueError(f"{text} Here {where}.")
+
+    def _check(self, *, sample: bool, n_beams: int, ignore: Collection[str]) -> None:
+        """Raises ValueError for a key that is not implemented and would change which tokens come out of such a search.
+
+        **Arguments:**
+
+        - `ignore`: keys that are taken for absent.
+        """
+        neutral = dict(_ALWAYS)
+        neutral |= _SAMPLING if sample else {}
+        neutral |= _BEAMS if n_beams > 1 else {}
+        neutral |= _ONE_BY_ONE if not sample and n_beams == 1 else {}
+        known = {*self.known(), *_NO_MATTER, *_FORCED}
+        for name in ignore:
+            if name not in known and name not in self.keys:
+                raise ValueError(f"`ignore`: expected keys of `{GENERATION}`, got {name!r}.{nearest(name, known)}")
+        wrong = []
+        for name, value in self.keys.items():
+            is_neutral = value is None or any(
+                (type(value) is not bool and value == one) or value is one for one in neutral.get(name, ())
+            )
+            if name in ignore or is_neutral or (name in known and name not in neutral) or name.endswith("_token_id"):
+                continue
+            wrong.append(name)
+        if wrong:
+            name, value = wrong[0], self.keys[wrong[0]]
+            hint = "" if name in known else nearest(name, known)
+            more = f" (and {', '.join(f'`{other}`' for other in wrong[1:])})" if wrong[1:] else ""
+            raise ValueError(
+                f"`{self.path}`: `{name}`{more}: expected none, for `generate` does not implement it, got "
+                f"{brief(value)}.{hint} Pass `ignore={tuple(wrong)!r}` to generate without it, or remove it from the file."
+            )

@@ -1,0 +1,54 @@
+"""Kinds of values: what a key of a JSON file may hold, its type and its range, and the errors for all else."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from redeqx._untrusted import brief
+
+_LARGEST = 2**31 - 1  # no dim of a tensor is larger in any of these models, and the shapes of larger ones overflow
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a key may hold.
+
+    **Arguments:**
+
+    - `type`: of the value in JSON; a float may be written as a whole number.
+    - `rule`: of its range, as an error says it.
+    - `holds`: whether a value of the type is in the range.
+    """
+
+    type: type
+    rule: str = ""
+    holds: Callable[[Any], bool] = lambda value: True
+
+    def checked(self, path: Any, name: str, value: Any) -> Any:
+        """A value of a file's key, of this type. Raises TypeError for another type, ValueError for one out of range."""
+        wanted = (int, float) if self.type is float else self.type
+        if not isinstance(value, wanted) or isinstance(value, bool) != (self.type is bool):  # True is an int, too
+            raise TypeError(f"`{path}`: `{name}`: expected {self.type.__name__}, got {brief(value)}. Correct the file.")
+        if not self.holds(value):
+            raise ValueError(f"`{path}`: `{name}`: expected {self.rule}, got {brief(value)}. Correct the file.")
+        return self.type(value)
+
+
+INTEGER = Kind(int)
+SIZE = Kind(int, f"a whole number from 1 to {_LARGEST}", lambda value: 1 <= value <= _LARGEST)
+COUNT = Kind(int, f"a whole number from 0 to {_LARGEST}", lambda value: 0 <= value <= _LARGEST)
+# Below 0 as well: folders say -1 where there is no token.
+TOKEN = Kind(int, f"a token id up to {_LARGEST}", lambda value: abs(value) <= _LARGEST)
+NUMBER = Kind(float, "a finite number", lambda value: abs(value) <= 1e300)
+POSITIVE = Kind(float, "a finite number above 0", lambda value: 0 < value <= 1e300)
+NOT_NEGATIVE = Kind(float, "a finite number of at least 0", lambda value: 0 <= value <= 1e300)
+RATE = Kind(float, "a rate in [0, 1)", lambda value: 0 <= value < 1)
+FLAG = Kind(bool)
+TEXT = Kind(str)
+LIST = Kind(list)
+OBJECT = Kind(dict)
+
+
+def kind_of(default: Any) -> Kind:
+    """The kind of a key that is this where it is absent: a size, for a whole number; not negative, for another number."""
+    return {bool: FLAG, int: SIZE, float: NOT_NEGATIVE}.get(type(default), Kind(type(default)))

@@ -1,0 +1,209 @@
+"""`config.json` key by key: second names, types and ranges, and that each error says file, key and value."""
+
+import json
+import time
+
+import equinox as eqx
+import jax
+import pytest
+
+from redeqx.models import from_pretrained, save_pretrained
+from redeqx.models._config import Keys
+from redeqx.models.bart import BartConfig
+from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.models.gptj import GPTJConfig
+from redeqx.models.llama import LlamaConfig
+from redeqx.models.t5 import T5Config
+
+CONFIG = GPT2Config(40, 12, d_model=16, n_layers=3, n_heads=2)
+MODEL = eqx.filter_jit(GPT2)(CONFIG, key=jax.random.key(0))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_pretrained(MODEL, CONFIG, tmp_path / "gpt2")
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    fields = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in fields.items() if value is not ...}))
+
+
+def test_keys_are_read_and_what_is_left_is_known():
+    keys = Keys({"new": 3, "none": None, "rest": 1, "architectures": ["X"]})
+    assert keys.get("new", 1) == 3
+    assert keys.get("none", 7) == 7 and keys.get("none", None) is None
+    assert keys.get("absent", 0.5) == 0.5
+    assert keys.rest() == {"rest": 1}
+    assert isinstance(Keys({"x": 1}).get("x", 1.0), float)
+    with pytest.raises(
+        ValueError, match=r"`config\.json`: expected the key `rset`, got none\. Did you mean `rest`\? Add it"
+    ):
+        keys.get("rset")
+
+
+def test_only_tells_true_from_one():
+    assert Keys({}).only("x", True) is True
+    assert Keys({"x": False}).only("x", True, False) is False
+    with pytest.raises(ValueError, match=r"`x`: expected True, which is what this family implements, got 1"):
+        Keys({"x": 1}).only("x", True)
+    with pytest.raises(ValueError, match=r"`x`: expected 'a', .* got 'b'"):
+        Keys({}).only("x", "a", default="b")
+
+
+def test_token_ids():
+    assert Keys({"eos_token_id": [1, 2]}).tokens(bos=5) == {"bos_token_id": 5, "eos_token_id": (1, 2), "pad_token_id": None}
+    assert Keys({"bos_token_id": None}).tokens(bos=5)["bos_token_id"] is None
+
+
+# --- second names -----------------------------------------------------------------------------------------------------
+
+# The `attribute_map` of each family's config in transformers; `test_parity.py` compares.
+ALIASES = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    "gptj": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    "t5": {
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
+    "bart": {
+        "hidden_size": "d_model",
+        "num_attention_heads": "encoder_attention_heads",
+        "num_hidden_layers": "encoder_layers",
+    },
+}
+CONFIGS = {
+    "gpt2": GPT2Config(d_model=48, n_layers=3, n_heads=4, n_positions=77),
+    "gptj": GPTJConfig(d_model=48, n_layers=3, n_heads=4, n_positions=77, rotary_size=4),
+    "t5": T5Config(d_model=48, n_layers=3, n_heads=3, d_kv=7),
+    "bart": BartConfig(d_model=48, n_layers=3, n_heads=3, n_decoder_heads=3),
+}
+
+
+@pytest.mark.parametrize("family", ALIASES)
+def test_second_names_are_taken_and_not_written_back(family):
+    config, aliases = CONFIGS[family], ALIASES[family]
+    names = {name: alias for alias, name in aliases.items()}
+    written = config.to_hf()
+    read = type(config).from_hf(Keys({names.get(name, name): value for name, value in written.items()}))
+    assert read == config and not read.extra
+    both = {**written, **{alias: written[name] for alias, name in aliases.items()}}
+    assert type(config).from_hf(Keys(both)) == config
+    for alias, name in aliases.items():
+        message = (
+            rf"`a/config\.json`: `{name}`: expected one value, got {written[name]}, and 999 as `{alias}`, its other name\."
+        )
+        with pytest.raises(ValueError, match=message):
+            type(config).from_hf(Keys({**written, alias: 999}, "a/config.json"))
+
+
+def test_a_folder_with_second_names_is_the_same_model(folder):
+    edit_config(folder, n_head=..., num_attention_heads=2, n_layer=None, num_hidden_layers=3)
+    model, config = from_pretrained(folder)
+    assert config == CONFIG and model.stack.blocks.attention.n_heads == 2
+    edit_config(folder, n_head=4)
+    with pytest.raises(
+        ValueError, match=r"config\.json`: `n_head`: expected one value, got 4, and 2 as `num_attention_heads`"
+    ):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}},
+            r"`rope_theta`: expected one value, got 500000",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "linear", "factor": 4}},
+            r"`factor`: expected one value, got 4, and 2 in `rope_scaling`\. Correct one of the two",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}},
+            r"rope_parameters`: `rope_type`: expected one value, got 'yarn', and 'linear' as `type`",
+        ),
+    ],
+)
+def test_the_rotation_said_twice(changes, message):
+    fields = {"model_type": "llama", **changes}
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig.from_hf(Keys(fields))
+
+
+# --- types and ranges ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"pad_token_id": "x"}, TypeError, r"`pad_token_id`: expected int, got 'x'\. Correct the file"),
+        ({"eos_token_id": [1, 2.5]}, TypeError, r"`eos_token_id`: expected int, got 2\.5"),
+        ({"bos_token_id": 2**40}, ValueError, r"`bos_token_id`: expected a token id up to 2147483647, got 1099511627776"),
+        ({"attn_pdrop": "none"}, TypeError, r"`attn_pdrop`: expected float, got 'none'"),
+        ({"embd_pdrop": 1}, ValueError, r"`embd_pdrop`: expected a rate in \[0, 1\), got 1\. Correct the file"),
+        ({"resid_pdrop": float("nan")}, ValueError, r"`resid_pdrop`: expected a rate in \[0, 1\), got nan"),
+        (
+            {"layer_norm_epsilon": -1e-5},
+            ValueError,
+            r"`layer_norm_epsilon`: expected a finite number of at least 0, got",
+        ),
+        ({"n_embd": 0}, ValueError, r"`n_embd`: expected a whole number from 1 to 2147483647, got 0"),
+        ({"vocab_size": 2**31}, ValueError, r"`vocab_size`: expected a whole number from 1 to 2147483647, got 2147483648"),
+        (
+            {"n_layer": 2**31 - 1},
+            ValueError,
+            r"`n_layer`: expected at most 40, the number of tensors in the folder, got",
+        ),
+        ({"n_layer": 10**400}, ValueError, r"`n_layer`: expected a whole number from 1 to 2147483647, got 1000"),
+        ({"tie_word_embeddings": 1}, TypeError, r"`tie_word_embeddings`: expected bool, got 1"),
+    ],
+)
+def test_values_that_are_none(changes, error, message, folder):
+    edit_config(folder, **changes)
+    start = time.perf_counter()
+    with pytest.raises(error, match=r"`.*/config\.json`: " + message):
+        from_pretrained(folder)
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (
+            T5Config(),
+            {"relative_attention_max_distance": 8},
+            r"`relative_attention_max_distance`: expected more than half of `relative_attention_num_buckets`=32, got 8",
+        ),
+        (
+            T5Config(),
+            {"relative_attention_max_distance": 2**30},
+            r"`relative_attention_max_distance`: expected at most 1048576",
+        ),
+        (T5Config(), {"relative_attention_num_buckets": 2}, r"`relative_attention_num_buckets`: expected at least 4, got 2"),
+        (
+            LlamaConfig(),
+            {"num_key_value_heads": 5},
+            r"`num_key_value_heads`: expected a divisor of `num_attention_heads`",
+        ),
+        (LlamaConfig(), {"head_dim": "wide"}, r"`head_dim`: expected int, got 'wide'"),
+        (LlamaConfig(), {"num_hidden_layers": 2**31 - 1}, r"`num_hidden_layers`: expected at most 10000, got 2147483647"),
+        (BartConfig(), {"forced_eos_token_id": [2, 3]}, r"`forced_eos_token_id`: expected int, got \[2, 3\]"),
+    ],
+)
+def test_what_goes_together_is_told_by_the_files_names(config, changes, message):
+    with pytest.raises((ValueError, TypeError), match=r"`a/config\.json`: " + message):
+        type(config).from_hf(Keys({**config.to_hf(), **changes}, "a/config.json"))

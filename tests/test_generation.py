@@ -1,0 +1,221 @@
+"""`generation_config.json`: the defaults of `generate` that a folder says, what is refused, and that all is written back."""
+
+import copy
+import dataclasses
+import json
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+import redeqx
+from redeqx.models import from_pretrained, generate, save_pretrained
+from redeqx.models._config import Keys
+from redeqx.models._generation import Generation
+from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.models.t5 import T5Config
+from redeqx.models.vision_encoder_decoder import VisionEncoderDecoderConfig
+
+VOCAB = 24
+CONFIG = GPT2Config(VOCAB, 16, d_model=16, n_layers=2, n_heads=4, init_std=0.4, eos_token_id=None).without_dropout()
+MODEL = eqx.filter_jit(GPT2)(CONFIG, key=jax.random.key(0))
+IDS = np.random.default_rng(0).integers(0, VOCAB, (3, 5))
+KEY = jax.random.key(1)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_pretrained(MODEL, CONFIG, tmp_path / "gpt2")
+
+
+def says(folder, **keys):
+    """The model of a folder whose generation config says this."""
+    (folder / "generation_config.json").write_text(json.dumps(keys))
+    return from_pretrained(folder)[0]
+
+
+def said(**keys):
+    """The model with such a generation config, without a folder; only the config differs, so that nothing is compiled."""
+    config = dataclasses.replace(CONFIG, generation=Generation(keys, "a/generation_config.json"))
+    model = copy.copy(MODEL)
+    object.__setattr__(model, "config", config)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ({"max_new_tokens": 6, "max_length": 7}, {"max_new_tokens": 6}),
+        ({"max_length": 11, "min_length": 3, "early_stopping": True}, {"max_new_tokens": 6, "early_stopping": True}),
+        (
+            {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 2, "num_return_sequences": 2, "eos_token_id": [2, 5]},
+            {"max_new_tokens": 6, "n_beams": 3, "length_penalty": 2.0, "n_return": 2, "eos_token_id": (2, 5)},
+        ),
+        (
+            {"max_new_tokens": 6, "do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "num_beams": 1},
+            {"max_new_tokens": 6, "sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "key": KEY},
+        ),
+        ({"max_new_tokens": 6, "temperature": 0.1, "top_k": 3, "top_p": 0.2}, {"max_new_tokens": 6}),  # no sampling
+    ],
+)
+def test_generate_does_as_the_folder_says(keys, options, folder):
+    model = says(folder, **keys)
+    expected = generate(MODEL, IDS, **options)
+    found = generate(model, IDS, **({"key": KEY} if "key" in options else {}))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_arguments_come_before_the_folder():
+    model = said(max_length=9, num_beams=3, do_sample=True, temperature=0.3, top_k=2, num_return_sequences=1, min_length=11)
+    found = generate(model, IDS, max_new_tokens=6, n_beams=1, sample=False)
+    np.testing.assert_array_equal(found, generate(MODEL, IDS, max_new_tokens=6))
+    drawn = {"max_new_tokens": 6, "n_beams": 1, "key": KEY}
+    found = generate(model, IDS, **drawn, temperature=2.0, top_k=VOCAB)
+    np.testing.assert_array_equal(found, generate(MODEL, IDS, **drawn, sample=True, temperature=2.0))
+
+
+def test_models_that_differ_in_it_are_not_one_program():
+    """What a predictor compiled for the one must not serve the other."""
+
+    def pred_fn(model, batch, key):
+        return generate(model, batch, max_new_tokens=None)
+
+    for n_new in (2, 3):
+        model = said(max_new_tokens=n_new)
+        predictor = redeqx.Predictor(redeqx.Deployer(verbose=False), model=model, collate_fn=np.stack, pred_fn=pred_fn)
+        assert np.stack(predictor.predict([*IDS], 1)).shape == (3, n_new)
+    one, other = (eqx.filter_jit(pred_fn)(said(max_new_tokens=n), IDS, None).shape for n in (2, 3))
+    assert (one, other) == ((3, 2), (3, 3))
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "message"),
+    [
+        (
+            {"no_repeat_ngram_size": 3, "repetition_penalty": 1.2},
+            {},
+            r"`a/generation_config\.json`: `no_repeat_ngram_size` \(and `repetition_penalty`\): expected none, for "
+            r"`generate` does not implement it, got 3\. Pass `ignore=\('no_repeat_ngram_size', 'repetition_penalty'\)`",
+        ),
+        ({"suppress_tokens": [3]}, {"ignore": ("bad_words_ids",)}, r"`suppress_tokens`: expected none, .* got \[3\]"),
+        ({"temprature": 0.5}, {}, r"`temprature`: expected none, .* got 0\.5\. Did you mean `temperature`\?"),
+        ({"do_sample": True, "typical_p": 0.9}, {"key": KEY}, r"`typical_p`: expected none, .* got 0\.9"),
+        ({"num_beam_groups": 2, "num_beams": 4}, {}, r"`num_beam_groups`: expected none, .* got 2"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, {}, r"`penalty_alpha`: expected none, .* got 0\.6"),
+        (
+            {},
+            {"ignore": ("repetition_penalti",)},
+            r"`ignore`: expected keys of `.*`, got 'repetition_penalti'\. Did you mean",
+        ),
+        ({"do_sample": True}, {}, r"`key`: expected a key .*Here `sample` is `do_sample` of `a/generation_config\.json`\."),
+        (
+            {"do_sample": True, "temperature": 0.0},
+            {"key": KEY},
+            r"`temperature`: expected more than 0, got 0\.0\..* Here `temperature` is `temperature` of `a/gen",
+        ),
+        (
+            {"do_sample": True},
+            {"n_beams": 2, "key": KEY},
+            r"`n_beams`: expected 1 with `sample=True`, got 2\..* Here `sample` is `do_sample` of `a/gen",
+        ),
+        (
+            {"max_length": 4},
+            {"max_new_tokens": None},
+            r"`max_new_tokens`: expected at least 1, got -1\..* Here `max_new_tokens` is `max_length` of `a/gen",
+        ),
+        ({}, {"max_new_tokens": None}, r"`max_new_tokens`: expected how many tokens to generate, got None"),
+    ],
+)
+def test_what_is_refused(keys, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(said(**keys), IDS, **{"max_new_tokens": 4, **options})
+
+
+def test_what_changes_no_token_is_taken():
+    neutral = {
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "bad_words_ids": None,
+        "typical_p": 0.9,  # without sampling
+        "num_beam_groups": 4,  # without beams
+        "use_cache": False,
+        "transformers_version": "5.23.0",
+        "decoder_start_token_id": 3,
+    }
+    expected = generate(MODEL, IDS, max_new_tokens=6)
+    np.testing.assert_array_equal(generate(said(**neutral), IDS, max_new_tokens=6), expected)
+    ignored = generate(said(no_repeat_ngram_size=2), IDS, max_new_tokens=6, ignore=["no_repeat_ngram_size"])
+    np.testing.assert_array_equal(ignored, expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        ({"num_beams": "4"}, TypeError, r"`num_beams`: expected int, got '4'"),
+        ({"do_sample": 1}, TypeError, r"`do_sample`: expected bool, got 1"),
+        ({"max_length": -1}, ValueError, r"`max_length`: expected a whole number from 0 to 2147483647, got -1"),
+        ({"temperature": float("inf")}, ValueError, r"`temperature`: expected a finite number of at least 0, got inf"),
+        ({"early_stopping": "often"}, ValueError, r"`early_stopping`: expected true, false or 'never', got 'often'"),
+        ({"eos_token_id": "x"}, TypeError, r"`eos_token_id`: expected int, got 'x'"),
+        ({"forced_bos_token_id": [1]}, TypeError, r"`forced_bos_token_id`: expected int, got \[1\]"),
+    ],
+)
+def test_values_that_are_none(keys, error, message, folder):
+    with pytest.raises(error, match=r"`.*/generation_config\.json`: " + message):
+        says(folder, **keys)
+
+
+def test_the_special_tokens_are_those_of_the_file(folder):
+    config = says(folder, eos_token_id=[7, 9], pad_token_id=None, top_k=50).config
+    assert config.eos_token_id == (7, 9) and config.bos_token_id == CONFIG.bos_token_id
+    assert "top_k" not in config.extra
+
+
+def test_it_is_written_back_whole(folder, tmp_path):
+    keys = {"no_repeat_ngram_size": 3, "custom": {"a": 1}, "num_beams": 2, "eos_token_id": [7, 9], "max_length": 12}
+    model = says(folder, **keys)
+    written = save_pretrained(model, model.config, tmp_path / "again")
+    assert json.loads((written / "generation_config.json").read_text()) == {**keys, "bos_token_id": 50256}
+    assert from_pretrained(written)[1] == model.config
+    # A token that was changed is changed there; and without one nothing of another model stays behind.
+    save_pretrained(model, dataclasses.replace(model.config, eos_token_id=3), written)
+    assert json.loads((written / "generation_config.json").read_text())["eos_token_id"] == 3
+    save_pretrained(MODEL, CONFIG, written)
+    assert not (written / "generation_config.json").exists()
+    _, config = from_pretrained(folder, generation=None)
+    assert config.generation is None
+
+
+def test_old_keys_of_the_config_are_moved_to_a_file_of_their_own(folder, tmp_path):
+    path = folder / "config.json"
+    old = {"num_beams": 3, "max_length": 11, "no_repeat_ngram_size": 0, "task_specific_params": {"x": {"num_beams": 9}}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **old}))
+    model, config = from_pretrained(folder)
+    assert config.generation == Generation({"num_beams": 3, "max_length": 11, "no_repeat_ngram_size": 0})
+    np.testing.assert_array_equal(generate(model, IDS), generate(MODEL, IDS, max_new_tokens=6, n_beams=3))
+    written = save_pretrained(model, config, tmp_path / "again")
+    assert "num_beams" not in json.loads((written / "config.json").read_text())
+    assert "task_specific_params" in json.loads((written / "config.json").read_text())
+    assert from_pretrained(written)[1] == config
+    # With a file of its own, transformers does not look at the old keys.
+    assert says(folder, max_length=9).config.generation.keys == {"max_length": 9}
+
+
+def test_a_captioners_decoder_says_what_the_whole_does_not():
+    half = {"num_beams": 2, "max_length": 30, "add_cross_attention": True, "model_type": "gpt2"}
+    fields = {"encoder": {"model_type": "vit"}, "decoder": half, "max_length": 16, "decoder_start_token_id": 1}
+    config = VisionEncoderDecoderConfig.from_hf(Keys(fields))
+    assert config.generation == Generation({"num_beams": 2, "max_length": 16})
+    assert config.decoder.generation is None
+    assert VisionEncoderDecoderConfig.from_hf(Keys({**config.extra, **config.to_hf()})).decoder == config.decoder
+
+
+def test_forced_tokens_are_those_of_the_file_alone(folder):
+    generation = Generation({"forced_eos_token_id": 4})
+    keys = {"model_type": "t5"}
+    assert T5Config.from_hf(Keys(keys, generation=generation)).generation == generation
+    model = says(folder, max_new_tokens=3, forced_eos_token_id=4, forced_bos_token_id=5)
+    found = np.asarray(generate(model, IDS))
+    assert np.all(found[:, 2] == 4) and not np.all(found[:, 0] == 5)  # a prompt of five tokens has begun
+    np.testing.assert_array_equal(generate(model, IDS[:, :1])[:, 0], [5, 5, 5])
