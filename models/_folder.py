@@ -362,13 +362,15 @@ def _match(
         shape = source.view(spelt[name]).shape
         there = brief_name(spelt[name])
         problems.append(f"`{there}`: expected no tensor of this name, got {shape}.{nearest(brief_name(name), missing)}")
+    remedy = "This family ties them always: bring the model as a module of your own."
+    if names.untied_by is not None:
+        remedy = f"Set `{names.untied_by}` to false there."
     for copy, original in names.copies.items():
         if copy in spelt and original in spelt:
             a, b = source.view(spelt[copy]), source.view(spelt[original])
             if a.shape != b.shape or not _equal(a, b):
                 problems.append(
-                    f"`{copy}`: expected the same values as `{original}`, to which `{CONFIG}` ties it, got others. "
-                    "Set `tie_word_embeddings` to false there."
+                    f"`{copy}`: expected the same values as `{original}`, to which `{CONFIG}` ties it, got others. {remedy}"
                 )
     if problems:
         differing = "\n  - ".join(listed(problems))

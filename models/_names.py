@@ -47,6 +47,8 @@ class Names:
     - `ignored`: globs of names that files carry and that are no weights: masks, position counters.
     - `copies`: tensors that may stand in a file beside the one that they are tied to; read only to see that they are the
         same, never written.
+    - `untied_by`: the key of `config.json` whose value false makes them tensors of their own; None where this family has no
+        such model.
     - `aliases`: `(pattern, replacement)` of regular expressions that turn the spelling of old files into today's; all are
         applied, in order.
     - `zeros`: tensors that a file may lack; they are zeros then.
@@ -57,6 +59,7 @@ class Names:
     tensors: Sequence[Name]
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
+    untied_by: str | None = None
     aliases: tuple[tuple[str, str], ...] = ()
     zeros: tuple[str, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()

@@ -396,6 +396,7 @@ class GPT2(Decoder):
             # The masks that old files carry.
             ignored=("*.attn.bias", "*.attn.masked_bias", "*.crossattention.bias", "*.crossattention.masked_bias"),
             copies={"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {},
+            untied_by="tie_word_embeddings",
             # The Hub's first files hold the base model, whose names lack the prefix.
             aliases=((r"^(?=(wte|wpe|h|ln_f)\.)", "transformer."),),
         )

@@ -316,4 +316,5 @@ class GPTJ(Decoder):
             # The masks and the table of angles that old files carry.
             ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions"),
             copies={"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {},
+            untied_by="tie_word_embeddings",
         )

@@ -546,4 +546,5 @@ class Llama(Decoder):
             ],
             ignored=("*.rotary_emb.inv_freq",),  # frequencies that old files carry
             copies={"lm_head.weight": "model.embed_tokens.weight"} if config.is_tied else {},
+            untied_by="tie_word_embeddings",
         )

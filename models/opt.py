@@ -362,6 +362,7 @@ class OPT(Decoder):
             ],
             ignored=("model.decoder.version",),  # a number that the code of the paper leaves in its files
             copies={"lm_head.weight": "model.decoder.embed_tokens.weight"} if config.is_tied else {},
+            untied_by="tie_word_embeddings",
             # The Hub's files of 350m, 6.7b, 13b and 30b hold the base model, whose names lack the prefix.
             aliases=((r"^(?=decoder\.)", "model."),),
         )

@@ -306,5 +306,6 @@ class VisionEncoderDecoder(Pretrained):
             ],
             ignored=(*(f"encoder.{name}" for name in encoder.ignored), *(f"decoder.{name}" for name in decoder.ignored)),
             copies={f"decoder.{copy}": f"decoder.{original}" for copy, original in decoder.copies.items()},
+            untied_by=f"decoder.{decoder.untied_by}",
             modules=encoder.modules,
         )

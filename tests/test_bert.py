@@ -224,6 +224,15 @@ def test_a_folder_as_first_published(mlm, tmp_path):
         from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"`classifier\.weight`: expected for `classifier\.weight`, got none\."):
         BertForSequenceClassification.from_pretrained(tmp_path)
+    # The remedy is one that the config does not forbid: this family has no head of its own.
+    save_file(
+        {**old, "cls.predictions.decoder.weight": old["cls.predictions.decoder.weight"] + 1}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(
+        ValueError, match=r"`cls\.predictions\.decoder\.weight`: .* got others\. This family ties them always"
+    ) as raised:
+        BertForMaskedLM.from_pretrained(tmp_path)
+    assert "tie_word_embeddings" not in str(raised.value)
 
 
 def test_a_folder_without_a_pooler_gives_a_model_without(mlm, tmp_path):
