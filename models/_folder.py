@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from redeqx import Deployer, Plan
+from redeqx._arguments import check_alive
 from redeqx._devices import dry
 from redeqx._paths import is_array_like, listed, map_named, named_leaves, nearest
 from redeqx._safetensors import to_host, write_tensors
@@ -511,6 +512,7 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
             f"`model`: expected one of redeqx.models, got {type(model).__name__}. Save other models with "
             "`Trainer.save_ckpt`: their names are their own."
         )
+    check_alive(model, "model")
     limit = _bytes(max_shard_size)
     cls, folder = type(model), Path(folder)
     tensors = to_disk(model, cls.names(config))

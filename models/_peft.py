@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from redeqx._arguments import check_alive
 from redeqx._paths import listed, nearest
 from redeqx._safetensors import write_tensors
 from redeqx._sources import Source
@@ -143,6 +144,7 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
 
     Raises ValueError for a model without adapters, and for adapters on layers that the base has not.
     """
+    check_alive(model, "model")
     adapters, folder = adapters_of(model), Path(folder)
     tensors: dict[str, np.ndarray] = {}
     saved: dict[_Module, tuple[int, int | float]] = {}  # rank and alpha

@@ -160,6 +160,12 @@ class Checkpoints:
             return own(self.folder / name).name
         if (Path(which) / RECORD).is_file():
             return os.path.abspath(which)
+        if isinstance(which, Path) or os.sep in which:
+            got = "is not there" if not os.path.lexists(which) else f"holds no {RECORD}"
+            raise ValueError(
+                f"`{which}`: expected the folder of a checkpoint, got one that {got}. "
+                "Pass a folder `step_...` of a workdir's `ckpts`, or a name such as `last`."
+            )
         known = [*map(brief_name, index), *names]
         there = f"one of {', '.join(listed(known, _MAX_KNOWN))}" if known else "a checkpoint, of which there are none yet"
         raise ValueError(

@@ -22,8 +22,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from ._arguments import check_count, check_examples_kind, check_function
 from ._mesh import MODEL, n_batch_shards, replicated, split_rows
 from ._paths import render
+from ._user_code import OfExamples
 
 # --- how rows are cut -----------------------------------------------------------------------------------------------
 
@@ -79,10 +81,10 @@ class BatchSize:
             )
         n_devices = n_devices or mesh.size
         if batch_size is not None:
-            _need_positive(f"{prefix}batch_size", batch_size)
+            check_count(batch_size, f"{prefix}batch_size")
             rows = -(-batch_size // n_micro_batches) // n_devices * n_devices
             return cls(batch_size, rows or n_devices)
-        _need_positive(f"{prefix}per_device_batch_size", per_device_batch_size)
+        check_count(per_device_batch_size, f"{prefix}per_device_batch_size")
         assert per_device_batch_size is not None
         rows = per_device_batch_size * (n_devices // mesh.shape[MODEL])
         return cls(rows * n_micro_batches, rows)
@@ -103,11 +105,6 @@ class BatchSize:
         )
         rows = self.micro_batch if n % self.micro_batch == 0 else next(sizes, self.micro_batch)
         return BatchSize(rows, rows)
-
-
-def _need_positive(name: str, value: Any) -> None:
-    if value < 1:
-        raise ValueError(f"`{name}`: expected at least 1, got {value}. Pass a positive number.")
 
 
 def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group, ...]:
@@ -209,19 +206,41 @@ def pad_rows(batch: PyTree[np.ndarray], n_rows: int) -> PyTree[np.ndarray]:
 # --- collating ------------------------------------------------------------------------------------------------------
 
 
-def collate(collate_fn: Callable[[list], PyTree], examples: list) -> PyTree[np.ndarray]:
+def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = None) -> list[Any]:
+    """These items of the examples; an error in reading one tells its number.
+
+    **Arguments:**
+
+    - `places`: the number of each example, where that is not its index.
+    """
+    items = []
+    for i in map(int, indices):
+        with OfExamples("Raised in reading example", [i if places is None else places[i]]):
+            items.append(examples[i])
+    return items
+
+
+def collate(collate_fn: Callable[[list], PyTree], examples: list, places: Sequence[int] | None = None) -> PyTree[np.ndarray]:
     """What `collate_fn` makes of the examples, checked: a PyTree of numpy arrays, each with a row an example.
 
     64-bit numbers become 32-bit ones, as everywhere in JAX, unless JAX runs in 64-bit mode.
 
+    **Arguments:**
+
+    - `places`: the examples' numbers, which an error tells; by default they are the first.
+
     Raises TypeError for a leaf that is no array of numbers, ValueError for one without a row an example and for an integer
     that 32 bits do not hold.
     """
-    batch = collate_fn(examples)
+    with OfExamples("`collate_fn` was called with examples", range(len(examples)) if places is None else places):
+        return _checked_batch(collate_fn(examples), len(examples))
+
+
+def _checked_batch(batch: PyTree, n_rows: int) -> PyTree[np.ndarray]:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(batch, is_leaf=lambda x: isinstance(x, list))
     if not leaves:
         raise TypeError(f"`collate_fn`: expected a PyTree of arrays, got {batch!r}. Return a dict of numpy arrays.")
-    return jax.tree.unflatten(treedef, [_checked(render(path), leaf, len(examples)) for path, leaf in leaves])
+    return jax.tree.unflatten(treedef, [_checked(render(path), leaf, n_rows) for path, leaf in leaves])
 
 
 def collated_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any]) -> PyTree:
@@ -291,6 +310,13 @@ class Slice:
     position: int
     state: Any = None
 
+    @property
+    def places(self) -> Sequence[int]:
+        """The number of each example: in what has integer items, or in the order that an iterable has them."""
+        if isinstance(self.examples, _Picked):
+            return self.examples.places
+        return range(self.position - len(self.examples), self.position)
+
 
 @dataclass(frozen=True)
 class _Picked(Sequence[Any]):
@@ -314,7 +340,8 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
     Raises TypeError for anything else, ValueError for no examples.
     """
     if is_function(given):
-        return
+        return check_function(given, name, ["epoch"])
+    check_examples_kind(given, name)
     if isinstance(given, str | bytes | dict) or not (_is_sized(given) or hasattr(given, "__iter__")):
         raise TypeError(
             f"`{name}`: expected examples with `len()` and integer items, an iterable, or a function of the epoch, got "
@@ -496,6 +523,7 @@ class Batch:
     - `n_micro_batches`: how many of the first group's micro-batches count; those after them are repetitions.
     - `n_examples`, `n_tokens`: of the whole step; `n_tokens` where the batch tells.
     - `position`, `state`: as its `Slice` had them.
+    - `rows`, `places`: this process's rows as they were collated, and the number of each one's example.
     """
 
     groups: tuple[PyTree, ...]
@@ -504,6 +532,8 @@ class Batch:
     n_tokens: int | None
     position: int
     state: Any
+    rows: PyTree
+    places: Sequence[int]
 
     @property
     def signature(self) -> Any:
@@ -537,7 +567,8 @@ def batches(
         # A remainder of full micro-batches runs in the program of a full step.
         is_full = len(cut) == 1 and cut[0].rows == size.micro_batch
         rows = rows_here(cut, mesh)
-        batch = collate(collate_fn, [step.examples[int(row)] for row in rows])
+        places = [step.places[row] for row in rows]
+        batch = collate(collate_fn, read(step.examples, rows, step.places), places)
         if check is not None:
             check(i, batch)
         tokens = n_tokens(batch)  # of this process's rows; the others' are as long
@@ -548,6 +579,8 @@ def batches(
             None if tokens is None else tokens * n_rows // len(rows),
             step.position,
             step.state,
+            batch,
+            places,
         )
 
     return Prefetch(prepare(i, step) for i, step in enumerate(steps))

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ._arguments import check_count, check_folder, check_function, check_model, check_model_function
 from ._cluster import start
 from ._console import Console, Tracker
 from ._data import BatchSize, n_slices
@@ -26,6 +27,7 @@ from ._paths import is_array_like, named_leaves
 from ._peers import HEARTBEAT, Peers
 from ._plan import Overrides, Plan, make_plan, mark_read
 from ._step import Parts, as_sums
+from ._user_code import Plainly, explained
 
 
 class Deployer:
@@ -77,6 +79,9 @@ class Deployer:
         start_timeout: float = START,
         hang_timeout: float | None = HANG,
     ):
+        check_count(jax_seed, "jax_seed", 0)
+        if workdir is not None:
+            check_folder(workdir, "workdir")
         self.jax_seed = jax_seed
         run = dry()
         self.is_dry_run = run is not None
@@ -153,9 +158,14 @@ class Deployer:
         Raises ValueError for an override that matches nothing, names an unknown axis or does not divide. Warns of each
         large leaf that no axis splits.
         """
+        check_model(model)
         if (loss_fn is None) != (batch is None):
             missing = "batch" if batch is None else "loss_fn"
             raise ValueError(f"`{missing}`: expected with `loss_fn` and `batch` both or neither, got None. Pass both.")
+
+        if loss_fn is not None:
+            check_model_function(loss_fn, "loss_fn", has_state=False)
+            loss_fn = explained(loss_fn, "loss_fn")
 
         def total(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
             assert loss_fn is not None
@@ -164,7 +174,9 @@ class Deployer:
             return as_sums(loss_fn(model, batch, key), jax.tree.leaves(batch)[0].shape[0])[0]
 
         key = jax.eval_shape(lambda: jax.random.key(0))
-        return self._plan(model, None if loss_fn is None else Trace.of(total, model, batch, key), overrides)
+        with Plainly():
+            trace = None if loss_fn is None else Trace.of(total, model, batch, key)
+        return self._plan(model, trace, overrides)
 
     def _plan(
         self, model: PyTree, trace: Trace | None, overrides: Overrides | None = None, mesh: Mesh | None = None
@@ -184,6 +196,7 @@ class Deployer:
             alone, so take keys outside of it.
         - `plan`: of its leaves; the walk's by default.
         """
+        check_function(make_model, "make_model", [])
         shapes = eqx.filter_eval_shape(make_model)
         if self.is_dry_run:
             return shapes
@@ -206,10 +219,8 @@ class Deployer:
 
         Raises ValueError where the batch shards times the micro-batches do not divide it.
         """
-        if accumulate_grad_batches < 1:
-            raise ValueError(
-                f"`accumulate_grad_batches`: expected at least 1, got {accumulate_grad_batches}. Pass a positive number."
-            )
+        check_count(global_batch_size, "global_batch_size", 0)
+        check_count(accumulate_grad_batches, "accumulate_grad_batches")
         n_parts = self.n_batch_shards * accumulate_grad_batches
         if global_batch_size < 1 or global_batch_size % n_parts:
             raise ValueError(
@@ -223,10 +234,8 @@ class Deployer:
 
         Raises ValueError where `per_device_batch_size` times the batch shards does not divide it.
         """
-        if per_device_batch_size < 1:
-            raise ValueError(
-                f"`per_device_batch_size`: expected at least 1, got {per_device_batch_size}. Pass a positive number."
-            )
+        check_count(global_batch_size, "global_batch_size", 0)
+        check_count(per_device_batch_size, "per_device_batch_size")
         micro = per_device_batch_size * self.n_batch_shards
         if global_batch_size < 1 or global_batch_size % micro:
             raise ValueError(
@@ -269,8 +278,7 @@ class Deployer:
             raise TypeError("`learning_rate`: expected a number, got None. Pass that of the updates after the warm-up.")
         sizes = {"train_size": train_size, "n_epochs": n_epochs, "accumulate_grad_batches": accumulate_grad_batches}
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"`{name}`: expected at least 1, got {size}. Pass a positive number.")
+            check_count(size, name)
         update = BatchSize.of(self.mesh, per_device_batch_size, batch_size, accumulate_grad_batches).examples
         n_steps = n_epochs * n_slices(train_size, update, drop_remainder)
         n_warmup = round(warmup_ratio * n_steps) if warmup_steps is None else warmup_steps

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ._arguments import as_metrics, check_count, check_function, check_predictor, check_readable_again
 from ._console import Progress
 from ._data import (
     BatchSize,
@@ -168,28 +169,30 @@ class Options:
     def check(self, workdir: Path | None) -> None:
         """Raise for arguments that cannot work, before any work."""
         for name in ("n_epochs", "keep_last"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}`: expected at least 1, got {getattr(self, name)}. Pass a positive number.")
+            check_count(getattr(self, name), name)
         optional = (
             "eval_every_n_steps",
             "save_every_n_steps",
             "save_ckpt_every_k_epochs",
         )
         for name in optional:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}`: expected at least 1 or None, got {value}. Pass a positive number.")
+            check_count(getattr(self, name), name, optional=True)
         for name in ("save_argmin_ckpt_by_metrics", "save_argmax_ckpt_by_metrics"):
             if isinstance(getattr(self, name), str):
                 raise TypeError(
                     f"`{name}`: expected names of metrics in a list, got a string. Write [{getattr(self, name)!r}]."
                 )
         check_examples(self.train_examples)
+        check_readable_again(self.train_examples, "train_examples", self.n_epochs)
         if self.eval_examples is not None and size_of(self.eval_examples) is None:
             found = type(self.eval_examples).__name__
             raise TypeError(f"`eval_examples`: expected `len()` and integer items, got {found}. Pass a list.")
         if self.eval_examples is not None:
             check_examples(self.eval_examples, "eval_examples")
+        if self.eval_metric_fn is not None:
+            check_function(self.eval_metric_fn, "eval_metric_fn", ["examples", "outputs"])
+        if self.eval_predictor is not None:
+            check_predictor(self.eval_predictor)
         if self.eval_metric_fn is not None and self.eval_predictor is None:
             raise ValueError("`eval_metric_fn`: expected with an `eval_predictor`, got None. Pass the predictor too.")
         needs_eval = self.eval_predictor is not None or self.eval_every_n_steps or self.tracked
@@ -449,7 +452,7 @@ class Fit:
                     rows = self.eval_size.micro_batch
                     outputs = options.eval_predictor.predict(examples, batch_size=rows, model=trainer.model)
                     if options.eval_metric_fn is not None:
-                        metrics.update({k: float(v) for k, v in options.eval_metric_fn(examples, outputs).items()})
+                        metrics.update(as_metrics(options.eval_metric_fn(examples, outputs), taken=list(metrics)))
         missing = sorted({name for name, _ in options.tracked.values()} - set(metrics))
         if missing:
             raise ValueError(

@@ -13,6 +13,8 @@ import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+from ._arguments import check_count
+
 DATA = "data"
 FSDP = "fsdp"
 MODEL = "model"
@@ -33,8 +35,7 @@ def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence
     """
     n_devices = jax.device_count() if devices is None else len(devices)
     for name, value in (("n_model_shards", n_model_shards), ("n_fsdp_shards", n_fsdp_shards)):
-        if value < 1:
-            raise ValueError(f"`{name}`: expected at least 1, got {value}. Pass 1 to leave that axis unused.")
+        check_count(value, name, advice="Pass 1 to leave that axis unused.")
     n_shards = n_model_shards * n_fsdp_shards
     if n_devices % n_shards:
         divisors = ", ".join(str(d) for d in range(1, n_devices + 1) if n_devices % d == 0)

@@ -10,13 +10,15 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ._data import BatchSize, Group, Prefetch, collate, pad_rows, place_rows, rows_here, size_of
+from ._arguments import check_examples_kind, check_function, check_model, check_model_function
+from ._data import BatchSize, Group, Prefetch, collate, pad_rows, place_rows, read, rows_here, size_of
 from ._deployer import Deployer
 from ._mesh import n_batch_shards, put, replicated, split_rows
 from ._paths import is_array_like
 from ._plan import Plan, place
 from ._program import Program, placed, placed_shapes
 from ._step import Parts, make_predict_step
+from ._user_code import explained, plainly
 
 
 class Predictor:
@@ -48,10 +50,16 @@ class Predictor:
         compute_dtype: Any = None,
         plan: Plan | None = None,
     ):
+        if model is not None:
+            check_model(model)
+            check_model_function(pred_fn, "pred_fn", has_state=model_state is not None)
+        check_function(collate_fn, "collate_fn", ["examples"])
+        if output_fn is not None:
+            check_function(output_fn, "output_fn", ["outputs"])
         self._deployer = deployer
         self._model = model
         self._collate_fn = collate_fn
-        self._pred_fn = pred_fn
+        self._pred_fn = explained(pred_fn, "pred_fn")
         self._output_fn = output_fn or _rows
         self._model_state = model_state
         self._compute_dtype = compute_dtype
@@ -62,6 +70,7 @@ class Predictor:
         # Set by a Trainer: its model and state of the moment, and its plan.
         self._source: Callable[[], tuple[PyTree, PyTree, Plan]] | None = None
 
+    @plainly
     def predict(
         self,
         examples: Any,
@@ -98,6 +107,7 @@ class Predictor:
     ) -> Iterator[list]:
         """The outputs batch by batch, as the device hands them on, for more examples than the host holds outputs of."""
         size = BatchSize.of(self._deployer.mesh, per_device_batch_size, batch_size)
+        check_examples_kind(examples, "examples")
         self._deployer.need_values("predict")
         n = size_of(examples)
         if n is None:
@@ -119,9 +129,8 @@ class Predictor:
         def prepare() -> Iterator[tuple[int, PyTree]]:
             for start in range(0, n, at_once):
                 n_rows = min(at_once, n - start)
-                batch = collate(
-                    self._collate_fn, [examples[start + i] for i in sorted({min(int(i), n_rows - 1) for i in here})]
-                )
+                places = [start + i for i in sorted({min(int(i), n_rows - 1) for i in here})]
+                batch = collate(self._collate_fn, read(examples, places), places)
                 yield n_rows, place_rows(pad_rows(batch, len(here)), np.arange(rows), split_rows(mesh), here)
 
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
@@ -172,6 +181,8 @@ class Predictor:
 
     def _resolve(self, model: PyTree | None) -> tuple[PyTree, PyTree, Plan]:
         """The model and state to run, placed, and the plan by which they are."""
+        if model is not None:
+            check_model(model)
         if self._source is not None:
             own, state, plan = self._source()
             return (own if model is None else place(model, plan)), state, plan
@@ -191,6 +202,7 @@ class Predictor:
         arrays, static = eqx.partition(model, is_array_like)
         structure = jax.tree.structure(arrays), jax.tree.leaves(static), plan.leaves
         if self._step is None or self._step[0] != structure:
+            check_model_function(self._pred_fn, "pred_fn", has_state=state is not None)
             parts = Parts.of(model)
             treedef = None if state is None else jax.tree.structure(state)
             step = make_predict_step(parts, plan, self._pred_fn, treedef, self._compute_dtype)

@@ -7,6 +7,7 @@ checkpoints and resumption, is `_fit`.
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from ._arguments import check_alive, check_count, check_function, check_model, check_model_function, check_optimizer
 from ._checkpoint import Checkpoints
 from ._console import Progress
 from ._data import Batch, BatchSize, Prefetch, Slice, batches, check_examples, collated_shapes, size_of, slices
@@ -28,6 +30,7 @@ from ._dry_run import DryRunDone, Job, dry_run
 from ._fit import Fit, Options, Position, Standing, check_record
 from ._jaxprs import Change, Trace
 from ._mesh import FSDP, MODEL
+from ._nonfinite import why_nonfinite
 from ._paths import named_leaves
 from ._peers import Peers
 from ._plan import Plan, mark_read
@@ -37,6 +40,7 @@ from ._report import DryRun, Setting
 from ._safetensors import array_leaves, file_size
 from ._step import Functions, Parts, as_sums
 from ._train_state import TrainState
+from ._user_code import explained, plainly
 
 # Metrics are read this many steps late, so that the device always has a step queued while the host reads.
 _LAG = 2
@@ -93,23 +97,28 @@ class Trainer:
     ):
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f"`on_nonfinite`: expected 'raise' or 'skip', got {on_nonfinite!r}. Pass one of the two.")
-        if max_skipped < 0:
-            raise ValueError(f"`max_skipped`: expected at least 0, got {max_skipped}. Pass how many steps may be skipped.")
-        if accumulate_grad_batches < 1:
-            raise ValueError(
-                f"`accumulate_grad_batches`: expected at least 1, got {accumulate_grad_batches}. Pass a positive number."
-            )
+        check_count(max_skipped, "max_skipped", 0, advice="Pass how many steps may be skipped.")
+        check_count(accumulate_grad_batches, "accumulate_grad_batches")
+        check_model(model)
+        check_alive(model_state, "model_state")
+        check_optimizer(optimizer)
+        check_function(collate_fn, "collate_fn", ["examples"])
+        check_model_function(loss_fn, "loss_fn", has_state=model_state is not None)
+        if grad_fn is not None:
+            check_model_function(grad_fn, "grad_fn", has_state=model_state is not None)
+        if lr_schedule_fn is not None:
+            check_function(lr_schedule_fn, "lr_schedule_fn", ["step"])
         self.deployer = deployer
         self.step = 0
         self.plan = self._own_plan = plan
         self._accumulate = accumulate_grad_batches
         self._optimizer = optimizer
         self._collate_fn = collate_fn
-        self._loss_fn = loss_fn
+        self._loss_fn = explained(loss_fn, "loss_fn")
         self._has_state = model_state is not None
         self._lr_schedule_fn = lr_schedule_fn
         self._compute_dtype = compute_dtype
-        self._grad_fn = grad_fn
+        self._grad_fn = None if grad_fn is None else explained(grad_fn, "grad_fn")
         self._key = deployer.next_key()
         self._parts = Parts.of(model, trainable)
         if not self._parts.names[0]:
@@ -120,7 +129,7 @@ class Trainer:
         self._given: tuple[PyTree, PyTree] | None = (model, model_state)  # until placed
         self._held: TrainState | None = None  # from then on
         self._is_planned = False  # by the loss, as a batch was at hand
-        self._pending: deque[tuple[int, int | None, jax.Array, int, int | None]] = deque()
+        self._pending: deque[tuple[int, int | None, jax.Array, Batch]] = deque()
         self._last_metrics: dict[str, float] = {}
         self._restore_from: Path | None = None  # a checkpoint to load once placed
         self._skips = on_nonfinite == "skip"
@@ -199,7 +208,8 @@ class Trainer:
             self.deployer.log_info(f"plan: {plan.summary()}; now in the order of the loss")
 
     def _agree(self) -> None:
-        """Check that the trainers of all processes are alike."""
+        """Check that the arrays are still there, and that the trainers of all processes are alike."""
+        check_alive(self._trees()[0], "model")  # another trainer may have updated the arrays of `deployer.init` since
         leaves = array_leaves(self._trees())
         self.deployer.peers.agree("model", {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves.items()})
         settings = {"accumulate_grad_batches": self._accumulate, "compute_dtype": str(self._compute_dtype)}
@@ -207,18 +217,9 @@ class Trainer:
 
     def _make_plan(self, batch: PyTree | None, mesh: Mesh) -> Plan:
         """The model's plan on a mesh: in the order of the loss where a batch's shapes are given."""
-        model, state = self._trees()
-
-        def total(model: PyTree, batch: PyTree, key: Any) -> Any:
-            model = self._parts.put(*self._parts.take(model), compute_dtype=self._compute_dtype)
-            out = self._loss_fn(model, *([state] if self._has_state else []), batch, key)
-            out = out[0] if self._has_state and isinstance(out, tuple) else out
-            return as_sums(out, jax.tree.leaves(batch)[0].shape[0])[0]
-
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        trace = None if batch is None else Trace.of(total, model, batch, key)
+        trace = None if batch is None else self._trace(batch)
         if self._own_plan is None:
-            plan = self.deployer._plan(model, trace, mesh=mesh)
+            plan = self.deployer._plan(self._trees()[0], trace, mesh=mesh)
         else:
             plan = self._own_plan.on(mesh)
             plan = plan if trace is None else mark_read(plan, trace)
@@ -229,6 +230,18 @@ class Trainer:
             )
         return plan
 
+    def _trace(self, batch: PyTree) -> Trace:
+        """The loss, traced for the shapes of a batch."""
+        model, state = self._trees()
+
+        def total(model: PyTree, batch: PyTree, key: Any) -> Any:
+            model = self._parts.put(*self._parts.take(model), compute_dtype=self._compute_dtype)
+            out = self._loss_fn(model, *([state] if self._has_state else []), batch, key)
+            out = out[0] if self._has_state and isinstance(out, tuple) else out
+            return as_sums(out, jax.tree.leaves(batch)[0].shape[0])[0]
+
+        return Trace.of(total, model, batch, jax.eval_shape(lambda: jax.random.key(0)))
+
     def _make_program(self, plan: Plan, *, named: bool = False, change: Change | None = None) -> Program:
         functions = Functions(
             self._parts, plan, self._loss_fn, self._has_state, self._compute_dtype, self._grad_fn, named, change
@@ -237,6 +250,7 @@ class Trainer:
 
     # --- single passes -----------------------------------------------------------------------------------------------
 
+    @plainly
     def train(
         self,
         examples: Any,
@@ -275,6 +289,7 @@ class Trainer:
         """
         return self.eval_metrics(examples, per_device_batch_size, batch_size=batch_size)["loss"]
 
+    @plainly
     def eval_metrics(
         self, examples: Any, per_device_batch_size: int | None = None, *, batch_size: int | None = None
     ) -> dict[str, float]:
@@ -319,6 +334,7 @@ class Trainer:
         - `collate_fn`: of the examples to predict, where they are others than those trained on: prompts without answers, or
             the observations that a policy acts on. The trainer's by default.
         """
+        check_model_function(pred_fn, "pred_fn", has_state=self._has_state)
         predictor = Predictor(
             self.deployer,
             collate_fn=collate_fn or self._collate_fn,
@@ -339,6 +355,7 @@ class Trainer:
         """Examples a step: rows a device x batch shards x micro-batches."""
         return per_device_batch_size * self.deployer.n_batch_shards * self._accumulate
 
+    @plainly
     def compile(
         self, examples: Any, per_device_batch_size: int | None = None, *, batch_size: int | None = None
     ) -> jax.stages.Compiled:
@@ -350,6 +367,7 @@ class Trainer:
         args = self._state.train_args(batch.groups, batch.n_micro_batches)
         return self._state.program.train_step.lower(*args).compile()
 
+    @plainly
     def dry_run(
         self,
         examples: Any,
@@ -460,7 +478,7 @@ class Trainer:
                     self._standing.position = Position(fit, epoch, batch.position, batch.state)
                 self.deployer.watch.beat(self.step)
                 vector.copy_to_host_async()
-                self._pending.append((self.step, epoch, vector, batch.n_examples, batch.n_tokens))
+                self._pending.append((self.step, epoch, vector, replace(batch, groups=())))  # the device's memory is free
                 if len(self._pending) > _LAG:
                     self._record(progress)
                 following = next(upcoming, None)
@@ -471,12 +489,12 @@ class Trainer:
 
     def _record(self, progress: Progress) -> None:
         """Read the metrics of the oldest step that is still unread, check them, show and record them."""
-        step, epoch, vector, n_examples, n_tokens = self._pending.popleft()
+        step, epoch, vector, batch = self._pending.popleft()
         metrics, nonfinite = self._read(vector)
         self._n_skipped_now = self._n_skipped_now + 1 if nonfinite else 0
         if nonfinite and (not self._skips or self._n_skipped_now > self._max_skipped):
             self._pending.clear()
-            raise ValueError(self._why_nonfinite(nonfinite[0], step, metrics[nonfinite[0]]))
+            raise ValueError(self._why_nonfinite(nonfinite[0], step, metrics[nonfinite[0]], batch))
         if nonfinite:
             self._standing.n_skipped += 1
             said = f"step {step}: skipped, as `{nonfinite[0]}` is {metrics[nonfinite[0]]}; {self._standing.n_skipped} so far"
@@ -487,8 +505,8 @@ class Trainer:
         progress.update(
             step,
             metrics=metrics,
-            n_examples=n_examples,
-            n_tokens=n_tokens,
+            n_examples=batch.n_examples,
+            n_tokens=batch.n_tokens,
             epoch=None if epoch is None else epoch + 1,
         )
 
@@ -497,7 +515,7 @@ class Trainer:
         metrics = dict(zip(self._state.program.metric_names, np.asarray(vector).tolist(), strict=True))
         return metrics, [name for name in ("loss", "grad_norm") if not np.isfinite(metrics[name])]
 
-    def _why_nonfinite(self, name: str, step: int, found: float) -> str:
+    def _why_nonfinite(self, name: str, step: int, found: float, batch: Batch) -> str:
         if self._checkpoints is not None:
             self._checkpoints.wait()
         index = {} if self._checkpoints is None else self._checkpoints.index()
@@ -506,7 +524,7 @@ class Trainer:
         often = f" for {self._n_skipped_now} steps one after the other" if self._skips else ""
         return (
             f"`{name}` at step {step}: expected {what} to be finite, got {found}{often}. {last} "
-            "Lower the learning rate, clip gradients, or look at that step's examples."
+            f"{why_nonfinite(batch.rows, batch.places, lambda: self._trace(batch.rows))}"
         )
 
     @property
@@ -586,12 +604,12 @@ class Trainer:
     ) -> Path:
         self.deployer.need_values("save_ckpt")
         self._ensure_placed(None)
-        unread = [(step, *self._read(vector)) for step, _, vector, *_ in self._pending]
-        for step, found, nonfinite in unread:  # by a tracker, say
+        unread = [(step, batch, *self._read(vector)) for step, _, vector, batch in self._pending]
+        for step, batch, found, nonfinite in unread:  # by a tracker, say
             if nonfinite and not self._skips:
-                raise ValueError(self._why_nonfinite(nonfinite[0], step, found[nonfinite[0]]))
+                raise ValueError(self._why_nonfinite(nonfinite[0], step, found[nonfinite[0]], batch))
         n_skipped = self._standing.n_skipped + sum(bool(nonfinite) for *_, nonfinite in unread)
-        last_metrics = unread[-1][1] if unread else self._last_metrics
+        last_metrics = unread[-1][2] if unread else self._last_metrics
         record = {
             "redeqx": version("redeqx"),
             "step": self.step,
@@ -641,6 +659,7 @@ class Trainer:
 
     # --- runs --------------------------------------------------------------------------------------------------------
 
+    @plainly
     def fit(
         self,
         train_examples: Any,

@@ -130,8 +130,22 @@ def test_examples_are_needed(call, expected):
 
 
 def test_examples_that_are_used_up_leave_the_checkpoint_of_the_epoch_before(tmp_path):
+    class Once:
+        """An iterator in Python, which might begin anew: whether it does shows at the second epoch."""
+
+        def __init__(self):
+            self.left = list(EXAMPLES)
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not self.left:
+                raise StopIteration
+            return self.left.pop()
+
     trainer = make_trainer(tmp_path)
-    assert message(ValueError, trainer.fit, iter(EXAMPLES), 4, 2, save_last_ckpt=True) == f"`train_examples`: {USED_UP}"
+    assert message(ValueError, trainer.fit, Once(), 4, 2, save_last_ckpt=True) == f"`train_examples`: {USED_UP}"
     assert trainer._checkpoints.record(trainer._checkpoints.resolve("last"))["epoch"] == 1
 
 
@@ -265,8 +279,9 @@ def test_a_loss_that_is_not_finite_names_its_step_and_keeps_the_last_checkpoint(
     index = json.loads((tmp_path / "ckpts" / "index.json").read_text())
     assert index == {"last": "step_00000004"}
     assert str(raised.value) == (
-        f"`loss` at step 6: expected the loss to be finite, got {bad}. The last good checkpoint is step_00000004. "
-        "Lower the learning rate, clip gradients, or look at that step's examples."
+        f"`loss` at step 6: expected the loss to be finite, got {bad}. The last good checkpoint is step_00000004. Its batch "
+        f"is not finite: `x` has {'NaN' if bad == 'nan' else 'infinite values'} in 1 of 2 rows, the first from example 10. "
+        "Correct or remove these examples, or `collate_fn`."
     )
     assert not prefetch_threads()
 
@@ -278,8 +293,8 @@ def test_a_loss_that_is_not_finite_names_its_step_and_keeps_the_last_checkpoint(
 
 def test_a_loss_that_is_not_finite_at_the_first_step():
     assert message(ValueError, make_trainer().train, [np.full(4, np.nan)] * 20, 2) == (
-        "`loss` at step 1: expected the loss to be finite, got nan. Nothing was saved yet. "
-        "Lower the learning rate, clip gradients, or look at that step's examples."
+        "`loss` at step 1: expected the loss to be finite, got nan. Nothing was saved yet. Its batch is not finite: `x` has "
+        "NaN in 2 of 2 rows, the first from example 0. Correct or remove these examples, or `collate_fn`."
     )
 
 
@@ -288,8 +303,8 @@ def test_a_gradient_that_is_not_finite_names_its_step():
         return jnp.mean(jnp.sqrt(jnp.abs(0.0 * jax.vmap(model)(batch["x"]))))
 
     assert message(ValueError, make_trainer(loss_fn=loss_fn).train, EXAMPLES, 8) == (
-        "`grad_norm` at step 1: expected the gradient's norm to be finite, got nan. Nothing was saved yet. "
-        "Lower the learning rate, clip gradients, or look at that step's examples."
+        "`grad_norm` at step 1: expected the gradient's norm to be finite, got nan. Nothing was saved yet. Its batch is "
+        "finite. Lower the learning rate, clip gradients, or look at that step's examples."
     )
 
 

@@ -1,0 +1,279 @@
+"""The mistakes of a first hour, each in a script's words; prints what each raises, as JSON, one line a mistake.
+
+    python tests/scripts/mistakes.py
+
+In a process of its own, as a user has it: the tests check jaxtyping's annotations, which would refuse some of them first.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("NPROC", "16")
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import redeqx
+from redeqx.models import cross_entropy, lora, save_pretrained
+from redeqx.models.gpt2 import GPT2, GPT2Config
+
+redeqx.simulate_devices(2)
+KEY = jax.random.key(0)
+FOLDER = Path(tempfile.mkdtemp())
+(FOLDER / "file").write_text("")
+EXAMPLES = [(np.arange(4, dtype=np.float32) / 4, i % 3) for i in range(8)]
+
+
+def collate_fn(examples):
+    x, y = zip(*examples, strict=True)
+    return {"x": np.stack(x), "y": np.array(y)}
+
+
+def loss_fn(model, batch, key):
+    logits = jax.vmap(model)(batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def pred_fn(model, batch, key):
+    return jax.vmap(model)(batch["x"]).argmax(-1)
+
+
+def linear(n_in=4):
+    return eqx.nn.Linear(n_in, 3, key=KEY)
+
+
+def trainer(workdir=None, **kwargs):
+    given = {"model": linear(), "optimizer": optax.sgd(0.01), "collate_fn": collate_fn, "loss_fn": loss_fn}
+    return redeqx.Trainer(redeqx.Deployer(workdir=workdir, verbose=False), **{**given, **kwargs})
+
+
+def predictor(**kwargs):
+    given = {"model": linear(), "collate_fn": collate_fn, "pred_fn": pred_fn}
+    return redeqx.Predictor(redeqx.Deployer(verbose=False), **{**given, **kwargs})
+
+
+def fit(*args, examples=EXAMPLES, n_epochs=1, rows=2, metric_fn=None, **kwargs):
+    made = trainer(*args, **kwargs)
+    if metric_fn is None:
+        return made.fit(examples, rows, n_epochs)
+    of = made.get_default_predictor(pred_fn)
+    return made.fit(examples, rows, n_epochs, eval_examples=examples, eval_predictor=of, eval_metric_fn=metric_fn)
+
+
+# --- what other libraries have, without those libraries -----------------------------------------------------------------
+
+
+def of_library(module, name, **attributes):
+    """An instance of a subclass of a class of that name, defined in that module."""
+    base = type(name, (), {"__module__": module, **attributes})
+    return type("Net" if name in ("Module", "Layer") else name, (base,), {})()
+
+
+class Rows:
+    """What has items that are not its rows."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        raise KeyError(i)
+
+    def __iter__(self):
+        raise AssertionError("read")
+
+
+def of_kind(name, **attributes):
+    return type(name, (Rows,), {})(**attributes)
+
+
+class Broken:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        if i == 5:
+            raise OSError("no such picture")
+        return EXAMPLES[i]
+
+
+def stale_model():
+    made = trainer()
+    made.train(EXAMPLES, 2)
+    before = made.model
+    made.train(EXAMPLES, 2)
+    return made, before
+
+
+def save_stale(save):
+    config = GPT2Config(16, 4, 8, 1, 2)
+    model = GPT2(config, key=KEY)
+    for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)):
+        leaf.delete()
+    save(model, config)
+
+
+def collate_wrongly(examples):
+    return {"x": np.stack([example["x"] for example in examples])}
+
+
+def numbers():
+    yield from EXAMPLES
+
+
+def labels(low, high):
+    return [(np.ones(4, np.float32), i) for i in range(low, high)]
+
+
+def vocabulary_loss(model, batch, key):
+    return cross_entropy(jax.vmap(model)(batch["x"]), batch["y"])
+
+
+MISTAKES = {
+    "a function for a model": lambda: trainer(model=pred_fn),
+    "a function for a predictor's model": lambda: predictor(model=lambda x: x),
+    "a class for a model": lambda: trainer(model=eqx.nn.Linear),
+    "a name for a model": lambda: trainer(model="gpt2"),
+    "torch module": lambda: trainer(model=of_library("torch.nn.modules.module", "Module")),
+    "flax linen module": lambda: trainer(model=of_library("flax.linen.module", "Module")),
+    "flax nnx module": lambda: predictor(model=of_library("flax.nnx.module", "Module")),
+    "keras layer": lambda: redeqx.Deployer(verbose=False).plan(of_library("keras.src.layers.layer", "Layer")),
+    "model and state": lambda: trainer(model=eqx.nn.make_with_state(eqx.nn.Linear)(4, 3, key=KEY)),
+    "optax.adam not called": lambda: trainer(optimizer=optax.adam),
+    "torch optimizer": lambda: trainer(optimizer=of_library("torch.optim.sgd", "SGD", step=None)),
+    "list of optimizers": lambda: trainer(optimizer=[optax.clip(1.0), optax.adam(1e-3)]),
+    "no optimizer": lambda: trainer(optimizer=None),
+    "loss_fn without key": lambda: trainer(loss_fn=lambda model, batch: 0.0),
+    "loss_fn with state": lambda: trainer(loss_fn=lambda model, state, batch, key: (0.0, state)),
+    "loss_fn without state": lambda: trainer(model_state=eqx.nn.State(linear()), loss_fn=loss_fn),
+    "jitted loss_fn without key": lambda: trainer(loss_fn=jax.jit(lambda model, batch: 0.0)),
+    "a number for loss_fn": lambda: trainer(loss_fn=0.5),
+    "pred_fn without key": lambda: predictor(pred_fn=lambda model, batch: 0.0),
+    "default pred_fn without key": lambda: trainer().get_default_predictor(lambda model, batch: 0.0),
+    "pred_fn without key, model later": lambda: predictor(model=None, pred_fn=lambda model, batch: 0.0).predict(
+        EXAMPLES, 2, linear()
+    ),
+    "collate_fn of two": lambda: trainer(collate_fn=lambda x, y: {"x": x, "y": y}),
+    "metric_fn of outputs": lambda: fit(metric_fn=lambda outputs: {}),
+    "pred_fn for a predictor": lambda: trainer().fit(EXAMPLES, 2, 1, eval_examples=EXAMPLES, eval_predictor=pred_fn),
+    "a learning rate for a schedule": lambda: trainer(lr_schedule_fn=1e-3),
+    "make_model is a model": lambda: redeqx.Deployer(verbose=False).init(linear()),
+    "wrong width": lambda: fit(model=linear(5)),
+    "no vmap": lambda: fit(loss_fn=lambda model, batch, key: model(batch["x"]).mean()),
+    "no vmap in pred_fn": lambda: predictor(pred_fn=lambda model, batch, key: model(batch["x"])).predict(EXAMPLES, 2),
+    "no vmap in a plan": lambda: redeqx.Deployer(verbose=False).plan(
+        linear(), lambda model, batch, key: model(batch["x"]).mean(), collate_fn(EXAMPLES)
+    ),
+    "metric that is an array": lambda: fit(metric_fn=lambda examples, outputs: {"accuracy": np.ones(3)}),
+    "metric that is a list": lambda: fit(metric_fn=lambda examples, outputs: {"accuracy": [1.0]}),
+    "metric called loss": lambda: fit(metric_fn=lambda examples, outputs: {"loss": 1.0}),
+    "metric_fn returns a number": lambda: fit(metric_fn=lambda examples, outputs: 0.5),
+    "metric_fn returns nothing": lambda: fit(metric_fn=lambda examples, outputs: None),
+    "rows 4.0": lambda: fit(rows=4.0),
+    "rows 2.5": lambda: fit(rows=2.5),
+    "rows True": lambda: fit(rows=True),
+    "rows 0": lambda: fit(rows=0),
+    "rows -1": lambda: fit(rows=-1),
+    "rows '4'": lambda: fit(rows="4"),
+    "rows None": lambda: fit(rows=None),
+    "rows of train": lambda: trainer().train(EXAMPLES, 4.0),
+    "rows of eval_loss": lambda: trainer().eval_loss(EXAMPLES, 4.0),
+    "rows of predict": lambda: predictor().predict(EXAMPLES, 4.0),
+    "epochs 1.5": lambda: fit(n_epochs=1.5),
+    "micro-batches 2.0": lambda: trainer(accumulate_grad_batches=2.0),
+    "shards 2.0": lambda: redeqx.Deployer(n_model_shards=2.0),
+    "seed 0.5": lambda: redeqx.Deployer(jax_seed=0.5),
+    "seed -1": lambda: redeqx.Deployer(jax_seed=-1),
+    "schedule's rows 4.0": lambda: redeqx.Deployer(verbose=False).get_lr_schedule_fn(100, 4.0, 1, 1e-3),
+    "workdir is a file": lambda: redeqx.Deployer(workdir=FOLDER / "file"),
+    "workdir in a file": lambda: redeqx.Deployer(workdir=str(FOLDER / "file" / "run")),
+    "workdir is a number": lambda: redeqx.Deployer(workdir=3),
+    "pandas frame": lambda: fit(examples=of_kind("DataFrame", columns=["x"], to_dict=None)),
+    "polars frame": lambda: predictor().predict(of_kind("DataFrame", columns=["x"], to_dict=None, to_dicts=None), 2),
+    "series": lambda: fit(examples=of_kind("Series", to_list=None)),
+    "loader of batches": lambda: fit(
+        examples=of_kind("DataLoader", dataset=[], batch_size=32, batch_sampler=None, collate_fn=None)
+    ),
+    "loader with a batch sampler": lambda: trainer().eval_loss(
+        of_kind("DataLoader", dataset=[], batch_size=None, batch_sampler=[[0]], collate_fn=None), 2
+    ),
+    "splits": lambda: fit(examples=type("DatasetDict", (dict,), {})(train=Rows(column_names=["x"]))),
+    "columns": lambda: fit(examples=(np.ones((8, 4)), np.ones(8))),
+    "a generator for two epochs": lambda: fit(examples=numbers(), n_epochs=2),
+    "a map for two epochs": lambda: fit(examples=map(tuple, EXAMPLES), n_epochs=2),
+    "a generator function": lambda: fit(examples=numbers),
+    "no such checkpoint": lambda: trainer(FOLDER).load_ckpt("/nowhere/step_00000004"),
+    "no checkpoint in there": lambda: trainer(FOLDER).load_ckpt(FOLDER),
+    "NaN in the batch": lambda: fit(examples=[*EXAMPLES[:6], (np.full(4, np.nan, np.float32), 0), EXAMPLES[0]]),
+    "labels out of range": lambda: fit(examples=labels(0, 8)),
+    "labels from 1": lambda: trainer().train(labels(1, 4), 2),
+    "labels beyond the vocabulary": lambda: fit(examples=labels(0, 8), loss_fn=vocabulary_loss),
+    "a batch that is fine": lambda: fit(loss_fn=lambda model, batch, key: jnp.nan * loss_fn(model, batch, key)),
+    "a model from before a step": lambda: predictor(model=stale_model()[1]),
+    "a model from before a step, to predict": lambda: predictor().predict(EXAMPLES, 2, stale_model()[1]),
+    "a model from before a step, to save": lambda: save_stale(lambda model, config: save_pretrained(model, config, FOLDER)),
+    "a model from before a step, to save its adapter": lambda: save_stale(
+        lambda model, config: lora.save_adapter(model, FOLDER)
+    ),
+    "a model from before a step, to train": lambda: trainer(model=stale_model()[1]),
+    "collate_fn raises": lambda: fit(collate_fn=collate_wrongly),
+    "collate_fn raises in predict": lambda: predictor(collate_fn=collate_wrongly).predict(EXAMPLES, 2),
+    "reading raises": lambda: fit(examples=Broken()),
+    "an iterable's example is wrong": lambda: trainer().train(iter([*EXAMPLES, "x"]), 2),
+}
+
+# What must not be taken for a mistake.
+FINE = {
+    "numpy integers": lambda: trainer().train(EXAMPLES, np.int64(2)),
+    "functions with more": lambda: trainer(
+        loss_fn=partial(lambda scale, model, batch, key, extra=None: loss_fn(model, batch, key), 1.0),
+        collate_fn=lambda examples, *rest, **options: collate_fn(examples),
+        lr_schedule_fn=optax.linear_schedule(0.1, 0.0, 10),
+    ).train(EXAMPLES, 2),
+    "any arguments": lambda: trainer(loss_fn=lambda *args: loss_fn(*args)).train(EXAMPLES, 2),
+    "a filter-jitted loss": lambda: trainer(loss_fn=eqx.filter_jit(loss_fn)).train(EXAMPLES, 2),
+    "a PyTree of arrays": lambda: trainer(
+        model={"w": jnp.ones((3, 4))}, loss_fn=lambda model, batch, key: jnp.mean(batch["x"] @ model["w"].T)
+    ).train(EXAMPLES, 2),
+    "a generator for one epoch": lambda: fit(examples=numbers()),
+    "numbers of any kind": lambda: fit(
+        metric_fn=lambda examples, outputs: {"a": np.float32(1), "b": jnp.ones(()), "c": True, "d": 2, "e": np.array(0.5)}
+    ),
+    "the trainer's own model": lambda: (
+        (made := stale_model()[0]).get_default_predictor(pred_fn).predict(EXAMPLES, 2, made.model)
+    ),
+}
+
+
+def main(names):
+    for name, mistake in {**MISTAKES, **FINE}.items():
+        if names and name not in names:
+            continue
+        result = {"name": name}
+        try:
+            mistake()
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)[1:]
+            result.update(
+                kind=type(error).__name__,
+                message=str(error),
+                notes=getattr(error, "__notes__", []),
+                frames=[[frame.filename, frame.name] for frame in frames],
+            )
+            if names:
+                traceback.print_exc()
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
