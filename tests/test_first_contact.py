@@ -31,7 +31,10 @@ THESE = "Give it these parameters; bind others with `functools.partial`."
 OF_THREE = "expected a function of `(model, batch, key)`, got one of"
 ROWS = "`per_device_batch_size`: expected"
 ITEMS = "expected an item an example, got"
-LOADER = "a DataLoader, whose items are whole batches. Pass its `dataset`: redeqx shuffles, batches and calls `collate_fn` itself."
+LOADER = (
+    "a DataLoader, whose items are whole batches. "
+    "Pass its `dataset`: redeqx shuffles, batches and calls `collate_fn` itself."
+)
 ONCE = "which can be read once. Pass a list, or a function of the epoch that returns a new one: `lambda epoch: ...`."
 NAN = "`loss` at step 1: expected the loss to be finite, got nan. Nothing was saved yet. Its batch is"
 RANGE = "finite, but labels or ids are out of range: `y` has values from"
@@ -131,7 +134,13 @@ MESSAGES = {
     "rows 0": ("ValueError", f"{ROWS} at least 1, got 0. Pass a positive number."),
     "rows -1": ("ValueError", f"{ROWS} at least 1, got -1. Pass a positive number."),
     "rows '4'": ("TypeError", f"{ROWS} an integer, got '4'. Pass a whole number."),
-    "rows None": ("TypeError", f"{ROWS} an integer, got None. Pass a whole number."),
+    "rows None": (
+        "ValueError",
+        "`per_device_batch_size`, `batch_size`: expected one of the two, got neither. "
+        "Pass `batch_size`, examples an update.",
+    ),
+    "batch_size 8.0": ("TypeError", "`batch_size`: expected an integer, got 8.0. Pass 8."),
+    "eval_batch_size True": ("TypeError", "`eval_batch_size`: expected an integer, got True. Pass a whole number."),
     "rows of train": ("TypeError", f"{ROWS} an integer, got 4.0. Pass 4."),
     "rows of eval_loss": ("TypeError", f"{ROWS} an integer, got 4.0. Pass 4."),
     "rows of predict": ("TypeError", f"{ROWS} an integer, got 4.0. Pass 4."),

@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import traceback
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 os.environ.setdefault("NPROC", "16")
@@ -107,6 +107,7 @@ class Broken:
         return EXAMPLES[i]
 
 
+@cache
 def stale_model():
     made = trainer()
     made.train(EXAMPLES, 2)
@@ -186,6 +187,8 @@ MISTAKES = {
     "rows -1": lambda: fit(rows=-1),
     "rows '4'": lambda: fit(rows="4"),
     "rows None": lambda: fit(rows=None),
+    "batch_size 8.0": lambda: trainer().train(EXAMPLES, batch_size=8.0),
+    "eval_batch_size True": lambda: trainer().fit(EXAMPLES, 2, 1, eval_examples=EXAMPLES, eval_batch_size=True),
     "rows of train": lambda: trainer().train(EXAMPLES, 4.0),
     "rows of eval_loss": lambda: trainer().eval_loss(EXAMPLES, 4.0),
     "rows of predict": lambda: predictor().predict(EXAMPLES, 4.0),
