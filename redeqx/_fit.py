@@ -30,7 +30,7 @@ from ._data import (
 from ._dry_run import Job
 from ._interrupts import Preempted
 from ._record import RECORD
-from ._untrusted import DamagedError, brief, damaged
+from ._untrusted import DamagedError, brief, damaged, is_size
 
 if TYPE_CHECKING:
     from ._trainer import Trainer
@@ -94,27 +94,50 @@ class Standing:
 
 # What decides which examples a step holds, and how they are computed.
 _SETTING = ("batch_size", "train_size", "drop_remainder", "accumulate_grad_batches", "sample")
-_NUMBER = (int, float)
-_RECORDED: dict[str, Any] = {
-    **dict.fromkeys(("step", "seed", "fit", "epoch", "examples"), int),
-    "data_state": object,
-    "train_size": (int, type(None)),
-    "best": dict,
+_MAX_STEP = 2**31  # the count of steps is an int32
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)  # True is an int, too
+
+
+def _is_best(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(best, dict) and _is_number(best.get("value")) and is_size(best.get("step")) for best in value.values()
+    )
+
+
+_SIZE = ("an integer from 0 on", is_size)
+_SIZE_OR_NONE = ("an integer from 1 on, or null", lambda value: value is None or (is_size(value) and value > 0))
+# What a Trainer writes, each with the values that it can have; `data_state` is the user's own.
+_RECORDED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "step": (f"an integer from 0 to {_MAX_STEP - 1}", lambda value: is_size(value) and value < _MAX_STEP),
+    "seed": ("an integer", lambda value: type(value) is int),
+    **dict.fromkeys(("fit", "epoch", "examples"), _SIZE),
+    "data_state": ("any JSON", lambda value: True),
+    **dict.fromkeys(("train_size", "batch_size", "accumulate_grad_batches"), _SIZE_OR_NONE),
+    "drop_remainder": ("true, false or null", lambda value: value is None or isinstance(value, bool)),
+    "sample": ("a crc32, or null", lambda value: value is None or (is_size(value) and value < 2**32)),
+    "best": ("a value and a step for each tag", _is_best),
+    "n_skipped": _SIZE,
+    "learning_rate": ("a number, or null", lambda value: value is None or _is_number(value)),
+    "metrics": ("numbers by name", lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))),
+}
+# What earlier releases did not write, and what it was then.
+_SINCE: dict[str, Any] = {
+    **dict.fromkeys(("batch_size", "accumulate_grad_batches", "drop_remainder", "sample", "learning_rate")),
+    "n_skipped": 0,
+    "metrics": {},
 }
 
 
 def check_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Raise DamagedError where a checkpoint's record is not one that a Trainer has written."""
-    for name, kind in _RECORDED.items():
-        if name not in record or not isinstance(record[name], kind):
-            got = brief(record[name]) if name in record else "none"
-            raise damaged(folder / RECORD, f"`{name}` as a Trainer leaves it", got)
-    for tag, best in record["best"].items():
-        match best:
-            case {"value": value, "step": int()} if isinstance(value, _NUMBER):
-                pass
-            case _:
-                raise damaged(folder / RECORD, f"value and step of `best`'s {brief(tag)}", brief(best))
+    for name, (rule, is_right) in _RECORDED.items():
+        if name not in record and name not in _SINCE:
+            raise damaged(folder / RECORD, f"`{name}`, {rule}", "none")
+        if not is_right(value := record.get(name, _SINCE.get(name))):
+            raise damaged(folder / RECORD, f"`{name}` to be {rule}", brief(value))
 
 
 @dataclass(frozen=True)

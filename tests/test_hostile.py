@@ -507,6 +507,37 @@ def test_a_record_that_is_of_no_run(tmp_path, name):
         assert name in said
 
 
+VALUES = {
+    "step": [10**30, 2**31, -5, True, 3.0, "3", None],
+    "seed": [True, 0.0, "0", None],
+    "fit": [-1, True, 2**63, 1.0],
+    "epoch": [10**30, -5, False, 1.5],
+    "examples": [-7, True, 10**30, 5.0],
+    "train_size": [0, -9, True, 10**30, 9.0],
+    "best": [
+        None,
+        [],
+        *({"argmin_loss": best} for best in (None, 3, [], {}, {"value": 1.0}, {"value": "x", "step": 2})),
+        *({"argmin_loss": {"value": 1.0, "step": step}} for step in (-2, True, 2.0, 10**30, None)),
+        {"argmin_loss": {"value": True, "step": 2}},
+    ],
+    "n_skipped": [-1, True, 10**30, 0.0, None],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_record_of_values_that_no_run_has(tmp_path, name):
+    for value in VALUES[name]:
+        said = refusal(tmp_path / "trainer.json", check_record, tmp_path, {**RUN, name: value}, error=DamagedError)
+        assert f"trainer.json`: expected `{name}` to be " in said and f", got {brief(value)}. " in said
+
+
+def test_a_record_of_extreme_values_that_a_run_may_have(tmp_path):
+    best = {"argmax_x": {"value": -1, "step": 0}, "argmin_x": {"value": float("-inf"), "step": 2**31 - 1}}
+    largest = {"step": 2**31 - 1, "seed": -1, "fit": 0, "epoch": 2**62, "examples": 0, "best": best, "n_skipped": 7}
+    check_record(tmp_path, {**RUN, **largest})
+
+
 def test_a_record_as_deep_as_can_just_be_read(saved):
     """Between what the reader of JSON takes and what its writer takes: no depth falls through."""
     folder, said = saved.folder / "step_00000002", set()
