@@ -13,6 +13,7 @@ import math
 import os
 import struct
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -209,11 +210,13 @@ class Writer:
     def _write_block(self, fd: int, tensor: _Tensor, block: Block, pool: ThreadPoolExecutor) -> int:
         crc32, begin = Crc32(), len(self._header) + tensor.start
         flat = block.values().reshape(-1)
-        written: list[Future[None]] = []
+        written: deque[Future[None]] = deque()
         for place, at, n in block.runs(tensor.shape):
             offset = begin + place * tensor.dtype.itemsize
             for chunk in _chunks(flat[at : at + n], tensor.dtype):
                 if len(chunk) >= _LARGE:
+                    if len(written) == _WRITERS - 1:  # a cast chunk is a copy: on a slow disk a whole tensor would queue up
+                        written.popleft().result()
                     written.append(pool.submit(_pwrite, fd, chunk, offset))
                 else:
                     _pwrite(fd, chunk, offset)
@@ -312,12 +315,13 @@ class TensorFile:
         size = path.stat().st_size
         if size < 8:
             raise damaged(path, "at least the 8 bytes of a header's length", f"{size} bytes")
-        content = np.memmap(path, dtype=np.uint8, mode="r")
-        (length,) = struct.unpack("<Q", content[:8].tobytes())
-        if not 2 <= length <= min(size - 8, _MAX_HEADER):
-            raise damaged(path, f"a header of 2 to {min(size - 8, _MAX_HEADER)} bytes", f"a length of {length}")
+        with open(path, "rb") as file:  # not mapped: a disk that fails then ends the process without an exception
+            (length,) = struct.unpack("<Q", file.read(8))
+            if not 2 <= length <= min(size - 8, _MAX_HEADER):
+                raise damaged(path, f"a header of 2 to {min(size - 8, _MAX_HEADER)} bytes", f"a length of {length}")
+            header = file.read(length)
         try:
-            fields = parse_json(content[8 : 8 + length].data)
+            fields = parse_json(header)
         except ValueError as error:
             raise damaged(path, "a header of JSON", str(error)) from error
         if not isinstance(fields, dict):
@@ -327,7 +331,8 @@ class TensorFile:
                 pass
             case _:
                 raise damaged(path, "a `__metadata__` of texts", brief(metadata))
-        self._data = content[8 + length :]
+        self.begin = 8 + length  # of the tensors' bytes
+        self._data = np.memmap(path, dtype=np.uint8, mode="r")[self.begin :]
         self._tensors = {name: _parse(path, name, field) for name, field in fields.items()}
         stop = 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
@@ -348,6 +353,11 @@ class TensorFile:
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape."""
         return self._tensor(name).shape
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Where a tensor's bytes begin and end in the file."""
+        tensor = self._tensor(name)
+        return self.begin + tensor.start, self.begin + tensor.stop
 
     def dtype(self, name: str) -> np.dtype:
         """A tensor's dtype, as numpy (with JAX's extensions) names it."""

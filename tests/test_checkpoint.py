@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections import namedtuple
 
@@ -722,3 +723,23 @@ def test_killed_at_every_step_of_a_save(tmp_path, step):
     """Step 300 is a new checkpoint; step 200 one beside a committed checkpoint of the same step."""
     n_kills, n_old = map(int, run(KILLED.replace("STEP)", f"{step})").replace("STEP,", f"{step},"), tmp_path).split())
     assert n_kills > 20 and 0 < n_old < n_kills
+
+
+def test_a_cast_save_queues_little(tmp_path, monkeypatch):
+    """On a disk that is slower than the casts, a tensor does not pile up in memory."""
+    monkeypatch.setattr(_safetensors, "CHUNK", 2**20)
+    leaves, pwrite = {"w": np.ones(2**24, np.float32)}, os.pwrite
+    writer = Writer(leaves, jnp.bfloat16)
+    writer.create(tmp_path / "x")
+    blocks = own_blocks(leaves)
+
+    def slow(fd, data, offset):
+        time.sleep(0.005)
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    tracemalloc.start()
+    writer.write(tmp_path / "x", blocks)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 * 2**20  # two that are written, one that waits for them, and what numpy takes for a cast
