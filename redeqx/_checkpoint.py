@@ -26,7 +26,9 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +39,24 @@ from jaxtyping import PyTree
 from ._layouts import FileEach, InPlace, Layout, Ways, probe
 from ._paths import listed, nearest
 from ._peers import Peers
-from ._record import RECORD, RESERVED, TMP, leads_out, own, read_json, read_record, write_json, write_record
-from ._safetensors import array_leaves, file_size, need_arrays
-from ._sources import INDEX, load_tree
-from ._untrusted import brief, brief_name
+from ._record import (
+    RECORD,
+    RESERVED,
+    TENSORS,
+    TMP,
+    Manifest,
+    agree_on_manifest,
+    agreed,
+    leads_out,
+    own,
+    read_json,
+    read_manifest,
+    write_json,
+    write_record,
+)
+from ._safetensors import TensorFile, array_leaves, file_size, need_arrays
+from ._sources import INDEX, Source, check_tree, load_tree
+from ._untrusted import DamagedError, brief, brief_name
 
 _INDEX = "index.json"
 _MAX_KNOWN = 50  # names of checkpoints listed by one error
@@ -99,9 +115,17 @@ class Checkpoints:
         self._ways: Ways | None = None  # until the first save has tried
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the save in the background
+        self._damaged: dict[str, DamagedError] = {}  # by the checkpoint's name, what was found wrong with it
 
     def index(self) -> dict[str, str]:
-        """The name of the checkpoint that each tag (`"last"`, ...) stands for."""
+        """The name of the checkpoint that each tag (`"last"`, ...) stands for.
+
+        A file that is missing, or that names no last checkpoint, is made up for by what the checkpoints' own files say.
+        """
+        index = self._written_index()
+        return index if "last" in index else {**self._lost_index(), **index}
+
+    def _written_index(self) -> dict[str, str]:
         path = self.folder / _INDEX
         index = read_json(own(path)) if os.path.lexists(path) else {}
         for tag, name in index.items():
@@ -117,19 +141,49 @@ class Checkpoints:
             return []
         return sorted((path.name for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=_order)
 
+    def _lost_index(self) -> dict[str, str]:
+        """What the index would say of the checkpoints that are complete, as far as a look at them tells."""
+        index: dict[str, str] = {}
+        for name in self.names():
+            if (manifest := self._glance(name)) is not None:
+                index |= dict.fromkeys([*manifest.tags, "last"], name)
+        return index
+
+    def _glance(self, name: str) -> Manifest | None:
+        """The manifest of a checkpoint whose files are all there in their sizes; None of any other. Nothing else is read."""
+        if name in self._damaged or leads_out(self.folder / name):
+            return None
+        sees_all = self._peers.n == 1 or (self._ways is not None and self._ways.is_shared)
+        try:
+            return read_manifest(self.folder / name, is_part=not sees_all)
+        except (ValueError, OSError):
+            return None
+
     def newest(self) -> list[Path]:
         """The folders of the checkpoints to go on from, the one that the index calls last first, then older ones; in every
-        process as the one finds them that has the newest."""
+        process as the one finds them that has the newest.
+
+        Warns where the index names no last checkpoint, and all that are there are taken, from the newest on.
+        """
 
         def found() -> list[str]:
-            last = self.index().get("last")
-            if last is None:
-                return []
-            own(self.folder / last)
-            older = [name for name in reversed(self.names()) if _order(name) < _order(last)]
-            return [last, *(name for name in older if not leads_out(self.folder / name))]
+            last, names = self._written_index().get("last"), self.names()
+            if last is not None:
+                own(self.folder / last)
+                names = [*(name for name in names if _order(name) < _order(last)), last]
+            return [name for name in reversed(names) if name == last or not leads_out(self.folder / name)]
 
-        names = max(self._peers.together("newest", found), key=lambda names: _order(names[0]) if names else (-1, 0))
+        everywhere = agreed(
+            self._peers, "newest", self.folder / _INDEX, lambda: [self._written_index().get("last"), found()]
+        )
+        last, names = max(everywhere, key=lambda each: _order(each[1][0]) if each[1] else (-1, 0))
+        if names and last is None:
+            why = "no such file" if not os.path.lexists(self.folder / _INDEX) else "none of that name"
+            warnings.warn(
+                f"`{self.folder / _INDEX}`: expected the name of the `last` checkpoint, got {why}. "
+                f"The newest one that is complete is taken.",
+                stacklevel=5,
+            )
         return [self.folder / name for name in names]
 
     def resolve(self, which: str | Path) -> Path:
@@ -173,29 +227,107 @@ class Checkpoints:
             f"{nearest(str(which), known)} Pass one of those."
         )
 
-    def record(self, path: Path) -> dict[str, Any]:
+    def record(self, path: Path, *, tensors: bool = True) -> dict[str, Any]:
         """What `save` was given as `record`, once size and checksum of each of the checkpoint's files are found right.
 
-        What only some processes see of it, the others get from them. Raises ValueError where the checkpoint is of an unknown
-        version, or a file is missing, truncated or altered.
-        """
-        return read_record(path, self._peers, self._say)
+        What only some processes see of it, the others get from them.
 
-    def load(self, path: Path, kind: str, template: PyTree, shardings: Callable[[str], Sharding] | None = None) -> PyTree:
-        """`load_tree` of one of a checkpoint's trees; `record` is what verifies the checksums.
+        **Arguments:**
+
+        - `tensors`: whether to read the files of tensors too; without, of these the sizes alone are verified, and
+            `load(verify=True)` does the rest.
+
+        Raises DamagedError where the checkpoint is of an unknown version, or a file is missing, truncated, altered or cannot
+        be read.
+        """
+        with self._noting(path):
+            manifest, checks = agree_on_manifest(path, self._peers, self._say)
+            if tensors:
+                checks.verify(name for name in manifest.files if name.endswith(TENSORS))
+                self._damaged.pop(path.name, None)
+        return manifest.record
+
+    @contextmanager
+    def _noting(self, path: Path) -> Iterator[None]:
+        """Remember which checkpoints are damaged, of which `save` keeps none in the place of one that is not."""
+        try:
+            yield
+        except DamagedError as error:
+            self.note_damage(path, error)
+            raise
+
+    def note_damage(self, path: Path, error: DamagedError) -> None:
+        """Remember that a checkpoint is damaged."""
+        if path.parent == self.folder:
+            self._damaged[path.name] = error
+
+    def damage(self, path: Path) -> DamagedError | None:
+        """What was found wrong with a checkpoint; None where nothing was."""
+        return self._damaged.get(path.name) if path.parent == self.folder else None
+
+    def forget_damage(self) -> None:
+        """Look at every checkpoint anew."""
+        self._damaged.clear()
+
+    def match(self, path: Path, kind: str, template: PyTree) -> None:
+        """Raise, in all processes, what `load` would raise of a file's header: it reads no tensors."""
+        with self._noting(path):
+            file = path / f"{kind}{TENSORS}"
+            agreed(self._peers, f"check {kind}", file, lambda: check_tree(Source(self._file(path, kind)), template, kind))
+
+    def load(
+        self,
+        path: Path,
+        kind: str,
+        template: PyTree,
+        shardings: Callable[[str], Sharding] | None = None,
+        *,
+        verify: bool = False,
+    ) -> PyTree:
+        """`load_tree` of one of a checkpoint's trees.
 
         **Arguments:**
 
         - `kind`: `"model"`, `"optimizer"` or `"model_state"`.
+        - `verify`: whether to verify the checksums while the tensors are read; else `record` has done so.
 
-        Raises ValueError where the checkpoint has no such tree, or not one like the template.
+        Raises DamagedError where a file is not what was saved, or cannot be read; ValueError where the checkpoint has no
+        such tree, or not one like the template. All processes raise the same.
         """
+        with self._noting(path):
+            checks = agree_on_manifest(path, self._peers, self._say)[1] if verify else None
+            trees: list[PyTree] = []
+
+            def read() -> dict[str, int]:
+                file = self._file(path, kind)
+                sums: dict[str, int] = {}
+
+                def add(file: TensorFile, start: int, stop: int) -> None:
+                    assert checks is not None
+                    sums[file.path.name] = sums.get(file.path.name, 0) ^ checks.contribution(file.path, start, stop)
+
+                if checks is not None:
+                    for each in Source(file).files:
+                        add(each, 0, each.begin)
+                add_tensor = None if checks is None else lambda file, name: add(file, *file.span(name))
+                trees.append(load_tree(file, template, shardings, kind, add_tensor))
+                return sums
+
+            found = agreed(self._peers, f"load {kind}", path / f"{kind}{TENSORS}", read)
+            for name in found[0]:
+                assert checks is not None
+                checks.compare(name, [sums[name] for sums in found])
+        (tree,) = trees
+        return tree
+
+    def _file(self, path: Path, kind: str) -> Path:
+        """The file of one of a checkpoint's trees, or the index of its files. Raises ValueError where there is none."""
         file = own(path / f"{kind}.safetensors")
         file = file if file.is_file() else own(path / f"{kind}{INDEX}")
         if not file.is_file():
             there = ", ".join(sorted({re.split(r"[-.]", other.name)[0] for other in path.glob("*.safetensors")}))
             raise ValueError(f"`{path}`: expected one of {there}, got {kind!r}. Save it, or load without it.")
-        return load_tree(file, template, shardings, what=kind)
+        return file
 
     def save(
         self,
@@ -364,7 +496,7 @@ class Checkpoints:
 
     def _put_in_place(self, save: _Save, written: Sequence[Mapping[str, Any]]) -> None:
         tmp = self._tmp(save)
-        write_record(tmp, save.record, save.layout.finish(tmp, written))
+        write_record(tmp, save.record, save.tags, save.layout.finish(tmp, written))
         _fsync_folder(tmp)
         os.rename(tmp, self.folder / save.name)
         _fsync_folder(self.folder)
@@ -376,9 +508,15 @@ class Checkpoints:
         _fsync_folder(self.folder)
 
     def _prune(self, keep_last: int) -> None:
-        kept = {*self.index().values(), *self.names()[-keep_last:][:keep_last]}
-        for name in self.names():
-            if name not in kept:
+        """Remove what is older than the newest checkpoints that are complete, unless the index names it.
+
+        One that is damaged is not counted, and goes when those before it go.
+        """
+        named, names = set(self.index().values()), self.names()
+        complete = [name for name in names if self._glance(name) is not None] or names
+        oldest = _order(complete[-max(keep_last, 1) :][0])
+        for name in names:
+            if name not in named and (_order(name) < oldest or keep_last == 0):
                 self._remove(name)
 
     def _sweep(self) -> None:

@@ -8,9 +8,11 @@ Zeros after a piece turn its checksum by a matrix of bits, as in zlib's `crc32_c
 
 import zlib
 from functools import lru_cache
+from pathlib import Path
 
 _ONES = 0xFFFFFFFF
 _POLYNOMIAL = 0xEDB88320  # of crc32, bits reversed
+_CHUNK = 2**24  # bytes read at once
 
 
 class Crc32:
@@ -34,6 +36,17 @@ class Crc32:
         """To a file of `size` bytes."""
         assert size >= self._stop, "a file ends after its pieces"
         return _past_zeros(self._register, size - self._stop)
+
+
+def crc32_of_range(path: Path, start: int, stop: int) -> Crc32:
+    """What the bytes `[start, stop)` of a file contribute; each is read once, in order. Raises OSError."""
+    crc32 = Crc32()
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while start < stop and (chunk := file.read(min(_CHUNK, stop - start))):
+            crc32.add(chunk, start)
+            start += len(chunk)
+    return crc32
 
 
 def crc32_of(contributions: list[int], size: int) -> int:

@@ -320,6 +320,10 @@ class Deployer:
             self._records_begun = True
             self.console.rewind(step)
 
+    def forget_records(self) -> None:
+        """Let `begin_records` act once more, for a run that begins anew from an earlier step."""
+        self._records_begun = False
+
     def save_outputs(self, outputs: Sequence[Any], name: str = "outputs.jsonl") -> Path:
         """Writes one JSON line an output to `workdir/outputs/NAME` and returns its path. Arrays become nested lists.
 

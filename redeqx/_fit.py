@@ -121,7 +121,7 @@ _RECORDED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "best": ("a value and a step for each tag", _is_best),
     "n_skipped": _SIZE,
     "learning_rate": ("a number, or null", lambda value: value is None or _is_number(value)),
-    "metrics": ("numbers by name", lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))),
+    "metrics": ("an object", lambda value: isinstance(value, dict)),
 }
 # What earlier releases did not write, and what it was then.
 _SINCE: dict[str, Any] = {
@@ -229,6 +229,10 @@ class Options:
             raise ValueError("`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`.")
 
 
+class DamagedCheckpoint(DamagedError):
+    """A checkpoint that a fit was about to go on from turned out to be damaged while it was read."""
+
+
 @dataclass
 class Fit:
     """One fit of a trainer, under way."""
@@ -236,6 +240,7 @@ class Fit:
     trainer: "Trainer"
     options: Options
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest evaluation
+    warned: set[Path] = field(default_factory=set)  # of damaged checkpoints
 
     def __post_init__(self) -> None:
         options, trainer = self.options, self.trainer
@@ -252,8 +257,17 @@ class Fit:
         """Train to the end of the last epoch; returns the metrics of the last evaluation."""
         options, trainer = self.options, self.trainer
         trainer.deployer.peers.agree("fit", options.plain)
+        while True:
+            try:
+                return self._run()
+            except DamagedCheckpoint:
+                trainer.deployer.forget_records()  # before the first step: begun anew from the checkpoint before
+
+    def _run(self) -> dict[str, float]:
+        options, trainer = self.options, self.trainer
         start = self._begin()
         if start is None:
+            trainer._ensure_placed(None)
             trainer.deployer.log_info("this fit is done already: the checkpoint was saved after it")
             trainer._n_fits += 1
             return self.metrics
@@ -345,23 +359,31 @@ class Fit:
         trainer.deployer.log_info(f"resuming from {path}, step {trainer.step}")
 
     def _first_whole(self, there: Sequence[Path]) -> tuple[Path | None, dict[str, Any]]:
-        """The first of these checkpoints that is whole, with its record; each that is not is warned of.
+        """The first of these checkpoints that shows no damage before its tensors are read, with its record; each that does
+        is warned of.
 
-        Raises ValueError where none of them is: a run is not begun anew over what may be mended.
+        Raises ValueError where none is left: a run is not begun anew over what may be mended.
         """
         checkpoints = self.trainer._checkpoints
         assert checkpoints is not None
         problem: DamagedError | None = None
         for path in there:
-            try:
-                record = checkpoints.record(path)
-                check_record(path, record)
-            except DamagedError as error:
-                problem = problem or error
-                warnings.warn(f"{error} It is passed over for the one before.", stacklevel=5)
-                continue
-            return path, record
+            error = checkpoints.damage(path)
+            if error is None:
+                try:
+                    # Tensors are verified while they are restored, for which this fit must be able to begin once more.
+                    record = checkpoints.record(path, tensors=hasattr(self.options.train_examples, "__next__"))
+                    check_record(path, record)
+                    return path, record
+                except DamagedError as raised:
+                    error = raised
+            checkpoints.note_damage(path, error)
+            if path not in self.warned:
+                self.warned.add(path)
+                warnings.warn(f"{error} It is passed over for the one before.", stacklevel=6)
+            problem = problem or error
         if problem is not None:
+            checkpoints.forget_damage()
             raise problem
         return None, {}
 

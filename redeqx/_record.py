@@ -7,24 +7,27 @@ disk of its own, once it has got from other processes what is missing there.
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ._crc32 import Crc32, crc32_of
+from ._crc32 import crc32_of, crc32_of_range
 from ._peers import Peers
 from ._safetensors import CHUNK
-from ._untrusted import brief, damaged, is_plain, is_size, load_json
+from ._untrusted import DamagedError, brief, damaged, is_plain, is_size, load_json, unreadable
 
 FORMAT = "redeqx"
 VERSION = 1
 READABLE_VERSIONS = (1,)
 RECORD = "trainer.json"
-RESERVED = ("format", "version", "files", "crc32")  # what a record says of itself
+RESERVED = ("format", "version", "tags", "files", "crc32")  # what a record says of itself
+TENSORS = ".safetensors"  # what the name of a file of tensors ends with
 TMP = ".tmp_"  # what a name begins with that is no part of a checkpoint yet
 
 
@@ -40,6 +43,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object that a file holds. Raises DamagedError for another file."""
     try:
         value = load_json(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
     except ValueError as error:
         raise damaged(path, "JSON", str(error)) from error
     if not isinstance(value, dict):
@@ -62,35 +67,92 @@ def own(path: Path) -> Path:
     return path
 
 
-def write_record(folder: Path, record: Mapping[str, Any], files: Mapping[str, Mapping[str, int]]) -> None:
+def write_record(
+    folder: Path, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
+) -> None:
     """Write a record, and fsync.
 
     **Arguments:**
 
     - `record`: what JSON can hold, without the names in `RESERVED`.
+    - `tags`: what the index will call the checkpoint, so that a lost index can be put together again.
     - `files`: `{"size": bytes, "crc32": checksum}` of each file beside it, by its name.
     """
-    full = {**record, "format": FORMAT, "version": VERSION, "files": files}
+    full = {**record, "format": FORMAT, "version": VERSION, "tags": list(tags), "files": files}
     write_json(folder / RECORD, {**full, "crc32": _crc32_of_record(full)})
 
 
-def read_record(folder: Path, peers: Peers, say: Callable[[str], None]) -> dict[str, Any]:
-    """What `write_record` was given as `record`, once the files are found to be what it says of them.
+def agreed(peers: Peers, topic: str, file: Path, act: Callable[[], Any]) -> list[Any]:
+    """What every process's `act()` returns (JSON), in their order; where one of them raises, all raise the same.
 
-    All processes call it together, and it raises in all of them.
-
-    Raises ValueError where the folder has no record, or one of an unknown version; DamagedError where a file is missing,
-    truncated or altered.
+    Raises DamagedError for the file that the system cannot read, and whatever ValueError `act` raises.
     """
-    is_shared = _complete(folder, peers, say)
+    value = raised = None
+    try:
+        value = act()
+    except OSError as error:
+        raised = unreadable(file, error)
+    except ValueError as error:
+        raised = error
+    problem = None if raised is None else [isinstance(raised, DamagedError), str(raised)]
+    found = peers.gather(topic, [value, problem])
+    if raised is not None and peers.n == 1:
+        raise raised
+    for _, problem in found:
+        if problem is not None:
+            raise (DamagedError if problem[0] else ValueError)(problem[1]) from raised
+    return [value for value, _ in found]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint as its `trainer.json` describes it.
+
+    **Arguments:**
+
+    - `record`: what `write_record` was given.
+    - `tags`: what the index called it; none where the first releases wrote it.
+    - `files`: size and checksum of each file beside the record.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    tags: list[str]
+    files: dict[str, dict[str, int]]
+
+
+def read_manifest(folder: Path, *, is_part: bool = False) -> Manifest:
+    """The description of a checkpoint whose files are there in their sizes, as this process sees it; none is read.
+
+    **Arguments:**
+
+    - `is_part`: whether files may be missing, which are on the disks of other processes.
+
+    Raises DamagedError for any other folder, ValueError for a file that is a link to somewhere else.
+    """
+    manifest = _parsed(folder)
+    for name, expected in manifest.files.items():
+        file = own(folder / name)
+        try:
+            size = file.stat().st_size if file.is_file() else None
+        except OSError as error:
+            raise unreadable(file, error) from error
+        if size != expected["size"] and not (size is None and is_part):
+            raise damaged(file, f"{expected['size']} bytes", "no file" if size is None else str(size))
+    return manifest
+
+
+def _parsed(folder: Path) -> Manifest:
     file = folder / RECORD
-    if not file.is_file():
-        raise ValueError(f"`{folder}`: expected the folder of a checkpoint, got none with a {RECORD}. Pass one.")
+    if not os.path.lexists(file):
+        raise DamagedError(f"`{folder}`: expected the folder of a checkpoint, got none with a {RECORD}. Pass one.")
     record = read_json(own(file))
     if record.get("format") != FORMAT:
-        raise ValueError(f"`{file}`: expected the record of a {FORMAT} checkpoint, got another file. Pass the path of one.")
+        raise DamagedError(
+            f"`{file}`: expected the record of a {FORMAT} checkpoint, got another file. Pass the path of one."
+        )
     if (version := record.get("version")) not in READABLE_VERSIONS:
-        raise ValueError(
+        raise DamagedError(
             f"`{file}`: expected version {' or '.join(map(str, READABLE_VERSIONS))}, which this release "
             f"reads, got {brief(version)}. Install the release of {FORMAT} that wrote it, or a later one."
         )
@@ -101,9 +163,64 @@ def read_record(folder: Path, peers: Peers, say: Callable[[str], None]) -> dict[
         raise damaged(file, "a record that can be written again", str(error)) from error
     if crc32 != own_crc32:
         raise damaged(file, f"a record of crc32 {brief(crc32)}", str(own_crc32))
-    for name, expected in _files(file, record).items():
-        _verify(own(folder / name), expected, peers, is_shared)
-    return {key: value for key, value in record.items() if key not in RESERVED}
+    tags = record.get("tags", [])
+    if not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
+        raise damaged(file, "`tags` to be a list of names", brief(tags))
+    plain = {key: value for key, value in record.items() if key not in RESERVED}
+    return Manifest(folder, plain, tags, _files(file, record))
+
+
+class Checks:
+    """Verifies the files of a checkpoint, each byte read once and by one process.
+
+    Of one file each process reads its share; of files on disks of their own, each all of its own.
+    """
+
+    def __init__(self, manifest: Manifest, peers: Peers, is_shared: bool):
+        self._manifest, self._peers, self._is_shared = manifest, peers, is_shared
+
+    def contribution(self, file: Path, start: int = 0, stop: int | None = None) -> int:
+        """What this process's share of the bytes `[start, stop)` of a file, all by default, contributes to its checksum."""
+        if file.name not in self._manifest.files:
+            raise damaged(self._manifest.folder / RECORD, f"size and crc32 of {file.name}", "none")
+        index, n = (self._peers.index, self._peers.n) if self._is_shared else (0, 1)
+        size = self._manifest.files[file.name]["size"]
+        length = (size if stop is None else stop) - start
+        share = crc32_of_range(file, start + length * index // n, start + length * (index + 1) // n)
+        return share.contribution(size)
+
+    def compare(self, name: str, contributions: Sequence[int]) -> None:
+        """Raise DamagedError for a file that has another checksum than the manifest says.
+
+        **Arguments:**
+
+        - `contributions`: of every process, over all the bytes of the file.
+        """
+        expected = self._manifest.files[name]
+        for parts in [list(contributions)] if self._is_shared else [[part] for part in contributions]:
+            if (crc32 := crc32_of(parts, expected["size"])) != expected["crc32"]:
+                raise damaged(self._manifest.folder / name, f"crc32 {expected['crc32']}", str(crc32))
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Read whole files; raises DamagedError, in all processes, for one that is not what the manifest says."""
+        for name in names:
+            file = self._manifest.folder / name
+            self.compare(name, agreed(self._peers, "verify", file, partial(self.contribution, file)))
+
+
+def agree_on_manifest(folder: Path, peers: Peers, say: Callable[[str], None]) -> tuple[Manifest, Checks]:
+    """As `read_manifest`, of all processes together, once files that a process lacks have been copied to it. Files that hold
+    no tensors are verified; `Checks` verifies the others.
+
+    Raises as `read_manifest` does, in all processes.
+    """
+    is_shared = _complete(folder, peers, say)
+    manifests: list[Manifest] = []
+    agreed(peers, "manifest", folder / RECORD, lambda: manifests.append(read_manifest(folder)))
+    (manifest,) = manifests
+    checks = Checks(manifest, peers, is_shared)
+    checks.verify(name for name in manifest.files if not name.endswith(TENSORS))
+    return manifest, checks
 
 
 def _crc32_of_record(record: Mapping[str, Any]) -> int:
@@ -127,33 +244,6 @@ def _files(path: Path, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     return files
 
 
-def _verify(file: Path, expected: Mapping[str, int], peers: Peers, is_shared: bool) -> None:
-    """Raise DamagedError, in all processes, where a file has another size or checksum."""
-    # Of one file each process reads its share; of files on disks of their own, each all of its own.
-    n, me = (peers.n, peers.index) if is_shared else (1, 0)
-    size = file.stat().st_size if file.is_file() else None
-    share = 0 if size is None else _crc32(file, size * me // n, size * (me + 1) // n).contribution(size)
-    found = peers.gather("verify", [size, share])
-    for size, _ in found:
-        if size != expected["size"]:
-            raise damaged(file, f"{expected['size']} bytes", "no file" if size is None else str(size))
-    shares = [share for _, share in found]
-    for whole in [shares] if is_shared else [[share] for share in shares]:
-        if (crc32 := crc32_of(whole, expected["size"])) != expected["crc32"]:
-            raise damaged(file, f"crc32 {expected['crc32']}", str(crc32))
-
-
-def _crc32(path: Path, start: int, stop: int) -> Crc32:
-    """Of the bytes `[start, stop)` of a file."""
-    crc32 = Crc32()
-    with open(path, "rb") as file:
-        file.seek(start)
-        while start < stop and (chunk := file.read(min(CHUNK, stop - start))):
-            crc32.add(chunk, start)
-            start += len(chunk)
-    return crc32
-
-
 def _complete(folder: Path, peers: Peers, say: Callable[[str], None]) -> bool:
     """Bring the files that only some processes see to the others; whether all see one folder."""
     if peers.n == 1:
@@ -164,7 +254,7 @@ def _complete(folder: Path, peers: Peers, say: Callable[[str], None]) -> bool:
         stats = {file.name: file.stat() for file in files if not leads_out(file) and file.is_file()}
         return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items() if not name.startswith(TMP)}
 
-    found = peers.together("files", seen)
+    found = agreed(peers, "files", folder, seen)
     if all(each == found[0] for each in found):
         return True
     for name in sorted({name for each in found for name in each}):

@@ -33,11 +33,13 @@ class Source:
         Raises ValueError where a file is none, or not what the index says.
         """
         self.path = path
+        self.files: list[TensorFile] = []
         self._where: dict[str, TensorFile] = {}
         if path.name.endswith(INDEX):
             self._open_shards()
         else:
             file = TensorFile(path)
+            self.files = [file]
             self._where = dict.fromkeys(file.names, file)
 
     @classmethod
@@ -87,6 +89,7 @@ class Source:
                     "Fetch the folder again."
                 )
             self._where[name] = files[shard]
+        self.files = list(files.values())
 
     def names(self) -> Iterable[str]:
         """The tensors' names."""
@@ -95,6 +98,10 @@ class Source:
     def paths(self) -> Iterable[Path]:
         """The files that hold them."""
         return dict.fromkeys(file.path for file in self._where.values())
+
+    def file(self, name: str) -> TensorFile:
+        """The file that a tensor is in."""
+        return self._where[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -106,6 +113,17 @@ class Source:
     def read(self, name: str, index: Any = ...) -> np.ndarray:
         """A tensor, or what `index` (as for `numpy.ndarray`) selects from it, as a copy; nothing else is read."""
         return self._where[name].read(name, index)
+
+
+def check_tree(source: Source, template: PyTree, what: str = "model") -> None:
+    """Raise ValueError where a source's tensors are not the template's arrays, as `load_tree` does; no tensor is read."""
+    lines = _mismatches(source, array_leaves(template))
+    if lines:
+        differing = "\n  - ".join(listed(lines))
+        raise ValueError(
+            f"`{source.path}`: expected the tensors of this {what}, got {len(lines)} that differ:\n  - {differing}\n"
+            f"Build the {what} that was saved, or load the checkpoint of this one."
+        )
 
 
 def _mismatches(source: Source, wanted: Mapping[str, Any]) -> list[str]:
@@ -139,6 +157,7 @@ def load_tree(
     template: PyTree,
     shardings: Callable[[str], Sharding] | None = None,
     what: str = "model",
+    verify: Callable[[TensorFile, str], None] | None = None,
 ) -> PyTree:
     """The template with its arrays read from safetensors; each device reads only its own slices.
 
@@ -150,21 +169,18 @@ def load_tree(
         floating dtype. Leaves that are no arrays are handed on as they are.
     - `shardings`: from a leaf's name to its sharding; by default the leaf's own, if it has one.
     - `what`: what errors call the template.
+    - `verify`: called with each tensor's file and name, just before the tensor is read.
 
     Raises ValueError that names the tensors that are missing, extra, of another shape or of another kind of dtype.
     """
     source = Source(path)
-    lines = _mismatches(source, array_leaves(template))
-    if lines:
-        differing = "\n  - ".join(listed(lines))
-        raise ValueError(
-            f"`{path}`: expected the tensors of this {what}, got {len(lines)} that differ:\n  - {differing}\n"
-            f"Build the {what} that was saved, or load the checkpoint of this one."
-        )
+    check_tree(source, template, what)
 
     def restore(name: str, leaf: Any) -> Any:
         if not is_array_like(leaf):
             return leaf
+        if verify is not None:
+            verify(source.file(name), name)
         shape, dtype = stored(leaf)
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return source.read(name).astype(dtype, copy=False)
@@ -172,10 +188,15 @@ def load_tree(
         if sharding is None:
             array = jnp.asarray(source.read(name).astype(dtype, copy=False))
         else:
+            slices: dict[str, np.ndarray] = {}  # of this tensor: several devices may hold the same
+
+            def read(index: Any) -> np.ndarray:
+                if (key := str(index)) not in slices:
+                    slices[key] = source.read(name, index).astype(dtype, copy=False)
+                return slices[key]
+
             # A key's sharding serves its data too: the one dim that data have more comes last, and is whole.
-            array = jax.make_array_from_callback(
-                shape, sharding, lambda index: source.read(name, index).astype(dtype, copy=False)
-            )
+            array = jax.make_array_from_callback(shape, sharding, read)
         if array.dtype != dtype:
             raise ValueError(f"`{name}`: expected {dtype}, got {array.dtype} from JAX. Set `jax_enable_x64` to load it.")
         if is_key(leaf):

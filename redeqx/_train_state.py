@@ -1,6 +1,6 @@
 """The arrays that training carries from step to step, on their mesh, and their way into a checkpoint and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from ._checkpoint import Checkpoints
@@ -15,6 +16,7 @@ from ._mesh import put, replicated
 from ._paths import named_leaves
 from ._plan import place
 from ._program import Program
+from ._shards import is_key
 from ._step import Parts
 
 
@@ -27,16 +29,18 @@ class TrainState:
     - `trained`, `frozen`, `opt_state`, `layers`: arrays, as the program's shapes say.
     - `steps`: how many were taken, and how many of those were skipped; int32 `[2]`.
     - `key`: the run's key, of which each step takes its own.
+    - `is_loaded`: whether all values are there; without, some of the arrays are shapes alone.
     """
 
     parts: Parts
     program: Program
-    trained: list[Array]
-    frozen: list[Array]
-    opt_state: list[Array]
-    layers: list[Array]
+    trained: list[Any]
+    frozen: list[Any]
+    opt_state: list[Any]
+    layers: list[Any]
     steps: Array
     key: Array
+    is_loaded: bool = True
 
     @classmethod
     def of(cls, parts: Parts, program: Program, model: PyTree, model_state: PyTree | None, key: Array) -> "TrainState":
@@ -57,6 +61,20 @@ class TrainState:
             for i, shape in enumerate(shapes):
                 arrays[i] = jax.device_put(arrays[i], shape.sharding)
         self.program = program
+
+    @classmethod
+    def to_load(cls, parts: Parts, program: Program, model: PyTree, key: Array) -> "TrainState":
+        """One that `load` is to fill: no initial values are made, and of the model's only those are held that `of` would
+        take over, until `load` frees them."""
+        whole = replicated(program.plan.mesh)
+        given = parts.take(model)
+        trained, frozen = (
+            [leaf if isinstance(leaf, jax.Array) and leaf.sharding == shape.sharding else shape for leaf, shape in pairs]
+            for pairs in map(zip, given, map(_canonical, (program.trained, program.frozen)))
+        )
+        steps = put(np.zeros(2, np.int32), whole)
+        opt_state, layers = _canonical(program.opt_state), _canonical(program.state)
+        return cls(parts, program, trained, frozen, opt_state, layers, steps, put(key, whole), is_loaded=False)
 
     @property
     def model(self) -> PyTree:
@@ -92,24 +110,60 @@ class TrainState:
         model_state = {"model_state": self.model_state} if self.layers else {}
         return {"model": self.model, **model_state, **({"optimizer": self.opt_tree} if opt_state else {})}
 
-    def load(self, checkpoints: Checkpoints, path: Path, steps: tuple[int, int] | None) -> None:
-        """Take the values of a checkpoint, each device its own slices; nothing changes before everything has been read.
+    def match(self, checkpoints: Checkpoints, path: Path, *, opt_state: bool) -> None:
+        """Raise ValueError where a checkpoint is of another model or optimizer; its headers are read, and no tensors."""
+        for kind, (template, _) in self._templates(opt_state).items():
+            checkpoints.match(path, kind, template)
+
+    def load(self, checkpoints: Checkpoints, path: Path, steps: tuple[int, int] | None, *, verify: bool = False) -> None:
+        """Take the values of a checkpoint, each device its own slices. The arrays that were there are freed first, so that
+        no device holds two states.
 
         **Arguments:**
 
         - `steps`: how many were taken and skipped there, with which the optimizer's state goes; None leaves both.
+        - `verify`: as for `Checkpoints.load`.
 
-        Raises ValueError where the checkpoint is of another model or optimizer.
+        Raises ValueError where the checkpoint is of another model or optimizer, and then nothing has changed; DamagedError
+        where a tensor is not what was saved, and then nothing is left: `is_loaded` is False.
         """
+        opt_state = steps is not None
+        self.match(checkpoints, path, opt_state=opt_state)
+        self._free(opt_state)
+        trees = {
+            kind: checkpoints.load(path, kind, template, shardings, verify=verify)
+            for kind, (template, shardings) in self._templates(opt_state).items()
+        }
+        self.trained, self.frozen = self.parts.take(trees["model"])
+        self.opt_state = jax.tree.leaves(trees["optimizer"]) if opt_state else self.opt_state
+        self.layers = jax.tree.leaves(trees["model_state"]) if self.layers else self.layers
+        if steps is not None:
+            self.steps = put(np.asarray(steps, np.int32), replicated(self.program.plan.mesh))
+        self.is_loaded = True
+
+    def _templates(self, opt_state: bool) -> dict[str, tuple[PyTree, Callable[[str], NamedSharding]]]:
+        """What `load` takes, by kind: arrays or shapes by name, and where each lives."""
+        trees = self.trees(opt_state=opt_state)
         plan, whole = self.program.plan, replicated(self.program.plan.mesh)
-        model = checkpoints.load(path, "model", self.model, plan.sharding)
-        opt_state, layers = self.opt_state, self.layers
-        if steps is not None:
-            shardings = dict(zip(named_leaves(self.opt_tree), (x.sharding for x in opt_state), strict=True))
-            opt_state = jax.tree.leaves(checkpoints.load(path, "optimizer", self.opt_tree, shardings.__getitem__))
-        if layers:
-            layers = jax.tree.leaves(checkpoints.load(path, "model_state", self.model_state, lambda _: whole))
-        self.trained, self.frozen = self.parts.take(model)
-        self.opt_state, self.layers = opt_state, layers
-        if steps is not None:
-            self.steps = put(np.asarray(steps, np.int32), whole)
+        shardings = {"model": plan.sharding, "model_state": lambda _: whole}
+        if opt_state:
+            homes = zip(named_leaves(trees["optimizer"]), (x.sharding for x in self.program.opt_state), strict=True)
+            shardings["optimizer"] = dict(homes).__getitem__
+        return {kind: (tree, shardings[kind]) for kind, tree in trees.items()}
+
+    def _free(self, opt_state: bool) -> None:
+        """Leave only the shapes of what `load` takes."""
+        program, self.is_loaded = self.program, False
+        # Deleted even where someone holds them, as a step would: the caller's name for its model must not keep a second one.
+        # Not the frozen ones, which no step deletes, and which another model may share.
+        for array in [*self.trained, *self.layers, *(self.opt_state if opt_state else [])]:
+            if isinstance(array, jax.Array):
+                array.delete()
+        self.trained, self.frozen, self.layers = map(_canonical, (program.trained, program.frozen, program.state))
+        if opt_state:
+            self.opt_state = _canonical(program.opt_state)
+
+
+def _canonical(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+    """The shapes of arrays on devices, where JAX may have narrower dtypes than the host."""
+    return [shape if is_key(shape) else shape.update(dtype=jax.dtypes.canonicalize_dtype(shape.dtype)) for shape in shapes]

@@ -6,7 +6,7 @@ checkpoints and resumption, is `_fit`.
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -27,7 +27,7 @@ from ._data import Batch, BatchSize, Prefetch, Slice, batches, check_examples, c
 from ._deployer import Deployer
 from ._devices import describe, dry, of_devices
 from ._dry_run import DryRunDone, Job, dry_run
-from ._fit import Fit, Options, Position, Standing, check_record
+from ._fit import DamagedCheckpoint, Fit, Options, Position, Standing, check_record
 from ._jaxprs import Change, Trace
 from ._mesh import FSDP, MODEL
 from ._nonfinite import why_nonfinite
@@ -40,6 +40,7 @@ from ._report import DryRun, Setting
 from ._safetensors import array_leaves, file_size
 from ._step import Functions, Parts, as_sums
 from ._train_state import TrainState
+from ._untrusted import DamagedError
 from ._user_code import explained, plainly
 
 # Metrics are read this many steps late, so that the device always has a step queued while the host reads.
@@ -165,6 +166,11 @@ class Trainer:
     @property
     def _state(self) -> TrainState:
         assert self._held is not None, "placed"
+        if not self._held.is_loaded:
+            raise ValueError(
+                "`trainer`: expected its values, got none: they were freed for a checkpoint that then could not be read. "
+                "Load one that is complete with `load_ckpt`, or make the Trainer anew."
+            )
         return self._held
 
     def _now(self) -> tuple[PyTree, PyTree]:
@@ -197,7 +203,7 @@ class Trainer:
         is_alike = all(plan.leaves[name].spec == leaf.spec for name, leaf in before.items())
         self.plan, self._is_planned = plan, batch is not None
         if self._held is None:
-            self._held = TrainState.of(self._parts, self._make_program(plan), *self._trees(), self._key)
+            self._held = self._make_state(self._make_program(plan))
             self._given = None
             self._compiled: set[Any] = set()
             self._restore()
@@ -206,6 +212,16 @@ class Trainer:
             self._held.move(self._make_program(plan))
             self._compiled = set()
             self.deployer.log_info(f"plan: {plan.summary()}; now in the order of the loss")
+
+    def _make_state(self, program: Program) -> TrainState:
+        """The state of step 0; where one is to be restored, what that is to be loaded into."""
+        model, state = self._trees()
+        if (path := self._restore_from) is None:
+            return TrainState.of(self._parts, program, model, state, self._key)
+        held = TrainState.to_load(self._parts, program, model, self._key)
+        with self._resuming(path):
+            held.match(self._need_checkpoints(), path, opt_state=True)  # before the values that were given are let go
+        return held
 
     def _agree(self) -> None:
         """Check that the arrays are still there, and that the trainers of all processes are alike."""
@@ -572,7 +588,10 @@ class Trainer:
         The next `fit` goes on from what was loaded: with its own epochs, where this trainer has not fitted before. A
         checkpoint of another workdir is a beginning: where this workdir has a run already, `fit` goes on with that run.
 
-        Raises ValueError where the checkpoint is damaged or of another model, naming what differs, and inside `fit`.
+        The arrays that were there are deleted before new ones are read, as a step would: those that `trainer.model` gave.
+
+        Raises ValueError where the checkpoint is damaged or of another model, naming what differs; nothing has
+        changed then. Inside `fit` too.
         """
         if self.deployer.is_dry_run:
             return  # it has the shapes of this model
@@ -626,12 +645,14 @@ class Trainer:
         return checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
 
     def _load(self, path: Path, load_opt_states: bool) -> dict[str, Any]:
+        """Load a checkpoint that is found complete first, as there are values to lose."""
+        assert self._held is not None
         checkpoints = self._need_checkpoints()
         record = checkpoints.record(path)
         if load_opt_states:
             check_record(path, record)
         steps = (record["step"], record.get("n_skipped", 0))
-        self._state.load(checkpoints, path, steps if load_opt_states else None)
+        self._held.load(checkpoints, path, steps if load_opt_states else None)
         if load_opt_states:
             self.step = record["step"]
         return record
@@ -645,13 +666,22 @@ class Trainer:
 
     def _restore(self) -> None:
         path, self._restore_from = self._restore_from, None
-        if path is None:
-            return
+        if path is not None:
+            assert self._held is not None
+            with self._resuming(path):
+                self._held.load(self._need_checkpoints(), path, (self.step, self._standing.n_skipped), verify=True)
+
+    @contextmanager
+    def _resuming(self, path: Path) -> Iterator[None]:
+        """Say of an error that this trainer cannot go on with a checkpoint; of a damaged one so that `fit` takes another."""
         try:
-            self._load(path, load_opt_states=True)
+            yield
         except ValueError as error:
             # A second fit finds that run again, and does not write over it.
             self.step, self._standing, self._follows = 0, Standing(), None
+            self._restore_from = None
+            if isinstance(error, DamagedError):
+                raise DamagedCheckpoint(str(error)) from error
             raise ValueError(
                 f"`workdir`: expected a run that this trainer can go on with, got {path}, which it cannot: {error} "
                 "For a new run choose another workdir."

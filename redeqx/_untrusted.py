@@ -72,6 +72,11 @@ class DamagedError(ValueError):
     """A file is not what its writer left."""
 
 
+def unreadable(path: Path, error: OSError) -> DamagedError:
+    """The error for a file that the system cannot read."""
+    return damaged(path, "a file that can be read", repr(error.strerror or str(error)))
+
+
 def damaged(path: Path, rule: str, got: str) -> DamagedError:
     """The error for a file that is not what its writer left."""
     return DamagedError(f"`{path}`: expected {rule}, got {got}. The file is damaged or unfinished: load another checkpoint.")

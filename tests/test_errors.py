@@ -422,6 +422,10 @@ def flip(path, at=-1):
     path.write_bytes(data)
 
 
+def flip_in_the_header(path):
+    flip(path, 40)
+
+
 def truncate(path):
     path.write_bytes(path.read_bytes()[:-4])
 
@@ -439,8 +443,9 @@ DAMAGED = "The file is damaged or unfinished: load another checkpoint."
         ("model.safetensors", truncate, rf"expected \d+ bytes, got \d+\. {DAMAGED}"),
         ("optimizer.safetensors", truncate, rf"expected \d+ bytes, got \d+\. {DAMAGED}"),
         ("model.safetensors", flip, rf"expected crc32 \d+, got \d+\. {DAMAGED}"),
-        ("optimizer.safetensors", lambda path: flip(path, 40), rf"expected crc32 \d+, got \d+\. {DAMAGED}"),
+        ("optimizer.safetensors", flip_in_the_header, rf"expected crc32 \d+, got \d+\. {DAMAGED}"),
         ("model.safetensors", lambda path: path.unlink(), rf"expected \d+ bytes, got no file\. {DAMAGED}"),
+        ("optimizer.safetensors", flip, rf"expected crc32 \d+, got \d+\. {DAMAGED}"),
         ("trainer.json", truncate, rf"expected JSON, got .*\. {DAMAGED}"),
         ("trainer.json", lambda path: edit_record(path, step=3), rf"expected a record of crc32 \d+, got \d+\. {DAMAGED}"),
         (
@@ -462,11 +467,9 @@ def test_a_damaged_checkpoint_is_not_loaded(file, damage, expected, workdir):
     assert trainer.step == 0
     trainer.load_ckpt("step_00000003")  # the one before is whole
     assert trainer.step == 3
-    if "version" in expected:  # it is whole, for another release
-        with pytest.raises(ValueError, match=rf"`{path}`: {expected}"):
-            make_trainer(workdir).fit(EXAMPLES, 4, 3)
-        return
     again = make_trainer(workdir)
+    if damage is flip_in_the_header:  # a resumed run reads that before it sums up the file
+        expected = rf"expected a header of JSON, got .*\. {DAMAGED}"
     with pytest.warns(UserWarning, match=rf"^`{path}`: {expected} It is passed over for the one before\.$"):
         again.fit(EXAMPLES, 4, 3)
     assert again.step > 4
