@@ -21,12 +21,14 @@ one of them cannot do, all of them raise.
 """
 
 import errno
+import gc
 import json
 import os
 import re
 import shutil
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ from jax.sharding import Sharding
 from jaxtyping import PyTree
 
 from ._layouts import FileEach, InPlace, Layout, Ways, probe
+from ._lock import Lock, LockedError
 from ._paths import listed, nearest
 from ._peers import Peers
 from ._record import (
@@ -98,15 +101,26 @@ class _Save:
     free: int
 
 
+# The one of this process that writes into a folder, or did so last; by the folder's real path.
+_owners: "weakref.WeakValueDictionary[str, Checkpoints]" = weakref.WeakValueDictionary()
+
+
 class Checkpoints:
     """The checkpoints of one run, in one folder; written by one run at a time, read by any number."""
 
-    def __init__(self, folder: Path, peers: Peers | None = None, say: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self,
+        folder: Path,
+        peers: Peers | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        run: Any = None,
+    ):
         """**Arguments:**
 
         - `folder`: made by the first save.
         - `peers`: the processes that write and read together: each makes the same calls in the same order.
         - `say`: told, once, what the folder's file system does not allow.
+        - `run`: what those of one run have in common, of which only one writes into a folder.
         """
         self.folder = folder
         self._has_place = folder.parent.is_dir()  # and so must have it at every save
@@ -115,6 +129,10 @@ class Checkpoints:
         self._ways: Ways | None = None  # until the first save has tried
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the save in the background
+        self._run = run
+        self._lock: Lock | None = None  # of process 0
+        self._is_claimed = self._is_kept = self._is_taken = False  # to write; through a fit; by another since
+        self._has_saved = False
         self._damaged: dict[str, DamagedError] = {}  # by the checkpoint's name, what was found wrong with it
 
     def index(self) -> dict[str, str]:
@@ -374,6 +392,7 @@ class Checkpoints:
         for each, dtype in files.values():
             file_size(each, dtype)  # raises for what cannot be stored
         name = max(self._peers.together("save named", lambda: self._name(step)), key=_order)
+        self.claim()
         ways = self._ways = self._ways or self._try_ways()
         layout = InPlace(files) if ways.in_place else FileEach(files, self._peers.index, ways.is_shared)
         free = min(self._per_folder("save begins", lambda: self._make_room(name, layout.size)))
@@ -386,6 +405,64 @@ class Checkpoints:
             self._thread = threading.Thread(target=self._write_behind, args=(save, then), name="redeqx-save")
             self._thread.start()
         return self.folder / name
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keep other runs from writing into the folder meanwhile, and other trainers of this one.
+
+        Raises LockedError where another one writes into it.
+        """
+        self.claim()
+        self._is_kept = True
+        try:
+            yield
+        finally:
+            self._is_kept = False
+            if self._thread is None or not self._thread.is_alive():  # else until this process ends
+                self._is_claimed = False
+                if self._lock is not None:
+                    self._lock.release()
+                self._lock = None
+
+    def claim(self) -> None:
+        """Keep other runs from writing into the folder, until this object or the process ends.
+
+        Raises LockedError, in all processes, where another run writes into it, or another trainer of this script.
+        """
+        if self._is_claimed:
+            return
+        key = os.path.realpath(self.folder)
+        if _owners.get(key) not in (None, self):
+            gc.collect()  # a trainer that nobody uses any more has cycles
+        before = _owners.get(key)
+        problem = None
+        if self._peers.index == 0:
+            try:
+                if before is not None and before is not self:
+                    self._check_owner(before)
+                    self._lock, before._lock = before._lock, None
+                self._lock = self._lock or Lock(self.folder, self._say)
+            except LockedError as error:
+                problem = error
+        said = self._peers.gather("claim", None if problem is None else str(problem))[0]
+        if said is not None:
+            raise problem or LockedError(said)
+        if before is not None and before is not self:
+            before._is_claimed, before._is_taken = False, True
+        self._is_claimed, self._is_taken = True, False
+        _owners[key] = self
+
+    def _check_owner(self, owner: "Checkpoints") -> None:
+        """Raise LockedError where this one must not take over from another of this process.
+
+        One of another run may, so that a script that is run again in a notebook goes on, if that is over; but not back.
+        """
+        is_one_run = owner._run is not None and owner._run is self._run
+        if owner._is_kept or (owner._has_saved and (is_one_run or self._is_taken)):
+            raise LockedError(
+                f"`workdir`: expected a folder that no other trainer writes into, got {self.folder}, into which another "
+                "Trainer of this script saves. Give each a workdir of its own: `Deployer(workdir=...)`."
+            )
 
     def check(self) -> None:
         """Raise what the save in the background has failed with, with its own traceback; else return at once."""
@@ -445,6 +522,8 @@ class Checkpoints:
 
     def _make_room(self, name: str, needed: int) -> int:
         """Remove what is in the way of a checkpoint of that name; returns the bytes that are free."""
+        if self._lock is not None:
+            self._lock.check()
         self._sweep()
         for other in self.names():
             if _order(other)[0] == _order(name)[0] and _order(other) >= _order(name):
@@ -484,7 +563,7 @@ class Checkpoints:
         finally:
             if self._peers.index == 0 or not self._ways.is_shared:
                 self._sweep()
-        self._peers.committed = save.step
+        self._peers.committed, self._has_saved = save.step, True
         self._per_folder("save pruned", lambda: self._prune(save.keep_last))
 
     def _tmp(self, save: _Save) -> Path:

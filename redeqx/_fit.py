@@ -257,11 +257,12 @@ class Fit:
         """Train to the end of the last epoch; returns the metrics of the last evaluation."""
         options, trainer = self.options, self.trainer
         trainer.deployer.peers.agree("fit", options.plain)
-        while True:
-            try:
-                return self._run()
-            except DamagedCheckpoint:
-                trainer.deployer.forget_records()  # before the first step: begun anew from the checkpoint before
+        with nullcontext() if trainer._checkpoints is None else trainer._checkpoints.writing():
+            while True:
+                try:
+                    return self._run()
+                except DamagedCheckpoint:
+                    trainer.deployer.forget_records()  # before the first step: begun anew from the checkpoint before
 
     def _run(self) -> dict[str, float]:
         options, trainer = self.options, self.trainer

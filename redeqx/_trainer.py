@@ -143,7 +143,7 @@ class Trainer:
         self._n_passes = 0  # over examples
         self._checkpoints = None
         if deployer.workdir is not None:
-            self._checkpoints = Checkpoints(deployer.workdir / "ckpts", deployer.peers, deployer.log_info)
+            self._checkpoints = Checkpoints(deployer.workdir / "ckpts", deployer.peers, deployer.log_info, run=deployer)
 
     # --- the state of training ---------------------------------------------------------------------------------------
 
