@@ -160,8 +160,8 @@ class _Peak:
 
     def _in_place(self, line: Instruction) -> dict[int, int]:
         """For each output that is written into an operand, that operand's number."""
-        if line.opcode in ("dynamic-update-slice", "scatter"):
-            return {0: 0}
+        if line.opcode in _UPDATES:
+            return {number: number for number in range(len(arrays_of(line.type)))}
         if aliased := re.search(r"output_to_operand_aliasing=\{(.*?)\)\}", line.rest):
             return {int(out or 0): int(operand) for out, operand, _ in _ALIASED.findall(aliased.group(1) + ")")}
         found = {}
@@ -202,11 +202,24 @@ class _Peak:
         """What makes the part that a line writes into an array."""
         inner = self._inner(line)
         if not inner:
-            return _through(by_name[line.operands[1]], by_name) if line.opcode == "dynamic-update-slice" else None
-        part = _through(inner[self._roots(line)[number].operands[1]], inner)
+            return _through(by_name[_update(line, number)], by_name) if line.opcode in _UPDATES else None
+        root = self._roots(line)[number]
+        if root.opcode == "parameter":  # passed on as it was, as a collective's fusion passes on what it gathers into
+            return None
+        part = _through(inner[_update(root, number)], inner) if root.opcode in _UPDATES else root
         if part.opcode == "parameter":
             return _through(by_name[line.operands[int(part.rest.split(")")[0])]], by_name)
         return part
+
+
+# They write a part of their first operand: `(array, update, indices...)`, `(arrays..., indices, updates...)`.
+_UPDATES = ("dynamic-update-slice", "scatter")
+
+
+def _update(line: Instruction, number: int) -> str:
+    """The operand that is written into output `number` of an update."""
+    n_arrays = len(arrays_of(line.type))
+    return line.operands[1 if line.opcode == "dynamic-update-slice" else n_arrays + 1 + number % n_arrays]
 
 
 def _through(line: Instruction, by_name: Mapping[str, Instruction]) -> Instruction:

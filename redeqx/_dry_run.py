@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,9 +26,9 @@ from ._jaxprs import Change, keep_everything, matmul_flops, remat_loops
 from ._mesh import make_mesh, n_batch_shards
 from ._plan import Plan
 from ._program import Program, shard_bytes
-from ._report import DryRun, Setting, Step, Tried
+from ._report import COLLECTIVES, FLOPS, MODEL_FLOPS, MOVED, TEMPORARIES, DryRun, Setting, Step, Tried, attempt, reason
 
-EXIT_DOES_NOT_FIT = 3
+EXIT_FAILED, EXIT_DOES_NOT_FIT = 1, 3
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class DryRunDone(SystemExit):
     """Ends a script that is run dry, once its report is known."""
 
     def __init__(self, run: DryRun):
-        super().__init__(0 if run.fits else EXIT_DOES_NOT_FIT)
+        is_whole = all(f"{name} step" not in run.failed for name in ("eval", "predict"))
+        super().__init__(EXIT_DOES_NOT_FIT if not run.fits else 0 if is_whole else EXIT_FAILED)
         self.run = run
 
 
@@ -82,20 +84,27 @@ def dry_run(
     - `say`: is told what is under way.
     """
     say(f"compiling for {machine.name}")
-    run = _compiled(job, machine, job.setting, optimization)
+    run = _compiled(job, machine, job.setting, optimization, say=say)
     if run.fits or not search:
         return run
-    tried = []
-    for setting in _candidates(job, machine):
-        say(f"it does not fit; trying {setting.code()}")
-        try:
-            other = _compiled(job, machine, setting, optimization, only_train=True)
-        except (ValueError, jax.errors.JaxRuntimeError):
-            continue  # shards that do not divide the devices, or a program that this compiler does not know
-        tried.append(Tried(setting, other.needs, other.fits, other.steps["train"].is_refused))
-        if sum(each.fits for each in tried) == 2:
-            break
-    return replace(run, tried=tuple(tried))
+    tried: list[Tried] = []
+    failed: dict[str, str] = {}
+
+    def compiled(setting: Setting) -> DryRun:
+        return _compiled(job, machine, setting, optimization, only_train=True)
+
+    try:
+        for setting in _candidates(job, machine):
+            say(f"it does not fit; trying {setting.code()}")
+            # What is no layout of this model (heads that do not divide, say) has failed too.
+            other = attempt(f"proposal {setting.code()}", partial(compiled, setting), None, failed)
+            if other is not None:
+                tried.append(Tried(setting, other.needs, other.fits, other.steps["train"].is_refused))
+            if sum(each.fits for each in tried) == 2:
+                break
+    except KeyboardInterrupt:  # the verdict is known
+        failed["proposals"] = "interrupted"
+    return replace(run, tried=tuple(tried), failed={**run.failed, **failed})
 
 
 def _candidates(job: Job, machine: Machine) -> Iterator[Setting]:
@@ -144,7 +153,15 @@ def _candidates(job: Job, machine: Machine) -> Iterator[Setting]:
             yield setting
 
 
-def _compiled(job: Job, machine: Machine, setting: Setting, optimization: str | None, only_train: bool = False) -> DryRun:
+def _compiled(
+    job: Job,
+    machine: Machine,
+    setting: Setting,
+    optimization: str | None,
+    *,
+    only_train: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> DryRun:
     mesh = make_mesh(setting.n_model_shards, setting.n_fsdp_shards, machine.devices)
     micro_batch_size = setting.per_device_batch_size * n_batch_shards(mesh)
     groups = _groups(job.batch, micro_batch_size, mesh)
@@ -169,20 +186,32 @@ def _compiled(job: Job, machine: Machine, setting: Setting, optimization: str | 
         n_first = jax.ShapeDtypeStruct((), "int32")
         return program.train_step.trace(*carried, program.frozen, program.key, groups, n_first)
 
-    i = jax.ShapeDtypeStruct((), "uint32")
-    steps = {"train": _step(of_train(program), machine, optimization, 0)}
-    model_flops: Mapping[str, int] = {}
-    if not only_train:
-        exact = of_train(job.make_program(plan, keep_everything)) if job.can_remat else of_train(program)
-        model_flops = matmul_flops(exact.jaxpr.jaxpr)
-        beside = held.get("optimizer state", 0)  # which an evaluation is not given, and which stays
-        if job.eval_batch is not None:
-            eval_groups = _groups(job.eval_batch, job.eval_per_device_batch_size * n_batch_shards(mesh), mesh)
-            args = (program.trained, program.frozen, program.state, program.key, i, eval_groups)
-            steps["eval"] = _step(program.eval_step.trace(*args), machine, optimization, beside)
-        if job.trace_predict is not None:
-            steps["predict"] = _step(job.trace_predict(program), machine, optimization, beside)
-    return DryRun(machine, setting, plan, held, steps, job.files, model_flops)
+    # All are traced before any is compiled: a mistake of the script shows at once.
+    traced = {"train": of_train(program)}
+    if not only_train and job.eval_batch is not None:
+        i = jax.ShapeDtypeStruct((), "uint32")
+        eval_groups = _groups(job.eval_batch, job.eval_per_device_batch_size * n_batch_shards(mesh), mesh)
+        traced["eval"] = program.eval_step.trace(program.trained, program.frozen, program.state, program.key, i, eval_groups)
+    if not only_train and job.trace_predict is not None:
+        traced["predict"] = job.trace_predict(program)
+    run = DryRun(machine, setting, plan, held, {"train": _step(traced.pop("train"), machine, optimization, 0)}, {}, {})
+    if only_train:
+        return run
+    say(run.verdict())
+    failed: dict[str, str] = {}
+    steps = dict(run.steps)
+    beside = held.get("optimizer state", 0)  # which an evaluation is not given, and which stays
+    for name, step in traced.items():
+        compiled = attempt(f"{name} step", partial(_step, step, machine, optimization, beside), None, failed)
+        if compiled is not None:
+            steps[name] = compiled
+
+    def model_flops() -> Mapping[str, int]:
+        exact = of_train(job.make_program(plan, keep_everything if job.can_remat else None))
+        return matmul_flops(exact.jaxpr.jaxpr)
+
+    flops = attempt(MODEL_FLOPS, model_flops, {}, failed)
+    return replace(run, steps=steps, files=job.files, model_flops=flops, failed=failed)
 
 
 def _groups(batch: PyTree, micro_batch_size: int, mesh: Mesh) -> tuple[PyTree, ...]:
@@ -205,7 +234,8 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 def _step(traced: Any, machine: Machine, optimization: str | None, beside: int) -> Step:
     """One traced step, compiled; `beside` are bytes that stay in memory while it runs."""
-    flops = matmul_flops(traced.jaxpr.jaxpr)
+    failed: dict[str, str] = {}
+    flops = attempt(FLOPS, lambda: matmul_flops(traced.jaxpr.jaxpr), {}, failed)
     lowered = traced.lower()
     began = time.perf_counter()
     try:
@@ -218,7 +248,7 @@ def _step(traced: Any, machine: Machine, optimization: str | None, beside: int) 
         everything, unit, excess, unit_of_excess = found.groups()
         needs = float(everything or excess) * _UNITS[unit or unit_of_excess or ""] + beside
         needs = int(needs) + (0 if everything else machine.memory or 0)
-        return Step(needs=needs, compile_seconds=time.perf_counter() - began, is_refused=True, flops=flops)
+        return Step(needs=needs, compile_seconds=time.perf_counter() - began, is_refused=True, flops=flops, failed=failed)
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
     outputs = max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
@@ -228,17 +258,18 @@ def _step(traced: Any, machine: Machine, optimization: str | None, beside: int) 
         "outputs": outputs,
         "code": memory.generated_code_size_in_bytes,
     }
-    step = Step(needs=sum(sizes.values()) + beside, compile_seconds=seconds, **sizes, flops=flops)
+    step = Step(needs=sum(sizes.values()) + beside, compile_seconds=seconds, **sizes, flops=flops, failed=failed)
     try:
         text = compiled.as_text()
-    except jax.errors.JaxRuntimeError as error:  # a libtpu newer than jaxlib, say: `jax[tpu]` brings the one that fits
-        return replace(step, unread=str(error).splitlines()[0])
-    module = Module.of(text)
+        module = Module.of(text)
+    except Exception as error:  # a libtpu newer than jaxlib, say: `jax[tpu]` brings the one that fits
+        failed.update(dict.fromkeys((TEMPORARIES, COLLECTIVES, MOVED), reason(error)))
+        return step
     return replace(
         step,
-        largest=tuple(buffer for buffer in temporaries(module) if buffer.bytes >= 2**10),
-        collectives=tuple(each for each in collectives(text) if each.group_size > 1),
-        bytes_moved=bytes_moved(module),
+        largest=attempt(TEMPORARIES, lambda: tuple(b for b in temporaries(module) if b.bytes >= 2**10), (), failed),
+        collectives=attempt(COLLECTIVES, lambda: tuple(c for c in collectives(text) if c.group_size > 1), (), failed),
+        bytes_moved=attempt(MOVED, lambda: bytes_moved(module), 0, failed),
     )
 
 

@@ -9,11 +9,13 @@ import json
 import os
 import re
 import sys
+import traceback
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -30,6 +32,28 @@ from ._plan import Plan
 
 _N_ROWS = 10  # of a table
 _FOLDER = str(Path(__file__).parent)
+_T = TypeVar("_T")
+
+# Details of a step, as `Step.failed` names them, and of a run.
+TEMPORARIES, COLLECTIVES, MOVED, FLOPS = "temporaries at the peak", "collectives", "bytes read and written", "FLOPs"
+MODEL_FLOPS = "FLOPs without recomputation"
+
+
+def attempt(what: str, make: Callable[[], _T], default: _T, failed: dict[str, str]) -> _T:
+    """What `make` returns. Where it raises, `default`, and `failed` keeps why: no detail may cost a report its verdict."""
+    try:
+        return make()
+    except Exception as error:
+        failed[what] = reason(error)
+        return default
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line, with the line of code that raised it."""
+    said = (str(error).strip().splitlines() or [""])[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {said}{where}"
 
 
 @dataclass(frozen=True)
@@ -65,8 +89,7 @@ class Step:
     - `largest`: what it holds at its peak.
     - `flops`: of all devices together, by dtype: matmuls and convolutions, recomputation included.
     - `bytes_moved`: read from and written to memory.
-    - `unread`: why the compiled program's text could not be read; what it would say is then not known: what is held at the
-        peak, collectives, bytes moved. Empty where it could.
+    - `failed`: for each detail that could not be computed, the reason.
     """
 
     needs: int
@@ -80,7 +103,7 @@ class Step:
     collectives: tuple[Collective, ...] = ()
     flops: Mapping[str, int] = field(default_factory=dict)
     bytes_moved: int = 0
-    unread: str = ""
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,6 +145,7 @@ class DryRun:
     - `files`: bytes of each file of a checkpoint.
     - `model_flops`: of a step's matmuls without recomputation, all devices together, by dtype.
     - `tried`: settings that were tried where this one does not fit.
+    - `failed`: for each part of the report that could not be computed, the reason; a step in it is not in `steps`.
     """
 
     machine: Machine
@@ -132,6 +156,7 @@ class DryRun:
     files: Mapping[str, int]
     model_flops: Mapping[str, int]
     tried: tuple[Tried, ...] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def needs(self) -> int:
@@ -147,7 +172,7 @@ class DryRun:
     def estimate(self) -> Estimate | None:
         """Of the train step; None where the devices' figures are not known, or not what the compiler made."""
         step, chip = self.steps["train"], self.machine.chip
-        if chip is None or step.is_refused or step.unread:
+        if chip is None or step.is_refused or step.failed or MODEL_FLOPS in self.failed:
             return None
         n = len(self.machine.devices)
         compute = sum((flops / n / _rate(chip, dtype) for dtype, flops in step.flops.items()), 0.0)
@@ -164,46 +189,66 @@ class DryRun:
     # --- what it says ------------------------------------------------------------------------------------------------
 
     def show(self, console: Console) -> None:
-        """Prints the report."""
-        names = set(self.plan.leaves)
-        console.header(self._head(), title=f"dry run on {self.machine.name}")
-        console.table("bytes a device", ("what", "size"), [(what, _size(n)) for what, n in self._memory().items()])
+        """Prints the report, the verdict last. A part that fails is named there with the reason, and costs nothing else."""
+        verdict = self.verdict()
+        failed = {f"{name} step: {what}": why for name, step in self.steps.items() for what, why in step.failed.items()}
+        failed.update(self.failed)
+        for what, show in self._parts().items():
+            attempt(what, lambda show=show: show(console), None, failed)
+        if failed:
+            console.header(failed, title="not known, as it failed")
+        console.header({"verdict": verdict}, title="fits" if self.fits else "does not fit")
+
+    def _parts(self) -> dict[str, Callable[[Console], None]]:
+        """What prints each part of the report, by the part's name."""
+        parts: dict[str, Callable[[Console], None]] = {
+            "devices": lambda console: console.header(self._head(), title=f"dry run on {self.machine.name}"),
+            "bytes a device": self._show_memory,
+        }
         for name, step in self.steps.items():
-            if step.is_refused:
-                continue
-            if step.unread:
-                console.info(
-                    f"the {name} step's program cannot be read, so its arrays and collectives are not known: {step.unread}"
-                )
-                continue
-            sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
-            for each in step.largest:
-                sizes[_array(each), *_where(each, names)].append(each.bytes)
-            most = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:_N_ROWS]
-            rows = [(_size(sum(of)), str(len(of)), *key) for key, of in most if sum(of) > 1e-3 * step.needs]
-            console.table(
-                f"largest temporaries at the peak of the {name} step", ("size", "n", "array", "layer", "line"), rows
-            )
+            if not step.is_refused and TEMPORARIES not in step.failed:
+                parts[f"{name} step: {TEMPORARIES}"] = partial(self._show_largest, name)
         train = self.steps["train"]
         if train.collectives:
-            console.table(
-                "collectives a train step", ("kind", "axis", "n", "a device sends", "layer", "line"), self._sent(names)
-            )
-        if not train.is_refused and not train.unread:
-            bound = "" if self.estimate is None else "; an estimate from published figures: a bound, no forecast"
-            console.header(self._work(), title="a train step" + bound)
-        console.info(self.plan.explain(), title="plan")
+            parts[f"train step: {COLLECTIVES}"] = self._show_collectives
+        if not train.is_refused:
+            parts["work of a train step"] = self._show_work
+        parts["plan"] = lambda console: console.info(self.plan.explain(), title="plan")
         if self.tried:
-            rows = [
-                (
-                    ("over " if tried.is_bound else "") + _size(tried.needs),
-                    "fits" if tried.fits else "does not fit",
-                    tried.setting.code(),
-                )
-                for tried in self.tried
-            ]
-            console.table("what was tried", ("needs", "", "setting"), rows)
-        console.header({"verdict": self.verdict()}, title="fits" if self.fits else "does not fit")
+            parts["what was tried"] = self._show_tried
+        return parts
+
+    def _show_memory(self, console: Console) -> None:
+        console.table("bytes a device", ("what", "size"), [(what, _size(n)) for what, n in self._memory().items()])
+
+    def _show_largest(self, name: str, console: Console) -> None:
+        step, names = self.steps[name], set(self.plan.leaves)
+        sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for each in step.largest:
+            sizes[_array(each), *_where(each, names)].append(each.bytes)
+        most = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:_N_ROWS]
+        rows = [(_size(sum(of)), str(len(of)), *key) for key, of in most if sum(of) > 1e-3 * step.needs]
+        title = f"largest temporaries at the peak of the {name} step"
+        console.table(title, ("size", "n", "array", "layer", "line"), rows)
+
+    def _show_collectives(self, console: Console) -> None:
+        columns = ("kind", "axis", "n", "a device sends", "layer", "line")
+        console.table("collectives a train step", columns, self._sent(set(self.plan.leaves)))
+
+    def _show_work(self, console: Console) -> None:
+        bound = "" if self.estimate is None else "; an estimate from published figures: a bound, no forecast"
+        console.header(self._work(), title="a train step" + bound)
+
+    def _show_tried(self, console: Console) -> None:
+        rows = [
+            (
+                ("over " if tried.is_bound else "") + _size(tried.needs),
+                "fits" if tried.fits else "does not fit",
+                tried.setting.code(),
+            )
+            for tried in self.tried
+        ]
+        console.table("what was tried", ("needs", "", "setting"), rows)
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -212,6 +257,12 @@ class DryRun:
 
     def verdict(self) -> str:
         """Whether it fits, by how much, and what to do where it does not."""
+        missing = [name for name in ("eval step", "predict step") if name in self.failed]
+        return self._verdict() + (
+            f"; not counted, as it failed to compile: the {' and the '.join(missing)}" if missing else ""
+        )
+
+    def _verdict(self) -> str:
         if self.machine.memory is None:
             return f"needs {_size(self.needs)} a device; how much there is, is not known"
         of = f"{_size(self.needs)} of {_size(self.machine.memory)} a device"
@@ -230,19 +281,7 @@ class DryRun:
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values: bytes, seconds, counts."""
-        names = set(self.plan.leaves)
-        steps = {}
-        for name, step in self.steps.items():
-            plain = {key: value for key, value in vars(step).items() if key not in ("largest", "collectives")}
-            steps[name] = {
-                **plain,
-                "flops": dict(step.flops),
-                "largest": [_plain(buffer, names) for buffer in step.largest],
-                "collectives": [
-                    {**_plain(each, names), "axes": list(each.axes(self.plan.mesh)), "moved": each.moved}
-                    for each in step.collectives
-                ],
-            }
+        steps = {name: self._plain_step(step) for name, step in self.steps.items()}
         return {
             "topology": self.machine.name,
             "n_devices": len(self.machine.devices),
@@ -259,10 +298,31 @@ class DryRun:
             "model_flops": dict(self.model_flops),
             "estimate": None if self.estimate is None else asdict(self.estimate),
             "tried": [asdict(tried) for tried in self.tried],
+            "failed": dict(self.failed),
             "plan": {
                 name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": str(leaf.spec), "reason": leaf.reason}
                 for name, leaf in self.plan.leaves.items()
             },
+        }
+
+    def _plain_step(self, step: Step) -> dict[str, Any]:
+        names, failed = set(self.plan.leaves), dict(step.failed)
+
+        def largest() -> list[dict[str, Any]]:
+            return [_plain(buffer, names) for buffer in step.largest]
+
+        def sent() -> list[dict[str, Any]]:
+            return [
+                {**_plain(each, names), "axes": list(each.axes(self.plan.mesh)), "moved": each.moved}
+                for each in step.collectives
+            ]
+
+        return {
+            **vars(step),
+            "flops": dict(step.flops),
+            "largest": attempt(TEMPORARIES, largest, [], failed),
+            "collectives": attempt(COLLECTIVES, sent, [], failed),
+            "failed": failed,
         }
 
     def save(self, path: str | Path) -> None:
@@ -333,10 +393,15 @@ class DryRun:
             "collectives": f"{_size(sent)} sent a device",
         }
         if estimate is None:
-            return rows
+            unknown = {row for row, what in _ROWS.items() if what in step.failed}
+            return {row: text for row, text in rows.items() if row not in unknown}
         times = (estimate.compute, estimate.memory, estimate.communication)
         rows = {what: f"{text}: {seconds:.3g} s" for (what, text), seconds in zip(rows.items(), times, strict=True)}
         return {**rows, "step": f"at least {estimate.step:.3g} s where nothing overlaps, MFU at most {estimate.mfu:.0%}"}
+
+
+# The detail that each row of the work is from.
+_ROWS = {"matmuls": FLOPS, "memory": MOVED, "collectives": COLLECTIVES}
 
 
 # --- words -----------------------------------------------------------------------------------------------------------------

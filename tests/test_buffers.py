@@ -144,6 +144,48 @@ def test_asynchronous_results_are_held_from_start_to_last_use():
     assert found == [(8 * KB, "gathered"), (2 * KB, "summed"), (KB, "summed")]
 
 
+# As a TPU's compiler writes a collective that runs beside a matmul: one fusion starts it, others pass its arrays on.
+BESIDE = f"""%beside (g: f32[512], n: u32[], x: f32[256]) -> (f32[1024], f32[512], u32[]) {{
+  %x = f32[256]{{0}} parameter(2)
+  %wide = f32[1024]{{0}} dot(%x, %x), {named("a matmul")}
+  %g = f32[512]{{0}} parameter(0)
+  %n = u32[] parameter(1)
+  ROOT %t = (f32[1024]{{0}}, f32[512]{{0}}, u32[]) tuple(%wide, %g, %n)
+}}
+%negated (g: f32[512]) -> f32[512] {{
+  %g1 = f32[512]{{0}} parameter(0)
+  ROOT %m = f32[512]{{0}} negate(%g1), {named("written over it")}
+}}
+"""
+
+
+def test_a_fusion_may_pass_on_an_operand_or_write_all_of_it():
+    """Roots of no operand and of one: only an update's second operand is what it writes."""
+    entry = f"""  %p = f32[256]{{0}} parameter(0)
+  %g0 = f32[512]{{0}} dot(%p, %p), {named("gathered")}
+  %n0 = u32[] constant(1)
+  %f = (f32[1024]{{0}}, f32[512]{{0}}, u32[]) fusion(%g0, %n0, %p), kind=kOutput, calls=%beside, ALIAS, {named("a matmul")}
+  %w = f32[1024]{{0}} get-tuple-element(%f), index=0
+  %g1 = f32[512]{{0}} get-tuple-element(%f), index=1
+  %last = f32[512]{{0}} OVER
+  ROOT %r = f32[] dot(%last, %w)"""
+    entry = entry.replace("ALIAS", "output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {})}")
+    passed = entry.replace("OVER", "bitcast(%g1)")
+    assert held(passed, BESIDE) == [(4 * KB, "a matmul"), (2 * KB, "gathered"), (4, "")]
+    over = "fusion(%g1), kind=kLoop, calls=%negated, output_to_operand_aliasing={{}: (0, {})}"
+    assert held(entry.replace("OVER", over), BESIDE) == [(4 * KB, "a matmul"), (2 * KB, "written over it"), (4, "")]
+
+
+def test_what_a_scatter_writes_are_its_updates():
+    text = f"""  %p = f32[256]{{0}} parameter(0)
+  %i = s32[2,1]{{1,0}} parameter(1)
+  %table = f32[1024]{{0}} dot(%p, %p), {named("zeros")}
+  %u = f32[2]{{0}} dot(%p, %p), {named("rows")}
+  %s = f32[1024]{{0}} scatter(%table, %i, %u), to_apply=%add
+  ROOT %r = f32[] dot(%s, %p)"""
+    assert held(text) == [(4 * KB, "rows"), (8, "rows")]
+
+
 def step(params, x):
     def loss(params):
         def layer(x, w):

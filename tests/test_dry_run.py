@@ -102,6 +102,63 @@ def test_flops_are_counted_and_recomputation_apart():
     assert 3 * forward < again.steps["train"].flops["float32"] <= 4 * forward
 
 
+def test_a_detail_that_fails_costs_no_verdict(monkeypatch):
+    """Of a compiled step everything is a detail but its memory: what fails is named with the reason."""
+    expected = make_trainer(deployer(2)).dry_run(examples(), 2)
+
+    def fails(*args):
+        return [][0]
+
+    for name in ("temporaries", "collectives", "bytes_moved", "matmul_flops"):
+        monkeypatch.setattr(f"redeqx._dry_run.{name}", fails)
+    monkeypatch.setattr("redeqx._report.DryRun._memory", fails)
+    run = make_trainer(deployer(2)).dry_run(examples(), 2)
+    assert run.needs == expected.needs and run.fits and run.verdict() == expected.verdict() and run.estimate is None
+    text = str(run)
+    for what in (
+        "train step: temporaries at the peak", "train step: collectives", "train step: bytes read and written",
+        "train step: FLOPs", "FLOPs without recomputation", "bytes a device",
+    ):  # fmt: skip
+        assert f"{what} " in text and "IndexError: list index out of range (test_dry_run.py:" in text, what
+    assert text.splitlines()[-1] == str(expected).splitlines()[-1] and "MiB" in text.splitlines()[-1]
+    plain = json.loads(json.dumps(run.to_json()))
+    assert plain["needs"] == expected.needs and plain["steps"]["train"]["failed"].keys() == run.steps["train"].failed.keys()
+
+
+def test_a_program_that_cannot_be_read_still_has_its_memory(monkeypatch):
+    """A libtpu newer than jaxlib compiles a step whose text jaxlib cannot parse."""
+
+    def unread(text):
+        raise jax.errors.JaxRuntimeError("INTERNAL: unknown opcode\nand more")
+
+    monkeypatch.setattr("redeqx._dry_run.Module.of", unread)
+    run = make_trainer(deployer()).dry_run(examples(), 1)
+    step = run.steps["train"]
+    assert run.fits and step.temporaries > 0 and step.flops and len(step.failed) == 3 and run.estimate is None
+    assert "JaxRuntimeError: INTERNAL: unknown opcode (" in str(run) and "and more" not in str(run)
+
+
+def test_an_evaluation_that_does_not_compile_costs_no_verdict(monkeypatch):
+    from redeqx import _dry_run
+
+    real = _dry_run._step
+
+    def step(traced, machine, optimization, beside):
+        if beside:  # not the train step
+            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such operation")
+        return real(traced, machine, optimization, beside)
+
+    monkeypatch.setattr(_dry_run, "_step", step)
+    with redeqx.described("cpu:8"):
+        trainer = make_trainer(deployer())
+        with pytest.raises(DryRunDone) as done:
+            trainer.fit(examples(), 2, 1, eval_examples=examples(8))
+    run = done.value.run
+    assert set(run.steps) == {"train"} and run.fits and done.value.code == 1
+    assert run.failed["eval step"].startswith("JaxRuntimeError: UNIMPLEMENTED")
+    assert run.verdict().endswith("to spare; not counted, as it failed to compile: the eval step")
+
+
 @pytest.mark.sweep
 def test_nothing_of_the_trainer_changes():
     trainer = make_trainer(deployer(2))
