@@ -141,6 +141,20 @@ def test_samples_follow_the_key_and_differ_among_those_of_one_prompt():
     assert all(len({tuple(sample) for sample in row}) > 1 for row in a)
 
 
+def test_each_token_of_a_text_is_drawn_anew():
+    """From a model that finds all tokens alike: what follows a token does not depend on it."""
+    flat = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if eqx.is_inexact_array(leaf) else leaf, MODEL)
+    prompt, n_new = np.repeat(IDS[:1], 100, 0), 8
+    texts = np.asarray(generate(flat, prompt, max_new_tokens=n_new, sample=True, n_return=2, key=jax.random.key(2)))
+    assert_drawn_from(np.bincount(texts.reshape(-1), minlength=VOCAB) / texts.size, np.full(VOCAB, 1 / VOCAB), texts.size)
+    # Two independent draws are equal once in VOCAB times: of any two places, any two samples, any two prompts.
+    pairs = [(texts[..., i], texts[..., j]) for i, j in itertools.combinations(range(n_new), 2)]
+    pairs += [(texts[:, 0], texts[:, 1]), (texts[:-1], texts[1:])]
+    for one, other in pairs:
+        share, bound = np.mean(one == other), 5 * np.sqrt(1 / VOCAB / one.size)
+        assert abs(share - 1 / VOCAB) < bound
+
+
 # --- on meshes -------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,110 @@
+"""Every step, micro-batch, evaluation batch and evaluation draws anew: no two of them see the same random numbers.
+
+A model that is a slot an example: the gradient of a slot is what was drawn where that example was seen.
+"""
+
+from collections import Counter
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+
+ROWS = 2  # of a micro-batch
+
+
+class Slots(eqx.Module):
+    draws: jax.Array
+
+
+def loss_fn(model, slots, key):
+    drawn = jax.random.uniform(key)
+    # A metric for each slot, summed over the batches: the draw that its example saw.
+    seen = {f"slot {i}": (jnp.sum(drawn * (slots == i)), jnp.sum(slots == i)) for i in range(len(model.draws))}
+    return redeqx.Loss(jnp.sum(model.draws[slots] * drawn), len(slots), seen)
+
+
+class Counts:
+    """A tracker that keeps how many examples each step had."""
+
+    def __init__(self):
+        self.seen = []
+
+    def log(self, metrics, step):
+        self.seen.append({int(name.split()[1]) for name, value in metrics.items() if name.startswith("slot") and value > 0})
+
+
+def make_trainer(n_slots, *, seed=0, accumulate=3):
+    """On one batch shard, where a micro-batch has `ROWS` rows."""
+    counts = Counts()
+    deployer = redeqx.Deployer(seed, n_model_shards=8, verbose=False, loggers=[counts])
+    trainer = redeqx.Trainer(
+        deployer,
+        model=Slots(jnp.zeros(n_slots)),
+        optimizer=optax.sgd(1.0),
+        collate_fn=np.array,
+        loss_fn=loss_fn,
+        accumulate_grad_batches=accumulate,
+    )
+    return trainer, counts
+
+
+def drawn(trainer, counts):
+    """What each example saw when the model was trained on it once: the gradient of its slot, before the mean."""
+    n_examples = {slot: len(step) for step in counts.seen for slot in step}
+    return [-float(draw) * n_examples[slot] for slot, draw in enumerate(trainer.model.draws)]
+
+
+def assert_none_twice(draws, n_rows=ROWS):
+    """No draw is seen by more examples than a micro-batch has, and none is missing."""
+    counts = Counter(float(np.float32(round(draw, 5))) for draw in draws)
+    assert all(0 < draw < 1 for draw in counts)
+    assert max(counts.values()) <= n_rows, counts
+    assert len(counts) >= len(draws) / n_rows
+
+
+def test_each_step_and_micro_batch_draws_anew():
+    """Two steps of three micro-batches, and one of two and a row more."""
+    trainer, counts = make_trainer(17)
+    trainer.train(list(range(17)), ROWS)
+    assert [len(step) for step in counts.seen] == [6, 6, 5]
+    draws = drawn(trainer, counts)
+    assert_none_twice(draws)
+    np.testing.assert_allclose(draws[0:12:2], draws[1:12:2], rtol=1e-5)  # the rows of a micro-batch see the same
+
+
+def test_passes_and_epochs_draw_anew():
+    trainer, counts = make_trainer(24)
+    trainer.train(list(range(6)), ROWS)
+    trainer.train(list(range(6, 12)), ROWS)
+    trainer.fit(lambda epoch: list(range(12 + 6 * epoch, 18 + 6 * epoch)), ROWS, 2)
+    assert_none_twice(drawn(trainer, counts))
+
+
+def test_each_evaluation_batch_draws_anew_and_otherwise_than_training():
+    trainer, counts = make_trainer(12)
+    evaluated = trainer.eval_metrics(list(range(12)), ROWS)
+    draws = [evaluated[f"slot {i}"] for i in range(12)]
+    assert_none_twice(draws)
+    trainer.train(list(range(12)), ROWS)
+    trained = drawn(trainer, counts)
+    assert_none_twice(trained)
+    assert not {round(draw, 5) for draw in draws} & {round(draw, 5) for draw in trained}
+    # An evaluation is a measurement: the same at each call.
+    assert trainer.eval_metrics(list(range(12)), ROWS)["slot 5"] == evaluated["slot 5"]
+
+
+def test_the_seed_and_the_trainer_decide_what_is_drawn():
+    first, same, other = (drawn(*pair) for pair in map(_trained, (0, 0, 1)))
+    assert first == same
+    assert not {round(draw, 5) for draw in first} & {round(draw, 5) for draw in other}
+
+
+def _trained(seed):
+    trainer, counts = make_trainer(6, seed=seed)
+    trainer.train(list(range(6)), ROWS)
+    return trainer, counts
