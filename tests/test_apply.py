@@ -9,9 +9,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+import redeqx
 from redeqx import _hlo as hlo
 from redeqx._apply import Home, gather_at_use
 from redeqx._mesh import make_mesh, split_rows
@@ -432,6 +434,38 @@ def test_gpt2_is_gathered_again_in_the_backward_pass_and_its_tied_embedding_once
         assert sorted(max(c.shape) for c in in_blocks) == [64, 64, 64, 64, 256, 256]
         around = sorted(c.shape for c in in_pass if c.n_executions == 1)
         assert around == ([(256, 64)] if is_backward else [(80, 64), (256, 64)])
+
+
+def test_no_policy_keeps_what_was_gathered_for_the_backward_pass():
+    """A policy of the user's names what is computed: that weights are gathered on the way is not in it. Kept, they would be
+    the whole model on every device."""
+    n_layers, width = 16, 64
+
+    class Model(eqx.Module):
+        weights: jax.Array
+
+        def __call__(self, x):
+            policy = jax.checkpoint_policies.everything_saveable
+            block = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), policy=policy)
+            return jax.lax.scan(lambda x, w: (block(x, w), None), x, self.weights)[0]
+
+    deployer = redeqx.Deployer(n_fsdp_shards=8, verbose=False)
+    trainer = redeqx.Trainer(
+        deployer,
+        model=Model(jnp.zeros((n_layers, width, width))),
+        optimizer=optax.sgd(0.1),
+        collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: jnp.mean(model(batch) ** 2),
+        plan=deployer.plan(Model(jnp.zeros((n_layers, width, width))), overrides={"weights": (None, "fsdp", None)}),
+    )
+    compiled = trainer.compile(list(np.zeros((8, width), np.float32)), 1)
+    whole = 4 * n_layers * width * width
+    memory = compiled.memory_analysis()
+    assert memory.argument_size_in_bytes < whole / 8 + 8192
+    assert memory.temp_size_in_bytes < whole / 2
+    assert f"f32[{n_layers},{width},{width}]" not in compiled.as_text()
+    gathers = [c for c in hlo.collectives(compiled.as_text()) if c.kind == "all-gather" and c.bytes >= 4 * width * width]
+    assert {c.is_backward: c.n_executions for c in gathers} == {False: n_layers, True: n_layers}
 
 
 def test_a_while_loop_gathers_layer_by_layer():

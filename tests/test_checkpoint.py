@@ -11,6 +11,8 @@ import sys
 import time
 import tracemalloc
 from collections import namedtuple
+from functools import partial
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -599,6 +601,61 @@ def test_a_disk_that_fills_during_the_write(saved, monkeypatch, call):
     assert "bytes, got 'No space left on device' with" in message and "Earlier checkpoints are whole" in message
     assert_untouched(saved)
     assert check(saved, saved.save(300, small(300), {"step": 300})) == 300
+
+
+def test_a_large_write_that_fails_is_said(saved, monkeypatch):
+    """Large ones are written by threads of their own, whose errors nobody sees unless they are asked for."""
+    real = os.pwrite
+
+    def full(fd, data, offset):
+        if len(data) >= 2**20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match=r"got 'No space left on device' with \d+ bytes free at first") as info:
+            saved.save(300, {"model": {"w": np.ones(2**19, np.float32)}}, {"step": 300})
+    assert info.value.errno == errno.ENOSPC
+    assert_untouched(saved)
+
+
+def test_what_is_named_is_on_the_disk_before(tmp_path, monkeypatch):
+    """As after a power cut: a file has the content, and a folder the entries, of its last fsync."""
+    on_disk, named = {}, []
+    fsync, renames = os.fsync, {name: getattr(os, name) for name in ("rename", "replace")}
+
+    def content(path):
+        return path.read_bytes() if path.is_file() else {entry.name for entry in path.iterdir()}
+
+    def flush(fd):
+        fsync(fd)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        on_disk[path] = content(path)
+
+    def move(name, source, target):
+        source, target = Path(source), Path(target)
+        if target.name == "index.json":
+            assert on_disk[source] == source.read_bytes()
+            # What it names has its name before the index says so.
+            assert set(json.loads(source.read_text()).values()) <= on_disk[folder]
+        elif target.name.startswith("step_"):
+            assert on_disk[source] == content(source)
+            assert all(on_disk[file] == file.read_bytes() for file in source.iterdir())
+        renames[name](source, target)
+        named.append(target.name)
+        on_disk.pop(target.parent, None)  # another entry, which is not there yet
+
+    folder = tmp_path / "run" / "ckpts"
+    monkeypatch.setattr(os, "fsync", flush)
+    for name in renames:
+        monkeypatch.setattr(os, name, partial(move, name))
+    checkpoints = Checkpoints(folder)
+    for step in (100, 200):
+        checkpoints.save(step, small(step), {"step": step})
+        assert {"index.json", f"step_{step:08d}"} <= on_disk[folder]
+        assert "ckpts" in on_disk[folder.parent]
+    assert named == ["step_00000100", "index.json", "step_00000200", "index.json"]
 
 
 FULL_DISK = """

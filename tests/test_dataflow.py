@@ -229,6 +229,31 @@ def test_what_does_not_divide_takes_the_other_dim_or_none():
     assert splits["head"].reason == "row: 10 outputs do not divide over 4 shards, its inputs do"
 
 
+@pytest.mark.parametrize(("groups", "expected"), [(8, 0), (4, 0), (2, None), (6, None)])
+def test_groups_of_a_convolution_stay_whole_on_their_shard(groups, expected):
+    """Over 4 shards; its 24 channels would divide whatever the groups."""
+    model = {"up": zeros(D, 24), "kernel": zeros(24, 24 // groups, 3), "down": zeros(24, D)}
+
+    def loss(model, x):
+        x = jnp.einsum("btd,dc->bct", x, model["up"])
+        x = jax.lax.conv_general_dilated(x, model["kernel"], (1,), "SAME", feature_group_count=groups)
+        return jnp.einsum("bct,cd->btd", x, model["down"]).sum()
+
+    # What is split by groups arrives split at what follows, what is not arrives whole.
+    assert dims(model, loss, zeros(8, 9, D)) == {"up": 1, "kernel": expected, "down": 1 if expected is None else 0}
+
+
+def test_what_a_scan_hands_on_is_split_past_the_dim_of_its_iterations():
+    """The hidden values of all layers, [layers, rows, features], read by one matmul after the scan."""
+    model = {"up": zeros(4, D, F), "head": zeros(F, D)}
+
+    def loss(model, x):
+        _, hidden = jax.lax.scan(lambda x, up: (x, jax.nn.relu(x @ up)), x, model["up"])
+        return (hidden @ model["head"]).sum()
+
+    assert dims(model, loss, zeros(8, D)) == {"up": 2, "head": 0}
+
+
 def test_an_embedding_that_does_not_divide():
     splits = found({"table": zeros(50257, D)}, lambda model, ids: model["table"][ids].sum(), jnp.zeros((8, 4), int))
     assert splits["table"].dim is None

@@ -306,6 +306,13 @@ def test_cosine_decay():
     np.testing.assert_allclose(values(lr, [0, 5, 10, 20, 30, 50]), [0.0, 0.5, 1.0, quarter, 0.6, 0.2], rtol=1e-6)
 
 
+@pytest.mark.parametrize("schedule_type", ["linear", "cosine"])
+def test_a_decay_ends_at_the_rate_that_was_given(schedule_type):
+    lr = schedule(train_size=400, learning_rate=0.02, schedule_type=schedule_type, warmup_steps=10, end_learning_rate=0.005)
+    # Half of the way down both decays are in the middle between the two rates.
+    np.testing.assert_allclose(values(lr, [10, 30, 50, 60]), [0.02, 0.0125, 0.005, 0.005], rtol=1e-6)
+
+
 def test_constant_after_the_warm_up():
     lr = schedule(train_size=400, schedule_type="constant", warmup_steps=10)
     np.testing.assert_allclose(values(lr, [0, 5, 10, 49]), [0.0, 0.5, 1.0, 1.0], rtol=1e-6)

@@ -1,5 +1,7 @@
-"""What a fit decides: which checkpoint is the best by a metric, and in which order each epoch of each fit has its examples."""
+"""What a fit decides: which checkpoint is the best by a metric, and the order of examples in each epoch of each fit."""
 
+import contextlib
+import itertools
 import json
 import math
 
@@ -71,7 +73,7 @@ def run(workdir, scores, *, kill_at=None):
         assert float(outputs[0]) == examples[0] + trainer.step  # of the model at this step
         return {"score": scores[trainer.step - 1]}
 
-    try:
+    with contextlib.suppress(Killed):
         trainer.fit(
             [1.0],
             1,
@@ -86,8 +88,6 @@ def run(workdir, scores, *, kill_at=None):
             save_last_ckpt=True,
             keep_last=1,
         )
-    except Killed:
-        pass
 
 
 def best_of(workdir):
@@ -175,7 +175,9 @@ def test_a_second_fit_may_have_other_examples(tmp_path):
         return log.steps, trainer
 
     steps, whole = script(tmp_path / "whole")
-    assert [sorted(sum(part, [])) for part in (steps[:4], steps[4:7], steps[7:])] == [[*range(n)] for n in (16, 12, 12)]
+    assert [sorted(itertools.chain(*part)) for part in (steps[:4], steps[4:7], steps[7:])] == [
+        [*range(n)] for n in (16, 12, 12)
+    ]
     with pytest.raises(Killed):
         script(tmp_path / "killed", kill_at=8)
     rest, trainer = script(tmp_path / "killed")

@@ -11,6 +11,7 @@ import pytest
 
 import redeqx
 from redeqx.models import from_pretrained, generate
+from redeqx.models._attention import Cache
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from tests.families import _generation
 from tests.families._case import fill, read_golden
@@ -89,6 +90,46 @@ def test_enough_beams_find_the_best_sequences():
     best = best_sequences(IDS[0], 2, 1.0)
     found = generate(MODEL, IDS[:1], max_new_tokens=2, n_beams=VOCAB, n_return=5)
     np.testing.assert_array_equal(found[0], best[:5])
+
+
+class Table(eqx.Module):
+    """A model whose next token depends on its place alone."""
+
+    log_probs: jax.Array  # [places, vocab]
+
+    def init_cache(self, length):
+        return Cache.empty(1, length, 1, 1, jnp.float32)
+
+    def decode(self, ids, cache, *, mask=None):
+        return self.log_probs[cache.index + len(ids) - 1], cache.end(len(ids))
+
+
+def test_never_ends_no_search_that_a_longer_text_can_win():
+    """After two tokens the end is likely, after that it is not, so that a text which gets over the second place wins by its
+    length."""
+    p = np.array([[0.4, 0.35, 0.25], [0.9, 0.06, 0.04], *[[0.01, 0.98, 0.01]] * 6])
+    (n_new, vocab), eos = p.shape, 0
+    texts = np.array(list(itertools.product(range(vocab), repeat=n_new)))
+    ends = texts == eos
+    lengths = np.where(ends.any(1), ends.argmax(1) + 1, n_new)
+    log_probs = np.where(np.arange(n_new) < lengths[:, None], np.log(p)[np.arange(n_new), texts], 0).sum(1)
+    scores = log_probs / lengths
+    best = texts[scores.argmax()][: lengths[scores.argmax()]]
+
+    def found(early_stopping):
+        tokens = generate(
+            Table(jnp.log(jnp.asarray(p, jnp.float32))),
+            np.ones((1, 1), int),
+            max_new_tokens=n_new,
+            n_beams=2,
+            early_stopping=early_stopping,
+            eos_token_id=eos,
+            pad_token_id=eos,
+        )
+        return tokens[0].tolist()
+
+    assert found(False) == [1, *[eos] * (n_new - 1)]  # no running text is better than the finished ones by its score so far
+    assert found("never") == [*best, *[eos] * (n_new - len(best))]
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------

@@ -487,6 +487,28 @@ def test_layers_that_are_one_on_disk_come_back_as_they_were(where, gpt2, tmp_pat
     assert_same(lora.load_adapter(gpt2, tmp_path), model)
 
 
+@pytest.mark.parametrize("is_one_a", [False, True])
+def test_parts_of_one_layer_on_disk_keep_their_own_scales(is_one_a, gpt2, tmp_path):
+    """As PEFT computes it from the folder: `alpha / r * B @ A`."""
+    model = lora.add(gpt2, rank=2, alpha=1, where="*.query", key=KEY)
+    model = filled(lora.add(model, rank=2, alpha=8, where="*.value", key=jax.random.key(1)))
+    if is_one_a:
+        attention = model.stack.blocks.attention
+        model = eqx.tree_at(lambda m: m.stack.blocks.attention.value.lora_a, model, attention.query.lora_a)
+    lora.save_adapter(model, tmp_path)
+    config, tensors = read(tmp_path)
+    attention, scale = model.stack.blocks.attention, config["lora_alpha"] / config["r"]
+    for i in range(CONFIG.n_layers):
+        a, b = (tensors[f"base_model.model.transformer.h.{i}.attn.c_attn.lora_{which}.weight"] for which in "AB")
+        query, key, value = np.split(scale * b @ a, 3)
+        np.testing.assert_allclose(query, 1 / 2 * attention.query.lora_b[i] @ attention.query.lora_a[i], rtol=1e-5)
+        np.testing.assert_allclose(value, 8 / 2 * attention.value.lora_b[i] @ attention.value.lora_a[i], rtol=1e-5)
+        assert not key.any()
+    merged, wanted = (arrays(lora.merge(each)) for each in (lora.load_adapter(gpt2, tmp_path), model))
+    for name, leaf in wanted.items():
+        np.testing.assert_allclose(merged[name], leaf, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 def test_layers_of_one_a_are_one_adapter_on_disk(gpt2, tmp_path):
     model = filled(lora.add(gpt2, rank=2, where=("*.query", "*.key", "*.value"), key=KEY))
     same = lambda m: (m.stack.blocks.attention.key.lora_a, m.stack.blocks.attention.value.lora_a)  # noqa: E731

@@ -23,11 +23,9 @@ def collate_fn(numbers):
 
 def make_trainer(workdir=None, *, shards=(2, 2), **options):
     deployer = redeqx.Deployer(0, *shards, workdir=workdir, verbose=False)
-    options = {"on_nonfinite": "skip", **options}
     model = eqx.nn.MLP(4, 2, 16, 1, key=jax.random.key(1))
-    return redeqx.Trainer(
-        deployer, model=model, optimizer=optax.adam(1e-2), collate_fn=collate_fn, loss_fn=loss_fn, **options
-    )
+    options = {"on_nonfinite": "skip", "model": model, "loss_fn": loss_fn, **options}
+    return redeqx.Trainer(deployer, optimizer=optax.adam(1e-2), collate_fn=collate_fn, **options)
 
 
 def bits(trainer):
@@ -45,6 +43,23 @@ def test_a_skipped_step_changes_nothing(shards):
     assert (trainer.step, trainer.n_skipped) == (2, 1)
     trainer.train([0, 1, 2, 3, 4, 5, 6, 8], 8 // trainer.deployer.n_batch_shards)
     assert bits(trainer) != before
+
+
+def root_of_nothing(model, batch, key):
+    """A loss of zero, whose gradient is infinity times zero."""
+    return jnp.sqrt(jnp.square(jax.vmap(model)(0 * jnp.nan_to_num(batch))).mean())
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is():
+    model = eqx.nn.Linear(4, 2, use_bias=False, key=jax.random.key(1))
+    trainer = make_trainer(loss_fn=root_of_nothing, model=model)
+    before = bits(trainer)
+    metrics = trainer.train(list(range(8)), 2)
+    assert metrics["loss"] == 0 and np.isnan(metrics["grad_norm"])
+    assert bits(trainer) == before
+    assert (trainer.step, trainer.n_skipped) == (1, 1)
+    with pytest.raises(ValueError, match=r"^`grad_norm` at step 1: expected the gradient's norm to be finite, got nan\."):
+        make_trainer(loss_fn=root_of_nothing, model=model, on_nonfinite="raise").train(list(range(8)), 2)
 
 
 def test_finite_steps_are_the_same_with_it():

@@ -258,6 +258,9 @@ def test_a_subclass_of_a_registered_attention_is_one():
         pass
 
     assert specs(plan_of(Sub(8, 8))) == {**attention_specs(COLUMN, COLUMN, COLUMN, ROW, names=ABC), **REST}
+    # Heads decide, not sizes, by which four linear layers would be split as well.
+    assert specs(plan_of(Sub(8, 2))) == {**attention_specs(COLUMN, WHOLE, WHOLE, ROW, names=ABC), **REST}
+    assert specs(plan_of(Sub(6, 6))) == {**attention_specs(ROW, ROW, ROW, COLUMN, names=ABC), **REST}
 
 
 def test_heads_may_be_a_function_of_the_module():
@@ -496,6 +499,17 @@ def test_fsdp_takes_what_the_model_axis_leaves():
     assert plan["2.weight"].n_shards == 4 and plan["2.weight"].reason.endswith("; fsdp on dim 0")
     assert plan.spec_in_use("2.weight") == P(M, None)
     assert {row[0]: row[2] for row in plan.rows()}["2.weight"] == "model+fsdp, ·"
+
+
+def test_both_axes_share_a_dim_only_where_their_product_divides_it():
+    plan = plan_of([linear(3, 4098), linear(3, 4100)], 2, 2)
+    assert specs(plan) == {
+        "0.weight": P(M, None),  # 4098 = 2 x 2049
+        "0.bias": P(M),
+        "1.weight": P((M, F), None),
+        "1.bias": P((M, F)),
+    }
+    assert plan["0.weight"].reason.endswith("; no free dim for 2 fsdp shards") and plan["0.weight"].n_shards == 2
 
 
 def test_fsdp_never_splits_stacked_dims():

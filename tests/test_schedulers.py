@@ -45,6 +45,14 @@ def test_alphas_are_products_of_what_each_timestep_leaves():
     )
 
 
+@pytest.mark.parametrize("fields", [{}, LATENT, {"beta_schedule": "squaredcos_cap_v2"}])
+def test_zero_snr_moves_the_roots_so_that_the_last_is_zero_and_the_first_stays(fields):
+    """Algorithm 1 of arXiv:2305.08891, on the square roots: a line through (first, first) and (last, 0)."""
+    roots = np.sqrt(DDIM(**fields).alphas.astype(np.float64))
+    line = np.polynomial.Polynomial.fit(roots[[0, -1]], [roots[0], 0.0], 1)
+    np.testing.assert_allclose(DDIM(**fields, has_zero_snr=True).alphas, line(roots) ** 2, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("timestep", [0, 400, 999])
 def test_noisy_samples_and_targets(timestep):
     scheduler = DDIM()
@@ -125,6 +133,20 @@ def test_ddim_with_eta_1_adds_the_noise_of_ddpm():
             for scheduler in (DDIM(eta=1.0, clip_range=None), DDPM(clip_range=None))
         )
         np.testing.assert_allclose(ddim, ddpm, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("timestep", [900, 400, 100])
+def test_a_step_with_eta_is_equation_12_of_ddim(eta, timestep):
+    """arXiv:2010.02502, with the deviation of its equation 16, in float64."""
+    scheduler, key = DDIM(eta=eta, clip_range=None), jax.random.key(3)
+    a, b = (float(scheduler.alphas[t]) for t in (timestep, timestep - 100))
+    sigma = eta * np.sqrt((1 - b) / (1 - a)) * np.sqrt(1 - a / b)
+    x, output = (np.asarray(array, np.float64) for array in (CLEAN, NOISE))
+    clean = (x - np.sqrt(1 - a) * output) / np.sqrt(a)
+    drawn = np.asarray(jax.random.normal(key, SHAPE), np.float64)
+    wanted = np.sqrt(b) * clean + np.sqrt(1 - b - sigma**2) * output + sigma * drawn
+    np.testing.assert_allclose(scheduler.step(NOISE, timestep, CLEAN, n_steps=10, key=key), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_predicted_samples_are_clipped():

@@ -330,6 +330,21 @@ def test_parameters_keep_their_own_dtypes():
     assert np.abs(np.asarray(trainer.model.bias, np.float32)).max() > 0
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_are_summed_in_float32(dtype):
+    """4,096 micro-batches with a gradient of 1 each: bfloat16 counts to 256, float16 to 2,048."""
+
+    def loss_fn(model, batch, key):
+        return redeqx.Loss(jnp.sum(model[0] * batch["x"][:, 0]), 1)
+
+    n, parameter = 4096, [jnp.zeros((), dtype)]
+    trainer = make_trainer(model=parameter, loss_fn=loss_fn, optimizer=optax.sgd(1.0), accumulate_grad_batches=n)
+    metrics = trainer.train([{"x": np.ones(1)}] * n, 1)
+    assert trainer.step == 1
+    assert metrics["grad_norm"] == 1.0
+    assert trainer.model[0].dtype == dtype
+
+
 # --- own gradients ------------------------------------------------------------------------------------------------------
 
 
