@@ -1,9 +1,12 @@
-"""What a fit decides: which checkpoint is the best by a metric, and the order of examples in each epoch of each fit."""
+"""What a fit decides and leaves behind: the best checkpoint by a metric, the order of examples in each epoch of each fit,
+signals that are handled as before."""
 
 import contextlib
 import itertools
 import json
 import math
+import os
+import signal
 
 import equinox as eqx
 import jax
@@ -48,9 +51,9 @@ class Log:
             raise Killed
 
 
-def make_trainer(workdir=None, *, kill_at=None):
+def make_trainer(workdir=None, *, kill_at=None, loggers=()):
     log = Log(kill_at)
-    deployer = redeqx.Deployer(n_model_shards=8, workdir=workdir, verbose=False, loggers=[log])
+    deployer = redeqx.Deployer(n_model_shards=8, workdir=workdir, verbose=False, loggers=[log, *loggers])
     trainer = redeqx.Trainer(
         deployer,
         model=Model(),
@@ -184,3 +187,41 @@ def test_a_second_fit_may_have_other_examples(tmp_path):
     assert rest == steps[-len(rest) :]
     assert trainer.step == whole.step == 10
     assert float(trainer.model.weight) == 10.0
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@pytest.mark.parametrize("ends", ["in the end", "by an exception", "told to stop"])
+def test_after_a_fit_signals_are_handled_as_before(ends, tmp_path):
+    """A fit that saves notes them while it runs."""
+    heard, seen = [], []
+
+    class Hurry:
+        def log(self, metrics, step):
+            seen.extend(number for number in SIGNALS if signal.getsignal(number) is not mine)
+            if ends == "by an exception":
+                raise Killed
+            if ends == "told to stop" and step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def mine(number, frame):
+        heard.append(number)
+
+    before = {number: signal.signal(number, mine) for number in SIGNALS}
+    try:
+        trainer, _ = make_trainer(tmp_path, loggers=[Hurry()])
+        expected = {"by an exception": pytest.raises(Killed), "told to stop": pytest.raises(SystemExit)}
+        with expected.get(ends, contextlib.nullcontext()):
+            trainer.fit(examples(4), 1, 2, save_last_ckpt=True)
+        assert signal.SIGTERM in seen
+        assert [signal.getsignal(number) for number in SIGNALS] == [mine] * 3
+        heard.clear()
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)
+        assert heard == [*SIGNALS]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

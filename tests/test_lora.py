@@ -632,6 +632,16 @@ def test_rank_stabilised_scales_and_patterns_are_read(gpt2, folder):
     assert (mlp.up.scale, mlp.down.scale) == (6 / 2**0.5, 4 / 2**0.5)
 
 
+def test_layers_of_one_stack_keep_their_own_scales(gpt2, folder):
+    """As PEFT computes it from the folder: `alpha / r * B @ A`, with an `alpha` of the second layer's own."""
+    edit(folder, lora_alpha=1, alpha_pattern={r"h\.1\.mlp\.c_fc": 6})
+    _, tensors = read(folder)
+    merged = lora.merge(lora.load_adapter(gpt2, folder)).stack.blocks.mlp.up.weight
+    for i, alpha in enumerate((1, 6)):
+        a, b = (tensors[f"base_model.model.transformer.h.{i}.mlp.c_fc.lora_{which}.weight"] for which in "AB")
+        np.testing.assert_allclose(merged[i], gpt2.stack.blocks.mlp.up.weight[i] + alpha / 2 * b @ a, rtol=1e-5, atol=1e-6)
+
+
 def test_an_adapter_of_another_base_is_named_with_what_differs(gpt2, residual, folder):
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     wide = shapes(GPT2, dataclasses.replace(CONFIG, d_model=48))
