@@ -109,6 +109,15 @@ def test_the_file_is_ordinary_safetensors(tmp_path):
     }
 
 
+def test_every_tensor_is_aligned_to_its_items(tmp_path):
+    """So that a reader may map it: whatever the order of the leaves, and without a gap between two."""
+    write_tensors(tmp_path / "x", {f"{i} {code}": np.zeros(3, dtype) for i in (0, 1) for code, dtype in DTYPES.items()})
+    content = (tmp_path / "x").read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    for name, field in json.loads(content[8 : 8 + length]).items():
+        assert (8 + length + field["data_offsets"][0]) % DTYPES[field["dtype"]].itemsize == 0, name
+
+
 def test_a_file_by_the_safetensors_library_is_read(tmp_path):
     leaves = {"b": np.arange(3, dtype=np.uint8), "a": np.ones((2, 2), np.float32), "e": np.zeros((0,), np.int64)}
     save_file(leaves, tmp_path / "x", metadata={"format": "np"})

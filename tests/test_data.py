@@ -17,9 +17,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redeqx
+from redeqx import _data
 from redeqx._data import (
     Group,
     Prefetch,
+    batches,
     check_examples,
     collate,
     cut_rows,
@@ -95,6 +97,15 @@ def test_tokens_are_counted_where_the_batch_tells():
     ids = np.zeros((4, 7), np.int32)
     assert n_tokens({"ids": ids, "labels": ids, "x": np.zeros((4, 9, 2))}) == 28
     assert n_tokens({"x": np.zeros((4, 9), np.float32), "y": np.zeros(4, np.int32)}) is None
+
+
+def test_tokens_of_a_step_are_those_of_all_processes(monkeypatch):
+    """Of which each collates its own rows alone."""
+    monkeypatch.setattr(_data, "rows_here", lambda cut, mesh: np.arange(0, 8, 4))
+    monkeypatch.setattr(_data, "place_batch", lambda batch, cut, mesh, rows: (batch,))
+    steps = slices(list(range(16)), 8)
+    made = list(batches(steps, lambda examples: np.zeros((len(examples), 7), np.int32), 8, make_mesh()))
+    assert [(batch.n_examples, batch.n_tokens, batch.groups[0].shape) for batch in made] == [(8, 56, (2, 7))] * 2
 
 
 # --- collating ------------------------------------------------------------------------------------------------------

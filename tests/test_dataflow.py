@@ -178,6 +178,25 @@ def test_weights_stacked_under_scan_and_taken_by_index():
     assert order(Trace.of(scanned, model, zeros(8, D)), 4).stacked == {"w1": 1, "w2": 1}
 
 
+def test_what_loops_move_is_counted_as_often_as_they_run():
+    """Twelve times, whether in one loop or in two, one inside the other."""
+    model = {"w1": zeros(D, F), "w2": zeros(F, D)}
+
+    def cost(*lengths):
+        def loss(model, x):
+            def times(step, length):
+                return lambda x: jax.lax.scan(lambda x, _: (step(x), None), x, length=length)[0]
+
+            step = lambda x: x + two(model["w1"], model["w2"], x)  # noqa: E731
+            for length in lengths:
+                step = times(step, length)
+            return step(x).sum()
+
+        return order(Trace.of(loss, model, zeros(8, D)), 4).cost
+
+    assert cost(12) == cost(3, 4) == cost(2, 3, 2) == 12 * cost(1) > 0
+
+
 def test_a_recurrent_weight_sees_what_the_iteration_before_left():
     """The carry begins whole and is whole at the end of the body, so each iteration begins with a column."""
     model = {"w1": zeros(D, F), "w2": zeros(F, D)}

@@ -430,6 +430,19 @@ def test_metrics_go_to_the_file_and_to_every_logger(tmp_path):
     assert loggers[0].rows == loggers[1].rows == [({"loss": 0.5, "n": 3.0}, 7), ({"loss": 0.25}, 8)]
 
 
+def test_records_are_rewound_once_and_to_the_step_of_the_resume(tmp_path):
+    """What a process has recorded itself stays, also where a second trainer begins at step 0."""
+    for step in range(1, 6):
+        deployer(workdir=tmp_path).log_metrics({"run": 1}, step)
+    made = deployer(workdir=tmp_path)
+    made.begin_records(3)
+    made.log_metrics({"run": 2}, 4)
+    made.begin_records(0)
+    made.log_metrics({"run": 2}, 1)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["run"], line["step"]) for line in lines] == [(1, 1), (1, 2), (1, 3), (2, 4), (2, 1)]
+
+
 @pytest.mark.parametrize("verbose", [True, False])
 def test_info_is_printed_where_wanted(verbose, capsys):
     redeqx.Deployer(verbose=verbose).log_info("hello [world]", title="greeting")

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 
 import equinox as eqx
@@ -51,9 +52,9 @@ class Log:
             raise Killed
 
 
-def make_trainer(workdir=None, *, kill_at=None, loggers=()):
+def make_trainer(workdir=None, *, kill_at=None, loggers=(), verbose=False):
     log = Log(kill_at)
-    deployer = redeqx.Deployer(n_model_shards=8, workdir=workdir, verbose=False, loggers=[log, *loggers])
+    deployer = redeqx.Deployer(n_model_shards=8, workdir=workdir, verbose=verbose, loggers=[log, *loggers])
     trainer = redeqx.Trainer(
         deployer,
         model=Model(),
@@ -187,6 +188,21 @@ def test_a_second_fit_may_have_other_examples(tmp_path):
     assert rest == steps[-len(rest) :]
     assert trainer.step == whole.step == 10
     assert float(trainer.model.weight) == 10.0
+
+
+def test_a_resumed_run_says_how_many_steps_there_are_in_all(tmp_path, capsys):
+    def script(**options):
+        trainer, _ = make_trainer(tmp_path, **options)
+        trainer.fit(examples(16), 4, 2, save_every_n_steps=1)
+
+    with pytest.raises(Killed):
+        script(kill_at=3)
+    capsys.readouterr()
+    script(verbose=True)
+    said = re.findall(r"step (\d+)/(\d+)", capsys.readouterr().out)
+    assert said
+    assert {total for _, total in said} == {"8"}
+    assert said[-1] == ("8", "8")
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------

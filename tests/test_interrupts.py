@@ -36,7 +36,9 @@ def pair():
 def together(acts):
     """What each returns, in threads of their own."""
     ended = {}
-    threads = [threading.Thread(target=lambda i=i, act=act: ended.update({i: act()})) for i, act in enumerate(acts)]
+    threads = [
+        threading.Thread(target=lambda i=i, act=act: ended.update({i: act()}), daemon=True) for i, act in enumerate(acts)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -90,6 +92,26 @@ def test_where_it_is_too_late_for_one_fit_the_next_one_stops(pair):
         return fit(preemption, first, told_at), fit(preemption, second)
 
     found = together([partial(twice, preemptions[0], N_STEPS), partial(twice, preemptions[1], None)])
+    assert found[0] == found[1]
+    assert found[0][0] is None
+    assert 2 <= found[0][1] <= 3
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_none_stops_alone_where_another_has_ended(pair, monkeypatch, told):
+    """Told a step before the end, which the other hears of after its end: neither stops in this fit, both do in the next."""
+    hear, ended = Preemption._hear, threading.Event()
+    monkeypatch.setattr(Preemption, "_hear", lambda self: (ended.wait(LIMIT), hear(self)))
+    preemptions = [Preemption(each) for each in pair]
+    first, second = threading.Barrier(2), threading.Barrier(2)
+
+    def twice(index):
+        stopped = fit(preemptions[index], first, N_STEPS - 1 if index == told else None)
+        if index != told:
+            ended.set()
+        return stopped, fit(preemptions[index], second)
+
+    found = together([partial(twice, index) for index in (0, 1)])
     assert found[0] == found[1]
     assert found[0][0] is None
     assert 2 <= found[0][1] <= 3

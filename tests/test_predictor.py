@@ -427,6 +427,26 @@ def test_a_trainer_s_predictor_follows_its_weights(shards):
     assert_outputs(predictor.predict(examples, 1, model=linear(5)), expected(linear(5), examples))
 
 
+def test_a_trainer_s_predictor_computes_in_its_dtype():
+    trainer = redeqx.Trainer(
+        deployer(),
+        model=linear(),
+        optimizer=optax.sgd(0.1),
+        collate_fn=stack,
+        loss_fn=lambda model, batch, key: jnp.mean(apply(model, batch, key) ** 2),
+        compute_dtype=jnp.bfloat16,
+    )
+    seen = []
+
+    def pred_fn(model, batch, key):
+        seen.append(model.weight.dtype)
+        return apply(model, batch, key)
+
+    trainer.get_default_predictor(pred_fn).predict(make_examples(2), 2)
+    assert seen and all(dtype == jnp.bfloat16 for dtype in seen)
+    assert trainer.model.weight.dtype == jnp.float32
+
+
 def test_a_trainer_s_predictor_takes_other_examples_than_the_training():
     """Trained on pairs, it predicts from their first halves alone."""
 

@@ -190,6 +190,22 @@ def test_several_processes_write_each_array_once_and_alike_much(monkeypatch, n):
     assert max(load) - min(load) <= most, load
 
 
+@pytest.mark.parametrize("asked", [own_blocks, owners])
+def test_it_is_bytes_that_are_alike_much(monkeypatch, asked):
+    """Not items: wide arrays and narrow ones by turns, all of as many items, whole on every device."""
+    dtypes = [np.float64, np.int8] * 16
+
+    def leaves(me, devices):
+        whole = dict.fromkeys(devices, part(0, 1))
+        return {f"leaf {i:02}": Array(np.zeros((8, 32), dtype), whole, me) for i, dtype in enumerate(dtypes)}
+
+    found = of_each(monkeypatch, 2, leaves, asked)
+    n_bytes = {f"leaf {i:02}": 256 * np.dtype(dtype).itemsize for i, dtype in enumerate(dtypes)}
+    is_first = {name: bool(answer) if asked is own_blocks else answer == 0 for name, answer in found[0].items()}
+    load, total = sum(n for name, n in n_bytes.items() if is_first[name]), sum(n_bytes.values())
+    assert abs(2 * load - total) <= 256 * 8 + total / 2 / 8
+
+
 def test_a_process_goes_on_with_an_array_that_it_has_begun(monkeypatch):
     """Each of two has whole copies, split over its own devices by columns: of sixteen it writes eight, each in one block."""
 
