@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import redeqx
 from redeqx import _data
 from redeqx._data import (
+    BatchSize,
     Group,
     Prefetch,
     batches,
@@ -102,9 +103,9 @@ def test_tokens_are_counted_where_the_batch_tells():
 def test_tokens_of_a_step_are_those_of_all_processes(monkeypatch):
     """Of which each collates its own rows alone."""
     monkeypatch.setattr(_data, "rows_here", lambda cut, mesh: np.arange(0, 8, 4))
-    monkeypatch.setattr(_data, "place_batch", lambda batch, cut, mesh, rows: (batch,))
-    steps = slices(list(range(16)), 8)
-    made = list(batches(steps, lambda examples: np.zeros((len(examples), 7), np.int32), 8, make_mesh()))
+    monkeypatch.setattr(_data, "place_batch", lambda batch, *_: (batch,))
+    steps, size = slices(list(range(16)), 8), BatchSize(8, 8)
+    made = list(batches(steps, lambda examples: np.zeros((len(examples), 7), np.int32), size, make_mesh()))
     assert [(batch.n_examples, batch.n_tokens, batch.groups[0].shape) for batch in made] == [(8, 56, (2, 7))] * 2
 
 
