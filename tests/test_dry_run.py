@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -16,7 +17,8 @@ import optax
 import pytest
 
 import redeqx
-from redeqx._devices import describe, dry, dry_for
+from redeqx._chips import GPUS, TPUS
+from redeqx._devices import describe, dry, dry_for, of_devices
 from redeqx._dry_run import DryRunDone
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
@@ -28,6 +30,15 @@ needs_gpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="the GPU compiler is an extra",
 )
+
+
+def test_devices_that_are_there_have_the_figures_of_their_kind():
+    chips = [*TPUS.values(), *(gpu.chip for gpu in GPUS.values())]
+    for chip in chips:
+        device = SimpleNamespace(platform="gpu", device_kind=chip.kind, memory_stats=lambda: {"bytes_limit": 123})
+        machine = of_devices("this", [device] * 2)
+        assert (machine.chip, machine.memory, len(machine.devices)) == (chip, 123, 2)
+    assert of_devices("this", [SimpleNamespace(platform="gpu", device_kind="new", memory_stats=lambda: {})]).chip is None
 
 
 def remat(config):

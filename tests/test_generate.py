@@ -104,6 +104,14 @@ class Table(eqx.Module):
         return self.log_probs[cache.index + len(ids) - 1], cache.end(len(ids))
 
 
+def test_right_after_the_minimum_the_text_may_end():
+    """As transformers counts: so many tokens without the end."""
+    p = np.tile([0.7, 0.2, 0.1], (6, 1))
+    given = {"max_new_tokens": 6, "min_new_tokens": 3, "eos_token_id": 0, "pad_token_id": 2}
+    found = generate(Table(jnp.log(jnp.asarray(p, jnp.float32))), np.ones((1, 1), int), **given)
+    assert found.tolist() == [[1, 1, 1, 0, 2, 2]]
+
+
 def test_never_ends_no_search_that_a_longer_text_can_win():
     """After two tokens the end is likely, after that it is not, so that a text which gets over the second place wins by its
     length."""

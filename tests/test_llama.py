@@ -266,6 +266,15 @@ def test_old_and_new_spellings_of_rotary_positions_are_one():
     assert (config.rope_theta, config.rope_scaling) == (1e6, None)
 
 
+def test_the_attention_factor_of_yarn_grows_queries_and_keys_alike_in_all_directions():
+    scaling = YarnScaling(factor=4.0, n_original=32, attention_factor=1.5)
+    cos, sin = rotation(jnp.arange(40), 8, 10000.0, scaling)
+    np.testing.assert_allclose(cos**2 + sin**2, np.full((40, 1, 4), 1.5**2), rtol=1e-5)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 2, 8)), jnp.float32)
+    norms = np.linalg.norm(turn(x, cos, sin), axis=-1)
+    np.testing.assert_allclose(norms, 1.5 * np.linalg.norm(x, axis=-1), rtol=1e-5)
+
+
 def test_yarn_follows_from_a_few_keys():
     yarn = {"rope_type": "yarn", "factor": 4.0}
     short = read(model_type="qwen2", rope_scaling=yarn).rope_scaling

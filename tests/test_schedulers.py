@@ -157,8 +157,8 @@ def test_predicted_samples_are_clipped():
 
 
 def test_the_last_step_adds_no_noise():
-    ddpm, ddim = DDPM(prediction_type="sample", clip_range=None), DDIM(prediction_type="sample", clip_range=None, eta=1.0)
-    for scheduler in (ddpm, ddim):
+    fields = {"prediction_type": "sample", "clip_range": None}
+    for scheduler in (DDPM(**fields), DDPM(**fields, variance_type="fixed_large"), DDIM(**fields, eta=1.0)):
         found = scheduler.step(CLEAN, 0, NOISE, key=jax.random.key(0))
         np.testing.assert_allclose(found, CLEAN, rtol=0, atol=1e-6)
     # Where it ends with the noise of timestep 0, that is what is left.

@@ -65,6 +65,20 @@ def test_timesteps_may_be_of_any_number_type(model):
     assert np.abs(embed(8) - embed(7)).max() > 1e-3
 
 
+def test_samples_in_0_to_1_are_centred_where_the_config_says():
+    class Seen(Exception):
+        pass
+
+    def see(x):
+        raise Seen(x)
+
+    for config, expected in ((CONFIG, SAMPLE), (dataclasses.replace(CONFIG, centers_input=True), 2 * SAMPLE - 1)):
+        watched = eqx.tree_at(lambda m: m.conv_in, make_model(config), see)
+        with pytest.raises(Seen) as seen:
+            watched(SAMPLE, 7, CONTEXT)
+        np.testing.assert_array_equal(seen.value.args[0], expected)
+
+
 def test_dropout_follows_the_key_and_inference_mode_removes_it(model):
     dropping = make_model(dataclasses.replace(CONFIG, dropout=0.5))
     assert dropping.config.without_dropout() == CONFIG
