@@ -14,13 +14,15 @@ import redeqx
 FOLDER = pathlib.Path(redeqx.__file__).parent
 # Bottom to top. A module imports from layers below, and from its own where that makes no circle.
 LAYERS = (
-    ("_paths", "_chips", "_mesh", "_rules", "_hlo", "_links", "_relay", "_crc32", "_shards", "_untrusted"),
+    ("_paths", "_chips", "_rules", "_hlo", "_links", "_relay", "_crc32", "_shards", "_untrusted"),
+    ("_arguments", "_user_code", "_lock"),
+    ("_mesh",),
     ("_devices", "_buffers", "_meeting", "_safetensors"),
     ("_peers",),
     ("_cluster", "_interrupts", "_launch", "_sources", "_layouts", "_record"),
     ("_jaxprs",),
     ("_flow",),
-    ("_dataflow", "_apply", "_convs", "_walk"),
+    ("_dataflow", "_apply", "_convs", "_walk", "_nonfinite"),
     ("_plan", "_exchange"),
     ("_data", "_step", "_checkpoint", "_console"),
     ("_program",),
