@@ -29,13 +29,14 @@ def loss_fn(model, slots, key):
 
 
 class Counts:
-    """A tracker that keeps how many examples each step had."""
+    """A tracker that keeps, for each step, the draw of each of its examples."""
 
     def __init__(self):
         self.seen = []
 
     def log(self, metrics, step):
-        self.seen.append({int(name.split()[1]) for name, value in metrics.items() if name.startswith("slot") and value > 0})
+        draws = {int(name.split()[1]): draw for name, draw in metrics.items() if name.startswith("slot")}
+        self.seen.append({slot: draw for slot, draw in draws.items() if draw > 0})
 
 
 def make_trainer(n_slots, *, seed=0, accumulate=3):
@@ -54,9 +55,10 @@ def make_trainer(n_slots, *, seed=0, accumulate=3):
 
 
 def drawn(trainer, counts):
-    """What each example saw when the model was trained on it once: the gradient of its slot, before the mean."""
-    n_examples = {slot: len(step) for step in counts.seen for slot in step}
-    return [-float(draw) * n_examples[slot] for slot, draw in enumerate(trainer.model.draws)]
+    """What each example saw when the model was trained on it once, by the gradient of its slot, and alike by its metric."""
+    found = [-len(step) * float(trainer.model.draws[slot]) for step in counts.seen for slot in sorted(step)]
+    np.testing.assert_allclose(found, [step[slot] for step in counts.seen for slot in sorted(step)], rtol=1e-5)
+    return found
 
 
 def assert_none_twice(draws, n_rows=ROWS):
