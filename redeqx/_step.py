@@ -275,6 +275,8 @@ def _accumulate(
 
         if n == 1:
             added, state = of(state, start, jax.tree.map(lambda x: x[0], group))
+            if len(groups) > 1:  # as in a scan: sums of bfloat16 would lose what is small beside them
+                added = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), added)
         else:
 
             def body(carry: Any, xs: Any, start: int = start, n_counted: Any = n_counted) -> Any:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import redeqx
 from redeqx._mesh import replicated
 from redeqx._paths import named_leaves
-from redeqx._step import Parts, as_sums
+from redeqx._step import Parts, _accumulate, as_sums
 
 
 class Recorder:
@@ -343,6 +343,14 @@ def test_gradients_are_summed_in_float32(dtype):
     assert trainer.step == 1
     assert metrics["grad_norm"] == 1.0
     assert trainer.model[0].dtype == dtype
+
+
+def test_gradients_of_a_remainder_are_summed_in_float32_too():
+    """256 rows, and one that is left over, with a gradient of 1 each: bfloat16 has no 257. Uncompiled, as XLA may keep more
+    than a dtype holds."""
+    groups = [jnp.ones((1, n), jnp.bfloat16) for n in (256, 1)]
+    sums, _ = _accumulate(lambda state, rows, key: (rows.sum(), state), (), groups, jax.random.key(0))
+    assert float(sums) == 257.0
 
 
 # --- own gradients ------------------------------------------------------------------------------------------------------
