@@ -123,7 +123,7 @@ class Generation:
     def known() -> frozenset[str]:
         """The keys that are of generation, and that old files of `config.json` hold beside the model's own."""
         said = {*_ARGUMENTS, *_LENGTHS, "early_stopping", *_SAMPLING, *_BEAMS, *_ONE_BY_ONE, *_ALWAYS}
-        return frozenset(said | {"output_scores", "return_dict_in_generate"})
+        return frozenset({*said, *_FORCED, "output_scores", "return_dict_in_generate"})
 
     def complete(
         self, given: Mapping[str, Any], *, n_given: int, ignore: Collection[str] = ()

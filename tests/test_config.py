@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -9,6 +10,8 @@ import pytest
 
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models._config import Keys
+from redeqx.models._folder import Pretrained
+from redeqx.models._pretrained import _model_class
 from redeqx.models.bart import BartConfig
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.gptj import GPTJConfig
@@ -207,3 +210,39 @@ def test_values_that_are_none(changes, error, message, folder):
 def test_what_goes_together_is_told_by_the_files_names(config, changes, message):
     with pytest.raises((ValueError, TypeError), match=r"`a/config\.json`: " + message):
         type(config).from_hf(Keys({**config.to_hf(), **changes}, "a/config.json"))
+
+
+# --- whatever a file holds -----------------------------------------------------------------------------------------------
+
+HOSTILE = ["x", -1, 0, 1.5, True, None, [], [1, 2], {}, 2**31 - 1, 2**31, 2**40, 10**400, 1e308, float("nan"), float("inf")]
+GOLDEN = [  # a few families every time, all of them in the sweep
+    pytest.param(path, id=path.stem, marks=[] if path.stem in ("gpt2", "t5", "qwen2-windowed-layers") else pytest.mark.sweep)
+    for path in sorted((Path(__file__).parent / "golden").glob("*.json"))
+]
+
+
+def with_each_key_changed(fields, inner=False):
+    for name, value in fields.items():
+        if isinstance(value, dict) and not inner:
+            for key, changed in with_each_key_changed(value, inner=True):
+                yield key, {**fields, name: changed}
+        if name not in ("architectures", "model_type", "_class_name", "transformers_version", "_diffusers_version"):
+            yield from ((name, {**fields, name: hostile}) for hostile in HOSTILE)
+
+
+@pytest.mark.parametrize("path", GOLDEN)
+def test_any_value_of_any_key_is_read_or_refused_by_name_at_once(path):
+    record = json.loads(path.read_text())
+    cls = _model_class(record["config"], path, Pretrained)
+    n_refused = 0
+    start = time.perf_counter()
+    for key, fields in with_each_key_changed(record["config"]):
+        try:
+            config = cls.config_class.from_hf(Keys(fields, "a/config.json", n_tensors=len(record["tensors"])))
+        except (ValueError, TypeError) as error:
+            assert str(error).startswith("`a/config.json"), (key, error)
+            n_refused += 1
+        else:
+            assert len(cls.names(config).tensors) < 1000
+    assert n_refused > 100
+    assert time.perf_counter() - start < 60  # a table of 2**31 layers takes minutes
