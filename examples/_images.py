@@ -83,8 +83,10 @@ def read_captions(folder: Path, size: int, n_channels: int = 3) -> list[tuple[np
     return examples
 
 
-def draw_grid(path: Path, images: Sequence[np.ndarray], titles: Sequence[str], n_columns: int = 8) -> None:
-    """Draws images [channels, height, width], in 0 to 1, in rows, each under its title, to a PNG file."""
+def draw_grid(
+    path: Path, images: Sequence[np.ndarray], titles: Sequence[str], n_columns: int = 8, heading: str = ""
+) -> None:
+    """Draws images [channels, height, width], in 0 to 1, in rows, each under its title, with a heading, to a PNG file."""
     n_rows = -(-len(images) // n_columns)
     figure = Figure(figsize=(1.5 * n_columns, 1.7 * n_rows), layout="constrained")
     for axes in (grid := figure.subplots(n_rows, n_columns, squeeze=False)).flat:
@@ -92,4 +94,6 @@ def draw_grid(path: Path, images: Sequence[np.ndarray], titles: Sequence[str], n
     for axes, image, title in zip(grid.flat, images, titles, strict=False):
         axes.imshow(np.clip(image.transpose(1, 2, 0), 0, 1), cmap="gray", vmin=0, vmax=1)
         axes.set_title(title, fontsize=8)
+    if heading:
+        figure.suptitle(heading, fontsize=9)
     figure.savefig(path, dpi=100)

@@ -12,13 +12,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 PAD, BOS, EOS = range(3)  # the ids that a tokenizer learnt here gives to padding, begin and end
 
 
-def read_table(path: Path, columns: Sequence[str], *, names: Sequence[str] | None = None) -> list[dict[str, str]]:
+def read_table(
+    path: Path, columns: Sequence[str], *, names: Sequence[str] | None = None, broken: list[int] | None = None
+) -> list[dict[str, str]]:
     """The rows of a table: .tsv (without quotes, as GLUE writes it), .csv, or .jsonl with an object a line.
 
     **Arguments:**
 
     - `columns`: which must be there; others are kept too.
     - `names`: of the columns of a file without a header, as CoLA's are.
+    - `broken`: gets the numbers of rows with more or fewer columns, which are left out; without it they are an error.
 
     Raises ValueError that names the file, the row and what was expected.
     """
@@ -41,6 +44,9 @@ def read_table(path: Path, columns: Sequence[str], *, names: Sequence[str] | Non
             header = list(names or next(reader, []))
             _check_columns(path, columns, header, "")
             for number, fields in enumerate(reader, start=1 if names else 2):
+                if len(fields) != len(header) and broken is not None:
+                    broken.append(number)
+                    continue
                 if len(fields) != len(header):
                     raise ValueError(
                         f"`{path}` row {number}: expected {len(header)} columns ({', '.join(header)}), got {len(fields)}. "

@@ -4,11 +4,15 @@
 
 The default is scikit-learn's handwritten digits, by a small convolutional network whose BatchNorm state the Trainer
 carries. Other tasks: `--task diabetes` (a table, by an MLP, against ridge regression), `--task images --data FOLDER` (a
-subfolder a class), and GLUE's `--task cola|mrpc|sst2|stsb --data FOLDER` (with train.tsv and dev.tsv), by a BERT that
-begins from random weights, or from a Hugging Face folder with `--pretrained FOLDER`.
+subfolder a class), and GLUE's `--task cola|mnli|mrpc|qnli|qqp|rte|sst2|stsb|wnli --data FOLDER` (GLUE's own, or the task's
+in it), by a BERT from a Hugging Face folder with `--pretrained FOLDER`. Without it, texts are bags of words: a few thousand
+of them teach a transformer with random weights less than a linear model of word counts knows, which is the baseline here.
 
 1 CPU core, under 30 s of its time: 99.7, 98.9 and 99.2 % of the test digits are right with the seeds 0, 1 and 2. Of the
 diabetes the MLP explains as much as ridge does: R2 of 0.34, 0.30 and 0.35 on 89 patients, ridge 0.34.
+On GLUE's dev sets (seed 0, 20 to 50 s of CPU time) the bag, and in brackets the linear model of word counts, reach a
+Matthews correlation of 0.126 (0.077) in CoLA, an F1 of 82.8 (83.5) in MRPC and a Pearson correlation of 0.653 (0.753) in
+STS-B: the bag is better for a sentence alone, worse for pairs. It is where to begin; for scores give `--pretrained`.
 """
 
 from dataclasses import dataclass, replace
@@ -24,9 +28,11 @@ import optax
 from tokenizers import Tokenizer
 
 import redeqx
-from redeqx.models.bert import Bert, BertConfig, BertForSequenceClassification
+from redeqx.models.bert import Bert, BertForSequenceClassification
 
-from .._texts import PAD, embedding_rows, learn_tokenizer, load_tokenizer
+from .._texts import PAD, load_tokenizer
+from .bags import Bag, baselines, encode_bags, learn_words
+from .cnn import CNN
 from .tasks import GLUE, METRICS, Name, Task, draw, encode, measure, read_task, ridge
 
 
@@ -39,11 +45,9 @@ class Args:
     image_size: int = 32  # Pixels a side that images of a folder are resized to.
     n_channels: Literal[1, 3] = 3  # Of images of a folder: 3 for colour, 1 for grey.
     width: int = 32  # Channels of the first convolutions, or neurons of a layer of the MLP.
-    n_ids: int = 4096  # Token ids, at most, of the tokenizer that is learnt from the texts.
-    max_tokens: int = 96  # Longer texts are cut.
-    d_model: int = 128  # These three are of the BERT that begins from random weights.
-    n_layers: int = 2
-    n_heads: int = 4
+    n_ids: int = 16384  # Words and pairs of words, at most, that a bag knows.
+    max_tokens: int = 96  # Of a text, or words and pairs of words of a bag. Longer texts are cut.
+    d_model: int = 64  # Of the embeddings of a bag.
     n_epochs: int | None = None  # By default what RECIPES says, and so is the learning rate.
     learning_rate: float | None = None
     batch_size: int = 32  # Examples of one update, over all devices.
@@ -54,70 +58,26 @@ class Args:
     seed: int = 0
 
 
-RECIPES = {"images": (30, 3e-3), "table": (60, 1e-3), "texts": (6, 5e-4), "pretrained": (3, 3e-5)}  # epochs, learning rate
+RECIPES = {"images": (30, 3e-3), "table": (60, 1e-3), "texts": (8, 3e-3), "pretrained": (3, 3e-5)}  # epochs, learning rate
 
 
-class Shift(eqx.Module):
-    """Moves an image by up to `distance` pixels along each side, and fills with zeros. In inference it does nothing."""
-
-    distance: int = eqx.field(static=True)
-    inference: bool = False  # `eqx.nn.inference_mode` sets it, as it does for dropout
-
-    def __call__(self, image: jax.Array, *, key: jax.Array) -> jax.Array:
-        if self.inference:
-            return image
-        low = jax.random.randint(key, (2,), 0, 2 * self.distance + 1)
-        padded = jnp.pad(image, ((0, 0), *2 * ((self.distance, self.distance),)))
-        return jax.lax.dynamic_slice(padded, (0, low[0], low[1]), image.shape)
-
-
-class CNN(eqx.Module):
-    """Two convolutions, each normed, and a pooling, until 4 x 4 places or fewer are left; one more, and a linear layer."""
-
-    shift: Shift
-    convs: list[eqx.nn.Conv2d]
-    norms: list[eqx.nn.BatchNorm]
-    head: eqx.nn.Linear
-
-    def __init__(self, n_channels: int, size: int, width: int, n_classes: int, *, key: jax.Array):
-        self.shift, widths = Shift(max(1, size // 16)), [n_channels]
-        while size > 4:
-            widths, width, size = [*widths, width, width], 2 * width, size // 2
-        widths.append(width)
-        *keys, head_key = jax.random.split(key, len(widths))
-        pairs = zip(widths[:-1], widths[1:], keys, strict=True)
-        self.convs = [eqx.nn.Conv2d(a, b, 3, padding=1, use_bias=False, key=k) for a, b, k in pairs]
-        self.norms = [eqx.nn.BatchNorm(n, "batch", momentum=0.9, mode="batch") for n in widths[1:]]
-        self.head = eqx.nn.Linear(width, n_classes, key=head_key)
-
-    def __call__(self, image: jax.Array, state: eqx.nn.State, key: jax.Array) -> tuple[jax.Array, eqx.nn.State]:
-        x = self.shift(image, key=key)
-        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            x, state = norm(conv(x), state)
-            x = jax.nn.relu(x)
-            if i % 2:
-                x = eqx.nn.MaxPool2d(2, 2)(x)
-        return self.head(jnp.mean(x, (1, 2))), state
-
-
-def make_bert(task: Task, args: Args, deployer: redeqx.Deployer) -> tuple[BertForSequenceClassification, Tokenizer]:
-    """A BERT with a new head for the task, and its tokenizer; both from a folder, or both begun here."""
-    n_outputs, key = len(task.classes) or 1, deployer.next_key()
-    if args.pretrained is None:
-        tokenizer = learn_tokenizer((text for texts, _ in task.train for text in texts), args.n_ids)
-        config = BertConfig(
-            vocab_size=embedding_rows(tokenizer.get_vocab_size()), n_positions=args.max_tokens,
-            d_model=args.d_model, d_ff=4 * args.d_model, n_layers=args.n_layers, n_heads=args.n_heads,
-            n_classes=n_outputs, pad_token_id=PAD, init_std=0.02 * (768 / args.d_model) ** 0.5,
-        )  # fmt: skip
-        return deployer.init(lambda: BertForSequenceClassification(config, key=key)), tokenizer
-    bert, config = Bert.from_pretrained(args.pretrained, deployer=deployer)
-    tokenizer = load_tokenizer(args.pretrained, config.vocab_size)
-    config = replace(config, n_classes=n_outputs)
+def make_bert(task: Task, folder: Path, deployer: redeqx.Deployer) -> tuple[BertForSequenceClassification, Tokenizer]:
+    """The BERT of a folder with a new head for the task, and its tokenizer."""
+    key = deployer.next_key()
+    bert, config = Bert.from_pretrained(folder, deployer=deployer)
+    tokenizer = load_tokenizer(folder, config.vocab_size)
+    config = replace(config, n_classes=len(task.classes) or 1)
     model = deployer.init(lambda: BertForSequenceClassification(config, key=key))
     if bert.pooler is None:  # the folder has none: the new one is trained with the head
         bert = eqx.tree_at(lambda bert: bert.pooler, bert, model.bert.pooler, is_leaf=lambda x: x is None)
     return eqx.tree_at(lambda model: model.bert, model, bert), tokenizer
+
+
+def make_bag(task: Task, args: Args, deployer: redeqx.Deployer) -> tuple[Bag, dict[str, int]]:
+    """A bag of the words in the training texts, and their ids."""
+    ids, idf = learn_words(task.train, args.n_ids)
+    n_texts, n_outputs, key = len(task.train[0][0]), len(task.classes) or 1, deployer.next_key()
+    return deployer.init(lambda: Bag(idf, args.d_model, n_texts, n_outputs, key=key)), ids
 
 
 def collate_fn(examples: list[tuple[dict[str, np.ndarray], int | float]]) -> dict[str, Any]:
@@ -153,9 +113,13 @@ def main(args: Args) -> dict[str, float]:
     rows = deployer.get_per_device_batch_size(args.batch_size, args.accumulate_grad_batches)
     task = read_task(args.task, args.data, args.image_size, args.n_channels)
     kind = "texts" if args.task in GLUE else "table" if args.task == "diabetes" else "images"
-    if kind == "texts":
-        model, tokenizer = make_bert(task, args, deployer)
+    texts = task  # before they are encoded
+    if kind == "texts" and args.pretrained is not None:
+        model, tokenizer = make_bert(task, args.pretrained, deployer)
         task = encode(task, tokenizer, args.max_tokens, model.config.pad_token_id or PAD)
+    elif kind == "texts":
+        model, ids = make_bag(task, args, deployer)
+        task = encode_bags(task, ids, args.max_tokens)
     elif kind == "table":
         model = eqx.nn.MLP(len(task.train[0][0]["x"]), 1, args.width, depth=2, key=deployer.next_key())
     else:
@@ -190,9 +154,11 @@ def main(args: Args) -> dict[str, float]:
 
     outputs = np.stack(predictor.predict(task.test, rows))
     scores = {f"test_{name}": score for name, score in measure(task, task.test, outputs).items()}
-    lines = [f"{name:16}{score:.4f}" for name, score in scores.items()]
-    if kind == "table":
-        lines += [f"{'ridge ' + name:16}{score:.4f}" for name, score in ridge(task).items()]
+    others = {"ridge": ridge(task)} if kind == "table" else baselines(texts) if kind == "texts" else {}
+    lines = [f"{name:24}{score:.4f}" for name, score in scores.items()]
+    for other, found in others.items():
+        lines += [f"{f'{other} {name}':24}{score:.4f}" for name, score in found.items()]
+        scores |= {f"test_{other}_{name}".replace(" ", "_"): score for name, score in found.items()}
     files = [*draw(task, outputs, args.workdir), args.workdir / f"ckpts/step_{trainer.step:08}"]
     deployer.log_info("\n".join([*lines, *map(str, files)]), title=f"{args.task}: test set, pictures, best checkpoint")
     deployer.log_metrics(scores, trainer.step)

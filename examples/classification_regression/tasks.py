@@ -1,6 +1,8 @@
 """The tasks of this example: where their examples come from, what they are scored by, and pictures of the outcome."""
 
+import contextlib
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +28,9 @@ from tokenizers import Tokenizer
 from .._images import digits, draw_grid, read_classes, split
 from .._texts import read_table
 
-Name = Literal["digits", "images", "diabetes", "cola", "mrpc", "sst2", "stsb"]
+Name = Literal[
+    "digits", "images", "diabetes", "cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"
+]  # fmt: skip
 
 # Inputs and target. Inputs are a dict of arrays, or texts that are yet to be encoded. A target is a class, an int, or a
 # number with the mean and the deviation of the training targets taken out, a float.
@@ -50,17 +54,32 @@ class Task:
 class Glue:
     """How the tables of a GLUE task are laid out."""
 
+    folder: str  # That GLUE's download has them in.
     texts: tuple[str, ...]  # The columns that hold the text, or the pair of texts.
     label: str
-    classes: tuple[str, ...] = ()  # The meaning of 0 and 1; none where the label is a score of 0 to 5.
+    classes: tuple[str, ...] = ()  # The names of the classes; none where the label is a score of 0 to 5.
+    labels: tuple[str, ...] = ("0", "1")  # What the file calls them.
     header: tuple[str, ...] | None = None  # The columns of a file that does not name them.
+    dev: str = "dev.tsv"
+    has_broken_rows: bool = False  # As GLUE has them; they are left out, with a warning.
 
+
+_PAIR = ("sentence1", "sentence2")
+_ENTAILED = ("not_entailment", "entailment")
+_INFERENCE = ("contradiction", "neutral", "entailment")
 
 GLUE: dict[str, Glue] = {
-    "cola": Glue(("sentence",), "label", ("unacceptable", "acceptable"), header=("source", "label", "mark", "sentence")),
-    "mrpc": Glue(("#1 String", "#2 String"), "Quality", ("different", "equivalent")),
-    "sst2": Glue(("sentence",), "label", ("negative", "positive")),
-    "stsb": Glue(("sentence1", "sentence2"), "score"),
+    "cola": Glue(
+        "CoLA", ("sentence",), "label", ("unacceptable", "acceptable"), header=("source", "label", "mark", "sentence")
+    ),
+    "mnli": Glue("MNLI", _PAIR, "gold_label", _INFERENCE, _INFERENCE, dev="dev_matched.tsv"),
+    "mrpc": Glue("MRPC", ("#1 String", "#2 String"), "Quality", ("different", "equivalent")),
+    "qnli": Glue("QNLI", ("question", "sentence"), "label", _ENTAILED, _ENTAILED),
+    "qqp": Glue("QQP", ("question1", "question2"), "is_duplicate", ("different", "duplicate"), has_broken_rows=True),
+    "rte": Glue("RTE", _PAIR, "label", _ENTAILED, _ENTAILED),
+    "sst2": Glue("SST-2", ("sentence",), "label", ("negative", "positive")),
+    "stsb": Glue("STS-B", _PAIR, "score"),
+    "wnli": Glue("WNLI", _PAIR, "label", ("not_entailment", "entailment")),
 }
 
 # What GLUE scores each task by, in its order. The checkpoint is chosen by the first.
@@ -70,8 +89,9 @@ METRICS: dict[str, tuple[str, ...]] = {
     "diabetes": ("r2", "pearson"),
     "cola": ("matthews", "accuracy"),
     "mrpc": ("f1", "accuracy"),
-    "sst2": ("accuracy",),
+    "qqp": ("f1", "accuracy"),
     "stsb": ("pearson", "spearman"),
+    **dict.fromkeys(("mnli", "qnli", "rte", "sst2", "wnli"), ("accuracy",)),
 }
 
 
@@ -149,13 +169,15 @@ def read_task(name: Name, data: Path | None, image_size: int, n_channels: int) -
             )
         return _diabetes() if name == "diabetes" else _images(name, *digits(), names=[str(i) for i in range(10)])
     if data is None:
-        wanted = "subfolders of images, one a class" if name == "images" else "train.tsv and dev.tsv, as GLUE has them"
+        files = f"train.tsv and {GLUE[name].dev}, as GLUE has them" if name in GLUE else ""
+        wanted = files or "subfolders of images, one a class"
         raise ValueError(f"`--data`: expected with `--task {name}` a folder that holds {wanted}, got none. Pass it.")
     if name == "images":
         examples, names = read_classes(data, image_size, n_channels)
         return _images(name, *split(examples), names=names)
     # GLUE keeps the labels of its test.tsv to itself, so dev.tsv is what is reported, and not chosen by.
-    test = read_glue(name, data / "dev.tsv")
+    data = data / GLUE[name].folder if (data / GLUE[name].folder).is_dir() else data
+    test = read_glue(name, data / GLUE[name].dev)
     rows = read_glue(name, data / "train.tsv")
     order = np.random.default_rng(0).permutation(len(rows))
     validation, train = ([rows[i] for i in part] for part in np.split(order, [-(-len(rows) // 10)]))
@@ -166,16 +188,23 @@ def read_task(name: Name, data: Path | None, image_size: int, n_channels: int) -
 def read_glue(name: str, path: Path) -> list[tuple[tuple[str, ...], int | float]]:
     """The texts of each row, one or a pair, and its label."""
     glue = GLUE[name]
-    rows = read_table(path, [*glue.texts, glue.label], names=glue.header)
+    broken: list[int] | None = [] if glue.has_broken_rows else None
+    rows = read_table(path, [*glue.texts, glue.label], names=glue.header, broken=broken)
+    if broken:
+        warnings.warn(f"`{path}`: {len(broken)} rows of other lengths are left out, the first row {broken[0]}", stacklevel=2)
+    first = 1 if glue.header else 2
+    numbers = [number for number in range(first, first + len(rows) + len(broken or ())) if number not in set(broken or ())]
     examples = []
-    for number, row in enumerate(rows, start=1 if glue.header else 2):
+    for number, row in zip(numbers, rows, strict=True):
         found = row[glue.label]
-        try:
-            label = int(found) if glue.classes else float(found)
-        except ValueError:
-            label = math.nan
-        if not (label in (0, 1) if glue.classes else 0 <= label <= 5):
-            rule = "0 or 1" if glue.classes else "from 0 to 5"
+        label = math.nan
+        if glue.classes and found in glue.labels:
+            label = glue.labels.index(found)
+        elif not glue.classes:
+            with contextlib.suppress(ValueError):
+                label = float(found)
+        if not label <= (len(glue.classes) or 5) or label < 0:
+            rule = f"{', '.join(glue.labels[:-1])} or {glue.labels[-1]}" if glue.classes else "from 0 to 5"
             raise ValueError(
                 f"`{path}` row {number}: expected a {glue.label} of {rule}, got {found!r}. Mend or remove that row."
             )
@@ -201,7 +230,7 @@ def encode(task: Task, tokenizer: Tokenizer, max_tokens: int, pad_id: int) -> Ta
         ]
         return [(x, target) for x, (_, target) in zip(inputs, examples, strict=True)]
 
-    return _map(task, encoded)
+    return map_examples(task, encoded)
 
 
 def _diabetes() -> Task:
@@ -224,10 +253,10 @@ def _standardised(task: Task) -> Task:
     """The task with the mean and the deviation of its training targets taken out of all targets."""
     targets = np.array([target for _, target in task.train])
     mean, deviation = float(targets.mean()), float(targets.std()) or 1.0
-    task = _map(task, lambda examples: [(x, np.float32((target - mean) / deviation)) for x, target in examples])
+    task = map_examples(task, lambda examples: [(x, np.float32((target - mean) / deviation)) for x, target in examples])
     return replace(task, mean=mean, deviation=deviation)
 
 
-def _map(task: Task, change: Callable[[Examples], Examples]) -> Task:
+def map_examples(task: Task, change: Callable[[Examples], Examples]) -> Task:
     parts = {name: change(getattr(task, name)) for name in ("train", "validation", "test")}
     return replace(task, **parts)

@@ -43,10 +43,17 @@ def draw_sinusoids(path: Path, batch: Batch, outputs: dict[str, list], errors: d
 
 
 def draw_characters(path: Path, batch: Batch, out: dict[str, np.ndarray], n_ways: int) -> None:
-    """A task: a drawing of each character to adapt on, below it others, each with the class it gets before and after."""
+    """A task: a drawing of each character to adapt on, below it others, each with the class it gets before and after.
+
+    The heading says how to read it.
+    """
     said = out["outputs"][[0, AFTER]].argmax(-1)
     order = rearrange(np.arange(len(batch["query_x"][0])), "(n k) -> (k n)", n=n_ways)
     images = [*batch["support_x"][0][:: len(batch["support_x"][0]) // n_ways], *batch["query_x"][0][order]]
     titles = [f"class {i + 1}" for i in range(n_ways)]
     titles += [f"{before + 1} \N{RIGHTWARDS ARROW} {after + 1}" for before, after in said[:, order].T]
-    draw_grid(path, images, titles, n_columns=n_ways)
+    heading = (
+        "Top: the drawing of each class to adapt on. Below it: others of that class.\n"
+        f"2 \N{RIGHTWARDS ARROW} 1: taken for class 2 before adapting, for class 1 after {AFTER} gradient steps"
+    )
+    draw_grid(path, images, titles, n_columns=n_ways, heading=heading)

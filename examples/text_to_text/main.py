@@ -7,7 +7,8 @@ first sentence of their docstrings. No code and no sentence stands twice, but th
 from the source, by the best of two dozen rules. A T5 with random weights first learns to copy, by restoring noised sources.
 The best one is saved as a Hugging Face folder.
 
-Other texts: `--data FILE` (.jsonl, .tsv, .csv) with `--source-column` and `--target-column`. Another model to start from:
+Other texts: `--data FILE` (.jsonl, .tsv, .csv) with `--source-column` and `--target-column`, or two files whose lines belong
+together, as Multi30k has them: `--data train.en --target-data train.de` (also .gz). Another model to start from:
 `--pretrained FOLDER`, of a T5 or BART with its `tokenizer.json`; give longer texts (`--n-source`, `--n-target`) and a
 `--learning-rate` of 1e-3 or less with it.
 
@@ -31,7 +32,7 @@ from tokenizers import Tokenizer, processors
 
 import redeqx
 from examples._texts import EOS, PAD, embedding_rows, fixed_length, learn_tokenizer, load_tokenizer, standard_library
-from examples.text_to_text.pairs import Pair, denoising_pairs, docstring_pairs, rouge, split, table_pairs
+from examples.text_to_text.pairs import Pair, aligned_pairs, denoising_pairs, docstring_pairs, rouge, split, table_pairs
 from examples.text_to_text.report import report
 from redeqx.models import EncoderDecoder, cross_entropy, from_pretrained, generate, save_pretrained
 from redeqx.models.t5 import T5, T5Config
@@ -42,6 +43,7 @@ IGNORED = -100  # the label of padding
 @dataclass(frozen=True)
 class Args:
     data: Path | None = None  # A .jsonl, .tsv or .csv file of pairs. The standard library's docstrings by default.
+    target_data: Path | None = None  # A text file with the target of each line of `data`, which is one too then.
     source_column: str = "source"  # Of that file.
     target_column: str = "target"  # Of that file.
     pretrained: Path | None = None  # A Hugging Face folder of a T5 or BART. A small T5 with random weights by default.
@@ -133,8 +135,12 @@ def main(args: Args) -> dict[str, float]:
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     n_micro = args.accumulate_grad_batches
     if args.data is None:
+        if args.target_data is not None:
+            raise ValueError(f"`--target-data`: expected with `--data`, got {args.target_data} alone. Pass the sources too.")
         pairs, n_repeated = docstring_pairs(standard_library())
         deployer.log_info(f"{n_repeated:,} docstrings repeat the code or the sentence of another, and are left out")
+    elif args.target_data is not None:
+        pairs = aligned_pairs(args.data, args.target_data)
     else:
         pairs = table_pairs(args.data, args.source_column, args.target_column)
     train, validation, test = split(pairs)

@@ -1,6 +1,7 @@
 """Pairs of a source and a target, from docstrings or from a table, and their ROUGE: of a model's texts and of copies."""
 
 import ast
+import gzip
 import re
 import warnings
 import zlib
@@ -84,6 +85,30 @@ def table_pairs(path: Path, source_column: str, target_column: str) -> list[Pair
                     "Fill it in, take the row out, or name another column."
                 )
     return [(row[source_column], row[target_column]) for row in rows]
+
+
+def aligned_pairs(sources: Path, targets: Path) -> list[Pair]:
+    """The pairs of two text files whose lines belong together, as corpora of translations come: `train.en`, `train.de`.
+
+    Raises ValueError for files of different lengths, and for an empty line.
+    """
+    lines = []
+    for path in (sources, targets):
+        if not path.is_file():
+            raise ValueError(f"`{path}`: expected a text file, got none. Give the path of one, with a text a line.")
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            lines.append([line.strip() for line in file])
+        if "" in lines[-1]:
+            raise ValueError(
+                f"`{path}` line {lines[-1].index('') + 1}: expected a text, got an empty line. "
+                "Take that line out of both files."
+            )
+    if len(lines[0]) != len(lines[1]):
+        raise ValueError(
+            f"`{targets}`: expected {len(lines[0])} lines, as `{sources}` has, got {len(lines[1])}. "
+            "Give files whose lines belong together."
+        )
+    return list(zip(*lines, strict=True))
 
 
 def split(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair], list[Pair]]:

@@ -15,7 +15,9 @@ from scipy.stats import rankdata
 
 import redeqx
 from examples._texts import PAD, learn_tokenizer
-from examples.classification_regression.main import CNN, Args, Shift, apply, collate_fn, main, make_bert
+from examples.classification_regression.bags import Bag, baselines, encode_bags, learn_words, words
+from examples.classification_regression.cnn import CNN, Shift
+from examples.classification_regression.main import Args, apply, collate_fn, main, make_bert
 from examples.classification_regression.tasks import Task, encode, measure, read_glue, read_task, ridge
 from redeqx.models import save_pretrained
 from redeqx.models.bert import Bert, BertConfig
@@ -23,7 +25,7 @@ from redeqx.models.gpt2 import GPT2Config
 from tests.examples._run import refusal, run_example
 
 STSB = ("sentence1", "sentence2", "score")
-SIZES = {"max_tokens": 12, "n_ids": 300, "d_model": 32, "n_layers": 1, "n_heads": 2}
+SIZES = {"max_tokens": 12, "n_ids": 300, "d_model": 32}
 SMALL: Any = {"n_model_shards": 2, "batch_size": 32, **SIZES}
 PNG = b"\x89PNG"
 
@@ -96,8 +98,9 @@ def test_a_table_is_held_against_ridge(tmp_path, capsys):
 
 @pytest.mark.sweep
 def test_sentences_are_told_apart(cola, tmp_path):
-    scores = main(Args("cola", cola, workdir=tmp_path, n_epochs=4, learning_rate=3e-3, **SMALL))
+    scores = main(Args("cola", cola, workdir=tmp_path, n_epochs=12, learning_rate=3e-2, **SMALL))
     assert scores["test_matthews"] > 0.9
+    assert (scores["test_majority_matthews"], scores["test_bag_of_words_matthews"]) == (0, 1)
     assert (tmp_path / "test.png").read_bytes().startswith(PNG)
 
 
@@ -108,7 +111,7 @@ def test_a_published_bert_is_given_a_new_head(stsb, tmp_path):
     folder = save_pretrained(saved, config, tmp_path)
     tokenizer.save(str(folder / "tokenizer.json"))
     deployer, task = redeqx.Deployer(0, n_model_shards=2, verbose=False), read_task("stsb", stsb, 8, 1)
-    model, read = make_bert(task, Args("stsb", stsb, folder), deployer)
+    model, read = make_bert(task, folder, deployer)
     assert read.to_str() == tokenizer.to_str()
     for wanted, leaf in zip(jax.tree.leaves(saved.stack), jax.tree.leaves(model.bert.stack), strict=True):
         np.testing.assert_array_equal(wanted, leaf)
@@ -148,6 +151,79 @@ def test_ridge_finds_a_linear_rule():
     features = np.random.default_rng(0).normal(size=(60, 3))
     examples = [({"x": x}, x @ [1.0, -2.0, 0.5]) for x in features]
     assert ridge(Task("diabetes", examples[:40], (), examples[40:]))["r2"] > 0.999
+
+
+def test_words_alone_and_in_pairs():
+    assert words("It's big.") == ["it", "'", "s", "big", ".", "< it", "it '", "' s", "s big", "big .", ". >"]
+    ids, idf = learn_words([(("a b", "b"), 0), (("b",), 1), (("c",), 0)], 300)
+    assert list(ids) == ["b", "b >", "< b"] or set(ids) == {"b", "b >", "< b"}
+    assert ids["b"] == 1 and idf.shape == (64,)
+    assert idf[1] == pytest.approx(math.log(4 / 3)) and idf[0] == 0
+    part = [(("B a", "c"), 1)]
+    ((inputs, target),) = encode_bags(Task("mrpc", part, part, part), ids, 3).train
+    assert target == 1
+    assert inputs["ids"].tolist() == [[1, ids["< b"], 0], [0, 0, 0]]
+
+
+def test_a_bag_forgets_order_and_knows_what_two_texts_share():
+    idf = np.concatenate([[0], np.ones(63)]).astype(np.float32)
+    one = eqx.nn.inference_mode(Bag(idf, 8, 1, 3, key=jax.random.key(0)))
+    a, b = (one(jnp.array([ids]), key=jax.random.key(0)) for ids in ([1, 2, 3, 0], [3, 1, 2, 0]))
+    assert a.shape == (3,)
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    pair = eqx.nn.inference_mode(Bag(idf, 8, 2, 1, key=jax.random.key(0)))
+    pair = eqx.tree_at(lambda bag: bag.head.weight, pair, jnp.zeros((1, 17)).at[0, -1].set(1))  # the cosine alone
+    pair = eqx.tree_at(lambda bag: bag.head.bias, pair, jnp.zeros(1))
+    same, other, empty = (
+        pair(jnp.array(ids), key=jax.random.key(0)) for ids in ([[1, 2], [2, 1]], [[1, 2], [3, 4]], [[1], [0]])
+    )
+    assert same[0] == pytest.approx(1, abs=1e-4)
+    assert abs(other[0]) < 0.9
+    assert empty[0] == 0
+
+
+def test_baselines_of_texts(cola, stsb):
+    found = baselines(read_task("cola", cola, 8, 1))
+    assert found["majority"] == {"matthews": 0, "accuracy": pytest.approx(42 / 64)}
+    assert found["bag of words"]["accuracy"] == 1
+    found = baselines(read_task("stsb", stsb, 8, 1))
+    assert found["majority"] == {"pearson": 0, "spearman": 0}
+    assert found["bag of words"]["pearson"] > 0.9
+
+
+def test_glue_s_folders_are_taken_as_they_lie(tmp_path):
+    """Each task's folder in GLUE's, and its own labels."""
+    rte = ("index", "sentence1", "sentence2", "label")
+    for name in ("train.tsv", "dev.tsv"):
+        write(tmp_path / "RTE" / name, [[i, "a", "b", ("entailment", "not_entailment")[i % 2]] for i in range(10)], rte)
+    task = read_task("rte", tmp_path, 8, 1)
+    assert task.classes == ("not_entailment", "entailment")
+    assert [label for _, label in task.test[:3]] == [1, 0, 1]
+    assert read_task("rte", tmp_path / "RTE", 8, 1) == task
+
+    mnli = ("sentence1", "sentence2", "label1", "gold_label")
+    rows = [["a", "b", "x", ("contradiction", "neutral", "entailment")[i % 3]] for i in range(12)]
+    for name in ("train.tsv", "dev_matched.tsv"):
+        write(tmp_path / "MNLI" / name, rows, mnli)
+    assert [label for _, label in read_task("mnli", tmp_path, 8, 1).test[:3]] == [0, 1, 2]
+    write(tmp_path / "MNLI" / "dev_matched.tsv", [["a", "b", "x", "-"]], mnli)
+    expected = r"row 2: expected a gold_label of contradiction, neutral or entailment, got '-'\. Mend"
+    with pytest.raises(ValueError, match=expected):
+        read_task("mnli", tmp_path, 8, 1)
+
+    qqp = ("question1", "question2", "is_duplicate")
+    rows = [["a", "b", 0], ["a"], ["c", "d", 1], ["a", "b", "c", "d"]] * 3
+    for name in ("train.tsv", "dev.tsv"):
+        write(tmp_path / "QQP" / name, rows, qqp)
+    with pytest.warns(UserWarning, match=r"\.tsv`: 6 rows of other lengths are left out, the first row 3"):
+        task = read_task("qqp", tmp_path, 8, 1)
+    assert [label for _, label in task.test] == [0, 1] * 3
+    write(tmp_path / "QQP" / "dev.tsv", [["a"], ["a", "b", "x"]], qqp)
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(ValueError, match=r"dev\.tsv` row 3: expected a is_duplicate of 0 or 1, got 'x'"),
+    ):
+        read_task("qqp", tmp_path, 8, 1)
 
 
 def test_glue_is_cut_into_three_parts(cola, stsb):
