@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDevi
 
 from redeqx import Deployer, Plan
 from redeqx._arguments import check_alive
-from redeqx._devices import dry
+from redeqx._devices import as_shapes, dry
 from redeqx._paths import is_array_like, listed, map_named, named_leaves, nearest
 from redeqx._safetensors import to_host, write_tensors
 from redeqx._sources import INDEX, Source
@@ -199,7 +199,7 @@ def load(
     if source is None:
         fields = read_config(folder)
         kept = jnp.dtype(dtype or fields.get("dtype") or fields.get("torch_dtype") or "float32")
-        return map_named(lambda _, leaf: _cast(leaf, kept), shapes)
+        return as_shapes(map_named(lambda _, leaf: _cast(leaf, kept), shapes))
     _check_index(source, folder / f"{cls.weights_name}{INDEX}")
     tensors = _match(source, names, wanted, folder / CONFIG)
     if dtype is None:
@@ -210,7 +210,7 @@ def load(
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) if is_array_like(leaf) else leaf, shapes
     )
     if dry() is not None:
-        return shapes
+        return as_shapes(shapes)
     if deployer is not None and plan is None:
         plan = deployer.plan(shapes)
     stacked = {leaf for name in names.tensors if name.n_layers is not None for leaf in name.leaves}
@@ -504,6 +504,8 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
     - `folder`: made where it does not exist. Weights of the same name in it are replaced.
     - `max_shard_size`: bytes of one file, or a text like `"200MB"`; more than one file get an index.
 
+    In a dry run nothing is written.
+
     Raises TypeError for a model of no family here; ValueError for a leaf that such a folder has no tensor for (an adapter
     that is not merged), for shapes that are not the config's, and for a size that is none; OSError where the disk is full.
     """
@@ -515,6 +517,8 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
     check_alive(model, "model")
     limit = _bytes(max_shard_size)
     cls, folder = type(model), Path(folder)
+    if dry() is not None:
+        return folder
     tensors = to_disk(model, cls.names(config))
     _check_shapes(model, config)
     folder.mkdir(parents=True, exist_ok=True)

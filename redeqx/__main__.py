@@ -54,6 +54,12 @@ def main() -> int:
     )
     dry.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
     dry.add_argument("--no-search", action="store_true", help="do not try other settings where it does not fit")
+    dry.add_argument(
+        "--exact",
+        action="store_true",
+        help="compile all of a list of equal layers that the loss computes one by one; by default a few are compiled, "
+        "and what all take is extrapolated",
+    )
     dry.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module's name")
     dry.add_argument("script", metavar="SCRIPT")
     dry.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
@@ -101,7 +107,9 @@ def _dry_run(args: argparse.Namespace) -> int:
         return 1
     console = Console(None)
     try:
-        with dry_for(machine, optimization=args.effort, search=not args.no_search, say=console.info):
+        with dry_for(
+            machine, optimization=args.effort, search=not args.no_search, exact=args.exact, say=console.info
+        ) as run:
             _run(args.script, args.args, args.is_module)
     except DryRunDone as done:
         done.run.show(console)
@@ -113,6 +121,13 @@ def _dry_run(args: argparse.Namespace) -> int:
             raise
     except BaseException as error:
         _print_own_traceback(error)
+        if run.zeros or "is not a valid JAX type" in str(error):
+            zeros = "".join(f", `{what}` returned zeros" for what in sorted(run.zeros))
+            print(
+                f"`{args.script}`: expected a script that needs no values before its first `fit`, got an error where models "
+                f"are shapes{zeros}. Where that is the cause, leave it out with `if not deployer.is_dry_run:`.",
+                file=sys.stderr,
+            )
         if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
             print(
                 f"`{args.script}`: expected models that are shapes, got one whose arrays this machine does not hold. "

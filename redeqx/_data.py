@@ -44,6 +44,7 @@ class BatchSize:
 
     examples: int
     micro_batch: int
+    by_examples: bool = False  # whether the user gave `batch_size`
 
     @classmethod
     def of(
@@ -83,7 +84,7 @@ class BatchSize:
         if batch_size is not None:
             check_count(batch_size, f"{prefix}batch_size")
             rows = -(-batch_size // n_micro_batches) // n_devices * n_devices
-            return cls(batch_size, rows or n_devices)
+            return cls(batch_size, rows or n_devices, by_examples=True)
         check_count(per_device_batch_size, f"{prefix}per_device_batch_size")
         assert per_device_batch_size is not None
         rows = per_device_batch_size * (n_devices // mesh.shape[MODEL])

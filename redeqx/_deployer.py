@@ -18,7 +18,7 @@ from ._arguments import check_count, check_folder, check_function, check_model, 
 from ._cluster import start
 from ._console import Console, Tracker
 from ._data import BatchSize, n_slices
-from ._devices import dry
+from ._devices import as_shapes, dry
 from ._interrupts import HANG, Preemption, Watch
 from ._jaxprs import Trace
 from ._meeting import START
@@ -131,6 +131,15 @@ class Deployer:
                 "value yet. Leave it out with `if not deployer.is_dry_run:`."
             )
 
+    def returns_zeros(self, what: str) -> bool:
+        """Whether this is a dry run, in which `what`, called before the first `fit`, returns zeros in place of values, so
+        that a script runs unchanged. Prints so, once a method."""
+        run = dry()
+        if run is not None and what not in run.zeros:
+            run.zeros.add(what)
+            self.console.info(f"dry run: `{what}` comes before the first `fit`, where nothing has a value: it returns zeros")
+        return self.is_dry_run
+
     # --- models ------------------------------------------------------------------------------------------------------
 
     def plan(
@@ -199,7 +208,7 @@ class Deployer:
         check_function(make_model, "make_model", [])
         shapes = eqx.filter_eval_shape(make_model)
         if self.is_dry_run:
-            return shapes
+            return as_shapes(shapes)
         plan = self.plan(shapes) if plan is None else plan
         arrays, static = eqx.partition(shapes, is_array_like)
         shardings = [plan.sharding(name) for name in named_leaves(arrays)]

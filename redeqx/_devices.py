@@ -8,11 +8,13 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
+from jaxtyping import PyTree
 
 from ._chips import GPUS, TPUS, Chip, chip_of_kind
 from ._paths import nearest
@@ -196,10 +198,24 @@ class Dry:
     **Arguments:**
 
     - `options`: further arguments of the dry run.
+    - `zeros`: the methods that have returned zeros, as they were called before the first `fit`.
     """
 
     machine: Machine
     options: dict[str, Any]
+    zeros: set[str] = field(default_factory=set)
+
+
+class Shape(jax.ShapeDtypeStruct):
+    """The shape of a model's array, as a dry run holds it; NumPy reads zeros from it."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.zeros(self.shape, dtype or self.dtype)
+
+
+def as_shapes(model: PyTree) -> PyTree:
+    """The model of a dry run: its shapes, which a script can still hand to NumPy."""
+    return jax.tree.map(lambda x: Shape(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, model)
 
 
 _dry: Dry | None = None
@@ -235,11 +251,11 @@ def described(topology: str, *, memory: int | None = None) -> Iterator[Machine]:
 
 
 @contextmanager
-def dry_for(machine: Machine, **options: Any) -> Iterator[None]:
+def dry_for(machine: Machine, **options: Any) -> Iterator[Dry]:
     """Deployers made inside are for that machine, and make no array of a model."""
     global _dry
-    before, _dry = _dry, Dry(machine, options)
+    before, _dry = _dry, (run := Dry(machine, options))
     try:
-        yield
+        yield run
     finally:
         _dry = before

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from ._blocks import Blocks, Shares, content, equal_blocks, renamed, with_fewer
 from ._buffers import bytes_moved, temporaries
 from ._data import Group, cut_rows, group_sharding
 from ._devices import Machine
@@ -26,7 +28,20 @@ from ._jaxprs import Change, keep_everything, matmul_flops, remat_loops
 from ._mesh import make_mesh, n_batch_shards
 from ._plan import Plan
 from ._program import Program, shard_bytes
-from ._report import COLLECTIVES, FLOPS, MODEL_FLOPS, MOVED, TEMPORARIES, DryRun, Setting, Step, Tried, attempt, reason
+from ._report import (
+    COLLECTIVES,
+    FLOPS,
+    MODEL_FLOPS,
+    MOVED,
+    TEMPORARIES,
+    DryRun,
+    Setting,
+    Step,
+    Tried,
+    attempt,
+    own_line,
+    reason,
+)
 
 EXIT_FAILED, EXIT_DOES_NOT_FIT = 1, 3
 
@@ -40,6 +55,9 @@ class Job:
     - `batch`: shapes of the first step's rows, as `collate_fn` returns them.
     - `make_plan`: `(mesh, micro_batch)` to the plan.
     - `make_program`: `(plan, change)` to the steps, whose operations name their weights.
+    - `model`: of arrays or their shapes.
+    - `with_model`: `(model, names)` to the same job for a model with fewer blocks, given for each of its leaves the name in
+        the whole model; None where there is no such job.
     - `can_remat`: whether a change reaches the backward pass, which a user's own `grad_fn` takes by itself.
     - `eval_batch`: shapes of an evaluation's first rows; None where there is none.
     - `trace_predict`: `(program)` to the traced predict step of the evaluation; None where there is none.
@@ -50,6 +68,8 @@ class Job:
     batch: PyTree
     make_plan: Callable[[Mesh, PyTree], Plan]
     make_program: Callable[[Plan, Change | None], Program]
+    model: PyTree = None
+    with_model: Callable[[PyTree, Mapping[str, str]], "Job"] | None = None
     can_remat: bool = True
     eval_batch: PyTree | None = None
     eval_per_device_batch_size: int = 0
@@ -72,6 +92,7 @@ def dry_run(
     *,
     optimization: str | None = None,
     search: bool = True,
+    exact: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> DryRun:
     """Compiles the steps of a job for a machine.
@@ -81,20 +102,23 @@ def dry_run(
     - `optimization`: the compiler's level, `"O0"` to `"O3"`, or `"UNKNOWN"`, that of a run. By default that, but for TPUs
         `"O2"`, which takes the same memory in half the time; `"O1"` is faster still, and takes less.
     - `search`: whether to try other settings where the job's own does not fit. Each is one more compilation.
+    - `exact`: whether to compile all of a list of equal blocks that the loss computes one by one. By default a few of them
+        are compiled, and what all take is extrapolated.
     - `say`: is told what is under way.
     """
     say(f"compiling for {machine.name}")
-    run = _compiled(job, machine, job.setting, optimization, say=say)
+    run = _compiled(job, machine, job.setting, optimization, exact=exact, say=say)
     if run.fits or not search:
         return run
     tried: list[Tried] = []
     failed: dict[str, str] = {}
+    loops = attempt("proposals of recomputation", lambda: _loops(job, run), (), failed)
 
     def compiled(setting: Setting) -> DryRun:
-        return _compiled(job, machine, setting, optimization, only_train=True)
+        return _compiled(job, machine, setting, optimization, only_train=True, exact=exact)
 
     try:
-        for setting in _candidates(job, machine):
+        for setting in _candidates(job, machine, loops):
             say(f"it does not fit; trying {setting.code()}")
             # What is no layout of this model (heads that do not divide, say) has failed too.
             other = attempt(f"proposal {setting.code()}", partial(compiled, setting), None, failed)
@@ -107,8 +131,32 @@ def dry_run(
     return replace(run, tried=tuple(tried), failed={**run.failed, **failed})
 
 
-def _candidates(job: Job, machine: Machine) -> Iterator[Setting]:
-    """Settings that need less memory for the same update, from those that cost least; later ones join what came before."""
+def _loops(job: Job, run: DryRun) -> tuple[str, ...]:
+    """The lines of the loss's scans that keep what their backward pass reads, and could recompute it."""
+    if not job.can_remat:
+        return ()
+    found: dict[str, None] = {}
+
+    def note(eqn: Any) -> None:
+        if remat_loops(eqn) is not None:
+            frames = eqn.source_info.traceback.frames if eqn.source_info.traceback else ()
+            line = own_line([f"{frame.file_name}:{frame.line_num}" for frame in frames])
+            found[line + " (redeqx.models: `remat=True`)" * line.startswith(_MODELS)] = None
+
+    _traced(job, job.make_program(run.plan, note), run.setting, only_train=True)
+    return tuple(found)
+
+
+_MODELS = ("redeqx/models/", "models/_")  # as a script imports them, and in a checkout
+
+
+def _candidates(job: Job, machine: Machine, loops: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """Settings that need less memory for the same update, from those that cost least; later ones join what came before.
+
+    **Arguments:**
+
+    - `loops`: the scans of the loss that could recompute.
+    """
     own = job.setting
     n_devices = len(machine.devices)
     n_data = n_devices // (own.n_model_shards * own.n_fsdp_shards)
@@ -121,9 +169,9 @@ def _candidates(job: Job, machine: Machine) -> Iterator[Setting]:
         n = setting.accumulate_grad_batches * factor
         return replace(setting, per_device_batch_size=size, accumulate_grad_batches=n)
 
-    remat = [replace(own, remat=True)] if job.can_remat else []
+    remat = [replace(own, remat=loops)] if loops else []
     halves = [size for size in (rows // 2, 1) if size >= 1 and rows % size == 0]
-    base = replace(sharded, remat=job.can_remat)
+    base = replace(sharded, remat=loops)
     split = []
     n_model = own.n_model_shards * 2
     while n_devices % n_model == 0 and n_model <= n_devices:
@@ -145,7 +193,7 @@ def _candidates(job: Job, machine: Machine) -> Iterator[Setting]:
         base,
         *(smaller(base, size) for size in halves),
         *split,
-        *(replace(smaller(s, 1), remat=job.can_remat, n_fsdp_shards=n_devices // s.n_model_shards) for s in split),
+        *(replace(smaller(s, 1), remat=loops, n_fsdp_shards=n_devices // s.n_model_shards) for s in split),
     ]
     for setting in ordered:
         if setting not in seen:
@@ -160,12 +208,13 @@ def _compiled(
     optimization: str | None,
     *,
     only_train: bool = False,
+    exact: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> DryRun:
     mesh = make_mesh(setting.n_model_shards, setting.n_fsdp_shards, machine.devices)
     micro_batch_size = setting.per_device_batch_size * n_batch_shards(mesh)
-    groups = _groups(job.batch, micro_batch_size, mesh)
-    micro_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), groups[0])
+    rows = _groups(job.batch, micro_batch_size, mesh)[0]
+    micro_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report shows the plan with its warnings
         plan = job.make_plan(mesh, micro_batch)
@@ -181,37 +230,112 @@ def _compiled(
         step = Step(needs=resident, compile_seconds=0.0, is_refused=True)
         return DryRun(machine, setting, plan, held, {"train": step}, {}, {})
 
-    def of_train(program: Program) -> Any:
-        carried = (program.trained, program.opt_state, program.state, program.steps)
-        n_first = jax.ShapeDtypeStruct((), "int32")
-        return program.train_step.trace(*carried, program.frozen, program.key, groups, n_first)
-
     # All are traced before any is compiled: a mistake of the script shows at once.
-    traced = {"train": of_train(program)}
-    if not only_train and job.eval_batch is not None:
-        i = jax.ShapeDtypeStruct((), "uint32")
-        eval_groups = _groups(job.eval_batch, job.eval_per_device_batch_size * n_batch_shards(mesh), mesh)
-        traced["eval"] = program.eval_step.trace(program.trained, program.frozen, program.state, program.key, i, eval_groups)
-    if not only_train and job.trace_predict is not None:
-        traced["predict"] = job.trace_predict(program)
-    run = DryRun(machine, setting, plan, held, {"train": _step(traced.pop("train"), machine, optimization, 0)}, {}, {})
+    traced = _traced(job, program, setting, only_train)
+    failed: dict[str, str] = {}
+    fewer = None
+    if not exact:
+        fewer = attempt("extrapolation", lambda: _fewer(job, plan, setting, traced, only_train, say), None, failed)
+    run = DryRun(machine, setting, plan, held, {}, {}, {}, extrapolated=fewer.what if fewer else "", failed=failed)
+
+    def compiled(name: str, beside: int) -> Step:
+        step = traced[name]
+        if fewer is None:
+            return _step(step, machine, optimization, beside)
+        steps = [renamed(_step(each[name], machine, optimization, beside), names) for each, names in fewer.programs]
+        flops = attempt(FLOPS, lambda: matmul_flops(step.jaxpr.jaxpr), {}, failed)
+        return fewer.shares.step(steps[0], steps[1:], flops)
+
+    run = replace(run, steps={"train": compiled("train", 0)})
     if only_train:
         return run
-    say(run.verdict())
-    failed: dict[str, str] = {}
+    say(f"train step: {run.verdict()}")
     steps = dict(run.steps)
     beside = held.get("optimizer state", 0)  # which an evaluation is not given, and which stays
-    for name, step in traced.items():
-        compiled = attempt(f"{name} step", partial(_step, step, machine, optimization, beside), None, failed)
-        if compiled is not None:
-            steps[name] = compiled
+    for name in [name for name in traced if name != "train"]:
+        step = attempt(f"{name} step", partial(compiled, name, beside), None, failed)
+        if step is not None:
+            steps[name] = step
 
     def model_flops() -> Mapping[str, int]:
-        exact = of_train(job.make_program(plan, keep_everything if job.can_remat else None))
-        return matmul_flops(exact.jaxpr.jaxpr)
+        exact = job.make_program(plan, keep_everything if job.can_remat else None)
+        return matmul_flops(_traced(job, exact, setting, only_train=True)["train"].jaxpr.jaxpr)
 
-    flops = attempt(MODEL_FLOPS, model_flops, {}, failed)
-    return replace(run, steps=steps, files=job.files, model_flops=flops, failed=failed)
+    return replace(run, steps=steps, files=job.files, model_flops=attempt(MODEL_FLOPS, model_flops, {}, failed))
+
+
+def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> dict[str, Any]:
+    """The traced steps of a program, by name."""
+    mesh = program.plan.mesh
+    groups = _groups(job.batch, setting.per_device_batch_size * n_batch_shards(mesh), mesh)
+    carried = (program.trained, program.opt_state, program.state, program.steps)
+    n_first = jax.ShapeDtypeStruct((), "int32")
+    traced = {"train": program.train_step.trace(*carried, program.frozen, program.key, groups, n_first)}
+    if not only_train and job.eval_batch is not None:
+        i = jax.ShapeDtypeStruct((), "uint32")
+        groups = _groups(job.eval_batch, job.eval_per_device_batch_size * n_batch_shards(mesh), mesh)
+        args = (program.trained, program.frozen, program.state, program.key, i, groups)
+        traced["eval"] = program.eval_step.trace(*args)
+    if not only_train and job.trace_predict is not None:
+        traced["predict"] = job.trace_predict(program)
+    return traced
+
+
+@dataclass(frozen=True)
+class _Fewer:
+    """Programs of a few of a model's equal blocks, each with the whole model's names of its leaves, which add up to all."""
+
+    programs: list[tuple[dict[str, Any], dict[str, str]]]
+    shares: Shares
+    what: str
+
+
+def _fewer(
+    job: Job, plan: Plan, setting: Setting, traced: dict[str, Any], only_train: bool, say: Callable[[str], None]
+) -> _Fewer | None:
+    """What to compile in place of a list of blocks that are computed one by one; None where the model has none."""
+    every = equal_blocks(job.model) if job.with_model is not None else []
+    if not every:
+        return None
+
+    def program(counts: Mapping[Blocks, int]) -> tuple[dict[str, Any], dict[str, str]]:
+        assert job.with_model is not None
+        model, names = with_fewer(job.model, counts)
+        fewer = job.with_model(model, names)
+        leaves = {name: plan.leaves[whole] for name, whole in names.items() if whole in plan.leaves}
+        made = fewer.make_program(replace(plan, leaves=leaves), remat_loops if setting.remat else None)
+        return _traced(fewer, made, setting, only_train), names
+
+    whole = {name: content(step.jaxpr.jaxpr) for name, step in traced.items()}
+    lists = ", ".join(f"the {blocks.n} of `{blocks.path}`" for blocks in every)
+    warning = _UNROLLED.format(lists=lists, n=whole["train"]["equations"])
+    problem = ""
+    for few in (2, 4, 6):  # where layers alternate, a multiple of their period
+        if any(blocks.n <= 2 * few for blocks in every):
+            break
+        base = dict.fromkeys(every, few)
+        try:
+            programs = [program(base), *(program({**base, blocks: 2 * few}) for blocks in every)]
+        except Exception as error:  # a loss that needs all of its blocks
+            problem = reason(error)
+            break
+        found = [{name: content(step.jaxpr.jaxpr) for name, step in steps.items()} for steps, _ in programs]
+        if all(each["train"]["matmuls"] == found[0]["train"]["matmuls"] for each in found):
+            return None  # they are in a loop
+        shares = Shares(tuple(Fraction(blocks.n - few, few) for blocks in every))
+        if all(shares.holds(whole[name], found[0][name], [each[name] for each in found[1:]]) for name in traced):
+            what = f"{few} and {2 * few} of {lists}"
+            say(f"{warning} Extrapolating from {what}; `exact` compiles all.")
+            return _Fewer(programs, shares, what)
+        problem = "the traced program does not grow evenly with them"
+    say(f"{warning} Compiling all of them: {problem or 'they are too few to leave some out'}.")
+    return None
+
+
+_UNROLLED = (
+    "equal blocks are computed one by one: {lists}, {n:,} equations in all. Compiling them, here and in the run, takes "
+    "minutes and gigabytes of the host where they are many and large. A `jax.lax.scan` over stacked blocks compiles one."
+)
 
 
 def _groups(batch: PyTree, micro_batch_size: int, mesh: Mesh) -> tuple[PyTree, ...]:

@@ -294,11 +294,17 @@ class Fit:
     def job(self) -> Job:
         """What a dry run compiles: the first step, and what evaluations and checkpoints this fit is asked for."""
         options, trainer = self.options, self.trainer
-        job = trainer._job(next(self.steps(0, Position())), self.size)
+        job = self._job(trainer, next(self.steps(0, Position())), self._first_evaluated() if options.evaluates else [])
         if options.saves or (options.save_end and trainer.deployer.workdir is not None):
             job = replace(job, files=trainer._files(options))
+        return job
+
+    def _job(self, trainer: "Trainer", step: Slice, examples: list[Any]) -> Job:
+        """The job of this fit's trainer, or of one whose model has fewer blocks."""
+        options = self.options
+        job = trainer._job(step, self.size)
+        job = replace(job, with_model=lambda model, names: self._job(trainer._with_model(model, names), step, examples))
         if options.evaluates:
-            examples = self._first_evaluated()
             rows = max(1, self.eval_size.micro_batch // trainer.deployer.n_batch_shards)
             if options.eval_loss:
                 batch = collated_shapes(trainer._collate_fn, examples)

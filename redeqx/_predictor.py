@@ -108,7 +108,6 @@ class Predictor:
         """The outputs batch by batch, as the device hands them on, for more examples than the host holds outputs of."""
         size = BatchSize.of(self._deployer.mesh, per_device_batch_size, batch_size)
         check_examples_kind(examples, "examples")
-        self._deployer.need_values("predict")
         n = size_of(examples)
         if n is None:
             raise TypeError(
@@ -116,13 +115,16 @@ class Predictor:
             )
         if n == 0:
             return
+        n_shards = self._deployer.n_batch_shards
+        at_once = min(size.examples, n)
+        rows = -(-at_once // n_shards) * n_shards
+        if self._deployer.returns_zeros("predict"):
+            yield from self._zeros(examples, n, at_once, rows, model)
+            return
         model, state, plan = self._resolve(model)
         parts, step = self._step_for(model, state, plan)
         trained, frozen = parts.take(model)
         state_leaves = jax.tree.leaves(state)
-        n_shards = self._deployer.n_batch_shards
-        at_once = min(size.examples, n)
-        rows = -(-at_once // n_shards) * n_shards
         mesh = self._deployer.mesh
         here = rows_here([Group(1, rows)], mesh)  # of a batch that is filled up
 
@@ -145,6 +147,23 @@ class Predictor:
                     yield self._hand_on(*pending.popleft())
         while pending:
             yield self._hand_on(*pending.popleft())
+
+    def _zeros(self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None) -> Iterator[list]:
+        """What `iterate` yields for `n` examples, `at_once` in batches of `rows`, from outputs that are zeros; of the first
+        batch's shapes, since only that one is collated."""
+        if self._source is not None:
+            own, state, plan = self._source()
+            model = own if model is None else model
+        else:
+            model, state = self._own(model), self._model_state
+            plan = self._deployer.plan(model) if self._plan is None else self._plan
+        parts, step = self._step_for(model, state, plan)
+        batch = pad_rows(collate(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
+        key, i = jax.random.key(self._deployer.jax_seed), np.uint32(0)
+        shapes = jax.eval_shape(step, *parts.take(model), jax.tree.leaves(state), batch, key, i)
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        for start in range(0, n, at_once):
+            yield self._hand_on(min(at_once, n - start), zeros)
 
     def trace(self, model: PyTree, examples: Sequence[Any], per_device_batch_size: int, program: Program) -> Any:
         """The traced step of the first batch of examples, for a trainer's model where its program puts it."""
@@ -186,16 +205,19 @@ class Predictor:
         if self._source is not None:
             own, state, plan = self._source()
             return (own if model is None else place(model, plan)), state, plan
-        if model is None and self._model is None:
-            raise ValueError("`model`: expected a model, got None. Pass it to `Predictor` or to `predict`.")
         if self._plan is None:
-            self._plan = self._deployer.plan(self._model if model is None else model)
+            self._plan = self._deployer.plan(self._own(model))
         state = _placed_whole(self._model_state, self._deployer)
         if model is not None:
             return place(model, self._plan), state, self._plan
         if self._placed is None:
             self._placed = (place(self._model, self._plan), state)
         return *self._placed, self._plan
+
+    def _own(self, model: PyTree | None) -> PyTree:
+        if model is None and self._model is None:
+            raise ValueError("`model`: expected a model, got None. Pass it to `Predictor` or to `predict`.")
+        return self._model if model is None else model
 
     def _step_for(self, model: PyTree, state: PyTree, plan: Plan) -> tuple[Parts, Callable[..., Any]]:
         """The compiled step, made anew where the model differs in more than its arrays."""

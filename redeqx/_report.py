@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -64,16 +64,19 @@ class Setting:
     n_fsdp_shards: int
     per_device_batch_size: int
     accumulate_grad_batches: int
-    remat: bool = False  # whether loops over layers were made to recompute, which the model does not do by itself
+    remat: tuple[str, ...] = ()  # the scans of the loss that were made to recompute, which the model does not do by itself
+    batch_size: int | None = None  # examples an update, where the script gives them in place of rows a device
 
     def code(self) -> str:
         """What to write in a script."""
+        rows = f"per_device_batch_size={self.per_device_batch_size}"
+        size = rows if self.batch_size is None else f"batch_size={self.batch_size}"
         lines = [
             f"Deployer(n_model_shards={self.n_model_shards}, n_fsdp_shards={self.n_fsdp_shards})",
-            f"per_device_batch_size={self.per_device_batch_size}, accumulate_grad_batches={self.accumulate_grad_batches}",
+            f"{size}, accumulate_grad_batches={self.accumulate_grad_batches}",
         ]
         if self.remat:
-            lines.append("jax.checkpoint on the body of the layers' scan (redeqx.models: remat=True)")
+            lines.append(f"jax.checkpoint on the body of the scan at {' and at '.join(self.remat)}")
         return "; ".join(lines)
 
 
@@ -146,6 +149,8 @@ class DryRun:
     - `model_flops`: of a step's matmuls without recomputation, all devices together, by dtype.
     - `tried`: settings that were tried where this one does not fit.
     - `failed`: for each part of the report that could not be computed, the reason; a step in it is not in `steps`.
+    - `extrapolated`: the blocks that were compiled in place of all; empty where all were. What is known of the steps is then
+        extrapolated from them, but for their FLOPs.
     """
 
     machine: Machine
@@ -157,6 +162,7 @@ class DryRun:
     model_flops: Mapping[str, int]
     tried: tuple[Tried, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
+    extrapolated: str = ""
 
     @property
     def needs(self) -> int:
@@ -258,9 +264,8 @@ class DryRun:
     def verdict(self) -> str:
         """Whether it fits, by how much, and what to do where it does not."""
         missing = [name for name in ("eval step", "predict step") if name in self.failed]
-        return self._verdict() + (
-            f"; not counted, as it failed to compile: the {' and the '.join(missing)}" if missing else ""
-        )
+        text = self._verdict() + (f"; extrapolated from {self.extrapolated}" if self.extrapolated else "")
+        return text + (f"; not counted, as it failed to compile: the {' and the '.join(missing)}" if missing else "")
 
     def _verdict(self) -> str:
         if self.machine.memory is None:
@@ -299,6 +304,7 @@ class DryRun:
             "estimate": None if self.estimate is None else asdict(self.estimate),
             "tried": [asdict(tried) for tried in self.tried],
             "failed": dict(self.failed),
+            "extrapolated": self.extrapolated,
             "plan": {
                 name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": str(leaf.spec), "reason": leaf.reason}
                 for name, leaf in self.plan.leaves.items()
@@ -334,11 +340,13 @@ class DryRun:
         memory = "memory not known" if machine.memory is None else f"{_size(machine.memory)} each"
         hosts = f", {machine.n_hosts} hosts" if machine.n_hosts > 1 else ""
         n_rows = setting.per_device_batch_size * n_batch_shards(mesh) * setting.accumulate_grad_batches
+        left = max(0, (setting.batch_size or 0) - n_rows)
+        batch = f"{setting.per_device_batch_size} rows x {n_batch_shards(mesh)} batch shards x "
+        batch += f"{setting.accumulate_grad_batches} micro-batches" + (f" and {left} more rows" if left else "")
         return {
             "devices": f"{mesh.size} x {machine.devices[0].device_kind}, {memory}{hosts}",
             "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
-            "batch": f"{setting.per_device_batch_size} rows x {n_batch_shards(mesh)} batch shards x "
-            f"{setting.accumulate_grad_batches} micro-batches = {n_rows} examples a step",
+            "batch": f"{batch} = {n_rows + left} examples a step",
             "parameters": f"{self.plan.n_parameters:,}; {self.plan.summary()}",
             "compiled": ", ".join(f"{name} step {step.compile_seconds:.1f} s" for name, step in self.steps.items()),
         }
@@ -423,11 +431,16 @@ def _where(of: Any, names: set[str]) -> tuple[str, str]:
     layer = next((part for part in reversed(parts) if part in names), "")
     if not layer:
         layer = "/".join([part for part in parts if part and part not in _PLUMBING][-2:])
-    lines = [line for line in of.source if not line.startswith((_FOLDER + os.sep + "_", *_LIBRARIES))]
-    line = (lines or list(of.source[:1]) or [""])[0]
+    return layer, own_line(of.source)
+
+
+def own_line(source: Sequence[str]) -> str:
+    """Of the lines that something comes from, the innermost first, the innermost that is of the script or of a model."""
+    lines = [line for line in source if not line.startswith((_FOLDER + os.sep + "_", *_LIBRARIES))]
+    line = (lines or list(source[:1]) or [""])[0]
     # As it is imported: `redeqx/models/opt.py:318`.
     folder = max((path for path in sys.path if path and line.startswith(path + os.sep)), key=len, default="")
-    return layer, line.removeprefix(folder + os.sep) if folder else line
+    return line.removeprefix(folder + os.sep) if folder else line
 
 
 _PLUMBING = {

@@ -4,6 +4,7 @@ It holds the state of training and takes single passes over examples. A whole ru
 checkpoints and resumption, is `_fit`.
 """
 
+import copy
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -25,13 +26,13 @@ from ._checkpoint import Checkpoints
 from ._console import Progress
 from ._data import Batch, BatchSize, Prefetch, Slice, batches, check_examples, collated_shapes, size_of, slices
 from ._deployer import Deployer
-from ._devices import describe, dry, of_devices
+from ._devices import as_shapes, describe, dry, of_devices
 from ._dry_run import DryRunDone, Job, dry_run
 from ._fit import DamagedCheckpoint, Fit, Options, Position, Standing, check_record
 from ._jaxprs import Change, Trace
 from ._mesh import FSDP, MODEL
 from ._nonfinite import why_nonfinite
-from ._paths import named_leaves
+from ._paths import map_named, named_leaves
 from ._peers import Peers
 from ._plan import Plan, mark_read
 from ._predictor import Predictor
@@ -159,7 +160,9 @@ class Trainer:
 
     @property
     def opt_state(self) -> PyTree:
-        """The optimizer's state as it is now."""
+        """The optimizer's state as it is now; in a dry run its shapes."""
+        if self.deployer.is_dry_run:
+            return as_shapes(self._opt_shapes())
         self._ensure_placed(None)
         return self._state.opt_tree
 
@@ -315,8 +318,9 @@ class Trainer:
         return self._eval_metrics(examples, size.evenly(size_of(examples), self.deployer.mesh.size))
 
     def _eval_metrics(self, examples: Any, size: BatchSize) -> dict[str, float]:
-        self.deployer.need_values("eval_loss")
         steps = self._slices(examples, size)
+        if self.deployer.returns_zeros("eval_loss"):
+            return self._zero_metrics(next(steps))
         sums: np.ndarray | float = 0.0
         pending: deque[jax.Array] = deque()
         with self.deployer.console.progress(title="evaluate") as progress:
@@ -335,6 +339,19 @@ class Trainer:
         pairs = np.asarray(sums).reshape(-1, 2)
         with np.errstate(invalid="ignore", divide="ignore"):
             return dict(zip(self._state.program.eval_names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
+
+    def _zero_metrics(self, step: Slice) -> dict[str, float]:
+        """What an evaluation of these examples returns, as zeros."""
+
+        def metrics(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> dict[str, Any]:
+            model = self._parts.put(*self._parts.take(model), inference=True, compute_dtype=self._compute_dtype)
+            out = self._loss_fn(model, *([state] if self._has_state else []), batch, key)
+            out = out[0] if self._has_state and isinstance(out, tuple) else out
+            return as_sums(out, len(step.examples))[2]
+
+        batch = collated_shapes(self._collate_fn, step.examples)
+        found = eqx.filter_eval_shape(metrics, *self._trees(), batch, jax.random.key(0))
+        return dict.fromkeys(sorted(["loss", *found]), 0.0)
 
     def get_default_predictor(
         self,
@@ -360,6 +377,8 @@ class Trainer:
         )
 
         def source() -> tuple[PyTree, PyTree, Plan]:
+            if self.deployer.is_dry_run:
+                return *self._trees(), self._make_plan(None, self.deployer.mesh)
             self._ensure_placed(None)
             assert self.plan is not None
             return *self._now(), self.plan
@@ -393,6 +412,7 @@ class Trainer:
         batch_size: int | None = None,
         optimization: str | None = None,
         search: bool = True,
+        exact: bool = False,
     ) -> DryRun:
         """What a step of training takes, compiled and not run: memory, collectives, FLOPs, and whether it fits.
 
@@ -406,6 +426,8 @@ class Trainer:
         - `optimization`: the compiler's level, `"O0"` to `"O3"`, or `"UNKNOWN"`, that of a run. By default that, but for
             TPUs `"O2"`, which takes the same memory in half the time; `"O1"` is faster still, and takes less.
         - `search`: whether to try what could help where it does not fit.
+        - `exact`: whether to compile all of a list of equal blocks that the loss computes one by one. By default a few of
+            them are compiled, and what all take is extrapolated.
 
         Raises ValueError for an unknown topology, ImportError where its compiler is not installed.
         """
@@ -416,19 +438,40 @@ class Trainer:
             machine = of_devices("this", self.deployer.mesh.devices.flat) if run is None else run.machine
         size = self._size(per_device_batch_size, batch_size, len(machine.devices))
         job = self._job(next(self._slices(examples, size)), size, len(machine.devices))
-        return dry_run(job, machine, optimization=optimization, search=search)
+        return dry_run(job, machine, optimization=optimization, search=search, exact=exact)
 
     def _job(self, step: Slice, size: BatchSize, n_devices: int | None = None) -> Job:
         """What a dry run compiles: the step of those examples."""
         mesh = self.deployer.mesh
         rows = size.micro_batch // ((n_devices or mesh.size) // mesh.shape[MODEL])
         return Job(
-            setting=Setting(mesh.shape[MODEL], mesh.shape[FSDP], rows, self._accumulate),
+            setting=Setting(
+                mesh.shape[MODEL],
+                mesh.shape[FSDP],
+                rows,
+                self._accumulate,
+                batch_size=size.examples if size.by_examples else None,
+            ),
             batch=collated_shapes(self._collate_fn, step.examples),
             make_plan=lambda mesh, micro_batch: self._make_plan(micro_batch, mesh),
             make_program=lambda plan, change: self._make_program(plan, named=True, change=change),
+            model=self._trees()[0],
+            with_model=lambda model, names: self._with_model(model, names)._job(step, size, n_devices),
             can_remat=self._grad_fn is None,
         )
+
+    def _with_model(self, model: PyTree, names: Mapping[str, str]) -> "Trainer":
+        """This trainer, to be compiled for a model with fewer blocks.
+
+        **Arguments:**
+
+        - `names`: for each of its leaves the name in this trainer's model.
+        """
+        other = copy.copy(self)
+        other._given, other._held = (model, self._trees()[1]), None
+        trained = set(self._parts.names[0])
+        other._parts = Parts.of(model, map_named(lambda name, leaf: names[name] in trained, model))
+        return other
 
     def _files(self, options: Options) -> dict[str, int]:
         """Bytes of each file of a checkpoint that a fit with those options saves; of shapes too."""
@@ -436,9 +479,12 @@ class Trainer:
         if self._has_state:
             files["model_state.safetensors"] = file_size(array_leaves(self.model_state))
         if options.save_opt_states:
-            opt_state = jax.eval_shape(self._optimizer.init, self._parts.trained_tree(self._parts.take(self.model)[0]))
-            files["optimizer.safetensors"] = file_size(array_leaves(opt_state))
+            files["optimizer.safetensors"] = file_size(array_leaves(self._opt_shapes()))
         return files
+
+    def _opt_shapes(self) -> PyTree:
+        """The shapes of the optimizer's state."""
+        return jax.eval_shape(self._optimizer.init, self._parts.trained_tree(self._parts.take(self.model)[0]))
 
     def _size(self, per_device_batch_size: int | None, batch_size: int | None, n_devices: int | None = None) -> BatchSize:
         return BatchSize.of(self.deployer.mesh, per_device_batch_size, batch_size, self._accumulate, n_devices=n_devices)
@@ -621,7 +667,8 @@ class Trainer:
         save_float_dtype: Any,
         then: Callable[[Path], None] | None = None,
     ) -> Path:
-        self.deployer.need_values("save_ckpt")
+        if self.deployer.is_dry_run:
+            return self._need_checkpoints().folder / f"step_{self.step:08d}"  # it writes nothing
         self._ensure_placed(None)
         unread = [(step, batch, *self._read(vector)) for step, _, vector, batch in self._pending]
         for step, batch, found, nonfinite in unread:  # by a tracker, say

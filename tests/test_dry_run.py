@@ -252,22 +252,48 @@ class Refuses:
         raise AssertionError("a dry run tracks nothing")
 
 
-def test_what_needs_values_says_so():
+def test_before_its_fit_a_script_gets_zeros(tmp_path, capsys):
+    """An unchanged script may evaluate, predict, save and look at its model before it trains."""
+
+    def loss(model, batch, key):
+        logits = jax.vmap(model)(batch)
+        hits = logits.argmax(-1) == batch
+        return dataclasses.replace(cross_entropy(logits, batch), metrics={"accuracy": (hits.sum(), hits.size)})
+
+    def predictor_of(trainer):
+        return trainer.get_default_predictor(
+            lambda model, batch, key: {"logits": jax.vmap(model)(batch), "last": batch[:, -1]},
+            output_fn=lambda outs: list(zip(outs["logits"], outs["last"], strict=True)),
+        )
+
     with redeqx.described("cpu:8"):
-        trainer = make_trainer(deployer())
-        predictor = trainer.get_default_predictor(lambda model, batch, key: batch)
-        for what, call in {
-            "eval_loss": lambda: trainer.eval_loss(examples(), 1),
-            "predict": lambda: predictor.predict(examples(), 1),
-            "save_ckpt": trainer.save_ckpt,
-        }.items():
-            with pytest.raises(
-                ValueError, match=rf"`{what}`: expected to come after `fit`, .* `if not deployer.is_dry_run:`"
-            ):
-                call()
+        at = redeqx.Deployer(workdir=tmp_path / "run")
+        trainer = make_trainer(at, loss_fn=loss)
+        assert trainer.eval_metrics(examples(20), batch_size=8) == {"accuracy": 0.0, "loss": 0.0}
+        assert trainer.eval_loss(examples(20), 1) == 0.0
+        outputs = predictor_of(trainer).predict(examples(20), 1)
+        assert len(outputs) == 20
+        assert all(logits.shape == (SEQ, VOCAB) and not logits.any() and last == 0 for logits, last in outputs)
+        alone = redeqx.Predictor(
+            at, model=trainer.model, collate_fn=np.stack, pred_fn=lambda model, batch, key: jax.vmap(model)(batch)
+        )
+        assert [row.shape for row in alone.predict(examples(3), batch_size=8)] == [(SEQ, VOCAB)] * 3
+        assert trainer.save_ckpt() == tmp_path / "run" / "ckpts" / "step_00000000"
+        assert save_pretrained(trainer.model, CONFIG, tmp_path / "hf") == tmp_path / "hf"
         trainer.load_ckpt("anything")  # it would have the shapes that the model has
+        weight = np.asarray(trainer.model.embedding.weight)
+        assert weight.shape == (VOCAB, D) and weight.dtype == np.float32 and not weight.any()
+        moments = [leaf for leaf in jax.tree.leaves(trainer.opt_state) if leaf.shape == (VOCAB, D)]
+        assert len(moments) == 2 and not np.asarray(moments[0]).any()
+        with pytest.raises(ValueError, match="`model`: expected a model, got None"):
+            redeqx.Predictor(at, collate_fn=np.stack, pred_fn=alone._pred_fn).predict(examples(3), 1)
         with pytest.raises(DryRunDone):
             trainer.train(examples(), 1)
+    said = capsys.readouterr().out
+    for what in ("eval_loss", "predict"):
+        line = f"dry run: `{what}` comes before the first `fit`, where nothing has a value: it returns zeros"
+        assert said.count(line) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_are_read_as_shapes_and_a_config_alone_will_do(tmp_path):
@@ -308,6 +334,41 @@ def test_where_it_does_not_fit_it_says_what_would():
     with dry_for(describe("cpu:8", memory=1000)):
         hopeless = make_trainer(deployer()).dry_run(examples(), 8, search=False)
     assert not hopeless.fits and hopeless.tried == ()
+
+
+class Scanned(eqx.Module):
+    first: eqx.nn.Linear
+    blocks: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.first = eqx.nn.Linear(16, 16, key=key)
+        self.blocks = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))(jax.random.split(key, 4))
+
+    def __call__(self, x):
+        return jax.lax.scan(lambda x, block: (jnp.tanh(block(x)), None), self.first(x), self.blocks)[0]  # the scan
+
+
+def test_proposals_speak_of_the_scans_that_are_there():
+    """By the line of the script; where there is none, of other settings alone. A script's `batch_size` stays one."""
+    from redeqx import _dry_run
+
+    with open(__file__, encoding="utf-8") as source:
+        line = next(i for i, text in enumerate(source, 1) if text.rstrip().endswith("# the scan"))
+    for model, expected in ((Scanned(jax.random.key(0)), 1), (eqx.nn.MLP(16, 16, 16, 2, key=jax.random.key(0)), 0)):
+        trainer = redeqx.Trainer(
+            deployer(), model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack,
+            loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2),
+        )  # fmt: skip
+        rows = np.zeros((64, 16), np.float32)
+        run = trainer.dry_run(rows, batch_size=32, search=False)
+        size = trainer._size(None, 32)
+        job = trainer._job(next(trainer._slices(rows, size)), size)
+        loops = _dry_run._loops(job, run)
+        assert [text.endswith(f"test_dry_run.py:{line}") for text in loops] == [True] * expected
+        code = [setting.code() for setting in _dry_run._candidates(job, run.machine, loops)]
+        assert len(code) > 3 and any("jax.checkpoint on the body of the scan at " in each for each in code) == bool(expected)
+        assert all("batch_size=32, accumulate_grad_batches=" in each and "per_device" not in each for each in code)
+        assert "4 rows x 8 batch shards x 1 micro-batches = 32 examples a step" in str(run)
 
 
 # --- described machines -----------------------------------------------------------------------------------------------
@@ -412,6 +473,10 @@ trainer = redeqx.Trainer(
     deployer, model=model, optimizer=optax.adam(1e-3), collate_fn=np.stack,
     loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2),
 )
+if kind == "divides":
+    print(1 / trainer.eval_loss(np.zeros((8, 64), np.float32), 1))
+if kind == "computes":
+    print(jnp.mean(model.layers[0].weight))
 if kind != "never":
     trainer.fit(np.zeros((64, 64), np.float32), 4, 1, save_last_ckpt=True)
     print("after the fit")
@@ -432,7 +497,7 @@ def command(script, *args, topology="cpu:8", options=()):
 
 
 def test_a_script_is_run_up_to_its_fit(script, tmp_path):
-    done = command(script, "fits", str(tmp_path / "run"), options=["--json", str(tmp_path / "report.json")])
+    done = command(script, "fits", str(tmp_path / "run"), options=["--exact", "--json", str(tmp_path / "report.json")])
     assert done.returncode == 0, done.stderr
     assert "dry run on cpu:8" in done.stdout and "data=4 x fsdp=1 x model=2" in done.stdout
     assert "after the fit" not in done.stdout and not (tmp_path / "run").exists()
@@ -454,6 +519,16 @@ def test_it_exits_with_3_where_it_does_not_fit(script, tmp_path):
         ("raises", 1, "KeyError: 'mine'"),
         ("never", 2, "train.py`: expected a call of `Trainer.fit` or `Trainer.train`, got to its end without one."),
         ("huge", 1, "Make it with `deployer.init(lambda: Model(key=key))`"),
+        (
+            "divides",
+            1,
+            "where models are shapes, `eval_loss` returned zeros. Where that is the cause, leave it out with `if",
+        ),
+        (
+            "computes",
+            1,
+            "where models are shapes. Where that is the cause, leave it out with `if not deployer",
+        ),
     ],
 )
 def test_scripts_that_never_get_to_fit(script, tmp_path, kind, code, expected):

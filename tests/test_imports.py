@@ -28,6 +28,7 @@ LAYERS = (
     ("_program",),
     ("_train_state",),
     ("_report",),
+    ("_blocks",),
     ("_dry_run",),
     ("_deployer",),
     ("_fit",),
