@@ -20,7 +20,7 @@ import jax
 from jax.extend import core as jex
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from ._jaxprs import run, scan_counts, shapes_in
+from ._jaxprs import run, scan_counts, shapes_in, value_of
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _evaluate(closed: Any, args: Sequence[Any], *, regather: bool, in_loop: bool
         else:
             outs = _use(eqn, ins, regather, in_loop)
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [_gather(read(atom)) for atom in jaxpr.outvars]
+    return [value_of(atom, _gather(read(atom))) for atom in jaxpr.outvars]
 
 
 def _use(eqn: Any, ins: Sequence[Any], regather: bool, in_loop: bool) -> list[Any]:

@@ -16,11 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 from jax.sharding import Mesh, PartitionSpec as P
 
 from ._dataflow import parts_taken
-from ._jaxprs import evaluate
+from ._jaxprs import as_fun, evaluate
 from ._mesh import MODEL
 
 
@@ -39,7 +38,7 @@ def exchange_parts(fn: Callable[..., Any], splits: Sequence[int | None], mesh: M
         flat, treedef = jax.tree.flatten((tuple(weights), *args))
         traced, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(treedef, flat)), return_shape=True)(*flat)
         dims = parts_taken(traced, splits, mesh.shape[MODEL])
-        outs = evaluate(traced, flat, _change(dims, mesh)) if dims else jex.jaxpr_as_fun(traced)(*flat)
+        outs = evaluate(traced, flat, _change(dims, mesh)) if dims else as_fun(traced)(*flat)
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     return exchanged

@@ -9,6 +9,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex
 from jaxtyping import PyTree
 
@@ -57,6 +58,27 @@ def run(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     info = jex.DebugInfo("redeqx", eqn.primitive.name, None, None)
     jaxpr = jex.Jaxpr((), list(values), eqn.outvars, [eqn], eqn.effects, info)
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*values.values())
+
+
+def as_fun(traced: Any) -> Callable[..., list[Any]]:
+    """A closed jaxpr as a function of arrays to arrays: `jaxpr_as_fun` returns an output that is a literal as it is kept."""
+
+    def fun(*args: Any) -> list[Any]:
+        outs = jex.jaxpr_as_fun(traced)(*args)
+        return [value_of(atom, out) for atom, out in zip(traced.jaxpr.outvars, outs, strict=True)]
+
+    return fun
+
+
+def value_of(output: Any, value: Any) -> Any:
+    """The value of a jaxpr's output as an array, where a literal's is a scalar of Python or numpy, with or without a type.
+
+    A layer that sets a constant makes one. A weak type stays weak, as a loop's carry must have the type that it began with.
+    """
+    if not isinstance(output, jex.Literal):
+        return value
+    aval: Any = output.aval
+    return jnp.asarray(value) if getattr(aval, "weak_type", False) else jnp.asarray(value, aval.dtype)
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
@@ -156,7 +178,7 @@ def rewrite(fn: Callable[..., Any], change: Change) -> Callable[..., Any]:
     def rewritten(*args: Any) -> Any:
         flat, treedef = jax.tree.flatten(args)
         traced, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(treedef, flat)), return_shape=True)(*flat)
-        outs = evaluate(traced, flat, change) if changes(traced, change) else jex.jaxpr_as_fun(traced)(*flat)
+        outs = evaluate(traced, flat, change) if changes(traced, change) else as_fun(traced)(*flat)
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     return rewritten
@@ -180,7 +202,7 @@ def evaluate(traced: Any, args: Sequence[Any], change: Change) -> list[Any]:
         else:
             outs = run(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in traced.jaxpr.outvars]
+    return [value_of(atom, read(atom)) for atom in traced.jaxpr.outvars]
 
 
 def changes(traced: Any, change: Change) -> bool:
@@ -214,7 +236,7 @@ def remat_loops(eqn: Any) -> Callable[..., Sequence[Any]] | None:
 
     def recomputing(*ins: Any) -> list[Any]:
         body = eqn.params["jaxpr"]
-        again = jax.make_jaxpr(jax.checkpoint(jex.jaxpr_as_fun(body), prevent_cse=False))(*shapes_in(body))
+        again = jax.make_jaxpr(jax.checkpoint(as_fun(body), prevent_cse=False))(*shapes_in(body))
         return run(eqn.replace(params={**eqn.params, "jaxpr": again}), ins)
 
     return recomputing

@@ -2,9 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
+from redeqx._apply import Home, gather_at_use
+from redeqx._convs import mend_grouped_convs
+from redeqx._exchange import exchange_parts
 from redeqx._jaxprs import Trace, keep_everything, matmul_flops, remat_loops, rewrite
+from redeqx._mesh import make_mesh
 
 X = jnp.ones(4)
 
@@ -149,6 +155,63 @@ def test_loops_recompute_and_remats_keep_with_the_same_gradients(x64):
     assert str(jax.make_jaxpr(rewrite(rematted_loss, remat_loops))(weights, x)) == str(
         jax.make_jaxpr(rematted_loss)(weights, x)
     )
+
+
+def constants(weights, x):
+    """Outputs that are literals of the jaxpr: of the function's own, of a jit, a remat, a branch and a loop's carry."""
+    w, bias = weights
+    y = jnp.sin(x @ w + bias).reshape(len(x), 2, -1).sum(1)  # equal parts of what the model axis splits
+    made = (y.sum(), True, 2.5, np.float16(3), np.int8(4), jnp.zeros((), jnp.bfloat16), 7)
+    kept = {"jit": jax.jit(lambda y: (y, True, 1.0))(y), "remat": jax.checkpoint(lambda y: (jnp.sin(y), False, 1))(y)}
+    kept["cond"] = jax.lax.cond(y.sum() > 0, lambda y: (y, True, 1.0), lambda y: (2 * y, True, 1.0), y)
+    begin = (x @ w, jnp.zeros((), jnp.bool_), 1.0, jnp.float16(2))
+
+    def body(carry, _):
+        return (jnp.sin(carry[0][:, :8] @ w), True, 2.0, jnp.float16(1)), None
+
+    kept["scan"] = jax.lax.scan(body, begin, length=2)[0]
+    return made, kept
+
+
+def doubled_twice(eqn):
+    return (lambda x: [jnp.sin(x)]) if eqn.primitive.name == "sin" else None
+
+
+def of_meshes(n_model_shards, n_fsdp_shards):
+    mesh = make_mesh(n_model_shards, n_fsdp_shards)
+    specs = ((P(None, "fsdp"), P(None, None)), (P("fsdp"), P(None)))
+    homes = [Home(NamedSharding(mesh, lives), NamedSharding(mesh, used)) for lives, used in specs]
+    return mesh, homes
+
+
+REWRITTEN = {
+    "rewrite": lambda fn: rewrite(fn, doubled_twice),
+    "rewrite that changes nothing": lambda fn: rewrite(fn, lambda eqn: None),
+    "grouped convolutions": lambda fn: mend_grouped_convs(fn, make_mesh(4)),
+    "parts": lambda fn: exchange_parts(fn, [1, 0], make_mesh(4)),
+    "no parts": lambda fn: exchange_parts(fn, [None, None], make_mesh(4)),
+    "gather": lambda fn: gather_at_use(fn, of_meshes(1, 8)[1]),
+    "all": lambda fn: gather_at_use(exchange_parts(rewrite(fn, doubled_twice), [1, 0], make_mesh(2, 2)), of_meshes(2, 2)[1]),
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_constant_outputs_are_arrays_of_their_own_type(name):
+    """Also weak types, which a loop's carry must keep."""
+    weights, x = (jnp.linspace(-1, 1, 8 * 16).reshape(8, 16), jnp.ones(16)), jnp.linspace(0, 1, 64).reshape(8, 8)
+    assert any("True" in str(var) for var in jax.make_jaxpr(constants)(weights, x).jaxpr.outvars), "literals"
+    seen = []
+
+    def taken(weights, x):
+        outs = REWRITTEN[name](constants)(weights, x)
+        seen.extend(jax.tree.leaves(outs))
+        return outs
+
+    got, expected = jax.jit(taken)(weights, x), jax.jit(constants)(weights, x)
+    assert all(isinstance(leaf, jax.Array) for leaf in seen)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, atol=1e-6)
 
 
 def test_flops_of_matmuls_and_convolutions_by_dtype():

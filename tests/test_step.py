@@ -492,6 +492,44 @@ def test_batch_norm_trains_and_keeps_its_state(shards, accumulate):
     assert all(before[name].tobytes() == leaf.tobytes() for name, leaf in host(trainer.model_state).items())
 
 
+class Constant(eqx.nn.StatefulLayer):
+    """Sets constants, as `eqx.nn.BatchNorm` does in its default mode once it has begun."""
+
+    index: eqx.nn.StateIndex
+
+    def __init__(self):
+        self.index = eqx.nn.StateIndex((jnp.zeros((), jnp.bool_), jnp.zeros((), jnp.int8), jnp.zeros(3)))
+
+    def __call__(self, x, state, *, key=None):
+        begun, _, _ = state.get(self.index)
+        return jnp.where(begun, x, 2 * x), state.set(self.index, (True, jnp.int8(7), jnp.ones(3)))
+
+
+@pytest.mark.parametrize("shards", [(4, 1), (1, 8), (2, 2)])
+def test_layers_that_set_constants_train_as_they_do_by_hand(shards):
+    """`eqx.nn.BatchNorm(mode="ema")`, its default, sets a `False`."""
+
+    def make():
+        keys = jax.random.split(jax.random.key(0), 2)
+        norm = eqx.nn.BatchNorm(64, "batch", mode="ema")
+        layers = [eqx.nn.Linear(64, 64, key=keys[0]), norm, Constant(), eqx.nn.Linear(64, 64, key=keys[1])]
+        return eqx.nn.Sequential(layers)
+
+    (model, state), (wanted, wanted_state) = (eqx.nn.make_with_state(make)() for _ in range(2))
+    examples, at = make_examples(24, 64, 64), deployer(*shards)
+    trainer = make_trainer(
+        at, model=model, model_state=state, loss_fn=lambda model, state, batch, key: run_normed(model, state, batch)
+    )
+    trainer.train(examples, 8 // at.n_batch_shards)
+    assert any("model" in str(leaf.spec) or "fsdp" in str(leaf.spec) for leaf in trainer.plan.leaves.values())
+    grad = eqx.filter_jit(eqx.filter_value_and_grad(run_normed, has_aux=True))
+    for start in range(0, 24, 8):
+        (_, wanted_state), grads = grad(wanted, wanted_state, stack(examples[start : start + 8]))
+        wanted = eqx.apply_updates(wanted, jax.tree.map(lambda g: -0.1 * g, grads))
+    assert_close(trainer.model, wanted, rtol=1e-4, atol=1e-5)
+    assert_close(trainer.model_state, wanted_state, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("returned", "error", "expected"),
     [
