@@ -28,6 +28,9 @@ from ._jaxprs import Trace, called, scan_counts
 from ._rules import Split
 
 MAX_TRIALS = 64  # other choices to follow the loss with
+# Elements: leaves smaller than that may stay whole where it costs less, as long as all that stay whole are smaller together,
+# or no more than those that the walk leaves.
+SMALL = 2**14
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,10 @@ class Order:
 
 
 def order(
-    trace: Trace, n_shards: int, followers: Mapping[str, tuple[str, Sequence[int | None]]] = MappingProxyType({})
+    trace: Trace,
+    n_shards: int,
+    followers: Mapping[str, tuple[str, Sequence[int | None]]] = MappingProxyType({}),
+    max_whole: int | None = None,
 ) -> Order:
     """The order of the rules in a traced loss, whose inputs after the model are data, keys apart.
 
@@ -55,7 +61,9 @@ def order(
 
     - `n_shards`: size of the model axis.
     - `followers`: leaves that are cut along with a weight, by name: its name, and for each of their dims that of the weight.
+    - `max_whole`: elements that may stay whole only since that costs less, and not since they must; any number by default.
     """
+    sizes = [math.prod(leaf.shape) for leaf in trace.leaves]
     index = {name: i for i, name in enumerate(trace.names)}
     follows = {index[name]: (index[of], dims) for name, (of, dims) in followers.items() if {name, of} <= index.keys()}
 
@@ -71,13 +79,19 @@ def order(
     for i, pattern in enumerate(patterns):
         alike.setdefault(pattern, []).append(i)
 
+    def n_whole(run: Pass) -> int:
+        return sum(sizes[i] for i, split in run.decided.items() if split.dim is None)
+
     best, n_trials, tried = follow({}), 0, set()
 
     def attempt(forced: Mapping[int, int | None]) -> bool:
         nonlocal best, n_trials
+        left = [leaf for leaf, dim in forced.items() if dim is None]
+        if any(sizes[leaf] >= SMALL for leaf in left):
+            return False
         n_trials += 1
         trial = follow({**best.forced, **forced})
-        if trial.cost >= best.cost:
+        if trial.cost >= best.cost or (left and max_whole is not None and n_whole(trial) > max_whole):
             return False
         best = trial
         return True
@@ -99,6 +113,18 @@ def order(
     names = trace.names
     splits = {names[i]: split for i, split in best.decided.items()}
     return Order(splits, {names[i]: n for i, n in best.stacked.items()}, best.cost)
+
+
+def products(trace: Trace, n_shards: int, dims: Mapping[str, int | None]) -> Sequence[tuple[Any, int | None, Any]]:
+    """The matmuls and convolutions of a traced loss, where the model axis splits these dims of the leaves.
+
+    Each equation comes with how many shards of that axis compute all of it, None where it is of parameters alone, and so
+    computed by every device; and with the equation whose line of code it has (as `Pass.products`).
+    """
+    decided = {i: Split(dims.get(name), "") for i, name in enumerate(trace.names)}
+    run = Pass(trace.names, trace.leaves, n_shards, {}, _follow, decided=decided)
+    _run(run, trace.closed)
+    return tuple(run.products.values())
 
 
 def parts_taken(traced: Any, splits: Sequence[int | None], n_shards: int) -> Mapping[Any, int]:
@@ -128,7 +154,11 @@ def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     name = eqn.primitive.name
     try:
         if (inner := called(eqn)) is not None:
-            return run.evaluate(inner, ins)
+            calls, run.calls = run.calls, (*run.calls, eqn) if name.startswith("custom_vjp") else run.calls
+            try:
+                return run.evaluate(inner, ins)
+            finally:
+                run.calls = calls
         if name in _EQUATIONS:
             return _EQUATIONS[name](run, eqn, ins)
         if name in _SEEN:
@@ -204,16 +234,24 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     batches = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     places |= {dim: of_indices[of] for dim, of in batches}
     looked_up = [dim for dim in numbers.start_index_map if sizes[dim] == 1 != shape[dim]]
-    if run.is_open(table) and not indices.data:  # positions, and the like: a part of it, in another order
+    kept = [dim for dim, place in places.items() if aval.shape[place] == shape[dim] > 1]
+    # Positions, and the like: a part of it, in another order. Or a matrix for each token, as of experts: a weight itself,
+    # whose product decides; split by rows each would be summed over the shards.
+    of_weights = bool(looked_up) and len(kept) > 1 and any(run.could_split(table, shape, dim) for dim in kept)
+    if run.is_open(table) and (not indices.data or of_weights):
         source: list[int | None] = [None] * len(aval.shape)
         for dim, place in places.items():
             source[place] = dim if aval.shape[place] == shape[dim] else None
         return [table.seen(source)]
     if run.is_open(table):
+        # What the model itself picks, as an expert's bias, may be split as what it is added to; not so words.
+        options = [*looked_up, *kept] if indices.grad else looked_up
         if not looked_up:
             run.decide(table, None, "whole: slices of it are taken where data says")
-        elif (dim := run.choose(table, shape, looked_up)) is None:
+        elif (dim := run.choose(table, shape, options)) is None:
             run.decide(table, None, _why_table_is_whole(run, table, shape[looked_up[0]]))
+        elif dim in kept:
+            run.decide(table, dim, "follows: what is looked up in it meets values that are split so")
         else:
             run.decide(table, dim, f"embedding: {shape[dim]} rows over {run.n} shards")
     dim, cause = run.split(table)
@@ -228,7 +266,7 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
         return [Flow(dim=places[dim], cause=cause)]
     if by is not None and by in of_indices:
         return [Flow(dim=of_indices[by], cause=by_cause)]
-    return [Flow()]
+    return [Flow(cause=cause)]
 
 
 def _why_table_is_whole(run: Pass, table: Flow, n_rows: int) -> str:
@@ -236,6 +274,14 @@ def _why_table_is_whole(run: Pass, table: Flow, n_rows: int) -> str:
         return run.why_whole(table, (n_rows,), (0,))
     padded = -(-n_rows // run.n) * run.n
     return f"whole: {n_rows} rows do not divide over {run.n} shards; a table padded to {padded} would"
+
+
+def _chosen(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """Data chooses among values: among parameters it chooses a parameter, as of a branch under `vmap`."""
+    cases = ins[1:]
+    if any(flow.views for flow in cases) and not any(flow.data for flow in cases):
+        return run.meet(eqn.replace(invars=eqn.invars[1:]), cases)
+    return run.meet(eqn, ins)
 
 
 def _joined(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
@@ -293,6 +339,12 @@ def _loop(run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow],
     gathered first: where that costs less, it is.
     """
     start = run.standing()
+    if any(run.is_open(flow) for flow in carry):  # weights that the loop changes: the first iteration decides them
+        run.evaluate(closed, [*consts, *carry, *slices])
+        begun = {view.leaf for flow in carry for view in flow.views} & run.decided.keys()
+        start.decided |= {leaf: run.decided[leaf] for leaf in begun}
+        start.options |= {leaf: run.options[leaf] for leaf in begun & run.options.keys()}
+        run.restore(start)
     carried = [Flow(*run.split(flow), data=flow.data, grad=flow.grad) for flow in carry]
     outs, made = _iterate(run, closed, consts, carried, slices)
     begun = [
@@ -474,6 +526,7 @@ _EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
     "dot_general": _dot,
     "conv_general_dilated": _conv,
     "gather": _gather,
+    "select_n": _chosen,
     "concatenate": _joined,
     "split": _divided,
     "reshape": _reshaped,

@@ -24,7 +24,9 @@ _MOVES: dict[str, Callable[[int], float]] = {
     "exchange": lambda n: 2 / n,
     "join": lambda n: 1.0,
 }
-_HELD = 4  # of each byte that a leaf keeps whole: itself, its gradient and two moments of it
+# Of each byte that a leaf keeps whole: itself, its gradient and two moments of it. An axis is raised for memory, so each
+# counts as two that are sent.
+_HELD = 8
 _FLOPS_A_BYTE = 1000  # floating point operations in the time of one byte: a published figure of accelerators, about
 _PASSES = 3  # of a matmul in a step: one forward, two backward
 
@@ -58,7 +60,7 @@ class Flow:
     - `views`: the parameters that it is, which know for themselves how they are split.
     - `tail`: the dim after it that is split with it, where the shards do not divide `dim` alone.
     - `spread`: dims along which all its entries are alike, so that a shard of it costs nothing.
-    - `data`: whether it depends on data.
+    - `data`: whether it depends on data; a parameter that data chooses among others still is a parameter.
     - `grad`: whether a gradient flows back through it.
     """
 
@@ -93,6 +95,9 @@ class Pass:
     - `broken`: those among them whose output was needed whole.
     - `recurrent`: those among them that a loop feeds its own output.
     - `follows`: leaves that are cut along with another, and for each of their dims that of the other, stacked ones left out.
+    - `products`: each product that was followed, how many shards compute all of it (None for parameters alone), and the
+        equation whose line it has: its own, and a call around it with its own derivative, whose line that derivative has.
+    - `calls`: the calls of that kind that are being followed.
     - `exchanged`: values that are split along a dim of which equal parts are taken, and that dim.
     """
 
@@ -109,6 +114,8 @@ class Pass:
     recurrent: set[int] = field(default_factory=set)
     follows: Mapping[int, tuple[int, Sequence[int | None]]] = field(default_factory=dict)
     exchanged: dict[Any, int] = field(default_factory=dict)
+    products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
+    calls: tuple[Any, ...] = ()
     rows: dict[Any, int] = field(default_factory=dict)  # how many weights are split as rows since a value arrived split
     cost: float = 0.0
     times: int = 1
@@ -132,8 +139,8 @@ class Pass:
         for eqn in jaxpr.eqns:
             flows = [Flow() if isinstance(atom, jex.Literal) else env[atom] for atom in eqn.invars]
             known = {"data": any(f.data for f in flows), "grad": any(f.grad for f in flows)}
-            outs = self.follow(self, eqn, flows)
-            env.update(zip(eqn.outvars, (replace(out, **known) for out in outs), strict=True))
+            outs = [replace(out, **known) for out in self.follow(self, eqn, flows)]
+            env.update(zip(eqn.outvars, (replace(out, data=False) if out.views else out for out in outs), strict=True))
         return [Flow() if isinstance(atom, jex.Literal) else env[atom] for atom in jaxpr.outvars]
 
     # --- what a value is -----------------------------------------------------------------------------------------------
@@ -190,12 +197,21 @@ class Pass:
     def choose(self, flow: Flow, shape: Sequence[int], dims: Sequence[int]) -> int | None:
         """The first of some dims of an open parameter that can be split, or the one that is forced."""
         view = next(view for view in flow.views if view.leaf not in self.decided)
-        possible = [i for i in dims if view.dims[i] is not None and shape[i] and shape[i] % self.n == 0]
+        possible = [i for i in dims if shape[i] and shape[i] % self.n == 0 and self.divides(view, i)]
         self.options[view.leaf] = tuple(dim for i in possible if (dim := view.dims[i]) is not None)
         if view.leaf in self.forced:
             dim = self.forced[view.leaf]
             return next((i for i in possible if view.dims[i] == dim), None)
         return possible[0] if possible else None
+
+    def could_split(self, flow: Flow, shape: Sequence[int], dim: int) -> bool:
+        """Whether an open parameter could be split along a dim of its value."""
+        return shape[dim] % self.n == 0 and any(self.divides(view, dim) for view in flow.views)
+
+    def divides(self, view: View, dim: int) -> bool:
+        """Whether the leaf can be split where dim `dim` of its view is, which may be a part of one of its own."""
+        of = view.dims[dim]
+        return of is not None and self.leaves[view.leaf].shape[of] % self.n == 0
 
     def is_forced(self, flow: Flow) -> bool:
         return any(view.leaf in self.forced for view in flow.views)
@@ -203,6 +219,10 @@ class Pass:
     def why_whole(self, flow: Flow, shape: Sequence[int], dims: Sequence[int]) -> str:
         if self.is_forced(flow):
             return "whole: costs less than any split of it, which what follows would have to undo"
+        for view in flow.views:
+            if len(own := self.leaves[view.leaf].shape) == 1 and own[0] % self.n:  # a vector that holds weights
+                padded = -(-own[0] // self.n) * self.n
+                return f"whole: {own[0]} entries do not divide over {self.n} shards; a vector padded to {padded} would"
         return f"whole: no dim of {' x '.join(str(shape[i]) for i in sorted(dims))} divides over {self.n} shards"
 
     def gather(self, aval: Any, flow: Flow) -> Flow:
@@ -237,6 +257,8 @@ class Pass:
         dim, cause = self.split(flow)
         aval = eqn.outvars[0].aval
         repeated = eqn.primitive.name in ("broadcast_in_dim", "expand_dims")
+        if flow.views and len(eqn.invars[0].aval.shape) == 1 and aval.shape and aval.shape[0] % self.n == 0:
+            source = [0 if i == 0 else of for i, of in enumerate(source)]  # parts of a vector change places
         new = [i for i, d in enumerate(source) if repeated and (d is None or eqn.invars[0].aval.shape[d] != aval.shape[i])]
         if dim is not None and dim not in source:
             out = next((i for i, of in parts.items() if of == dim), None)
@@ -284,7 +306,7 @@ class Pass:
         with_ = "added to" if eqn.primitive.name in ("add", "add_any", "sub") else "meets entry by entry"
         if dim is None:
             self.decide(flow, None, f"whole: {with_} a value that is whole")
-        elif any(view.dims[dim] is not None for view in flow.views) and shape[dim] % self.n == 0:
+        elif self.could_split(flow, shape, dim):
             self.decide(flow, dim, f"follows: {with_} a value that is split by {self.name(cause)}")
         else:
             self.decide(flow, None, f"whole: {with_} a value that is split along another dim, by {self.name(cause)}")
@@ -330,8 +352,11 @@ class Pass:
             self.doubt(cause0, cause1)
             flows[side] = self.gather(eqn.invars[side].aval, flows[side])
             (dim0, cause0), (dim1, cause1) = [(None, None) if i == side else self.split(flows[i]) for i in (0, 1)]
-        if dim0 is None and dim1 is None:
-            if any(flow.data for flow in ins):
+        is_whole, is_data = dim0 is None and dim1 is None, any(flow.data for flow in ins)
+        n_whole = (self.n if is_whole else 1) if is_data else None
+        self.products.update({(id(eqn), id(at)): (eqn, n_whole, at) for at in (eqn, *self.calls)})
+        if is_whole:
+            if is_data:
                 sizes = [eqn.invars[0].aval.shape[dim] for dim in summed[0]]
                 self.compute_whole(eqn.outvars[0].aval, math.prod(sizes))
             return [Flow()]

@@ -263,16 +263,10 @@ def matmul_flops(jaxpr: Any) -> Counter[str]:
     """
     flops: Counter[str] = Counter()
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-            lhs, rhs = (var.aval for var in eqn.invars)
-            if eqn.primitive.name == "dot_general":
-                (contracted, _), _ = eqn.params["dimension_numbers"]
-                terms = math.prod(lhs.shape[dim] for dim in contracted)
-            else:  # a kernel's elements for each of its output features
-                terms = math.prod(rhs.shape) // rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-            flops[str(lhs.dtype)] += 2 * math.prod(eqn.outvars[0].aval.shape) * terms
+        if (of_product := product_flops(eqn)) is not None:
+            flops[str(eqn.invars[0].aval.dtype)] += of_product
             continue
-        inner = [matmul_flops(found.jaxpr) for found in _all_inside(eqn)]
+        inner = [matmul_flops(found.jaxpr) for found in all_inside(eqn)]
         if eqn.primitive.name == "cond":
             inner = [max(inner, key=lambda of: of.total(), default=Counter())]
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
@@ -281,6 +275,20 @@ def matmul_flops(jaxpr: Any) -> Counter[str]:
     return flops
 
 
-def _all_inside(eqn: Any) -> list[Any]:
+def product_flops(eqn: Any) -> int | None:
+    """Floating point operations of an equation that is a matmul or a convolution; None of any other."""
+    if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+        return None
+    lhs, rhs = (var.aval for var in eqn.invars)
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        terms = math.prod(lhs.shape[dim] for dim in contracted)
+    else:  # a kernel's elements for each of its output features
+        terms = math.prod(rhs.shape) // rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * terms
+
+
+def all_inside(eqn: Any) -> list[Any]:
+    """The closed jaxprs of an equation, those of calls with derivatives of their own too."""
     inner = called(eqn)
     return _inside(eqn) or ([] if inner is None else [inner])

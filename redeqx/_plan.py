@@ -7,7 +7,8 @@ are is `_walk`, in which order a loss computes `_dataflow`, how one is split `_r
 import fnmatch
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,16 +19,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import PyTree
 
 from . import _rules
-from ._dataflow import Order, order
-from ._jaxprs import Trace
+from ._dataflow import SMALL, Order, order, products
+from ._jaxprs import Trace, product_flops
 from ._mesh import FSDP, MODEL, put as put_on_mesh, replicated
 from ._paths import is_array_like, named_leaves, nearest, render
 from ._walk import followers, walk
+from ._work import line_of
 
 # Below this many elements the fsdp axis leaves a leaf alone: gathering it would cost more in latency than it saves.
 MIN_FSDP_SIZE = 2**12
 # A leaf this large (and at least 1 % of its model) that no axis splits is worth a warning.
 LARGE_SIZE = 2**20
+_INDEX = re.compile(r"(?<![^.`])\d+(?![^.`])")  # of a list, in a name
+_N_SHOWN = 3
 
 Overrides = Mapping[str, P | Sequence[str | Sequence[str] | None] | None]
 
@@ -57,6 +61,7 @@ class LeafPlan:
     reason: str
     n_shards: int  # distinct pieces that the spec cuts the leaf into
     is_read: bool | None = None  # whether the loss reads it; None where no loss was traced
+    is_stored_split: bool = False  # whether the model axis splits how it is stored alone: a layer computes with all of it
 
     @property
     def n_bytes(self) -> int:
@@ -74,6 +79,8 @@ class Plan:
     mesh: Mesh
     leaves: Mapping[str, LeafPlan]
     warnings: tuple[str, ...] = ()
+    # For each line of the loss with a matmul, over how many devices it is repeated; None where no loss was traced.
+    repeats: Mapping[str, float] | None = None
 
     def __getitem__(self, name: str) -> LeafPlan:
         if name not in self.leaves:
@@ -85,12 +92,13 @@ class Plan:
         return NamedSharding(self.mesh, self[name].spec)
 
     def model_dim(self, name: str) -> int | None:
-        """The leaf's dim that the model axis splits, None where that is none."""
-        return next((dim for dim, entry in enumerate(self[name].spec) if MODEL in _axes(entry)), None)
+        """The dim that the model axis splits where a layer computes with the leaf, None where that is none."""
+        return next((dim for dim, entry in enumerate(self.spec_in_use(name)) if MODEL in _axes(entry)), None)
 
     def spec_in_use(self, name: str) -> P:
-        """The leaf's spec without the fsdp axis: how a layer computes with it."""
-        return P(*(tuple(axis for axis in _axes(entry) if axis != FSDP) or None for entry in self[name].spec))
+        """How a layer computes with the leaf: its spec without the axes that only store it split."""
+        stored = {FSDP, MODEL} if self[name].is_stored_split else {FSDP}
+        return P(*(tuple(axis for axis in _axes(entry) if axis not in stored) or None for entry in self[name].spec))
 
     def on(self, mesh: Mesh) -> "Plan":
         """The same specs on another mesh of the same axes."""
@@ -162,8 +170,13 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     splits, stacked = walk(model, mesh.shape[MODEL])
     splits = {name: _past_stack(split, stacked.get(name, 0)) for name, split in splits.items()}
+    stored: set[str] = set()  # leaves that are stored split, and computed with whole
     if trace is not None:
-        _reorder(splits, stacked, order(trace, mesh.shape[MODEL], followers(model)))
+        sizes = {name: math.prod(leaf.shape) for name, leaf in leaves.items()}
+        # A model axis is raised for memory: what the loss shows may send less, but not by leaving more of the model whole.
+        max_whole = max(SMALL, _n_whole(splits, sizes))
+        found = order(trace, mesh.shape[MODEL], followers(model), max_whole)
+        stored = _reorder(splits, stacked, found, sizes, max_whole)
     chosen = _resolve_overrides(overrides or {}, leaves, mesh)
     unknown = _rules.Split(None, "whole: no layer that the walk knows")
     decides: dict[int, str] = {}  # of leaves that are the same array, the one that the others follow: one that rules know
@@ -182,17 +195,36 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
                 "Tie them with `eqx.nn.Shared`."
             )
         spec, reason = chosen[name] if name in chosen else _spec(shape, n_stacked, split, mesh)
-        planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, _n_shards(spec, mesh))
-    n_shards = mesh.shape[MODEL] * mesh.shape[FSDP]
-    total = sum(math.prod(leaf.shape) for leaf in planned.values())
-    for name, leaf in planned.items():
-        size = math.prod(leaf.shape)
-        if n_shards > 1 and leaf.n_shards == 1 and size >= max(LARGE_SIZE, total // 100) and name not in chosen:
-            warnings.append(
-                f"`{name}`: {leaf.shape}, {leaf.n_bytes / 2**20:,.1f} MiB, stays whole on every device ({leaf.reason}). "
-                f"Split it with `overrides={{'{name}': ...}}`."
-            )
+        is_stored = twin in stored and name not in chosen
+        planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, _n_shards(spec, mesh), is_stored_split=is_stored)
+    if mesh.shape[MODEL] * mesh.shape[FSDP] > 1:
+        whole = {name: leaf for name, leaf in planned.items() if leaf.n_shards == 1 and name not in chosen}
+        warnings += _why_whole(whole, sum(math.prod(leaf.shape) for leaf in planned.values()))
     return Plan(mesh, planned, tuple(warnings))
+
+
+def _why_whole(whole: Mapping[str, LeafPlan], total: int) -> list[str]:
+    """A warning for each large leaf that stays whole, and one for all others where together they are much of the model."""
+    sizes = {name: math.prod(leaf.shape) for name, leaf in whole.items()}
+    large = [name for name, size in sizes.items() if size >= max(LARGE_SIZE, total // 100)]
+    found = [
+        f"`{name}`: {whole[name].shape}, {whole[name].n_bytes / 2**20:,.1f} MiB, stays whole on every device "
+        f"({whole[name].reason}). Split it with `overrides={{'{name}': ...}}`."
+        for name in large
+    ]
+    small = sum(sizes[name] for name in sizes.keys() - large)
+    if small >= max(LARGE_SIZE, total // 10):
+        rest = Counter[str]()
+        for name in sizes.keys() - large:
+            pattern, reason = (_INDEX.sub("*", text) for text in (name, whole[name].reason))
+            rest[f"`{pattern}` ({reason})"] += sizes[name]
+        most = "; ".join(text for text, _ in rest.most_common(_N_SHOWN))
+        found.append(
+            f"{small / total:.0%} of the model ({small:,} of {total:,} parameters, in leaves that are not large alone) is "
+            f"replicated: {most}{'; and others' if len(rest) > _N_SHOWN else ''}. Pad their sizes, or split them with "
+            "`overrides=`."
+        )
+    return found
 
 
 def _past_stack(split: _rules.Split, n_stacked: int) -> _rules.Split:
@@ -200,14 +232,35 @@ def _past_stack(split: _rules.Split, n_stacked: int) -> _rules.Split:
     return split if split.dim is None else replace(split, dim=n_stacked + split.dim)
 
 
-def _reorder(splits: dict[str, _rules.Split], stacked: dict[str, int], found: Order) -> None:
-    """Puts what the dataflow found in the place of what the walk guessed."""
+def _n_whole(splits: Mapping[str, _rules.Split], sizes: Mapping[str, int]) -> int:
+    """How many elements of the model no split cuts."""
+    return sum(n for name, n in sizes.items() if name not in splits or splits[name].dim is None)
+
+
+def _reorder(
+    splits: dict[str, _rules.Split], stacked: dict[str, int], found: Order, sizes: Mapping[str, int], max_whole: int
+) -> set[str]:
+    """Puts what the dataflow found in the place of what the walk guessed.
+
+    Where that leaves more than `max_whole` elements whole, the largest leaves are stored split as the walk has them, and
+    gathered where they are used; returns their names.
+    """
+    stored = set()
+    guesses = dict(splits)
     for name, split in found.splits.items():
         guess = splits.get(name, split)
         note = f" (the walk: {guess.reason})" if guess.dim != split.dim else ""
         splits[name] = replace(split, reason=split.reason + note)
+    for name in sorted(guesses, key=lambda name: -sizes[name]):
+        if _n_whole(splits, sizes) <= max_whole:
+            break
+        if splits[name].dim is None and guesses[name].dim is not None:
+            reason = f"stored split, gathered for use: {found.splits[name].reason} (the walk: {guesses[name].reason})"
+            splits[name] = replace(guesses[name], reason=reason)
+            stored.add(name)
     for name, n in found.stacked.items():
         stacked[name] = max(n, stacked.get(name, 0))
+    return stored
 
 
 def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mesh) -> tuple[P, str]:
@@ -228,6 +281,17 @@ def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mes
     return P(*(entry or None for entry in axes)), reason
 
 
+def _repeats(products: Iterable[tuple[Any, int | None, Any]], mesh: Mesh) -> dict[str, float]:
+    """For each line of code with products, over how many devices they are repeated, by their work."""
+    works: dict[str, list[float]] = {}
+    for eqn, n, at in products:
+        flops = product_flops(eqn) or 0
+        work = works.setdefault(line_of(at), [0.0, 0.0])
+        work[0] += flops
+        work[1] += flops * (mesh.size if n is None else n)
+    return {line: repeated / flops for line, (flops, repeated) in works.items() if flops and line}
+
+
 def mark_read(plan: Plan, trace: Trace) -> Plan:
     """The plan with a note on each leaf that a traced loss does not read."""
     reads, note = trace.reads(), "; the loss does not read it"
@@ -235,7 +299,8 @@ def mark_read(plan: Plan, trace: Trace) -> Plan:
         name: replace(leaf, is_read=reads[name], reason=leaf.reason + ("" if reads[name] else note))
         for name, leaf in plan.leaves.items()
     }
-    return replace(plan, leaves=marked)
+    dims = {name: plan.model_dim(name) for name in plan.leaves}
+    return replace(plan, leaves=marked, repeats=_repeats(products(trace, plan.mesh.shape[MODEL], dims), plan.mesh))
 
 
 def place(model: PyTree, plan: Plan) -> PyTree:

@@ -7,7 +7,7 @@ checkpoints and resumption, is `_fit`.
 import copy
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -43,6 +43,7 @@ from ._step import Functions, Parts, as_sums
 from ._train_state import TrainState
 from ._untrusted import DamagedError
 from ._user_code import explained, plainly
+from ._work import checked as checked_work
 
 # Metrics are read this many steps late, so that the device always has a step queued while the host reads.
 _LAG = 2
@@ -503,7 +504,8 @@ class Trainer:
         signature = (what, batch.signature)
         if signature in self._compiled:
             return step(*args)
-        with self.deployer.watch.paused(), progress.compiling(what):
+        work = checked_work(step, args, self.plan, batch.groups) if what == "train step" else nullcontext()
+        with self.deployer.watch.paused(), progress.compiling(what), work:
             outs = step(*args)
         self._compiled.add(signature)
         return outs
