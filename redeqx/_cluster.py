@@ -7,22 +7,26 @@ starts, since of that much ends a process without a word of Python.
 
 import atexit
 import contextlib
+import ipaddress
 import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import jax
 
+from ._exits import attempt, exit_now
 from ._meeting import START
 from ._peers import HEARTBEAT, Peers
 from ._relay import Relay
 
 PORT = 55527  # of process 0, where none is given; the one that JAX's own detection takes on Kubernetes
+_HOOK = 30.0  # seconds that a hook for exceptions may take, such as one that reports them elsewhere
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _PROCESSES, _PROCESS_ID, _HOST0 = "REDEQX_PROCESSES", "REDEQX_PROCESS_ID", "REDEQX_HOST0"
 
 
@@ -36,6 +40,7 @@ class Place:
     - `host`, `port`: of process 0.
     - `bind`: the address that process 0 listens at; `""` for all that it has.
     - `local_devices`: numbers of those of this host's devices that are this process's; None for all.
+    - `coordinator`: the address and port that JAX's coordinator listens at; `""` for `bind` and `port`.
     """
 
     n: int
@@ -44,6 +49,7 @@ class Place:
     port: int
     bind: str = ""
     local_devices: tuple[int, ...] | None = None
+    coordinator: str = ""
 
 
 _peers: Peers | None = None  # of this process, once it has started: a process joins one run
@@ -78,9 +84,9 @@ def start(
     peers = Peers(place.n, place.index, heartbeat)
     peers.meet(place.host, place.port, bind=place.bind, timeout=timeout)
     relay = Relay(place.host, place.port, timeout)
-    bind = f"[{place.bind}]:{place.port}" if ":" in place.bind else f"{place.bind}:{place.port}"
-    if not place.bind:  # as JAX has it by default; given none, it would take the relay's port
-        bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{place.port}")
+    # As JAX has it by default, where there is none to listen at; given nothing, it would take the relay's port.
+    bind = f"[{place.bind or '::'}]" if ":" in (place.bind or "::") else place.bind
+    at_sigterm = signal.getsignal(signal.SIGTERM)
     with _no_proxies():
         jax.distributed.initialize(
             f"{relay.host}:{relay.port}",
@@ -88,16 +94,17 @@ def start(
             place.index,
             local_device_ids=None if place.local_devices is None else list(place.local_devices),
             cluster_detection_method="deactivate",
-            coordinator_bind_address=bind,
+            coordinator_bind_address=place.coordinator or f"{bind}:{place.port}",
             initialization_timeout=int(timeout),
             # Ours comes first: JAX's ends the process without a word of where the run stands.
             heartbeat_timeout_seconds=int(2 * heartbeat) + 10,
         )
     if threading.current_thread() is threading.main_thread():
-        # JAX notes SIGTERM, and goes on: outside of `fit`, which saves, it ends the process as it would without JAX.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # JAX notes SIGTERM, and goes on: outside of `fit`, which saves, it does what it would do without JAX.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if at_sigterm is None else at_sigterm)
     _peers = peers
     _say_ends(peers)
+    os.register_at_fork(after_in_child=lambda: _leave_run(peers, relay))
     return peers
 
 
@@ -202,12 +209,57 @@ def _detected(local: tuple[int, ...] | None) -> Place | None:
     # JAX gives what it detects to nobody but its own start, before which we meet.
     from jax._src.clusters import ClusterEnv
 
-    address, n, index, local_ids = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, local, None, int(START))
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, local, None, int(START))
+    except Exception:
+        if _is_lone_pod():
+            return None
+        raise
+    address, n, index, local_ids = found
     if n is None or n == 1 or address is None or index is None:
         return None
     host, _, port = address.rpartition(":")
-    # All of its addresses: the name that a launcher has of a host may be another's there, as 127.0.1.1 on Debian.
-    return _checked(n, index, host.strip("[]"), int(port), "", None if local_ids is None else tuple(local_ids))
+    host, coordinator = host.strip("[]"), os.environ.get(_BIND, "")
+    bind = _host_of(coordinator) if coordinator else _interface(host) if index == 0 else host
+    place = _checked(n, index, host, int(port), bind, None if local_ids is None else tuple(local_ids))
+    return None if place is None else replace(place, coordinator=coordinator)
+
+
+def _host_of(address: str) -> str:
+    """The host of `host:port`, to listen at; `""` for all addresses."""
+    host = address.rpartition(":")[0].strip("[]")
+    return "" if host in ("0.0.0.0", "::") else host
+
+
+def _interface(host: str) -> str:
+    """What process 0 listens at, where its launcher calls it by that name or address: that, if it is an address of this
+    host which others reach; else `""`, all that it has."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return host  # said later, to all
+    for family, kind, protocol, _, address in found:
+        # On Debian a host's own name is 127.0.1.1 to itself, and something else to the others.
+        if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
+            return ""
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:  # such as that of a service in front of it
+                return ""
+    return host
+
+
+def _is_lone_pod() -> bool:
+    """Whether this is a pod of Kubernetes that belongs to no Job of several, such as a notebook's."""
+    if "KUBERNETES_SERVICE_HOST" not in os.environ or "JOB_COMPLETION_INDEX" in os.environ:
+        return False
+    from jax._src.clusters import K8sCluster
+
+    try:
+        return K8sCluster.get_process_count() in (None, 1)
+    except Exception:  # it has no Job, or may not ask for it
+        return True
 
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
@@ -232,11 +284,21 @@ def _say_ends(peers: Peers) -> None:
     hook = sys.excepthook
 
     def failing(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        if peers.fail():
-            hook(kind, error, frames)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)  # JAX would wait at exit for processes that are gone
+        if os.getpid() != pid or peers.fail():  # a forked child fails for itself
+            attempt(lambda: hook(kind, error, frames), seconds=_HOOK)
+        exit_now(1)  # JAX would wait at exit for processes that are gone
 
+    pid = os.getpid()
     sys.excepthook = failing
     atexit.register(peers.close)
+
+
+def _leave_run(peers: Peers, relay: Relay) -> None:
+    """In a forked child: what it does, and how it ends, is nothing to the run."""
+    atexit.unregister(peers.close)
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src.api import clean_up  # takes leave of the coordinator, in the name of the process that forked
+
+        atexit.unregister(clean_up)
+    peers.forget()
+    relay.forget()

@@ -17,11 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol, SupportsFloat, runtime_checkable
 
-from rich.console import Console as Terminal, ConsoleOptions
+from rich.console import Console as RichConsole, ConsoleOptions
 from rich.live import Live
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
+
+from ._exits import discard
 
 REDRAWS_PER_SECOND = 5
 # Seconds between plain lines where no live line can be drawn: often at first, when one looks; the last one repeats.
@@ -37,6 +39,15 @@ class Tracker(Protocol):
     """Anything that takes metrics: a `wandb` run does, and so does a class of three lines."""
 
     def log(self, metrics: dict[str, float], step: int) -> Any: ...
+
+
+class Terminal(RichConsole):
+    """A stream to print to. Once nobody reads it any more it takes what is printed and drops it: a run does not end with the
+    `tee` or the `ssh` that showed it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        discard(self.file)
 
 
 class Console:
@@ -144,7 +155,10 @@ class Console:
     def _say(self, renderable: Any) -> None:
         if self._prints:
             # Text goes out as it is and the terminal wraps it; a table or rule needs the width to lay itself out.
-            self._terminal.print(renderable, soft_wrap=isinstance(renderable, Text))
+            try:
+                self._terminal.print(renderable, soft_wrap=isinstance(renderable, Text))
+            except BrokenPipeError:  # rich before 13.8 does not ask
+                self._terminal.on_broken_pipe()
 
     def metrics(self, values: Mapping[str, SupportsFloat], step: int) -> None:
         """Records metrics of one step: a line of `metrics.jsonl`, TensorBoard, and every tracker.
@@ -415,7 +429,7 @@ class _Packed:
     def __init__(self, fields: Sequence[Text]):
         self._fields = fields
 
-    def __rich_console__(self, console: Terminal, options: ConsoleOptions) -> Iterator[Text]:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> Iterator[Text]:
         line = Text()
         for field in self._fields:
             if line and line.cell_len + 2 + field.cell_len > options.max_width:

@@ -647,7 +647,7 @@ class Prefetch(Iterator[Any]):
         self._start()
         shelf = self._shelf
         with shelf.change:
-            shelf.change.wait_for(lambda: shelf.ready or shelf.is_done)
+            _briefly(lambda: shelf.change.wait_for(lambda: shelf.ready or shelf.is_done))
             if shelf.ready:
                 return shelf.ready[0]
             error, shelf.error = shelf.error, None
@@ -677,7 +677,7 @@ class Prefetch(Iterator[Any]):
             self._shelf.ready.clear()
             self._shelf.change.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            _briefly(self._thread.join)
         self._under_way.discard(self)
 
     def __del__(self) -> None:
@@ -694,3 +694,11 @@ class Prefetch(Iterator[Any]):
         # The thread holds the shelf, not this: what nobody reads any more is collected, and ends it.
         self._thread = threading.Thread(target=self._shelf.fill, name="redeqx-prefetch", daemon=True)
         self._thread.start()
+
+
+def _briefly(wait: Callable[[], Any]) -> Any:
+    """What it returns; a Ctrl-C meanwhile shows where the user's script was, and no frames of queues and threads."""
+    try:
+        return wait()
+    except KeyboardInterrupt as error:
+        raise error.with_traceback(None) from None

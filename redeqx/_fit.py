@@ -28,7 +28,6 @@ from ._data import (
     slices,
 )
 from ._dry_run import Job
-from ._interrupts import Preempted
 from ._record import RECORD
 from ._untrusted import DamagedError, brief, damaged, is_size
 
@@ -275,7 +274,7 @@ class Fit:
         progress = trainer.deployer.console.progress(n_epochs=options.n_epochs, first_step=trainer.step)
         listening = trainer.deployer.preemption.listening() if trainer._checkpoints is not None else nullcontext()
         try:
-            with listening, progress:
+            with listening, trainer.deployer.watch.on(), progress:
                 for epoch in range(start.epoch, options.n_epochs):
                     self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), progress, start)
                 self._keep_end(progress)
@@ -283,8 +282,6 @@ class Fit:
             if trainer._checkpoints is not None:
                 trainer._checkpoints.settle()
             raise
-        finally:
-            trainer.deployer.watch.off()
         trainer._n_fits += 1
         if trainer._checkpoints is not None:
             trainer._checkpoints.wait()
@@ -546,7 +543,7 @@ class Fit:
         step = self.trainer.step
         is_told_to_stop = self.trainer._checkpoints is not None and self.trainer.deployer.preemption.is_due(step)
         if tags or is_due or is_told_to_stop or _is_due(step, self.options.save_every_n_steps):
-            self._save(tags, progress)
+            self._save(tags, progress, to_resume=is_told_to_stop)
         if is_told_to_stop:
             self._stop()
 
@@ -564,7 +561,8 @@ class Fit:
         if options.save_end and trainer._checkpoints is not None and (trainer._standing.saved or ())[:2] != end:
             self._save(set(), progress)
 
-    def _save(self, tags: set[str], progress: Progress) -> None:
+    def _save(self, tags: set[str], progress: Progress, *, to_resume: bool = False) -> None:
+        """Save this step as the options say; `to_resume`, all of it, as a run that is told to stop is to go on."""
         options, trainer = self.options, self.trainer
         trainer._flush(progress)  # a loss that is not finite raises here, before anything is written
         step, names = trainer.step, ", ".join(["last", *sorted(tags)])
@@ -573,8 +571,8 @@ class Fit:
                 sorted(tags),
                 metrics=self.metrics,
                 keep_last=options.keep_last,
-                save_opt_states=options.save_opt_states,
-                save_float_dtype=options.save_float_dtype,
+                save_opt_states=options.save_opt_states or to_resume,
+                save_float_dtype=None if to_resume else options.save_float_dtype,
                 then=lambda path: trainer.deployer.console.info(f"step {step}: saved {path} ({names})"),
             )
 
@@ -583,8 +581,7 @@ class Fit:
         trainer = self.trainer
         assert trainer._checkpoints is not None
         trainer._checkpoints.wait()
-        trainer.deployer.console.info(f"told to stop: step {trainer.step} is saved; run the script again to go on from it")
-        raise Preempted(trainer.step)
+        trainer.deployer.preemption.end(trainer.step, trainer.deployer.console.info)
 
     def _summarise(self) -> None:
         trainer = self.trainer

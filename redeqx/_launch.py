@@ -4,6 +4,7 @@ Each is told its number in the environment, as `_cluster` reads it; what they pr
 """
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -13,16 +14,30 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
+from ._exits import discard
+from ._meeting import TOKEN
 from ._peers import EXIT_CODE
 
 GRACE = 10.0  # seconds that the others have to leave once one has failed
+# What becomes the command once Linux is told to kill it when this process, its parent, is gone: then nobody reads what it
+# prints any more, or ends it where another one fails. (Not in `preexec_fn`, which forks by the hooks of other libraries.)
+_TIED = """
+import ctypes, os, signal, sys
+prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+if prctl is not None:
+    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
     """Run a command as `n` processes of one run; returns 0, or the exit code of one that failed.
 
     (Not of one that left because another failed, unless all did.) Where one fails, the others are given ten seconds to
-    leave, then ended. SIGTERM, SIGINT and SIGUSR1 are passed on.
+    leave, then ended. SIGTERM, SIGINT and SIGUSR1 are passed on. However this process ends, on Linux its
+    children are killed then.
 
     **Arguments:**
 
@@ -30,10 +45,12 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
     """
     environment = {**os.environ, "REDEQX_PROCESSES": str(n), "REDEQX_HOST0": f"127.0.0.1:{port or _free_port()}"}
     environment.setdefault("NPROC", "16")  # with fewer cores than devices XLA's collectives wait for each other for ever
+    environment.setdefault(TOKEN, secrets.token_hex(16))
     environment["PYTHONUNBUFFERED"] = "1"
+    tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command]
     processes = [
         subprocess.Popen(
-            command,
+            tied,
             env={**environment, "REDEQX_PROCESS_ID": str(i)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -86,8 +103,11 @@ def _print(prefix: bytes, source: IO[bytes] | None, target: Any, printing: threa
     with source:
         for line in source:
             with printing:
-                target.write((prefix + line).decode(errors="replace"))
-                target.flush()
+                try:
+                    target.write((prefix + line).decode(errors="replace"))
+                    target.flush()
+                except OSError:  # nobody reads it any more, as of a `tee` that is gone: the processes go on
+                    discard(target)
 
 
 def _free_port() -> int:

@@ -7,14 +7,13 @@ it: what one says to all goes by process 0, the hub. That nobody waits for the d
 
 import contextlib
 import json
-import os
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from ._exits import exit_now, say
 from ._links import Link, PeerError
 from ._meeting import START, meet
 
@@ -48,6 +47,7 @@ class Peers:
         self._left: set[int] = set()  # who has ended, as agreed or not
         self._failed: int | None = None  # who says why all fail
         self._ends = False  # this process is about to leave, and says why
+        self._is_forked = False
         self._change = threading.Condition()
         self._on_word: dict[str, Callable[[int, Any], None]] = {}
 
@@ -71,6 +71,16 @@ class Peers:
 
     def give(self, topic: str, value: Any = None) -> str:
         """This process's part of a gathering, without waiting; returns its name, for `wait` and `answer`."""
+        if self._is_forked:
+            raise PeerError(
+                "`Deployer`: expected a call from a process of the run, got one from a child that it has forked. "
+                "Train, evaluate and save in the process that made the Deployer."
+            )
+        if self._is_forked:
+            raise PeerError(
+                "`Deployer`: expected a call from a process of the run, got one from a child that it has forked. "
+                "Train, evaluate and save in the process that made the Deployer."
+            )
         with self._change:
             self._asked[topic] += 1
             name = f"{topic} {self._asked[topic]}"
@@ -335,6 +345,12 @@ class Peers:
                 self._left.add(0)
             self._miss_those_who_left()
 
+    def forget(self) -> None:
+        """In a forked child, which is none of the run: it keeps no connection open, and nothing that it does is said."""
+        links, self._links, self._is_forked = self._links, {}, True
+        for link in links.values():
+            link.close()
+
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """As another process gets them: a tuple is a list there."""
@@ -359,13 +375,10 @@ def _difference(what: str, given: Mapping[int, Mapping[str, Any]], advice: str) 
 def leave(why: str, committed: int | None) -> NoReturn:
     """End this process at once, from any thread: code 75, and what is safe on disk in the last line."""
     safe = "no step was committed yet" if committed is None else f"the last committed step is {committed}"
-    print(f"redeqx: {why}; {safe}. Leaving with exit code {EXIT_CODE}: run it again to go on.", file=sys.stderr, flush=True)
+    say(f"redeqx: {why}; {safe}. Leaving with exit code {EXIT_CODE}: run it again to go on.")
     _exit()
 
 
 def _exit() -> NoReturn:
     # Not `sys.exit`: the main thread may be inside a collective that never ends, and JAX waits at exit for those gone.
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(EXIT_CODE)
+    exit_now(EXIT_CODE)

@@ -11,6 +11,7 @@ import contextlib
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +31,14 @@ class Relay:
         self._far, self._timeout = (host, port), timeout
         self._listener = socket.create_server((self.host, 0))
         self.port: int = self._listener.getsockname()[1]
+        self._sockets = weakref.WeakSet([self._listener])
         _run(self._accept)
 
     def _accept(self) -> None:
         while True:
-            _run(self._carry, self._listener.accept()[0])
+            near = self._listener.accept()[0]
+            self._sockets.add(near)
+            _run(self._carry, near)
 
     def _carry(self, near: socket.socket) -> None:
         """One connection, until JAX's client closes it."""
@@ -48,6 +52,11 @@ class Relay:
                 with contextlib.suppress(OSError):
                     far.shutdown(socket.SHUT_RDWR)  # ends the other direction too
 
+    def forget(self) -> None:
+        """In a forked child: close its copies, whose threads it has not."""
+        for each in list(self._sockets):
+            each.close()
+
     def _connected(self) -> socket.socket | None:
         until = time.monotonic() + self._timeout
         while (left := until - time.monotonic()) > 0:
@@ -56,6 +65,7 @@ class Relay:
             except OSError:
                 time.sleep(0.02)  # the coordinator starts when all have met
             else:
+                self._sockets.add(far)
                 far.settimeout(None)
                 far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return far

@@ -147,6 +147,10 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
+def _flush(fd: int) -> None:
+    getattr(os, "fdatasync", os.fsync)(fd)  # macOS has no fdatasync
+
+
 def need_arrays(leaves: Mapping[str, Any]) -> None:
     """Raise TypeError for a leaf that is a shape alone."""
     for name, leaf in leaves.items():
@@ -194,13 +198,13 @@ class Writer:
         try:
             # The system copies, and the disk writes, while the next bytes are put together and summed up here.
             with ThreadPoolExecutor(_WRITERS, "redeqx-write") as pool:
-                flush = pool.submit(os.fdatasync, fd)
+                flush = pool.submit(_flush, fd)
                 for name, tensor in self._tensors.items():
                     for block in blocks.get(name, ()):
                         contribution ^= self._write_block(fd, tensor, block, pool)
                         if flush.done():
                             flush.result()
-                            flush = pool.submit(os.fdatasync, fd)
+                            flush = pool.submit(_flush, fd)
                 flush.result()
             os.fsync(fd)
         finally:

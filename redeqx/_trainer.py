@@ -290,7 +290,7 @@ class Trainer:
         steps = self._slices(examples, size, drop_remainder)
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(self._job(next(steps), size), run.machine, **run.options))
-        with self.deployer.console.progress(first_step=self.step, title="train") as progress:
+        with self.deployer.watch.on(), self.deployer.console.progress(first_step=self.step, title="train") as progress:
             with closing(self._batches(steps, size)) as upcoming:
                 for _ in self._updates(upcoming, progress):
                     pass

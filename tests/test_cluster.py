@@ -169,10 +169,10 @@ SLURM = {
 
 
 def test_a_task_of_slurm_is_found(monkeypatch):
-    """With one device, the port by the job's number, and all addresses of the first node to listen at."""
+    """With one device, the port by the job's number, and the first node's address to listen at."""
     given(monkeypatch, **SLURM)
-    assert find_place() == Place(4, 3, "localhost", 5000 % 4096 + 61440, "", (1,))
-    assert find_place(n_local_devices=2) == Place(4, 3, "localhost", 5000 % 4096 + 61440, "", (0, 1))
+    assert find_place() == Place(4, 3, "localhost", 5000 % 4096 + 61440, "localhost", (1,))
+    assert find_place(n_local_devices=2) == Place(4, 3, "localhost", 5000 % 4096 + 61440, "localhost", (0, 1))
 
 
 def test_one_task_of_slurm_is_alone(monkeypatch):
@@ -205,7 +205,7 @@ def test_a_rank_of_open_mpi_is_found(monkeypatch):
         OMPI_COMM_WORLD_RANK="1",
         OMPI_COMM_WORLD_LOCAL_RANK="0",
     )
-    assert find_place() == Place(2, 1, "127.0.0.1", 20 + 61440, "", (0,))
+    assert find_place() == Place(2, 1, "127.0.0.1", 20 + 61440, "127.0.0.1", (0,))
 
 
 def test_jax_that_is_in_use_is_said():

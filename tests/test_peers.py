@@ -5,6 +5,7 @@ Each process is a thread here, so that what would end it ends the thread.
 
 import contextlib
 import json
+import os
 import queue
 import random
 import re
@@ -392,7 +393,7 @@ def test_a_host_that_is_not_known_is_said(room, index):
 def test_strangers_do_not_disturb_the_start(room):
     port = free_port()
     hub, other = room.process(2, 0), room.process(2, 1)
-    greeting = json.dumps(["redeqx peers 1", None]).encode()
+    greeting = json.dumps(["redeqx peers 2", None]).encode()
     said = [
         b"",
         b"\x16\x03\x01\xff\xfe\n",
@@ -446,7 +447,7 @@ def test_one_that_is_silent_for_a_heartbeat_is_left(room, capsys):
 
     def frozen():
         connection = connected(port)
-        connection.sendall(json.dumps(["redeqx peers 1", [1, 2, "host1"]]).encode() + b"\n")
+        connection.sendall(json.dumps(["redeqx peers 2", [1, 2, "host1", ""]]).encode() + b"\n")
         return connection
 
     with at_once(frozen, partial(meet, hub, port))[0]:
@@ -508,7 +509,7 @@ def test_who_leaves_says_what_is_safe_and_exits_at_once(monkeypatch, capsys, com
     def exit(code):
         raise Exit(code)
 
-    monkeypatch.setattr(_peers.os, "_exit", exit)
+    monkeypatch.setattr(os, "_exit", exit)
     with pytest.raises(Exit, match="75"):
         _peers.leave("the disk is gone", committed)
     assert capsys.readouterr().err == (

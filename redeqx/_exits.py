@@ -1,0 +1,94 @@
+"""How a process ends at once, from any thread, whatever has become of its streams and of its other threads.
+
+A pipe without a reader raises, one whose reader has stopped blocks for ever, and JAX waits at exit for processes that are
+gone: none of these may hold up an exit. Why a process ends, and with which code, is for its callers.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+PATIENCE = 2.0  # seconds that the last lines of a process may take
+STAY = 5.0  # seconds that other threads may go on after the main one has ended
+
+
+def attempt(act: Callable[[], object], seconds: float = PATIENCE) -> None:
+    """Call `act`, but wait for it only that long; what it raises is dropped."""
+
+    def run() -> None:
+        with contextlib.suppress(BaseException):
+            act()
+
+    thread = threading.Thread(target=run, name="redeqx-attempt", daemon=True)
+    with contextlib.suppress(RuntimeError):  # while the interpreter shuts down no thread can start
+        thread.start()
+        thread.join(seconds)
+
+
+def say(text: str) -> None:
+    """Print a line to standard error, if anybody reads it."""
+    attempt(lambda: print(text, file=sys.stderr, flush=True))
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process, without waiting for any thread, peer or reader of what it printed."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            attempt(stream.flush)
+    os._exit(code)
+
+
+def discard(stream: Any) -> None:
+    """Drop what is printed to a stream that nobody reads any more, and what is still in its buffer."""
+    # That would fail again at exit, and change the exit code.
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def end_in_time(code: int) -> None:
+    """Let the main thread end, which is about to; then end the process with that code if other threads keep it."""
+    threading.Thread(target=_end_in_time, args=(code,), name="redeqx-end", daemon=True).start()
+
+
+def _end_in_time(code: int) -> None:
+    main = threading.main_thread()
+    main.join()  # the interpreter waits for the others from now on
+    until = time.monotonic() + STAY
+    others = [each for each in threading.enumerate() if each is not main and not each.daemon]
+    for thread in others:
+        thread.join(max(until - time.monotonic(), 0))
+    if names := [thread.name for thread in others if thread.is_alive()]:
+        say(f"redeqx: thread {', '.join(names)} still runs {STAY:g} s after the end. Leaving with exit code {code}.")
+        exit_now(code)
+
+
+def keep_quiet(error: BaseException) -> None:
+    """Print no traceback if this exception ends the script: why it ends has been said."""
+    hook = sys.excepthook
+
+    def print_others(kind: type[BaseException], raised: BaseException, frames: TracebackType | None) -> None:
+        if raised is not error:
+            hook(kind, raised, frames)
+
+    sys.excepthook = print_others
+
+
+def stacks() -> str:
+    """What each thread is at, the innermost call first."""
+    # By hand: `faulthandler` writes while it holds the interpreter, which a blocked pipe would stop, and `traceback` reads
+    # source files, which may be on the file system that hangs.
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        lines.append(f"thread {names.get(ident, ident)}:")
+        while frame is not None:
+            lines.append(f"  {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+            frame = frame.f_back
+    return "\n".join(lines)
