@@ -26,6 +26,7 @@ from ._mesh import make_mesh, n_batch_shards
 from ._paths import is_array_like, named_leaves
 from ._peers import HEARTBEAT, Peers
 from ._plan import Overrides, Plan, make_plan, mark_read
+from ._replicas import agree_on_program
 from ._step import Parts, as_sums
 from ._user_code import Plainly, explained
 
@@ -216,7 +217,10 @@ class Deployer:
         def make() -> list[Any]:
             return jax.tree.leaves(eqx.filter(make_model(), is_array_like))
 
-        leaves = jax.jit(make, out_shardings=shardings)()
+        jitted = jax.jit(make, out_shardings=shardings)
+        if self.peers.n > 1:
+            agree_on_program(self.peers, "init", jitted.lower())
+        leaves = jitted()
         return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), static)
 
     # --- batches and schedules ---------------------------------------------------------------------------------------

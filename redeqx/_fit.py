@@ -60,7 +60,7 @@ class Standing:
     - `n_skipped`: steps that were skipped, as they were not finite.
     - `metrics`: of the newest evaluation.
     - `learning_rate`: of the newest step, where a checkpoint says it.
-    - `saved`: step and position of the newest checkpoint, and whether it holds the optimizer's state.
+    - `saved`: step and position of the newest checkpoint.
     """
 
     position: Position = Position()
@@ -69,7 +69,7 @@ class Standing:
     n_skipped: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     learning_rate: float | None = None
-    saved: tuple[int, Position, bool] | None = None
+    saved: tuple[int, Position] | None = None
 
     def to_record(self) -> dict[str, Any]:
         """What `trainer.json` holds of it."""
@@ -87,7 +87,7 @@ class Standing:
             record.get("n_skipped", 0),
             record.get("metrics", {}),
             record.get("learning_rate"),
-            (record["step"], position, any(name.startswith("optimizer") for name in record.get("files", {}))),
+            (record["step"], position),
         )
 
 
@@ -502,6 +502,8 @@ class Fit:
                     outputs = options.eval_predictor.predict(examples, batch_size=rows, model=trainer.model)
                     if options.eval_metric_fn is not None:
                         metrics.update(as_metrics(options.eval_metric_fn(examples, outputs), taken=list(metrics)))
+            with trainer.deployer.watch.paused():  # others may be at theirs for any time
+                metrics = trainer.deployer.peers.decide("eval_metric_fn", metrics)
         missing = sorted({name for name, _ in options.tracked.values()} - set(metrics))
         if missing:
             raise ValueError(
@@ -558,7 +560,7 @@ class Fit:
                 None if step is None else micro_batch_shapes(trainer._collate_fn, step.examples, self.size, mesh)
             )
         end = (trainer.step, trainer._standing.position)
-        if options.save_end and trainer._checkpoints is not None and (trainer._standing.saved or ())[:2] != end:
+        if options.save_end and trainer._checkpoints is not None and trainer._standing.saved != end:
             self._save(set(), progress)
 
     def _save(self, tags: set[str], progress: Progress, *, to_resume: bool = False) -> None:

@@ -24,6 +24,7 @@ TOKEN = "REDEQX_TOKEN"  # in the environment: what all processes of a run must k
 _DOOR = 1.0  # seconds in which others may come to hear what is wrong
 _GREETING = "redeqx peers 2"
 _GREETED = 5.0  # seconds in which a connection must have said whose it is
+_LATE = 5.0  # seconds after its time is up in which one that joins waits for the hub's, which speaks first
 _MAX_GREETING = 2**12  # bytes
 _MAX_HOST = 2**8  # characters of a host's name in a greeting
 _MAX_START = 2**16  # bytes of the hub's answer
@@ -258,8 +259,7 @@ def _join_hub(n: int, index: int, host: str, port: int, token: str, timeout: flo
         try:
             link = Link(socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.01)))
             link.send(_GREETING, [index, n, socket.gethostname()[:_MAX_HOST], token])
-            # The hub speaks first, when its time is up too.
-            kind, problem = link.receive(until=until + 5, limit=_MAX_START)
+            kind, problem = link.receive(until=until + _LATE, limit=_MAX_START)
             if kind != "start":  # such as what echoes: where no hub is yet, a connection may even reach itself
                 raise ValueError("it is no process 0")
         except socket.gaierror as error:

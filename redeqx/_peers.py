@@ -9,6 +9,7 @@ import contextlib
 import json
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -160,6 +161,20 @@ class Peers:
             if difference is not None:
                 raise ValueError(difference)
 
+    def decide(self, what: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Process 0's values by name, in all processes; what follows from them is then the same everywhere.
+
+        It warns, in process 0, where another process has other ones.
+        """
+        if self.n == 1:
+            return values
+        given = self.gather(f"decide {what}", values)
+        if self.index == 0:
+            difference = _difference(what, dict(enumerate(given)), "Process 0's decides: compute it from all the outputs.")
+            if difference is not None:
+                warnings.warn(difference, stacklevel=3)
+        return given[0]
+
     def compare(self, topic: str, what: str, values: Mapping[str, Any], advice: str = _SAME_SCRIPT) -> None:
         """As `agree`, without waiting: where they differ, `check` raises it in every process once the hub has seen it.
 
@@ -218,8 +233,10 @@ class Peers:
     # --- the channel ---------------------------------------------------------------------------------------------------
 
     def _send(self, to: int, kind: str, value: Any = None) -> None:
-        with contextlib.suppress(OSError):  # the thread that listens to it finds out
-            self._links[to].send(kind, value)
+        link = self._links.get(to)  # a forked child has none
+        if link is not None:
+            with contextlib.suppress(OSError):  # the thread that listens to it finds out
+                link.send(kind, value)
 
     def _beat(self) -> None:
         while True:
@@ -363,7 +380,8 @@ def _difference(what: str, given: Mapping[int, Mapping[str, Any]], advice: str) 
     for name in dict.fromkeys(name for values in given.values() for name in values):
         expected = given[first].get(name)
         for index, values in sorted(given.items()):
-            if (found := values.get(name)) != expected:
+            found = values.get(name)
+            if found != expected and (found == found or expected == expected):  # two NaN are alike
                 said = [json.dumps(value) if not isinstance(value, str) else value for value in (expected, found)]
                 return (
                     f"`{what}`: expected `{name}` to be {said[0]}, as in process {first}, got {said[1]} in process {index}. "

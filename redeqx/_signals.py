@@ -16,6 +16,7 @@ _ECHO = 0.5  # seconds in which a second signal is the first one: a shell and a 
 _replaced: list[dict[int, Any]] = []  # for each fit under way, the handlers that stood before
 _wakeup: list[int] = []  # for each, the file descriptor that was woken before
 _is_registered = False
+_mask = threading.local()  # of the thread that forks
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
         return
     _register()
     reader, writer = socket.socketpair()
-    with reader, writer:
+    with writer:
         writer.setblocking(False)
         _wakeup.append(signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False))
         threading.Thread(target=_count, args=(reader, number, act), name="redeqx-signals", daemon=True).start()
@@ -59,16 +60,17 @@ def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
         finally:
             if _wakeup:  # else in a forked child, which has no such thread
                 signal.set_wakeup_fd(_wakeup.pop())
-                reader.shutdown(socket.SHUT_RDWR)  # ends the thread
+                writer.shutdown(socket.SHUT_RDWR)  # ends the thread, though a forked child may have a copy
 
 
 def _count(reader: socket.socket, number: int, act: Callable[[int], None]) -> None:
     n, last = 0, -_ECHO
-    while received := reader.recv(64):
-        now = time.monotonic()
-        if number in received and now - last >= _ECHO:
-            n, last = n + 1, now
-            act(n)
+    with reader:
+        while received := reader.recv(64):
+            now = time.monotonic()
+            if number in received and now - last >= _ECHO:
+                n, last = n + 1, now
+                act(n)
 
 
 def _put_back(before: Mapping[int, Any]) -> None:
@@ -80,13 +82,24 @@ def _register() -> None:
     global _is_registered
     if not _is_registered:
         _is_registered = True
-        os.register_at_fork(after_in_child=_forget)
+        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
+
+
+def _block() -> None:
+    """Before a fork: a signal to the child waits until its handlers are right; Python would forget it."""
+    numbers = {number for before in _replaced for number in before}
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
 
 
 def _forget() -> None:
-    """In a forked child: `terminate()` ends it, and its signals wake nobody here."""
+    """In a forked child: `terminate()` ends it, and its signals wake nobody in the parent."""
     if _wakeup:
         signal.set_wakeup_fd(_wakeup[0])
     while _replaced:
         _put_back(_replaced.pop())
     _wakeup.clear()
+    _unblock()

@@ -37,6 +37,7 @@ from ._peers import Peers
 from ._plan import Plan, mark_read
 from ._predictor import Predictor
 from ._program import Program, make_program, shard_bytes
+from ._replicas import agree_on_program, agree_on_values
 from ._report import DryRun, Setting
 from ._safetensors import array_leaves, file_size
 from ._step import Functions, Parts, as_sums
@@ -45,6 +46,7 @@ from ._untrusted import DamagedError
 from ._user_code import explained, plainly
 from ._work import checked as checked_work
 
+_FEW = 2**10  # numbers in a leaf of an optimizer's state that is no parameter's
 # Metrics are read this many steps late, so that the device always has a step queued while the host reads.
 _LAG = 2
 
@@ -211,6 +213,7 @@ class Trainer:
             self._given = None
             self._compiled: set[Any] = set()
             self._restore()
+            self._agree_on_opt_state()
             self._say_header()
         elif not is_alike:
             self._held.move(self._make_program(plan))
@@ -234,6 +237,15 @@ class Trainer:
         self.deployer.peers.agree("model", {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves.items()})
         settings = {"accumulate_grad_batches": self._accumulate, "compute_dtype": str(self._compute_dtype)}
         self.deployer.peers.agree("Trainer", {**settings, "trained leaves": len(self._parts.names[0])})
+        model, state = self._trees()
+        with self.deployer.watch.paused():
+            agree_on_values(self.deployer.peers, "model", array_leaves(model))
+            agree_on_values(self.deployer.peers, "model_state", array_leaves(state))
+
+    def _agree_on_opt_state(self) -> None:
+        """Check the numbers that an optimizer keeps in its state, as `optax.inject_hyperparams` does."""
+        leaves = {name: leaf for name, leaf in array_leaves(self._state.opt_tree).items() if leaf.size <= _FEW}
+        agree_on_values(self.deployer.peers, "optimizer", leaves)
 
     def _make_plan(self, batch: PyTree | None, mesh: Mesh) -> Plan:
         """The model's plan on a mesh: in the order of the loss where a batch's shapes are given."""
@@ -506,6 +518,8 @@ class Trainer:
             return step(*args)
         work = checked_work(step, args, self.plan, batch.groups) if what == "train step" else nullcontext()
         with self.deployer.watch.paused(), progress.compiling(what), work:
+            if self.deployer.peers.n > 1:  # lowered once: the call takes it up
+                agree_on_program(self.deployer.peers, what, step.lower(*args))
             outs = step(*args)
         self._compiled.add(signature)
         return outs
@@ -690,7 +704,7 @@ class Trainer:
         }
         checkpoints = self._need_checkpoints()
         trees = self._state.trees(opt_state=save_opt_states)
-        self._standing.saved = (self.step, self._standing.position, save_opt_states)
+        self._standing.saved = (self.step, self._standing.position)
         return checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
 
     def _load(self, path: Path, load_opt_states: bool) -> dict[str, Any]:

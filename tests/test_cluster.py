@@ -2,13 +2,15 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 
 import jax
 import pytest
+from jax._src.clusters import ClusterEnv, K8sCluster
 
-from redeqx._cluster import PORT, Place, _check_unused, find_place, start
+from redeqx._cluster import PORT, Place, _check_unused, _interface, find_place, start
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +210,52 @@ def test_a_rank_of_open_mpi_is_found(monkeypatch):
     assert find_place() == Place(2, 1, "127.0.0.1", 20 + 61440, "127.0.0.1", (0,))
 
 
+@pytest.mark.parametrize(
+    ("host", "addresses", "expected"),
+    [
+        ("node1", ["127.0.0.1"], ""),  # Debian: its own name is a loopback address, which no other host reaches
+        ("node1", ["192.0.2.1"], ""),  # a service in front of it
+        ("127.0.0.1", ["127.0.0.1"], "127.0.0.1"),
+        ("localhost", ["127.0.0.1"], "localhost"),
+    ],
+)
+def test_process_0_listens_where_its_launcher_names_an_address_of_its_own(monkeypatch, host, addresses, expected):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert _interface(host) == expected
+
+
+@pytest.mark.parametrize(("given_bind", "bind"), [("127.0.0.1:77", "127.0.0.1"), ("[::]:77", ""), ("0.0.0.0:77", "")])
+def test_the_environment_says_where_the_coordinator_listens(monkeypatch, given_bind, bind):
+    given(monkeypatch, **{**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, JAX_COORDINATOR_BIND_ADDRESS=given_bind)
+    assert find_place() == Place(4, 0, "localhost", 5000 % 4096 + 61440, bind, (0,), given_bind)
+
+
+def in_kubernetes(monkeypatch, n_pods, **environment):
+    """A pod about which JAX asks in vain, of a Job of so many pods; None of none."""
+
+    def fail(*_):
+        raise KeyError("job-name")
+
+    monkeypatch.setattr(ClusterEnv, "auto_detect_unset_distributed_params", fail)
+    monkeypatch.setattr(K8sCluster, "get_process_count", fail if n_pods is None else lambda: n_pods)
+    given(monkeypatch, KUBERNETES_SERVICE_HOST="10.0.0.1", **environment)
+
+
+@pytest.mark.parametrize("n_pods", [None, 1])
+def test_a_pod_without_others_is_alone(monkeypatch, n_pods):
+    """A notebook's, say."""
+    in_kubernetes(monkeypatch, n_pods)
+    assert find_place() is None
+
+
+@pytest.mark.parametrize(("n_pods", "environment"), [(4, {}), (None, {"JOB_COMPLETION_INDEX": "0"})])
+def test_a_pod_of_a_job_of_several_is_not_run_alone(monkeypatch, n_pods, environment):
+    in_kubernetes(monkeypatch, n_pods, **environment)
+    with pytest.raises(KeyError, match="job-name"):
+        find_place()
+
+
 def test_jax_that_is_in_use_is_said():
     assert len(jax.devices()) == 8
     with pytest.raises(RuntimeError) as caught:
@@ -230,7 +278,9 @@ def test_a_proxy_for_the_web_is_no_way_to_process_0(tmp_path):
     """gRPC would take it for one and wait for ever, on clusters that have no other way out."""
     script = tmp_path / "started.py"
     script.write_text(
-        "import os, jax, redeqx\nredeqx.Deployer()\nprint(jax.process_count(), os.environ['http_proxy'], jax.device_count())"
+        "import os, signal, jax, redeqx\nsignal.signal(signal.SIGTERM, handler := lambda *_: None)\nredeqx.Deployer()\n"
+        "assert signal.getsignal(signal.SIGTERM) is handler  # that of the user\n"
+        "print(jax.process_count(), os.environ['http_proxy'], jax.device_count())"
     )
     command = [sys.executable, "-m", "redeqx", "launch", "--processes", "2", str(script)]
     proxies = dict.fromkeys(("http_proxy", "HTTPS_PROXY"), "http://127.0.0.1:9")

@@ -68,7 +68,8 @@ def test_an_exception_of_one_ends_all_and_is_printed_once_and_last(tmp_path, cul
 
 @pytest.mark.parametrize("fault", [*(pytest.param(name, marks=pytest.mark.sweep) for name in ("term", "usr1")), "twice"])
 def test_a_scheduler_s_signal_saves_the_same_step(tmp_path, fault):
-    run = train(tmp_path, "--fault", fault, *QUICK)
+    """With the optimizer's state, though the others are saved without."""
+    run = train(tmp_path, "--fault", fault, "--params-only", *QUICK)
     assert run.code == 75
     step = last_whole(tmp_path)
     assert f"[0] told to stop: step {step} is saved; run the script again to go on from it" in run.lines
@@ -77,6 +78,35 @@ def test_a_scheduler_s_signal_saves_the_same_step(tmp_path, fault):
     again = train(tmp_path)
     assert again.code == 0
     assert f"[0] resuming from {tmp_path}/ckpts/step_{step:08d}, step {step}" in again.lines
+    assert last_whole(tmp_path) == 14
+
+
+def test_ctrl_c_saves_the_same_step_and_shows_no_traceback(tmp_path):
+    run = train(tmp_path, "--fault", "int", "--params-only", *QUICK)
+    assert run.code == 130
+    step = last_whole(tmp_path)
+    assert f"[0] stopped by Ctrl-C: step {step} is saved; run the script again to go on from it" in run.lines
+    assert "[1] redeqx: Ctrl-C: stopping after this step, to save it; a second one leaves at once" in run.lines
+    assert "Traceback" not in run.text
+    again = train(tmp_path, n_processes=1, n_devices=8)
+    assert again.code == 0, again.text
+    assert f"[0] resuming from {tmp_path}/ckpts/step_{step:08d}, step {step}" in again.lines
+
+
+def test_a_second_ctrl_c_leaves_at_once(tmp_path):
+    """Though the loader hangs."""
+    run = train(tmp_path, "--fault", "int_twice", n_processes=1)
+    assert run.code == 130
+    assert run.seconds_after_fault() < 0.7 + 5
+    assert "Traceback" not in run.text
+
+
+def test_what_becomes_of_forked_children_is_nothing_to_the_run(tmp_path):
+    """They end when they are terminated, and one that fails prints so, and does not end the run."""
+    run = train(tmp_path, "--fault", "forks", limit=90.0)
+    assert run.code == 0, run.text
+    assert "[1] children -15 1" in run.lines
+    assert "[1] RuntimeError: the child's own" in run.lines
     assert last_whole(tmp_path) == 14
 
 
@@ -129,6 +159,45 @@ def test_arguments_that_differ_are_named(tmp_path):
         "ValueError: `Deployer`: expected `jax_seed` to be 0, as in process 0, got 1 in process 1. "
         "Every process must run the same script with the same arguments."
     ) in run.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (
+            "rate",
+            r"`train step`: expected the same program in all processes, got in line \d+ `.*0\.01|0\.00999.*` in process 0, ",
+        ),
+        pytest.param(
+            "init", r"`init`: expected the same program in all processes, got in line \d+ `.*", marks=pytest.mark.sweep
+        ),
+        pytest.param(
+            "weights",
+            r"`model`: expected `up\.weight` to have the same values in all processes, got crc32 [0-9a-f]{8} in process 0, ",
+            marks=pytest.mark.sweep,
+        ),
+    ],
+)
+def test_a_process_that_would_train_something_else_is_refused(tmp_path, fault, why):
+    """Before its first step counts."""
+    run = train(tmp_path, "--fault", fault, *QUICK)
+    assert run.code == 1
+    assert re.search("ValueError: " + why, run.lines[-1]), run.text
+    assert "Every process must run the same script" in run.lines[-1]
+    assert not (tmp_path / "ckpts").exists()
+
+
+def test_process_0_decides_where_a_metric_differs(tmp_path):
+    run = train(tmp_path, "--fault", "metric", *QUICK)
+    assert run.code == 0, run.text
+    assert Checkpoints(tmp_path / "ckpts").resolve("argmax_score").name == "step_00000014"
+    said = [line for line in run.lines if "UserWarning" in line]
+    assert all(line.startswith("[0] ") for line in said)
+    assert re.search(
+        r"`eval_metric_fn`: expected `score` to be 3\.0, as in process 0, got -3\.0 in process 1\. Process 0's decides: "
+        r"compute it from all the outputs\.",
+        run.text,
+    )
 
 
 def test_two_processes_train_like_one(tmp_path):

@@ -14,12 +14,12 @@ import redeqx
 FOLDER = pathlib.Path(redeqx.__file__).parent
 # Bottom to top. A module imports from layers below, and from its own where that makes no circle.
 LAYERS = (
-    ("_paths", "_chips", "_rules", "_hlo", "_links", "_relay", "_crc32", "_shards", "_untrusted"),
-    ("_arguments", "_user_code", "_lock"),
+    ("_paths", "_chips", "_rules", "_hlo", "_links", "_relay", "_crc32", "_shards", "_untrusted", "_exits"),
+    ("_signals", "_arguments", "_user_code", "_lock"),
     ("_mesh",),
     ("_devices", "_buffers", "_meeting", "_safetensors"),
     ("_peers",),
-    ("_cluster", "_interrupts", "_launch", "_sources", "_layouts", "_record"),
+    ("_cluster", "_interrupts", "_launch", "_replicas", "_sources", "_layouts", "_record"),
     ("_jaxprs",),
     ("_flow",),
     ("_dataflow", "_apply", "_convs", "_walk", "_nonfinite"),

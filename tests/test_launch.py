@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,44 @@ time.sleep(60)
     assert launched(code) == 75
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] told", "[1] told"]
     assert signal.getsignal(getattr(signal, name)) is before
+
+
+def test_the_processes_end_with_the_launcher(tmp_path):
+    """Which is killed, and can tell them nothing."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(120)\n")
+    launcher = started("--processes", "2", str(script))
+    pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+    launcher.kill()
+    launcher.communicate(timeout=60)
+    until = time.monotonic() + 20
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_the_processes_go_on_where_nobody_reads_what_they_print(tmp_path):
+    """And their exit code is kept."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nfor _ in range(3000): print('x' * 100)\nprint('done', file=sys.stderr)\nsys.exit(4)\n")
+    launcher = started("--processes", "2", str(script))
+    launcher.stdout.close()
+    assert sorted(launcher.stderr.read().splitlines()) == ["[0] done", "[1] done"]
+    assert launcher.wait(timeout=60) == 4
+    launcher.stderr.close()
+
+
+def started(*arguments):
+    command = [sys.executable, "-m", "redeqx", "launch", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_the_command_line_launches_a_script(tmp_path):

@@ -17,8 +17,8 @@ from functools import partial
 
 import pytest
 
-from redeqx import _peers
-from redeqx._links import PeerError
+from redeqx import _meeting, _peers
+from redeqx._links import Link, PeerError
 from redeqx._peers import Peers
 
 LIMIT = 30.0  # seconds for anything; most take hundredths
@@ -403,17 +403,142 @@ def test_strangers_do_not_disturb_the_start(room):
         b"[1, 2, 3]\n",
         greeting + b"\n",
         b'["',
+        b"[1]\n",
+        b'["redeqx peers 2", 5]\n',
+        b'["redeqx peers 2", [true, 2, "host1", ""]]\n',
+        b'["redeqx peers 2", [1, 2, "host1", "not the token"]]\n',
+        b"[" * 4000 + b"\n",
+        b"x" * 10000,
     ]
 
     def come():
         for words in said:
             with connected(port) as stranger:
                 stranger.sendall(words)
-        with connected(port):  # open and silent: for that the hub waits some seconds
+        with connected(port):  # open and silent
             meet(other, port)
 
     assert at_once(partial(meet, hub, port), come) == [None, None]
     assert at_once(partial(hub.gather, "x", 0), partial(other.gather, "x", 1)) == [[0, 1]] * 2
+
+
+def test_one_that_dribbles_or_floods_holds_nobody_up(room):
+    """Though there are more of them than the hub listens to."""
+    port = free_port()
+    hub, other = room.process(2, 0), room.process(2, 1)
+    over = threading.Event()
+
+    def dribble():
+        with connected(port) as stranger, contextlib.suppress(OSError):
+            while not over.is_set():
+                stranger.sendall(b"[")
+                time.sleep(0.05)
+
+    def flood():
+        with connected(port) as stranger, contextlib.suppress(OSError):
+            while not over.is_set():
+                stranger.sendall(b"x" * 2**16)
+
+    def come():
+        with contextlib.ExitStack() as silent:
+            for _ in range(80):
+                silent.enter_context(connected(port))
+            time.sleep(0.2)
+            began = time.monotonic()
+            meet(other, port)
+            over.set()
+            assert time.monotonic() - began < 4  # seconds; each stranger alone has five
+
+    assert at_once(partial(meet, hub, port), come, dribble, dribble, flood) == [None] * 5
+
+
+def test_where_only_strangers_come_the_hub_gives_up_in_time(room):
+    port = free_port()
+    hub, over = room.process(2, 0), threading.Event()
+
+    def dribble():
+        with connected(port) as stranger, contextlib.suppress(OSError):
+            while not over.is_set():
+                stranger.sendall(b"[")
+                time.sleep(0.02)
+
+    def wait():
+        began = time.monotonic()
+        with pytest.raises(PeerError, match=r"within 0\.5 s, got none of number 1; here besides 0: none\. Look"):
+            meet(hub, port, 0.5)
+        over.set()
+        assert time.monotonic() - began < 4
+
+    assert at_once(wait, dribble) == [None] * 2
+
+
+def test_a_process_that_has_ended_may_come_again(room):
+    """As a pod that is started again does."""
+    port = free_port()
+    peers = [room.process(3, i) for i in range(3)]
+    greeting = json.dumps(["redeqx peers 2", [1, 3, "host1", ""]]).encode() + b"\n"
+
+    def again():
+        with connected(port) as first:
+            first.sendall(greeting)
+            time.sleep(0.2)
+        meet(peers[1], port)
+
+    def late():
+        time.sleep(0.5)
+        meet(peers[2], port)
+
+    assert at_once(partial(meet, peers[0], port), again, late) == [None] * 3
+
+
+def test_who_knows_another_token_is_told_so_and_none_of_the_run(room, monkeypatch):
+    port, token = free_port(), {"host0": "a", "host1": "b", "host2": "a"}
+    monkeypatch.setattr(os, "environ", Environment(token))
+    found = at_once(*(partial(meet, room.process(2, i), port) for i in (0, 1, 1)))
+    assert found[0] is None
+    assert found[2] is None
+    assert str(found[1]) == (
+        "`REDEQX_TOKEN`: expected in the environment what process 0 has there, got another at host1. Set one everywhere, or "
+        "none."
+    )
+    assert type(found[1]) is ValueError
+
+
+class Environment(dict):
+    """That of each thread's process."""
+
+    def __init__(self, tokens):
+        super().__init__(os.environ)
+        self._tokens = tokens
+
+    def get(self, name, default=None):
+        return self._tokens[threading.current_thread().name] if name == "REDEQX_TOKEN" else super().get(name, default)
+
+
+@pytest.mark.parametrize("answer", [b"[", b"x" * 2**17])
+def test_who_joins_gives_up_in_time_whatever_answers(room, answer, monkeypatch):
+    monkeypatch.setattr(_meeting, "_LATE", 0.2)
+    with socket.create_server((LOCAL, 0)) as server:
+        server.settimeout(0.05)
+        over = threading.Event()
+
+        def serve():
+            while not over.is_set():
+                with contextlib.suppress(OSError), server.accept()[0] as connection:
+                    while not over.is_set():
+                        connection.sendall(answer)
+                        time.sleep(0.02)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            began = time.monotonic()
+            with pytest.raises(PeerError, match=r"^`host0_address`: expected process 0 at .* got no answer \(.+\)\. Look"):
+                meet(room.process(2, 1), server.getsockname()[1], 0.5)
+            assert time.monotonic() - began < 4
+        finally:
+            over.set()
+            thread.join(LIMIT)
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------
@@ -487,6 +612,22 @@ def test_of_two_that_fail_at_once_one_speaks(room):
     speaker = said.index(True)
     kill(peers[speaker])
     assert room.gone(2) == sorted({0, 1, 2} - {speaker})
+
+
+def test_what_is_forked_says_nothing(room):
+    """Its copies of the connections are closed, and what it asks of the others is refused."""
+    hub, other = room.started(2)
+    links = dict(other._links)
+    copy = Peers(2, 1)
+    copy._links = {i: Link(socket.socket(fileno=os.dup(link.fileno()))) for i, link in links.items()}
+    copies = list(copy._links.values())
+    copy.forget()
+    assert [link.fileno() for link in copies] == [-1]
+    copy.say("word")
+    copy.close()
+    with pytest.raises(PeerError, match=r"^`Deployer`: expected a call from a process of the run, got one from a child"):
+        copy.gather("x", 1)
+    assert at_once(partial(hub.gather, "x", 0), partial(other.gather, "x", 1)) == [[0, 1]] * 2
 
 
 def test_an_agreed_end_disturbs_nobody(room, capsys):

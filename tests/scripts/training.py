@@ -6,6 +6,7 @@ python -m redeqx launch --processes 2 tests/scripts/training.py --workdir DIR [-
 import argparse
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -38,6 +39,7 @@ parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--fault", default="none")
 parser.add_argument("--at", type=int, default=8, help="the step before which the fault happens")
 parser.add_argument("--in", type=int, default=1, dest="culprit", help="the process that has it")
+parser.add_argument("--params-only", action="store_true", help="save no optimizer state")
 parser.add_argument("--skip", action="store_true", help="skip steps that are not finite")
 args = parser.parse_args()
 jax.config.update("jax_platforms", "cpu")
@@ -121,6 +123,28 @@ def signals(*numbers):
     return send
 
 
+def forks():
+    """Children of this process that end, are terminated and fail: nothing to the others."""
+    say("fork")
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(1) as pool:
+        assert pool.map(abs, [-1]) == [1]
+    sleeping = fork.Process(target=time.sleep, args=(600,))
+    sleeping.start()
+    sleeping.terminate()
+    sleeping.join(20)
+    if (pid := os.fork()) == 0:
+        raise RuntimeError("the child's own")
+    print("children", sleeping.exitcode, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def interrupts_twice():
+    signals(signal.SIGINT)()
+    time.sleep(0.7)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(600)
+
+
 def vanishes():
     say("vanish")
     args.workdir.rename(args.workdir.with_name("gone"))
@@ -134,6 +158,8 @@ FAULTS = {
     "stop": stops,
     "term": signals(signal.SIGTERM),
     "usr1": signals(signal.SIGUSR1),
+    "int": signals(signal.SIGINT),
+    "int_twice": interrupts_twice,
     "twice": signals(signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1),
 }
 
@@ -183,17 +209,38 @@ if args.fault == "sequential":  # as on the mount of an object store
 if args.fault == "unshared" and is_culprit:  # as a folder of the same name on a disk of its own
     deployer.workdir = args.workdir.with_name("elsewhere")
     deployer.workdir.mkdir(exist_ok=True)
+
+
+def differs(fault):
+    return is_culprit and args.fault == fault
+
+
+if args.fault == "weights":  # made by each process for itself
+    model = Net(jax.random.key(2 if is_culprit else 1))
+else:
+    model = deployer.init(lambda: Net(jax.random.key(2 if differs("init") else 1)))
 trainer = redeqx.Trainer(
     deployer,
-    model=deployer.init(lambda: Net(jax.random.key(1))),
-    optimizer=optax.adamw(1e-2),
+    model=model,
+    optimizer=optax.adamw(2e-2 if differs("rate") else 1e-2),
     collate_fn=collate_fn,
     loss_fn=loss_fn,
     **options,
 )
+if args.fault == "forks" and is_culprit:
+    forks()
 if args.fault == "ends" and is_culprit:
     sys.exit(0)
 rows = deployer.get_per_device_batch_size(args.batch)
+if args.fault == "metric":  # of its own rows alone, say: better and better in one, worse and worse in another
+    options = {
+        "eval_predictor": trainer.get_default_predictor(lambda model, batch, key: batch["y"]),
+        "eval_metric_fn": lambda examples, outputs: {"score": -trainer.step if is_culprit else trainer.step},
+        "save_argmax_ckpt_by_metrics": ["score"],
+        "eval_every_n_steps": 3,
+    }
+else:
+    options = {}
 metrics = trainer.fit(
     Examples(),
     rows,
@@ -201,6 +248,8 @@ metrics = trainer.fit(
     eval_examples=list(range(N, N + 37)),
     save_every_n_steps=args.save_every if args.workdir else None,
     save_last_ckpt=args.workdir is not None,
+    save_opt_states=not args.params_only,
+    **options,
 )
 predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(lambda x: model(x, None))(batch["x"]))
 outputs = np.stack(predictor.predict(list(range(N, N + 19)), 2))
