@@ -22,7 +22,7 @@ LAYERS = (
     ("_cluster", "_interrupts", "_launch", "_replicas", "_sources", "_layouts", "_record"),
     ("_jaxprs",),
     ("_flow",),
-    ("_dataflow", "_apply", "_convs", "_walk", "_nonfinite"),
+    ("_dataflow", "_apply", "_convs", "_walk", "_nonfinite", "_work"),
     ("_plan", "_exchange"),
     ("_data", "_step", "_checkpoint", "_console"),
     ("_program",),
