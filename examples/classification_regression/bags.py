@@ -58,7 +58,8 @@ def words(text: str) -> list[str]:
 def learn_words(examples: Examples, n_ids: int) -> tuple[dict[str, int], np.ndarray]:
     """The ids, from 1 on, of what is in two texts or more, the commonest first; and the rows' inverse document frequency."""
     texts = [text for texts, _ in examples for text in texts]
-    counts = Counter(word for text in texts for word in set(words(text)))
+    # In an order that every process and every rerun has, which that of a set is not.
+    counts = Counter(word for text in texts for word in dict.fromkeys(words(text)))
     known = [(word, n) for word, n in counts.most_common(n_ids - 1) if n > 1]
     idf = np.zeros(embedding_rows(len(known) + 1), np.float32)
     idf[1 : len(known) + 1] = np.log(len(texts) / np.array([n for _, n in known]))
