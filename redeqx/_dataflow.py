@@ -154,7 +154,7 @@ def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     name = eqn.primitive.name
     try:
         if (inner := called(eqn)) is not None:
-            calls, run.calls = run.calls, (*run.calls, eqn) if name.startswith("custom_vjp") else run.calls
+            calls, run.calls = run.calls, (*run.calls, eqn)
             try:
                 return run.evaluate(inner, ins)
             finally:

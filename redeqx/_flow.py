@@ -97,7 +97,7 @@ class Pass:
     - `follows`: leaves that are cut along with another, and for each of their dims that of the other, stacked ones left out.
     - `products`: each product that was followed, how many shards compute all of it (None for parameters alone), and the
         equation whose line it has: its own, and a call around it with its own derivative, whose line that derivative has.
-    - `calls`: the calls of that kind that are being followed.
+    - `calls`: the calls that are being followed.
     - `exchanged`: values that are split along a dim of which equal parts are taken, and that dim.
     """
 
@@ -313,6 +313,8 @@ class Pass:
 
     def give_up(self, eqn: Any, ins: Sequence[Flow]) -> list[Flow]:
         """An equation that is not followed gets whole values and gives whole values."""
+        if not any(flow.data for flow in ins):  # as a decomposition of a weight, which may become products
+            self.products.update({(id(eqn), id(at)): (eqn, None, at) for at in (eqn, *self.calls)})
         for atom, flow in zip(eqn.invars, ins, strict=True):
             self.gather(atom.aval, flow)
             self.decide(flow, None, f"whole: `{eqn.primitive.name}` computes with it, which is not followed")
@@ -354,7 +356,8 @@ class Pass:
             (dim0, cause0), (dim1, cause1) = [(None, None) if i == side else self.split(flows[i]) for i in (0, 1)]
         is_whole, is_data = dim0 is None and dim1 is None, any(flow.data for flow in ins)
         n_whole = (self.n if is_whole else 1) if is_data else None
-        self.products.update({(id(eqn), id(at)): (eqn, n_whole, at) for at in (eqn, *self.calls)})
+        own = [call for call in self.calls if call.primitive.name.startswith("custom_vjp")]
+        self.products.update({(id(eqn), id(at)): (eqn, n_whole, at) for at in (eqn, *own)})
         if is_whole:
             if is_data:
                 sizes = [eqn.invars[0].aval.shape[dim] for dim in summed[0]]

@@ -284,12 +284,16 @@ def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mes
 def _repeats(products: Iterable[tuple[Any, int | None, Any]], mesh: Mesh) -> dict[str, float]:
     """For each line of code with products, over how many devices they are repeated, by their work."""
     works: dict[str, list[float]] = {}
+    unknown: set[str] = set()  # lines of what is no product, of parameters alone: the compiler makes products of some
     for eqn, n, at in products:
-        flops = product_flops(eqn) or 0
+        flops = product_flops(eqn)
+        if flops is None:
+            unknown.add(line_of(at))
+            continue
         work = works.setdefault(line_of(at), [0.0, 0.0])
         work[0] += flops
         work[1] += flops * (mesh.size if n is None else n)
-    return {line: repeated / flops for line, (flops, repeated) in works.items() if flops and line}
+    return {line: repeated / flops for line, (flops, repeated) in works.items() if flops and line and line not in unknown}
 
 
 def mark_read(plan: Plan, trace: Trace) -> Plan:
