@@ -89,6 +89,6 @@ def stacks() -> str:
     for ident, frame in sys._current_frames().items():
         lines.append(f"thread {names.get(ident, ident)}:")
         while frame is not None:
-            lines.append(f"  {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+            lines.append(f"  {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
             frame = frame.f_back
     return "\n".join(lines)
