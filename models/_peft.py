@@ -25,6 +25,7 @@ from redeqx._untrusted import brief
 from ._adapters import LoraLinear, adapters_of, at_least_float32, check_plain, linears_of, put, within
 from ._config import Keys
 from ._folder import Pretrained, read_config, replace_file, replace_json
+from ._kinds import INTEGER, NUMBER
 from ._names import Name, Names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
@@ -290,7 +291,7 @@ def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: Source, 
             continue
         module, i = known[current]
         rank = _by_pattern(keys.get("rank_pattern", {}), name, keys.get("r", 8))
-        alpha = _by_pattern(keys.get("alpha_pattern", {}), name, keys.get("lora_alpha", 8.0))
+        alpha = _by_pattern(keys.get("alpha_pattern", {}), name, keys.get("lora_alpha", 8.0, NUMBER))
         shapes = {"A": (*module.stacked, rank, module.n_in), "B": (*module.stacked, module.n_out, rank)}
         wrong = [which for which, shape in shapes.items() if which not in pair or pair[which].shape != shape]
         for which in wrong:
@@ -353,12 +354,12 @@ def _read_config(path: Path) -> Keys:
         if fields.get(name):
             raise _refuse(path, name, "none", fields[name])
     keys = Keys(fields, path)
-    for key, patterns, default, rule in (
-        ("r", "rank_pattern", 8, "a number from 1 to 2**31"),
-        ("lora_alpha", "alpha_pattern", 8.0, "a finite number"),
+    for key, patterns, default, kind, rule in (
+        ("r", "rank_pattern", 8, INTEGER, "a number from 1 to 2**31"),
+        ("lora_alpha", "alpha_pattern", 8.0, NUMBER, "a finite number"),
     ):
         by_pattern = keys.get(patterns, {})
-        for value in (keys.get(key, default), *by_pattern.values()):
+        for value in (keys.get(key, default, kind), *by_pattern.values()):
             is_number = isinstance(value, int | float) and abs(value) <= 2**31
             if not is_number or (key == "r" and (not isinstance(value, int) or value < 1)):
                 raise ValueError(f"`{path}`: `{key}`: expected {rule}, got {brief(value)}. Correct the file.")

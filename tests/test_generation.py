@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -62,7 +63,8 @@ def said(**keys):
 def test_generate_does_as_the_folder_says(keys, options, folder):
     model = says(folder, **keys)
     expected = generate(MODEL, IDS, **options)
-    found = generate(model, IDS, **({"key": KEY} if "key" in options else {}))
+    given: dict[str, Any] = {"key": KEY} if "key" in options else {}
+    found = generate(model, IDS, **given)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -70,7 +72,7 @@ def test_arguments_come_before_the_folder():
     model = said(max_length=9, num_beams=3, do_sample=True, temperature=0.3, top_k=2, num_return_sequences=1, min_length=11)
     found = generate(model, IDS, max_new_tokens=6, n_beams=1, sample=False)
     np.testing.assert_array_equal(found, generate(MODEL, IDS, max_new_tokens=6))
-    drawn = {"max_new_tokens": 6, "n_beams": 1, "key": KEY}
+    drawn: dict[str, Any] = {"max_new_tokens": 6, "n_beams": 1, "key": KEY}
     found = generate(model, IDS, **drawn, temperature=2.0, top_k=VOCAB)
     np.testing.assert_array_equal(found, generate(MODEL, IDS, **drawn, sample=True, temperature=2.0))
 
