@@ -18,7 +18,6 @@ A line of the .jsonl is an object with `prompt` and `response`; the loss counts 
 import json
 import lzma
 import math
-import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,8 +129,6 @@ def save_folders(args: Args, model: Any, config: Any) -> list[str]:
         lora.save_adapter(model, args.workdir / "adapter", base=str(args.pretrained))
         model = lora.merge(model)
     save_pretrained(model, config, args.workdir / "model")
-    for file in args.pretrained.glob("*token*.json"):
-        shutil.copy(file, args.workdir / "model")
     return ["model"] if args.lora_rank is None else ["model", "adapter"]
 
 
