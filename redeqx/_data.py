@@ -1,208 +1,30 @@
-"""From raw examples to batches on the mesh: order, cutting, collating, moving, and doing so ahead of the step.
+"""From raw examples to the batch of each step: their order and position, and what `collate_fn` makes of them.
 
-Owns the order of examples (a permutation of each epoch, from the seed alone), how the rows of a batch are cut into
-micro-batches that fit the mesh, the checks on what `collate_fn` returns, and the thread that prepares the next batch while
-the current step runs. It asks examples only for `len()` and integer items, or to be iterated.
+Owns the order of examples (a permutation of each epoch, from the seed alone), where an iterable stands, and the checks on
+what `collate_fn` returns. It asks examples only for `len()` and integer items, or to be iterated. How rows are cut and
+placed is `_rows`, the thread that prepares the next batch while the current step runs `_prefetch`.
 """
 
 import base64
 import collections
 import itertools
 import json
-import threading
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ._arguments import check_count, check_examples_kind, check_function
-from ._mesh import MODEL, n_batch_shards, replicated, split_rows
+from ._arguments import check_examples_kind, check_function
 from ._paths import render
+from ._prefetch import Prefetch
+from ._rows import BatchSize, cut_rows, place_batch, rows_here
 from ._user_code import OfExamples
-
-# --- how rows are cut -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Group:
-    """`n` micro-batches of `rows` rows each."""
-
-    n: int
-    rows: int
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """How many examples an update takes, and how many rows each of its micro-batches has, over the whole mesh."""
-
-    examples: int
-    micro_batch: int
-    by_examples: bool = False  # whether the user gave `batch_size`
-
-    @classmethod
-    def of(
-        cls,
-        mesh: Mesh,
-        per_device_batch_size: int | None,
-        batch_size: int | None,
-        n_micro_batches: int = 1,
-        *,
-        prefix: str = "",
-        n_devices: int | None = None,
-    ) -> "BatchSize":
-        """The sizes that the user asked for, by rows a device or by examples an update.
-
-        With `batch_size` the micro-batches have a multiple of `n_devices` rows: how they are cut depends neither on how the
-        devices are arranged nor, where `batch_size / n_micro_batches` divides over the devices, on how many there are.
-
-        **Arguments:**
-
-        - `n_micro_batches`: micro-batches an update.
-        - `prefix`: of the arguments' names in errors.
-        - `n_devices`: the number of devices, where it is not the mesh's.
-
-        Raises ValueError unless exactly one of the two sizes is given, and for a size below 1.
-        """
-        names = f"`{prefix}per_device_batch_size`, `{prefix}batch_size`"
-        if per_device_batch_size is None and batch_size is None:
-            raise ValueError(
-                f"{names}: expected one of the two, got neither. Pass `{prefix}batch_size`, examples an update."
-            )
-        if per_device_batch_size is not None and batch_size is not None:
-            raise ValueError(
-                f"{names}: expected one of the two, got {per_device_batch_size} and {batch_size}. "
-                f"Pass `{prefix}batch_size` alone: the rows a device follow from it."
-            )
-        n_devices = n_devices or mesh.size
-        if batch_size is not None:
-            check_count(batch_size, f"{prefix}batch_size")
-            rows = -(-batch_size // n_micro_batches) // n_devices * n_devices
-            return cls(batch_size, rows or n_devices, by_examples=True)
-        check_count(per_device_batch_size, f"{prefix}per_device_batch_size")
-        assert per_device_batch_size is not None
-        rows = per_device_batch_size * (n_devices // mesh.shape[MODEL])
-        return cls(rows * n_micro_batches, rows)
-
-    @property
-    def n_micro_batches(self) -> int:
-        """Full micro-batches of a full update."""
-        return self.examples // self.micro_batch
-
-    def evenly(self, n: int | None, n_devices: int) -> "BatchSize":
-        """For evaluations of `n` examples in all: the largest micro-batch, down to half of this one, that leaves no
-        remainder, which would be another program to compile; this one where there is none."""
-        if n is None or n <= self.micro_batch:
-            return self
-        smallest = -(-self.micro_batch // 2)
-        sizes = (
-            rows for rows in range(self.micro_batch // n_devices * n_devices, smallest - 1, -n_devices) if n % rows == 0
-        )
-        rows = self.micro_batch if n % self.micro_batch == 0 else next(sizes, self.micro_batch)
-        return BatchSize(rows, rows)
-
-
-def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group, ...]:
-    """How the rows of a step are cut into micro-batches: full ones; the rest that still divides over the devices; then the
-    few rows that do not, no more of them at once than a device has of a full one, since every device computes them whole.
-
-    No row is dropped or counted twice. The cut does not depend on how the devices are arranged, so neither do the keys of
-    its micro-batches. (XLA would split uneven rows too, but then got the gradient of an embedding wrong: by 3 % for 11 rows
-    on 8 CPU devices, jaxlib 0.10.2.)
-    """
-    n_full, rest = divmod(n_rows, micro_batch_size)
-    tail = rest % n_devices
-    most = min(max(micro_batch_size // n_devices, 1), tail)
-    rows = max((size for size in range(1, most + 1) if tail % size == 0), default=1)
-    groups = (Group(n_full, micro_batch_size), Group(1, rest - tail), Group(tail // rows, rows))
-    return tuple(group for group in groups if group.n and group.rows)
-
-
-def group_sharding(group: Group, mesh: Mesh) -> NamedSharding:
-    """Where the leaves `[n, rows, ...]` of a group live: rows split over the batch axes where they divide, else whole."""
-    return split_rows(mesh, dim=1) if group.rows % n_batch_shards(mesh) == 0 else replicated(mesh)
-
-
-def rows_here(cut: Iterable[Group], mesh: Mesh) -> np.ndarray:
-    """The rows of a step that this process's devices need, in their order: all of them where it has all devices."""
-    cut = tuple(cut)
-    if not mesh.is_multi_process:
-        return np.arange(sum(group.n * group.rows for group in cut))
-    needed, start = [], 0
-    for group in cut:
-        rows = start + np.arange(group.n * group.rows).reshape(group.n, group.rows)
-        indices = group_sharding(group, mesh).addressable_devices_indices_map(rows.shape).values()
-        needed += [rows[index].reshape(-1) for index in indices]
-        start += rows.size
-    return np.unique(np.concatenate(needed))
-
-
-def place_batch(
-    batch: PyTree[np.ndarray],
-    cut: Iterable[Group],
-    mesh: Mesh,
-    rows: np.ndarray | None = None,
-    n_micro_batches: int = 0,
-) -> tuple[PyTree[jax.Array], ...]:
-    """The batch on the mesh: for each group the same PyTree with leaves `[n, rows, ...]`.
-
-    **Arguments:**
-
-    - `rows`: which of the step's rows the batch has, as `rows_here` gives them; all of them by default.
-    - `n_micro_batches`: at least so many micro-batches in the first group: its last one is repeated.
-    """
-    placed = []
-    start = 0
-    for i, group in enumerate(cut):
-        places = start + np.arange(group.n * group.rows).reshape(group.n, group.rows)
-        start += places.size
-        if i == 0 and group.n < n_micro_batches:
-            places = np.concatenate([places, np.repeat(places[-1:], n_micro_batches - group.n, axis=0)])
-        placed.append(place_rows(batch, places, group_sharding(group, mesh), rows))
-    return tuple(placed)
-
-
-def place_rows(
-    batch: PyTree[np.ndarray], places: np.ndarray, sharding: NamedSharding, rows: np.ndarray | None = None
-) -> PyTree[jax.Array]:
-    """The batch's rows of these numbers on the mesh; the leading dims are those of `places`.
-
-    **Arguments:**
-
-    - `rows`: as for `place_batch`.
-    """
-    if sharding.is_fully_addressable:
-        first, last = int(places.flat[0]), int(places.flat[-1])
-        # Rows that follow each other are a view.
-        taken = slice(first, last + 1) if last + 1 - first == places.size else places.reshape(-1)
-        leaves = [x[taken].reshape(*places.shape, *x.shape[1:]) for x in jax.tree.leaves(batch)]
-        return jax.tree.unflatten(jax.tree.structure(batch), jax.device_put(leaves, sharding))
-    assert rows is not None
-
-    def put(x: np.ndarray) -> jax.Array:
-        def piece(index: Any) -> np.ndarray:
-            return x[np.searchsorted(rows, places[index[: places.ndim]])]
-
-        return jax.make_array_from_callback((*places.shape, *x.shape[1:]), sharding, piece)
-
-    return jax.tree.map(put, batch)
-
-
-def pad_rows(batch: PyTree[np.ndarray], n_rows: int) -> PyTree[np.ndarray]:
-    """The batch with its last row repeated up to `n_rows` rows, for outputs that are cut off again row by row."""
-
-    def pad(x: np.ndarray) -> np.ndarray:
-        missing = n_rows - len(x)
-        return np.concatenate([x, np.repeat(x[-1:], missing, axis=0)]) if missing else x
-
-    return jax.tree.map(pad, batch)
-
 
 # --- collating ------------------------------------------------------------------------------------------------------
 
@@ -554,7 +376,7 @@ def batches(
     size: BatchSize,
     mesh: Mesh,
     check: Callable[[int, PyTree], None] | None = None,
-) -> "Prefetch":
+) -> Prefetch:
     """The batch of each step, prepared ahead by a thread; to be closed, as `Prefetch` says.
 
     **Arguments:**
@@ -585,120 +407,3 @@ def batches(
         )
 
     return Prefetch(prepare(i, step) for i, step in enumerate(steps))
-
-
-# --- ahead of the step -----------------------------------------------------------------------------------------------
-
-
-class _Shelf:
-    """What a thread has prepared and its reader has not taken yet."""
-
-    def __init__(self, items: Iterator[Any], depth: int):
-        self.items: Iterator[Any] | None = items
-        self.depth = depth
-        self.ready: collections.deque[Any] = collections.deque()
-        self.is_done = False  # no more comes
-        self.error: BaseException | None = None  # after what is ready
-        self.change = threading.Condition()
-
-    def fill(self) -> None:
-        """Prepare items up to the depth, until the last, an error, or `is_done`."""
-        items, self.items = self.items, None
-        assert items is not None
-        error = None
-        try:
-            while True:
-                with self.change:
-                    self.change.wait_for(lambda: self.is_done or len(self.ready) < self.depth)
-                    if self.is_done:
-                        return
-                item = next(items)
-                with self.change:
-                    self.ready.append(item)
-                    self.change.notify_all()
-        except StopIteration:
-            pass
-        except BaseException as raised:  # handed to the thread that reads: it is that thread's error
-            error = raised
-        finally:
-            with self.change:
-                self.is_done, self.error = True, error
-                self.change.notify_all()
-
-
-class Prefetch(Iterator[Any]):
-    """The same items, prepared by a thread up to `depth` ahead; its exceptions are raised here, with their tracebacks.
-
-    Who may stop before the end closes it: else the thread lives as long as a traceback that holds the caller's frame.
-
-    A user's generator or tokenizer is not made for two threads: before the thread of a second one starts, those that the
-    same reader has under way have prepared all that they may, and rest. So the order of a reader's items is always the same.
-    """
-
-    _under_way: ClassVar["weakref.WeakSet[Prefetch]"] = weakref.WeakSet()
-
-    def __init__(self, items: Iterator[Any], depth: int = 2):
-        self._shelf = _Shelf(items, depth)
-        self._thread: threading.Thread | None = None
-        self._reader = threading.get_ident()
-
-    def peek(self) -> Any:
-        """The next item, which stays the next; None after the last."""
-        self._start()
-        shelf = self._shelf
-        with shelf.change:
-            _briefly(lambda: shelf.change.wait_for(lambda: shelf.ready or shelf.is_done))
-            if shelf.ready:
-                return shelf.ready[0]
-            error, shelf.error = shelf.error, None
-        self.close()
-        if error is not None:
-            raise error
-        return None
-
-    def __next__(self) -> Any:
-        if self.peek() is None and not self._shelf.ready:
-            raise StopIteration
-        with self._shelf.change:
-            item = self._shelf.ready.popleft()
-            self._shelf.change.notify_all()
-        return item
-
-    def settle(self) -> None:
-        """Return once the thread prepares nothing until an item is taken."""
-        if self._thread is not None:
-            with self._shelf.change:
-                self._shelf.change.wait_for(lambda: self._shelf.is_done or len(self._shelf.ready) >= self._shelf.depth)
-
-    def close(self) -> None:
-        """End the thread, and wait for it."""
-        with self._shelf.change:
-            self._shelf.is_done, self._shelf.items = True, None
-            self._shelf.ready.clear()
-            self._shelf.change.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            _briefly(self._thread.join)
-        self._under_way.discard(self)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _start(self) -> None:
-        if self._thread is not None or self._shelf.items is None:
-            return
-        self._reader = threading.get_ident()
-        for other in list(self._under_way):
-            if other._reader == self._reader:
-                other.settle()
-        self._under_way.add(self)
-        # The thread holds the shelf, not this: what nobody reads any more is collected, and ends it.
-        self._thread = threading.Thread(target=self._shelf.fill, name="redeqx-prefetch", daemon=True)
-        self._thread.start()
-
-
-def _briefly(wait: Callable[[], Any]) -> Any:
-    """What it returns; a Ctrl-C meanwhile shows where the user's script was, and no frames of queues and threads."""
-    try:
-        return wait()
-    except KeyboardInterrupt as error:
-        raise error.with_traceback(None) from None

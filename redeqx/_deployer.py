@@ -17,7 +17,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ._arguments import check_count, check_folder, check_function, check_model, check_model_function
 from ._cluster import start
 from ._console import Console, Tracker
-from ._data import BatchSize, n_slices
+from ._data import n_slices
 from ._devices import as_shapes, dry
 from ._interrupts import HANG, Preemption, Watch
 from ._jaxprs import Trace
@@ -27,6 +27,7 @@ from ._paths import is_array_like, named_leaves
 from ._peers import HEARTBEAT, Peers
 from ._plan import Overrides, Plan, make_plan, mark_read
 from ._replicas import agree_on_program
+from ._rows import BatchSize
 from ._step import Parts, as_sums
 from ._user_code import Plainly, explained
 

@@ -21,7 +21,6 @@ from jaxtyping import PyTree
 
 from ._blocks import Blocks, Shares, content, equal_blocks, renamed, with_fewer
 from ._buffers import bytes_moved, temporaries
-from ._data import Group, cut_rows, group_sharding
 from ._devices import Machine
 from ._hlo import Module, collectives
 from ._jaxprs import Change, keep_everything, matmul_flops, remat_loops
@@ -42,6 +41,7 @@ from ._report import (
     own_line,
     reason,
 )
+from ._rows import Group, cut_rows, group_sharding
 
 EXIT_FAILED, EXIT_DOES_NOT_FIT = 1, 3
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from ._arguments import as_metrics, check_count, check_function, check_predictor, check_readable_again
 from ._console import Progress
 from ._data import (
-    BatchSize,
     Slice,
     check_examples,
     collated_shapes,
@@ -29,6 +28,7 @@ from ._data import (
 )
 from ._dry_run import Job
 from ._record import RECORD
+from ._rows import BatchSize
 from ._untrusted import DamagedError, brief, damaged, is_size
 
 if TYPE_CHECKING:

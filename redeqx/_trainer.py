@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 from ._arguments import check_alive, check_count, check_function, check_model, check_model_function, check_optimizer
 from ._checkpoint import Checkpoints
 from ._console import Progress
-from ._data import Batch, BatchSize, Prefetch, Slice, batches, check_examples, collated_shapes, size_of, slices
+from ._data import Batch, Slice, batches, check_examples, collated_shapes, size_of, slices
 from ._deployer import Deployer
 from ._devices import as_shapes, describe, dry, of_devices
 from ._dry_run import DryRunDone, Job, dry_run
@@ -36,9 +36,11 @@ from ._paths import map_named, named_leaves
 from ._peers import Peers
 from ._plan import Plan, mark_read
 from ._predictor import Predictor
+from ._prefetch import Prefetch
 from ._program import Program, make_program, shard_bytes
 from ._replicas import agree_on_program, agree_on_values
 from ._report import DryRun, Setting
+from ._rows import BatchSize
 from ._safetensors import array_leaves, file_size
 from ._step import Functions, Parts, as_sums
 from ._train_state import TrainState

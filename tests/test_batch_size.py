@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import redeqx
-from redeqx._data import BatchSize
 from redeqx._mesh import make_mesh
 from redeqx._paths import named_leaves
+from redeqx._rows import BatchSize
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 

@@ -18,22 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import redeqx
 from redeqx import _data
-from redeqx._data import (
-    BatchSize,
-    Group,
-    Prefetch,
-    batches,
-    check_examples,
-    collate,
-    cut_rows,
-    examples_of,
-    n_tokens,
-    pad_rows,
-    place_batch,
-    size_of,
-    slices,
-)
+from redeqx._data import batches, check_examples, collate, examples_of, n_tokens, size_of, slices
 from redeqx._mesh import BATCH_AXES, make_mesh, n_batch_shards
+from redeqx._prefetch import Prefetch
+from redeqx._rows import BatchSize, Group, cut_rows, pad_rows, place_batch
 
 # --- how rows are cut -----------------------------------------------------------------------------------------------
 

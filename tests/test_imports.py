@@ -16,7 +16,8 @@ FOLDER = pathlib.Path(redeqx.__file__).parent
 LAYERS = (
     ("_paths", "_chips", "_rules", "_hlo", "_links", "_relay", "_crc32", "_shards", "_untrusted", "_exits"),
     ("_signals", "_arguments", "_user_code", "_lock"),
-    ("_mesh",),
+    ("_mesh", "_prefetch"),
+    ("_rows",),
     ("_devices", "_buffers", "_meeting", "_safetensors"),
     ("_peers",),
     ("_cluster", "_interrupts", "_launch", "_replicas", "_sources", "_layouts", "_record"),
