@@ -169,7 +169,7 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
     """
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     splits, stacked = walk(model, mesh.shape[MODEL])
-    splits = {name: _past_stack(split, stacked.get(name, 0)) for name, split in splits.items()}
+    splits = {name: _past_stack(split, stacked.get(name, 0)) for name, split in splits.items() if name in leaves}
     stored: set[str] = set()  # leaves that are stored split, and computed with whole
     if trace is not None:
         sizes = {name: math.prod(leaf.shape) for name, leaf in leaves.items()}
