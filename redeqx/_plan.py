@@ -284,10 +284,11 @@ def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mes
 def _repeats(products: Iterable[tuple[Any, int | None, Any]], mesh: Mesh) -> dict[str, float]:
     """For each line of code with products, over how many devices they are repeated, by their work."""
     works: dict[str, list[float]] = {}
-    unknown: set[str] = set()  # lines of what is no product, of parameters alone: the compiler makes products of some
+    unknown: set[str] = set()  # lines whose work the compiler changes: what is no product, and of parameters alone, for one
     for eqn, n, at in products:
         flops = product_flops(eqn)
-        if flops is None:
+        # Compilers expand grouped convolutions to whole ones, whose work is not the trace's on any number of devices.
+        if flops is None or eqn.params.get("feature_group_count", 1) * eqn.params.get("batch_group_count", 1) > 1:
             unknown.add(line_of(at))
             continue
         work = works.setdefault(line_of(at), [0.0, 0.0])

@@ -233,7 +233,6 @@ def test_keys_that_change_nothing_are_kept():
         ("normalize_embedding", False, "True"),
         ("add_final_layer_norm", True, "False"),
         ("static_position_embeddings", True, "False"),
-        ("forced_eos_token_id", [2, 3], "one token or null"),
     ],
 )
 def test_refuses_what_it_does_not_implement(key, value, expected):
@@ -243,6 +242,12 @@ def test_refuses_what_it_does_not_implement(key, value, expected):
         f"`config.json`: `{key}`: expected {expected}, which is what this family implements, got {value!r}. "
         "Load another checkpoint, or bring the model as a module of your own."
     )
+
+
+def test_one_token_at_most_ends_a_text_by_force():
+    with pytest.raises(TypeError) as error:
+        BartConfig.from_hf(Keys({**CONFIG.to_hf(), "forced_eos_token_id": [2, 3]}))
+    assert str(error.value) == "`config.json`: `forced_eos_token_id`: expected int, got [2, 3]. Correct the file."
 
 
 @pytest.mark.parametrize(

