@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx._interrupts import Preemption
+from redeqx._interrupts import Preemption, Watch
 from redeqx._peers import Peers
 
 LIMIT = 30.0
@@ -214,3 +214,17 @@ def test_the_watch_is_off_after_train(monkeypatch):
     assert trainer.deployer.watch._last is None
     trainer.eval_loss(list(range(8)), 1)
     assert trainer.deployer.watch._last is None
+
+
+def test_a_pause_ends_and_a_step_is_expected_again():
+    """What comes after an evaluation or a compilation is watched as what came before it."""
+    watch = Watch(Peers(), seconds=None)
+    with watch.on():
+        with watch.paused():
+            assert watch._last is None
+        assert watch._last is None  # nothing was expected before
+        watch.beat(1)
+        with watch.paused():
+            assert watch._last is None
+        assert watch._last is not None
+    assert watch._last is None

@@ -121,7 +121,13 @@ def load_first(trainer):
 
 
 @pytest.mark.parametrize("shards", [(4, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("how", ["predict", "load_ckpt", "eval_loss", "opt_state", "sanity check", "second predictor"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("predict", "load_ckpt", "sanity check"),
+        *(pytest.param(how, marks=pytest.mark.sweep) for how in ("eval_loss", "opt_state", "second predictor")),
+    ],
+)
 def test_the_plan_is_the_loss_s_whatever_is_called_first(how, shards, tmp_path):
     plain = make_trainer(shards=shards)
     plain.train(DATA, batch_size=BATCH)
@@ -204,7 +210,9 @@ def test_the_end_is_saved_once(tmp_path):
     assert sorted(path.name for path in (tmp_path / "ckpts").glob("step_*")) == names
 
 
-@pytest.mark.parametrize("how", ["fit", "save_ckpt", "load and save"])
+@pytest.mark.parametrize(
+    "how", ["fit", *(pytest.param(how, marks=pytest.mark.sweep) for how in ("save_ckpt", "load and save"))]
+)
 def test_more_epochs_are_trained_in_the_next_run(how, tmp_path):
     whole = make_trainer()
     fit(whole, 3)
@@ -270,7 +278,7 @@ class SaveAt:
             (self.trainer.deployer.workdir / "trained").write_text(str(self.trainer.step))
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("step", [1, 4, 6, *(pytest.param(step, marks=pytest.mark.sweep) for step in (2, 3, 5))])
 def test_a_checkpoint_saved_by_a_tracker_goes_on_to_the_same_bits(step, tmp_path):
     hook = SaveAt(step)
     hook.trainer = whole = make_trainer(tmp_path, loggers=[hook])
