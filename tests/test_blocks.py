@@ -100,7 +100,7 @@ def test_a_few_blocks_say_what_all_of_them_take():
 @pytest.mark.parametrize(
     "options, expected",
     [
-        ({"stacked": True}, None),
+        pytest.param({"stacked": True}, None, marks=pytest.mark.sweep),
         ({"counts": True}, "equal blocks are computed one by one: the 12 of `layers`, "),
     ],
 )

@@ -314,6 +314,7 @@ def test_folders_are_read_as_shapes_and_a_config_alone_will_do(tmp_path):
         from_pretrained(tmp_path / "alone")
 
 
+@pytest.mark.sweep
 def test_where_it_does_not_fit_it_says_what_would():
     need = make_trainer(deployer()).dry_run(examples(), 8).needs
     with redeqx.described("cpu:8", memory=need * 4 // 5):
