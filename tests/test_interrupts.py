@@ -170,7 +170,7 @@ def test_ctrl_c_in_a_notebook_saves_and_the_same_trainer_goes_on(tmp_path, monke
     with pytest.raises(KeyboardInterrupt) as caught:
         fit_all(trainer)
     stopped = trainer.step
-    assert 5 <= stopped < 20
+    assert 4 <= stopped < 20  # it is pressed by another thread, as early as in the fourth step's own last moments
     assert str(caught.value) == f"step {stopped} is saved"
     assert "redeqx: Ctrl-C: stopping after this step, to save it" in capfd.readouterr().err
     assert sys.excepthook is hook
