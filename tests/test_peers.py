@@ -494,7 +494,20 @@ def test_a_process_that_has_ended_may_come_again(room):
 def test_who_knows_another_token_is_told_so_and_none_of_the_run(room, monkeypatch):
     port, token = free_port(), {"host0": "a", "host1": "b", "host2": "a"}
     monkeypatch.setattr(os, "environ", Environment(token))
-    found = at_once(*(partial(meet, room.process(2, i), port) for i in (0, 1, 1)))
+    first, stranger, second = (room.process(2, i) for i in (0, 1, 1))
+    told = threading.Event()
+
+    def with_another():
+        try:
+            meet(stranger, port)
+        finally:
+            told.set()
+
+    def afterwards():  # all that have come in time meet, and nobody listens any more
+        told.wait(LIMIT)
+        meet(second, port)
+
+    found = at_once(partial(meet, first, port), with_another, afterwards)
     assert found[0] is None
     assert found[2] is None
     assert str(found[1]) == (
