@@ -28,8 +28,8 @@ from ._jaxprs import Trace, called, scan_counts
 from ._rules import Split
 
 MAX_TRIALS = 64  # other choices to follow the loss with
-# Elements: leaves smaller than that may stay whole where it costs less, as long as all that stay whole are smaller together,
-# or no more than those that the walk leaves.
+# Elements: leaves smaller than that may stay whole where it costs less, as long as no more of the model stays whole than the
+# walk leaves.
 SMALL = 2**14
 
 

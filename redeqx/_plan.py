@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import PyTree
 
 from . import _rules
-from ._dataflow import SMALL, Order, order, products
+from ._dataflow import Order, order, products
 from ._jaxprs import Trace, product_flops
 from ._mesh import FSDP, MODEL, put as put_on_mesh, replicated
 from ._paths import is_array_like, named_leaves, nearest, render
@@ -174,7 +174,7 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
     if trace is not None:
         sizes = {name: math.prod(leaf.shape) for name, leaf in leaves.items()}
         # A model axis is raised for memory: what the loss shows may send less, but not by leaving more of the model whole.
-        max_whole = max(SMALL, _n_whole(splits, sizes))
+        max_whole = _n_whole(splits, sizes)
         found = order(trace, mesh.shape[MODEL], followers(model), max_whole)
         stored = _reorder(splits, stacked, found, sizes, max_whole)
     chosen = _resolve_overrides(overrides or {}, leaves, mesh)

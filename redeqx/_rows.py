@@ -97,14 +97,17 @@ class BatchSize:
 def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group, ...]:
     """How the rows of a step are cut into micro-batches: full ones; the rest that still divides over the devices; then the
     few rows that do not, no more of them at once than a device has of a full one, since every device computes them whole.
+    A rest that is no more than that is not cut further: each cut is one more time that the loss is compiled.
 
     No row is dropped or counted twice. The cut does not depend on how the devices are arranged, so neither do the keys of
     its micro-batches. (XLA would split uneven rows too, but then got the gradient of an embedding wrong: by 3 % for 11 rows
     on 8 CPU devices, jaxlib 0.10.2.)
     """
     n_full, rest = divmod(n_rows, micro_batch_size)
-    tail = rest % n_devices
-    most = min(max(micro_batch_size // n_devices, 1), tail)
+    rows_a_device = max(micro_batch_size // n_devices, 1)
+    tail = rest if rest <= rows_a_device else rest % n_devices
+    tail = 0 if rest % n_devices == 0 else tail
+    most = min(rows_a_device, tail)
     rows = max((size for size in range(1, most + 1) if tail % size == 0), default=1)
     groups = (Group(n_full, micro_batch_size), Group(1, rest - tail), Group(tail // rows, rows))
     return tuple(group for group in groups if group.n and group.rows)

@@ -55,6 +55,20 @@ def test_cuts_are_exactly_these(n_rows, expected):
     assert cut_rows(n_rows, micro_batch_size=16, n_devices=8) == expected
 
 
+@pytest.mark.parametrize(
+    ("n_rows", "expected"),
+    [
+        (7, (Group(1, 7),)),
+        (10, (Group(1, 10),)),  # no more than a device's 16 rows: one more micro-batch, and one loss to compile
+        (8, (Group(1, 8),)),
+        (18, (Group(1, 16), Group(1, 2))),
+        (138, (Group(1, 128), Group(1, 10))),
+    ],
+)
+def test_a_rest_that_a_device_can_compute_alone_is_not_cut(n_rows, expected):
+    assert cut_rows(n_rows, micro_batch_size=128, n_devices=8) == expected
+
+
 @pytest.mark.parametrize("n_rows", [1, 8, 11, 16, 31, 32])
 @pytest.mark.parametrize("shards", [(1, 1), (2, 1), (2, 2), (1, 8), (8, 1)])
 def test_a_placed_batch_holds_every_row_once(shards, n_rows):
