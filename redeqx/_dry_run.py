@@ -24,6 +24,7 @@ from ._buffers import bytes_moved, temporaries
 from ._devices import Machine
 from ._hlo import Module, collectives
 from ._jaxprs import Change, keep_everything, matmul_flops, remat_loops
+from ._job import Job, Setting
 from ._mesh import make_mesh, n_batch_shards
 from ._plan import Plan
 from ._program import Program, shard_bytes
@@ -34,7 +35,6 @@ from ._report import (
     MOVED,
     TEMPORARIES,
     DryRun,
-    Setting,
     Step,
     Tried,
     attempt,
@@ -44,37 +44,6 @@ from ._report import (
 from ._rows import Group, cut_rows, group_sharding
 
 EXIT_FAILED, EXIT_DOES_NOT_FIT = 1, 3
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be compiled, for any mesh and setting.
-
-    **Arguments:**
-
-    - `batch`: shapes of the first step's rows, as `collate_fn` returns them.
-    - `make_plan`: `(mesh, micro_batch)` to the plan.
-    - `make_program`: `(plan, change)` to the steps, whose operations name their weights.
-    - `model`: of arrays or their shapes.
-    - `with_model`: `(model, names)` to the same job for a model with fewer blocks, given for each of its leaves the name in
-        the whole model; None where there is no such job.
-    - `can_remat`: whether a change reaches the backward pass, which a user's own `grad_fn` takes by itself.
-    - `eval_batch`: shapes of an evaluation's first rows; None where there is none.
-    - `trace_predict`: `(program)` to the traced predict step of the evaluation; None where there is none.
-    - `files`: bytes of each file of a checkpoint; empty where none is saved.
-    """
-
-    setting: Setting
-    batch: PyTree
-    make_plan: Callable[[Mesh, PyTree], Plan]
-    make_program: Callable[[Plan, Change | None], Program]
-    model: PyTree = None
-    with_model: Callable[[PyTree, Mapping[str, str]], "Job"] | None = None
-    can_remat: bool = True
-    eval_batch: PyTree | None = None
-    eval_per_device_batch_size: int = 0
-    trace_predict: Callable[[Program], Any] | None = None
-    files: Mapping[str, int] = field(default_factory=dict)
 
 
 class DryRunDone(SystemExit):

@@ -26,7 +26,7 @@ from ._data import (
     size_of,
     slices,
 )
-from ._dry_run import Job
+from ._job import Job
 from ._record import RECORD
 from ._rows import BatchSize
 from ._untrusted import DamagedError, brief, damaged, is_size

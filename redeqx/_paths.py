@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
@@ -70,3 +71,8 @@ def listed(lines: Sequence[str], most: int = MOST_LISTED) -> list[str]:
 def is_array_like(leaf: Any) -> bool:
     """Whether a leaf is an array or the shape of one (`jax.ShapeDtypeStruct`), as abstract models hold."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or (hasattr(leaf, "__array__") and hasattr(leaf, "dtype"))
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ._peers import Peers
-from ._shards import is_key
+from ._paths import is_key
 
 _ADVICE = (
     "Every process must run the same script with the same arguments: look for what depends on the process, the host, the "

@@ -26,12 +26,13 @@ from ._buffers import Buffer
 from ._chips import GIB, Chip
 from ._console import Console
 from ._devices import USABLE, Machine
+from ._frames import is_ours
 from ._hlo import Collective
+from ._job import Setting
 from ._mesh import n_batch_shards
 from ._plan import Plan
 
 _N_ROWS = 10  # of a table
-_FOLDER = str(Path(__file__).parent)
 _T = TypeVar("_T")
 
 # Details of a step, as `Step.failed` names them, and of a run.
@@ -54,30 +55,6 @@ def reason(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {said}{where}"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The numbers that decide how a run is laid out."""
-
-    n_model_shards: int
-    n_fsdp_shards: int
-    per_device_batch_size: int
-    accumulate_grad_batches: int
-    remat: tuple[str, ...] = ()  # the scans of the loss that were made to recompute, which the model does not do by itself
-    batch_size: int | None = None  # examples an update, where the script gives them in place of rows a device
-
-    def code(self) -> str:
-        """What to write in a script."""
-        rows = f"per_device_batch_size={self.per_device_batch_size}"
-        size = rows if self.batch_size is None else f"batch_size={self.batch_size}"
-        lines = [
-            f"Deployer(n_model_shards={self.n_model_shards}, n_fsdp_shards={self.n_fsdp_shards})",
-            f"{size}, accumulate_grad_batches={self.accumulate_grad_batches}",
-        ]
-        if self.remat:
-            lines.append(f"jax.checkpoint on the body of the scan at {' and at '.join(self.remat)}")
-        return "; ".join(lines)
 
 
 @dataclass(frozen=True)
@@ -436,7 +413,7 @@ def _where(of: Any, names: set[str]) -> tuple[str, str]:
 
 def own_line(source: Sequence[str]) -> str:
     """Of the lines that something comes from, the innermost first, the innermost that is of the script or of a model."""
-    lines = [line for line in source if not line.startswith((_FOLDER + os.sep + "_", *_LIBRARIES))]
+    lines = [line for line in source if not is_ours(line) and not line.startswith(_LIBRARIES)]
     line = (lines or list(source[:1]) or [""])[0]
     # As it is imported: `redeqx/models/opt.py:318`.
     folder = max((path for path in sys.path if path and line.startswith(path + os.sep)), key=len, default="")

@@ -26,8 +26,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ._crc32 import Crc32, crc32_of
-from ._paths import is_array_like, named_leaves, nearest
-from ._shards import Block, is_key, own_blocks
+from ._paths import is_array_like, is_key, named_leaves, nearest
+from ._shards import Block, own_blocks
 from ._untrusted import brief, brief_name, damaged, is_size, parse_json
 
 # Every dtype that safetensors can name and numpy can hold, but the packed ones of 4 and 6 bits.

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from ._paths import is_key
+
 _EVENNESS = 8  # a process may have an eighth of its share more to write than another
 
 
@@ -64,11 +66,6 @@ class Block:
 def as_stored(leaf: Any) -> Any:
     """A leaf as a file holds it: typed PRNG keys as their data."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed PRNG keys."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def own_blocks(leaves: Mapping[str, Any]) -> dict[str, list[Block]]:

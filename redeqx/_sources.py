@@ -14,9 +14,8 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import PyTree
 
-from ._paths import MOST_LISTED, is_array_like, listed, map_named, nearest
+from ._paths import MOST_LISTED, is_array_like, is_key, listed, map_named, nearest
 from ._safetensors import TensorFile, array_leaves, is_float, stored
-from ._shards import is_key
 from ._untrusted import brief, brief_name, is_plain, load_json
 
 INDEX = ".safetensors.index.json"

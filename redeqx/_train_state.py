@@ -13,10 +13,9 @@ from jaxtyping import Array, PyTree
 
 from ._checkpoint import Checkpoints
 from ._mesh import put, replicated
-from ._paths import named_leaves
+from ._paths import is_key, named_leaves
 from ._plan import place
 from ._program import Program
-from ._shards import is_key
 from ._step import Parts
 
 

@@ -27,9 +27,10 @@ from ._console import Progress
 from ._data import Batch, Slice, batches, check_examples, collated_shapes, size_of, slices
 from ._deployer import Deployer
 from ._devices import as_shapes, describe, dry, of_devices
-from ._dry_run import DryRunDone, Job, dry_run
+from ._dry_run import DryRunDone, dry_run
 from ._fit import DamagedCheckpoint, Fit, Options, Position, Standing, check_record
 from ._jaxprs import Change, Trace
+from ._job import Job, Setting
 from ._mesh import FSDP, MODEL
 from ._nonfinite import why_nonfinite
 from ._paths import map_named, named_leaves
@@ -39,7 +40,7 @@ from ._predictor import Predictor
 from ._prefetch import Prefetch
 from ._program import Program, make_program, shard_bytes
 from ._replicas import agree_on_program, agree_on_values
-from ._report import DryRun, Setting
+from ._report import DryRun
 from ._rows import BatchSize
 from ._safetensors import array_leaves, file_size
 from ._step import Functions, Parts, as_sums

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from ._frames import is_ours
 from ._paths import is_array_like, listed, named_leaves
 
 # --- what it was given -----------------------------------------------------------------------------------------------
@@ -74,8 +75,6 @@ def _note(error: Exception, begin: str, rest: Callable[[], str]) -> None:
 
 # --- which frames it shows -------------------------------------------------------------------------------------------
 
-_HERE = str(Path(__file__).parent)
-_MODELS = str(Path(_HERE, "models"))  # which are as a user's own
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
 
 
@@ -125,8 +124,7 @@ def _without_ours(error: Exception, traceback: types.TracebackType | None) -> ty
 
 
 def _is_ours(traceback: types.TracebackType) -> bool:
-    file = traceback.tb_frame.f_code.co_filename
-    return file.startswith(_HERE) and not file.startswith(_MODELS)
+    return is_ours(traceback.tb_frame.f_code.co_filename)
 
 
 def _is_users(traceback: types.TracebackType) -> bool:

@@ -23,6 +23,7 @@ import jax
 import jaxtyping
 from jaxtyping import PyTree
 
+from ._frames import is_ours
 from ._hlo import Instruction, Module, arrays_of
 from ._jaxprs import all_inside, product_flops
 from ._mesh import n_batch_shards
@@ -32,7 +33,6 @@ _N_LINES = 5
 
 # Whose frames are passed over in looking for the line that a user can change: our own modules too, the models apart.
 _LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (jax, equinox, einops, jaxtyping))
-_OWN = re.compile(re.escape(f"{Path(__file__).parent}/") + r"_\w+\.py")
 
 
 class _Count(NamedTuple):
@@ -55,7 +55,7 @@ def _line(frames: Iterable[tuple[str, int]]) -> str:
 
 @cache
 def _is_code(name: str) -> bool:
-    return not name.startswith((*_LIBRARIES, "<")) and not _OWN.match(name) and Path(name).name != "contextlib.py"
+    return not name.startswith((*_LIBRARIES, "<")) and not is_ours(name) and Path(name).name != "contextlib.py"
 
 
 def excess(traced: Any, module: Module, repeats: Mapping[str, float]) -> tuple[float, list[tuple[str, float]]] | None:
