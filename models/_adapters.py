@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from redeqx._paths import is_array_like, listed, map_named, named_leaves, nearest
+from redeqx._tree import is_array_like, listed, map_named, named_leaves, nearest
 
 Where = str | Sequence[str] | Callable[[str, eqx.nn.Linear], bool]
 

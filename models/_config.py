@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from redeqx._paths import nearest
-from redeqx._untrusted import brief
+from redeqx._tree import nearest
+from redeqx.errors import brief
 
 from ._generation import Generation
 from ._kinds import OBJECT, SIZE, TOKEN, Kind, kind_of

@@ -16,7 +16,7 @@ import jax
 from einops import repeat
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from redeqx._paths import is_array_like, named_leaves
+from redeqx._tree import is_array_like, named_leaves
 
 from ._config import Keys
 from ._kinds import SIZE, kind_of

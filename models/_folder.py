@@ -22,12 +22,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from redeqx import Deployer, Plan
-from redeqx._arguments import check_alive
-from redeqx._devices import as_shapes, dry
-from redeqx._paths import is_array_like, listed, map_named, named_leaves, nearest
-from redeqx._safetensors import to_host, write_tensors
-from redeqx._sources import INDEX, Source
-from redeqx._untrusted import brief, brief_name, load_json
+from redeqx._tree import is_array_like, listed, map_named, named_leaves, nearest
+from redeqx.checkpoint import INDEX, Source, to_host, write_tensors
+from redeqx.errors import brief, brief_name, check_alive, load_json
+from redeqx.machine import as_shapes, dry
 
 from ._config import Keys
 from ._generation import GENERATION, Generation

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from redeqx._paths import nearest
-from redeqx._untrusted import brief
+from redeqx._tree import nearest
+from redeqx.errors import brief
 
 from ._kinds import COUNT, FLAG, NOT_NEGATIVE, NUMBER, SIZE, TOKEN, Kind
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from redeqx._untrusted import brief
+from redeqx.errors import brief
 
 _LARGEST = 2**31 - 1  # no dim of a tensor is larger in any of these models, and the shapes of larger ones overflow
 

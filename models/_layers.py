@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from redeqx._walk import NORMS
+from redeqx.partition import NORMS
 
 
 def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*dims out"]:

@@ -16,11 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from redeqx._arguments import check_alive
-from redeqx._paths import listed, nearest
-from redeqx._safetensors import write_tensors
-from redeqx._sources import Source
-from redeqx._untrusted import brief
+from redeqx._tree import listed, nearest
+from redeqx.checkpoint import Source, write_tensors
+from redeqx.errors import brief, check_alive
 
 from ._adapters import LoraLinear, adapters_of, at_least_float32, check_plain, linears_of, put, within
 from ._config import Keys

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from redeqx._untrusted import brief
+from redeqx.errors import brief
 
 from ._config import Keys
 from ._kinds import POSITIVE, SIZE, Kind

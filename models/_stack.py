@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from redeqx._paths import named_leaves
+from redeqx._tree import named_leaves
 
 Block = TypeVar("Block", bound=eqx.Module)
 

@@ -16,7 +16,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
-from redeqx._paths import map_named, named_leaves
+from redeqx._tree import map_named, named_leaves
 
 from ._attention import Cache
 from ._config import Keys, token_ids

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import jax
 
-from ._chips import GPUS, TPUS
-from ._console import Console
-from ._devices import Machine, describe, dry_for, simulate_devices
-from ._dry_run import DryRunDone
-from ._launch import launch
+from .distributed import launch
+from .dry_run import DryRunDone
+from .machine import GPUS, TPUS, Machine, describe, dry_for, simulate_devices
+from .monitor import Console
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _EPILOG = f"""

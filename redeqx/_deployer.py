@@ -14,22 +14,15 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ._arguments import check_count, check_folder, check_function, check_model, check_model_function
-from ._cluster import start
-from ._console import Console, Tracker
-from ._data import n_slices
-from ._devices import as_shapes, dry
-from ._interrupts import HANG, Preemption, Watch
-from ._jaxprs import Trace
-from ._meeting import START
-from ._mesh import make_mesh, n_batch_shards
-from ._paths import is_array_like, named_leaves
-from ._peers import HEARTBEAT, Peers
-from ._plan import Overrides, Plan, make_plan, mark_read
-from ._replicas import agree_on_program
-from ._rows import BatchSize
-from ._step import Parts, as_sums
-from ._user_code import Plainly, explained
+from ._tree import is_array_like, named_leaves
+from .data import BatchSize, n_slices
+from .distributed import HANG, HEARTBEAT, START, Peers, Preemption, Watch, agree_on_program, start
+from .errors import Plainly, check_count, check_folder, check_function, check_model, check_model_function, explained
+from .machine import as_shapes, dry, make_mesh, n_batch_shards
+from .monitor import Console, Tracker
+from .partition import Overrides, Plan, make_plan, mark_read
+from .tracing import Trace
+from .training import Parts, as_sums
 
 
 class Deployer:

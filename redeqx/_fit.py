@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ._arguments import as_metrics, check_count, check_function, check_predictor, check_readable_again
-from ._console import Progress
-from ._data import (
+from .checkpoint import RECORD
+from .data import (
+    BatchSize,
     Slice,
     check_examples,
     collated_shapes,
@@ -26,13 +26,19 @@ from ._data import (
     size_of,
     slices,
 )
-from ._job import Job
-from ._record import RECORD
-from ._rows import BatchSize
-from ._untrusted import DamagedError, brief, damaged, is_size
-
-if TYPE_CHECKING:
-    from ._trainer import Trainer
+from .errors import (
+    DamagedError,
+    as_metrics,
+    brief,
+    check_count,
+    check_function,
+    check_predictor,
+    check_readable_again,
+    damaged,
+    is_size,
+)
+from .monitor import Progress
+from .training import Job
 
 
 @dataclass(frozen=True)
@@ -236,7 +242,7 @@ class DamagedCheckpoint(DamagedError):
 class Fit:
     """One fit of a trainer, under way."""
 
-    trainer: "Trainer"
+    trainer: Any
     options: Options
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest evaluation
     warned: set[Path] = field(default_factory=set)  # of damaged checkpoints
@@ -296,7 +302,7 @@ class Fit:
             job = replace(job, files=trainer._files(options))
         return job
 
-    def _job(self, trainer: "Trainer", step: Slice, examples: list[Any]) -> Job:
+    def _job(self, trainer: Any, step: Slice, examples: list[Any]) -> Job:
         """The job of this fit's trainer, or of one whose model has fewer blocks."""
         options = self.options
         job = trainer._job(step, self.size)

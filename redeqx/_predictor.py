@@ -10,17 +10,13 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ._arguments import check_examples_kind, check_function, check_model, check_model_function
-from ._data import collate, read, size_of
 from ._deployer import Deployer
-from ._mesh import n_batch_shards, put, replicated, split_rows
-from ._paths import is_array_like
-from ._plan import Plan, place
-from ._prefetch import Prefetch
-from ._program import Program, placed, placed_shapes
-from ._rows import BatchSize, Group, pad_rows, place_rows, rows_here
-from ._step import Parts, make_predict_step
-from ._user_code import explained, plainly
+from ._tree import is_array_like
+from .data import BatchSize, Group, Prefetch, collate, pad_rows, place_rows, read, rows_here, size_of
+from .errors import check_examples_kind, check_function, check_model, check_model_function, explained, plainly
+from .machine import n_batch_shards, put, replicated, split_rows
+from .partition import Plan, place
+from .training import Parts, Program, make_predict_step, placed, placed_shapes
 
 
 class Predictor:

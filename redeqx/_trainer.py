@@ -1,7 +1,7 @@
 """The Trainer: a model, an optimizer and a loss; one update after another, on any mesh.
 
 It holds the state of training and takes single passes over examples. A whole run, with its epochs, evaluations,
-checkpoints and resumption, is `_fit`.
+checkpoints and resumption, is `training`.
 """
 
 import copy
@@ -21,33 +21,42 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ._arguments import check_alive, check_count, check_function, check_model, check_model_function, check_optimizer
-from ._checkpoint import Checkpoints
-from ._console import Progress
-from ._data import Batch, Slice, batches, check_examples, collated_shapes, size_of, slices
 from ._deployer import Deployer
-from ._devices import as_shapes, describe, dry, of_devices
-from ._dry_run import DryRunDone, dry_run
 from ._fit import DamagedCheckpoint, Fit, Options, Position, Standing, check_record
-from ._jaxprs import Change, Trace
-from ._job import Job, Setting
-from ._mesh import FSDP, MODEL
-from ._nonfinite import why_nonfinite
-from ._paths import map_named, named_leaves
-from ._peers import Peers
-from ._plan import Plan, mark_read
 from ._predictor import Predictor
-from ._prefetch import Prefetch
-from ._program import Program, make_program, shard_bytes
-from ._replicas import agree_on_program, agree_on_values
-from ._report import DryRun
-from ._rows import BatchSize
-from ._safetensors import array_leaves, file_size
-from ._step import Functions, Parts, as_sums
-from ._train_state import TrainState
-from ._untrusted import DamagedError
-from ._user_code import explained, plainly
-from ._work import checked as checked_work
+from ._tree import map_named, named_leaves
+from .checkpoint import Checkpoints, array_leaves, file_size
+from .compiled import checked as checked_work
+from .data import Batch, BatchSize, Prefetch, Slice, batches, check_examples, collated_shapes, size_of, slices
+from .distributed import Peers, agree_on_program, agree_on_values
+from .dry_run import DryRun, DryRunDone, dry_run
+from .errors import (
+    DamagedError,
+    check_alive,
+    check_count,
+    check_function,
+    check_model,
+    check_model_function,
+    check_optimizer,
+    explained,
+    plainly,
+)
+from .machine import FSDP, MODEL, as_shapes, describe, dry, of_devices
+from .monitor import Progress
+from .partition import Plan, mark_read
+from .tracing import Change, Trace
+from .training import (
+    Functions,
+    Job,
+    Parts,
+    Program,
+    Setting,
+    TrainState,
+    as_sums,
+    make_program,
+    shard_bytes,
+    why_nonfinite,
+)
 
 _FEW = 2**10  # numbers in a leaf of an optimizer's state that is no parameter's
 # Metrics are read this many steps late, so that the device always has a step queued while the host reads.

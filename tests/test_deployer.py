@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redeqx
-from redeqx._paths import named_leaves
+from redeqx._tree import named_leaves
 
 
 def deployer(**kwargs):

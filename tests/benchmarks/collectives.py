@@ -4,7 +4,7 @@
 
 For each model and mesh, the compiled step of `Trainer` and that of a plain jitted step with Megatron's specs (and, for
 FSDP, each weight gathered by hand where it is used): how many arrays each kind of collective moves in a step, over which
-mesh axes, and how many bytes one device sends for them in a ring (`redeqx._hlo`). Arrays that the compiler sends together
+mesh axes, and how many bytes one device sends for them in a ring. Arrays that the compiler sends together
 count one by one; those of at most 64 bytes (the loss, norms) are left out. Where the fsdp axis splits weights, it also
 lists for each weight the gathers of the forward and of the backward pass and the reductions of its gradient, and
 whatever moves activations over the axes that split the batch.
@@ -39,8 +39,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import redeqx
-from redeqx import _hlo
-from redeqx._paths import map_named, named_leaves
+from redeqx._tree import map_named, named_leaves
+from redeqx.compiled import _hlo
 from redeqx.models.gpt2 import GPT2, GPT2Config
 
 MESHES = {

@@ -3,7 +3,7 @@
     python tests/benchmarks/plans.py [STRUCTURE ...] [--meshes MESH ...]        # 8 simulated devices
 
 For each structure of `_structures.py` and each family's tiny model, on each mesh (the families at (data=4, model=2) for the
-first), in kB: what one device sends in a compiled step of `Trainer` (in a ring, `redeqx._hlo`) over the model axis, and over
+first), in kB: what one device sends in a compiled step of `Trainer` (in a ring) over the model axis, and over
 the axes that split the batch; and what it holds, arguments and temporaries. Over the batch's axes, `needed` is each weight
 that the fsdp axis splits gathered twice and each gradient summed once (by an all-reduce: CPU's compiler forms no
 reduce-scatter), `strays` what is no weight; `gathers` forward + backward and `sums` are of one weight, at most.
@@ -14,7 +14,7 @@ With jax 0.10.2, over the model axis, on both meshes that have one:
   1.005 of it in one (`separable_cnn`, whose head is split too).
 - It never sends more than the walk where that splits the same leaves, and less where the walk's guess is wrong: 0.62 of it
   for the UNet, 0.60 for ViT, 0.58 for OPT-350m, 0.88 for the VAE; what the walk does not know it leaves whole.
-- Equal parts of a split dim change places between the shards (`redeqx._exchange`): `fused_glu` sends 721 kB where a gate and
+- Equal parts of a split dim change places between the shards: `fused_glu` sends 721 kB where a gate and
   an up of their own send 197, `fused_qkv` 786 where heads that come first send 590; left to XLA 1245 and 1065. No other
   split sends less and holds less: `both` whole sends 2032, as a row 3801. To exchange the weight's parts instead would send
   less (295) where a shard of the batch has more tokens than the layer has inputs, and more where it has fewer.
@@ -51,15 +51,16 @@ from _structures import STRUCTURES, batched
 from jax.sharding import NamedSharding
 
 import redeqx
-from redeqx import _hlo, _plan
-from redeqx._dataflow import order
-from redeqx._jaxprs import Trace
-from redeqx._mesh import BATCH_AXES
-from redeqx._plan import Plan
-from redeqx._rules import Split
+from redeqx.compiled import _hlo
+from redeqx.machine._mesh import BATCH_AXES
+from redeqx.partition import _plan
+from redeqx.partition._dataflow import order
+from redeqx.partition._plan import Plan
+from redeqx.partition._rules import Split
+from redeqx.tracing._jaxprs import Trace
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.families._case import collect
+from tests.models.families._case import collect
 
 MESHES = {  # n_model_shards, n_fsdp_shards; the families' tiny models, whose sizes divide over two, have two for four
     "data=2, model=4": (4, 1),

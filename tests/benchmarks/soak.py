@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from redeqx._checkpoint import Checkpoints
-from redeqx._launch import _free_port
-from redeqx._safetensors import TensorFile
+from redeqx.checkpoint._manager import Checkpoints
+from redeqx.checkpoint._safetensors import TensorFile
+from redeqx.distributed._launch import _free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "training.py"

@@ -38,7 +38,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
-from redeqx._paths import map_named
+from redeqx._tree import map_named
 from redeqx.models.gpt2 import GPT2, GPT2Config
 
 MODEL_SHARDS = {1: 1, 8: 2}  # by number of devices

@@ -15,7 +15,7 @@ import redeqx
 from examples.meta_learning.main import AFTER, Args, Learner, loss_fn, main, metric_fn, pred_fn
 from examples.meta_learning.pictures import interval
 from examples.meta_learning.tasks import SIZE, Sinusoids, convolve, filled, omniglot
-from redeqx._paths import named_leaves
+from redeqx._tree import named_leaves
 
 from ._run import refusal, run_example
 

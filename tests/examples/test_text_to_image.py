@@ -18,7 +18,7 @@ from examples._texts import learn_tokenizer
 from examples.text_to_image.captioned import captioned_digits, captioned_folder, judge_digits, whole_batches
 from examples.text_to_image.main import Args, loss_fn, main, vae_loss_fn
 from examples.text_to_image.pipeline import Pipeline, encode_captions, without_words
-from redeqx._paths import is_array_like, named_leaves
+from redeqx._tree import is_array_like, named_leaves
 from redeqx.models import save_pretrained
 from redeqx.models.clip import CLIPText, CLIPTextConfig
 from redeqx.models.schedulers import DDIM

@@ -26,9 +26,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from redeqx import _cluster, _peers
-from redeqx._checkpoint import Checkpoints
-from redeqx._mesh import make_mesh, put
+from redeqx.checkpoint._manager import Checkpoints
+from redeqx.distributed import _cluster, _peers
+from redeqx.machine._mesh import make_mesh, put
 
 warnings.filterwarnings("ignore", message="os.fork")
 LIMIT = 20.0

@@ -1,0 +1,15 @@
+"""Checkpoints: folders of safetensors files, written so that a crash leaves the old one or the new one.
+
+Owns the format, the manifest, the writing by one or many processes, the reading of slices, and the lock of a folder. Knows
+nothing of steps, losses or optimizers. Open `_manager.py` first.
+"""
+
+from ._manager import Checkpoints as Checkpoints
+from ._manifest import RECORD as RECORD
+from ._reader import INDEX as INDEX, Source as Source
+from ._safetensors import (
+    array_leaves as array_leaves,
+    file_size as file_size,
+    to_host as to_host,
+    write_tensors as write_tensors,
+)

@@ -1,0 +1,206 @@
+"""One run at a time writes into a folder: a file beside it says which process does.
+
+    workdir/ckpts.lock        {"host": "a", "pid": 71, "started": "1712", "machine": "...", "since": "2026-01-31 12:00:00"}
+
+The file is created only where there is none. Its owner touches it every few seconds, and deletes it at the end. One that an
+ended process has left is taken over: at once on the same machine, where processes can be looked up; else once it has not
+been touched for `STALE` seconds by this host's own clock, so that clocks need not agree. NFS knows all three operations. An
+owner that was frozen for longer finds its file taken, and writes no more.
+
+Where the file system refuses the file, there is no lock: whatever is wrong with it shows when a checkpoint is written.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import brief_name
+
+BEAT = 5.0  # seconds between two touches
+STALE = 30.0  # seconds without one, after which an owner on another machine counts as gone
+GRACE = 2.0  # seconds in which an owner on this machine may still be ending
+_MOST = 4096  # bytes of a lock that are read
+_MOST_TRIES = 5
+
+
+class LockedError(ValueError):
+    """Another run writes into the folder."""
+
+
+class Lock:
+    """A folder of checkpoints that this process writes into, until `release`, or the end of the process."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None] = lambda text: None):
+        """Raises LockedError where another process that is alive holds it; may wait for `STALE` seconds, and says so."""
+        self.path = folder.with_name(f"{folder.name}.lock")
+        self._folder, self._say = folder, say
+        self._me = _this_process()
+        self._fd: int | None = None  # -1 where the file system refuses the file
+        self._finalizer: Callable[[], Any] | None = None
+        ended = threading.Event()
+        for _ in range(_MOST_TRIES):
+            try:
+                self._fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+                break
+            except FileExistsError:
+                self._take_over()
+            except OSError:
+                self._fd = -1
+                return
+        else:
+            found = _read(self.path)
+            raise self._refusal({} if found is None else found[0])
+        os.write(self._fd, json.dumps(self._me).encode())
+        threading.Thread(target=_beat, args=(self._fd, ended), name="redeqx-lock", daemon=True).start()
+        self._finalizer = weakref.finalize(self, _release, self.path, self._fd, self._me, ended)
+
+    def release(self) -> None:
+        """Let others write into the folder."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def check(self) -> None:
+        """Raise OSError where another run has taken the folder over, as this process was frozen for long."""
+        owner = None if self._fd == -1 else _read(self.path)
+        if owner is not None and owner[0] != self._me:
+            why = f"expected a folder that is this run's own, got one that {_name(owner[0])} has taken over since. Leave it"
+            raise OSError(errno.EBUSY, why, str(self._folder))
+
+    def _refusal(self, owner: dict[str, Any]) -> LockedError:
+        return LockedError(
+            f"`workdir`: expected a folder that no other run writes into, got {self._folder}, which {_name(owner)} does. "
+            f"Wait for its end, or choose another workdir; if it is gone, delete {self.path}."
+        )
+
+    def _take_over(self) -> None:
+        """Remove the lock of a process that has ended. Raises LockedError for one that has not."""
+        found = _read(self.path)
+        if found is None:
+            return
+        owner, touched = found
+        if owner.get("machine") == self._me["machine"]:
+            until = time.monotonic() + GRACE
+            while _is_alive(owner) and not _is_same(owner, self._me):
+                if time.monotonic() > until:
+                    raise self._refusal(owner)
+                time.sleep(0.1)
+                if _read(self.path) is None:
+                    return
+        else:
+            self._say(f"{self._folder}: {_name(owner)} wrote here; waiting up to {STALE:g} s to see whether it still does")
+            until = time.monotonic() + STALE
+            while time.monotonic() < until:
+                time.sleep(min(0.5, STALE / 10))
+                if (now := _read(self.path)) is None:
+                    return
+                if now != (owner, touched):
+                    raise self._refusal(now[0])
+        # Moved first: of several that take it over only one moves it. Whoever moved a newer one puts it back.
+        aside = self.path.with_name(f"{self.path.name}.{self._me['pid']}.{time.time_ns()}")
+        with contextlib.suppress(OSError):
+            os.rename(self.path, aside)
+            if _read(aside) not in (None, found):
+                with contextlib.suppress(OSError):
+                    os.link(aside, self.path)
+            os.unlink(aside)
+
+
+def _name(owner: dict[str, Any]) -> str:
+    """Who that is, for a message."""
+    said = {name: brief_name(str(owner.get(name, "unknown"))) for name in ("pid", "host", "since")}
+    return f"process {said['pid']} on {said['host']} (since {said['since']} UTC)"
+
+
+def _release(path: Path, fd: int, me: dict[str, Any], ended: threading.Event) -> None:
+    ended.set()
+    if _is_same(_this_process(), me):  # not in a forked child
+        owner = _read(path)
+        with contextlib.suppress(OSError):
+            if owner is not None and owner[0] == me:
+                os.unlink(path)
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def _beat(fd: int, ended: threading.Event) -> None:
+    while not ended.wait(BEAT):
+        with contextlib.suppress(OSError):
+            os.utime(fd)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], int] | None:
+    """What a lock says, and when it was touched by the file server's clock; None where there is none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opened each time: NFS then asks its server
+    except OSError:
+        return None
+    touched, owner = 0, {}
+    try:
+        touched = os.fstat(fd).st_mtime_ns
+        owner = json.loads(os.read(fd, _MOST))  # of one that is just made: nothing yet
+    except (OSError, ValueError, RecursionError):
+        pass
+    finally:
+        os.close(fd)
+    return (owner if isinstance(owner, dict) else {}), touched
+
+
+def _this_process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "pid": pid,
+        "started": _started(pid),
+        "machine": _machine(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+    }
+
+
+def _machine() -> str:
+    """What tells whether two processes can look each other up: the same boot of a machine, and not in two containers."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, in the kernel's ticks, by which a later one of its number is told apart; None where it has
+    ended. Empty where there is no telling."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else ""
+    except OSError:
+        return ""
+    return None if fields[0] in "ZX" else fields[19]  # a zombie has ended
+
+
+def _is_alive(owner: dict[str, Any]) -> bool:
+    pid = owner.get("pid")
+    if type(pid) is not int or pid <= 0:
+        return False
+    started = _started(pid)
+    if started:
+        return started == owner.get("started")
+    if started is None:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _is_same(owner: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(owner.get(name) == other[name] for name in ("pid", "started", "machine"))

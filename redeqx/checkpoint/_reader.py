@@ -1,0 +1,206 @@
+"""Where tensors are read from: a safetensors file, or several with an index of which tensor is in which.
+
+Owns the index, in the format of Hugging Face's folders, and how the leaves of a PyTree come from there onto any mesh. One
+file is `_safetensors`; what a folder of another library calls its tensors is `redeqx.models`'.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import PyTree
+
+from .._tree import MOST_LISTED, is_array_like, is_key, listed, map_named, nearest
+from ..errors import brief, brief_name, is_plain, load_json
+from ._safetensors import TensorFile, array_leaves, is_float, stored
+
+INDEX = ".safetensors.index.json"
+
+
+class Source:
+    """The tensors of one file or of several, by name."""
+
+    def __init__(self, path: Path):
+        """**Arguments:**
+
+        - `path`: of a safetensors file, or of the index (`*.safetensors.index.json`) of several beside it.
+
+        Raises ValueError where a file is none, or not what the index says.
+        """
+        self.path = path
+        self.files: list[TensorFile] = []
+        self._where: dict[str, TensorFile] = {}
+        if path.name.endswith(INDEX):
+            self._open_shards()
+        else:
+            file = TensorFile(path)
+            self.files = [file]
+            self._where = dict.fromkeys(file.names, file)
+
+    @classmethod
+    def find(cls, folder: Path, stem: str) -> "Source":
+        """The tensors of a folder, `stem.safetensors` or, without it, what its index names, as `transformers` reads them.
+
+        Raises ValueError where there are none.
+        """
+        single, index = folder / f"{stem}.safetensors", folder / f"{stem}{INDEX}"
+        if single.is_file():
+            return cls(single)
+        if index.is_file():
+            return cls(index)
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5"))
+        found = ", ".join(pickles) if pickles else "none"
+        remedy = (
+            "Convert it with its own library (`save_pretrained` writes safetensors): pickled weights can run any code, "
+            "and are never read here."
+            if pickles
+            else "Pass the folder that holds the weights."
+        )
+        raise ValueError(f"`{single}`: expected safetensors, or `{index.name}` beside their shards, got {found}. {remedy}")
+
+    def _open_shards(self) -> None:
+        index = self.path
+        try:
+            pairs = list(load_json(index)["weight_map"].items())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            got = f"{type(error).__name__}: {error}"  # no `repr`: that of a UnicodeError holds the whole file
+            raise ValueError(f"`{index}`: expected JSON with a `weight_map`, got {got}. Fetch the index again.") from error
+        files: dict[str, TensorFile] = {}
+        for name, shard in pairs:
+            # The name alone must be plain: the file may well be a link, as it is in the cache of the Hub.
+            if not is_plain(shard):
+                raise ValueError(
+                    f"`{index}`: `{brief_name(name)}`: expected a file of this folder, got {brief(shard)}, which points "
+                    "outside or is no name. Do not load a folder that you do not trust."
+                )
+            path = index.with_name(shard)
+            if shard not in files:
+                if not path.is_file():
+                    raise ValueError(f"`{path}`: expected the shard that `{index.name}` names, got none. Fetch it again.")
+                files[shard] = TensorFile(path)
+            if name not in files[shard]:
+                raise ValueError(
+                    f"`{path}`: expected the tensor `{brief_name(name)}`, as `{index.name}` says, got none. "
+                    "Fetch the folder again."
+                )
+            self._where[name] = files[shard]
+        self.files = list(files.values())
+
+    def names(self) -> Iterable[str]:
+        """The tensors' names."""
+        return self._where
+
+    def paths(self) -> Iterable[Path]:
+        """The files that hold them."""
+        return dict.fromkeys(file.path for file in self._where.values())
+
+    def file(self, name: str) -> TensorFile:
+        """The file that a tensor is in."""
+        return self._where[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def view(self, name: str) -> np.ndarray:
+        """A tensor as a view of its file: what is indexed is read, and no more."""
+        return self._where[name].view(name)
+
+    def read(self, name: str, index: Any = ...) -> np.ndarray:
+        """A tensor, or what `index` (as for `numpy.ndarray`) selects from it, as a copy; nothing else is read."""
+        return self._where[name].read(name, index)
+
+
+def check_tree(source: Source, template: PyTree, what: str = "model") -> None:
+    """Raise ValueError where a source's tensors are not the template's arrays, as `load_tree` does; no tensor is read."""
+    lines = _mismatches(source, array_leaves(template))
+    if lines:
+        differing = "\n  - ".join(listed(lines))
+        raise ValueError(
+            f"`{source.path}`: expected the tensors of this {what}, got {len(lines)} that differ:\n  - {differing}\n"
+            f"Build the {what} that was saved, or load the checkpoint of this one."
+        )
+
+
+def _mismatches(source: Source, wanted: Mapping[str, Any]) -> list[str]:
+    """What keeps a source's tensors from being the wanted leaves, one line for each."""
+    there = {name: source.view(name) for name in source.names()}
+    missing = [name for name in wanted if name not in there]
+    extra = [name for name in there if name not in wanted]
+    shown = [brief_name(name) for name in extra]
+    lines = []
+
+    def hint(name: str, others: Sequence[str]) -> str:
+        # Of thousands that differ only the first are looked for: it takes long, and no more are shown.
+        return nearest(name, others) if len(lines) < MOST_LISTED else ""
+
+    for name in missing:
+        shape, dtype = stored(wanted[name])
+        lines.append(f"`{name}`: expected {dtype} {shape}, got none.{hint(name, shown)}")
+    for name, label in zip(extra, shown, strict=True):
+        found = there[name]
+        lines.append(f"`{label}`: expected no tensor of this name, got {found.dtype} {found.shape}.{hint(label, missing)}")
+    for name, leaf in wanted.items():
+        if name in there:
+            (shape, dtype), found = stored(leaf), there[name]
+            if shape != found.shape or (dtype != found.dtype and not (is_float(dtype) and is_float(found.dtype))):
+                lines.append(f"`{name}`: expected {dtype} {shape}, got {found.dtype} {found.shape}.")
+    return lines
+
+
+def load_tree(
+    path: Path,
+    template: PyTree,
+    shardings: Callable[[str], Sharding] | None = None,
+    what: str = "model",
+    verify: Callable[[TensorFile, str], None] | None = None,
+) -> PyTree:
+    """The template with its arrays read from safetensors; each device reads only its own slices.
+
+    **Arguments:**
+
+    - `path`: as for `Source`.
+    - `template`: a PyTree whose array leaves give names, shapes and dtypes: JAX arrays, typed PRNG keys,
+        `jax.ShapeDtypeStruct`s, or numpy arrays, which stay numpy arrays. A floating tensor is cast to the template's
+        floating dtype. Leaves that are no arrays are handed on as they are.
+    - `shardings`: from a leaf's name to its sharding; by default the leaf's own, if it has one.
+    - `what`: what errors call the template.
+    - `verify`: called with each tensor's file and name, just before the tensor is read.
+
+    Raises ValueError that names the tensors that are missing, extra, of another shape or of another kind of dtype.
+    """
+    source = Source(path)
+    check_tree(source, template, what)
+
+    def restore(name: str, leaf: Any) -> Any:
+        if not is_array_like(leaf):
+            return leaf
+        if verify is not None:
+            verify(source.file(name), name)
+        shape, dtype = stored(leaf)
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return source.read(name).astype(dtype, copy=False)
+        sharding = leaf.sharding if shardings is None else shardings(name)
+        if sharding is None:
+            array = jnp.asarray(source.read(name).astype(dtype, copy=False))
+        else:
+            slices: dict[str, np.ndarray] = {}  # of this tensor: several devices may hold the same
+
+            def read(index: Any) -> np.ndarray:
+                if (key := str(index)) not in slices:
+                    slices[key] = source.read(name, index).astype(dtype, copy=False)
+                return slices[key]
+
+            # A key's sharding serves its data too: the one dim that data have more comes last, and is whole.
+            array = jax.make_array_from_callback(shape, sharding, read)
+        if array.dtype != dtype:
+            raise ValueError(f"`{name}`: expected {dtype}, got {array.dtype} from JAX. Set `jax_enable_x64` to load it.")
+        if is_key(leaf):
+            # `key_impl` wants an array, where the template may hold only a shape.
+            return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty((), leaf.dtype)))
+        return array
+
+    return map_named(restore, template)

@@ -1,0 +1,392 @@
+"""safetensors files: arrays by name in, slices of arrays out.
+
+Owns one file: its layout, writers and reader. How a PyTree's leaves come back onto a mesh is `_reader`; folders of files,
+and what becomes of them in a crash, are `_manager`.
+
+The writers are our own because `safetensors.numpy.save_file` (0.8) writes arrays that are not C-contiguous in the wrong
+order, without an error, holds the whole file in memory and never fsyncs. These know every offset before the first byte:
+they hold one tensor at a time, and each process of several writes its own shards in place.
+"""
+
+import json
+import math
+import os
+import struct
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .._tree import is_array_like, is_key, named_leaves, nearest
+from ..errors import brief, brief_name, damaged, is_size, parse_json
+from ._crc32 import Crc32, crc32_of
+from ._shards import Block, own_blocks
+
+# Every dtype that safetensors can name and numpy can hold, but the packed ones of 4 and 6 bits.
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype("<u1"),
+    "I8": np.dtype("<i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(jnp.bfloat16),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(jnp.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(jnp.float8_e5m2fnuz),
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+CHUNK = 2**24  # bytes written at once: casts and checksums need that much more memory, whatever the tensor's size
+_LARGE = 2**20  # bytes worth another thread
+_WRITERS = 3  # two that write and one that flushes: more write no faster
+_MAX_HEADER = 10**8  # bytes; the limit of the safetensors library
+_MAX_DIMS = 64  # numpy's limit
+
+
+# --- leaves ---------------------------------------------------------------------------------------------------------
+
+
+def is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def stored(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of a leaf as a file holds it."""
+    if is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return tuple(leaf.shape), leaf.dtype
+
+
+def array_leaves(tree: PyTree) -> dict[str, Any]:
+    """The leaves that a file holds, by name; the others are structure."""
+    return {name: leaf for name, leaf in named_leaves(tree).items() if is_array_like(leaf)}
+
+
+def to_host(leaf: Any) -> np.ndarray:
+    """The whole leaf in this process's memory, C-contiguous; of a JAX array, one whose shards are all here."""
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf, order="C")
+    (block,) = own_blocks({"": leaf})[""]
+    return block.values()
+
+
+# --- one file -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What one tensor is, and where: bytes `[start, stop)`, counted from the end of the header."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def _layout(
+    leaves: Mapping[str, Any], float_dtype: Any, metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, _Tensor], int]:
+    """The header, the tensors in the file's order, and the file's size, from shapes and dtypes alone: every process that
+    asks gets the same answer."""
+    if float_dtype is not None and not is_float(np.dtype(float_dtype)):
+        raise ValueError(f"`float_dtype`: expected a floating dtype, got {np.dtype(float_dtype)}. Pass None to cast none.")
+    specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+    for name, leaf in leaves.items():
+        if name == "__metadata__":
+            raise ValueError("`__metadata__`: expected another name, got the one that safetensors keeps. Rename it.")
+        shape, dtype = stored(leaf)
+        dtype = np.dtype(float_dtype if float_dtype is not None and is_float(dtype) else dtype)
+        if dtype not in _CODES:
+            known = ", ".join(map(str, _CODES))
+            raise TypeError(f"`{name}`: expected a dtype that safetensors has ({known}), got {dtype}. Cast it first.")
+        specs[name] = dtype, shape
+    tensors: dict[str, _Tensor] = {}
+    stop = 0
+    # The widest first, so that each tensor is aligned to its items: safetensors allows no gap between two.
+    for name, (dtype, shape) in sorted(specs.items(), key=lambda item: -item[1][0].itemsize):
+        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
+        tensors[name] = _Tensor(dtype, shape, start, stop)
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    fields |= {
+        name: {"dtype": _CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [tensor.start, tensor.stop]}
+        for name, tensor in tensors.items()
+    }
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, tensors, 8 + len(text) + stop
+
+
+def _chunks(flat: np.ndarray, dtype: np.dtype) -> Iterator[memoryview]:
+    """The bytes of an array of one dim, cast to a dtype, a piece at a time."""
+    n = CHUNK // dtype.itemsize
+    for start in range(0, flat.size, n):
+        yield flat[start : start + n].astype(dtype, copy=False).view(np.uint8).data
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _flush(fd: int) -> None:
+    getattr(os, "fdatasync", os.fsync)(fd)  # macOS has no fdatasync
+
+
+def need_arrays(leaves: Mapping[str, Any]) -> None:
+    """Raise TypeError for a leaf that is a shape alone."""
+    for name, leaf in leaves.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(f"`{name}`: expected an array, got only its shape {leaf}. Create the arrays, then save.")
+
+
+def file_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
+    """Bytes of the file that `write_tensors` would write; raises what it would raise for their dtypes. Shapes will do."""
+    return _layout(leaves, float_dtype)[2]
+
+
+def tensors_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
+    """Bytes of its tensors alone."""
+    header, _, size = _layout(leaves, float_dtype)
+    return size - len(header)
+
+
+class Writer:
+    """A safetensors file under way, written in place by one process or by several, each its own blocks.
+
+    `create` and `finish` are one process's, before and after all others `write`.
+
+    **Arguments:**
+
+    - `leaves`, `float_dtype`: as for `write_tensors`; of the leaves, shapes and dtypes are looked at.
+    """
+
+    def __init__(self, leaves: Mapping[str, Any], float_dtype: Any = None):
+        self._header, self._tensors, self.size = _layout(leaves, float_dtype)
+
+    def create(self, path: Path) -> None:
+        """Make the file, in its full size."""
+        fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
+        try:
+            if hasattr(os, "posix_fallocate"):  # macOS has none
+                os.posix_fallocate(fd, 0, self.size)  # a full disk says so here, before any work
+        finally:
+            os.close(fd)
+
+    def write(self, path: Path, blocks: Mapping[str, Sequence[Block]]) -> int:
+        """Write blocks by the tensors' names, and fsync; returns what they contribute to the file's crc32."""
+        contribution = 0
+        fd = os.open(path, os.O_WRONLY)
+        try:
+            # The system copies, and the disk writes, while the next bytes are put together and summed up here.
+            with ThreadPoolExecutor(_WRITERS, "redeqx-write") as pool:
+                flush = pool.submit(_flush, fd)
+                for name, tensor in self._tensors.items():
+                    for block in blocks.get(name, ()):
+                        contribution ^= self._write_block(fd, tensor, block, pool)
+                        if flush.done():
+                            flush.result()
+                            flush = pool.submit(_flush, fd)
+                flush.result()
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return contribution
+
+    def _write_block(self, fd: int, tensor: _Tensor, block: Block, pool: ThreadPoolExecutor) -> int:
+        crc32, begin = Crc32(), len(self._header) + tensor.start
+        flat = block.values().reshape(-1)
+        written: deque[Future[None]] = deque()
+        for place, at, n in block.runs(tensor.shape):
+            offset = begin + place * tensor.dtype.itemsize
+            for chunk in _chunks(flat[at : at + n], tensor.dtype):
+                if len(chunk) >= _LARGE:
+                    if len(written) == _WRITERS - 1:  # a cast chunk is a copy: on a slow disk a whole tensor would queue up
+                        written.popleft().result()
+                    written.append(pool.submit(_pwrite, fd, chunk, offset))
+                else:
+                    _pwrite(fd, chunk, offset)
+                crc32.add(chunk, offset)
+                offset += len(chunk)
+        for future in written:
+            future.result()
+        return crc32.contribution(self.size)
+
+    def finish(self, path: Path, contributions: Sequence[int]) -> dict[str, int]:
+        """Write the header, and fsync; returns the file's `{"size": bytes, "crc32": checksum}`.
+
+        **Arguments:**
+
+        - `contributions`: what each process's `write` returned.
+        """
+        crc32 = Crc32()
+        crc32.add(self._header, 0)
+        fd = os.open(path, os.O_WRONLY)
+        try:
+            _pwrite(fd, memoryview(self._header)[8:], 8)
+            # The header's length comes last: until then the file says that its header is empty, and no reader takes it.
+            _pwrite(fd, memoryview(self._header)[:8], 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return {"size": self.size, "crc32": crc32_of([crc32.contribution(self.size), *contributions], self.size)}
+
+
+def write_tensors(
+    path: Path, leaves: Mapping[str, Any], float_dtype: Any = None, metadata: Mapping[str, str] | None = None
+) -> dict[str, int]:
+    """Writes arrays by name as one safetensors file, and returns its `{"size": bytes, "crc32": checksum}`.
+
+    From the first byte to the last, so that any file system will do. The host holds one whole tensor at a time. The file is
+    fsynced but not put in place atomically: that is what `Checkpoints.save` does.
+
+    **Arguments:**
+
+    - `leaves`: JAX arrays (however sharded), numpy arrays, typed PRNG keys, which are stored as their key data, or
+        anything with `shape`, `dtype` and `__array__`, which is asked for its values when its turn comes.
+    - `float_dtype`: the dtype to which floating leaves are cast; others are never cast.
+    - `metadata`: texts for the header's `__metadata__`.
+
+    Raises TypeError for a leaf whose dtype safetensors cannot store, OSError where the disk is full.
+    """
+    need_arrays(leaves)
+    header, tensors, size = _layout(leaves, float_dtype, metadata)
+    crc32 = zlib.crc32(header)
+    with open(path, "wb") as file:
+        file.write(header)
+        for name, tensor in tensors.items():
+            for chunk in _chunks(to_host(leaves[name]).reshape(-1), tensor.dtype):
+                file.write(chunk)
+                crc32 = zlib.crc32(chunk, crc32)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": size, "crc32": crc32}
+
+
+def _parse(path: Path, name: str, field: Any) -> _Tensor:
+    name = brief_name(name)
+    match field:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]}:
+            pass
+        case _:
+            raise damaged(path, f"`{name}` to have dtype, shape and data_offsets", brief(field))
+    if code not in DTYPES:
+        raise damaged(path, f"`{name}` to be one of {', '.join(DTYPES)}", brief_name(code))
+    if not (is_size(start) and is_size(stop) and start <= stop):
+        raise damaged(path, f"`{name}` to have data_offsets of two places, in order", brief([start, stop]))
+    if not all(map(is_size, shape)):
+        raise damaged(path, f"`{name}` to have a shape of sizes", brief(shape))
+    # Without the zeros: numpy multiplies so, and takes no shape for which that overflows. No product of more dims than it
+    # has is worked out: a header has room for millions of them.
+    n_bytes = math.prod(size for size in shape[:_MAX_DIMS] if size) * DTYPES[code].itemsize
+    if len(shape) > _MAX_DIMS or not is_size(n_bytes):
+        raise damaged(path, f"`{name}` to have a shape that an array can have", f"{code} {brief(shape)}")
+    n_bytes = 0 if 0 in shape else n_bytes
+    if stop - start != n_bytes:
+        raise damaged(path, f"`{name}` to take {n_bytes} bytes, as {code} {brief(shape)} does", f"{stop - start}")
+    return _Tensor(DTYPES[code], tuple(shape), start, stop)
+
+
+class TensorFile:
+    """A safetensors file, its header read and checked, whose tensors are read slice by slice."""
+
+    def __init__(self, path: Path):
+        """**Arguments:**
+
+        - `path`: any safetensors file, also another library's.
+
+        Raises ValueError where the header is no safetensors header, or disagrees with itself or with the file's size.
+        """
+        self.path = path
+        size = path.stat().st_size
+        if size < 8:
+            raise damaged(path, "at least the 8 bytes of a header's length", f"{size} bytes")
+        with open(path, "rb") as file:  # not mapped: a disk that fails then ends the process without an exception
+            (length,) = struct.unpack("<Q", file.read(8))
+            if not 2 <= length <= min(size - 8, _MAX_HEADER):
+                raise damaged(path, f"a header of 2 to {min(size - 8, _MAX_HEADER)} bytes", f"a length of {length}")
+            header = file.read(length)
+        try:
+            fields = parse_json(header)
+        except ValueError as error:
+            raise damaged(path, "a header of JSON", str(error)) from error
+        if not isinstance(fields, dict):
+            raise damaged(path, "a header that is a JSON object", f"a {type(fields).__name__}")
+        match metadata := fields.pop("__metadata__", {}):
+            case dict() if all(isinstance(text, str) for text in metadata.values()):
+                pass
+            case _:
+                raise damaged(path, "a `__metadata__` of texts", brief(metadata))
+        self.begin = 8 + length  # of the tensors' bytes
+        self._data = np.memmap(path, dtype=np.uint8, mode="r")[self.begin :]
+        self._tensors = {name: _parse(path, name, field) for name, field in fields.items()}
+        stop = 0
+        for name, tensor in sorted(self._tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+            if tensor.start != stop:
+                raise damaged(path, f"`{brief_name(name)}` to begin at {stop}, where the one before ends", f"{tensor.start}")
+            stop = tensor.stop
+        if stop != self._data.size:
+            raise damaged(path, f"{stop} bytes of tensors, as the header says", f"{self._data.size}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names, in the header's order."""
+        return tuple(self._tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return self._tensor(name).shape
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Where a tensor's bytes begin and end in the file."""
+        tensor = self._tensor(name)
+        return self.begin + tensor.start, self.begin + tensor.stop
+
+    def dtype(self, name: str) -> np.dtype:
+        """A tensor's dtype, as numpy (with JAX's extensions) names it."""
+        return self._tensor(name).dtype
+
+    def read(self, name: str, index: Any = ...) -> np.ndarray:
+        """A tensor, or what `index` (as for `numpy.ndarray`) selects from it, as a copy; nothing else is read.
+
+        Raises ValueError where the file has no tensor of that name.
+        """
+        # A copy: JAX on CPU would otherwise share the file's pages, and follow whatever happens to the file.
+        return np.array(self.view(name)[index])
+
+    def view(self, name: str) -> np.ndarray:
+        """A tensor as a view of the file, read where it is looked at; to be sliced, then copied.
+
+        Raises ValueError where the file has no tensor of that name.
+        """
+        tensor = self._tensor(name)
+        return self._data[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)
+
+    def _tensor(self, name: str) -> _Tensor:
+        if name not in self._tensors:
+            raise ValueError(
+                f"`{self.path}`: expected one of its {len(self._tensors)} tensors, got `{name}`."
+                f"{nearest(name, map(brief_name, self._tensors))} `names` lists them."
+            )
+        return self._tensors[name]

@@ -1,0 +1,173 @@
+"""Which parts of the arrays this process writes, or which arrays whole, and where their bytes lie in a file.
+
+Of each shard one device's copy is written, by the process that it belongs to; which one, all processes find alike from the
+arrays' shardings, so that none of them has much more to write than the others.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from .._tree import is_key
+
+_EVENNESS = 8  # a process may have an eighth of its share more to write than another
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of an array, with its values.
+
+    **Arguments:**
+
+    - `start`: its first index in each dim of the array.
+    - `shape`: its sizes.
+    - `shards`: what it is put together from: of each the first index, and the array of one device, or of the host.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    shards: Sequence[tuple[tuple[int, ...], Any]]
+
+    def values(self) -> np.ndarray:
+        """The block on the host, in C order."""
+        if len(self.shards) == 1:
+            return np.asarray(_on_host(self.shards[0][1]), order="C")
+        whole = np.empty(self.shape, self.shards[0][1].dtype)
+        for start, shard in self.shards:
+            index = (slice(a - b, a - b + n) for a, b, n in zip(start, self.start, shard.shape, strict=True))
+            whole[tuple(index)] = _on_host(shard)
+        return whole
+
+    def copied(self) -> "Block":
+        """The block in host memory of its own, whatever becomes of the device's, or of the host's array."""
+        values = self.values()
+        is_own = values.flags.owndata and values is not self.shards[0][1]
+        return Block(self.start, self.shape, [(self.start, values if is_own else values.copy())])
+
+    def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Where its items lie in a row-major array of that shape: `(place there, place here, how many)`, in order."""
+        # The last dim that it has only a part of: everything after that lies together.
+        cut = max((dim for dim, n in enumerate(self.shape) if n != shape[dim]), default=0)
+        n_items = math.prod(self.shape[cut:])
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        first = sum(a * stride for a, stride in zip(self.start, strides, strict=True))
+        for i, outer in enumerate(itertools.product(*map(range, self.shape[:cut]))):
+            yield first + sum(a * stride for a, stride in zip(outer, strides, strict=False)), i * n_items, n_items
+
+
+def as_stored(leaf: Any) -> Any:
+    """A leaf as a file holds it: typed PRNG keys as their data."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def own_blocks(leaves: Mapping[str, Any]) -> dict[str, list[Block]]:
+    """For each array by name the blocks that this process writes; every process is to ask for the same arrays.
+
+    What is no JAX array is process 0's.
+    """
+    me = jax.process_index()
+    load: Counter[int] = Counter()  # bytes of each process
+    # A process goes on with an array that it has begun, so that its bytes lie together, until it is so far ahead.
+    ahead = sum(map(_n_bytes, leaves.values())) // (_EVENNESS * jax.process_count())
+    blocks: dict[str, list[Block]] = {}
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array):
+            shape = tuple(leaf.shape)
+            blocks[name] = [Block((0,) * len(shape), shape, [((0,) * len(shape), leaf)])] if me == 0 else []
+            load[0] += _n_bytes(leaf)
+            continue
+        stored = as_stored(leaf)
+        here = {shard.device: shard.data for shard in stored.addressable_shards}
+        shards, owner = [], None
+        for box, devices in _boxes(stored).items():
+            least = min(devices, key=lambda device: (load[device.process_index], device.id))
+            same = next((device for device in devices if owner and device.process_index == owner.process_index), least)
+            owner = same if load[same.process_index] - load[least.process_index] < ahead else least
+            load[owner.process_index] += math.prod(b - a for a, b in box) * stored.dtype.itemsize
+            if owner.process_index == me:
+                shards.append((tuple(a for a, _ in box), here[owner]))
+        blocks[name] = _joined(shards)
+    return blocks
+
+
+def owners(leaves: Mapping[str, Any]) -> dict[str, int]:
+    """For each array by name the process that writes all of it: one that holds it whole, where there is one.
+
+    What is no JAX array is process 0's.
+    """
+    load: Counter[int] = Counter()
+    found: dict[str, int] = {}
+    for name, leaf in sorted(leaves.items(), key=lambda item: -_n_bytes(item[1])):  # the largest first, for even loads
+        holders = {0}
+        if isinstance(leaf, jax.Array):
+            stored = as_stored(leaf)
+            holders = _whole_at(stored) or {device.process_index for device in stored.sharding.device_set}
+        found[name] = min(holders, key=lambda process: (load[process], process))
+        load[found[name]] += _n_bytes(leaf)
+    return found
+
+
+def gathered(leaf: Any, owner: int) -> np.ndarray | None:
+    """The whole array in its owner's host memory, None in the other processes; all ask together."""
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf) if owner == jax.process_index() else None
+    stored = as_stored(leaf)
+    if owner not in _whole_at(stored):
+        assert isinstance(stored.sharding, NamedSharding)
+        stored = jax.jit(lambda x: x, out_shardings=NamedSharding(stored.sharding.mesh, P()))(stored)
+    if owner != jax.process_index():
+        return None
+    parts = {
+        tuple(part.indices(size)[0] for part, size in zip(shard.index, stored.shape, strict=True)): shard.data
+        for shard in stored.addressable_shards
+    }
+    (block,) = _joined(list(parts.items()))
+    (_, values) = block.copied().shards[0]
+    return values
+
+
+def _n_bytes(leaf: Any) -> int:
+    """Bytes of an array as a file holds it."""
+    leaf = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def _boxes(stored: Any) -> dict[tuple[tuple[int, int], ...], list[Any]]:
+    """The devices that hold each part of an array; a part is its `(start, stop)` in each dim."""
+    boxes: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in stored.sharding.devices_indices_map(stored.shape).items():
+        box = tuple(part.indices(size)[:2] for part, size in zip(index, stored.shape, strict=True))
+        boxes.setdefault(box, []).append(device)
+    return boxes
+
+
+def _whole_at(stored: Any) -> set[int]:
+    """The processes that hold all of an array."""
+    return set.intersection(*({device.process_index for device in devices} for devices in _boxes(stored).values()))
+
+
+def _joined(shards: list[tuple[tuple[int, ...], Any]]) -> list[Block]:
+    """One block, where the shards fill a box: what lies together is written together."""
+    if not shards:
+        return []
+    start = tuple(map(min, zip(*(start for start, _ in shards), strict=True)))
+    stops = [tuple(a + n for a, n in zip(start, shard.shape, strict=True)) for start, shard in shards]
+    shape = tuple(max(stop) - a for a, stop in zip(start, zip(*stops, strict=True), strict=True))
+    if sum(shard.size for _, shard in shards) == math.prod(shape):
+        return [Block(start, shape, shards)]
+    return [Block(start, shard.shape, [(start, shard)]) for start, shard in shards]
+
+
+def _on_host(shard: Any) -> np.ndarray:
+    if not isinstance(shard, jax.Array):
+        return np.asarray(shard)
+    # Of a fresh array over the same shard: the host copy that numpy asks for stays with the array that it was asked of, and
+    # with the tree's own arrays that would pile up a second model on the host.
+    return np.asarray(jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard]))

@@ -1,0 +1,216 @@
+"""Whether each device computes its share of a step and no more: the products of the compiled program against the trace's.
+
+XLA splits what it can. Where it finds no way, as in a sort, a running sum or a scatter over the rows of the whole batch, it
+brings the rows together and every device computes what follows for all of them, without a word. So the matmuls and
+convolutions of the program that runs are counted by the line of code that they come from, and compared with those of the
+traced step. What a plan means to repeat is no fault: a product of parameters alone on every device, one that the model axis
+does not split on each of its shards. What the loss does not compute, as an optimizer's matmuls, is not judged.
+"""
+
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import einops
+import equinox
+import jax
+import jaxtyping
+from jaxtyping import PyTree
+
+from ..errors import is_ours
+from ..machine import n_batch_shards
+from ..tracing import all_inside, product_flops
+from ._hlo import Instruction, Module, arrays_of
+
+MAX_RATIO = 1.5  # of the work of a device to its share
+_N_LINES = 5
+
+# Whose frames are passed over in looking for the line that a user can change: our own modules too, the models apart.
+_LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (jax, equinox, einops, jaxtyping))
+
+
+class _Count(NamedTuple):
+    """FLOPs by line of code, of all executions, and with each loop taken once."""
+
+    all: Counter[str]
+    once: Counter[str]
+
+
+def line_of(eqn: Any) -> str:
+    """The line of code, `file.py:12`, that an equation comes from; empty where that is not known."""
+    traceback = eqn.source_info.traceback
+    return "" if traceback is None else _line((frame.file_name, frame.line_num) for frame in traceback.frames)
+
+
+def _line(frames: Iterable[tuple[str, int]]) -> str:
+    """The innermost frame that is no library's."""
+    return next((f"{name}:{line}" for name, line in frames if _is_code(name)), "")
+
+
+@cache
+def _is_code(name: str) -> bool:
+    return not name.startswith((*_LIBRARIES, "<")) and not is_ours(name) and Path(name).name != "contextlib.py"
+
+
+def excess(traced: Any, module: Module, repeats: Mapping[str, float]) -> tuple[float, list[tuple[str, float]]] | None:
+    """How many times its share of a step's work each device does, and the lines that it is at, the largest first, each with
+    its own ratio; None where that is at most `MAX_RATIO`.
+
+    **Arguments:**
+
+    - `traced`: the jaxpr of the step.
+    - `module`: the program compiled from it, as one device runs it.
+    - `repeats`: for each line of the loss with a product, by how many devices the plan means it to be repeated.
+    """
+    unknown: set[str] = set()  # lines in loops whose length only the compiler may know
+    whole, done = _of_jaxpr(traced, unknown), _of_module(module)
+    shares: dict[str, float] = {}
+    works: dict[str, float] = {}
+    for line in repeats.keys() & whole.all.keys():
+        of_trace, of_program = (whole.once, done.once) if line in unknown else (whole.all, done.all)
+        shares[line] = of_trace[line] * repeats[line] / module.n_devices
+        works[line] = of_program[line]
+    ratio = sum(works.values()) / max(1.0, sum(shares.values()))
+    if ratio <= MAX_RATIO:
+        return None
+    lines = sorted(works, key=lambda line: shares[line] - works[line])
+    lines = [line for line in lines if works[line] > MAX_RATIO * shares[line]]
+    return ratio, [(line, works[line] / shares[line]) for line in lines[:_N_LINES]]
+
+
+def message(ratio: float, lines: Iterable[tuple[str, float]], n_devices: int) -> str:
+    """What a user is told of it."""
+    where = "; ".join(f"{_shown(line)} ({times:.1f} times)" for line, times in lines)
+    return (
+        f"`loss_fn`: expected each of {n_devices} devices to compute 1/{n_devices} of a step, got {ratio:.1f} times that: "
+        f"what is computed at {where} is repeated on several devices. Products without rows of the batch, and what follows "
+        "a sort, a running sum, a scatter or a lookup over all its rows, cannot be split: compute them for each example, "
+        "under `jax.vmap`."
+    )
+
+
+def _shown(line: str) -> str:
+    path = Path(line)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else line
+
+
+# --- of a trace ----------------------------------------------------------------------------------------------------------
+
+
+def _of_jaxpr(jaxpr: Any, unknown: set[str]) -> _Count:
+    count = _Count(Counter(), Counter())
+    for eqn in jaxpr.eqns:
+        if (flops := product_flops(eqn)) is not None:
+            line = line_of(eqn)
+            count.all[line] += flops
+            count.once[line] += flops
+            continue
+        inner = [_of_jaxpr(found.jaxpr, unknown) for found in all_inside(eqn)]
+        if eqn.primitive.name == "cond":
+            inner = _longest(inner)
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for of in inner:
+            if eqn.primitive.name == "while":
+                unknown.update(of.all)
+            _add(count, of, times)
+    return count
+
+
+def _longest(branches: list[_Count]) -> list[_Count]:
+    return sorted(branches, key=lambda of: of.all.total())[-1:]
+
+
+def _add(count: _Count, other: _Count, times: int) -> None:
+    for line, flops in other.all.items():
+        count.all[line] += flops * times
+    count.once.update(other.once)
+
+
+# --- of a compiled program ---------------------------------------------------------------------------------------------
+
+
+def _of_module(module: Module) -> _Count:
+    made: dict[str, _Count] = {}  # by computation
+
+    def of(name: str) -> _Count:
+        if name in made:
+            return made[name]
+        count = made[name] = _Count(Counter(), Counter())
+        types = {instruction.name: instruction.type for instruction in module.computations[name]}
+        for instruction in module.computations[name]:
+            flops = _flops(instruction, types)
+            if flops:
+                line = _line(_frame(frame) for frame in module.source(instruction))
+                count.all[line] += flops
+                count.once[line] += flops
+                continue
+            called = [(role, inner) for role, inner in instruction.calls() if inner in module.computations]
+            inner = [of(inner) for role, inner in called if role != "condition"]
+            if instruction.opcode == "conditional":
+                inner = _longest(inner)
+            times = (module.trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+            for other in inner:
+                _add(count, other, times)
+        return count
+
+    return of(module.entry)
+
+
+def _frame(text: str) -> tuple[str, int]:
+    name, _, line = text.rpartition(":")
+    return name, int(line)
+
+
+def _flops(instruction: Instruction, types: Mapping[str, str]) -> int:
+    """Of a matmul or a convolution, also one that a library is called for; 0 of all else."""
+    if instruction.opcode not in ("dot", "convolution", "custom-call"):
+        return 0
+    rest = instruction.rest
+    shapes = [arrays_of(types.get(name, "")) for name in instruction.operands[:2]]
+    if len(shapes) < 2 or not all(shapes) or not arrays_of(instruction.type):
+        return 0
+    (_, lhs), (_, rhs) = shapes[0][0], shapes[1][0]
+    n_out = math.prod(arrays_of(instruction.type)[0][1])
+    # As XLA writes it, and as it is in the settings of a call to cuBLAS.
+    if contracted := re.search(r'lhs_contracting_(?:dims=\{|dimensions":\[)([\d,"]*)', rest):
+        return 2 * n_out * _product(lhs, (int(dim) for dim in re.findall(r"\d+", contracted.group(1))))
+    if labels := re.search(r"dim_labels=\w+_(\w+)->", rest):
+        return 2 * n_out * math.prod(rhs) // rhs[labels.group(1).index("o")]
+    return 0
+
+
+def _product(shape: tuple[int, ...], dims: Iterable[int]) -> int:
+    return math.prod(shape[dim] for dim in dims)
+
+
+# --- of the program that runs ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def checked(step: Any, args: tuple[Any, ...], plan: Any, groups: PyTree[jax.Array]) -> Iterator[None]:
+    """Around the first call of a jitted step of training: warns, on one process, where each device computes much more than
+    its share.
+
+    Nothing is traced, lowered or compiled twice: the call finds the first two in JAX's caches, and leaves the third there.
+
+    **Arguments:**
+
+    - `groups`: the step's micro-batches, `[n, rows, ...]`; rows that do not divide over the batch's shards are computed by
+        every device, and then nothing is judged.
+    """
+    is_split = all(x.shape[1] % n_batch_shards(plan.mesh) == 0 for x in jax.tree.leaves(groups))
+    if plan.repeats is None or plan.mesh.size == 1 or not is_split or jax.process_index():
+        yield
+        return
+    traced = step.trace(*args)
+    lowered = traced.lower()
+    yield
+    module = Module.of(lowered.compile().as_text() or "")
+    if (more := excess(traced.jaxpr.jaxpr, module, plan.repeats)) is not None:
+        warnings.warn(message(*more, module.n_devices), stacklevel=2)

@@ -1,0 +1,32 @@
+"""From raw examples to the batches of steps: order, position, collation, placing and prefetch.
+
+Owns what a step's examples are, and how they come onto the mesh. Knows nothing of models or losses. Open `_examples.py`
+first.
+"""
+
+from ._examples import (
+    Batch as Batch,
+    Slice as Slice,
+    batches as batches,
+    check_examples as check_examples,
+    collate as collate,
+    collated_shapes as collated_shapes,
+    examples_of as examples_of,
+    is_function as is_function,
+    micro_batch_shapes as micro_batch_shapes,
+    n_slices as n_slices,
+    read as read,
+    sample_of as sample_of,
+    size_of as size_of,
+    slices as slices,
+)
+from ._prefetch import Prefetch as Prefetch
+from ._rows import (
+    BatchSize as BatchSize,
+    Group as Group,
+    cut_rows as cut_rows,
+    group_sharding as group_sharding,
+    pad_rows as pad_rows,
+    place_rows as place_rows,
+    rows_here as rows_here,
+)

@@ -1,0 +1,408 @@
+"""From raw examples to the batch of each step: their order and position, and what `collate_fn` makes of them.
+
+Owns the order of examples (a permutation of each epoch, from the seed alone), where an iterable stands, and the checks on
+what `collate_fn` returns. It asks examples only for `len()` and integer items, or to be iterated. How rows are cut and
+placed is `_rows`, the thread that prepares the next batch while the current step runs `_prefetch`.
+"""
+
+import base64
+import collections
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from .._tree import render
+from ..errors import OfExamples, check_examples_kind, check_function
+from ._prefetch import Prefetch
+from ._rows import BatchSize, cut_rows, place_batch, rows_here
+
+# --- collating ------------------------------------------------------------------------------------------------------
+
+
+def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = None) -> list[Any]:
+    """These items of the examples; an error in reading one tells its number.
+
+    **Arguments:**
+
+    - `places`: the number of each example, where that is not its index.
+    """
+    items = []
+    for i in map(int, indices):
+        with OfExamples("Raised in reading example", [i if places is None else places[i]]):
+            items.append(examples[i])
+    return items
+
+
+def collate(collate_fn: Callable[[list], PyTree], examples: list, places: Sequence[int] | None = None) -> PyTree[np.ndarray]:
+    """What `collate_fn` makes of the examples, checked: a PyTree of numpy arrays, each with a row an example.
+
+    64-bit numbers become 32-bit ones, as everywhere in JAX, unless JAX runs in 64-bit mode.
+
+    **Arguments:**
+
+    - `places`: the examples' numbers, which an error tells; by default they are the first.
+
+    Raises TypeError for a leaf that is no array of numbers, ValueError for one without a row an example and for an integer
+    that 32 bits do not hold.
+    """
+    with OfExamples("`collate_fn` was called with examples", range(len(examples)) if places is None else places):
+        return _checked_batch(collate_fn(examples), len(examples))
+
+
+def _checked_batch(batch: PyTree, n_rows: int) -> PyTree[np.ndarray]:
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(batch, is_leaf=lambda x: isinstance(x, list))
+    if not leaves:
+        raise TypeError(f"`collate_fn`: expected a PyTree of arrays, got {batch!r}. Return a dict of numpy arrays.")
+    return jax.tree.unflatten(treedef, [_checked(render(path), leaf, n_rows) for path, leaf in leaves])
+
+
+def collated_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any]) -> PyTree:
+    """The shapes of what `collate` returns."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), collate(collate_fn, list(examples)))
+
+
+def micro_batch_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any], size: BatchSize, mesh: Mesh) -> PyTree:
+    """The shapes of the first micro-batch of a step of these examples, as `loss_fn` sees it."""
+    rows = cut_rows(len(examples), size.micro_batch, mesh.size)[0].rows
+    shapes = collated_shapes(collate_fn, examples)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), shapes)
+
+
+def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
+    if isinstance(leaf, list):
+        lengths = sorted({len(x) for x in leaf if hasattr(x, "__len__")})
+        found = f"a list of {len(leaf)}" + (f" with lengths {lengths[0]} to {lengths[-1]}" if lengths else "")
+        raise TypeError(
+            f"`collate_fn` output `{name}`: expected an array of {n_rows} rows, got {found}. "
+            "Pad to one length and return `np.array(...)`."
+        )
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        raise TypeError(
+            f"`collate_fn` output `{name}`: expected an array of {n_rows} rows, got {type(leaf).__name__}. "
+            "Return `np.array(...)` with a row an example."
+        )
+    array = np.asarray(leaf)
+    if not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)):
+        raise TypeError(
+            f"`collate_fn` output `{name}`: expected numbers, got an array of dtype {array.dtype} and shape {array.shape}. "
+            "Rows of different lengths make such arrays: pad them; tokenize text."
+        )
+    if array.ndim == 0 or len(array) != n_rows:
+        raise ValueError(
+            f"`collate_fn` output `{name}`: expected {n_rows} rows, one for each example, got shape {array.shape}. "
+            "The leading dim is the batch."
+        )
+    narrow = np.dtype(jax.dtypes.canonicalize_dtype(array.dtype))
+    if narrow != array.dtype and array.dtype.kind in "iu" and array.size:
+        info = np.iinfo(narrow)
+        if array.min() < info.min or array.max() > info.max:
+            found = f"up to {array.max()}" if array.max() > info.max else f"down to {array.min()}"
+            raise ValueError(
+                f"`collate_fn` output `{name}`: expected integers that {narrow} holds, got {found}. "
+                "Enable JAX's 64-bit mode (`jax_enable_x64`), or use smaller numbers."
+            )
+    return np.asarray(array, narrow)
+
+
+def n_tokens(batch: PyTree[np.ndarray]) -> int | None:
+    """Tokens in a batch where it tells: the size of its largest integer leaf of shape `[rows, seq]`, else None."""
+    return max((x.size for x in jax.tree.leaves(batch) if x.ndim == 2 and x.dtype.kind in "iu"), default=None)
+
+
+# --- examples and their order ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The examples of one step, how many of the epoch came up to its end, and the iterator's state there.
+
+    `examples` are read as they are asked for: a process of several asks for its own.
+    """
+
+    examples: Sequence[Any]
+    position: int
+    state: Any = None
+
+    @property
+    def places(self) -> Sequence[int]:
+        """The number of each example: in what has integer items, or in the order that an iterable has them."""
+        if isinstance(self.examples, _Picked):
+            return self.examples.places
+        return range(self.position - len(self.examples), self.position)
+
+
+@dataclass(frozen=True)
+class _Picked(Sequence[Any]):
+    """Items of what has `len()` and integer items, at those places."""
+
+    of: Any
+    places: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, i: Any) -> Any:
+        return [self[j] for j in range(*i.indices(len(self)))] if isinstance(i, slice) else self.of[self.places[i]]
+
+
+def check_examples(given: Any, name: str = "train_examples") -> None:
+    """Check that `given` is examples: an object with `len()` and integer items (a list, an array, a dataset); or a function
+    of the epoch that returns one; or an iterable, whose position is kept by `get_state` / `set_state` or `state_dict` /
+    `load_state_dict` where it (or its iterator) has them.
+
+    Raises TypeError for anything else, ValueError for no examples.
+    """
+    if is_function(given):
+        return check_function(given, name, ["epoch"])
+    check_examples_kind(given, name)
+    if isinstance(given, str | bytes | dict) or not (_is_sized(given) or hasattr(given, "__iter__")):
+        raise TypeError(
+            f"`{name}`: expected examples with `len()` and integer items, an iterable, or a function of the epoch, got "
+            f"{type(given).__name__}. Pass a list with an entry an example."
+        )
+    if size_of(given) == 0:
+        raise ValueError(f"`{name}`: expected at least one example, got none. Look at what was loaded.")
+
+
+def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
+    """The examples of that epoch: what was given, or what the given function of the epoch returns.
+
+    An iterable with `set_epoch` is told the epoch: one of `datasets` shuffles by it, and begins the next epoch at its begin
+    though a state was loaded for this one.
+    """
+    if not is_function(given):
+        if size_of(given) is None and hasattr(given, "set_epoch"):
+            given.set_epoch(epoch)
+        return given
+    examples = given(epoch)
+    check_examples(examples, f"{name}({epoch})")
+    return examples
+
+
+def size_of(examples: Any) -> int | None:
+    """How many examples there are; None where only iterating tells."""
+    return len(examples) if _is_sized(examples) else None
+
+
+def slices(
+    examples: Any,
+    batch_size: int,
+    *,
+    seed: tuple[int, ...] | None = None,
+    position: int = 0,
+    state: Any = None,
+    drop_remainder: bool = False,
+    name: str = "train_examples",
+) -> Iterator[Slice]:
+    """One pass over the examples from `position` on, `batch_size` at a time, at the end what is left.
+
+    **Arguments:**
+
+    - `seed`: of the order, which is a permutation; None, and every iterable, keeps the order as it is.
+    - `position`, `state`: as a `Slice` of an earlier run had them.
+    - `drop_remainder`: whether what is left at the end, fewer than `batch_size`, is dropped.
+
+    Raises ValueError for an iterable without any example, TypeError for one whose state JSON does not hold.
+    """
+    n = size_of(examples)
+    if n is not None:
+        if drop_remainder and n < batch_size:
+            raise ValueError(
+                f"`{name}`: expected at least {batch_size} examples, a batch of them, as `drop_remainder=True`, got {n}. "
+                "Pass a smaller batch size, or keep the remainder."
+            )
+        order = np.arange(n) if seed is None else np.random.default_rng(seed).permutation(n)
+        for start in range(position, n - batch_size + 1 if drop_remainder else n, batch_size):
+            places = tuple(order[start : start + batch_size].tolist())
+            yield Slice(_Picked(examples, places), start + len(places))
+        return
+    iterator = _resumed(examples, position, state)
+    while taken := list(itertools.islice(iterator, batch_size)):
+        if drop_remainder and len(taken) < batch_size:
+            break
+        position += len(taken)
+        yield Slice(taken, position, _state_of(examples, iterator, name))
+    if position == 0:
+        fewest, found = (f"{batch_size} examples", "fewer") if drop_remainder else ("one example", "none")
+        raise ValueError(
+            f"`{name}`: expected at least {fewest}, got an iterable with {found}, or one that is used up. "
+            "Pass one that can be iterated anew, or a function of the epoch."
+        )
+
+
+def n_slices(n: int, batch_size: int, drop_remainder: bool = False) -> int:
+    """How many slices `slices` makes of `n` examples."""
+    return n // batch_size if drop_remainder else -(-n // batch_size)
+
+
+def sample_of(examples: Any) -> int | None:
+    """A checksum of the first, the middle and the last example, by which others are noticed; None where there is no telling:
+    of iterables, of items that are drawn anew each time, and of those that are not of numbers and text."""
+    n = size_of(examples)
+    if not n:
+        return None
+
+    def checksum() -> int:
+        return zlib.crc32(b"".join(_bytes_of(examples[i]) for i in (0, n // 2, n - 1)))
+
+    try:
+        found = checksum()
+        return found if checksum() == found else None
+    except Exception:  # an example that cannot be read is an error of the step that needs it
+        return None
+
+
+def _bytes_of(example: Any) -> bytes:
+    match example:
+        case str() | bytes() | bool() | int() | float() | None:
+            return repr(example).encode()
+        case dict():
+            return b"{" + b",".join(_bytes_of(key) + b":" + _bytes_of(value) for key, value in example.items()) + b"}"
+        case list() | tuple():
+            return b"[" + b",".join(map(_bytes_of, example)) + b"]"
+        case np.ndarray() | np.generic() | jax.Array() if example.dtype != object:
+            return f"{example.dtype}{example.shape}".encode() + np.asarray(example).tobytes()
+    raise TypeError(type(example).__name__)
+
+
+_STATE_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+_BYTES = "bytes in base 64"
+
+
+def _is_sized(examples: Any) -> bool:
+    return hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
+
+
+def is_function(given: Any) -> bool:
+    """Whether examples are given as a function of the epoch."""
+    return callable(given) and not _is_sized(given) and not hasattr(given, "__iter__")
+
+
+def _state_of(iterable: Any, iterator: Any, name: str) -> Any:
+    """The position of an iterator, or of the iterable behind it, where they can tell; as JSON holds it."""
+    for holder in (iterator, iterable):
+        for get, set_ in _STATE_METHODS:
+            if hasattr(holder, get) and hasattr(holder, set_):
+                return _to_json(getattr(holder, get)(), f"{name}.{get}()")
+    return None
+
+
+def _to_json(state: Any, where: str) -> Any:
+    """A state as JSON gives it back; bytes, as grain's DataLoader has them, as text in base 64."""
+    if isinstance(state, bytes):
+        return {_BYTES: base64.b64encode(state).decode("ascii")}
+    try:
+        plain = json.loads(json.dumps(state))
+        why = "" if plain == state else "which it gives back as another value"
+    except TypeError as error:
+        plain, why = None, str(error)
+    if why:
+        raise TypeError(
+            f"`{where}`: expected a state that JSON holds, got {type(state).__name__} ({why}). "
+            "Return numbers, strings, lists, dicts with string keys, or bytes."
+        )
+    return plain
+
+
+def _from_json(state: Any) -> Any:
+    return base64.b64decode(state[_BYTES]) if isinstance(state, dict) and state.keys() == {_BYTES} else state
+
+
+def _resumed(iterable: Any, position: int, state: Any) -> Iterator[Any]:
+    """An iterator from `position` on: by its state where it has one, else by reading past what was seen."""
+    if position and state is not None:
+        iterator = iter(iterable)
+        for holder in (iterator, iterable):
+            for _, set_ in _STATE_METHODS:
+                if hasattr(holder, set_):
+                    getattr(holder, set_)(_from_json(state))
+                    # An iterable that holds the state itself (not its iterator) starts from it at the next `iter`.
+                    return iterator if holder is iterator else iter(iterable)
+    iterator = iter(iterable)
+    collections.deque(itertools.islice(iterator, position), maxlen=0)
+    return iterator
+
+
+# --- one step's batch ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step is given, on the mesh.
+
+    **Arguments:**
+
+    - `groups`: as `place_batch` makes them.
+    - `n_micro_batches`: how many of the first group's micro-batches count; those after them are repetitions.
+    - `n_examples`, `n_tokens`: of the whole step; `n_tokens` where the batch tells.
+    - `position`, `state`: as its `Slice` had them.
+    - `rows`, `places`: this process's rows as they were collated, and the number of each one's example.
+    """
+
+    groups: tuple[PyTree, ...]
+    n_micro_batches: int
+    n_examples: int
+    n_tokens: int | None
+    position: int
+    state: Any
+    rows: PyTree
+    places: Sequence[int]
+
+    @property
+    def signature(self) -> Any:
+        """What a program compiled for it depends on."""
+        leaves, treedef = jax.tree.flatten(self.groups)
+        return treedef, *((x.shape, x.dtype) for x in leaves)
+
+    @property
+    def micro_batch(self) -> PyTree:
+        """The shapes of one micro-batch, as `loss_fn` sees it."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.groups[0])
+
+
+def batches(
+    steps: Iterable[Slice],
+    collate_fn: Callable[[list], PyTree],
+    size: BatchSize,
+    mesh: Mesh,
+    check: Callable[[int, PyTree], None] | None = None,
+) -> Prefetch:
+    """The batch of each step, prepared ahead by a thread; to be closed, as `Prefetch` says.
+
+    **Arguments:**
+
+    - `check`: called by that thread with the number of each step and its collated rows.
+    """
+
+    def prepare(i: int, step: Slice) -> Batch:
+        n_rows = len(step.examples)
+        cut = cut_rows(n_rows, size.micro_batch, mesh.size)
+        # A remainder of full micro-batches runs in the program of a full step.
+        is_full = len(cut) == 1 and cut[0].rows == size.micro_batch
+        rows = rows_here(cut, mesh)
+        places = [step.places[row] for row in rows]
+        batch = collate(collate_fn, read(step.examples, rows, step.places), places)
+        if check is not None:
+            check(i, batch)
+        tokens = n_tokens(batch)  # of this process's rows; the others' are as long
+        return Batch(
+            place_batch(batch, cut, mesh, rows, size.n_micro_batches if is_full else 0),
+            cut[0].n,
+            n_rows,
+            None if tokens is None else tokens * n_rows // len(rows),
+            step.position,
+            step.state,
+            batch,
+            places,
+        )
+
+    return Prefetch(prepare(i, step) for i, step in enumerate(steps))

@@ -1,0 +1,13 @@
+"""The processes of a run: how they start, find each other, notice a failure, and end.
+
+Owns cluster detection, the rendezvous, the channel beside JAX's collectives, signals, the watchdog and the local launcher.
+Knows nothing of models or files. Open `_cluster.py` first.
+"""
+
+from ._cluster import start as start
+from ._exits import discard as discard
+from ._interrupts import HANG as HANG, Preemption as Preemption, Watch as Watch
+from ._launch import launch as launch
+from ._peers import HEARTBEAT as HEARTBEAT, Peers as Peers
+from ._rendezvous import START as START
+from ._replicas import agree_on_program as agree_on_program, agree_on_values as agree_on_values

@@ -1,0 +1,89 @@
+"""A connection between two processes: messages `[kind, value]`, each a line of JSON, over TCP."""
+
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+from ..errors import parse_json
+
+
+class PeerError(RuntimeError):
+    """The other processes cannot do what this one asks of all."""
+
+
+class Link:
+    """One connection: a line of JSON `[kind, value]` a message."""
+
+    def __init__(self, connection: socket.socket):
+        self.host = ""
+        self._socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._received = bytearray()
+        self._sought = 0  # bytes of it that hold no end of a line
+        self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def limit(self, seconds: float) -> None:
+        """Wait no longer than that for the next bytes, or for room to send some."""
+        self._socket.settimeout(seconds)
+
+    def send(self, kind: str, value: Any = None) -> None:
+        with self._sending:
+            self._socket.sendall(json.dumps([kind, value]).encode() + b"\n")
+
+    def receive(self, *, until: float | None = None, limit: int | None = None) -> tuple[str, Any]:
+        """The next message.
+
+        **Arguments:**
+
+        - `until`: when all of it must be here, by `time.monotonic`; None waits as long as bytes come.
+        - `limit`: bytes that it may have.
+
+        Raises OSError where none comes, ValueError for what is no message.
+        """
+        while (message := self.take(limit)) is None:
+            if until is not None:
+                if (left := until - time.monotonic()) <= 0:
+                    raise TimeoutError("timed out")
+                self._socket.settimeout(left)
+            self.fill()
+        return message
+
+    def fill(self) -> None:
+        """Wait for the next bytes, of which `take` makes messages."""
+        received = self._socket.recv(2**16)
+        if not received:
+            raise ConnectionError("the connection was closed")
+        self._received += received
+
+    def take(self, limit: int | None = None) -> tuple[str, Any] | None:
+        """A message of the bytes that are here; None where they hold no whole one."""
+        end = self._received.find(b"\n", self._sought)
+        if limit is not None and (len(self._received) if end < 0 else end) > limit:
+            raise ValueError(f"expected a message of at most {limit} bytes")
+        if end < 0:
+            self._sought = len(self._received)
+            return None
+        line, self._sought = bytes(self._received[:end]), 0
+        del self._received[: end + 1]
+        match parse_json(line, unique=False):
+            case [str(kind), value]:
+                return kind, value
+        raise ValueError("expected a kind and a value")
+
+    def has_ended(self) -> bool:
+        """Whether the other end has closed, as far as has been heard."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Close this process's copy: the connection ends with the last one, where a forked child has another."""
+        self._socket.close()

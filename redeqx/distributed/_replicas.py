@@ -1,0 +1,94 @@
+"""What must be the same in all processes of a run, compared once before any of it is used: programs and initial values.
+
+Each process of a run compiles the program of all and contributes its shards. With another learning rate, loss or initial
+value in one of them nothing fails: parameters that should be equal drift apart, and a checkpoint holds some of each.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._tree import is_key
+from ._peers import Peers
+
+_ADVICE = (
+    "Every process must run the same script with the same arguments: look for what depends on the process, the host, the "
+    "time, or the order of a set."
+)
+_LARGE = 2**20  # numbers in a constant, above which its values are not compared
+_SHOWN = 160  # characters of a line of a program
+_THREADS = 4
+
+
+def agree_on_program(peers: Peers, what: str, lowered: Any) -> None:
+    """Check that a program is the same in all processes; waits until all have theirs.
+
+    Raises ValueError, the same in every process, that shows the first line which differs: a constant is there as a number.
+    """
+    if peers.n == 1:
+        return
+    # Without source locations, which differ where the script lies elsewhere.
+    text: str = lowered.compiler_ir("stablehlo").operation.get_asm(large_elements_limit=_LARGE)
+    found: list[list[int]] = peers.gather(f"program of {what}", [zlib.crc32(text.encode()), text.count("\n")])
+    if all(each == found[0] for each in found):
+        return
+    lines = text.splitlines()
+    sums = peers.gather(f"lines of {what}", [zlib.crc32(line.encode()) for line in lines])
+    other = next(i for i, each in enumerate(found) if each != found[0])
+    n = next((n for n, pair in enumerate(zip(sums[0], sums[other], strict=False)) if pair[0] != pair[1]), None)
+    n = min(len(sums[0]), len(sums[other])) if n is None else n
+    shown = peers.gather(f"line of {what}", lines[n].strip()[:_SHOWN] if n < len(lines) else "its end")
+    raise ValueError(
+        f"`{what}`: expected the same program in all processes, got in line {n + 1} `{shown[0]}` in process 0, "
+        f"`{shown[other]}` in process {other}. {_ADVICE}"
+    )
+
+
+def agree_on_values(peers: Peers, what: str, leaves: Mapping[str, Any]) -> None:
+    """Check that the arrays of which several processes hold the same part hold the same bits there.
+
+    **Arguments:**
+
+    - `leaves`: arrays by name, numpy's, or JAX's on this process's devices or on those of all.
+
+    Raises ValueError, the same in every process, that names the first which differs.
+    """
+    if peers.n == 1:
+        return
+    with ThreadPoolExecutor(_THREADS, "redeqx-compare") as pool:
+        sums = {name: pool.submit(_crc32, part) for leaf in leaves for name, part in _shared_parts(leaf, leaves[leaf])}
+        mine = {name: future.result() for name, future in sums.items()}
+    found: list[dict[str, int]] = peers.gather(f"values of {what}", mine)
+    first: dict[str, tuple[int, int]] = {}
+    for index, sums_there in enumerate(found):
+        for name, crc32 in sums_there.items():
+            holder, expected = first.setdefault(name, (index, crc32))
+            if crc32 != expected:
+                raise ValueError(
+                    f"`{what}`: expected `{name}` to have the same values in all processes, got crc32 {expected:08x} in "
+                    f"process {holder}, {crc32:08x} in process {index}. {_ADVICE}"
+                )
+
+
+def _shared_parts(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of an array, by a name that is the same in all processes, that another process holds too."""
+    if is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        yield name, leaf
+        return
+    holders: dict[str, set[int]] = {}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        holders.setdefault(str(index), set()).add(device.process_index)
+    parts = {str(shard.index): shard.data for shard in leaf.addressable_shards}
+    for index, part in parts.items():
+        if len(holders[index]) > 1:
+            yield name if part.shape == leaf.shape else f"{name}{index}", part
+
+
+def _crc32(part: Any) -> int:
+    return zlib.crc32(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)

@@ -1,0 +1,372 @@
+"""A training run, compiled for devices that need not be there, and a search for what would make it fit.
+
+Nothing is allocated: models, optimizer states and batches are shapes with shardings, and what is known of a step is read
+from its compiled program. Which machines there are is `machine`; what a program holds and sends, `compiled` and `compiled`;
+what is said of it, `_report`.
+"""
+
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ..compiled import Module, bytes_moved, collectives, temporaries
+from ..data import Group, cut_rows, group_sharding
+from ..machine import Machine, make_mesh, n_batch_shards
+from ..partition import Plan
+from ..tracing import keep_everything, matmul_flops, remat_loops
+from ..training import Job, Program, Setting, shard_bytes
+from ._blocks import Blocks, Shares, content, equal_blocks, renamed, with_fewer
+from ._report import COLLECTIVES, FLOPS, MODEL_FLOPS, MOVED, TEMPORARIES, DryRun, Step, Tried, attempt, own_line, reason
+
+EXIT_FAILED, EXIT_DOES_NOT_FIT = 1, 3
+
+
+class DryRunDone(SystemExit):
+    """Ends a script that is run dry, once its report is known."""
+
+    def __init__(self, run: DryRun):
+        is_whole = all(f"{name} step" not in run.failed for name in ("eval", "predict"))
+        super().__init__(EXIT_DOES_NOT_FIT if not run.fits else 0 if is_whole else EXIT_FAILED)
+        self.run = run
+
+
+def dry_run(
+    job: Job,
+    machine: Machine,
+    *,
+    optimization: str | None = None,
+    search: bool = True,
+    exact: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> DryRun:
+    """Compiles the steps of a job for a machine.
+
+    **Arguments:**
+
+    - `optimization`: the compiler's level, `"O0"` to `"O3"`, or `"UNKNOWN"`, that of a run. By default that, but for TPUs
+        `"O2"`, which takes the same memory in half the time; `"O1"` is faster still, and takes less.
+    - `search`: whether to try other settings where the job's own does not fit. Each is one more compilation.
+    - `exact`: whether to compile all of a list of equal blocks that the loss computes one by one. By default a few of them
+        are compiled, and what all take is extrapolated.
+    - `say`: is told what is under way.
+    """
+    say(f"compiling for {machine.name}")
+    run = _compiled(job, machine, job.setting, optimization, exact=exact, say=say)
+    if run.fits or not search:
+        return run
+    tried: list[Tried] = []
+    failed: dict[str, str] = {}
+    loops = attempt("proposals of recomputation", lambda: _loops(job, run), (), failed)
+
+    def compiled(setting: Setting) -> DryRun:
+        return _compiled(job, machine, setting, optimization, only_train=True, exact=exact)
+
+    try:
+        for setting in _candidates(job, machine, loops):
+            say(f"it does not fit; trying {setting.code()}")
+            # What is no layout of this model (heads that do not divide, say) has failed too.
+            other = attempt(f"proposal {setting.code()}", partial(compiled, setting), None, failed)
+            if other is not None:
+                tried.append(Tried(setting, other.needs, other.fits, other.steps["train"].is_refused))
+            if sum(each.fits for each in tried) == 2:
+                break
+    except KeyboardInterrupt:  # the verdict is known
+        failed["proposals"] = "interrupted"
+    return replace(run, tried=tuple(tried), failed={**run.failed, **failed})
+
+
+def _loops(job: Job, run: DryRun) -> tuple[str, ...]:
+    """The lines of the loss's scans that keep what their backward pass reads, and could recompute it."""
+    if not job.can_remat:
+        return ()
+    found: dict[str, None] = {}
+
+    def note(eqn: Any) -> None:
+        if remat_loops(eqn) is not None:
+            frames = eqn.source_info.traceback.frames if eqn.source_info.traceback else ()
+            line = own_line([f"{frame.file_name}:{frame.line_num}" for frame in frames])
+            found[line + " (redeqx.models: `remat=True`)" * line.startswith(_MODELS)] = None
+
+    _traced(job, job.make_program(run.plan, note), run.setting, only_train=True)
+    return tuple(found)
+
+
+_MODELS = ("redeqx/models/", "models/_")  # as a script imports them, and in a checkout
+
+
+def _candidates(job: Job, machine: Machine, loops: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """Settings that need less memory for the same update, from those that cost least; later ones join what came before.
+
+    **Arguments:**
+
+    - `loops`: the scans of the loss that could recompute.
+    """
+    own = job.setting
+    n_devices = len(machine.devices)
+    n_data = n_devices // (own.n_model_shards * own.n_fsdp_shards)
+    sharded = replace(own, n_fsdp_shards=own.n_fsdp_shards * n_data)
+    seen = {own}
+    rows = own.per_device_batch_size
+
+    def smaller(setting: Setting, size: int) -> Setting:
+        factor = setting.per_device_batch_size // size
+        n = setting.accumulate_grad_batches * factor
+        return replace(setting, per_device_batch_size=size, accumulate_grad_batches=n)
+
+    remat = [replace(own, remat=loops)] if loops else []
+    halves = [size for size in (rows // 2, 1) if size >= 1 and rows % size == 0]
+    base = replace(sharded, remat=loops)
+    split = []
+    n_model = own.n_model_shards * 2
+    while n_devices % n_model == 0 and n_model <= n_devices:
+        # The model axis shares its rows: fewer batch shards, each with more of them.
+        factor = max(1, (n_data * own.n_fsdp_shards) // (n_devices // n_model))
+        split.append(
+            replace(
+                own,
+                n_model_shards=n_model,
+                n_fsdp_shards=min(own.n_fsdp_shards, n_devices // n_model),
+                per_device_batch_size=rows * factor,
+            )
+        )
+        n_model *= 2
+    ordered = [
+        sharded,
+        *remat,
+        *(smaller(own, size) for size in halves),
+        base,
+        *(smaller(base, size) for size in halves),
+        *split,
+        *(replace(smaller(s, 1), remat=loops, n_fsdp_shards=n_devices // s.n_model_shards) for s in split),
+    ]
+    for setting in ordered:
+        if setting not in seen:
+            seen.add(setting)
+            yield setting
+
+
+def _compiled(
+    job: Job,
+    machine: Machine,
+    setting: Setting,
+    optimization: str | None,
+    *,
+    only_train: bool = False,
+    exact: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> DryRun:
+    mesh = make_mesh(setting.n_model_shards, setting.n_fsdp_shards, machine.devices)
+    micro_batch_size = setting.per_device_batch_size * n_batch_shards(mesh)
+    rows = _groups(job.batch, micro_batch_size, mesh)[0]
+    micro_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report shows the plan with its warnings
+        plan = job.make_plan(mesh, micro_batch)
+    program = job.make_program(plan, remat_loops if setting.remat else None)
+    held = {
+        "parameters": shard_bytes([*program.trained, *program.frozen]),
+        "optimizer state": shard_bytes(program.opt_state),
+        "model state": shard_bytes(program.state),
+    }
+    held = {what: size for what, size in held.items() if size}
+    resident = sum(held.values())
+    if only_train and machine.memory is not None and resident > machine.memory:
+        step = Step(needs=resident, compile_seconds=0.0, is_refused=True)
+        return DryRun(machine, setting, plan, held, {"train": step}, {}, {})
+
+    # All are traced before any is compiled: a mistake of the script shows at once.
+    traced = _traced(job, program, setting, only_train)
+    failed: dict[str, str] = {}
+    fewer = None
+    if not exact:
+        fewer = attempt("extrapolation", lambda: _fewer(job, plan, setting, traced, only_train, say), None, failed)
+    run = DryRun(machine, setting, plan, held, {}, {}, {}, extrapolated=fewer.what if fewer else "", failed=failed)
+
+    def compiled(name: str, beside: int) -> Step:
+        step = traced[name]
+        if fewer is None:
+            return _step(step, machine, optimization, beside)
+        steps = [renamed(_step(each[name], machine, optimization, beside), names) for each, names in fewer.programs]
+        flops = attempt(FLOPS, lambda: matmul_flops(step.jaxpr.jaxpr), {}, failed)
+        return fewer.shares.step(steps[0], steps[1:], flops)
+
+    run = replace(run, steps={"train": compiled("train", 0)})
+    if only_train:
+        return run
+    say(f"train step: {run.verdict()}")
+    steps = dict(run.steps)
+    beside = held.get("optimizer state", 0)  # which an evaluation is not given, and which stays
+    for name in [name for name in traced if name != "train"]:
+        step = attempt(f"{name} step", partial(compiled, name, beside), None, failed)
+        if step is not None:
+            steps[name] = step
+
+    def model_flops() -> Mapping[str, int]:
+        exact = job.make_program(plan, keep_everything if job.can_remat else None)
+        return matmul_flops(_traced(job, exact, setting, only_train=True)["train"].jaxpr.jaxpr)
+
+    return replace(run, steps=steps, files=job.files, model_flops=attempt(MODEL_FLOPS, model_flops, {}, failed))
+
+
+def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> dict[str, Any]:
+    """The traced steps of a program, by name."""
+    mesh = program.plan.mesh
+    groups = _groups(job.batch, setting.per_device_batch_size * n_batch_shards(mesh), mesh)
+    carried = (program.trained, program.opt_state, program.state, program.steps)
+    n_first = jax.ShapeDtypeStruct((), "int32")
+    traced = {"train": program.train_step.trace(*carried, program.frozen, program.key, groups, n_first)}
+    if not only_train and job.eval_batch is not None:
+        i = jax.ShapeDtypeStruct((), "uint32")
+        groups = _groups(job.eval_batch, job.eval_per_device_batch_size * n_batch_shards(mesh), mesh)
+        args = (program.trained, program.frozen, program.state, program.key, i, groups)
+        traced["eval"] = program.eval_step.trace(*args)
+    if not only_train and job.trace_predict is not None:
+        traced["predict"] = job.trace_predict(program)
+    return traced
+
+
+@dataclass(frozen=True)
+class _Fewer:
+    """Programs of a few of a model's equal blocks, each with the whole model's names of its leaves, which add up to all."""
+
+    programs: list[tuple[dict[str, Any], dict[str, str]]]
+    shares: Shares
+    what: str
+
+
+def _fewer(
+    job: Job, plan: Plan, setting: Setting, traced: dict[str, Any], only_train: bool, say: Callable[[str], None]
+) -> _Fewer | None:
+    """What to compile in place of a list of blocks that are computed one by one; None where the model has none."""
+    every = equal_blocks(job.model) if job.with_model is not None else []
+    if not every:
+        return None
+
+    def program(counts: Mapping[Blocks, int]) -> tuple[dict[str, Any], dict[str, str]]:
+        assert job.with_model is not None
+        model, names = with_fewer(job.model, counts)
+        fewer = job.with_model(model, names)
+        leaves = {name: plan.leaves[whole] for name, whole in names.items() if whole in plan.leaves}
+        made = fewer.make_program(replace(plan, leaves=leaves), remat_loops if setting.remat else None)
+        return _traced(fewer, made, setting, only_train), names
+
+    whole = {name: content(step.jaxpr.jaxpr) for name, step in traced.items()}
+    lists = ", ".join(f"the {blocks.n} of `{blocks.path}`" for blocks in every)
+    warning = _UNROLLED.format(lists=lists, n=whole["train"]["equations"])
+    problem = ""
+    for few in (2, 4, 6):  # where layers alternate, a multiple of their period
+        if any(blocks.n <= 2 * few for blocks in every):
+            break
+        base = dict.fromkeys(every, few)
+        try:
+            programs = [program(base), *(program({**base, blocks: 2 * few}) for blocks in every)]
+        except Exception as error:  # a loss that needs all of its blocks
+            problem = reason(error)
+            break
+        found = [{name: content(step.jaxpr.jaxpr) for name, step in steps.items()} for steps, _ in programs]
+        if all(each["train"]["matmuls"] == found[0]["train"]["matmuls"] for each in found):
+            return None  # they are in a loop
+        shares = Shares(tuple(Fraction(blocks.n - few, few) for blocks in every))
+        if all(shares.holds(whole[name], found[0][name], [each[name] for each in found[1:]]) for name in traced):
+            what = f"{few} and {2 * few} of {lists}"
+            say(f"{warning} Extrapolating from {what}; `exact` compiles all.")
+            return _Fewer(programs, shares, what)
+        problem = "the traced program does not grow evenly with them"
+    say(f"{warning} Compiling all of them: {problem or 'they are too few to leave some out'}.")
+    return None
+
+
+_UNROLLED = (
+    "equal blocks are computed one by one: {lists}, {n:,} equations in all. Compiling them, here and in the run, takes "
+    "minutes and gigabytes of the host where they are many and large. A `jax.lax.scan` over stacked blocks compiles one."
+)
+
+
+def _groups(batch: PyTree, micro_batch_size: int, mesh: Mesh) -> tuple[PyTree, ...]:
+    """The shapes of a batch as a step takes it, as `place_batch` lays it out."""
+    n_rows = jax.tree.leaves(batch)[0].shape[0]
+
+    def shapes(group: Group) -> PyTree:
+        sharding = group_sharding(group, mesh)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((group.n, group.rows, *x.shape[1:]), x.dtype, sharding=sharding), batch
+        )
+
+    return tuple(map(shapes, cut_rows(n_rows, micro_batch_size, mesh.size)))
+
+
+# How the TPU compiler says so: before it lays out memory, and after it has tried to.
+_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM|Exceeded hbm capacity by ([\d.]+)([KMGT]?)")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _step(traced: Any, machine: Machine, optimization: str | None, beside: int) -> Step:
+    """One traced step, compiled; `beside` are bytes that stay in memory while it runs."""
+    failed: dict[str, str] = {}
+    flops = attempt(FLOPS, lambda: matmul_flops(traced.jaxpr.jaxpr), {}, failed)
+    lowered = traced.lower()
+    began = time.perf_counter()
+    try:
+        with _at_level(optimization or ("O2" if machine.devices[0].platform == "tpu" else "UNKNOWN")):
+            compiled = lowered.compile(compiler_options=_options(machine))
+    except jax.errors.JaxRuntimeError as error:
+        found = _OUT_OF_MEMORY.search(str(error))
+        if "RESOURCE_EXHAUSTED" not in str(error) or found is None:
+            raise
+        everything, unit, excess, unit_of_excess = found.groups()
+        needs = float(everything or excess) * _UNITS[unit or unit_of_excess or ""] + beside
+        needs = int(needs) + (0 if everything else machine.memory or 0)
+        return Step(needs=needs, compile_seconds=time.perf_counter() - began, is_refused=True, flops=flops, failed=failed)
+    seconds = time.perf_counter() - began
+    memory = compiled.memory_analysis()
+    outputs = max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
+    sizes = {
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "outputs": outputs,
+        "code": memory.generated_code_size_in_bytes,
+    }
+    step = Step(needs=sum(sizes.values()) + beside, compile_seconds=seconds, **sizes, flops=flops, failed=failed)
+    try:
+        text = compiled.as_text()
+        module = Module.of(text)
+    except Exception as error:  # a libtpu newer than jaxlib, say: `jax[tpu]` brings the one that fits
+        failed.update(dict.fromkeys((TEMPORARIES, COLLECTIVES, MOVED), reason(error)))
+        return step
+    return replace(
+        step,
+        largest=attempt(TEMPORARIES, lambda: tuple(b for b in temporaries(module) if b.bytes >= 2**10), (), failed),
+        collectives=attempt(COLLECTIVES, lambda: tuple(c for c in collectives(text) if c.group_size > 1), (), failed),
+        bytes_moved=attempt(MOVED, lambda: bytes_moved(module), 0, failed),
+    )
+
+
+def _options(machine: Machine) -> dict[str, Any] | None:
+    if machine.devices[0].platform not in ("cuda", "gpu") or machine.name == "this":
+        return None
+    # Autotuning would time kernels on the GPU that is not there. Untuned, some of Triton's matmuls do not compile: cuBLAS's
+    # take as much memory.
+    return {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
+
+@contextmanager
+def _at_level(optimization: str) -> Iterator[None]:
+    before = getattr(jax.config, _LEVEL)
+    jax.config.update(_LEVEL, optimization)
+    try:
+        yield
+    finally:
+        jax.config.update(_LEVEL, before)
+
+
+_LEVEL = "jax_optimization_level"

@@ -1,0 +1,32 @@
+"""What an error says: user input checked before any work, and the user's own frame shown first.
+
+Owns the checks of arguments, the wrapping of the user's functions, and the reading of text that others wrote. Knows nothing
+of devices, models or training. Open `_arguments.py` first.
+"""
+
+from ._arguments import (
+    as_metrics as as_metrics,
+    check_alive as check_alive,
+    check_count as check_count,
+    check_examples_kind as check_examples_kind,
+    check_folder as check_folder,
+    check_function as check_function,
+    check_model as check_model,
+    check_model_function as check_model_function,
+    check_optimizer as check_optimizer,
+    check_predictor as check_predictor,
+    check_readable_again as check_readable_again,
+)
+from ._frames import is_ours as is_ours
+from ._untrusted import (
+    DamagedError as DamagedError,
+    brief as brief,
+    brief_name as brief_name,
+    damaged as damaged,
+    is_plain as is_plain,
+    is_size as is_size,
+    load_json as load_json,
+    parse_json as parse_json,
+    unreadable as unreadable,
+)
+from ._user_code import OfExamples as OfExamples, Plainly as Plainly, explained as explained, plainly as plainly

@@ -1,0 +1,293 @@
+"""What a user may pass by mistake, checked before any work: models of other libraries, optimizers that were not called,
+functions of other parameters, data frames, loaders of whole batches, numbers that are no counts.
+
+Each check names the argument, what it got and the next step. What only a run can show is `_user_code`.
+"""
+
+import inspect
+import operator
+import types
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from .._tree import listed, named_leaves
+
+# --- numbers and paths -----------------------------------------------------------------------------------------------
+
+
+def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False, advice: str = "") -> None:
+    """Raise TypeError where `value` is not an integer, ValueError where it is below `least`.
+
+    **Arguments:**
+
+    - `optional`: whether None will do too.
+    - `advice`: the next step, where the integer is too small.
+    """
+    if optional and value is None:
+        return
+    or_none = " or None" if optional else ""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        count = operator.index(value)
+    except TypeError:
+        whole = isinstance(value, float) and value.is_integer() and value >= least
+        what = f"Pass {int(value)}" if whole else "Pass a whole number"
+        raise TypeError(f"`{name}`: expected an integer{or_none}, got {_brief(value)}. {what}.") from None
+    if count < least:
+        advice = advice or ("Pass a positive number." if least == 1 else f"Pass {least} or more.")
+        raise ValueError(f"`{name}`: expected at least {least}{or_none}, got {count}. {advice}")
+
+
+def check_folder(path: Any, name: str) -> None:
+    """Raise ValueError where a folder of that path can neither be there nor be made, as a part of the path is a file."""
+    if not isinstance(path, str | Path):
+        raise TypeError(f"`{name}`: expected a path or None, got {_brief(path)}. Pass a string or a `pathlib.Path`.")
+    for part in (Path(path), *Path(path).parents):
+        if part.exists() and not part.is_dir():
+            which = "which is a file" if part == Path(path) else f"where `{part}` is a file"
+            raise ValueError(f"`{name}`: expected a folder, got `{path}`, {which}. Move the file, or choose another folder.")
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+# Libraries whose layers are taken for Equinox's, by the package that defines them: none of them needs to be installed.
+_LIBRARIES = {"torch": "PyTorch", "flax": "Flax", "haiku": "Haiku", "keras": "Keras", "tensorflow": "TensorFlow"}
+_LAYERS = {"Module", "Layer", "Transformed", "TransformedWithState"}
+
+
+def check_model(model: Any, name: str = "model") -> None:
+    """Raise TypeError where a model is not a PyTree with weights: a function, a class, or a module of another library;
+    ValueError where the arrays of one have been deleted."""
+    expected = f"`{name}`: expected an Equinox module, got"
+    if isinstance(model, type):
+        raise TypeError(f"{expected} the class {model.__name__}. Make one: `{model.__name__}(..., key=key)`.")
+    if (library := _library(model)) is not None:
+        raise TypeError(
+            f"{expected} {library}'s {type(model).__name__}. Write it as an `eqx.Module`; `redeqx.models.from_pretrained` "
+            "loads the folders of many Hugging Face models."
+        )
+    if isinstance(model, tuple) and any(isinstance(part, eqx.nn.State) for part in model):
+        raise TypeError(f"{expected} a tuple of a model and its state. Pass them apart: `model=model, model_state=state`.")
+    if jax.tree_util.all_leaves([model]) and not eqx.is_array_like(model):
+        if callable(model):
+            advice = "A function holds no weights: put them into an `eqx.Module`, and what it does into its `__call__`"
+        elif isinstance(model, str | Path):
+            advice = "Load it first: `model, config = redeqx.models.from_pretrained(...)`"
+        else:
+            advice = "Pass an `eqx.Module`, or another PyTree of arrays"
+        raise TypeError(f"{expected} {_brief(model)}. {advice}.")
+    check_alive(model, name)
+
+
+def check_alive(tree: Any, name: str) -> None:
+    """Raise ValueError where arrays have been deleted: by a training step, which reuses the memory of those before it."""
+    arrays = {path: leaf for path, leaf in named_leaves(tree).items() if isinstance(leaf, jax.Array)}
+    dead = [path for path, leaf in arrays.items() if not isinstance(leaf, Tracer) and leaf.is_deleted()]
+    if dead:
+        raise ValueError(
+            f"`{name}`: expected arrays that are still there, got {len(dead)} of {len(arrays)} deleted "
+            f"({', '.join(f'`{path}`' for path in listed(dead, 3))}). A training step deletes the arrays that it updates: "
+            "take `trainer.model` after the last step, or keep a copy: "
+            "`jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, trainer.model)`."
+        )
+
+
+def _library(value: Any) -> str | None:
+    """The library whose layer this is; None where it is none of those that are known."""
+    for cls in type(value).__mro__:
+        package = cls.__module__.partition(".")[0]
+        if package in _LIBRARIES and cls.__name__ in _LAYERS:
+            return _LIBRARIES[package]
+    return None
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise TypeError where this is no optax transformation: `optax.adam` itself, or the optimizer of another library."""
+    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
+        return
+    packages = [_package(cls) for cls in type(optimizer).__mro__]
+    if (library := next((_LIBRARIES[package] for package in packages if package in _LIBRARIES), None)) is not None:
+        found = type(optimizer).__name__
+        name = found.lower() if hasattr(optax, found.lower()) else "adamw"
+        got, advice = f"{library}'s {found}", f"Pass optax's, which holds no weights: `optax.{name}(learning_rate)`"
+    elif callable(optimizer):
+        name = getattr(optimizer, "__name__", "optimizer")
+        name = f"optax.{name}" if _package(optimizer) == "optax" else name
+        got, advice = f"the function `{name}`", f"Call it: `{name}(learning_rate)`"
+    elif isinstance(optimizer, Sequence) and not isinstance(optimizer, str):
+        got, advice = _brief(optimizer), "Chain them: `optax.chain(...)`"
+    else:
+        got, advice = _brief(optimizer), "Pass `optax.adamw(learning_rate)`, say"
+    raise TypeError(f"`optimizer`: expected an optax transformation, got {got}. {advice}.")
+
+
+# --- functions -------------------------------------------------------------------------------------------------------
+
+
+def check_function(fn: Any, name: str, parameters: Sequence[str], why: str = "") -> None:
+    """Raise TypeError where `fn` is no function that can be called with so many positional arguments.
+
+    **Arguments:**
+
+    - `parameters`: their names, as the documentation has them.
+    - `why`: ends the sentence of what is expected.
+    """
+    wanted = f"a function of `({', '.join(parameters)})`{why}" if parameters else f"a function without arguments{why}"
+    if not callable(fn):
+        raise TypeError(f"`{name}`: expected {wanted}, got {_brief(fn)}. Pass the function itself.")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return  # of what is not written in Python, nothing is known
+    try:
+        signature.bind(*parameters)
+        return
+    except TypeError:
+        pass
+    names = [p.name for p in signature.parameters.values()]
+    missing = [p for p in parameters if p not in names]
+    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in _VARIADIC]
+    if not parameters:
+        advice = "Bind them: `lambda: ...`"
+    elif len(needed) < len(parameters) and missing == ["key"]:
+        advice = "Add the parameter `key`, which dropout and sampling draw from; it may stay unused"
+    elif names[1:2] == ["state"] and "state" not in parameters:
+        advice = "Pass `model_state` too, as `eqx.nn.make_with_state` gives it"
+    else:
+        advice = "Give it these parameters; bind others with `functools.partial`"
+    raise TypeError(f"`{name}`: expected {wanted}, got one of `{_no_annotations(signature)}`. {advice}.")
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _no_annotations(signature: inspect.Signature) -> inspect.Signature:
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=signature.empty)
+
+
+def check_model_function(fn: Any, name: str, *, has_state: bool) -> None:
+    """`check_function` of a `loss_fn`, a `grad_fn` or a `pred_fn`."""
+    state, why = (["state"], ", as `model_state` was given") if has_state else ([], "")
+    check_function(fn, name, ["model", *state, "batch", "key"], why)
+
+
+def check_predictor(predictor: Any) -> None:
+    """Raise TypeError where `eval_predictor` has no `predict`: `pred_fn` itself, say."""
+    if not callable(getattr(predictor, "predict", None)):
+        advice = "Pass `trainer.get_default_predictor(pred_fn)`"
+        raise TypeError(f"`eval_predictor`: expected a Predictor, got {_brief(predictor)}. {advice}.")
+
+
+def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
+    """The metrics that `eval_metric_fn` returned, as plain numbers.
+
+    **Arguments:**
+
+    - `taken`: names that the evaluation has metrics of its own for.
+
+    Raises TypeError where they are no mapping of numbers, ValueError for arrays and for names that are taken.
+    """
+    if not isinstance(returned, Mapping):
+        advice = "Return one: `{'accuracy': ...}`" if returned is not None else "Is a `return` missing?"
+        raise TypeError(
+            f"`eval_metric_fn`: expected a dict of numbers by name, got {_brief(returned)}. {advice.removesuffix('?')}"
+            f"{'?' if advice.endswith('?') else '.'}"
+        )
+    metrics = {}
+    for name, value in returned.items():
+        if not isinstance(name, str):
+            raise TypeError(f"`eval_metric_fn`: expected names that are strings, got {_brief(name)}. Rename that metric.")
+        if name in taken:
+            raise ValueError(
+                f"`eval_metric_fn`: expected names other than {name!r}, which the evaluation itself reports, got it too. "
+                "Rename that metric, or pass `eval_loss=False`."
+            )
+        where = f"`eval_metric_fn` metric `{name}`: expected a number, got"
+        if getattr(value, "shape", ()) != ():
+            raise ValueError(f"{where} an array of shape {tuple(value.shape)}. Return its mean, or a metric for each entry.")
+        try:
+            metrics[name] = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"{where} {_brief(value)}. Return a number.") from None
+    return metrics
+
+
+# --- examples --------------------------------------------------------------------------------------------------------
+
+
+def check_examples_kind(given: Any, name: str) -> None:
+    """Raise TypeError for what has items, but not an example each: data frames, loaders of batches, columns of examples."""
+    expected = f"`{name}`: expected an item an example, got"
+    if type(given).__name__ == "DataFrame" and hasattr(given, "columns"):
+        method = 'to_dict("records")' if hasattr(given, "to_dict") and not hasattr(given, "to_dicts") else "to_dicts()"
+        raise TypeError(f"{expected} a DataFrame, whose items are its columns. Pass its rows: `df.{method}`.")
+    if type(given).__name__ == "Series" and hasattr(given, "to_list"):
+        raise TypeError(f"{expected} a Series, whose items go by its index. Pass its values: `series.to_list()`.")
+    is_loader = all(hasattr(given, of) for of in ("dataset", "batch_size", "batch_sampler", "collate_fn"))
+    if is_loader and (given.batch_size is not None or given.batch_sampler is not None):
+        raise TypeError(
+            f"{expected} a {type(given).__name__}, whose items are whole batches. Pass its `dataset`: redeqx shuffles, "
+            "batches and calls `collate_fn` itself."
+        )
+    if isinstance(given, Mapping) and given and all(hasattr(split, "column_names") for split in given.values()):
+        split = next(iter(given))
+        raise TypeError(f"{expected} a {type(given).__name__} of {', '.join(map(str, given))}. Pass one: `[{split!r}]`.")
+    if isinstance(given, tuple | list) and 2 <= len(given) <= 4 and all(getattr(x, "shape", ()) for x in given):
+        shapes = [tuple(x.shape) for x in given]
+        if len({shape[0] for shape in shapes}) == 1 and len({len(shape) for shape in shapes}) > 1:
+            raise TypeError(
+                f"{expected} a {type(given).__name__} of {len(shapes)} arrays of shapes {', '.join(map(str, shapes))}, each "
+                "with a row an example. Pass `list(zip(*arrays))`."
+            )
+
+
+def check_readable_again(given: Any, name: str, n_epochs: int) -> None:
+    """Raise ValueError for more than one epoch of what can be read only once: a generator, a `map`, an open file.
+
+    An iterator written in Python is taken as it is: its `__iter__` may begin anew.
+    """
+    kind = type(given)
+    if n_epochs == 1 or hasattr(given, "__len__") or not hasattr(kind, "__iter__"):
+        return
+    if isinstance(kind.__iter__, types.FunctionType) or iter(given) is not given:
+        return
+    what = f"`{given.__name__}`, a generator" if isinstance(given, types.GeneratorType) else f"a {kind.__name__}"
+    raise ValueError(
+        f"`{name}`: expected what can be read {n_epochs} times, once an epoch, got {what}, which can be read once. Pass a "
+        "list, or a function of the epoch that returns a new one: `lambda epoch: ...`."
+    )
+
+
+# --- in words --------------------------------------------------------------------------------------------------------
+
+
+def _package(value: Any) -> str:
+    return (getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _brief(value: Any) -> str:
+    """What an error says that it got."""
+    if isinstance(value, bool | int | float | None):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:60] + "...")
+    if isinstance(value, partial | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
+        name = getattr(value, "__name__", None) or getattr(getattr(value, "func", None), "__name__", "partial")
+        return f"the function `{name}`"
+    if isinstance(value, np.ndarray | jax.Array):
+        return f"an array of shape {value.shape}"
+    if isinstance(value, list | tuple):
+        kinds = sorted({type(item).__name__ for item in islice(value, 100)})
+        return f"a {type(value).__name__} of {', '.join(kinds) or 'nothing'}"
+    return f"a {type(value).__name__}" if type(value).__name__[0] not in "aeiouAEIOU" else f"an {type(value).__name__}"

@@ -1,0 +1,131 @@
+"""The user's functions, while they run: what an error of theirs says, and which frames its traceback shows.
+
+`explained` adds to an error what the function was given; `Plainly` takes redeqx's and JAX's frames out of the traceback, so
+that the line of the script and the line of the user's function stand together.
+"""
+
+import functools
+import sysconfig
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .._tree import is_array_like, listed, named_leaves
+from ._frames import is_ours
+
+# --- what it was given -----------------------------------------------------------------------------------------------
+
+
+def explained(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function of `(model, ..., batch, key)`, whose errors carry a note with the shapes of the batch."""
+
+    @functools.wraps(fn, updated=())
+    def explaining(*args: Any) -> Any:
+        try:
+            return fn(*args)
+        except Exception as error:
+            _note(error, f"`{name}` was called with ", lambda: _batch(args[-2]))
+            raise
+
+    return explaining
+
+
+def _batch(batch: Any) -> str:
+    leaves = {path: leaf for path, leaf in named_leaves(batch).items() if is_array_like(leaf)}
+    shapes = listed([f"`{path}` {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items()])
+    n_rows = next((leaf.shape[0] for leaf in leaves.values() if leaf.shape), 0)
+    return (
+        f"this batch: {', '.join(shapes)}. The leading dim is the batch, of {n_rows} rows; an Equinox module takes one row, "
+        "so `jax.vmap(model)(...)` takes them all."
+    )
+
+
+class OfExamples:
+    """A context whose errors carry a note of the examples' numbers.
+
+    **Arguments:**
+
+    - `what`: the note's begin: what was done with them.
+    - `places`: their numbers in what was given, or, of an iterable, in the order that it has them.
+    """
+
+    def __init__(self, what: str, places: Sequence[int]):
+        self._what, self._places = what, places
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: types.TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            numbers = listed([str(i) for i in self._places], 16)
+            _note(error, self._what, lambda: f" {', '.join(numbers)}, counted from 0.")
+
+
+def _note(error: Exception, begin: str, rest: Callable[[], str]) -> None:
+    if any(note.startswith(begin) for note in getattr(error, "__notes__", ())):
+        return  # from a function inside
+    try:
+        error.add_note(begin + rest())
+    except Exception:  # a note that fails must not hide the error
+        return
+
+
+# --- which frames it shows -------------------------------------------------------------------------------------------
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+
+
+class Plainly:
+    """A context whose errors show the user's frames: the script's line above it, the lines of the user's functions inside.
+
+    Frames of redeqx and JAX between them are left out. An error of redeqx itself keeps its last frame where it is about
+    what the user passed (`` `name`: expected ... ``), and all of them otherwise. JAX_TRACEBACK_FILTERING=off keeps all.
+    """
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: types.TracebackType | None) -> None:
+        # Set on the error itself: raising it once more would add a frame.
+        if isinstance(error, Exception) and getattr(jax.config, "jax_traceback_filtering", None) != "off":
+            error.__traceback__ = _without_ours(error, traceback)
+
+
+def plainly(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of which errors come `Plainly`."""
+
+    @functools.wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with Plainly():
+            return fn(*args, **kwargs)
+
+    return called
+
+
+def _without_ours(error: Exception, traceback: types.TracebackType | None) -> types.TracebackType | None:
+    frames = []
+    while traceback is not None:
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    last = max((i for i, frame in enumerate(frames) if _is_ours(frame)), default=-1)
+    below = frames[last + 1 :]
+    if not any(_is_users(frame) for frame in below):
+        if not (below == [] and str(error).startswith("`") and ": expected " in str(error)):
+            return frames[0] if frames else None
+        last -= 1
+    kept = [frame for i, frame in enumerate(frames) if i > last or _is_users(frame)]
+    made = None
+    for frame in reversed(kept):
+        made = types.TracebackType(made, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return made
+
+
+def _is_ours(traceback: types.TracebackType) -> bool:
+    return is_ours(traceback.tb_frame.f_code.co_filename)
+
+
+def _is_users(traceback: types.TracebackType) -> bool:
+    file = traceback.tb_frame.f_code.co_filename
+    return not _is_ours(traceback) and not file.startswith((*_INSTALLED, "<frozen"))

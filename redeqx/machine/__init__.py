@@ -1,0 +1,27 @@
+"""The devices a run computes on: those at hand, simulated ones, and machines that are only described.
+
+Owns the mesh and its three axes, the figures of chips, and which devices there are. Knows nothing of models or of what is
+computed. Open `_mesh.py` first.
+"""
+
+from ._chips import GIB as GIB, GPUS as GPUS, TPUS as TPUS, Chip as Chip
+from ._devices import (
+    USABLE as USABLE,
+    Machine as Machine,
+    as_shapes as as_shapes,
+    describe as describe,
+    described as described,
+    dry as dry,
+    dry_for as dry_for,
+    of_devices as of_devices,
+    simulate_devices as simulate_devices,
+)
+from ._mesh import (
+    FSDP as FSDP,
+    MODEL as MODEL,
+    make_mesh as make_mesh,
+    n_batch_shards as n_batch_shards,
+    put as put,
+    replicated as replicated,
+    split_rows as split_rows,
+)

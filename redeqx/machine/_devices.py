@@ -1,0 +1,261 @@
+"""The devices that a run computes on: those at hand, simulated ones, and machines that are only described.
+
+A described machine compiles and computes nothing: what it takes is the compiler of its vendor, not its hardware. Owns the
+names of such machines, the starting of their compilers, and which machine a dry run of a whole script is for.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jaxtyping import PyTree
+
+from .._tree import nearest
+from ._chips import GPUS, TPUS, Chip, chip_of_kind
+
+# Of a GPU's memory: CUDA's context and NCCL's buffers take the rest.
+USABLE = 0.95
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices to compile for.
+
+    **Arguments:**
+
+    - `name`: as `describe` takes it.
+    - `devices`: of JAX; of a described machine they can only be compiled for.
+    - `memory`: bytes of a device that a program may take; None where they are not known.
+    - `chip`: published figures of a device, where they are known.
+    """
+
+    name: str
+    devices: tuple[Any, ...]
+    memory: int | None = None
+    chip: Chip | None = None
+
+    @property
+    def n_hosts(self) -> int:
+        return len({device.process_index for device in self.devices})
+
+
+_SPELLINGS = (
+    "TPUs as `v4:2x2x2` (kinds: " + ", ".join(TPUS) + "), GPUs as `gpu:a100-40gb:4` or `gpu:h100-80gb:2x8` for two hosts of "
+    "eight (kinds: " + ", ".join(GPUS) + "), `cpu:8` for simulated devices, `this` for the devices at hand"
+)
+
+
+def describe(name: str, *, memory: int | None = None) -> Machine:
+    """The machine of a name: `v4:2x2x2`, `gpu:a100-40gb:4`, `gpu:h100-80gb:2x8` (hosts x devices), `cpu:8`, `this`.
+
+    **Arguments:**
+
+    - `memory`: bytes a device, in place of those that it is known to have.
+
+    Raises ValueError for an unknown name, ImportError where the compiler is not installed.
+    """
+    kind, _, size = name.partition(":")
+    if name == "this":
+        machine = at_hand()
+    elif kind == "cpu":
+        machine = _simulated(name, size)
+    elif kind == "gpu":
+        machine = _gpus(name, size, memory)
+    elif kind in TPUS:
+        machine = _tpus(name, kind, size)
+    else:
+        raise _unknown(name, kind, [*TPUS, "gpu", "cpu", "this"])
+    return machine if memory is None else replace(machine, memory=memory)
+
+
+def _unknown(name: str, part: str, known: list[str]) -> ValueError:
+    return ValueError(f"`{name}`: expected a topology: {_SPELLINGS}.{nearest(part, known)}")
+
+
+def at_hand() -> Machine:
+    """The devices of this process."""
+    return of_devices("this", jax.devices())
+
+
+def of_devices(name: str, devices: Any) -> Machine:
+    """A machine of devices that are there, with the memory that they report."""
+    devices = tuple(devices)
+    stats = devices[0].memory_stats() if devices[0].platform != "cpu" else None
+    memory = stats.get("bytes_limit") if stats else _host_memory() // len(devices)
+    return Machine(name, devices, memory, chip_of_kind(devices[0].device_kind))
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _simulated(name: str, size: str) -> Machine:
+    if not size.isdecimal() or int(size) < 1:
+        raise _unknown(name, name, ["cpu:8"])
+    if jax.device_count("cpu") != int(size):
+        raise ValueError(
+            f"`{name}`: expected {size} simulated devices, got {jax.device_count('cpu')}, as JAX's CPU backend was started "
+            f"with. Call `redeqx.simulate_devices({size})` at the top of the script, or `python -m redeqx dry-run`."
+        )
+    return of_devices(name, jax.devices("cpu"))
+
+
+def _gpus(name: str, size: str, memory: int | None) -> Machine:
+    kind, _, count = size.partition(":")
+    if kind not in GPUS:
+        raise _unknown(name, kind, list(GPUS))
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", count):
+        raise ValueError(f"`{name}`: expected a number of GPUs, got {count!r}. Write `gpu:{kind}:8`, or `gpu:{kind}:2x8`.")
+    hosts, _, devices = count.rpartition("x")
+    gpu = GPUS[kind]
+    if memory is not None:  # of which the compiler should know, since it recomputes where there is too little
+        gpu = replace(gpu, chip=replace(gpu.chip, memory=memory))
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the plugin warns of memory at length; the report does so in a line
+    try:
+        described = topologies.get_topology_desc(
+            platform="cuda", topology_name="", topology=f"1x{hosts or 1}x{devices}", target_config=gpu.target_config()
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        raise _no_compiler(name, "GPU", "topology-gpu", error) from error
+    return Machine(name, tuple(described.devices), int(USABLE * gpu.chip.memory), gpu.chip)
+
+
+# Without them libtpu asks the network which TPU it is on, says on standard error that it found none, and refuses a second
+# process beside the first, though none of them has a TPU.
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v4-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def _tpus(name: str, kind: str, size: str) -> Machine:
+    if not re.fullmatch(r"\d+(x\d+){1,2}", size):
+        raise ValueError(f"`{name}`: expected chips along each side, got {size!r}. Write `{kind}:2x4`, or `{kind}:2x2x2`.")
+    added = [key for key in _LIBTPU if key not in os.environ]
+    os.environ.update({key: _LIBTPU[key] for key in added})
+    # Two cores of a v4 chip are one device, as everyone uses them; later kinds are so by default.
+    options = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    try:
+        described = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"`{name}`: expected a topology of {TPUS[kind].kind}, got one that is refused: {error}") from error
+    except RuntimeError as error:
+        raise _no_compiler(name, "TPU", "topology-tpu", error) from error
+    finally:
+        for key in added:
+            del os.environ[key]
+    return Machine(name, tuple(described.devices), TPUS[kind].memory, TPUS[kind])
+
+
+def _no_compiler(name: str, kind: str, extra: str, error: Exception) -> ImportError:
+    return ImportError(
+        f"`{name}`: expected the {kind} compiler, got none ({error}). "
+        f'Run `pip install "redeqx[{extra}]"`: it needs no {kind}.'
+    )
+
+
+# --- simulated devices ---------------------------------------------------------------------------------------------------
+
+
+def simulate_devices(n_devices: int) -> None:
+    """Act as `n_devices` devices where the machine has no accelerator; with one, this changes nothing that is used.
+
+    Call it before the first use of JAX's devices. It sets the number of JAX's CPU devices, and `NPROC` in the environment:
+    XLA sizes its thread pool by it, and collectives over more devices than threads wait for each other for ever. In a dry
+    run the topology says how many devices there are, and this changes nothing.
+
+    Raises RuntimeError where JAX's backends have been started already.
+    """
+    if _dry is not None:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", n_devices)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"`simulate_devices({n_devices})`: expected JAX's devices to be untouched, got a started backend. "
+            "Call it at the top of the script, before any array is made."
+        ) from error
+    os.environ["NPROC"] = str(max(2 * n_devices, int(os.environ.get("NPROC") or 0), os.cpu_count() or 1))
+
+
+# --- a dry run of a script ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dry:
+    """What a script is run dry for.
+
+    **Arguments:**
+
+    - `options`: further arguments of the dry run.
+    - `zeros`: the methods that have returned zeros, as they were called before the first `fit`.
+    """
+
+    machine: Machine
+    options: dict[str, Any]
+    zeros: set[str] = field(default_factory=set)
+
+
+class Shape(jax.ShapeDtypeStruct):
+    """The shape of a model's array, as a dry run holds it; NumPy reads zeros from it."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.zeros(self.shape, dtype or self.dtype)
+
+
+def as_shapes(model: PyTree) -> PyTree:
+    """The model of a dry run: its shapes, which a script can still hand to NumPy."""
+    return jax.tree.map(lambda x: Shape(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, model)
+
+
+_dry: Dry | None = None
+
+
+def dry() -> Dry | None:
+    """What the script at hand is run dry for; None where it is run for real."""
+    return _dry
+
+
+@contextmanager
+def described(topology: str, *, memory: int | None = None) -> Iterator[Machine]:
+    """Deployers made inside are for a machine that need not be there, and make no array of a model.
+
+    ```python
+    with redeqx.described("v4:2x2x2"):
+        deployer = redeqx.Deployer(n_model_shards=8)
+        model = deployer.init(lambda: Model(key=key))
+        trainer = redeqx.Trainer(deployer, model=model, ...)
+        print(trainer.dry_run(examples, per_device_batch_size=4))
+    ```
+
+    **Arguments:**
+
+    - `topology`: `"v4:2x2x2"`, `"gpu:a100-40gb:4"`, `"gpu:h100-80gb:2x8"` (hosts x devices), `"cpu:8"`, `"this"`.
+    - `memory`: bytes a device, in place of those that it is known to have.
+
+    Raises ValueError for an unknown topology, ImportError where its compiler is not installed.
+    """
+    machine = describe(topology, memory=memory)
+    with dry_for(machine):
+        yield machine
+
+
+@contextmanager
+def dry_for(machine: Machine, **options: Any) -> Iterator[Dry]:
+    """Deployers made inside are for that machine, and make no array of a model."""
+    global _dry
+    before, _dry = _dry, (run := Dry(machine, options))
+    try:
+        yield run
+    finally:
+        _dry = before

@@ -1,0 +1,6 @@
+"""What a person sees of a run: the console, metrics.jsonl, TensorBoard and other trackers.
+
+Knows nothing of how numbers are made. Open `_console.py`.
+"""
+
+from ._console import Console as Console, Progress as Progress, Tracker as Tracker

@@ -1,0 +1,17 @@
+"""How a model is split over the mesh: the plan, with a reason for each leaf.
+
+Owns the two rules, the traversal of a model's layers in field order, the dataflow that reads their order from a traced loss,
+and the plan. Knows nothing of optimizers, batches or files. Open `_plan.py` first, then `_rules.py`.
+"""
+
+from ._dataflow import parts_taken as parts_taken
+from ._layers import NORMS as NORMS, register_attention as register_attention
+from ._plan import (
+    LeafPlan as LeafPlan,
+    Overrides as Overrides,
+    Plan as Plan,
+    make_plan as make_plan,
+    mark_read as mark_read,
+    place as place,
+    shardings_like as shardings_like,
+)

@@ -1,0 +1,577 @@
+"""The order of the two rules, read from the traced loss instead of guessed from the fields of a model.
+
+Both rules are one fact: a matmul whose input arrives whole is split along its output (a column), one whose input arrives
+split is split along what it contracts (a row), and its output is whole again. So the jaxpr of the loss is followed,
+abstractly, equation by equation: of each value, which dim is split over the model axis and by which leaf, and, of each value
+that is a parameter seen otherwise (turned, sliced, scaled), which dims of the parameter its dims are. The first use of a
+parameter on data decides it. Names and types play no part: raw arrays, `einsum`, stacks under `scan`, and calls in another
+order than that of the fields are all one.
+
+A first pass follows the rules. Where values met that were split differently, or whole beside split, the leaves that caused
+it are tried otherwise, and what costs less stays: bytes sent, bytes held and work done more than once (`_flow`).
+
+What cannot be followed stays whole, with a reason that names the primitive.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..tracing import Trace, called, scan_counts
+from ._flow import Flow, Pass, View
+from ._rules import Split
+
+MAX_TRIALS = 64  # other choices to follow the loss with
+# Elements: leaves smaller than that may stay whole where it costs less, as long as no more of the model stays whole than the
+# walk leaves.
+SMALL = 2**14
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the dataflow says of each leaf that data meets, by its name.
+
+    **Arguments:**
+
+    - `splits`: the dim of the leaf that the model axis splits, counted from its first, and why.
+    - `stacked`: over how many leading dims loops take slices of it.
+    - `cost`: of a step, in bytes.
+    """
+
+    splits: Mapping[str, Split]
+    stacked: Mapping[str, int]
+    cost: float
+
+
+def order(
+    trace: Trace,
+    n_shards: int,
+    followers: Mapping[str, tuple[str, Sequence[int | None]]] = MappingProxyType({}),
+    max_whole: int | None = None,
+) -> Order:
+    """The order of the rules in a traced loss, whose inputs after the model are data, keys apart.
+
+    **Arguments:**
+
+    - `n_shards`: size of the model axis.
+    - `followers`: leaves that are cut along with a weight, by name: its name, and for each of their dims that of the weight.
+    - `max_whole`: elements that may stay whole only since that costs less, and not since they must; any number by default.
+    """
+    sizes = [math.prod(leaf.shape) for leaf in trace.leaves]
+    index = {name: i for i, name in enumerate(trace.names)}
+    follows = {index[name]: (index[of], dims) for name, (of, dims) in followers.items() if {name, of} <= index.keys()}
+
+    def follow(forced: Mapping[int, int | None]) -> Pass:
+        run = Pass(trace.names, trace.leaves, n_shards, forced, _follow, follows=follows)
+        _run(run, trace.closed)
+        run.hold()
+        return run
+
+    # Leaves whose names differ in indices alone, as those of a list of blocks, are decided alike where they were so far.
+    alike: dict[str, list[int]] = {}
+    patterns = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in trace.names]
+    for i, pattern in enumerate(patterns):
+        alike.setdefault(pattern, []).append(i)
+
+    def n_whole(run: Pass) -> int:
+        return sum(sizes[i] for i, split in run.decided.items() if split.dim is None)
+
+    best, n_trials, tried = follow({}), 0, set()
+
+    def attempt(forced: Mapping[int, int | None]) -> bool:
+        nonlocal best, n_trials
+        left = [leaf for leaf, dim in forced.items() if dim is None]
+        if any(sizes[leaf] >= SMALL for leaf in left):
+            return False
+        n_trials += 1
+        trial = follow({**best.forced, **forced})
+        if trial.cost >= best.cost or (left and max_whole is not None and n_whole(trial) > max_whole):
+            return False
+        best = trial
+        return True
+
+    if best.recurrent:  # together, for each alone would still meet the others' split outputs
+        attempt(dict.fromkeys(best.recurrent))
+    while n_shards > 1 and n_trials < MAX_TRIALS:
+        leaf = next((leaf for leaf in best.doubts if patterns[leaf] not in tried), None)
+        if leaf is None:
+            break
+        tried.add(patterns[leaf])
+        now, shape = best.decided[leaf].dim, trace.leaves[leaf].shape
+        same = [i for i in alike[patterns[leaf]] if i in best.decided and best.decided[i].dim == now]
+        same = [i for i in same if trace.leaves[i].shape == shape]
+        others = (*best.options.get(leaf, ()), *([None] if leaf in best.broken else []))
+        found = [attempt(dict.fromkeys(same, dim)) for dim in others if dim != now]
+        if any(found):
+            tried = {patterns[leaf]}
+    names = trace.names
+    splits = {names[i]: split for i, split in best.decided.items()}
+    return Order(splits, {names[i]: n for i, n in best.stacked.items()}, best.cost)
+
+
+def products(trace: Trace, n_shards: int, dims: Mapping[str, int | None]) -> Sequence[tuple[Any, int | None, Any]]:
+    """The matmuls and convolutions of a traced loss, where the model axis splits these dims of the leaves.
+
+    Each equation comes with how many shards of that axis compute all of it, None where it is of parameters alone, and so
+    computed by every device; and with the equation whose line of code it has (as `Pass.products`).
+    """
+    decided = {i: Split(dims.get(name), "") for i, name in enumerate(trace.names)}
+    run = Pass(trace.names, trace.leaves, n_shards, {}, _follow, decided=decided)
+    _run(run, trace.closed)
+    return tuple(run.products.values())
+
+
+def parts_taken(traced: Any, splits: Sequence[int | None], n_shards: int) -> Mapping[Any, int]:
+    """The values of a closed jaxpr that are split along a dim of which equal parts are taken, and that dim.
+
+    **Arguments:**
+
+    - `splits`: for each of its first inputs, the weights, the dim that the model axis splits.
+    """
+    leaves = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in traced.jaxpr.invars[: len(splits)]]
+    decided = {i: Split(dim, "") for i, dim in enumerate(splits)}
+    run = Pass([""] * len(leaves), leaves, n_shards, {}, _follow, decided=decided)
+    _run(run, traced)
+    return run.exchanged
+
+
+def _run(run: Pass, closed: Any) -> None:
+    """Follow a jaxpr whose inputs are the leaves, then data and keys."""
+    ins = [Flow(views=(View(i, tuple(range(len(leaf.shape)))),), grad=True) for i, leaf in enumerate(run.leaves)]
+    rest = closed.jaxpr.invars[len(ins) :]
+    ins += [Flow(data=not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) for var in rest]
+    run.evaluate(closed, ins)
+
+
+def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """What is known of an equation's outputs."""
+    name = eqn.primitive.name
+    try:
+        if (inner := called(eqn)) is not None:
+            calls, run.calls = run.calls, (*run.calls, eqn)
+            try:
+                return run.evaluate(inner, ins)
+            finally:
+                run.calls = calls
+        if name in _EQUATIONS:
+            return _EQUATIONS[name](run, eqn, ins)
+        if name in _SEEN:
+            return [run.see(eqn, ins[0], *_SEEN[name](eqn, run.n))]
+        if name in _REDUCTIONS:
+            return _reduce(run, eqn, ins)
+        if _is_elementwise(eqn):
+            return run.meet(eqn, ins)
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
+        pass  # a form of the primitive that is not known here, as of another version of JAX: a plan is no reason to fail
+    return run.give_up(eqn, ins)
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def _dot(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    ranks = [len(atom.aval.shape) for atom in eqn.invars]
+    outs: list[dict[int, int]] = [{dim: i for i, dim in enumerate(lb)}, {dim: i for i, dim in enumerate(rb)}]
+    place = len(lb)
+    for side, contracted in ((0, lc), (1, rc)):
+        for dim in range(ranks[side]):
+            if dim not in contracted and dim not in outs[side]:
+                outs[side][dim] = place
+                place += 1
+    return run.contract(eqn, ins, list(zip(lc, rc, strict=True)), outs)
+
+
+def _conv(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """By channels, and by the batch; space is never split."""
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    (rows, inputs), (kernel_out, kernel_in) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
+    out_rows, outputs = numbers.out_spec[:2]
+    if eqn.params["batch_group_count"] > 1 or (groups > 1 and groups % run.n):
+        return run.give_up(eqn, ins)
+    if groups > 1:  # whole groups on each shard: channels in, kernels and channels out are split together
+        return run.contract(eqn, ins, [], [{rows: out_rows, inputs: outputs}, {kernel_out: outputs}])
+    return run.contract(eqn, ins, [(inputs, kernel_in)], [{rows: out_rows}, {kernel_out: outputs}])
+
+
+def _reduce(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    removed = eqn.params["axes"]
+    kept = [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in removed]
+    outs = []
+    for flow, var in zip(ins, eqn.outvars, strict=False):
+        dim, cause = run.split(flow)
+        if flow.data and {dim, flow.tail} & set(removed):
+            run.pay("all-reduce", var.aval)
+        dim, tail = (kept.index(d) if d in kept else None for d in (dim, flow.tail))
+        spread = frozenset(kept.index(d) for d in flow.spread if d in kept)
+        outs.append(Flow(dim=dim, cause=cause, spread=spread, tail=None if dim is None else tail))
+    return outs + [Flow()] * (len(eqn.outvars) - len(outs))
+
+
+def _along(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """What needs one dim whole, and leaves the others as they are: running sums, sorts."""
+    axis = eqn.params.get("axis", eqn.params.get("dimension", -1)) % max(1, len(eqn.invars[0].aval.shape))
+    if any(run.split(flow)[0] == axis or run.is_open(flow) for flow in ins):
+        return run.give_up(eqn, ins)
+    return run.meet(eqn, ins)
+
+
+def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """A lookup: of rows of an embedding, of a label's logit."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    table, indices = ins
+    shape, aval = eqn.invars[0].aval.shape, eqn.outvars[0].aval
+    window = [dim for dim in range(len(shape)) if dim not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    places = dict(zip(window, numbers.offset_dims, strict=True))
+    others = [i for i in range(len(aval.shape)) if i not in numbers.offset_dims]
+    of_indices = dict(zip(range(len(eqn.invars[1].aval.shape) - 1), others, strict=False))
+    batches = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    places |= {dim: of_indices[of] for dim, of in batches}
+    looked_up = [dim for dim in numbers.start_index_map if sizes[dim] == 1 != shape[dim]]
+    kept = [dim for dim, place in places.items() if aval.shape[place] == shape[dim] > 1]
+    # Positions, and the like: a part of it, in another order. Or a matrix for each token, as of experts: a weight itself,
+    # whose product decides; split by rows each would be summed over the shards.
+    of_weights = bool(looked_up) and len(kept) > 1 and any(run.could_split(table, shape, dim) for dim in kept)
+    if run.is_open(table) and (not indices.data or of_weights):
+        source: list[int | None] = [None] * len(aval.shape)
+        for dim, place in places.items():
+            source[place] = dim if aval.shape[place] == shape[dim] else None
+        return [table.seen(source)]
+    if run.is_open(table):
+        # What the model itself picks, as an expert's bias, may be split as what it is added to; not so words.
+        options = [*looked_up, *kept] if indices.grad else looked_up
+        if not looked_up:
+            run.decide(table, None, "whole: slices of it are taken where data says")
+        elif (dim := run.choose(table, shape, options)) is None:
+            run.decide(table, None, _why_table_is_whole(run, table, shape[looked_up[0]]))
+        elif dim in kept:
+            run.decide(table, dim, "follows: what is looked up in it meets values that are split so")
+        else:
+            run.decide(table, dim, f"embedding: {shape[dim]} rows over {run.n} shards")
+    dim, cause = run.split(table)
+    by, by_cause = run.split(indices)
+    if dim is not None and dim in looked_up:  # each shard looks up what it has
+        run.pay("all-reduce", aval)
+        dim = None
+    elif dim is not None and (dim not in places or aval.shape[places[dim]] != shape[dim]):
+        run.gather(eqn.invars[0].aval, table)
+        dim = None
+    if dim is not None:
+        return [Flow(dim=places[dim], cause=cause)]
+    if by is not None and by in of_indices:
+        return [Flow(dim=of_indices[by], cause=by_cause)]
+    return [Flow(cause=cause)]
+
+
+def _why_table_is_whole(run: Pass, table: Flow, n_rows: int) -> str:
+    if n_rows % run.n == 0:
+        return run.why_whole(table, (n_rows,), (0,))
+    padded = -(-n_rows // run.n) * run.n
+    return f"whole: {n_rows} rows do not divide over {run.n} shards; a table padded to {padded} would"
+
+
+def _chosen(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """Data chooses among values: among parameters it chooses a parameter, as of a branch under `vmap`."""
+    cases = ins[1:]
+    if any(flow.views for flow in cases) and not any(flow.data for flow in cases):
+        return run.meet(eqn.replace(invars=eqn.invars[1:]), cases)
+    return run.meet(eqn, ins)
+
+
+def _joined(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """Arrays one after the other along a dim: where that one is split, the parts change places."""
+    axis, aval = eqn.params["dimension"], eqn.outvars[0].aval
+    splits = [run.split(flow) for flow in ins]
+    if not any(flow.data for flow in ins):
+        same = len({view.leaf for flow in ins for view in flow.views}) == 1  # a parameter and turns of itself
+        view = ins[0].views[0] if same and ins[0].views else None
+        kept = view and View(view.leaf, tuple(None if i == axis else dim for i, dim in enumerate(view.dims)))
+        return [Flow(views=(kept,) if kept else ())]
+    along = {dim for dim, _ in splits if dim is not None}
+    if axis in along and len(along) == 1 and aval.shape[axis] % run.n == 0 and all(dim is not None for dim, _ in splits):
+        run.pay("join", aval)
+        run.doubt(*(cause for _, cause in splits))
+        return [Flow(dim=axis, cause=splits[0][1])]
+    if axis in along:
+        return run.give_up(eqn, ins)
+    return run.meet(eqn, ins)
+
+
+def _updated(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """A part of an array written anew, as a cache is; a dim stays split that the part has whole."""
+    whole, part = (eqn.invars[i].aval.shape for i in (0, 1))
+    (dim, cause), (of_part, by_part) = run.split(ins[0]), run.split(ins[1])
+    dim, cause = (dim, cause) if dim is not None else (of_part, by_part)
+    if dim is not None and whole[dim] == part[dim] and of_part in (dim, None):
+        return [Flow(dim=dim, cause=cause)]
+    return run.give_up(eqn, ins)
+
+
+# --- loops and branches ------------------------------------------------------------------------------------------------
+
+
+def _branches(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    outs = [run.evaluate(branch, ins[1:]) for branch in eqn.params["branches"]]
+    return [_common(run, var.aval, flows) for var, flows in zip(eqn.outvars, zip(*outs, strict=True), strict=True)]
+
+
+def _common(run: Pass, aval: Any, flows: Sequence[Flow]) -> Flow:
+    """A value that comes from either of several: split where all are."""
+    splits = {run.split(flow) for flow in flows}
+    if len({dim for dim, _ in splits}) == 1:
+        dim, cause = splits.pop()
+        return Flow(dim=dim, cause=cause, data=any(f.data for f in flows), grad=any(f.grad for f in flows))
+    for flow in flows:
+        run.gather(aval, flow)
+    return Flow()
+
+
+def _loop(run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]) -> list[Flow]:
+    """The outputs of a loop's body, whose carry is split at its end as at its beginning.
+
+    A carry that begins as a constant may be split from the start, as the body splits it, and one that begins split may be
+    gathered first: where that costs less, it is.
+    """
+    start = run.standing()
+    if any(run.is_open(flow) for flow in carry):  # weights that the loop changes: the first iteration decides them
+        run.evaluate(closed, [*consts, *carry, *slices])
+        begun = {view.leaf for flow in carry for view in flow.views} & run.decided.keys()
+        start.decided |= {leaf: run.decided[leaf] for leaf in begun}
+        start.options |= {leaf: run.options[leaf] for leaf in begun & run.options.keys()}
+        run.restore(start)
+    carried = [Flow(*run.split(flow), data=flow.data, grad=flow.grad) for flow in carry]
+    outs, made = _iterate(run, closed, consts, carried, slices)
+    begun = [
+        replace(flow, dim=of.dim, cause=of.cause) if not begin.data and not begin.views and flow.dim is None else flow
+        for begin, flow, of in zip(carry, carried, made, strict=False)
+    ]
+    gathered = [replace(flow, dim=None) for flow in carried]
+    for other in (begun, gathered):
+        if other == carried:
+            continue
+        end = run.standing()
+        run.restore(start)
+        if other is gathered:
+            for var, flow in zip(closed.jaxpr.outvars, carried, strict=False):
+                run.gather(var.aval, flow)
+        others, _ = _iterate(run, closed, consts, other, slices)
+        if run.cost < end.cost:
+            outs = others
+        else:
+            run.restore(end)
+    return outs
+
+
+def _iterate(
+    run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]
+) -> tuple[list[Flow], list[Flow]]:
+    """The outputs of a loop, and what its body makes of the carry before that is brought to how it was."""
+    start, carried = run.standing(), list(carry)
+    while True:
+        outs = run.evaluate(closed, [*consts, *carried, *slices])
+        made = [Flow(*run.split(out)) for out in outs[: len(carried)]]
+        kept = [
+            replace(flow if of.dim == flow.dim else Flow(), data=flow.data or out.data, grad=flow.grad or out.grad)
+            for flow, of, out in zip(carried, made, outs, strict=False)
+        ]
+        if kept == carried:
+            break
+        run.restore(start)
+        carried = kept
+    for var, flow, out in zip(closed.jaxpr.outvars, carried, outs, strict=False):
+        if run.split(out)[0] != flow.dim:
+            run.gather(var.aval, out)
+            run.recurrent.update(leaf for leaf in run.doubts if leaf not in start.doubts)
+    return [*carried, *outs[len(carried) :]], made
+
+
+def _scan(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    n_consts, n_carry = scan_counts(eqn)
+    slices = []
+    for atom, flow in zip(eqn.invars[n_consts + n_carry :], ins[n_consts + n_carry :], strict=True):
+        if run.split(flow)[0] == 0:
+            flow = run.gather(atom.aval, flow)
+        for view in flow.views:
+            if view.dims[0] is not None:
+                run.stacked[view.leaf] = max(run.stacked.get(view.leaf, 0), view.dims[0] + 1)
+        slices.append(flow.seen(range(1, len(atom.aval.shape))))
+    times, run.times = run.times, run.times * max(1, eqn.params["length"])
+    try:
+        outs = _loop(run, eqn.params["jaxpr"], ins[:n_consts], ins[n_consts : n_consts + n_carry], slices)
+    finally:
+        run.times = times
+    made = [Flow() if run.is_open(out) else Flow(*run.split(out)) for out in outs[n_carry:]]
+    return [*outs[:n_carry], *(replace(out, dim=None if out.dim is None else out.dim + 1) for out in made)]
+
+
+def _while(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """Counted as one iteration; its condition is a scalar that all devices compute."""
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    carry = ins[n_cond + n_body :]
+    outs = _loop(run, eqn.params["body_jaxpr"], ins[n_cond : n_cond + n_body], carry, [])
+    run.evaluate(eqn.params["cond_jaxpr"], [*ins[:n_cond], *outs])
+    return outs
+
+
+# --- values seen otherwise -------------------------------------------------------------------------------------------
+# Each function gives, for every dim of an equation's output, the dim of its operand that is split by splitting it (None for
+# none), and the dims of the output that are equal parts of a dim of the operand.
+
+_Seen = tuple[Sequence[int | None], Mapping[int, int]]
+
+
+def _same(eqn: Any, n: int) -> _Seen:
+    return range(len(eqn.outvars[0].aval.shape)), {}
+
+
+def _broadcast(eqn: Any, n: int) -> _Seen:
+    to = eqn.params["broadcast_dimensions"]
+    return [to.index(dim) if dim in to else None for dim in range(len(eqn.params["shape"]))], {}
+
+
+def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """Dims that are taken apart or joined: the first of those on the one side is split by the first on the other.
+
+    Where the shards do not divide that alone, it may be split together with the next, as two key/value heads over four
+    shards with the queries of each.
+    """
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    source: list[int | None] = [None] * len(after)
+    tails: dict[int, int] = {}
+    parts: dict[int, int] = {}
+    i = j = 0
+    while i < len(before) and j < len(after) and 0 not in before:
+        start_i, start_j, size, target = i, j, before[i], after[j]
+        while size != target:
+            if size < target:
+                i += 1
+                size *= before[i]
+            else:
+                j += 1
+                target *= after[j]
+        i, j = i + 1, j + 1
+        of = next((dim for dim in range(start_i, i) if before[dim] != 1), start_i)
+        to, *rest = [dim for dim in range(start_j, j) if after[dim] != 1] or [start_j]
+        if after[to] % run.n == 0 or after[to] == before[of]:
+            source[to] = of
+        elif rest and (shared := math.gcd(after[to], run.n)) > 1 and after[rest[0]] % (run.n // shared) == 0:
+            source[to], tails[to] = of, rest[0]
+        elif rest and after[rest[0]] % run.n == 0 and before[of] == size:  # as query, key and value of a fused projection
+            parts[rest[0]] = of
+    flow = ins[0]
+    views = tuple(
+        replace(view, dims=tuple(None if of is None or i in tails else view.dims[of] for i, of in enumerate(source)))
+        for view in flow.views
+    )
+    out = run.see(eqn, flow, source, parts)
+    if out.views:
+        return [replace(out, views=views)]
+    if out.dim is not None and out.tail is None and out.dim in tails:
+        return [replace(out, tail=tails[out.dim])]
+    return [out]
+
+
+def _sliced(eqn: Any, n: int) -> _Seen:
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    cut = [dim for dim, size in enumerate(after) if size != before[dim]]
+    source = [None if dim in cut else dim for dim in range(len(after))]
+    return source, {dim: dim for dim in cut if after[dim] and before[dim] % after[dim] == 0 and after[dim] % n == 0}
+
+
+def _divided(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """`jnp.split`: each part as a slice would be."""
+    outs = []
+    for var in eqn.outvars:
+        before, after = eqn.invars[0].aval.shape, var.aval.shape
+        source = [dim if size == before[dim] else None for dim, size in enumerate(after)]
+        parts = {dim: dim for dim, of in enumerate(source) if of is None and after[dim] % run.n == 0 and after[dim]}
+        outs.append(run.see(eqn.replace(outvars=[var]), ins[0], source, parts))
+    return outs
+
+
+def _squeezed(eqn: Any, n: int) -> _Seen:
+    removed = {dim % len(eqn.invars[0].aval.shape) for dim in eqn.params["dimensions"]}
+    return [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in removed], {}
+
+
+def _padded(eqn: Any, n: int) -> _Seen:
+    return [None if any(padding) else dim for dim, padding in enumerate(eqn.params["padding_config"])], {}
+
+
+_SEEN: dict[str, Callable[[Any, int], _Seen]] = {
+    "convert_element_type": _same,
+    "copy": _same,
+    "reduce_precision": _same,
+    "stop_gradient": _same,
+    "sharding_constraint": _same,
+    "rev": _same,
+    "transpose": lambda eqn, n: (eqn.params["permutation"], {}),
+    "squeeze": _squeezed,
+    "expand_dims": _broadcast,
+    "broadcast_in_dim": _broadcast,
+    "slice": _sliced,
+    "dynamic_slice": _sliced,
+    "pad": _padded,
+}
+_REDUCTIONS = {
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"),
+}
+_EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _conv,
+    "gather": _gather,
+    "select_n": _chosen,
+    "concatenate": _joined,
+    "split": _divided,
+    "reshape": _reshaped,
+    "dynamic_update_slice": _updated,
+    "scan": _scan,
+    "while": _while,
+    "cond": _branches,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"), _along),
+}
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    """Whether each entry of the outputs comes from the entries in its place, by the shapes: a scalar goes with all."""
+    if not eqn.outvars or eqn.effects:
+        return False
+    shape = eqn.outvars[0].aval.shape
+    if any(var.aval.shape != shape for var in eqn.outvars):
+        return False
+    name = eqn.primitive.name
+    if name.startswith(("random_", "threefry", "custom_", "rng_")) or name in _NOT_ELEMENTWISE:
+        return False
+    return all(
+        not (own := atom.aval.shape)
+        or (len(own) == len(shape) and all(size in (1, of) for size, of in zip(own, shape, strict=True)))
+        for atom in eqn.invars
+    )
+
+
+# Primitives whose operands may have their output's shape, though entries are mixed.
+_NOT_ELEMENTWISE = {
+    "fft",
+    "cholesky",
+    "triangular_solve",
+    "lu",
+    "householder_product",
+    "scatter",
+    "scatter-add",
+    "scatter_add",
+    "pallas_call",
+    "shard_map",
+    "pure_callback",
+    "io_callback",
+    "ffi_call",
+    "top_k",
+    "eigh",
+    "svd",
+    "qr",
+}

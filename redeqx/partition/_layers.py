@@ -1,0 +1,287 @@
+"""The walk: the layers of a model, found by type in the order of its fields, and their sizes handed to the two rules.
+
+Owns what counts as a layer and as an attention. What a split means on a mesh is `_plan`'s.
+
+A subclass of a known layer is that layer. Arrays that it adds, as an adapter does, are whole unless its class says which of
+their dims go with the weight's, by a class attribute `follows_weight`: from the field's name, for each dim of the array, the
+dim of `weight` (both without stacked dims) that it is cut along with, None for one of its own.
+
+```python
+class LoraLinear(eqx.nn.Linear):
+    lora_a: Array  # [rank, in]
+    lora_b: Array  # [out, rank]
+
+    follows_weight: ClassVar = {"lora_a": (None, 1), "lora_b": (0, None)}
+```
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from .._tree import is_array_like, named_leaves, nearest, render
+from . import _rules
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Where an attention class keeps its projections and its numbers of heads."""
+
+    query: str
+    key: str
+    value: str
+    output: str
+    heads: str | Callable[[Any], int] | None
+    kv_heads: str | Callable[[Any], int] | None
+    by_name: bool = False
+
+    def projections(self, module: Any) -> tuple[Any, Any, Any, Any]:
+        return tuple(getattr(module, name) for name in self.names)  # pyright: ignore[reportReturnType]
+
+    @property
+    def names(self) -> tuple[str, str, str, str]:
+        return self.query, self.key, self.value, self.output
+
+    def n_heads(self, module: Any) -> tuple[int | None, int | None]:
+        heads = _read(module, self.heads)
+        kv_heads = _read(module, self.kv_heads)
+        return heads, heads if kv_heads is None else kv_heads
+
+
+def _read(module: Any, where: str | Callable[[Any], int] | None) -> int | None:
+    if where is None:
+        return None
+    return where(module) if callable(where) else getattr(module, where)
+
+
+_ATTENTIONS: dict[type, _Attention] = {
+    eqx.nn.MultiheadAttention: _Attention("query_proj", "key_proj", "value_proj", "output_proj", "num_heads", None)
+}
+
+# The last resort, for classes that nobody registered: the names that published code gives to the four projections.
+_QUERY_NAMES = ("query", "q", "q_proj", "query_proj", "wq", "to_q", "w_q", "linear_q")
+_KEY_NAMES = ("key", "k", "k_proj", "key_proj", "wk", "to_k", "w_k", "linear_k")
+_VALUE_NAMES = ("value", "v", "v_proj", "value_proj", "wv", "to_v", "w_v", "linear_v")
+_OUTPUT_NAMES = ("output", "o", "out", "o_proj", "out_proj", "output_proj", "wo", "to_out", "w_o", "linear_o", "proj")
+_HEADS_NAMES = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads", "h")
+_KV_HEADS_NAMES = ("num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_key_value_heads")
+
+
+def register_attention(
+    cls: type,
+    *,
+    query: str,
+    key: str,
+    value: str,
+    output: str,
+    heads: str | Callable[[Any], int] | None = None,
+    kv_heads: str | Callable[[Any], int] | None = None,
+) -> None:
+    """Tell the walk that `cls` is an attention, and which of its fields are the four projections.
+
+    **Arguments:**
+
+    - `cls`: the class of an Equinox module.
+    - `query`, `key`, `value`, `output`: names of fields that hold an `eqx.nn.Linear` each.
+    - `heads`, `kv_heads`: the field (or a function of the module) that says how many heads there are; a shard gets whole
+        heads only. Without `heads` the usual names are tried (`num_heads`, `n_heads`, ...), without `kv_heads` too, and
+        then there are as many as `heads`.
+
+    Raises TypeError where `cls` is no `eqx.Module`, ValueError where it has no such field.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, eqx.Module)):
+        raise TypeError(f"`cls`: expected a subclass of eqx.Module, got {cls!r}. Register the class, not an instance.")
+    fields = cls.__dataclass_fields__
+    for role, name in (("query", query), ("key", key), ("value", value), ("output", output)):
+        if name not in fields:
+            raise ValueError(f"`{role}`: expected a field of {cls.__name__}, got {name!r}.{nearest(name, fields)}")
+    heads = heads or next((name for name in _HEADS_NAMES if name in fields), None)
+    kv_heads = kv_heads or next((name for name in _KV_HEADS_NAMES if name in fields), None)
+    _ATTENTIONS[cls] = _Attention(query, key, value, output, heads, kv_heads)
+
+
+def _attention_of(node: Any) -> _Attention | None:
+    """How `node` is an attention: by its type, else by the names of its fields; None if it is none."""
+    if not isinstance(node, eqx.Module):
+        return None
+    for cls in type(node).__mro__:
+        if cls in _ATTENTIONS:
+            return _ATTENTIONS[cls]
+    fields = type(node).__dataclass_fields__
+
+    def find(names: Sequence[str]) -> str | None:
+        return next((name for name in names if isinstance(getattr(node, name, None), eqx.nn.Linear)), None)
+
+    query, key, value, output = map(find, (_QUERY_NAMES, _KEY_NAMES, _VALUE_NAMES, _OUTPUT_NAMES))
+    if query is None or key is None or value is None or output is None:
+        return None
+    heads = next((name for name in _HEADS_NAMES if isinstance(getattr(node, name, None), int)), None)
+    kv_heads = next((name for name in _KV_HEADS_NAMES if name in fields), None)
+    return _Attention(query, key, value, output, heads, kv_heads, by_name=True)
+
+
+NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
+_CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
+_LAYERS = (eqx.nn.Linear, eqx.nn.Embedding, *_CONVS, *NORMS)
+
+
+def _n_stacked(layer: Any) -> int:
+    """Over how many leading dims a known layer is stacked (`eqx.filter_vmap` over its constructor)."""
+    weight = layer.weight
+    if not is_array_like(weight):
+        return 0
+    if isinstance(layer, _CONVS):
+        return len(weight.shape) - 2 - layer.num_spatial_dims
+    if isinstance(layer, eqx.nn.LayerNorm | eqx.nn.RMSNorm):
+        return len(weight.shape) - len(layer.shape)
+    return len(weight.shape) - (1 if isinstance(layer, NORMS) else 2)
+
+
+def walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[str, int]]:
+    """The split of each leaf of each known layer, and the number of stacked dims of each leaf, by name."""
+
+    def stop(node: Any) -> bool:
+        return isinstance(node, _LAYERS) or _attention_of(node) is not None
+
+    nodes = jtu.tree_flatten_with_path(model, is_leaf=stop)[0]
+    splits: dict[str, _rules.Split] = {}
+    stacked: dict[str, int] = {}
+    layers: dict[str, Any] = {}  # path -> Linear or Conv, whose weight rule 1 decides
+    sequence: list[_rules.Layer | None] = []  # rule 1's layers in calling order
+    siblings: dict[str, list[int]] = {}  # module -> positions of its fields in `sequence`
+
+    def visit(path: tuple[Any, ...], node: Any) -> None:
+        name = render(path)
+        if isinstance(node, _LAYERS):
+            for leaf_name in named_leaves(node):
+                stacked[_within(name, leaf_name)] = max(_n_stacked(node), 0)
+        if isinstance(node, eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose):
+            parent = render(path[:-1]) if path and isinstance(path[-1], jtu.GetAttrKey) else None
+            if parent is not None:
+                siblings.setdefault(parent, []).append(len(sequence))
+            layers[name] = node
+            sequence.append(_as_layer(name, node, parent))
+        elif isinstance(node, eqx.nn.Embedding):
+            sequence.append(None)
+            split = splits[_within(name, "weight")] = _rules.embedding(node.num_embeddings, n_shards)
+            _set_followers(splits, name, split, node)
+        elif isinstance(node, NORMS):
+            for leaf_name in named_leaves(node):
+                splits[_within(name, leaf_name)] = _rules.Split(None, "whole: normalisation")
+        else:
+            attention = _attention_of(node)
+            if attention is not None:
+                sequence.append(None)
+                visit_attention(path, node, attention)
+
+    def visit_attention(path: tuple[Any, ...], node: Any, how: _Attention) -> None:
+        roles = {}
+        for role, linear in zip(how.names, how.projections(node), strict=True):
+            role_path = (*path, jtu.GetAttrKey(role))
+            if not isinstance(linear, eqx.nn.Linear):
+                raise TypeError(
+                    f"`{render(role_path)}`: expected an eqx.nn.Linear, as registered for {type(node).__name__}, "
+                    f"got {type(linear).__name__}. Register the field that holds the layer."
+                )
+            roles[role] = _as_layer(render(role_path), linear, None)
+            layers[render(role_path)] = linear
+            for leaf_name in named_leaves(linear):
+                stacked[f"{render(role_path)}.{leaf_name}"] = max(_n_stacked(linear), 0)
+        heads, kv_heads = how.n_heads(node)
+        found = _rules.attention(*roles.values(), n_shards=n_shards, heads=heads, kv_heads=kv_heads)
+        note = f"; recognised by the names of its fields, register {type(node).__name__} to be sure" if how.by_name else ""
+        for name, split in found.items():
+            _set_layer(splits, name, _rules.Split(split.dim, split.reason + note), layers[name])
+        rest = [(key, child) for key, child in _children(node) if render((key,)) not in roles]
+        for key, child in rest:
+            for sub_path, leaf in jtu.tree_flatten_with_path(child, is_leaf=stop)[0]:
+                visit((*path, key, *sub_path), leaf)
+
+    for path, node in nodes:
+        visit(path, node)
+    for positions in siblings.values():
+        ordered = _rules.in_calling_order([layer for i in positions if (layer := sequence[i]) is not None])
+        for position, layer in zip(positions, ordered, strict=True):
+            sequence[position] = layer
+    for name, split in _rules.alternate(sequence, n_shards).items():
+        _set_layer(splits, name, split, layers[name])
+    _inherit_stacks(model, stacked)
+    return splits, stacked
+
+
+def _children(node: eqx.Module) -> list[tuple[Any, Any]]:
+    """The direct children of a module with their keys, leaves unflattened."""
+    flat = jtu.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
+    return [(path[0], child) for path, child in flat]
+
+
+def _as_layer(name: str, node: Any, parent: str | None) -> _rules.Layer:
+    if isinstance(node, eqx.nn.Linear):
+        sizes = (1 if size == "scalar" else int(size) for size in (node.in_features, node.out_features))
+        return _rules.Layer(name, *sizes, parent=parent)
+    return _rules.Layer(name, node.in_channels, node.out_channels, parent, node.groups)
+
+
+def _set_layer(splits: dict[str, _rules.Split], name: str, split: _rules.Split, node: Any) -> None:
+    splits[_within(name, "weight")] = split
+    if getattr(node, "bias", None) is not None:
+        splits[_within(name, "bias")] = _rules.bias(split)
+    _set_followers(splits, name, split, node)
+
+
+def _set_followers(splits: dict[str, _rules.Split], name: str, weight: _rules.Split, node: Any) -> None:
+    """The splits of the arrays that a layer's class adds, as its `follows_weight` says."""
+    for field, dims in getattr(node, "follows_weight", {}).items():
+        if is_array_like(node.weight) and is_array_like(getattr(node, field)):
+            _check_follows(_within(name, field), node, field, dims)
+            splits[_within(name, field)] = _rules.follow(weight, dims)
+
+
+def followers(model: PyTree) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+    """The arrays that layers' classes add and declare by `follows_weight`: each one's weight and declaration, by name."""
+
+    def declares(node: Any) -> bool:
+        return isinstance(node, eqx.Module) and hasattr(type(node), "follows_weight")
+
+    found = {}
+    for path, node in jtu.tree_flatten_with_path(model, is_leaf=declares)[0]:
+        if declares(node):
+            weight = _within(render(path), "weight")
+            found |= {_within(render(path), field): (weight, tuple(dims)) for field, dims in node.follows_weight.items()}
+    return found
+
+
+def _check_follows(name: str, node: Any, field: str, dims: Sequence[int | None]) -> None:
+    """Raises ValueError where an array is not of the sizes that its class declares by `follows_weight`."""
+    n_stacked = max(_n_stacked(node), 0)
+    shape, weight = tuple(getattr(node, field).shape), tuple(node.weight.shape)
+    own, of_weight = shape[n_stacked:], weight[n_stacked:]
+    wanted = [size if dim is None else of_weight[dim] for dim, size in zip(dims, own, strict=False)]
+    if len(own) != len(dims) or list(own) != wanted:
+        raise ValueError(
+            f"`{name}`: expected dims that follow {tuple(dims)} of a weight {weight}, as `{type(node).__name__}."
+            f"follows_weight` says, got {shape}. Correct the shape, or the attribute."
+        )
+
+
+def _within(module: str, leaf: str) -> str:
+    """The name of a module's leaf; a model that is one layer has no name of its own."""
+    return leaf if module == render(()) else f"{module}.{leaf}"
+
+
+def _inherit_stacks(model: PyTree, stacked: dict[str, int]) -> None:
+    """Leaves of no known layer are stacked as the known layers beside them are: those of the nearest module around."""
+    leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
+    for name, leaf in leaves.items():
+        parts = name.split(".")
+        for depth in range(len(parts) - 1, 0, -1):
+            if name in stacked:
+                break
+            module = ".".join(parts[:depth]) + "."
+            known = [n for other, n in stacked.items() if other.startswith(module) and n <= len(leaf.shape)]
+            if known:
+                stacked[name] = min(known)

@@ -1,0 +1,391 @@
+"""The plan: how every leaf of a model is split over the mesh, and why.
+
+Owns the specs (what was found, put on the mesh's axes), the reasons, and the placing of a model by them. Which layers there
+are is `_layers`, in which order a loss computes `_dataflow`, how one is split `_rules`; a step uses a plan by `transforms`.
+"""
+
+import fnmatch
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxtyping import PyTree
+
+from .._tree import is_array_like, named_leaves, nearest, render
+from ..compiled import line_of
+from ..machine import FSDP, MODEL, put as put_on_mesh, replicated
+from ..tracing import Trace, product_flops
+from . import _rules
+from ._dataflow import Order, order, products
+from ._layers import followers, walk
+
+# Below this many elements the fsdp axis leaves a leaf alone: gathering it would cost more in latency than it saves.
+MIN_FSDP_SIZE = 2**12
+# A leaf this large (and at least 1 % of its model) that no axis splits is worth a warning.
+LARGE_SIZE = 2**20
+_INDEX = re.compile(r"(?<![^.`])\d+(?![^.`])")  # of a list, in a name
+_N_SHOWN = 3
+
+Overrides = Mapping[str, P | Sequence[str | Sequence[str] | None] | None]
+
+
+def _common(texts: Sequence[str]) -> str:
+    """Texts with dotted names that differ in some indices, as one: `*` for those."""
+    parts = zip(*(text.split(".") for text in texts), strict=True)
+    return ".".join(alike[0] if len(set(alike)) == 1 else "*" for alike in parts)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _n_shards(spec: P, mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for entry in spec for axis in _axes(entry))
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """How one leaf is split: its spec on the mesh, one entry a dim, and the reason."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: P
+    reason: str
+    n_shards: int  # distinct pieces that the spec cuts the leaf into
+    is_read: bool | None = None  # whether the loss reads it; None where no loss was traced
+    is_stored_split: bool = False  # whether the model axis splits how it is stored alone: a layer computes with all of it
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole leaf."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The split of every array leaf of a model, by name.
+
+    `plan["blocks.mlp.up.weight"]` is the leaf's `LeafPlan`; `plan.explain()` the table with a reason for each.
+    """
+
+    mesh: Mesh
+    leaves: Mapping[str, LeafPlan]
+    warnings: tuple[str, ...] = ()
+    # For each line of the loss with a matmul, over how many devices it is repeated; None where no loss was traced.
+    repeats: Mapping[str, float] | None = None
+
+    def __getitem__(self, name: str) -> LeafPlan:
+        if name not in self.leaves:
+            raise KeyError(f"`{name}`: expected a leaf of the plan.{nearest(name, self.leaves)}")
+        return self.leaves[name]
+
+    def sharding(self, name: str) -> NamedSharding:
+        """Where the leaf of that name lives between steps."""
+        return NamedSharding(self.mesh, self[name].spec)
+
+    def model_dim(self, name: str) -> int | None:
+        """The dim that the model axis splits where a layer computes with the leaf, None where that is none."""
+        return next((dim for dim, entry in enumerate(self.spec_in_use(name)) if MODEL in _axes(entry)), None)
+
+    def spec_in_use(self, name: str) -> P:
+        """How a layer computes with the leaf: its spec without the axes that only store it split."""
+        stored = {FSDP, MODEL} if self[name].is_stored_split else {FSDP}
+        return P(*(tuple(axis for axis in _axes(entry) if axis not in stored) or None for entry in self[name].spec))
+
+    def on(self, mesh: Mesh) -> "Plan":
+        """The same specs on another mesh of the same axes."""
+        leaves = {name: replace(leaf, n_shards=_n_shards(leaf.spec, mesh)) for name, leaf in self.leaves.items()}
+        return replace(self, mesh=mesh, leaves=leaves)
+
+    @property
+    def n_parameters(self) -> int:
+        return sum(math.prod(leaf.shape) for leaf in self.leaves.values())
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole model."""
+        return sum(leaf.n_bytes for leaf in self.leaves.values())
+
+    @property
+    def n_bytes_per_device(self) -> int:
+        """Bytes of the model that one device holds."""
+        return sum(leaf.n_bytes // leaf.n_shards for leaf in self.leaves.values())
+
+    def summary(self) -> str:
+        """One line: how many leaves are split by which axis, and how many stay whole."""
+        axes = [{axis for entry in leaf.spec for axis in _axes(entry)} for leaf in self.leaves.values()]
+        counts = {axis: sum(axis in of for of in axes) for axis in (MODEL, FSDP) if self.mesh.shape[axis] > 1}
+        split = ", ".join(f"{n} split over {axis}" for axis, n in counts.items()) or "one shard"
+        return f"{len(axes)} leaves: {split}, {sum(not of for of in axes)} whole"
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """The table's rows, (path, shape, spec, reason). Leaves that differ only in a list index share one row."""
+        merged: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+        for name, leaf in self.leaves.items():
+            shape = " x ".join(map(str, leaf.shape)) or "scalar"
+            spec = ", ".join("+".join(_axes(entry)) or "·" for entry in leaf.spec) or "·"
+            pattern, reason = (re.sub(r"(?<=\.)\d+(?=\.)", "*", text) for text in (name, leaf.reason))
+            merged.setdefault((pattern, shape, spec, reason), []).append((name, leaf.reason))
+        rows = []
+        for (_, shape, spec, _), alike in merged.items():
+            name, reason = map(_common, zip(*alike, strict=True))
+            rows.append((name + (f"  ({len(alike)}x)" if len(alike) > 1 else ""), shape, spec, reason))
+        return rows
+
+    def explain(self) -> str:
+        """The plan as a table: path, shape, mesh axis of each dim, reason; then totals and warnings."""
+        table = [("leaf", "shape", "split", "reason"), *self.rows()]
+        widths = [max(len(row[i]) for row in table) for i in range(3)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in table]
+        lines.insert(1, "-" * max(map(len, lines)))
+        mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        total = f"{self.n_parameters:,} parameters, {self.n_bytes / 2**20:,.1f} MiB"
+        lines.append(f"mesh {mesh}: {total}, {self.n_bytes_per_device / 2**20:,.1f} MiB a device")
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+
+
+def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, trace: Trace | None = None) -> Plan:
+    """The plan of a model: in the order that a traced loss computes in, else in that of the walk over its layers.
+
+    The walk decides what the loss does not read. Where both apply and differ, the reason says both.
+
+    **Arguments:**
+
+    - `model`: an Equinox module, of arrays or of their shapes (`eqx.filter_eval_shape`).
+    - `mesh`: as `make_mesh` gives it.
+    - `overrides`: specs by path, or by glob over paths (`"blocks.*.weight"`); early patterns win. A spec is one mesh axis
+        or None a dim; None alone keeps the leaf whole.
+    - `trace`: of a loss of this model.
+
+    Raises ValueError for an override that matches nothing, names an unknown axis or does not divide.
+    """
+    leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
+    splits, stacked = walk(model, mesh.shape[MODEL])
+    splits = {name: _past_stack(split, stacked.get(name, 0)) for name, split in splits.items() if name in leaves}
+    stored: set[str] = set()  # leaves that are stored split, and computed with whole
+    if trace is not None:
+        sizes = {name: math.prod(leaf.shape) for name, leaf in leaves.items()}
+        # A model axis is raised for memory: what the loss shows may send less, but not by leaving more of the model whole.
+        max_whole = _n_whole(splits, sizes)
+        found = order(trace, mesh.shape[MODEL], followers(model), max_whole)
+        stored = _reorder(splits, stacked, found, sizes, max_whole)
+    chosen = _resolve_overrides(overrides or {}, leaves, mesh)
+    unknown = _rules.Split(None, "whole: no layer that the walk knows")
+    decides: dict[int, str] = {}  # of leaves that are the same array, the one that the others follow: one that rules know
+    for name in sorted(leaves, key=lambda name: name not in splits):
+        if not isinstance(leaves[name], jax.ShapeDtypeStruct):  # one shape may stand for several arrays
+            decides.setdefault(id(leaves[name]), name)
+    planned: dict[str, LeafPlan] = {}
+    warnings = []
+    for name, leaf in leaves.items():
+        shape, twin = tuple(leaf.shape), decides.get(id(leaf), name)
+        split, n_stacked = splits.get(twin, unknown), stacked.get(twin, 0)
+        if twin != name:
+            split = _rules.tie(split, twin)
+            warnings.append(
+                f"`{name}`: the same array as `{twin}`, but two leaves of the tree: training will let them drift apart. "
+                "Tie them with `eqx.nn.Shared`."
+            )
+        spec, reason = chosen[name] if name in chosen else _spec(shape, n_stacked, split, mesh)
+        is_stored = twin in stored and name not in chosen
+        planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, _n_shards(spec, mesh), is_stored_split=is_stored)
+    if mesh.shape[MODEL] * mesh.shape[FSDP] > 1:
+        whole = {name: leaf for name, leaf in planned.items() if leaf.n_shards == 1 and name not in chosen}
+        warnings += _why_whole(whole, sum(math.prod(leaf.shape) for leaf in planned.values()))
+    return Plan(mesh, planned, tuple(warnings))
+
+
+def _why_whole(whole: Mapping[str, LeafPlan], total: int) -> list[str]:
+    """A warning for each large leaf that stays whole, and one for all others where together they are much of the model."""
+    sizes = {name: math.prod(leaf.shape) for name, leaf in whole.items()}
+    large = [name for name, size in sizes.items() if size >= max(LARGE_SIZE, total // 100)]
+    found = [
+        f"`{name}`: {whole[name].shape}, {whole[name].n_bytes / 2**20:,.1f} MiB, stays whole on every device "
+        f"({whole[name].reason}). Split it with `overrides={{'{name}': ...}}`."
+        for name in large
+    ]
+    small = sum(sizes[name] for name in sizes.keys() - large)
+    if small >= max(LARGE_SIZE, total // 10):
+        rest = Counter[str]()
+        for name in sizes.keys() - large:
+            pattern, reason = (_INDEX.sub("*", text) for text in (name, whole[name].reason))
+            rest[f"`{pattern}` ({reason})"] += sizes[name]
+        most = "; ".join(text for text, _ in rest.most_common(_N_SHOWN))
+        found.append(
+            f"{small / total:.0%} of the model ({small:,} of {total:,} parameters, in leaves that are not large alone) is "
+            f"replicated: {most}{'; and others' if len(rest) > _N_SHOWN else ''}. Pad their sizes, or split them with "
+            "`overrides=`."
+        )
+    return found
+
+
+def _past_stack(split: _rules.Split, n_stacked: int) -> _rules.Split:
+    """The split of a stacked leaf, from that of the layer in it: dims are counted from the leaf's first."""
+    return split if split.dim is None else replace(split, dim=n_stacked + split.dim)
+
+
+def _n_whole(splits: Mapping[str, _rules.Split], sizes: Mapping[str, int]) -> int:
+    """How many elements of the model no split cuts."""
+    return sum(n for name, n in sizes.items() if name not in splits or splits[name].dim is None)
+
+
+def _reorder(
+    splits: dict[str, _rules.Split], stacked: dict[str, int], found: Order, sizes: Mapping[str, int], max_whole: int
+) -> set[str]:
+    """Puts what the dataflow found in the place of what the walk guessed.
+
+    Where that leaves more than `max_whole` elements whole, the largest leaves are stored split as the walk has them, and
+    gathered where they are used; returns their names.
+    """
+    stored = set()
+    guesses = dict(splits)
+    for name, split in found.splits.items():
+        guess = splits.get(name, split)
+        note = f" (the walk: {guess.reason})" if guess.dim != split.dim else ""
+        splits[name] = replace(split, reason=split.reason + note)
+    for name in sorted(guesses, key=lambda name: -sizes[name]):
+        if _n_whole(splits, sizes) <= max_whole:
+            break
+        if splits[name].dim is None and guesses[name].dim is not None:
+            reason = f"stored split, gathered for use: {found.splits[name].reason} (the walk: {guesses[name].reason})"
+            splits[name] = replace(guesses[name], reason=reason)
+            stored.add(name)
+    for name, n in found.stacked.items():
+        stacked[name] = max(n, stacked.get(name, 0))
+    return stored
+
+
+def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mesh) -> tuple[P, str]:
+    """The spec and reason of a leaf: what the rules split over the model axis, the fsdp axis along the largest free dim."""
+    axes: list[tuple[str, ...]] = [()] * len(shape)
+    if split.dim is not None:
+        axes[split.dim] = (MODEL,)
+    reason, n_fsdp = split.reason, mesh.shape[FSDP]
+    if n_fsdp > 1 and math.prod(shape) >= MIN_FSDP_SIZE:
+        dim = _rules.largest_free_dim(shape, {*range(n_stacked), split.dim}, n_fsdp)
+        if dim is None and split.dim is not None and shape[split.dim] % (mesh.shape[MODEL] * n_fsdp) == 0:
+            dim = split.dim  # both axes on one dim, as for a long bias
+        if dim is None:
+            reason += f"; no free dim for {n_fsdp} fsdp shards"
+        else:
+            axes[dim] += (FSDP,)
+            reason += f"; fsdp on dim {dim}"
+    return P(*(entry or None for entry in axes)), reason
+
+
+def _repeats(products: Iterable[tuple[Any, int | None, Any]], mesh: Mesh) -> dict[str, float]:
+    """For each line of code with products, over how many devices they are repeated, by their work."""
+    works: dict[str, list[float]] = {}
+    unknown: set[str] = set()  # lines whose work the compiler changes: what is no product, and of parameters alone, for one
+    for eqn, n, at in products:
+        flops = product_flops(eqn)
+        # Compilers expand grouped convolutions to whole ones, whose work is not the trace's on any number of devices.
+        if flops is None or eqn.params.get("feature_group_count", 1) * eqn.params.get("batch_group_count", 1) > 1:
+            unknown.add(line_of(at))
+            continue
+        work = works.setdefault(line_of(at), [0.0, 0.0])
+        work[0] += flops
+        work[1] += flops * (mesh.size if n is None else n)
+    return {line: repeated / flops for line, (flops, repeated) in works.items() if flops and line and line not in unknown}
+
+
+def mark_read(plan: Plan, trace: Trace) -> Plan:
+    """The plan with a note on each leaf that a traced loss does not read."""
+    reads, note = trace.reads(), "; the loss does not read it"
+    marked = {
+        name: replace(leaf, is_read=reads[name], reason=leaf.reason + ("" if reads[name] else note))
+        for name, leaf in plan.leaves.items()
+    }
+    dims = {name: plan.model_dim(name) for name in plan.leaves}
+    return replace(plan, leaves=marked, repeats=_repeats(products(trace, plan.mesh.shape[MODEL], dims), plan.mesh))
+
+
+def place(model: PyTree, plan: Plan) -> PyTree:
+    """The model with every array on the plan's mesh, split by the plan's specs.
+
+    Arrays that already live there are taken as they are (`deployer.init` made them); all others are copied, so that a step
+    which donates its arguments never deletes the caller's own.
+    """
+
+    def put(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not is_array_like(leaf):
+            return leaf
+        sharding = plan.sharding(render(path))
+        if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+            return leaf
+        # Copied first: of keys, and of arrays that were put on one of the mesh's devices by hand, `device_put` hands on the
+        # caller's own buffer whatever `may_alias` says.
+        if not sharding.is_fully_addressable:
+            return put_on_mesh(leaf, sharding)
+        copied = leaf.copy() if isinstance(leaf, jax.Array) else leaf
+        return jax.device_put(copied, sharding, may_alias=False)
+
+    return jtu.tree_map_with_path(put, model)
+
+
+def shardings_like(state: PyTree, plan: Plan) -> PyTree:
+    """Where the leaves of an optimizer state (or gradients, or averages) live: with the parameter whose name and shape they
+    have, so `0.mu.head.weight` with `head.weight`; whole where there is none.
+
+    **Arguments:**
+
+    - `state`: a PyTree of arrays or shapes.
+    """
+
+    def of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        parts = render(path).split(".")
+        for i in range(len(parts)):
+            planned = plan.leaves.get(".".join(parts[i:]))
+            if planned is not None and planned.shape == tuple(leaf.shape):
+                return NamedSharding(plan.mesh, planned.spec)
+        return replicated(plan.mesh)
+
+    return jtu.tree_map_with_path(of, state)
+
+
+def _resolve_overrides(overrides: Overrides, leaves: Mapping[str, Any], mesh: Mesh) -> dict[str, tuple[P, str]]:
+    """The spec and reason of each leaf that an override names, checked."""
+    chosen: dict[str, tuple[P, str]] = {}
+    for pattern, given in overrides.items():
+        matched = fnmatch.filter(leaves, pattern)
+        if not matched:
+            raise ValueError(f"`overrides[{pattern!r}]`: expected a path of the model.{nearest(pattern, leaves)}")
+        spec = P() if given is None else P(*given)
+        for name in matched:
+            if name in chosen:
+                continue
+            shape = tuple(leaves[name].shape)
+            if len(spec) > len(shape):
+                raise ValueError(
+                    f"`overrides[{pattern!r}]`: expected at most {len(shape)} entries for `{name}` of shape {shape}, "
+                    f"got {tuple(spec)}. Give one mesh axis or None a dim."
+                )
+            named = [axis for entry in spec for axis in _axes(entry)]
+            if len(set(named)) < len(named):
+                raise ValueError(
+                    f"`overrides[{pattern!r}]`: expected each mesh axis once, got {tuple(spec)}. Split one dim by it."
+                )
+            for dim, entry in enumerate(spec):
+                for axis in _axes(entry):
+                    if axis not in mesh.shape:
+                        raise ValueError(
+                            f"`overrides[{pattern!r}]`: expected mesh axes among {tuple(mesh.shape)}, got {axis!r}."
+                            f"{nearest(axis, mesh.shape)}"
+                        )
+                n = int(np.prod([mesh.shape[axis] for axis in _axes(entry)]))
+                if shape[dim] % n:
+                    raise ValueError(
+                        f"`overrides[{pattern!r}]`: expected dim {dim} of `{name}` to divide over {n} shards, got "
+                        f"{shape}. Choose another dim, or None."
+                    )
+            full = P(*spec, *[None] * (len(shape) - len(spec)))
+            chosen[name] = (full, f"overridden by {pattern!r}")
+    return chosen

@@ -1,0 +1,67 @@
+"""A training step that is to be compiled for machines and meshes other than the one at hand: what a dry run is given."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ..partition import Plan
+from ..tracing import Change
+from ._program import Program
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The numbers that decide how a run is laid out."""
+
+    n_model_shards: int
+    n_fsdp_shards: int
+    per_device_batch_size: int
+    accumulate_grad_batches: int
+    remat: tuple[str, ...] = ()  # the scans of the loss that were made to recompute, which the model does not do by itself
+    batch_size: int | None = None  # examples an update, where the script gives them in place of rows a device
+
+    def code(self) -> str:
+        """What to write in a script."""
+        rows = f"per_device_batch_size={self.per_device_batch_size}"
+        size = rows if self.batch_size is None else f"batch_size={self.batch_size}"
+        lines = [
+            f"Deployer(n_model_shards={self.n_model_shards}, n_fsdp_shards={self.n_fsdp_shards})",
+            f"{size}, accumulate_grad_batches={self.accumulate_grad_batches}",
+        ]
+        if self.remat:
+            lines.append(f"jax.checkpoint on the body of the scan at {' and at '.join(self.remat)}")
+        return "; ".join(lines)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be compiled, for any mesh and setting.
+
+    **Arguments:**
+
+    - `batch`: shapes of the first step's rows, as `collate_fn` returns them.
+    - `make_plan`: `(mesh, micro_batch)` to the plan.
+    - `make_program`: `(plan, change)` to the steps, whose operations name their weights.
+    - `model`: of arrays or their shapes.
+    - `with_model`: `(model, names)` to the same job for a model with fewer blocks, given for each of its leaves the name in
+        the whole model; None where there is no such job.
+    - `can_remat`: whether a change reaches the backward pass, which a user's own `grad_fn` takes by itself.
+    - `eval_batch`: shapes of an evaluation's first rows; None where there is none.
+    - `trace_predict`: `(program)` to the traced predict step of the evaluation; None where there is none.
+    - `files`: bytes of each file of a checkpoint; empty where none is saved.
+    """
+
+    setting: Setting
+    batch: PyTree
+    make_plan: Callable[[Mesh, PyTree], Plan]
+    make_program: Callable[[Plan, Change | None], Program]
+    model: PyTree = None
+    with_model: Callable[[PyTree, Mapping[str, str]], "Job"] | None = None
+    can_remat: bool = True
+    eval_batch: PyTree | None = None
+    eval_per_device_batch_size: int = 0
+    trace_predict: Callable[[Program], Any] | None = None
+    files: Mapping[str, int] = field(default_factory=dict)

@@ -1,0 +1,106 @@
+"""All that a trainer runs on one mesh: its compiled steps, and the shapes of what they carry, each with where it lives.
+
+The Trainer fills the shapes with arrays; a dry run compiles the same steps for them and fills nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jaxtyping import Array, PyTree
+
+from ..machine import replicated
+from ..partition import Plan, shardings_like
+from ._step import Functions, Layout, Parts, make_eval_step, make_train_step
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of a trainer on one mesh, and the shapes of what they carry, each with where it lives; no array is made.
+
+    **Arguments:**
+
+    - `trained`, `frozen`, `opt_state`, `state`, `steps`, `key`: shapes with shardings; `steps` as the train step says.
+    - `init_opt_state`: of the trained arrays, created in place, never whole.
+    """
+
+    plan: Plan
+    trained: list[jax.ShapeDtypeStruct]
+    frozen: list[jax.ShapeDtypeStruct]
+    opt_state: list[jax.ShapeDtypeStruct]
+    state: list[jax.ShapeDtypeStruct]
+    steps: jax.ShapeDtypeStruct
+    key: jax.ShapeDtypeStruct
+    opt_treedef: Any
+    state_treedef: Any
+    init_opt_state: Callable[[list[Array]], list[Array]]
+    train_step: Callable[..., Any]
+    metric_names: list[str]
+    eval_step: Callable[..., Any]
+    eval_names: list[str]
+
+
+def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """The shape of an array that lives under that sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def placed_shapes(parts: Parts, model: PyTree, plan: Plan) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
+    """The shapes of a model's trained and frozen arrays, where the plan puts them."""
+    trained, frozen = (
+        [placed(leaf, plan.sharding(name)) for name, leaf in zip(names, leaves, strict=True)]
+        for names, leaves in zip(parts.names, parts.take(model), strict=True)
+    )
+    return trained, frozen
+
+
+def make_program(
+    functions: Functions,
+    model: PyTree,
+    state: PyTree,
+    optimizer: optax.GradientTransformation,
+    lr_schedule_fn: Callable[[Any], Any] | None,
+    skip_nonfinite: bool = False,
+) -> Program:
+    """The program of a model and its state, of arrays or of their shapes; `skip_nonfinite` as `make_train_step` says."""
+    parts, plan = functions.parts, functions.plan
+    whole = replicated(plan.mesh)
+    trained, frozen = placed_shapes(parts, model, plan)
+
+    def init(trained: Sequence[Array]) -> PyTree:
+        return optimizer.init(parts.trained_tree(trained))
+
+    opt_tree = jax.eval_shape(init, trained)
+    opt_state = jax.tree.leaves(jax.tree.map(placed, opt_tree, shardings_like(opt_tree, plan)))
+    opt_treedef, state_treedef = jax.tree.structure(opt_tree), jax.tree.structure(state)
+    states = [placed(leaf, whole) for leaf in jax.tree.leaves(state)]
+    layout = Layout(*([leaf.sharding for leaf in leaves] for leaves in (trained, opt_state, states)))
+    train_step, metric_names = make_train_step(
+        functions, optimizer, lr_schedule_fn, opt_treedef, state_treedef, layout, skip_nonfinite
+    )
+    eval_step, eval_names = make_eval_step(functions, state_treedef)
+    return Program(
+        plan=plan,
+        trained=trained,
+        frozen=frozen,
+        opt_state=opt_state,
+        state=states,
+        steps=placed(jax.ShapeDtypeStruct((2,), np.int32), whole),
+        key=placed(jax.eval_shape(lambda: jax.random.key(0)), whole),
+        opt_treedef=opt_treedef,
+        state_treedef=state_treedef,
+        init_opt_state=jax.jit(lambda trained: jax.tree.leaves(init(trained)), out_shardings=layout.opt_state),
+        train_step=train_step,
+        metric_names=metric_names,
+        eval_step=eval_step,
+        eval_names=eval_names,
+    )
+
+
+def shard_bytes(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
+    """Bytes of these arrays (or shapes with shardings) that one device holds."""
+    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in arrays)

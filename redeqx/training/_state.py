@@ -1,0 +1,168 @@
+"""The arrays that training carries from step to step, on their mesh, and their way into a checkpoint and back."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array, PyTree
+
+from .._tree import is_key, named_leaves
+from ..checkpoint import Checkpoints
+from ..machine import put, replicated
+from ..partition import place
+from ._program import Program
+from ._step import Parts
+
+
+@dataclass
+class TrainState:
+    """What a program carries: parameters, the optimizer's state, the state of layers, the count of steps.
+
+    **Arguments:**
+
+    - `trained`, `frozen`, `opt_state`, `layers`: arrays, as the program's shapes say.
+    - `steps`: how many were taken, and how many of those were skipped; int32 `[2]`.
+    - `key`: the run's key, of which each step takes its own.
+    - `is_loaded`: whether all values are there; without, some of the arrays are shapes alone.
+    """
+
+    parts: Parts
+    program: Program
+    trained: list[Any]
+    frozen: list[Any]
+    opt_state: list[Any]
+    layers: list[Any]
+    steps: Array
+    key: Array
+    is_loaded: bool = True
+
+    @classmethod
+    def of(cls, parts: Parts, program: Program, model: PyTree, model_state: PyTree | None, key: Array) -> "TrainState":
+        """That of step 0: the model and the state of its layers copied to the program's mesh."""
+        whole = replicated(program.plan.mesh)
+        trained, frozen = parts.take(place(model, program.plan))
+        layers = [put(jnp.copy(leaf), whole) for leaf in jax.tree.leaves(model_state)]  # as `place` copies
+        steps = put(np.zeros(2, np.int32), whole)
+        return cls(parts, program, trained, frozen, program.init_opt_state(trained), layers, steps, put(key, whole))
+
+    def move(self, program: Program) -> None:
+        """Take another program of the same model, and move the arrays to its shardings, one after the other."""
+        for arrays, shapes in (
+            (self.trained, program.trained),
+            (self.frozen, program.frozen),
+            (self.opt_state, program.opt_state),
+        ):
+            for i, shape in enumerate(shapes):
+                arrays[i] = jax.device_put(arrays[i], shape.sharding)
+        self.program = program
+
+    @classmethod
+    def to_load(cls, parts: Parts, program: Program, model: PyTree, key: Array) -> "TrainState":
+        """One that `load` is to fill: no initial values are made, and of the model's only those are held that `of` would
+        take over, until `load` frees them."""
+        whole = replicated(program.plan.mesh)
+        given = parts.take(model)
+        trained, frozen = (
+            [leaf if isinstance(leaf, jax.Array) and leaf.sharding == shape.sharding else shape for leaf, shape in pairs]
+            for pairs in map(zip, given, map(_canonical, (program.trained, program.frozen)))
+        )
+        steps = put(np.zeros(2, np.int32), whole)
+        opt_state, layers = _canonical(program.opt_state), _canonical(program.state)
+        return cls(parts, program, trained, frozen, opt_state, layers, steps, put(key, whole), is_loaded=False)
+
+    @property
+    def model(self) -> PyTree:
+        """The model; the next step deletes its trained arrays."""
+        return self.parts.put(self.trained, self.frozen)
+
+    @property
+    def model_state(self) -> PyTree | None:
+        """The state of the model's stateful layers; None where there are none."""
+        return jax.tree.unflatten(self.program.state_treedef, self.layers)
+
+    @property
+    def opt_tree(self) -> PyTree:
+        """The optimizer's state, as optax has it."""
+        return jax.tree.unflatten(self.program.opt_treedef, self.opt_state)
+
+    def train_args(self, groups: Any, n_micro_batches: int) -> tuple[Any, ...]:
+        """What the program's train step takes: micro-batches in groups of one shape, and how many of the first count."""
+        carried = (self.trained, self.opt_state, self.layers, self.steps)
+        return (*carried, self.frozen, self.key, groups, np.int32(n_micro_batches))
+
+    def eval_args(self, i: int, groups: Any) -> tuple[Any, ...]:
+        """What the program's eval step takes, for the `i`-th batch of an evaluation."""
+        return (self.trained, self.frozen, self.layers, self.key, np.uint32(i), groups)
+
+    def advance(self, outs: Sequence[Any]) -> Array:
+        """Take over what a train step returned; returns its vector of metrics."""
+        self.trained, self.opt_state, self.layers, self.steps, vector = outs
+        return vector
+
+    def trees(self, *, opt_state: bool) -> dict[str, PyTree]:
+        """What a checkpoint holds, by kind."""
+        model_state = {"model_state": self.model_state} if self.layers else {}
+        return {"model": self.model, **model_state, **({"optimizer": self.opt_tree} if opt_state else {})}
+
+    def match(self, checkpoints: Checkpoints, path: Path, *, opt_state: bool) -> None:
+        """Raise ValueError where a checkpoint is of another model or optimizer; its headers are read, and no tensors."""
+        for kind, (template, _) in self._templates(opt_state).items():
+            checkpoints.match(path, kind, template)
+
+    def load(self, checkpoints: Checkpoints, path: Path, steps: tuple[int, int] | None, *, verify: bool = False) -> None:
+        """Take the values of a checkpoint, each device its own slices. The arrays that were there are freed first, so that
+        no device holds two states.
+
+        **Arguments:**
+
+        - `steps`: how many were taken and skipped there, with which the optimizer's state goes; None leaves both.
+        - `verify`: as for `Checkpoints.load`.
+
+        Raises ValueError where the checkpoint is of another model or optimizer, and then nothing has changed; DamagedError
+        where a tensor is not what was saved, and then nothing is left: `is_loaded` is False.
+        """
+        opt_state = steps is not None
+        self.match(checkpoints, path, opt_state=opt_state)
+        self._free(opt_state)
+        trees = {
+            kind: checkpoints.load(path, kind, template, shardings, verify=verify)
+            for kind, (template, shardings) in self._templates(opt_state).items()
+        }
+        self.trained, self.frozen = self.parts.take(trees["model"])
+        self.opt_state = jax.tree.leaves(trees["optimizer"]) if opt_state else self.opt_state
+        self.layers = jax.tree.leaves(trees["model_state"]) if self.layers else self.layers
+        if steps is not None:
+            self.steps = put(np.asarray(steps, np.int32), replicated(self.program.plan.mesh))
+        self.is_loaded = True
+
+    def _templates(self, opt_state: bool) -> dict[str, tuple[PyTree, Callable[[str], NamedSharding]]]:
+        """What `load` takes, by kind: arrays or shapes by name, and where each lives."""
+        trees = self.trees(opt_state=opt_state)
+        plan, whole = self.program.plan, replicated(self.program.plan.mesh)
+        shardings = {"model": plan.sharding, "model_state": lambda _: whole}
+        if opt_state:
+            homes = zip(named_leaves(trees["optimizer"]), (x.sharding for x in self.program.opt_state), strict=True)
+            shardings["optimizer"] = dict(homes).__getitem__
+        return {kind: (tree, shardings[kind]) for kind, tree in trees.items()}
+
+    def _free(self, opt_state: bool) -> None:
+        """Leave only the shapes of what `load` takes."""
+        program, self.is_loaded = self.program, False
+        # Deleted even where someone holds them, as a step would: the caller's name for its model must not keep a second one.
+        # Not the frozen ones, which no step deletes, and which another model may share.
+        for array in [*self.trained, *self.layers, *(self.opt_state if opt_state else [])]:
+            if isinstance(array, jax.Array):
+                array.delete()
+        self.trained, self.frozen, self.layers = map(_canonical, (program.trained, program.frozen, program.state))
+        if opt_state:
+            self.opt_state = _canonical(program.opt_state)
+
+
+def _canonical(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+    """The shapes of arrays on devices, where JAX may have narrower dtypes than the host."""
+    return [shape if is_key(shape) else shape.update(dtype=jax.dtypes.canonicalize_dtype(shape.dtype)) for shape in shapes]

@@ -1,0 +1,91 @@
+"""Grouped convolutions, mended: under a model axis XLA sums the gradient of their weights too often.
+
+Where the batch is split over some axes of a mesh and the convolution is computed whole on another of n devices, the gradient
+of a grouped (also a depthwise) convolution's weight comes out n times too large, silently, from both of XLA's partitioners
+(jax 0.10.2). It is right where the channels are split over that axis: so they are. Where they do not divide, the
+gradient is taken another way, from the patches that each output saw.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from ..machine import MODEL
+from ..tracing import rewrite, run
+
+
+def mend_grouped_convs(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """`fn`, whose gradient is right on that mesh whatever it convolves; its values stay the same.
+
+    **Arguments:**
+
+    - `fn`: takes PyTrees of arrays, and returns one.
+    """
+    if mesh.shape[MODEL] == 1:
+        return fn
+
+    def mend(eqn: Any) -> Callable[..., list[jax.Array]] | None:
+        return (lambda x, weight: [_conv(eqn, x, weight, mesh)]) if _is_grouped(eqn) else None
+
+    return rewrite(fn, mend)
+
+
+def _is_grouped(eqn: Any) -> bool:
+    counts = ("feature_group_count", "batch_group_count")  # the latter is what the gradient of the former's weight is
+    return eqn.primitive.name == "conv_general_dilated" and any(eqn.params[count] > 1 for count in counts)
+
+
+def _conv(eqn: Any, x: jax.Array, weight: jax.Array, mesh: Mesh) -> jax.Array:
+    is_gradient = eqn.params["batch_group_count"] > 1  # as a user's own `grad_fn` has it: channels are where the batch was
+    channels = eqn.params["dimension_numbers"].lhs_spec[0 if is_gradient else 1]
+    if x.shape[channels] % mesh.shape[MODEL]:
+        return _conv_by_features(eqn, x, weight) if is_gradient else _conv_by_patches(eqn, x, weight)
+    spec = [MODEL if dim == channels else P.UNCONSTRAINED for dim in range(x.ndim)]
+    return run(eqn, [jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec))), weight])[0]
+
+
+def _conv_by_features(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The convolution whose batch is in groups, as one whose features are."""
+    params, groups = eqn.params, eqn.params["batch_group_count"]
+    numbers = params["dimension_numbers"]
+    x = rearrange(jnp.transpose(x, numbers.lhs_spec), "(g b) c ... -> b (g c) ...", g=groups)
+    out = jax.lax.conv_general_dilated(
+        x, jnp.transpose(weight, numbers.rhs_spec), params["window_strides"], params["padding"], params["lhs_dilation"],
+        params["rhs_dilation"], feature_group_count=groups, precision=params["precision"],
+        preferred_element_type=params["preferred_element_type"],
+    )  # fmt: skip
+    return jnp.transpose(out, sorted(range(out.ndim), key=lambda i: numbers.out_spec[i]))
+
+
+def _conv_by_patches(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The convolution, whose weight's gradient is a matmul of what each output saw with its own gradient."""
+    params, groups = eqn.params, eqn.params["feature_group_count"]
+    numbers = params["dimension_numbers"]
+
+    @jax.custom_vjp
+    def conv(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return run(eqn, [x, weight])[0]
+
+    def forward(x: jax.Array, weight: jax.Array) -> Any:
+        return conv(x, weight), (x, weight)
+
+    def backward(seen: Any, gradient: jax.Array) -> Any:
+        x, weight = seen
+        (of_x,) = jax.vjp(lambda x: run(eqn, [x, weight])[0], x)[1](gradient)
+        kernel = jnp.transpose(weight, numbers.rhs_spec)  # [out, in, *space]
+        patches = jax.lax.conv_general_dilated_patches(
+            jnp.transpose(x, numbers.lhs_spec), kernel.shape[2:], params["window_strides"], params["padding"],
+            params["lhs_dilation"], params["rhs_dilation"], precision=params["precision"],
+        )  # fmt: skip
+        patches = rearrange(patches, "b (g i) ... -> b g i (...)", g=groups)
+        outputs = rearrange(jnp.transpose(gradient, numbers.out_spec), "b (g o) ... -> b g o (...)", g=groups)
+        of_kernel = jnp.einsum("bgip,bgop->goi", patches, outputs, precision=params["precision"]).reshape(kernel.shape)
+        inverse = sorted(range(kernel.ndim), key=lambda i: numbers.rhs_spec[i])
+        return of_x, jnp.transpose(of_kernel, inverse)
+
+    conv.defvjp(forward, backward)
+    return conv(x, weight)

@@ -1,0 +1,117 @@
+"""The checksum of a file written in pieces by several is what zlib has of it whole."""
+
+import random
+import zlib
+
+import numpy as np
+import pytest
+
+from redeqx.checkpoint._crc32 import _ONES, Crc32, _past_zeros, crc32_of
+
+
+def summed(data, cuts, owners, n):
+    """The checksum of `data`, whose pieces between the cuts are added by one each of `n`."""
+    parts = [Crc32() for _ in range(n)]
+    for start, stop, owner in zip([0, *cuts], [*cuts, len(data)], owners, strict=True):
+        parts[owner].add(data[start:stop], start)
+    return crc32_of([part.contribution(len(data)) for part in parts], len(data))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pieces_of_any_length_and_owner_sum_up_to_the_whole(seed):
+    """Empty ones among them, and owners that have none."""
+    draw = random.Random(seed)
+    data = draw.randbytes(draw.choice([1, 2, 7, 255, 256, 4096, 100_001]))
+    cuts = sorted(draw.randint(0, len(data)) for _ in range(draw.randint(0, 30)))
+    n = draw.randint(1, 5)
+    assert summed(data, cuts, [draw.randrange(n) for _ in range(len(cuts) + 1)], n) == zlib.crc32(data)
+
+
+def test_interleaved_rows_sum_up_to_the_whole():
+    """As of a matrix whose columns are split."""
+    rows = np.random.default_rng(0).integers(0, 256, (50, 4, 33), np.uint8)
+    header = b"a header of 23 bytes..."
+    parts = [Crc32() for _ in range(5)]
+    parts[4].add(header, 0)
+    for owner in range(4):
+        for i, row in enumerate(rows):
+            parts[owner].add(row[owner].data, len(header) + (4 * i + owner) * 33)
+    whole = header + rows.tobytes()
+    contributions = [part.contribution(len(whole)) for part in parts]
+    assert crc32_of(contributions, len(whole)) == zlib.crc32(whole)
+    assert crc32_of(contributions[::-1], len(whole)) == zlib.crc32(whole)
+
+
+def test_what_nobody_wrote_is_zeros():
+    crc32 = Crc32()
+    crc32.add(b"abc", 5)
+    assert crc32_of([crc32.contribution(20)], 20) == zlib.crc32(bytes(5) + b"abc" + bytes(12))
+    assert crc32_of([], 20) == zlib.crc32(bytes(20))
+
+
+def test_an_empty_file_has_the_checksum_of_nothing():
+    assert crc32_of([], 0) == zlib.crc32(b"") == 0
+    empty = Crc32()
+    empty.add(b"", 0)
+    assert empty.contribution(0) == 0
+    assert crc32_of([empty.contribution(0), Crc32().contribution(0)], 0) == 0
+
+
+def test_a_contribution_may_be_asked_for_while_pieces_come():
+    data = random.Random(0).randbytes(100)
+    crc32 = Crc32()
+    for start in range(0, 100, 10):
+        crc32.add(data[start : start + 10], start)
+        stop = start + 10
+        assert crc32_of([crc32.contribution(stop)], stop) == zlib.crc32(data[:stop])
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 255, 256, 257, 65537])
+def test_a_register_goes_past_zeros_as_in_zlib(n):
+    for register in (1, 0x80000000, 0xDEADBEEF, _ONES):
+        assert _past_zeros(register, n) == zlib.crc32(bytes(n), register ^ _ONES) ^ _ONES
+    assert _past_zeros(0, n) == 0
+
+
+LARGE = [2**32 - 1, 2**32, 2**32 + 1, 5 * 2**30 + 12345, 2**40 + 7, 2**45 - 3]
+
+
+@pytest.mark.parametrize("a", LARGE)
+@pytest.mark.parametrize("b", [1, 1000, 2**31, *LARGE[-2:]])
+def test_past_two_runs_of_zeros_is_past_both_at_once(a, b):
+    for register in (1, 0xDEADBEEF, _ONES):
+        assert _past_zeros(_past_zeros(register, a), b) == _past_zeros(register, a + b)
+        assert _past_zeros(_past_zeros(register, b), a) == _past_zeros(register, a + b)
+
+
+@pytest.mark.parametrize("n", LARGE)
+def test_past_zeros_is_linear(n):
+    for a, b in [(1, 2), (0xDEADBEEF, 0x12345678), (_ONES, 1)]:
+        assert _past_zeros(a ^ b, n) == _past_zeros(a, n) ^ _past_zeros(b, n)
+
+
+def test_zeros_come_round_after_the_period_of_crc32():
+    """Its polynomial is primitive: `2**32 - 1` zero bits leave every register as it was, and so do as many bytes."""
+    for register in (1, 0xDEADBEEF, _ONES):
+        assert _past_zeros(register, 2**32 - 1) == register
+        assert _past_zeros(register, 2**32) == _past_zeros(register, 1)
+
+
+def test_a_piece_far_behind_contributes_as_it_does_in_a_small_file():
+    """4 GiB less a byte of zeros before it are none, by the period; so are those after it."""
+    period, data = 2**32 - 1, random.Random(0).randbytes(1000)
+    near, far = Crc32(), Crc32()
+    for start in (0, 300, 900):
+        near.add(data[start : start + 100], 7 + start)
+        far.add(data[start : start + 100], 7 + start + 2 * period)
+    assert far.contribution(2000 + 5 * period) == near.contribution(2000)
+
+
+def test_pieces_out_of_order_are_refused():
+    crc32 = Crc32()
+    crc32.add(b"abcd", 10)
+    with pytest.raises(AssertionError, match="pieces come in the order of their offsets"):
+        crc32.add(b"x", 13)
+    crc32.add(b"x", 14)
+    with pytest.raises(AssertionError, match="a file ends after its pieces"):
+        crc32.contribution(14)

@@ -1,0 +1,185 @@
+"""What a folder allows is found out by trying; and the files of several processes hold the same arrays as one."""
+
+import errno
+import json
+import os
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+from safetensors.numpy import load_file
+
+from redeqx.checkpoint import _layouts
+from redeqx.checkpoint._layouts import FileEach, InPlace, Ways, probe
+from redeqx.checkpoint._reader import Source
+from redeqx.distributed._peers import Peers
+from redeqx.machine._mesh import make_mesh
+
+
+def arrays():
+    mesh = make_mesh(2, n_fsdp_shards=2)
+    draw = np.random.default_rng(0)
+    return {
+        "split": jax.device_put(draw.normal(size=(8, 16)).astype(np.float32), NamedSharding(mesh, P("fsdp", "model"))),
+        "whole": jax.device_put(draw.normal(size=(6,)).astype(np.float32), NamedSharding(mesh, P())),
+        "count": jnp.asarray(3),
+        "empty": np.zeros((0, 4), np.float16),
+        "host": draw.normal(size=(5, 3)).T,
+        "key": jax.random.key(7),
+    }
+
+
+def stored(leaf):
+    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+
+
+# --- what a folder allows ---------------------------------------------------------------------------------------------
+
+
+class Told(Peers):
+    """One process of two, told what the other gives to each gathering; alone it takes its own for the other's."""
+
+    def __init__(self, index, other):
+        super().__init__(2, index)
+        self.other = other
+
+    def gather(self, topic, value=None, timeout=None):
+        other = self.other[topic]() if topic in self.other else value
+        return [value, other] if self.index == 0 else [other, value]
+
+
+def mark(path, index):
+    """What another process does to the probe."""
+    with open(path, "r+b") as file:
+        file.seek(16 * index)
+        file.write(f"process {index}".encode().ljust(16))
+
+
+def test_an_ordinary_folder_allows_both(tmp_path):
+    assert probe(tmp_path / "probe", Peers()) == Ways(is_shared=True, in_place=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_two_processes_allows_both(tmp_path):
+    path = tmp_path / "probe"
+    peers = Told(0, {"probe marked": partial(mark, path, 1)})
+    assert probe(path, peers) == Ways(is_shared=True, in_place=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_another_does_not_see_is_not_shared(tmp_path):
+    for index in (0, 1):
+        peers = Told(index, {"probe seen": lambda index=index: index == 1, "probe read": lambda: False})
+        assert probe(tmp_path / f"probe{index}", peers) == Ways(is_shared=False, in_place=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_a_write_of_another_does_not_arrive_nothing_is_written_in_place(tmp_path):
+    assert probe(tmp_path / "probe", Told(0, {})) == Ways(is_shared=True, in_place=False)
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE])
+def test_where_positions_are_refused_nothing_is_written_in_place(tmp_path, monkeypatch, number):
+    def refuse(fd, data, offset):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    assert probe(tmp_path / "probe", Peers()) == Ways(is_shared=True, in_place=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_raises(tmp_path):
+    with pytest.raises(OSError, match="No such file"):
+        probe(tmp_path / "nowhere" / "probe", Peers())
+
+
+# --- a file each ------------------------------------------------------------------------------------------------------
+
+
+def write(layouts, folder):
+    """What the processes' layouts write, one after the other."""
+    folder.mkdir()
+    for layout in layouts:
+        layout.copy()
+    layouts[0].create(folder)
+    return layouts[0].finish(folder, [layout.write(folder) for layout in layouts])
+
+
+def check_sums(folder, sums):
+    import zlib
+
+    found = {path.name: {"size": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())} for path in folder.iterdir()}
+    assert found == sums
+
+
+def test_of_one_process_both_layouts_are_the_same_file(tmp_path):
+    trees = {"model": (arrays(), jnp.bfloat16), "optimizer": (arrays(), None)}
+    one = write([InPlace(trees)], tmp_path / "in_place")
+    each = write([FileEach(trees, 0, is_shared=True)], tmp_path / "each")
+    assert one == each
+    check_sums(tmp_path / "each", each)
+    for name in one:
+        assert (tmp_path / "in_place" / name).read_bytes() == (tmp_path / "each" / name).read_bytes()
+    assert InPlace(trees).size == FileEach(trees, 0, is_shared=True).size == sum(sums["size"] for sums in one.values())
+
+
+def test_of_several_each_array_is_whole_in_one_file_and_an_index_says_in_which(tmp_path, monkeypatch):
+    leaves = arrays()
+    owner = {"split": 0, "whole": 2, "count": 0, "empty": 2, "host": 0, "key": 2}
+    monkeypatch.setattr(_layouts, "owners", lambda leaves: {name: owner[name] for name in leaves})
+    # This process is each of the three in turn, and holds all.
+    monkeypatch.setattr(_layouts, "gathered", lambda leaf, who: stored(leaf) if who == current["process"] else None)
+    current = {}
+
+    class Turn(FileEach):
+        def copy(self):
+            current["process"] = self._index
+            super().copy()
+
+    trees = {"model": (leaves, jnp.bfloat16), "optimizer": ({"count": leaves["count"]}, None)}
+    folder = tmp_path / "each"
+    sums = write([Turn(trees, i, is_shared=True) for i in range(3)], folder)
+    check_sums(folder, sums)
+    assert sorted(sums) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "optimizer.safetensors",
+    ]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = {0: "model-00001-of-00002.safetensors", 2: "model-00002-of-00002.safetensors"}
+    assert index["weight_map"] == {name: files[i] for name, i in sorted(owner.items())}
+    by_file = [load_file(folder / file) for file in files.values()]  # as another library reads them
+    assert index["metadata"] == {"total_size": sum(a.nbytes for each in by_file for a in each.values())}
+    found = Source.find(folder, "model")
+    assert set(found.names()) == set(leaves)
+    for name, leaf in leaves.items():
+        expected = stored(leaf)
+        if jnp.issubdtype(expected.dtype, jnp.floating):
+            expected = expected.astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(found.read(name), expected)
+    shared = sum(sums[file]["size"] for file in sums if not file.endswith(".json"))
+    assert abs(FileEach(trees, 1, is_shared=True).size - shared) < 200  # one header in place of two
+    assert [FileEach(trees, i, is_shared=False).size for i in (0, 2)] == [
+        sums[files[0]]["size"] + sums["optimizer.safetensors"]["size"],
+        sums[files[2]]["size"] + 16,  # it will not be written
+    ]
+
+
+def test_copies_outlive_the_arrays(tmp_path):
+    leaves = arrays()
+    expected = {name: stored(leaf).copy() for name, leaf in leaves.items()}
+    layout = FileEach({"model": (leaves, None)}, 0, is_shared=True)
+    layout.copy()
+    for leaf in leaves.values():
+        if isinstance(leaf, jax.Array):
+            leaf.delete()
+    leaves["host"][:] = 0
+    layout.write(tmp_path)
+    found = Source(tmp_path / "model.safetensors")
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found.read(name), values)

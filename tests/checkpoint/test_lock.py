@@ -1,0 +1,287 @@
+"""One run at a time writes into a folder of checkpoints: another is refused, and what a dead one left is taken over."""
+
+import gc
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx.checkpoint import _lock
+from redeqx.checkpoint._lock import Lock, LockedError
+from redeqx.checkpoint._manager import Checkpoints
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from redeqx.checkpoint._lock import Lock
+lock = Lock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+# Of several processes that find a stale lock at the same moment, one takes it over.
+RACE = """
+import os, sys, time, warnings
+from pathlib import Path
+from redeqx import _lock
+warnings.simplefilter("ignore")
+_lock.GRACE = 0.1
+folder, n = Path(sys.argv[1]), 6
+begin = time.monotonic() + 0.2
+children = []
+for i in range(n):
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            while time.monotonic() < begin:
+                pass
+            lock = _lock.Lock(folder)
+            code = 0
+            time.sleep(2)
+            lock.check()
+        except _lock.LockedError:
+            code = 3
+        except OSError:
+            code = 4
+        finally:
+            os._exit(code)
+    children.append(pid)
+print(sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(_lock, "GRACE", 0.2)
+    monkeypatch.setattr(_lock, "STALE", 1.0)
+
+
+def start(script, *arguments):
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def save(checkpoints, step):
+    checkpoints.save(step, {"model": {"w": np.full(3, step)}}, {"step": step})
+
+
+def left_by(path, **changes):
+    """A lock as another process has left it."""
+    owner = {**_lock._this_process(), **changes}
+    path.write_text(json.dumps(owner))
+    return owner
+
+
+def test_a_run_is_refused_while_another_writes_and_takes_over_once_that_is_killed(tmp_path):
+    folder = tmp_path / "ckpts"
+    with start(HOLD, folder) as other:
+        try:
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(LockedError) as raised:
+                save(Checkpoints(folder), 1)
+            assert re.fullmatch(
+                rf"`workdir`: expected a folder that no other run writes into, got {re.escape(str(folder))}, which process "
+                rf"{other.pid} on \S+ \(since \d{{4}}-\S+ \S+ UTC\) does\. Wait for its end, or choose another workdir; if "
+                rf"it is gone, delete {re.escape(str(folder))}\.lock\.",
+                str(raised.value),
+            )
+            assert Checkpoints(folder).names() == []  # to read needs no lock
+        finally:
+            other.kill()
+            other.wait(timeout=20)
+    checkpoints = Checkpoints(folder)
+    began = time.monotonic()
+    save(checkpoints, 1)
+    assert time.monotonic() - began < 5  # at once; no wait for a heartbeat
+    assert json.loads((tmp_path / "ckpts.lock").read_text())["pid"] == os.getpid()
+    del checkpoints
+    gc.collect()
+    assert not (tmp_path / "ckpts.lock").exists()
+
+
+def test_of_several_one_takes_over(tmp_path):
+    left_by(tmp_path / "ckpts.lock", pid=2**22 + 1)  # more than Linux gives out
+    with start(RACE, tmp_path / "ckpts") as race:
+        out, _ = race.communicate(timeout=60)
+    codes = json.loads(out)
+    assert codes.count(0) == 1 and set(codes) <= {0, 3, 4}, codes
+
+
+def test_a_process_of_the_same_number_is_another_one(tmp_path):
+    left_by(tmp_path / "ckpts.lock", pid=os.getppid(), started="1")
+    Lock(tmp_path / "ckpts").release()
+    left_by(tmp_path / "ckpts.lock", pid=os.getppid(), started=_lock._started(os.getppid()))
+    with pytest.raises(LockedError, match=rf"process {os.getppid()} on "):
+        Lock(tmp_path / "ckpts")
+
+
+def test_a_zombie_has_ended(tmp_path):
+    with start("") as child:
+        while _lock._started(child.pid) is not None:
+            time.sleep(0.05)
+        left_by(tmp_path / "ckpts.lock", pid=child.pid, started="1")
+        Lock(tmp_path / "ckpts").release()
+
+
+def test_an_owner_on_another_machine_is_watched(tmp_path):
+    path, said = tmp_path / "ckpts.lock", []
+    left_by(path, machine="another", host="node7\x1b[2J", pid=12)
+    ended = threading.Event()
+    beat = threading.Thread(target=lambda: [os.utime(path) for _ in iter(lambda: ended.wait(0.3), True)])
+    beat.start()
+    with pytest.raises(LockedError, match=r"which process 12 on node7\\x1b\[2J \(since "):
+        Lock(tmp_path / "ckpts", said.append)
+    ended.set()
+    beat.join()
+    began = time.monotonic()
+    Lock(tmp_path / "ckpts", said.append).release()  # it beats no more
+    assert 1.0 <= time.monotonic() - began < 5
+    assert said[0] == said[1]
+    assert re.search(r"process 12 on node7.* wrote here; waiting up to 1 s to see whether it still does", said[0])
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"pid": "x", "machine": 3}', "[" * 3000])
+def test_a_lock_that_cannot_be_read_is_taken_over_once_nobody_touches_it(tmp_path, content, monkeypatch):
+    monkeypatch.setattr(_lock, "STALE", 0.2)
+    (tmp_path / "ckpts.lock").write_text(content)
+    Lock(tmp_path / "ckpts").release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_whose_folder_was_taken_over_writes_no_more(tmp_path):
+    """As one that was frozen for long, once it goes on."""
+    checkpoints = Checkpoints(tmp_path / "ckpts")
+    save(checkpoints, 1)
+    left_by(tmp_path / "ckpts.lock", pid=12)
+    with pytest.raises(OSError, match=r"expected a folder that is this run's own, got one that process 12 on .* has taken"):
+        save(checkpoints, 2)
+    assert checkpoints.names() == ["step_00000001"]
+    del checkpoints
+    gc.collect()
+    assert json.loads((tmp_path / "ckpts.lock").read_text())["pid"] == 12  # that of the other stays
+
+
+def test_the_owner_touches_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(_lock, "BEAT", 0.05)
+    lock = Lock(tmp_path / "ckpts")
+    os.utime(lock.path, (0, 0))
+    for _ in range(100):
+        if lock.path.stat().st_mtime > 0:
+            break
+        time.sleep(0.05)
+    assert lock.path.stat().st_mtime > 0
+    lock.release()
+
+
+def test_where_no_file_can_be_made_there_is_no_lock(tmp_path, monkeypatch):
+    folder = tmp_path / "no" / "such" / "ckpts"
+    lock = Lock(folder)
+    lock.check()
+    lock.release()
+
+
+# --- trainers ---------------------------------------------------------------------------------------------------------
+
+DATA = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+
+
+def make_trainer(deployer):
+    return redeqx.Trainer(
+        deployer,
+        model=eqx.nn.Linear(4, 4, key=jax.random.key(1)),
+        optimizer=optax.sgd(0.1),
+        collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: (jax.vmap(model)(batch) ** 2).mean(),
+    )
+
+
+def make_deployer(workdir, **kwargs):
+    return redeqx.Deployer(0, 2, workdir=workdir, verbose=False, **kwargs)
+
+
+REFUSED = (
+    r"`workdir`: expected a folder that no other trainer writes into, got .*/ckpts, into which another Trainer of this "
+    r"script saves\. Give each a workdir of its own: `Deployer\(workdir=\.\.\.\)`\."
+)
+
+
+def test_two_trainers_of_one_script_do_not_share_a_folder(tmp_path):
+    deployer = make_deployer(tmp_path)
+    one, two = make_trainer(deployer), make_trainer(deployer)
+    one.train(DATA, 2)
+    one.save_ckpt()
+    two.train(DATA, 2)
+    for act in (two.save_ckpt, lambda: two.fit(DATA, 2, 1)):
+        with pytest.raises(LockedError, match=REFUSED):
+            act()
+    two.load_ckpt()  # to read is free
+    before = one._checkpoints.index()
+    one.save_ckpt("best")
+    assert one._checkpoints.index()["last"] != before["last"]
+    del one, act
+    gc.collect()
+    two.save_ckpt()
+
+
+def test_a_script_that_is_run_again_in_its_process_goes_on_and_the_first_does_not_come_back(tmp_path):
+    first = make_trainer(make_deployer(tmp_path))
+    first.fit(DATA, 2, 1, save_last_ckpt=True)
+    again = make_trainer(make_deployer(tmp_path))
+    again.fit(DATA, 2, 2, save_last_ckpt=True)
+    assert again.step == 2 * first.step
+    with pytest.raises(LockedError, match=REFUSED):
+        first.save_ckpt()
+    assert again._checkpoints.record(again._checkpoints.resolve("last"))["step"] == again.step
+
+
+class Look:
+    """A tracker that notes whether the lock is there, and may end the run."""
+
+    def __init__(self, path, error=None):
+        self.path, self.error, self.seen = path, error, []
+
+    def log(self, metrics, step):
+        self.seen.append(self.path.exists())
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_fit_holds_the_lock_to_its_end(tmp_path):
+    look = Look(tmp_path / "ckpts.lock")
+    trainer = make_trainer(make_deployer(tmp_path, loggers=[look]))
+    trainer.fit(DATA, 2, 1, save_last_ckpt=True)
+    assert look.seen and all(look.seen)
+    assert not look.path.exists()
+    look.error = KeyboardInterrupt()
+    again = make_trainer(make_deployer(tmp_path, loggers=[look]))
+    with pytest.raises(KeyboardInterrupt):
+        again.fit(DATA, 2, 2, save_last_ckpt=True)
+    assert not look.path.exists()
+
+
+def test_a_fit_is_refused_before_it_touches_the_folder(tmp_path):
+    make_trainer(make_deployer(tmp_path)).fit(DATA, 2, 1, save_last_ckpt=True)
+    gc.collect()
+    recorded = (tmp_path / "metrics.jsonl").read_bytes()
+    with start("import time; time.sleep(60)") as other:
+        left_by(tmp_path / "ckpts.lock", pid=other.pid, started=_lock._started(other.pid))
+        trainer = make_trainer(make_deployer(tmp_path))
+        with pytest.raises(LockedError, match=f"which process {other.pid} on "):
+            trainer.fit(DATA, 2, 2)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == recorded
+        other.send_signal(signal.SIGKILL)
+        other.wait(timeout=20)
+    trainer.fit(DATA, 2, 2)
+    assert trainer.step > 2

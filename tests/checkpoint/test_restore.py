@@ -1,0 +1,366 @@
+"""What a run that is started again does with its checkpoints: each byte is read once, no device holds two states, and what
+is damaged or lost is passed over for what is complete."""
+
+import errno
+import gc
+import json
+import os
+import shutil
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx.checkpoint import _manifest as _record
+from redeqx.checkpoint._manager import Checkpoints
+from redeqx.checkpoint._safetensors import TensorFile
+from redeqx.errors._untrusted import DamagedError
+
+DATA = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+
+
+def loss_fn(model, batch, key):
+    del key
+    return ((jax.vmap(model)(batch) - batch) ** 2).mean()
+
+
+def make_trainer(workdir, *, placed=True):
+    deployer = redeqx.Deployer(0, 2, 2, workdir=workdir, verbose=False)
+
+    def make():
+        return eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(1))
+
+    model = deployer.init(make) if placed else make()
+    options = {"optimizer": optax.adam(1e-2), "collate_fn": np.stack, "loss_fn": loss_fn}
+    trainer = redeqx.Trainer(deployer, model=model, **options)
+    trainer.given = model  # as the variable of a script holds it
+    return trainer
+
+
+def fit(trainer, n_epochs=3, **options):
+    """Two steps an epoch, each saved."""
+    trainer.fit(DATA, 2, n_epochs, **{"save_every_n_steps": 1, "keep_last": 3, **options})
+    return trainer
+
+
+def arrays(trainer):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((eqx.filter(trainer.model, eqx.is_array), trainer.opt_state))]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """The workdir of a run that was stopped after step 4, and what the whole run ends with."""
+    folder = tmp_path_factory.mktemp("original")
+    fit(make_trainer(folder / "stopped"), 2)
+    return folder / "stopped", arrays(fit(make_trainer(folder / "whole")))
+
+
+@pytest.fixture
+def workdir(original, tmp_path):
+    shutil.copytree(original[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def ends_as_the_whole_run(trainer, original):
+    assert trainer.step == 6
+    for found, expected in zip(arrays(trainer), original[1], strict=True):
+        assert found.tobytes() == expected.tobytes()
+
+
+def n_bytes(array):
+    """Of all its shards. (To ask for them would make an array of each, which then counts too.)"""
+    shard = array.sharding.shard_shape(array.shape)
+    return int(np.prod(shard)) * array.sharding.num_devices * array.dtype.itemsize
+
+
+def live_bytes():
+    """What lies on the mesh."""
+    return sum(map(n_bytes, (array for array in jax.live_arrays() if array.sharding.num_devices == 8 and is_plain(array))))
+
+
+def is_plain(array):
+    return not jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+@pytest.fixture
+def peak(monkeypatch):
+    """The most bytes that arrays hold on the devices while tensors are read."""
+    found = []
+    read = TensorFile.read
+
+    def look(self, name, index=...):
+        found.append(live_bytes())
+        return read(self, name, index)
+
+    monkeypatch.setattr(TensorFile, "read", look)
+    return lambda: max(found)
+
+
+def state_bytes(trainer):
+    leaves = jax.tree.leaves((eqx.filter(trainer.model, eqx.is_array), trainer.opt_state))
+    return sum(map(n_bytes, leaves)), max(map(n_bytes, leaves))
+
+
+@pytest.mark.parametrize("how", ["made by the deployer", "made on one device", "predicted before", "load_ckpt"])
+def test_no_device_holds_two_states(how, workdir, peak):
+    gc.collect()
+    before = live_bytes()
+    trainer = make_trainer(workdir, placed=how != "made on one device")
+    if how == "predicted before":
+        trainer.get_default_predictor(lambda model, batch, key: jax.vmap(model)(batch)).predict(DATA, 2)
+    if how == "load_ckpt":
+        trainer.load_ckpt()
+    else:
+        fit(trainer)
+    state, largest = state_bytes(trainer)
+    assert state - largest <= peak() - before <= state + 5000  # before the last tensor is read; with the first batches
+
+
+def test_each_byte_is_read_and_checked_once(workdir, monkeypatch):
+    checked, reads = Counter(), Counter()
+    check, read = _record.crc32_of_range, TensorFile.read
+
+    def count(path, start, stop):
+        checked[path.relative_to(workdir)] += stop - start
+        return check(path, start, stop)
+
+    def count_read(self, name, index=...):
+        array = read(self, name, index)
+        reads[self.path.name, name] += array.nbytes
+        return array
+
+    monkeypatch.setattr(_record, "crc32_of_range", count)
+    monkeypatch.setattr(TensorFile, "read", count_read)
+    fit(make_trainer(workdir))
+    folder = Path("ckpts/step_00000004")
+    kinds = ("model", "optimizer")
+    assert checked == {
+        folder / f"{kind}.safetensors": (workdir / folder / f"{kind}.safetensors").stat().st_size for kind in kinds
+    }
+    files = {f"{kind}.safetensors": TensorFile(workdir / folder / f"{kind}.safetensors") for kind in kinds}
+    for name, file in files.items():  # devices that hold the same slice share one reading
+        assert {key: reads[name, key] for key in file.names} == {key: file.view(key).nbytes for key in file.names}
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+
+
+def edit(folder, **changes):
+    """Change a record, with its checksum made right again."""
+    path = folder / "trainer.json"
+    record = {**json.loads(path.read_text()), **changes}
+    del record["crc32"]
+    path.write_text(json.dumps({**record, "crc32": _record._crc32_of_record(record)}))
+
+
+def fails_to_read(monkeypatch, folder, name):
+    """A file that the system cannot read: wherever it is opened, or once bytes of it are asked for."""
+    check, read_bytes = _record.crc32_of_range, Path.read_bytes
+    error = OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def checked(path, start, stop):
+        if path == folder / name:
+            raise error
+        return check(path, start, stop)
+
+    def read(path):
+        if path == folder / name:
+            raise error
+        return read_bytes(path)
+
+    monkeypatch.setattr(_record, "crc32_of_range", checked)
+    monkeypatch.setattr(Path, "read_bytes", read)
+
+
+DAMAGE = {
+    "no record": (lambda folder, patch: (folder / "trainer.json").unlink(), "expected .* got none with a trainer.json"),
+    "no folder": (lambda folder, patch: shutil.rmtree(folder), "expected .* got none with a trainer.json"),
+    "an empty folder": (
+        lambda folder, patch: (shutil.rmtree(folder), folder.mkdir()),
+        "expected .* got none with a trainer.json",
+    ),
+    "no folder but a file": (
+        lambda folder, patch: (shutil.rmtree(folder), folder.write_text("")),
+        "expected .* got none with a trainer.json",
+    ),
+    "another version": (lambda folder, patch: edit(folder, version=2), r"trainer.json`: expected version 1, .* got 2\."),
+    "another format": (lambda folder, patch: edit(folder, format="x"), r"trainer.json`: expected the record of a redeqx"),
+    "a wrong value": (lambda folder, patch: edit(folder, epoch=-5), r"trainer.json`: expected `epoch` to be .* got -5\."),
+    "no tensors": (lambda folder, patch: (folder / "model.safetensors").unlink(), r"model.safetensors`: expected \d+ bytes"),
+    "a flipped bit": (lambda folder, patch: flip(folder / "model.safetensors"), r"model.safetensors`: expected crc32 \d+"),
+    "a flipped bit of the optimizer": (
+        lambda folder, patch: flip(folder / "optimizer.safetensors"),
+        r"optimizer.safetensors`: expected crc32 \d+",
+    ),
+    "tensors that cannot be read": (
+        lambda folder, patch: fails_to_read(patch, folder, "optimizer.safetensors"),
+        r"optimizer.safetensors`: expected a file that can be read, got 'Input/output error'\.",
+    ),
+    "a record that cannot be read": (
+        lambda folder, patch: fails_to_read(patch, folder, "trainer.json"),
+        r"trainer.json`: expected a file that can be read, got 'Input/output error'\.",
+    ),
+}
+
+
+QUICK = ("no folder", "another version", "a flipped bit of the optimizer", "tensors that cannot be read")
+
+
+@pytest.mark.parametrize("kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.sweep) for kind in DAMAGE])
+def test_any_damage_is_passed_over_for_the_checkpoint_before(kind, workdir, original, monkeypatch):
+    damage, message = DAMAGE[kind]
+    damage(workdir / "ckpts" / "step_00000004", monkeypatch)
+    trainer = make_trainer(workdir)
+    with pytest.warns(UserWarning) as caught:
+        fit(trainer)
+    (said,) = [str(warning.message) for warning in caught]
+    assert said.endswith(" It is passed over for the one before.")
+    with pytest.raises(AssertionError, match=message):  # the file is named, and what is wrong with it
+        raise AssertionError(said)
+    assert "step_00000004" in said
+    ends_as_the_whole_run(trainer, original)
+    steps = [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_two_that_are_damaged_in_different_ways(workdir, original):
+    flip(workdir / "ckpts" / "step_00000004" / "model.safetensors")
+    flip(workdir / "ckpts" / "step_00000003" / "optimizer.safetensors")
+    trainer = make_trainer(workdir)
+    with pytest.warns(UserWarning) as caught:
+        fit(trainer)
+    assert ["step_00000004" in str(caught[0].message), "step_00000003" in str(caught[1].message)] == [True, True]
+    ends_as_the_whole_run(trainer, original)
+
+
+def test_a_damaged_checkpoint_is_not_kept_in_the_place_of_a_good_one(workdir):
+    flip(workdir / "ckpts" / "step_00000004" / "model.safetensors")
+    trainer = make_trainer(workdir)
+    saved = []
+
+    class Stop(Exception):
+        pass
+
+    def stop_after_a_save(path):
+        saved.append(path)
+        raise Stop
+
+    with pytest.warns(UserWarning, match="It is passed over"), pytest.raises(Stop):
+        checkpoints = trainer._checkpoints
+        save = checkpoints.save
+        checkpoints.save = lambda *args: stop_after_a_save(save(*args[:-1]))
+        fit(trainer, keep_last=2)
+    # The damaged one, which could be mended, is still there; but not counted.
+    assert checkpoints.names() == ["step_00000003", "step_00000004", "step_00000004_1"]
+    assert checkpoints.record(checkpoints.folder / "step_00000003")["step"] == 3
+    again = make_trainer(workdir)
+    fit(again, keep_last=2)
+    assert again._checkpoints.names()[-2:] == ["step_00000005", "step_00000006"]
+    assert len(again._checkpoints.names()) == 2
+
+
+def test_pruning_counts_none_that_lacks_a_file(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2, 3):
+        checkpoints.save(step, {"model": {"w": np.full(3, step)}}, {"step": step}, keep_last=3)
+    (tmp_path / "step_00000003" / "model.safetensors").unlink()
+    checkpoints.save(4, {"model": {"w": np.full(3, 4)}}, {"step": 4}, keep_last=2)
+    assert checkpoints.names() == ["step_00000002", "step_00000003", "step_00000004"]
+    checkpoints.save(5, {"model": {"w": np.full(3, 5)}}, {"step": 5}, keep_last=2)
+    assert checkpoints.names() == ["step_00000004", "step_00000005"]
+
+
+def test_where_all_are_damaged_the_trainer_says_so_and_is_not_used(workdir):
+    for step in (2, 3, 4):
+        flip(workdir / "ckpts" / f"step_{step:08}" / "model.safetensors")
+    trainer = make_trainer(workdir)
+    for _ in range(2):
+        with (
+            pytest.warns(UserWarning, match="It is passed over"),
+            pytest.raises(DamagedError, match=r"step_00000004.*crc32"),
+        ):
+            fit(trainer)
+        for use in (lambda: trainer.model, lambda: trainer.opt_state, trainer.save_ckpt, lambda: trainer.train(DATA, 2)):
+            with pytest.raises(ValueError, match=r"`trainer`: expected its values, got none: .* Load one that is complete"):
+                use()
+    flip(workdir / "ckpts" / "step_00000003" / "model.safetensors")  # mended
+    with pytest.warns(UserWarning, match="step_00000004"):
+        fit(trainer)
+    assert trainer.step == 6
+
+
+def test_a_load_that_fails_half_way_leaves_no_mixture(workdir, monkeypatch):
+    trainer = make_trainer(workdir)
+    trainer.load_ckpt()
+    load = Checkpoints.load
+
+    def fail(self, path, kind, *args, **kwargs):
+        if kind == "optimizer":
+            raise DamagedError("the disk fails")
+        return load(self, path, kind, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "load", fail)
+        with pytest.raises(DamagedError, match="the disk fails"):
+            trainer.load_ckpt("step_00000003")
+    with pytest.raises(ValueError, match=r"`trainer`: expected its values, got none"):
+        trainer.train(DATA, 2)
+    trainer.load_ckpt("step_00000003")
+    assert trainer.step == 3
+    trainer.train(DATA, 2)
+
+
+# --- the index --------------------------------------------------------------------------------------------------------
+
+
+def lose(index):
+    index.unlink()
+
+
+def lose_last(index):
+    held = json.loads(index.read_text())
+    del held["last"]
+    index.write_text(json.dumps(held))
+
+
+@pytest.mark.parametrize("change", [lose, lose_last])
+def test_without_an_index_the_newest_that_is_complete_is_taken(change, tmp_path):
+    options = {"eval_examples": DATA[:4], "save_argmin_ckpt_by_metrics": ["loss"], "keep_last": 2}
+    whole = fit(make_trainer(tmp_path / "whole"), **options)
+    fit(make_trainer(tmp_path / "run"), 2, **options)
+    index = tmp_path / "run" / "ckpts" / "index.json"
+    before = json.loads(index.read_text())
+    change(index)
+    assert Checkpoints(index.parent).index() == before  # what each was called is in its own record, too
+    trainer = make_trainer(tmp_path / "run")
+    with pytest.warns(
+        UserWarning, match=r"index.json`: expected the name of the `last` checkpoint, got (none|no such file)"
+    ):
+        fit(trainer, **options)
+    ends_as_the_whole_run(trainer, (None, arrays(whole)))
+    for name in ("ckpts/index.json", "metrics.jsonl"):
+        assert (tmp_path / "run" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+def test_without_an_index_the_newest_may_be_damaged(workdir, original):
+    (workdir / "ckpts" / "index.json").unlink()
+    (workdir / "ckpts" / "step_00000004" / "trainer.json").unlink()
+    trainer = make_trainer(workdir)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(trainer)
+    said = [str(warning.message) for warning in caught]
+    assert ["index.json" in said[0], "step_00000004" in said[1]] == [True, True]
+    ends_as_the_whole_run(trainer, original)

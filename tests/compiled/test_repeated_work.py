@@ -1,0 +1,209 @@
+"""A step whose devices each compute more than their share says so, with the lines of code; one that is split does not."""
+
+import inspect
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx.compiled import _repeated_work as _work
+from redeqx.compiled._hlo import Module
+
+ROWS, T, D, F, EXPERTS = 16, 8, 16, 64, 4
+LINES = {}
+
+
+def here(name):
+    """Remembers the line that it is called on."""
+    LINES[name] = inspect.stack()[1].lineno
+    return lambda x: x
+
+
+def shown(name):
+    return _work._shown(f"{__file__}:{LINES[name]}")
+
+
+class Experts(eqx.Module):
+    """A mixture of experts whose tokens are sorted into buffers by running sums and a scatter."""
+
+    router: eqx.nn.Linear
+    up: jax.Array
+    down: jax.Array
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 3)
+        self.router = eqx.nn.Linear(D, EXPERTS, key=keys[0])
+        self.up, self.down = jax.random.normal(keys[1], (EXPERTS, D, F)), jax.random.normal(keys[2], (EXPERTS, F, D))
+
+    def __call__(self, tokens):
+        n = len(tokens) // EXPERTS * 2
+        expert = jnp.argmax(jax.vmap(self.router)(tokens), -1)
+        place = jnp.cumsum(jax.nn.one_hot(expert, EXPERTS, dtype=jnp.int32), 0)[jnp.arange(len(tokens)), expert] - 1
+        buffers = jnp.zeros((EXPERTS, n, D)).at[expert, place].set(tokens, mode="drop")
+        hidden = jax.nn.relu(here("up")(jnp.einsum("end,edf->enf", buffers, self.up)))
+        out = here("down")(jnp.einsum("enf,efd->end", hidden, self.down))
+        return out.at[expert, place].get(mode="fill", fill_value=0)
+
+
+def over_the_batch(model, batch, key):
+    return jnp.square(model(batch.reshape(-1, D))).mean()
+
+
+def over_each_example(model, batch, key):
+    return jnp.square(jax.vmap(model)(batch)).mean()
+
+
+def cell(w, z, x):
+    return jnp.tanh(w @ z + x)
+
+
+@jax.custom_vjp
+def solved(w, x):
+    return jax.lax.while_loop(lambda c: c[0] < 8, lambda c: (c[0] + 1, cell(w, c[1], x)), (0, x))[1]
+
+
+def solved_backward(kept, g):
+    """The implicit derivative as solvers take it by default: a dense Jacobian, of the weight and the identity."""
+    w, x, z = kept
+    u = jnp.linalg.solve(jnp.eye(D) - jax.jacfwd(lambda z: cell(w, z, x))(z).T, g)
+    return jax.vjp(lambda w, x: cell(w, z, x), w, x)[1](u)
+
+
+solved.defvjp(lambda w, x: ((z := solved(w, x)), (w, x, z)), solved_backward)
+
+
+def fixed_point(model, batch, key):
+    return jnp.square(jax.vmap(lambda x: here("solved")(solved(model["w"], x)))(batch[:, 0])).mean()
+
+
+def told(model, loss, n_model_shards=1, n_fsdp_shards=1, rows=ROWS, **kwargs):
+    """The warnings of a first step."""
+    deployer = redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False)
+    trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss, **kwargs)
+    examples = list(np.random.default_rng(0).normal(size=(rows, T, D)).astype(np.float32))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train(examples, max(1, rows // deployer.n_batch_shards))
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(("shards", "times", "total"), [((1, 8), 8, "8.0"), ((2, 2), 4, "4.0")])
+def test_experts_over_the_tokens_of_the_batch_are_reported_with_their_lines(shards, times, total):
+    (found,) = told(Experts(), over_the_batch, *shards)
+    assert found == (
+        f"`loss_fn`: expected each of 8 devices to compute 1/8 of a step, got {total} times that: what is computed at "
+        f"{shown('down')} ({times}.0 times); {shown('up')} ({times}.0 times) is "
+        "repeated on several devices. Products without rows of the batch, and what follows a sort, a running sum, a scatter "
+        "or a lookup over all its rows, cannot be split: compute them for each example, under `jax.vmap`."
+    )
+
+
+def test_experts_of_each_example_are_not():
+    assert told(Experts(), over_each_example, 2, 2) == []
+
+
+def test_a_dense_jacobian_is_reported():
+    """As of a fixed point that is differentiated implicitly: the weight times the identity has no rows to split."""
+    (found,) = told({"w": 0.1 * jax.random.normal(jax.random.key(0), (D, D))}, fixed_point, 1, 8)
+    assert f"what is computed at {shown('solved')} (" in found  # where the backward pass of a `custom_vjp` comes from
+
+
+def test_rows_that_every_device_computes_are_not_judged():
+    assert told(Experts(), over_the_batch, rows=4) == []
+
+
+def test_one_process_of_several_reports(monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert told(Experts(), over_the_batch, 1, 8) == []
+
+
+def test_a_step_is_compiled_once():
+    def programs():
+        found = jax.local_devices()[0].client.live_executables()
+        return [each.hlo_modules()[0].name for each in found].count("jit_step_fn")
+
+    before = programs()
+    deployer = redeqx.Deployer(verbose=False)
+    model = eqx.nn.Linear(3, 5, key=jax.random.key(0))
+    trainer = redeqx.Trainer(
+        deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=lambda m, x, k: jax.vmap(m)(x).sum()
+    )
+    trainer.train(list(np.ones((16, 3), np.float32)), 1)
+    assert trainer.step == 2 and programs() == before + 1
+
+
+# --- what is counted ---------------------------------------------------------------------------------------------------
+
+# ruff: noqa: E501
+PROGRAM = """\
+HloModule jit_step, num_partitions=4
+
+%body (p: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %p = (s32[], f32[8,16]{1,0}) parameter(0)
+  %x = f32[8,16]{1,0} get-tuple-element(%p), index=1
+  %w = f32[16,16]{1,0} constant({...})
+  %dot.1 = f32[8,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={source_file="/a.py" source_line=1}
+  ROOT %t = (s32[], f32[8,16]{1,0}) tuple(%i, %dot.1)
+}
+
+%condition (p: (s32[], f32[8,16])) -> pred[] {
+  %p = (s32[], f32[8,16]{1,0}) parameter(0)
+  ROOT %lt = pred[] constant(true)
+}
+
+%short (x: f32[8,16]) -> f32[8,8] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %v = f32[16,8]{1,0} constant({...})
+  ROOT %dot.2 = f32[8,8]{1,0} dot(%x, %v), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={source_file="/a.py" source_line=2}
+}
+
+%long (x: f32[8,16]) -> f32[8,8] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %v = f32[16,8]{1,0} constant({...})
+  %cublas = (f32[8,8]{1,0}, s8[4]{0}) custom-call(%x, %v), custom_call_target="__cublas$lt$matmul", metadata={source_file="/a.py" source_line=3}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  %y = f32[8,8]{1,0} get-tuple-element(%cublas), index=0
+  %u = f32[8,8]{1,0} constant({...})
+  ROOT %dot.3 = f32[8,8]{1,0} dot(%y, %u), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={source_file="/a.py" source_line=3}
+}
+
+ENTRY %main (x: f32[8,16], image: f32[2,9,9,4], kernel: f32[3,3,4,6]) -> f32[8,8] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %image = f32[2,9,9,4]{3,2,1,0} parameter(1)
+  %kernel = f32[3,3,4,6]{3,2,1,0} parameter(2)
+  %conv = f32[2,7,7,6]{3,2,1,0} convolution(%image, %kernel), window={size=3x3}, dim_labels=b01f_01io->b01f, metadata={source_file="/a.py" source_line=4}
+  %init = (s32[], f32[8,16]{1,0}) tuple(%zero, %x)
+  %loop = (s32[], f32[8,16]{1,0}) while(%init), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %cond = f32[8,8]{1,0} conditional(%which, %x, %x), branch_computations={%short, %long}
+}
+"""
+
+
+def test_what_is_counted_of_a_program():
+    count = _work._of_module(Module.of(PROGRAM))
+    dot, conv = 2 * 8 * 16 * 16, 2 * (2 * 7 * 7 * 6) * 3 * 3 * 4
+    longer = 2 * 8 * 8 * 16 + 2 * 8 * 8 * 8
+    assert count.all == {"/a.py:1": 3 * dot, "/a.py:3": longer, "/a.py:4": conv}
+    assert count.once == {"/a.py:1": dot, "/a.py:3": longer, "/a.py:4": conv}
+
+
+def test_a_loop_of_unknown_length_is_compared_once():
+    """The compiler may find a length that the trace does not have."""
+
+    def step(w, x):
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), (0, x))[1]
+
+    traced = jax.make_jaxpr(step)(jnp.zeros((16, 16)), jnp.zeros((32, 16)))
+    line = f"{__file__}:{step.__code__.co_firstlineno + 1}"
+    program = PROGRAM.replace(
+        'source_file="/a.py" source_line=1', f'source_file="{__file__}" source_line={line[len(__file__) + 1 :]}'
+    )
+    assert _work.excess(traced.jaxpr, Module.of(program), {line: 1.0}) is None
+    whole = program.replace("f32[8,16]", "f32[32,16]")
+    assert _work.excess(traced.jaxpr, Module.of(whole), {line: 1.0}) == (4.0, [(line, 4.0)])
+    assert _work.excess(traced.jaxpr, Module.of(whole), {line: 4.0}) is None  # as the plan has it
+    assert _work.excess(traced.jaxpr, Module.of(whole), {}) is None  # not of the loss

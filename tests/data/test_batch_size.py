@@ -1,0 +1,302 @@
+"""Batches by the examples of an update: the same run on every mesh, few programs, and no run that goes on with others."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx._tree import named_leaves
+from redeqx.data._rows import BatchSize
+from redeqx.machine._mesh import make_mesh
+
+DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
+
+
+def loss_fn(model, batch, key):
+    return ((jax.vmap(model)(batch[:, :5])[:, 0] - batch[:, 5]) ** 2).mean()
+
+
+class Losses:
+    def __init__(self):
+        self.seen = []
+
+    def log(self, metrics, step):
+        if "grad_norm" in metrics:
+            self.seen.append(metrics["loss"])
+
+
+class Said(list):
+    """The messages of a deployer, in a list."""
+
+
+def make_trainer(workdir=None, *, shards=(2, 2), accumulate=1, loggers=(), monkeypatch=None, **kwargs):
+    deployer = redeqx.Deployer(3, *shards, workdir=workdir, verbose=False, loggers=loggers)
+    said = Said()
+    deployer.log_info = lambda message, title=None: said.append(message)
+    given = {"optimizer": optax.sgd(0.05), "loss_fn": loss_fn, **kwargs}
+    trainer = redeqx.Trainer(
+        deployer,
+        model=eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)),
+        collate_fn=np.stack,
+        accumulate_grad_batches=accumulate,
+        **given,
+    )
+    trainer.said = said
+    return trainer
+
+
+def arrays(tree):
+    return [np.asarray(leaf) for leaf in named_leaves(tree).values() if eqx.is_array(leaf)]
+
+
+def message(error, fn, *args, **kwargs):
+    with pytest.raises(error) as raised:
+        fn(*args, **kwargs)
+    return str(raised.value)
+
+
+# --- the sizes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shards", "rows", "batch_size", "accumulate", "expected"),
+    [
+        ((2, 1), 15, None, 1, (60, 60)),
+        ((2, 1), 15, None, 3, (180, 60)),
+        ((1, 1), None, 64, 1, (64, 64)),
+        ((8, 1), None, 64, 1, (64, 64)),
+        ((2, 2), None, 64, 4, (64, 16)),
+        ((2, 1), None, 60, 1, (60, 56)),
+        ((1, 1), None, 60, 4, (60, 8)),
+        ((4, 2), None, 5, 1, (5, 8)),
+    ],
+)
+def test_sizes_are_exactly_these(shards, rows, batch_size, accumulate, expected):
+    size = BatchSize.of(make_mesh(*shards), rows, batch_size, accumulate)
+    assert (size.examples, size.micro_batch) == expected
+
+
+@pytest.mark.parametrize(
+    ("n", "micro_batch", "expected"),
+    [(120, 64, 40), (128, 64, 64), (120, 60, 60), (297, 64, 64), (50, 64, 64), (None, 64, 64), (96, 64, 48)],
+)
+def test_evaluations_are_cut_evenly_where_they_can(n, micro_batch, expected):
+    assert BatchSize(micro_batch, micro_batch).evenly(n, 8).micro_batch == expected
+
+
+BOTH = "`per_device_batch_size`, `batch_size`: expected one of the two, got {}"
+
+
+@pytest.mark.parametrize("how", ["fit", "train", "eval_loss", "eval_metrics", "compile", "predict", "dry_run"])
+def test_one_of_the_two_is_given(how):
+    trainer = make_trainer()
+    predictor = trainer.get_default_predictor(lambda model, batch, key: batch)
+    call = predictor.predict if how == "predict" else getattr(trainer, how)
+    assert message(ValueError, call, DATA) == BOTH.format("neither. Pass `batch_size`, examples an update.")
+    assert message(ValueError, call, DATA, 4, batch_size=8) == BOTH.format(
+        "4 and 8. Pass `batch_size` alone: the rows a device follow from it."
+    )
+    assert message(ValueError, call, DATA, batch_size=0) == (
+        "`batch_size`: expected at least 1, got 0. Pass a positive number."
+    )
+    assert trainer._given is not None  # nothing was done
+
+
+def test_of_an_evaluation_at_most_one_is_given():
+    assert message(ValueError, make_trainer().fit, DATA, 1, eval_per_device_batch_size=2, eval_batch_size=8) == (
+        "`eval_per_device_batch_size`, `eval_batch_size`: expected one of the two, got 2 and 8. "
+        "Pass `eval_batch_size` alone: the rows a device follow from it."
+    )
+
+
+# --- the same run on every mesh -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [16, pytest.param(12, marks=pytest.mark.sweep)])
+def test_a_run_is_the_same_on_every_mesh(batch_size):
+    """With batches that divide over the devices, and that do not; the last one of an epoch is smaller."""
+    runs = []
+    for shards in [(1, 1), (2, 2), (8, 1)]:
+        losses = Losses()
+        trainer = make_trainer(shards=shards, loggers=[losses])
+        trainer.fit(DATA, batch_size=batch_size, n_epochs=2)
+        runs.append((losses.seen, trainer.eval_loss(DATA, batch_size=16), arrays(trainer.model)))
+    assert len(runs[0][0]) == 2 * -(-len(DATA) // batch_size)
+    for losses, evaluated, params in runs[1:]:
+        np.testing.assert_allclose(losses, runs[0][0], rtol=1e-5)
+        np.testing.assert_allclose(evaluated, runs[0][1], rtol=1e-5)
+        for found, wanted in zip(params, runs[0][2], strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
+
+
+def test_rows_a_device_and_examples_an_update_are_two_words_for_one_run():
+    by_rows, by_examples = make_trainer(accumulate=2), make_trainer(accumulate=2)
+    by_rows.train(DATA, 4)
+    by_examples.train(DATA, batch_size=4 * 4 * 2)
+    for found, wanted in zip(arrays(by_examples.model), arrays(by_rows.model), strict=True):
+        assert found.tobytes() == wanted.tobytes()
+
+
+# --- few programs -------------------------------------------------------------------------------------------------------
+
+
+def test_a_remainder_of_full_micro_batches_needs_no_program_of_its_own():
+    """40 examples, 32 a step in four micro-batches: the last step has one, in the program of four."""
+    draws = Losses()
+
+    def noisy(model, batch, key):
+        return loss_fn(model, batch + 0.1 * jax.random.normal(key, batch.shape), key)
+
+    trainer = make_trainer(accumulate=4, loggers=[draws], loss_fn=noisy)
+    trainer.train(DATA, batch_size=32)
+    assert trainer._state.program.train_step._cache_size() == 1
+    # By hand: each micro-batch by itself, with the key of its place.
+    model, key = eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)), trainer._key
+    for step, (start, stop) in enumerate([(0, 32), (32, 40)]):
+        of_step = jax.random.fold_in(jax.random.fold_in(key, 0), step)
+        parts = [DATA[i : i + 8] for i in range(start, stop, 8)]
+        found = [eqx.filter_value_and_grad(noisy)(model, x, jax.random.fold_in(of_step, i)) for i, x in enumerate(parts)]
+        np.testing.assert_allclose(draws.seen[step], np.mean([loss for loss, _ in found]), rtol=1e-5)
+        grads = jax.tree.map(lambda *g: -0.05 * sum(g) / len(g), *(grads for _, grads in found))
+        model = eqx.apply_updates(model, grads)
+    for found, wanted in zip(arrays(trainer.model), arrays(model), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_micro_batches_that_do_not_count_change_no_state_either():
+    model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(6, "batch", mode="batch")
+
+    def with_state(model, state, batch, key):
+        out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch, state)
+        return (out**2).mean(), state
+
+    ends = []
+    for batch_size, accumulate in [(32, 4), (8, 1)]:
+        deployer = redeqx.Deployer(3, 1, 8, verbose=False)
+        trainer = redeqx.Trainer(
+            deployer, model=model, model_state=state, optimizer=optax.sgd(0.0), collate_fn=np.stack, loss_fn=with_state,
+            accumulate_grad_batches=accumulate,
+        )  # fmt: skip
+        trainer.train(DATA, batch_size=batch_size)
+        ends.append(arrays(trainer.model_state))
+    for found, wanted in zip(*ends, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_an_evaluation_that_can_be_cut_evenly_compiles_once():
+    trainer = make_trainer()
+    whole = trainer.eval_loss(DATA, batch_size=40)
+    assert trainer.eval_loss(DATA, batch_size=16) == pytest.approx(whole, rel=1e-6)  # two of 16 and one of 8 otherwise
+    assert trainer._state.program.eval_step._cache_size() == 2
+
+
+def test_what_does_not_fill_a_batch_is_left_out_where_it_is_asked_for():
+    trainer = make_trainer()
+    trainer.fit(DATA, batch_size=16, n_epochs=2, drop_remainder=True)
+    assert trainer.step == 4
+    assert trainer._state.program.train_step._cache_size() == 1
+    trainer.train(iter(DATA), batch_size=16, drop_remainder=True)
+    assert trainer.step == 6
+    few = "expected at least 64 examples"
+    assert message(ValueError, trainer.train, DATA, batch_size=64, drop_remainder=True) == (
+        f"`examples`: {few}, a batch of them, as `drop_remainder=True`, got 40. "
+        "Pass a smaller batch size, or keep the remainder."
+    )
+    assert message(ValueError, trainer.train, iter(DATA), batch_size=64, drop_remainder=True) == (
+        f"`examples`: {few}, got an iterable with fewer, or one that is used up. "
+        "Pass one that can be iterated anew, or a function of the epoch."
+    )
+
+
+# --- a run is gone on with as it was begun ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """The workdir of a run of one epoch."""
+    workdir = tmp_path_factory.mktemp("begun")
+    schedule = optax.linear_schedule(0.1, 0.0, 10)
+    trainer = make_trainer(workdir, accumulate=2, optimizer=optax.sgd(schedule), lr_schedule_fn=schedule)
+    trainer.fit(DATA, batch_size=16)
+    return workdir
+
+
+def resume(begun, tmp_path, data=DATA, *, batch_size=16, rows=None, accumulate=2, n_steps=10, shards=(2, 2), **kwargs):
+    schedule = optax.linear_schedule(0.1, 0.0, n_steps)
+    workdir = tmp_path / "run"
+    __import__("shutil").copytree(begun, workdir)
+    trainer = make_trainer(
+        workdir, accumulate=accumulate, optimizer=optax.sgd(schedule), lr_schedule_fn=schedule, shards=shards
+    )
+    trainer.fit(data, rows, n_epochs=2, batch_size=batch_size, **kwargs)
+    return [text for text in trainer.said if "that differ:" in text]
+
+
+@pytest.mark.parametrize("kwargs", [{"batch_size": 32}, {"batch_size": None, "rows": 2, "shards": (1, 1), "accumulate": 1}])
+def test_a_run_is_not_gone_on_with_other_batches(kwargs, begun, tmp_path):
+    found = kwargs["batch_size"] or 16
+    if found == 16:  # as many rows a device on another mesh, as many examples an update: the same run
+        assert resume(begun, tmp_path, **kwargs) == [
+            "resumed with settings that differ: `accumulate_grad_batches` 1, before 2"
+        ]
+        return
+    assert message(ValueError, resume, begun, tmp_path, **kwargs) == (
+        f"`batch_size`: expected 16 examples an update, as in the run that is resumed, got {found}. "
+        "Pass `batch_size=16`, from which the rows a device follow on any mesh, or choose another workdir."
+    )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ({}, []),
+        ({"accumulate": 1}, ["`accumulate_grad_batches` 1, before 2"]),
+        ({"drop_remainder": True}, ["`drop_remainder` True, before False"]),
+        ({"n_steps": 20}, ["a learning rate at step 3 of 0.09, before 0.08"]),
+        ({"data": DATA[::-1].copy()}, ["other examples"]),
+    ],
+)
+def test_what_else_differs_is_said(kwargs, expected, begun, tmp_path):
+    assert resume(begun, tmp_path, **kwargs) == [f"resumed with settings that differ: {text}" for text in expected]
+
+
+def test_examples_of_another_number_are_refused(begun, tmp_path):
+    assert message(ValueError, resume, begun, tmp_path, DATA[:39]) == (
+        "`train_examples`: expected 40, as in the run that is resumed, got 39. "
+        "Its order of examples would be another one. For new examples choose another workdir."
+    )
+
+
+def test_examples_that_are_drawn_anew_each_time_are_no_other_examples(tmp_path):
+    class Augmented:
+        def __init__(self):
+            self.rng = np.random.default_rng()
+
+        def __len__(self):
+            return len(DATA)
+
+        def __getitem__(self, i):
+            return DATA[i] + self.rng.normal(size=6).astype(np.float32)
+
+    for n_epochs in (1, 2):
+        trainer = make_trainer(tmp_path)
+        trainer.fit(Augmented(), batch_size=16, n_epochs=n_epochs)
+        assert not [text for text in trainer.said if "that differ:" in text]
+
+
+# --- schedules ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kwargs", "n_steps"), [({}, 2 * 3), ({"drop_remainder": True}, 2 * 2)])
+def test_a_schedule_counts_the_updates_of_a_batch_size(kwargs, n_steps):
+    schedule = make_trainer().deployer.get_lr_schedule_fn(40, n_epochs=2, learning_rate=1.0, batch_size=16, **kwargs)
+    assert float(schedule(n_steps - 1)) == pytest.approx(1 / n_steps)
+    assert float(schedule(n_steps)) == 0.0
+
+
+def test_a_schedule_needs_a_learning_rate():
+    assert message(TypeError, make_trainer().deployer.get_lr_schedule_fn, 40, batch_size=16) == (
+        "`learning_rate`: expected a number, got None. Pass that of the updates after the warm-up."
+    )

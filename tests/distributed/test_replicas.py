@@ -1,0 +1,151 @@
+"""What must be the same in all processes is compared, and what differs is shown."""
+
+import contextlib
+import re
+import socket
+import threading
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from redeqx.distributed._peers import Peers
+from redeqx.distributed._replicas import agree_on_program, agree_on_values
+
+LIMIT = 30.0
+
+
+@pytest.fixture(scope="module")
+def trio():
+    """Three processes that have met, each a thread here."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    peers = [Peers(3, i) for i in range(3)]
+    assert together([partial(each.meet, "127.0.0.1", port, bind="127.0.0.1", timeout=LIMIT) for each in peers]) == [None] * 3
+    yield peers
+    for each in peers:
+        each._left.update(range(3))
+    for each in peers:
+        for link in each._links.values():
+            with contextlib.suppress(OSError):
+                link._socket.shutdown(socket.SHUT_RDWR)
+            link.close()
+
+
+def together(acts):
+    """What each returns or raises, in threads of their own."""
+    ended = {}
+
+    def run(i, act):
+        try:
+            ended[i] = act()
+        except Exception as error:
+            ended[i] = error
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(acts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    return [ended[i] for i in range(len(acts))]
+
+
+def all_do(trio, act, what, given):
+    """What each returns or raises, given its own."""
+    return together([partial(act, peers, what, each) for peers, each in zip(trio, given, strict=True)])
+
+
+def message(errors):
+    assert {type(error) for error in errors} == {ValueError}, errors
+    (text,) = {str(error) for error in errors}
+    return text
+
+
+def lowered(rate, more=False):
+    def step(x):
+        jax.debug.callback(lambda x: None, x)  # its address is none of the program's
+        x = x - rate * jnp.sin(x)
+        return jnp.cos(x) if more else x
+
+    return jax.jit(step).lower(jnp.zeros(3))
+
+
+def test_one_program_is_agreed_on_wherever_its_source_lies(trio):
+    source = "import jax, jax.numpy as jnp\nlowered = jax.jit(lambda x: x - 0.1 * jnp.sin(x)).lower(jnp.zeros(3))"
+    programs = []
+    for i in range(3):
+        names = {}
+        exec(compile("\n" * i + source, f"/host{i}/train.py", "exec"), names)
+        programs.append(names["lowered"])
+    assert (
+        together([partial(agree_on_program, *each) for each in zip(trio, ["step"] * 3, programs, strict=True)]) == [None] * 3
+    )
+    same = [lowered(0.125) for _ in trio]
+    assert together([partial(agree_on_program, *each) for each in zip(trio, ["step"] * 3, same, strict=True)]) == [None] * 3
+
+
+def test_another_constant_is_shown(trio):
+    programs = [lowered(0.125), lowered(0.125), lowered(0.25)]
+    found = all_do(trio, agree_on_program, "train step", programs)
+    assert re.fullmatch(
+        r"`train step`: expected the same program in all processes, got in line \d+ `.*1\.250000e-01.*` in process 0, "
+        r"`.*2\.500000e-01.*` in process 2\. Every process must run the same script with the same arguments: look for what "
+        r"depends on the process, the host, the time, or the order of a set\.",
+        message(found),
+    )
+
+
+def test_another_operation_is_shown(trio):
+    programs = [lowered(0.125), lowered(0.125, more=True), lowered(0.125)]
+    found = all_do(trio, agree_on_program, "train step", programs)
+    assert "stablehlo.cosine" in message(found)
+    assert "in process 1" in message(found)
+
+
+def values(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "weight": jnp.asarray(rng.normal(size=(3, 4)), jnp.bfloat16),
+        "bias": np.asfortranarray(rng.normal(size=(2, 5))).T,
+        "count": np.zeros((), np.int32),
+        "key": jax.random.key(0),
+    }
+
+
+@pytest.mark.parametrize("other", ["weight", "bias", "count", "key"])
+def test_another_initial_value_is_named(trio, other):
+    changed = {"weight": values(1)["weight"], "bias": values(1)["bias"], "count": np.int32(1), "key": jax.random.key(1)}
+    each = [values(), {**values(), other: changed[other]}, values()]
+    assert all_do(trio, agree_on_values, "model", [values() for _ in trio]) == [None] * 3
+    found = all_do(trio, agree_on_values, "model", each)
+    assert re.fullmatch(
+        rf"`model`: expected `{other}` to have the same values in all processes, got crc32 [0-9a-f]{{8}} in process 0, "
+        r"[0-9a-f]{8} in process 1\. Every process must run the same script .*\.",
+        message(found),
+    )
+
+
+def test_one_process_compares_nothing():
+    agree_on_values(Peers(), "model", {"weight": object()})
+    agree_on_program(Peers(), "step", None)
+
+
+def test_process_0_decides_and_warns(trio):
+    nan = float("nan")
+    given = [{"loss": nan, "score": 0.5}, {"loss": nan, "score": 0.25}, {"loss": nan}]
+    with pytest.warns(UserWarning) as caught:
+        found = all_do(trio, Peers.decide, "eval_metric_fn", given)
+    assert [each["score"] for each in found] == [0.5] * 3
+    (warning,) = caught
+    assert str(warning.message) == (
+        "`eval_metric_fn`: expected `score` to be 0.5, as in process 0, got 0.25 in process 1. Process 0's decides: compute "
+        "it from all the outputs."
+    )
+    alike = [{"loss": nan, "score": 0.5}] * 3
+    assert (
+        len(together([partial(peers.decide, "eval_metric_fn", each) for peers, each in zip(trio, alike, strict=True)])) == 3
+    )

@@ -1,0 +1,135 @@
+"""Lists of equal blocks: where they are, and that a few of them say what all take."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx.dry_run._blocks import Blocks, equal_blocks, with_fewer
+
+D = 32
+
+
+class Block(eqx.Module):
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    index: int = eqx.field(static=True)  # as models have them: blocks are equal all the same
+
+    def __init__(self, index, key):
+        up, down = jax.random.split(key)
+        self.up, self.down, self.index = eqx.nn.Linear(D, 4 * D, key=up), eqx.nn.Linear(4 * D, D, key=down), index
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Deep(eqx.Module):
+    """`n` blocks between a first and a last layer, in one list."""
+
+    layers: list
+    stacked: bool = eqx.field(static=True)
+    counts: bool = eqx.field(static=True)
+    n: int = eqx.field(static=True)
+
+    def __init__(self, n, stacked=False, counts=False, *, key):
+        keys = jax.random.split(key, n + 2)
+        blocks = [Block(i, k) for i, k in enumerate(keys[2:])]
+        self.layers = [eqx.nn.Linear(16, D, key=keys[0]), *blocks, eqx.nn.Linear(D, 16, key=keys[1])]
+        self.stacked, self.counts, self.n = stacked, counts, n
+
+    def __call__(self, x):
+        first, *blocks, last = self.layers
+        x = first(x)
+        if self.stacked:
+            stack = [jnp.stack(leaves) for leaves in zip(*map(jax.tree.leaves, blocks), strict=True)]
+            stack = jax.tree.unflatten(jax.tree.structure(blocks[0]), stack)
+            return last(jax.lax.scan(lambda x, block: (block(x), None), x, stack)[0])
+        for i in range(self.n) if self.counts else range(len(blocks)):
+            x = blocks[i](x)
+        return last(x)
+
+
+def loss_fn(model, batch, key):
+    return jnp.mean(jax.vmap(model)(batch) ** 2)
+
+
+def trainer_of(model, **options):
+    options = {"optimizer": optax.adam(1e-3), "loss_fn": loss_fn, "collate_fn": np.stack, **options}
+    return redeqx.Trainer(redeqx.Deployer(n_model_shards=2, n_fsdp_shards=2), model=model, **options)
+
+
+def test_runs_of_equal_blocks_are_found_by_path():
+    model = {"a": Deep(13, key=jax.random.key(0)), "few": Deep(4, key=jax.random.key(1)), "arrays": [jnp.zeros(3)] * 20}
+    assert equal_blocks(model) == [Blocks("a.layers", 1, 13)]
+    assert equal_blocks(tuple(eqx.nn.Linear(4, 4, key=jax.random.key(i)) for i in range(12))) == [Blocks("value", 0, 12)]
+    assert equal_blocks([eqx.nn.Identity()] * 20) == []
+
+
+def test_fewer_blocks_keep_what_stands_around_them():
+    model = Deep(13, key=jax.random.key(0))
+    (blocks,) = equal_blocks(model)
+    fewer, names = with_fewer(model, {blocks: 2})
+    assert [type(layer) for layer in fewer.layers] == [eqx.nn.Linear, Block, Block, eqx.nn.Linear]
+    assert fewer.layers[3] is model.layers[14]
+    assert names["layers.2.up.weight"] == "layers.2.up.weight" and names["layers.3.bias"] == "layers.14.bias"
+
+
+def test_a_few_blocks_say_what_all_of_them_take():
+    """Memory, traffic and FLOPs of 16 blocks from 2 and 4 of them, under FSDP and tensor parallelism."""
+    with redeqx.described("cpu:8"):
+        model = eqx.filter_eval_shape(Deep, 16, key=jax.random.key(0))
+        trainable = jax.tree.map(lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct), model)
+        trainable = eqx.tree_at(lambda m: m.layers[-1].bias, trainable, False)  # as a tree of the whole model
+        trainer, rows = trainer_of(model, trainable=trainable), np.zeros((512, 16), np.float32)
+        run = trainer.dry_run(rows, 128)
+        exact = trainer.dry_run(rows, 128, exact=True)
+    found, expected = run.steps["train"], exact.steps["train"]
+    assert run.extrapolated == "2 and 4 of the 16 of `layers`" and exact.extrapolated == ""
+    assert "; extrapolated from 2 and 4 of the 16 of `layers`" in run.verdict()
+    assert run.held == exact.held and found.flops == expected.flops and found.arguments == expected.arguments
+    assert run.needs == pytest.approx(exact.needs, rel=0.03)
+    assert found.bytes_moved == pytest.approx(expected.bytes_moved, rel=0.03)
+    sent, expected_sent = (sum(each.moved for each in step.collectives) for step in (found, expected))
+    assert sent == pytest.approx(expected_sent, rel=0.03)
+    assert "layers.17.weight" in str(run)  # the last layer has the name that it has in the whole model
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        pytest.param({"stacked": True}, None, marks=pytest.mark.sweep),
+        ({"counts": True}, "equal blocks are computed one by one: the 12 of `layers`, "),
+    ],
+)
+def test_blocks_in_a_loop_and_blocks_that_are_counted_are_compiled_whole(options, expected):
+    from redeqx.dry_run._forecast import dry_run
+    from redeqx.machine._devices import describe
+
+    said = []
+    with redeqx.described("cpu:8"):
+        trainer = trainer_of(eqx.filter_eval_shape(Deep, 12, **options, key=jax.random.key(0)))
+        size = trainer._size(2, None)
+        job = trainer._job(next(trainer._slices(np.zeros((64, 16), np.float32), size)), size)
+        run = dry_run(job, describe("cpu:8"), search=False, say=said.append)
+    assert run.extrapolated == "" and run.fits and "extrapolation" not in run.failed
+    found = [line for line in said if "one by one" in line]
+    assert (found == []) if expected is None else (found[0].startswith(expected) and "IndexError" in found[0])
+
+
+def test_a_fit_is_extrapolated_with_its_evaluation():
+    with redeqx.described("cpu:8"):
+        trainer = trainer_of(eqx.filter_eval_shape(Deep, 12, key=jax.random.key(0)))
+        predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(model)(batch))
+        rows = np.zeros((16, 16), np.float32)
+        with pytest.raises(SystemExit) as done:
+            trainer.fit(rows, batch_size=16, n_epochs=1, eval_examples=rows, eval_predictor=predictor)
+    run = done.value.run
+    assert done.value.code == 0 and not run.failed and set(run.steps) == {"train", "eval", "predict"}
+    assert run.extrapolated == "2 and 4 of the 12 of `layers`"
+    held = run.held["parameters"]
+    assert all(step.arguments >= held for step in run.steps.values())
+    # The step of an evaluation holds the parameters and the batch.
+    assert run.steps["predict"].arguments == pytest.approx(held, rel=0.05)

@@ -1,0 +1,551 @@
+"""A run compiled and not run: what the report says against what a run does, the command, and described machines."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx.dry_run._forecast import DryRunDone
+from redeqx.machine._chips import GPUS, TPUS
+from redeqx.machine._devices import describe, dry, dry_for, of_devices
+from redeqx.models import cross_entropy, from_pretrained, save_pretrained
+from redeqx.models.gpt2 import GPT2, GPT2Config
+
+VOCAB, SEQ, D, LAYERS = 256, 16, 64, 2
+CONFIG = GPT2Config(VOCAB, SEQ, d_model=D, n_layers=LAYERS, n_heads=4).without_dropout()
+needs_tpu_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is an extra")
+needs_gpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
+    reason="the GPU compiler is an extra",
+)
+
+
+def test_devices_that_are_there_have_the_figures_of_their_kind():
+    chips = [*TPUS.values(), *(gpu.chip for gpu in GPUS.values())]
+    for chip in chips:
+        device = SimpleNamespace(platform="gpu", device_kind=chip.kind, memory_stats=lambda: {"bytes_limit": 123})
+        machine = of_devices("this", [device] * 2)
+        assert (machine.chip, machine.memory, len(machine.devices)) == (chip, 123, 2)
+    assert of_devices("this", [SimpleNamespace(platform="gpu", device_kind="new", memory_stats=dict)]).chip is None
+
+
+def remat(config):
+    return dataclasses.replace(config, remat=True)
+
+
+def loss_fn(model, batch, key):
+    return cross_entropy(jax.vmap(model)(batch), batch)
+
+
+def make_trainer(deployer, config=CONFIG, **options):
+    model = deployer.init(lambda: GPT2(config, key=jax.random.key(0)))
+    options = {"optimizer": optax.adamw(1e-3), "loss_fn": loss_fn, "collate_fn": np.stack, **options}
+    return redeqx.Trainer(deployer, model=model, **options)
+
+
+def examples(n=64):
+    return np.zeros((n, SEQ), np.int32)
+
+
+def deployer(n_model=1, n_fsdp=1, **options):
+    return redeqx.Deployer(n_model_shards=n_model, n_fsdp_shards=n_fsdp, verbose=False, **options)
+
+
+# --- against a run -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shards, accumulate",
+    [pytest.param((4, 1), 1, marks=pytest.mark.sweep), pytest.param((1, 8), 1, marks=pytest.mark.sweep), ((2, 2), 2)],
+)
+def test_memory_is_what_the_real_step_takes(shards, accumulate):
+    config = GPT2Config(512, 32, d_model=64, n_layers=3, n_heads=4).without_dropout()
+    trainer, rows = make_trainer(deployer(*shards), config, accumulate_grad_batches=accumulate), np.zeros((64, 32), np.int32)
+    run = trainer.dry_run(rows, 2)
+    compiled = trainer.compile(rows, 2).memory_analysis()
+    real = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes
+    assert run.needs == pytest.approx(real, rel=0.05)
+    parameters = sum(leaf.sharding.shard_shape(leaf.shape) != () and leaf.addressable_shards[0].data.nbytes
+                     for leaf in jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array)))  # fmt: skip
+    assert run.held["parameters"] == parameters
+    assert 2 * parameters <= run.held["optimizer state"] <= 2 * parameters + 64
+    step = run.steps["train"]
+    assert sum(buffer.bytes for buffer in step.largest) == pytest.approx(step.temporaries, rel=0.05)
+    assert run.machine.name == "this" and run.fits and run.estimate is None  # of CPUs no figures are known
+
+
+def test_the_report_names_layers_axes_and_lines():
+    run = make_trainer(deployer(2, 2)).dry_run(examples(), 2)
+    text = str(run)
+    for expected in (
+        "dry run on this", "mesh        data=2 x fsdp=2 x model=2", "2 rows x 4 batch shards x 1 micro-batches = 8 examples",
+        "optimizer state", "all-gather", "all-reduce", "fsdp", "stack.blocks.mlp.up.weight", "models/_layers.py:",
+        "row: its input arrives split by", "to spare",
+    ):  # fmt: skip
+        assert expected in text, expected
+    gathered = [c for c in run.to_json()["steps"]["train"]["collectives"] if c["kind"] == "all-gather"]
+    assert {c["layer"] for c in gathered} >= {"stack.blocks.mlp.up.weight", "stack.blocks.attention.query.weight"}
+    assert all(c["axes"] == ["fsdp"] for c in gathered if c["layer"].startswith("stack.blocks"))
+    json.loads(json.dumps(run.to_json()))
+
+
+def test_flops_are_counted_and_recomputation_apart():
+    """Of a matmul in and one out, three products a layer in a step; remat computes the forward pass again."""
+    mlp = 2 * (2 * D * 4 * D)
+    attention = 4 * (2 * D * D) + 2 * (2 * SEQ * D)  # a token's projections, and its scores and their values
+    forward = 16 * SEQ * (LAYERS * (mlp + attention) + 2 * D * VOCAB)
+    plain = make_trainer(deployer()).dry_run(examples(), 2)
+    assert dict(plain.model_flops) == dict(plain.steps["train"].flops) == {"float32": 3 * forward}
+    again = make_trainer(deployer(1, 8), config=remat(CONFIG)).dry_run(examples(), 2)
+    assert dict(again.model_flops) == {"float32": 3 * forward}
+    assert 3 * forward < again.steps["train"].flops["float32"] <= 4 * forward
+
+
+def test_a_detail_that_fails_costs_no_verdict(monkeypatch):
+    """Of a compiled step everything is a detail but its memory: what fails is named with the reason."""
+    expected = make_trainer(deployer(2)).dry_run(examples(), 2)
+
+    def fails(*args):
+        return [][0]
+
+    for name in ("temporaries", "collectives", "bytes_moved", "matmul_flops"):
+        monkeypatch.setattr(f"redeqx.dry_run._forecast.{name}", fails)
+    monkeypatch.setattr("redeqx.dry_run._report.DryRun._memory", fails)
+    run = make_trainer(deployer(2)).dry_run(examples(), 2)
+    assert run.needs == expected.needs and run.fits and run.verdict() == expected.verdict() and run.estimate is None
+    text = str(run)
+    for what in (
+        "train step: temporaries at the peak", "train step: collectives", "train step: bytes read and written",
+        "train step: FLOPs", "FLOPs without recomputation", "bytes a device",
+    ):  # fmt: skip
+        assert f"{what} " in text and "IndexError: list index out of range (test_dry_run.py:" in text, what
+    assert text.splitlines()[-1] == str(expected).splitlines()[-1] and "MiB" in text.splitlines()[-1]
+    plain = json.loads(json.dumps(run.to_json()))
+    assert plain["needs"] == expected.needs and plain["steps"]["train"]["failed"].keys() == run.steps["train"].failed.keys()
+
+
+def test_a_program_that_cannot_be_read_still_has_its_memory(monkeypatch):
+    """A libtpu newer than jaxlib compiles a step whose text jaxlib cannot parse."""
+
+    def unread(text):
+        raise jax.errors.JaxRuntimeError("INTERNAL: unknown opcode\nand more")
+
+    monkeypatch.setattr("redeqx.dry_run._forecast.Module.of", unread)
+    run = make_trainer(deployer()).dry_run(examples(), 1)
+    step = run.steps["train"]
+    assert run.fits and step.temporaries > 0 and step.flops and len(step.failed) == 3 and run.estimate is None
+    assert "JaxRuntimeError: INTERNAL: unknown opcode (" in str(run) and "and more" not in str(run)
+
+
+def test_an_evaluation_that_does_not_compile_costs_no_verdict(monkeypatch):
+    from redeqx.dry_run import _forecast as _dry_run
+
+    real = _dry_run._step
+
+    def step(traced, machine, optimization, beside):
+        if beside:  # not the train step
+            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such operation")
+        return real(traced, machine, optimization, beside)
+
+    monkeypatch.setattr(_dry_run, "_step", step)
+    with redeqx.described("cpu:8"):
+        trainer = make_trainer(deployer())
+        with pytest.raises(DryRunDone) as done:
+            trainer.fit(examples(), 2, 1, eval_examples=examples(8))
+    run = done.value.run
+    assert set(run.steps) == {"train"} and run.fits and done.value.code == 1
+    assert run.failed["eval step"].startswith("JaxRuntimeError: UNIMPLEMENTED")
+    assert run.verdict().endswith("to spare; not counted, as it failed to compile: the eval step")
+
+
+@pytest.mark.sweep
+def test_nothing_of_the_trainer_changes():
+    trainer = make_trainer(deployer(2))
+    before = jax.tree.map(np.asarray, eqx.filter(trainer.model, eqx.is_array))
+    trainer.dry_run(examples(), 1)
+    assert trainer.step == 0 and trainer.plan is None
+    trainer.train(examples(8), 1)
+    first = trainer.dry_run(examples(), 1)  # once placed too
+    assert first.fits
+    other = make_trainer(deployer(2))
+    assert eqx.tree_equal(before, jax.tree.map(np.asarray, eqx.filter(other.model, eqx.is_array)))
+    other.train(examples(8), 1)
+    assert eqx.tree_equal(trainer.model, other.model)
+
+
+def test_a_state_and_an_own_plan_are_taken():
+    at = deployer(2)
+    model, state = eqx.nn.make_with_state(Normed)(jax.random.key(0))
+    plan = at.plan(model, overrides={"linear.weight": (None, "model")})
+
+    def loss(model, state, batch, key):
+        out, state = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")(batch, state)
+        return jnp.mean(out**2), state
+
+    trainer = redeqx.Trainer(
+        at, model=model, model_state=state, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss, plan=plan
+    )
+    run = trainer.dry_run(np.zeros((16, 8), np.float32), 2)
+    assert run.plan["linear.weight"].spec == jax.sharding.PartitionSpec(None, "model")
+    assert run.held["model state"] == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+class Normed(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(8, 16, key=key)
+        self.norm = eqx.nn.BatchNorm(16, axis_name="batch", mode="batch")
+
+    def __call__(self, x, state):
+        return self.norm(self.linear(x), state)
+
+
+# --- inside a dry run --------------------------------------------------------------------------------------------------
+
+
+def test_models_are_shapes_and_nothing_is_written(tmp_path):
+    before = {id(array) for array in jax.live_arrays()}
+    with redeqx.described("cpu:8") as machine:
+        at = redeqx.Deployer(n_model_shards=2, workdir=tmp_path / "run", verbose=False, loggers=[Refuses()])
+        assert at.is_dry_run and at.mesh.size == 8 and len(machine.devices) == 8
+        trainer = make_trainer(at)
+        assert all(
+            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer.model) if hasattr(leaf, "dtype")
+        )
+        at.log_metrics({"loss": 1.0}, 0)
+        at.save_outputs([1], "x.jsonl")
+        predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(model)(batch).argmax(-1))
+        with pytest.raises(DryRunDone) as done:
+            trainer.fit(
+                examples(), 2, 1, eval_examples=examples(20), eval_predictor=predictor,
+                eval_metric_fn=lambda e, o: {}, save_last_ckpt=True,
+            )  # fmt: skip
+    assert dry() is None and not redeqx.Deployer(verbose=False).is_dry_run
+    run = done.value.run
+    assert done.value.code == 0 and set(run.steps) == {"train", "eval", "predict"}
+    n_bytes = 4 * run.plan.n_parameters
+    assert n_bytes < run.files["model.safetensors"] < n_bytes + 8192
+    assert 2 * n_bytes < run.files["optimizer.safetensors"] < 2 * n_bytes + 16384
+    # An evaluation is not given the optimizer's state, which stays.
+    assert run.steps["eval"].needs >= run.steps["eval"].arguments + run.held["optimizer state"]
+    assert not (tmp_path / "run").exists()
+    new = [array for array in jax.live_arrays() if id(array) not in before]
+    assert max((array.nbytes for array in new), default=0) < 1024
+
+
+class Refuses:
+    def log(self, metrics, step):
+        raise AssertionError("a dry run tracks nothing")
+
+
+def test_before_its_fit_a_script_gets_zeros(tmp_path, capsys):
+    """An unchanged script may evaluate, predict, save and look at its model before it trains."""
+
+    def loss(model, batch, key):
+        logits = jax.vmap(model)(batch)
+        hits = logits.argmax(-1) == batch
+        return dataclasses.replace(cross_entropy(logits, batch), metrics={"accuracy": (hits.sum(), hits.size)})
+
+    def predictor_of(trainer):
+        return trainer.get_default_predictor(
+            lambda model, batch, key: {"logits": jax.vmap(model)(batch), "last": batch[:, -1]},
+            output_fn=lambda outs: list(zip(outs["logits"], outs["last"], strict=True)),
+        )
+
+    with redeqx.described("cpu:8"):
+        at = redeqx.Deployer(workdir=tmp_path / "run")
+        trainer = make_trainer(at, loss_fn=loss)
+        assert trainer.eval_metrics(examples(20), batch_size=8) == {"accuracy": 0.0, "loss": 0.0}
+        assert trainer.eval_loss(examples(20), 1) == 0.0
+        outputs = predictor_of(trainer).predict(examples(20), 1)
+        assert len(outputs) == 20
+        assert all(logits.shape == (SEQ, VOCAB) and not logits.any() and last == 0 for logits, last in outputs)
+        alone = redeqx.Predictor(
+            at, model=trainer.model, collate_fn=np.stack, pred_fn=lambda model, batch, key: jax.vmap(model)(batch)
+        )
+        assert [row.shape for row in alone.predict(examples(3), batch_size=8)] == [(SEQ, VOCAB)] * 3
+        assert trainer.save_ckpt() == tmp_path / "run" / "ckpts" / "step_00000000"
+        assert save_pretrained(trainer.model, CONFIG, tmp_path / "hf") == tmp_path / "hf"
+        trainer.load_ckpt("anything")  # it would have the shapes that the model has
+        weight = np.asarray(trainer.model.embedding.weight)
+        assert weight.shape == (VOCAB, D) and weight.dtype == np.float32 and not weight.any()
+        moments = [leaf for leaf in jax.tree.leaves(trainer.opt_state) if leaf.shape == (VOCAB, D)]
+        assert len(moments) == 2 and not np.asarray(moments[0]).any()
+        with pytest.raises(ValueError, match="`model`: expected a model, got None"):
+            redeqx.Predictor(at, collate_fn=np.stack, pred_fn=alone._pred_fn).predict(examples(3), 1)
+        with pytest.raises(DryRunDone):
+            trainer.train(examples(), 1)
+    said = capsys.readouterr().out
+    for what in ("eval_loss", "predict"):
+        line = f"dry run: `{what}` comes before the first `fit`, where nothing has a value: it returns zeros"
+        assert said.count(line) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_are_read_as_shapes_and_a_config_alone_will_do(tmp_path):
+    model = GPT2(CONFIG, key=jax.random.key(0))
+    save_pretrained(model, CONFIG, tmp_path / "all")
+    save_pretrained(model, CONFIG, tmp_path / "alone")
+    (tmp_path / "alone" / "model.safetensors").unlink()
+    expected = jax.tree.map(lambda x: (x.shape, x.dtype), eqx.filter(model, eqx.is_array))
+    with redeqx.described("cpu:8"):
+        for folder in ("all", "alone"):
+            found, config = from_pretrained(tmp_path / folder, deployer=deployer(2))
+            shapes = eqx.filter(found, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+            assert jax.tree.leaves(jax.tree.map(lambda x: (x.shape, x.dtype), shapes)) == jax.tree.leaves(expected)
+            assert config == CONFIG
+        half, _ = from_pretrained(tmp_path / "alone", dtype=jnp.bfloat16)
+        assert half.embedding.weight.dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="expected safetensors"):
+        from_pretrained(tmp_path / "alone")
+
+
+@pytest.mark.sweep
+def test_where_it_does_not_fit_it_says_what_would():
+    need = make_trainer(deployer()).dry_run(examples(), 8).needs
+    with redeqx.described("cpu:8", memory=need * 4 // 5):
+        trainer = make_trainer(deployer())
+        run = trainer.dry_run(examples(), 8)
+    assert not run.fits and run.needs > run.machine.memory and DryRunDone(run).code == 3
+    helped = [tried.setting for tried in run.tried if tried.fits]
+    assert helped and run.tried[0].setting.n_fsdp_shards == 8
+    assert all(tried.needs > run.machine.memory for tried in run.tried if not tried.fits)
+    assert helped[0].code() in run.verdict() and "does not fit" in str(run)
+    found = helped[0]
+    with dry_for(run.machine):
+        again = make_trainer(
+            deployer(found.n_model_shards, found.n_fsdp_shards), remat(CONFIG) if found.remat else CONFIG,
+            accumulate_grad_batches=found.accumulate_grad_batches,
+        ).dry_run(examples(), found.per_device_batch_size)  # fmt: skip
+    assert again.fits and again.needs == pytest.approx(next(t.needs for t in run.tried if t.fits), rel=0.05)
+    with dry_for(describe("cpu:8", memory=1000)):
+        hopeless = make_trainer(deployer()).dry_run(examples(), 8, search=False)
+    assert not hopeless.fits and hopeless.tried == ()
+
+
+class Scanned(eqx.Module):
+    first: eqx.nn.Linear
+    blocks: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.first = eqx.nn.Linear(16, 16, key=key)
+        self.blocks = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))(jax.random.split(key, 4))
+
+    def __call__(self, x):
+        return jax.lax.scan(lambda x, block: (jnp.tanh(block(x)), None), self.first(x), self.blocks)[0]  # the scan
+
+
+def test_proposals_speak_of_the_scans_that_are_there():
+    """By the line of the script; where there is none, of other settings alone. A script's `batch_size` stays one."""
+    from redeqx.dry_run import _forecast as _dry_run
+
+    with open(__file__, encoding="utf-8") as source:
+        line = next(i for i, text in enumerate(source, 1) if text.rstrip().endswith("# the scan"))
+    for model, expected in ((Scanned(jax.random.key(0)), 1), (eqx.nn.MLP(16, 16, 16, 2, key=jax.random.key(0)), 0)):
+        trainer = redeqx.Trainer(
+            deployer(), model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack,
+            loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2),
+        )  # fmt: skip
+        rows = np.zeros((64, 16), np.float32)
+        run = trainer.dry_run(rows, batch_size=32, search=False)
+        size = trainer._size(None, 32)
+        job = trainer._job(next(trainer._slices(rows, size)), size)
+        loops = _dry_run._loops(job, run)
+        assert [text.endswith(f"test_dry_run.py:{line}") for text in loops] == [True] * expected
+        code = [setting.code() for setting in _dry_run._candidates(job, run.machine, loops)]
+        assert len(code) > 3 and any("jax.checkpoint on the body of the scan at " in each for each in code) == bool(expected)
+        assert all("batch_size=32, accumulate_grad_batches=" in each and "per_device" not in each for each in code)
+        assert "4 rows x 8 batch shards x 1 micro-batches = 32 examples a step" in str(run)
+
+
+# --- described machines -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("v9:2x2", r"`v9:2x2`: expected a topology: TPUs as `v4:2x2x2` .*GPUs as .*a100-40gb.*`cpu:8`.*`this`"),
+        ("gpu:a100:4", r"expected a topology: .* Did you mean `a10"),
+        ("gpu:a100-40gb", r"`gpu:a100-40gb`: expected a number of GPUs, got ''. Write `gpu:a100-40gb:8`"),
+        ("v4:8", r"`v4:8`: expected chips along each side, got '8'. Write `v4:2x4`, or `v4:2x2x2`."),
+        ("cpu:3", r"`cpu:3`: expected 3 simulated devices, got 8, as JAX's CPU backend was started"),
+        ("cpu:x", r"`cpu:x`: expected a topology"),
+    ],
+)
+def test_unknown_machines_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        describe(name)
+
+
+@needs_tpu_compiler
+def test_a_described_tpu_compiles_and_says_what_it_sends():
+    with redeqx.described("v4:2x2x1") as machine:
+        assert len(machine.devices) == 4 and machine.memory > 30 * 2**30
+        run = make_trainer(deployer(4)).dry_run(examples(), 2)
+    assert run.fits and run.machine.name == "v4:2x2x1"
+    sent = [each for each in run.steps["train"].collectives if each.kind == "all-reduce" and each.bytes > 2**10]
+    assert {each.axes(run.plan.mesh) for each in sent} == {("model",)} and all(each.exact for each in sent)
+    layers = {each["layer"] for each in run.to_json()["steps"]["train"]["collectives"]}
+    assert layers >= {"stack.blocks.attention.output.weight", "stack.blocks.mlp.down.weight"}
+    estimate = run.estimate
+    assert estimate.step >= max(estimate.compute, estimate.memory) > 0 and 0 < estimate.mfu < 1
+    assert estimate.compute == pytest.approx(sum(run.steps["train"].flops.values()) / 4 / 275e12)
+    assert "ALLOW_MULTIPLE_LIBTPU_LOAD" not in os.environ
+
+
+@needs_tpu_compiler
+def test_a_mesh_whose_axes_share_a_side_of_the_torus():
+    """`jax.make_mesh` refuses 8 x 8 on 4 x 4 x 4 chips."""
+    with redeqx.described("v4:4x4x4"):
+        mesh = deployer(8, 8).mesh
+    assert mesh.shape == {"data": 1, "fsdp": 8, "model": 8} and len({device.id for device in mesh.devices.flat}) == 64
+
+
+@needs_tpu_compiler
+def test_a_tpu_refuses_what_it_does_not_hold():
+    config = remat(GPT2Config.xl().without_dropout())
+    with redeqx.described("v5e:2x2"):
+        run = make_trainer(deployer(1), config=config).dry_run(np.zeros((64, 32), np.int32), 8, search=False)
+    step = run.steps["train"]
+    assert step.is_refused and not run.fits and run.needs > run.machine.memory
+    assert run.estimate is None and "needs at least" in run.verdict() and "refused: at least" in str(run)
+
+
+@needs_tpu_compiler
+def test_a_tpu_that_is_no_multiple_of_a_host_is_refused():
+    with pytest.raises(
+        ValueError, match=r"`v4:3x3x1`: expected a topology of TPU v4, got one that is refused: .*not divisible"
+    ):
+        describe("v4:3x3x1")
+
+
+@needs_gpu_compiler
+def test_a_described_gpu_compiles_and_counts_its_hosts():
+    with redeqx.described("gpu:h100-80gb:2x4") as machine:
+        assert machine.n_hosts == 2 and machine.chip.kind == machine.devices[0].device_kind
+        run = make_trainer(deployer(4)).dry_run(examples(), 2)
+    assert run.fits and run.estimate.communication > 0
+    with redeqx.described("gpu:rtx-2080ti:2", memory=10**6):
+        assert not make_trainer(deployer(2)).dry_run(examples(), 2, search=False).fits
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins") is not None and importlib.util.find_spec("jax_plugins.xla_cuda13") is not None,
+    reason="the GPU compiler is there",
+)
+def test_an_absent_compiler_names_its_extra():
+    with pytest.raises(ImportError, match=r'expected the GPU compiler, got none .* `pip install "redeqx\[topology-gpu\]"`'):
+        describe("gpu:a100-40gb:4")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
+import redeqx
+
+redeqx.simulate_devices(2)  # as scripts do; the topology says otherwise
+kind = sys.argv[1]
+if kind == "raises":
+    def inner():
+        raise KeyError("mine")
+    inner()
+if kind == "huge":
+    key = jax.random.key(0)
+    jax.block_until_ready(eqx.nn.Linear(4_000_000, 100_000, key=key).weight)
+deployer = redeqx.Deployer(n_model_shards=2, workdir=sys.argv[2])
+model = deployer.init(lambda: eqx.nn.MLP(64, 64, 1024, 2, key=jax.random.key(0)))
+trainer = redeqx.Trainer(
+    deployer, model=model, optimizer=optax.adam(1e-3), collate_fn=np.stack,
+    loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2),
+)
+if kind == "divides":
+    print(1 / trainer.eval_loss(np.zeros((8, 64), np.float32), 1))
+if kind == "computes":
+    print(jnp.mean(model.layers[0].weight))
+if kind != "never":
+    trainer.fit(np.zeros((64, 64), np.float32), 4, 1, save_last_ckpt=True)
+    print("after the fit")
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+def command(script, *args, topology="cpu:8", options=()):
+    line = [sys.executable, "-m", "redeqx", "dry-run", "--topology", topology, *options, str(script), *args]
+    env = {key: value for key, value in os.environ.items() if key not in ("NPROC", "XLA_FLAGS", "JAX_PLATFORMS")}
+    return subprocess.run(line, env=env, cwd=script.parent, capture_output=True, text=True, timeout=200)
+
+
+def test_a_script_is_run_up_to_its_fit(script, tmp_path):
+    done = command(script, "fits", str(tmp_path / "run"), options=["--exact", "--json", str(tmp_path / "report.json")])
+    assert done.returncode == 0, done.stderr
+    assert "dry run on cpu:8" in done.stdout and "data=4 x fsdp=1 x model=2" in done.stdout
+    assert "after the fit" not in done.stdout and not (tmp_path / "run").exists()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["fits"] and report["n_devices"] == 8 and report["setting"]["n_model_shards"] == 2
+    assert report["needs"] == max(step["needs"] for step in report["steps"].values())
+    assert set(report["files"]) == {"model.safetensors", "optimizer.safetensors"}
+
+
+def test_it_exits_with_3_where_it_does_not_fit(script, tmp_path):
+    done = command(script, "fits", str(tmp_path / "run"), options=["--memory", "5MB", "--no-search"])
+    assert done.returncode == 3 and "does not fit" in done.stdout, done.stderr
+    assert "of 4.77 MiB a device" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "kind, code, expected",
+    [
+        ("raises", 1, "KeyError: 'mine'"),
+        ("never", 2, "train.py`: expected a call of `Trainer.fit` or `Trainer.train`, got to its end without one."),
+        ("huge", 1, "Make it with `deployer.init(lambda: Model(key=key))`"),
+        (
+            "divides",
+            1,
+            "where models are shapes, `eval_loss` returned zeros. Where that is the cause, leave it out with `if",
+        ),
+        (
+            "computes",
+            1,
+            "where models are shapes. Where that is the cause, leave it out with `if not deployer",
+        ),
+    ],
+)
+def test_scripts_that_never_get_to_fit(script, tmp_path, kind, code, expected):
+    done = command(script, kind, str(tmp_path / "run"))
+    assert done.returncode == code and expected in done.stderr, done.stderr
+    if kind == "raises":
+        plain = subprocess.run(
+            [sys.executable, str(script), kind], cwd=script.parent, capture_output=True, text=True, timeout=100
+        )
+        assert done.stderr == plain.stderr
+
+
+def test_bad_arguments_are_named(script):
+    done = command(script, topology="v9:2x2")
+    assert done.returncode == 1 and "`v9:2x2`: expected a topology" in done.stderr and "Traceback" not in done.stderr
+    done = command(script.with_name("absent.py"))
+    assert done.returncode == 1 and "absent.py`: expected a script, got no such file." in done.stderr
+    done = command(script, options=["--memory", "much"])
+    assert done.returncode == 2 and "expected bytes such as 10GB or 9.5GiB, got 'much'" in done.stderr

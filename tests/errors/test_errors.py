@@ -1,0 +1,599 @@
+"""Bad input, end to end: each is said before any work, in these words, and nothing is lost."""
+
+import json
+import shutil
+import threading
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx._tree import named_leaves
+
+
+def stack(examples):
+    return {"x": np.stack(examples).astype(np.float32)}
+
+
+def mse(model, batch, key):
+    return jnp.mean(jax.vmap(model)(batch["x"]) ** 2)
+
+
+def linear(n_in=4, n_out=4, seed=0):
+    return eqx.nn.Linear(n_in, n_out, key=jax.random.key(seed))
+
+
+EXAMPLES = list(np.random.default_rng(0).normal(size=(8, 4)))
+
+
+def make_trainer(workdir=None, *, jax_seed=0, n_model_shards=8, **kwargs):
+    """On a mesh of one batch shard: eight examples are as many steps as one likes."""
+    at = redeqx.Deployer(jax_seed=jax_seed, n_model_shards=n_model_shards, workdir=workdir, verbose=False)
+    given = {"model": linear(), "optimizer": optax.adam(0.1), "collate_fn": stack, "loss_fn": mse, **kwargs}
+    return redeqx.Trainer(at, **given)
+
+
+def message(error, fn, *args, **kwargs):
+    with pytest.raises(error) as raised:
+        fn(*args, **kwargs)
+    return str(raised.value)
+
+
+def bits(trainer):
+    leaves = named_leaves((trainer.model, trainer.opt_state))
+    return {name: np.asarray(leaf).tobytes() for name, leaf in leaves.items() if eqx.is_array(leaf)}
+
+
+def untouched(trainer):
+    """Whether a trainer has done no work: no array placed, no step taken."""
+    return trainer._given is not None and trainer.step == 0
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The workdir of a finished run of four steps, each saved."""
+    workdir = tmp_path_factory.mktemp("finished")
+    make_trainer(workdir).fit(EXAMPLES, 4, 2, save_every_n_steps=1, keep_last=4)
+    return workdir
+
+
+@pytest.fixture
+def workdir(finished, tmp_path):
+    """A copy of it to damage."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+# --- devices and models -------------------------------------------------------------------------------------------------
+
+
+def test_shards_must_divide_the_devices():
+    assert message(ValueError, make_trainer, n_model_shards=3) == (
+        "`n_model_shards`=3 x `n_fsdp_shards`=1 = 3: expected a product that divides the 8 devices, got a remainder of 2. "
+        "Choose a product among 1, 2, 4, 8."
+    )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "n"),
+    [({"trainable": lambda leaf: False}, 2), ({"model": eqx.nn.Identity()}, 0), ({"model": eqx.nn.Lambda(jnp.tanh)}, 0)],
+)
+def test_some_leaf_must_be_trainable(kwargs, n):
+    assert message(ValueError, make_trainer, **kwargs) == (
+        f"`trainable`: expected at least one trainable leaf, got none of {n} arrays. Check the filter and the model."
+    )
+
+
+def test_micro_batches_are_at_least_one():
+    assert message(ValueError, make_trainer, accumulate_grad_batches=0) == (
+        "`accumulate_grad_batches`: expected at least 1, got 0. Pass a positive number."
+    )
+
+
+@pytest.mark.parametrize("how", ["fit", "train", "eval_loss"])
+def test_rows_a_device_are_at_least_one(how):
+    trainer = make_trainer()
+    call = {"fit": lambda: trainer.fit(EXAMPLES, 0, 1)}.get(how, lambda: getattr(trainer, how)(EXAMPLES, 0))
+    assert message(ValueError, call) == "`per_device_batch_size`: expected at least 1, got 0. Pass a positive number."
+    assert untouched(trainer)
+
+
+# --- examples -----------------------------------------------------------------------------------------------------------
+
+
+EMPTY = "expected at least one example, got none. Look at what was loaded."
+USED_UP = (
+    "expected at least one example, got an iterable with none, or one that is used up. "
+    "Pass one that can be iterated anew, or a function of the epoch."
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda trainer: trainer.fit([], 1, 1), f"`train_examples`: {EMPTY}"),
+        (lambda trainer: trainer.fit(lambda epoch: [], 1, 1), f"`train_examples(0)`: {EMPTY}"),
+        (lambda trainer: trainer.fit(iter([]), 1, 1), f"`train_examples`: {USED_UP}"),
+        (lambda trainer: trainer.fit(EXAMPLES, 1, 1, eval_examples=[]), f"`eval_examples`: {EMPTY}"),
+        (lambda trainer: trainer.train([], 1), f"`examples`: {EMPTY}"),
+        (lambda trainer: trainer.train(iter([]), 1), f"`examples`: {USED_UP}"),
+        (lambda trainer: trainer.eval_loss([], 1), f"`examples`: {EMPTY}"),
+    ],
+)
+def test_examples_are_needed(call, expected):
+    trainer = make_trainer()
+    assert message(ValueError, call, trainer) == expected
+    assert untouched(trainer)
+
+
+def test_examples_that_are_used_up_leave_the_checkpoint_of_the_epoch_before(tmp_path):
+    class Once:
+        """An iterator in Python, which might begin anew: whether it does shows at the second epoch."""
+
+        def __init__(self):
+            self.left = list(EXAMPLES)
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not self.left:
+                raise StopIteration
+            return self.left.pop()
+
+    trainer = make_trainer(tmp_path)
+    assert message(ValueError, trainer.fit, Once(), 4, 2, save_last_ckpt=True) == f"`train_examples`: {USED_UP}"
+    assert trainer._checkpoints.record(trainer._checkpoints.resolve("last"))["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "error", "expected"),
+    [
+        (
+            lambda rows: {"ids": [list(range(i + 1)) for i in range(len(rows))]},
+            TypeError,
+            "`collate_fn` output `ids`: expected an array of 4 rows, got a list of 4 with lengths 1 to 4. "
+            "Pad to one length and return `np.array(...)`.",
+        ),
+        (
+            lambda rows: {"text": np.array(["a"] * len(rows))},
+            TypeError,
+            "`collate_fn` output `text`: expected numbers, got an array of dtype <U1 and shape (4,). "
+            "Rows of different lengths make such arrays: pad them; tokenize text.",
+        ),
+        (
+            lambda rows: {"x": np.zeros((len(rows) - 1, 4))},
+            ValueError,
+            "`collate_fn` output `x`: expected 4 rows, one for each example, got shape (3, 4). "
+            "The leading dim is the batch.",
+        ),
+    ],
+)
+def test_collate_fn_is_checked(collate_fn, error, expected):
+    trainer = make_trainer(collate_fn=collate_fn)
+    assert message(error, trainer.fit, EXAMPLES, 4, 1) == expected
+    assert message(error, trainer.train, EXAMPLES, 4) == expected
+    assert message(error, trainer.eval_loss, EXAMPLES, 4) == expected
+    assert untouched(trainer)
+
+
+def prefetch_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "redeqx-prefetch"]
+
+
+@pytest.mark.parametrize("how", ["loss_fn", "collate_fn", "eval_metric_fn"])
+def test_an_error_of_the_user_s_comes_as_it_is_and_leaves_no_thread(how):
+    def fail(*args):
+        raise LookupError("of the user")
+
+    kwargs = {} if how == "eval_metric_fn" else {how: fail}
+    trainer = make_trainer(**kwargs)
+    predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(model)(batch["x"]))
+    evaluation = {"eval_examples": EXAMPLES, "eval_predictor": predictor, "eval_metric_fn": fail, "eval_every_n_steps": 1}
+    kwargs = {**evaluation, "eval_sanity_check": False} if how == "eval_metric_fn" else {}
+    with pytest.raises(LookupError, match="of the user") as raised:
+        trainer.fit(EXAMPLES * 5, 1, 1, **kwargs)
+    assert raised.traceback[-1].name == "fail"
+    assert not prefetch_threads()  # though the traceback still holds every frame
+
+
+# --- losses -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "expected"),
+    [
+        (
+            lambda model, batch, key: jnp.mean(jax.vmap(model)(batch["x"]) ** 2, axis=1),
+            ValueError,
+            "`loss_fn`: expected the loss to be a scalar, got shape (4,). "
+            "Return its mean, or `redeqx.Loss(total=its sum, weight=its size)`.",
+        ),
+        (
+            lambda model, batch, key: {"loss": mse(model, batch, key)},
+            TypeError,
+            "`loss_fn`: expected the loss to be a scalar, got dict. "
+            "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`.",
+        ),
+        (
+            lambda model, batch, key: (mse(model, batch, key), {}),
+            TypeError,
+            "`loss_fn`: expected the loss to be a scalar, got tuple. "
+            "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`.",
+        ),
+        (
+            lambda model, batch, key: redeqx.Loss(mse(model, batch, key), 1.0, {"each": batch["x"][:, 0]}),
+            ValueError,
+            "`loss_fn`: expected metric 'each' to be a scalar, got shape (4,). "
+            "Return its mean, or `redeqx.Loss(total=its sum, weight=its size)`.",
+        ),
+        (
+            lambda model, batch, key: jnp.mean(batch["x"]),
+            ValueError,
+            "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of 2. "
+            "Use the model that `loss_fn` is given, not one from outside.",
+        ),
+        (
+            lambda model, batch, key: mse(linear(), batch, key),
+            ValueError,
+            "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of 2. "
+            "Use the model that `loss_fn` is given, not one from outside.",
+        ),
+        (
+            lambda model, batch, key: jax.lax.stop_gradient(mse(model, batch, key)),
+            ValueError,
+            "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of 2. "
+            "Use the model that `loss_fn` is given, not one from outside.",
+        ),
+    ],
+)
+def test_a_loss_is_a_scalar_that_depends_on_the_model(loss_fn, error, expected):
+    trainer = make_trainer(loss_fn=loss_fn)
+    assert message(error, trainer.fit, EXAMPLES, 4, 1) == expected
+    assert untouched(trainer)
+    assert not prefetch_threads()
+
+
+def test_a_loss_that_depends_on_frozen_leaves_alone():
+    trainer = make_trainer(
+        trainable=lambda leaf: eqx.is_array(leaf) and leaf.ndim == 1,
+        loss_fn=lambda model, batch, key: jnp.mean(batch["x"] @ model.weight.T),
+    )
+    assert message(ValueError, trainer.fit, EXAMPLES, 4, 1) == (
+        "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of 1. "
+        "Use the model that `loss_fn` is given, not one from outside."
+    )
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+def test_a_loss_that_is_not_finite_names_its_step_and_keeps_the_last_checkpoint(bad, tmp_path):
+    examples = [np.full(4, 0.1 * i) for i in range(12)]
+    examples[10] = np.array([float(bad), 0, 0, 0])
+    trainer = make_trainer(tmp_path, optimizer=optax.sgd(0.0))
+    # In order, two a step: the sixth is the bad one; saved after the second and the fourth.
+    with pytest.raises(ValueError) as raised:
+        trainer.fit(iter(examples), 2, 1, save_every_n_steps=2)
+    index = json.loads((tmp_path / "ckpts" / "index.json").read_text())
+    assert index == {"last": "step_00000004"}
+    assert str(raised.value) == (
+        f"`loss` at step 6: expected the loss to be finite, got {bad}. The last good checkpoint is step_00000004. Its batch "
+        f"is not finite: `x` has {'NaN' if bad == 'nan' else 'infinite values'} in 1 of 2 rows, the first from example 10. "
+        "Correct or remove these examples, or `collate_fn`."
+    )
+    assert not prefetch_threads()
+
+    again = make_trainer(tmp_path, optimizer=optax.sgd(0.0))
+    again.load_ckpt("last")
+    assert again.step == 4
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(again.model) if eqx.is_array(leaf))
+
+
+def test_a_loss_that_is_not_finite_at_the_first_step():
+    assert message(ValueError, make_trainer().train, [np.full(4, np.nan)] * 20, 2) == (
+        "`loss` at step 1: expected the loss to be finite, got nan. Nothing was saved yet. Its batch is not finite: `x` has "
+        "NaN in 2 of 2 rows, the first from example 0. Correct or remove these examples, or `collate_fn`."
+    )
+
+
+def test_a_gradient_that_is_not_finite_names_its_step():
+    def loss_fn(model, batch, key):
+        return jnp.mean(jnp.sqrt(jnp.abs(0.0 * jax.vmap(model)(batch["x"]))))
+
+    assert message(ValueError, make_trainer(loss_fn=loss_fn).train, EXAMPLES, 8) == (
+        "`grad_norm` at step 1: expected the gradient's norm to be finite, got nan. Nothing was saved yet. Its batch is "
+        "finite. Lower the learning rate, clip gradients, or look at that step's examples."
+    )
+
+
+# --- arguments of a fit ---------------------------------------------------------------------------------------------------
+
+
+NEEDS_EVAL = (
+    "`eval_examples`: expected examples and something to evaluate, got {}. The evaluation that was asked for needs them."
+)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "expected"),
+    [
+        ({"n_epochs": 0}, ValueError, "`n_epochs`: expected at least 1, got 0. Pass a positive number."),
+        ({"keep_last": 0}, ValueError, "`keep_last`: expected at least 1, got 0. Pass a positive number."),
+        (
+            {"save_every_n_steps": 0},
+            ValueError,
+            "`save_every_n_steps`: expected at least 1 or None, got 0. Pass a positive number.",
+        ),
+        (
+            {"eval_every_n_steps": -1},
+            ValueError,
+            "`eval_every_n_steps`: expected at least 1 or None, got -1. Pass a positive number.",
+        ),
+        (
+            {"save_ckpt_every_k_epochs": 0},
+            ValueError,
+            "`save_ckpt_every_k_epochs`: expected at least 1 or None, got 0. Pass a positive number.",
+        ),
+        (
+            {"eval_per_device_batch_size": 0},
+            ValueError,
+            "`eval_per_device_batch_size`: expected at least 1, got 0. Pass a positive number.",
+        ),
+        ({"eval_every_n_steps": 1}, ValueError, NEEDS_EVAL.format("none")),
+        ({"save_argmax_ckpt_by_metrics": ["accuracy"]}, ValueError, NEEDS_EVAL.format("none")),
+        (
+            {"save_argmin_ckpt_by_metrics": ["loss"], "eval_examples": EXAMPLES, "eval_loss": False},
+            ValueError,
+            NEEDS_EVAL.format("no `eval_loss` and no `eval_metric_fn`"),
+        ),
+        (
+            {"eval_examples": EXAMPLES, "eval_metric_fn": lambda examples, outputs: {}},
+            ValueError,
+            "`eval_metric_fn`: expected with an `eval_predictor`, got None. Pass the predictor too.",
+        ),
+        (
+            {"eval_examples": iter(EXAMPLES)},
+            TypeError,
+            "`eval_examples`: expected `len()` and integer items, got list_iterator. Pass a list.",
+        ),
+        (
+            {"save_argmin_ckpt_by_metrics": "loss", "eval_examples": EXAMPLES},
+            TypeError,
+            "`save_argmin_ckpt_by_metrics`: expected names of metrics in a list, got a string. Write ['loss'].",
+        ),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_before_any_work(kwargs, error, expected, tmp_path):
+    trainer = make_trainer(tmp_path)
+    assert message(error, trainer.fit, EXAMPLES, **{"per_device_batch_size": 4, "n_epochs": 1, **kwargs}) == expected
+    assert untouched(trainer)
+    assert not (tmp_path / "ckpts").exists()
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"save_every_n_steps": 1},
+        {"save_last_ckpt": True},
+        {"save_ckpt_every_k_epochs": 1},
+        {"save_argmin_ckpt_by_metrics": ["loss"], "eval_examples": EXAMPLES},
+    ],
+)
+def test_saving_needs_a_workdir(kwargs):
+    expected = "`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`."
+    trainer = make_trainer()
+    assert message(ValueError, trainer.fit, EXAMPLES, 4, 1, **kwargs) == expected
+    assert untouched(trainer)
+    assert message(ValueError, trainer.save_ckpt) == expected
+    assert message(ValueError, trainer.load_ckpt) == expected
+
+
+@pytest.mark.parametrize("kind", ["argmin", "argmax"])
+def test_a_metric_that_the_evaluation_never_returns_is_said_before_training(kind, tmp_path):
+    trainer = make_trainer(tmp_path)
+    predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(model)(batch["x"]))
+    found = message(
+        ValueError,
+        trainer.fit,
+        EXAMPLES,
+        4,
+        1,
+        eval_examples=EXAMPLES,
+        eval_predictor=predictor,
+        eval_metric_fn=lambda examples, outputs: {"acc": 1.0},
+        **{f"save_{kind}_ckpt_by_metrics": ["accuracy", "loss"]},
+    )
+    assert found == (
+        "`save_argmin_ckpt_by_metrics`, `save_argmax_ckpt_by_metrics`: expected metrics among ['acc', 'loss'], "
+        "which the evaluation returns, got ['accuracy']. Return them from `eval_metric_fn`, or drop them."
+    )
+    assert trainer.step == 0
+    assert not (tmp_path / "ckpts").exists()
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def flip(path, at=-1):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def flip_in_the_header(path):
+    flip(path, 40)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def edit_record(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+DAMAGED = "The file is damaged or unfinished: load another checkpoint."
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "expected"),
+    [
+        ("model.safetensors", truncate, rf"expected \d+ bytes, got \d+\. {DAMAGED}"),
+        ("optimizer.safetensors", truncate, rf"expected \d+ bytes, got \d+\. {DAMAGED}"),
+        ("model.safetensors", flip, rf"expected crc32 \d+, got \d+\. {DAMAGED}"),
+        ("optimizer.safetensors", flip_in_the_header, rf"expected crc32 \d+, got \d+\. {DAMAGED}"),
+        ("model.safetensors", lambda path: path.unlink(), rf"expected \d+ bytes, got no file\. {DAMAGED}"),
+        ("optimizer.safetensors", flip, rf"expected crc32 \d+, got \d+\. {DAMAGED}"),
+        ("trainer.json", truncate, rf"expected JSON, got .*\. {DAMAGED}"),
+        ("trainer.json", lambda path: edit_record(path, step=3), rf"expected a record of crc32 \d+, got \d+\. {DAMAGED}"),
+        (
+            "trainer.json",
+            lambda path: edit_record(path, version=7),
+            r"expected version 1, which this release reads, got 7\. Install the release of redeqx that wrote it, "
+            "or a later one.",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_not_loaded(file, damage, expected, workdir):
+    path = workdir / "ckpts" / "step_00000004" / file
+    damage(path)
+    trainer = make_trainer(workdir)
+    before = bits(trainer)
+    with pytest.raises(ValueError, match=rf"^`{path}`: {expected}$"):
+        trainer.load_ckpt("last")
+    assert bits(trainer) == before
+    assert trainer.step == 0
+    trainer.load_ckpt("step_00000003")  # the one before is whole
+    assert trainer.step == 3
+    again = make_trainer(workdir)
+    if damage is flip_in_the_header:  # a resumed run reads that before it sums up the file
+        expected = rf"expected a header of JSON, got .*\. {DAMAGED}"
+    with pytest.warns(UserWarning, match=rf"^`{path}`: {expected} It is passed over for the one before\.$"):
+        again.fit(EXAMPLES, 4, 3)
+    assert again.step > 4
+
+
+def test_a_run_is_not_begun_anew_over_checkpoints_of_which_none_is_whole(workdir):
+    for folder in (workdir / "ckpts").glob("step_*"):
+        truncate(folder / "model.safetensors")
+    with pytest.warns(UserWarning, match="It is passed over"), pytest.raises(ValueError, match=r"step_00000004.*expected"):
+        make_trainer(workdir).fit(EXAMPLES, 4, 3)
+
+
+def test_an_unknown_checkpoint_gets_the_nearest(workdir):
+    assert message(ValueError, make_trainer(workdir).load_ckpt, "lats") == (
+        f"`{workdir / 'ckpts'}`: expected one of last, step_00000001, step_00000002, step_00000003, step_00000004, or the "
+        "path of a checkpoint, got 'lats'. Did you mean `last`? Pass one of those."
+    )
+
+
+class Renamed(eqx.Module):
+    weights: jax.Array
+    bias: jax.Array
+
+    def __init__(self):
+        self.weights, self.bias = jnp.zeros((4, 4)), jnp.zeros(4)
+
+    def __call__(self, x):
+        return self.weights @ x + self.bias
+
+
+def differs(path, *lines):
+    listed = "".join(f"\n  - {line}" for line in lines)
+    return (
+        f"`{path / 'model.safetensors'}`: expected the tensors of this model, got {len(lines)} that differ:{listed}\n"
+        "Build the model that was saved, or load the checkpoint of this one."
+    )
+
+
+OTHERS = {
+    "missing and extra": (
+        Renamed,
+        "`weights`: expected float32 (4, 4), got none. Did you mean `weight`?",
+        "`weight`: expected no tensor of this name, got float32 (4, 4). Did you mean `weights`?",
+    ),
+    "misshapen": (
+        lambda: linear(4, 6),
+        "`weight`: expected float32 (6, 4), got float32 (4, 4).",
+        "`bias`: expected float32 (6,), got float32 (4,).",
+    ),
+    "extra": (
+        lambda: eqx.nn.Linear(4, 4, use_bias=False, key=jax.random.key(0)),
+        "`bias`: expected no tensor of this name, got float32 (4,).",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_checkpoint_of_another_model_is_not_loaded(kind, workdir):
+    make_model, *lines = OTHERS[kind]
+    path = workdir / "ckpts" / "step_00000004"
+    trainer = make_trainer(workdir, model=make_model())
+    before = bits(trainer)
+    assert message(ValueError, trainer.load_ckpt) == differs(path, *lines)
+    assert bits(trainer) == before
+
+    trainer = make_trainer(workdir, model=make_model())
+    expected = (
+        f"`workdir`: expected a run that this trainer can go on with, got {path}, which it cannot: "
+        f"{differs(path, *lines)} For a new run choose another workdir."
+    )
+    index = (workdir / "ckpts" / "index.json").read_bytes()
+    assert message(ValueError, trainer.fit, EXAMPLES, 4, 3, save_last_ckpt=True) == expected
+    # Nor when asked again.
+    assert message(ValueError, trainer.fit, EXAMPLES, 4, 3, save_last_ckpt=True) == expected
+    assert (workdir / "ckpts" / "index.json").read_bytes() == index
+
+
+def test_a_checkpoint_of_another_optimizer_is_loaded_as_a_model_alone(workdir):
+    path = workdir / "ckpts" / "step_00000004"
+    trainer = make_trainer(workdir, optimizer=optax.sgd(0.1))
+    assert message(ValueError, trainer.load_ckpt).startswith(
+        f"`{path / 'optimizer.safetensors'}`: expected the tensors of this optimizer, got "
+    )
+    trainer.load_ckpt(load_opt_states=False)
+    assert trainer.step == 0
+    same = make_trainer(workdir)
+    same.load_ckpt()
+    np.testing.assert_array_equal(np.asarray(trainer.model.weight), np.asarray(same.model.weight))
+
+
+def test_a_checkpoint_without_optimizer_is_a_model(tmp_path):
+    trainer = make_trainer(tmp_path)
+    path = trainer.save_ckpt(save_opt_states=False)
+    assert message(ValueError, trainer.load_ckpt) == (
+        f"`{path}`: expected one of model, got 'optimizer'. Save it, or load without it."
+    )
+    trainer.load_ckpt(load_opt_states=False)
+
+
+def test_a_workdir_that_holds_checkpoints_is_refused_where_none_shall_be_resumed(workdir):
+    trainer = make_trainer(workdir)
+    assert message(ValueError, trainer.fit, EXAMPLES, 4, 3, resume=False) == (
+        f"`workdir`: expected no checkpoints, as `resume=False`, got {workdir / 'ckpts' / 'step_00000004'}. "
+        "Pass `resume=True` to go on from it, or another workdir to begin anew."
+    )
+    assert untouched(trainer)
+
+
+def test_a_run_goes_on_with_its_seed(workdir):
+    trainer = make_trainer(workdir, jax_seed=1)
+    assert message(ValueError, trainer.fit, EXAMPLES, 4, 3) == (
+        f"`jax_seed`: expected 0, as in {workdir / 'ckpts' / 'step_00000004'}, got 1. "
+        "Pass the same seed to go on, or another workdir to begin anew."
+    )
+    assert untouched(trainer)
+
+
+def test_a_run_goes_on_with_as_many_examples(workdir):
+    shutil.rmtree(workdir / "ckpts" / "step_00000004")
+    index = workdir / "ckpts" / "index.json"
+    index.write_text(json.dumps({"last": "step_00000003"}))  # in the middle of the second epoch
+    trainer = make_trainer(workdir)
+    assert message(ValueError, trainer.fit, EXAMPLES[:7], 4, 2, save_last_ckpt=True) == (
+        "`train_examples`: expected 8, as in the run that is resumed, got 7. "
+        "Its order of examples would be another one. For new examples choose another workdir."
+    )
+    assert json.loads(index.read_text()) == {"last": "step_00000003"}

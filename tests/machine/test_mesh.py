@@ -1,0 +1,94 @@
+"""The mesh: its shapes, the errors of sizes that do not divide, and devices that are only simulated."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+from redeqx.machine._mesh import make_mesh, n_batch_shards, replicated, split_rows
+
+
+@pytest.mark.parametrize(
+    "n_model_shards, n_fsdp_shards, shape, batch_shards",
+    [
+        (1, 1, (8, 1, 1), 8),
+        (2, 1, (4, 1, 2), 4),
+        (8, 1, (1, 1, 8), 1),
+        (1, 8, (1, 8, 1), 8),
+        (2, 2, (2, 2, 2), 4),
+        (4, 2, (1, 2, 4), 2),
+    ],
+)
+def test_shape(n_model_shards, n_fsdp_shards, shape, batch_shards):
+    mesh = make_mesh(n_model_shards, n_fsdp_shards)
+    assert tuple(mesh.shape.items()) == tuple(zip(("data", "fsdp", "model"), shape, strict=True))
+    assert n_batch_shards(mesh) == batch_shards
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert set(mesh.devices.flat) == set(jax.devices())
+
+
+def test_model_shards_are_neighbours():
+    """The axis that talks most lies on neighbouring devices."""
+    ids = [device.id for device in make_mesh(2, 2).devices[0, 0]]
+    assert ids == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            (3,),
+            "`n_model_shards`=3 x `n_fsdp_shards`=1 = 3: expected a product that divides the 8 devices, got a remainder "
+            "of 2. Choose a product among 1, 2, 4, 8.",
+        ),
+        ((4, 4), "`n_model_shards`=4 x `n_fsdp_shards`=4 = 16: expected a product that divides the 8 devices"),
+        ((0,), "`n_model_shards`: expected at least 1, got 0. Pass 1 to leave that axis unused."),
+        ((1, -2), "`n_fsdp_shards`: expected at least 1, got -2."),
+    ],
+)
+def test_shards_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_mesh(*arguments)
+
+
+def test_shardings():
+    mesh = make_mesh(2, 2)
+    assert replicated(mesh).spec == P()
+    assert split_rows(mesh).spec == P(("data", "fsdp"))
+    assert split_rows(mesh, dim=1).spec == P(None, ("data", "fsdp"))
+
+
+def run(code, **env):
+    """The output of a fresh interpreter, which is ended where it hangs."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**clean, **env}, capture_output=True, text=True, timeout=100, check=True
+    ).stdout.strip()
+
+
+def test_devices_are_simulated():
+    code = (
+        "import os, redeqx; redeqx.simulate_devices(4); import jax; "
+        "mesh = redeqx.Deployer(n_model_shards=2, verbose=False).mesh; "
+        "print(jax.device_count(), int(os.environ['NPROC']) >= 8, list(mesh.shape.values()))"
+    )
+    assert run(code, JAX_PLATFORMS="cpu") == "4 True [2, 1, 2]"
+
+
+def test_devices_cannot_be_simulated_once_jax_has_started():
+    code = """
+import os, jax, redeqx
+jax.devices()
+try:
+    redeqx.simulate_devices(4)
+except RuntimeError as error:
+    print(error, "NPROC" in os.environ)
+"""
+    assert run(code, JAX_PLATFORMS="cpu") == (
+        "`simulate_devices(4)`: expected JAX's devices to be untouched, got a started backend. "
+        "Call it at the top of the script, before any array is made. False"
+    )

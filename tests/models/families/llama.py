@@ -1,0 +1,127 @@
+"""The LLaMA family: grouped K/V heads, head sizes of their own, biases, head norms, windows, and each way to stretch rotary
+positions."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+
+from redeqx import Loss
+from redeqx.models.llama import Llama, LlamaConfig
+from tests.models.families._case import Case, Training
+
+VOCAB, SEQ, LONG = 47, 11, 40
+
+
+def make(name, **kwargs):
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "eos_token_id": 2,
+    }
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **kwargs})
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def run(module, inputs):
+    """With the positions that `generate` gives: padding is not counted."""
+    import torch
+
+    extra = {}
+    if "mask" in inputs:
+        mask = torch.tensor(inputs["mask"])
+        extra = {"attention_mask": mask.long(), "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+    return module(torch.tensor(inputs["ids"]), **extra).logits
+
+
+def run_last(module, inputs):
+    return run(module, inputs)[:, -4:]
+
+
+def call_last(model, row):
+    return model(**row)[-4:]
+
+
+def llama(**kwargs):
+    return functools.partial(make, "Llama", **kwargs)
+
+
+def stretched(name, **rope):
+    """A case whose tokens go far beyond the positions of the training before."""
+    module = llama(rope_parameters={"rope_type": name, "rope_theta": 200.0, **rope}, head_dim=16)
+    return Case(f"llama-{name}", module, {"ids": LONG_IDS}, run_last, call_last)
+
+
+rng = np.random.default_rng(0)
+IDS = rng.integers(0, VOCAB, (2, SEQ)).astype(np.int32)
+LONG_IDS = rng.integers(0, VOCAB, (2, LONG)).astype(np.int32)
+# The first row has two of padding after it, the second three before it.
+PADDED = (np.arange(SEQ) >= np.array([[0], [3]])) & (np.arange(SEQ) < np.array([[SEQ - 2], [SEQ]]))
+LEFT = np.arange(SEQ) >= np.array([[0], [3]])
+ORIGINAL = {"original_max_position_embeddings": 16}
+WINDOW = {"sliding_window": 4, "use_sliding_window": True}
+
+CASES = [
+    Case("llama", llama(), {"ids": IDS}, run, gradients=True),
+    Case(
+        "llama-single-kv-head",
+        llama(num_key_value_heads=1, tie_word_embeddings=True),
+        {"ids": IDS, "mask": PADDED},
+        run,
+        counts=PADDED,
+    ),
+    Case(
+        "llama-biases",
+        llama(head_dim=10, num_key_value_heads=4, attention_bias=True, mlp_bias=True),
+        {"ids": IDS},
+        run,
+        gradients=True,
+    ),
+    stretched("linear", factor=3.0),
+    stretched("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, **ORIGINAL),
+    stretched("yarn", factor=4.0, beta_fast=2.0, beta_slow=0.1, **ORIGINAL),
+    Case(
+        "mistral",
+        functools.partial(make, "Mistral", sliding_window=4, head_dim=14),
+        {"ids": IDS},
+        run,
+        gradients=True,
+        generates=True,
+    ),
+    Case("qwen2", functools.partial(make, "Qwen2", tie_word_embeddings=True), {"ids": IDS}, run, gradients=True),
+    Case(
+        "qwen2-windowed-layers",
+        functools.partial(make, "Qwen2", num_hidden_layers=3, max_window_layers=1, **WINDOW),
+        {"ids": IDS, "mask": LEFT},
+        run,
+        counts=LEFT,
+        generates=True,
+    ),
+    Case("qwen3", functools.partial(make, "Qwen3", head_dim=10, attention_bias=True), {"ids": IDS}, run, gradients=True),
+]
+
+
+def loss_fn(model, batch, key):
+    """The cross-entropy of each next token."""
+    del key
+    inputs, labels = batch["ids"][:, :-1], batch["ids"][:, 1:]
+    losses = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(inputs), labels)
+    return Loss(losses.sum(), labels.size)
+
+
+SIZES = {"vocab_size": 64, "n_positions": 16, "d_model": 32, "d_mlp": 48, "n_layers": 2, "n_heads": 4, "init_std": 0.1}
+CONFIG = LlamaConfig(n_kv_heads=2, **SIZES)
+QWEN3 = LlamaConfig(model_type="qwen3", n_kv_heads=2, head_size=16, is_tied=True, window=4, windowed_layers=(1,), **SIZES)
+EXAMPLES = [{"ids": row} for row in rng.integers(0, 64, (16, 9))]
+TRAININGS = [
+    Training("llama", lambda key: Llama(CONFIG, key=key), EXAMPLES, loss_fn),
+    Training("qwen3", lambda key: Llama(QWEN3, key=key), EXAMPLES, loss_fn),
+]

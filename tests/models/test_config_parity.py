@@ -1,0 +1,96 @@
+"""Second names of keys and generation configs against `transformers` itself; needs the `parity` extra."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from redeqx.models import from_pretrained, generate, save_pretrained
+from tests.models.families._case import collect, outputs, torch_folder
+from tests.models.test_config import ALIASES
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
+CASES = {case.name: case for case in collect("CASES")}
+
+
+def edit(path, change):
+    fields = json.loads(path.read_text())
+    change(fields)
+    path.write_text(json.dumps(fields))
+
+
+def test_the_second_names_are_those_of_transformers():
+    import transformers
+
+    of_ours = ("GPT2", "GPTJ", "OPT", "Llama", "Mistral", "Qwen2", "Qwen3", "T5", "MT5", "Bart", "Bert", "ViT", "CLIP")
+    for name in (*of_ours, "CLIPText", "CLIPVision", "VisionEncoderDecoder"):
+        theirs = getattr(transformers, f"{name}Config").attribute_map
+        assert theirs == ALIASES.get(name.lower().replace("mt5", "t5"), {}), name
+
+
+@pytest.mark.parametrize("family", ALIASES)
+def test_outputs_of_a_folder_with_second_names(family, tmp_path):
+    import torch
+
+    case = CASES[family]
+    torch_folder(case, tmp_path)
+
+    def rename(fields):
+        for alias, name in ALIASES[family].items():
+            fields[alias] = fields.pop(name)
+
+    edit(tmp_path / "config.json", rename)
+    module = type(case.make()).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        expected = case.run(module, case.inputs).numpy()
+    np.testing.assert_allclose(outputs(case, from_pretrained(tmp_path)[0]), expected, rtol=0, atol=1e-4)
+
+
+SAID = [
+    {"max_new_tokens": 6, "eos_token_id": [2, 5, 17, 33], "pad_token_id": 0},
+    {"max_length": 14, "min_length": 12, "eos_token_id": [2, 5, 17, 33], "pad_token_id": 0},
+    {
+        "max_length": 14,
+        "num_beams": 3,
+        "length_penalty": 2.0,
+        "early_stopping": True,
+        "eos_token_id": [2, 5],
+        "pad_token_id": 0,
+    },
+    {"max_new_tokens": 6, "forced_eos_token_id": 7, "forced_bos_token_id": 9, "eos_token_id": [7], "pad_token_id": 0},
+    {"max_new_tokens": 5, "temperature": 0.3, "top_k": 2, "do_sample": False, "eos_token_id": [7], "pad_token_id": 0},
+]
+
+
+@pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("said", SAID, ids=["new", "lengths", "beams", "forced", "no-sampling"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "bart"])
+def test_generates_as_the_folder_says(name, said, where, tmp_path):
+    import torch
+
+    case = CASES[name]
+    torch_folder(case, tmp_path)
+    if name == "bart":  # of twelve positions
+        said = {key: min(value, 12) if key.endswith("length") else value for key, value in said.items()}
+    if where == "config.json":
+        (tmp_path / "generation_config.json").unlink()
+        edit(tmp_path / where, lambda fields: fields.update(said))
+    else:
+        start = {} if name == "gpt2" else {"decoder_start_token_id": 2}
+        (tmp_path / where).write_text(json.dumps({**said, **start}))
+    model, config = from_pretrained(tmp_path)
+    save_pretrained(model, config, tmp_path / "again")
+    ids = torch.tensor(case.inputs["ids"])
+    found = np.asarray(generate(model, case.inputs["ids"]))
+    for folder in (tmp_path, tmp_path / "again"):
+        module = type(case.make()).from_pretrained(folder).eval()
+        tokens = module.generate(ids, attention_mask=torch.ones_like(ids)).numpy()
+        tokens = tokens[:, 1 if module.config.is_encoder_decoder else ids.shape[1] :]
+        tokens = np.pad(tokens, ((0, 0), (0, found.shape[1] - tokens.shape[1])), constant_values=0)
+        for row in tokens:  # what comes after the end of a text is no token
+            (ends,) = np.nonzero(np.isin(row, said["eos_token_id"]))
+            row[ends[0] + 1 if len(ends) else len(row) :] = 0
+        np.testing.assert_array_equal(found, tokens, err_msg=str(folder))

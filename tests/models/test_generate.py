@@ -1,0 +1,290 @@
+"""`generate`: the tokens of transformers' own searches, what sampling draws, and the same on every mesh."""
+
+import itertools
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import redeqx
+from redeqx.models import from_pretrained, generate
+from redeqx.models._attention import Cache
+from redeqx.models.gpt2 import GPT2, GPT2Config
+from tests.models.families import _generation
+from tests.models.families._case import fill, read_golden
+
+VOCAB = 24
+CONFIG = GPT2Config(VOCAB, 16, d_model=16, n_layers=2, n_heads=4, init_std=0.4, eos_token_id=None).without_dropout()
+MODEL = eqx.filter_jit(GPT2)(CONFIG, key=jax.random.key(0))
+IDS = np.random.default_rng(0).integers(0, VOCAB, (3, 5))
+LEFT = np.arange(5) >= np.array([[0], [2], [4]])
+
+
+@pytest.fixture(scope="module", params=_generation.CASES)
+def golden(request, tmp_path_factory):
+    """A case, its model read from weights that follow from their names, and what transformers generated once."""
+    case = _generation.CASES[request.param]
+    folder, record = tmp_path_factory.mktemp(case.name), read_golden(case)
+    (folder / "config.json").write_text(json.dumps(record["config"]))
+    fill(folder / record["file"], record["tensors"])
+    return case, from_pretrained(folder)[0], _generation.read_golden(case.name)
+
+
+@pytest.mark.parametrize("search", _generation.SEARCHES)
+def test_gives_the_tokens_of_transformers(search, golden):
+    case, model, expected = golden
+    np.testing.assert_array_equal(_generation.ours(model, case, _generation.SEARCHES[search]), expected[search])
+
+
+def greedy_by_hand(ids, mask, n):
+    """Without a cache: the whole text again for every token."""
+    call = jax.jit(jax.vmap(lambda ids, mask: MODEL(ids, mask=mask)))
+    tokens, real = np.zeros((len(ids), 0), int), mask
+    text = ids
+    for _ in range(n):
+        token = np.argmax(call(text, real)[:, -1], -1)[:, None]
+        text, real = np.concatenate([text, token], 1), np.concatenate([real, np.ones_like(token, bool)], 1)
+        tokens = np.concatenate([tokens, token], 1)
+    return tokens
+
+
+def test_greedy_equals_calls_without_a_cache():
+    expected = greedy_by_hand(IDS, LEFT, 6)
+    np.testing.assert_array_equal(generate(MODEL, IDS, mask=LEFT, max_new_tokens=6), expected)
+    alone = generate(MODEL, IDS[1:2, 2:], max_new_tokens=6)  # padding changes nothing
+    np.testing.assert_array_equal(alone, expected[1:2])
+
+
+def test_after_the_end_comes_padding_and_all_rows_may_end_early():
+    free = np.asarray(generate(MODEL, IDS, max_new_tokens=6))
+    eos = tuple({int(row[i]) for row, i in zip(free, (1, 3, 2), strict=True)})
+    found = generate(MODEL, IDS, max_new_tokens=6, eos_token_id=eos, pad_token_id=VOCAB - 1)
+    for row, wanted in zip(np.asarray(found), free, strict=True):
+        end = min(i for i, token in enumerate(wanted) if token in eos)
+        np.testing.assert_array_equal(row[: end + 1], wanted[: end + 1])
+        assert np.all(row[end + 1 :] == VOCAB - 1)
+    # Without a token for padding, that of the end is taken.
+    assert generate(MODEL, IDS, max_new_tokens=6, eos_token_id=eos)[0, -1] in (eos[0], free[0, -1])
+
+
+def test_a_minimum_holds_the_end_off():
+    free = np.asarray(generate(MODEL, IDS, max_new_tokens=6))
+    eos = int(free[0, 0])
+    found = np.asarray(generate(MODEL, IDS, max_new_tokens=6, min_new_tokens=4, eos_token_id=eos, pad_token_id=0))
+    assert not np.any(found[:, :4] == eos)
+
+
+def best_sequences(ids, n_new, length_penalty):
+    """All sequences of `n_new` tokens by their log-probability over `n_new ** length_penalty`, the best first."""
+    texts = np.array([[*ids, *tail] for tail in itertools.product(range(VOCAB), repeat=n_new)])
+    log_probs = jax.nn.log_softmax(jax.jit(jax.vmap(lambda ids: MODEL(ids)))(texts))
+    steps = [log_probs[np.arange(len(texts)), len(ids) - 1 + i, texts[:, len(ids) + i]] for i in range(n_new)]
+    scores = np.sum(steps, 0) / n_new**length_penalty
+    return texts[np.argsort(-scores), len(ids) :]
+
+
+def test_enough_beams_find_the_best_sequences():
+    best = best_sequences(IDS[0], 2, 1.0)
+    found = generate(MODEL, IDS[:1], max_new_tokens=2, n_beams=VOCAB, n_return=5)
+    np.testing.assert_array_equal(found[0], best[:5])
+
+
+class Table(eqx.Module):
+    """A model whose next token depends on its place alone."""
+
+    log_probs: jax.Array  # [places, vocab]
+
+    def init_cache(self, length):
+        return Cache.empty(1, length, 1, 1, jnp.float32)
+
+    def decode(self, ids, cache, *, mask=None):
+        return self.log_probs[cache.index + len(ids) - 1], cache.end(len(ids))
+
+
+def test_right_after_the_minimum_the_text_may_end():
+    """As transformers counts: so many tokens without the end."""
+    p = np.tile([0.7, 0.2, 0.1], (6, 1))
+    given = {"max_new_tokens": 6, "min_new_tokens": 3, "eos_token_id": 0, "pad_token_id": 2}
+    found = generate(Table(jnp.log(jnp.asarray(p, jnp.float32))), np.ones((1, 1), int), **given)
+    assert found.tolist() == [[1, 1, 1, 0, 2, 2]]
+
+
+def test_never_ends_no_search_that_a_longer_text_can_win():
+    """After two tokens the end is likely, after that it is not, so that a text which gets over the second place wins by its
+    length."""
+    p = np.array([[0.4, 0.35, 0.25], [0.9, 0.06, 0.04], *[[0.01, 0.98, 0.01]] * 6])
+    (n_new, vocab), eos = p.shape, 0
+    texts = np.array(list(itertools.product(range(vocab), repeat=n_new)))
+    ends = texts == eos
+    lengths = np.where(ends.any(1), ends.argmax(1) + 1, n_new)
+    log_probs = np.where(np.arange(n_new) < lengths[:, None], np.log(p)[np.arange(n_new), texts], 0).sum(1)
+    scores = log_probs / lengths
+    best = texts[scores.argmax()][: lengths[scores.argmax()]]
+
+    def found(early_stopping):
+        tokens = generate(
+            Table(jnp.log(jnp.asarray(p, jnp.float32))),
+            np.ones((1, 1), int),
+            max_new_tokens=n_new,
+            n_beams=2,
+            early_stopping=early_stopping,
+            eos_token_id=eos,
+            pad_token_id=eos,
+        )
+        return tokens[0].tolist()
+
+    assert found(False) == [1, *[eos] * (n_new - 1)]  # no running text is better than the finished ones by its score so far
+    assert found("never") == [*best, *[eos] * (n_new - len(best))]
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+def frequencies(n=4000, **options):
+    prompt = np.repeat(IDS[:1], n, 0)
+    token = generate(MODEL, prompt, max_new_tokens=1, sample=True, key=jax.random.key(1), **options)[:, 0]
+    return np.bincount(token, minlength=VOCAB) / n
+
+
+def probabilities(temperature=1.0):
+    return np.asarray(jax.nn.softmax(MODEL(jnp.asarray(IDS[0]))[-1] / temperature))
+
+
+def assert_drawn_from(found, expected, n=4000):
+    assert np.all(found[expected == 0] == 0)
+    assert np.all(np.abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / n) + 1e-9)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_samples_have_the_models_distribution(temperature):
+    assert_drawn_from(frequencies(temperature=temperature), probabilities(temperature))
+
+
+def test_top_k_keeps_the_likeliest():
+    p = probabilities()
+    kept = np.where(p >= np.sort(p)[-4], p, 0)
+    assert_drawn_from(frequencies(top_k=4), kept / kept.sum())
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9])
+def test_top_p_keeps_the_fewest_that_reach_it(top_p):
+    p = probabilities()
+    order = np.argsort(-p)
+    n_kept = 1 + np.sum(np.cumsum(p[order]) < top_p)
+    kept = np.zeros_like(p)
+    kept[order[:n_kept]] = p[order[:n_kept]]
+    assert_drawn_from(frequencies(top_p=top_p), kept / kept.sum())
+
+
+def test_samples_follow_the_key_and_differ_among_those_of_one_prompt():
+    draw = lambda seed, n: np.asarray(  # noqa: E731
+        generate(MODEL, IDS, mask=LEFT, max_new_tokens=6, sample=True, n_return=n, key=jax.random.key(seed))
+    )
+    a, same, b = draw(0, 4), draw(0, 4), draw(1, 4)
+    assert a.shape == (3, 4, 6)
+    np.testing.assert_array_equal(a, same)
+    assert not np.array_equal(a, b)
+    assert all(len({tuple(sample) for sample in row}) > 1 for row in a)
+
+
+def test_each_token_of_a_text_is_drawn_anew():
+    """From a model that finds all tokens alike: what follows a token does not depend on it."""
+    flat = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if eqx.is_inexact_array(leaf) else leaf, MODEL)
+    prompt, n_new = np.repeat(IDS[:1], 100, 0), 8
+    texts = np.asarray(generate(flat, prompt, max_new_tokens=n_new, sample=True, n_return=2, key=jax.random.key(2)))
+    assert_drawn_from(np.bincount(texts.reshape(-1), minlength=VOCAB) / texts.size, np.full(VOCAB, 1 / VOCAB), texts.size)
+    # Two independent draws are equal once in VOCAB times: of any two places, any two samples, any two prompts.
+    pairs = [(texts[..., i], texts[..., j]) for i, j in itertools.combinations(range(n_new), 2)]
+    pairs += [(texts[:, 0], texts[:, 1]), (texts[:-1], texts[1:])]
+    for one, other in pairs:
+        share, bound = np.mean(one == other), 5 * np.sqrt(1 / VOCAB / one.size)
+        assert abs(share - 1 / VOCAB) < bound
+
+
+# --- on meshes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n_model", "n_fsdp"), [(4, 1), (2, 2), (1, 8)])
+@pytest.mark.parametrize("options", [{}, {"n_beams": 3}], ids=["greedy", "beams"])
+def test_in_pred_fn_on_a_mesh_the_tokens_are_the_same(n_model, n_fsdp, options):
+    ids, mask = np.tile(IDS, (3, 1))[:8], np.tile(LEFT, (3, 1))[:8]
+    expected = generate(MODEL, ids, mask=mask, max_new_tokens=4, **options)
+    predictor = redeqx.Predictor(
+        redeqx.Deployer(0, n_model, n_fsdp, verbose=False),
+        model=MODEL,
+        collate_fn=lambda rows: {"ids": np.stack([i for i, _ in rows]), "mask": np.stack([m for _, m in rows])},
+        pred_fn=lambda model, batch, key: generate(model, batch["ids"], mask=batch["mask"], max_new_tokens=4, **options),
+    )
+    np.testing.assert_array_equal(np.stack(predictor.predict(list(zip(ids, mask, strict=True)), 1)), expected)
+
+
+def test_one_shape_is_compiled_once():
+    count = 0
+
+    class Counting(GPT2):
+        def decode(self, ids, cache, *, mask=None):
+            nonlocal count
+            count += 1
+            return super().decode(ids, cache, mask=mask)
+
+    model = eqx.filter_jit(Counting)(CONFIG, key=jax.random.key(0))
+    generate(model, IDS, max_new_tokens=6)
+    traced = count
+    generate(model, IDS[::-1].copy(), max_new_tokens=6)
+    generate(jax.tree.map(lambda x: 2 * x if eqx.is_array(x) else x, model), IDS, max_new_tokens=6)
+    assert count == traced
+
+
+def test_dropout_is_taken_out():
+    config = GPT2Config(VOCAB, 16, d_model=16, n_layers=2, n_heads=4, init_std=0.4, eos_token_id=None)
+    noisy = eqx.filter_jit(GPT2)(config, key=jax.random.key(0))
+    np.testing.assert_array_equal(generate(noisy, IDS, max_new_tokens=3), generate(MODEL, IDS, max_new_tokens=3))
+
+
+def test_up_to_the_last_position():
+    found = generate(MODEL, IDS, max_new_tokens=11)  # 5 + 11 = 16, all the positions there are
+    np.testing.assert_array_equal(found, greedy_by_hand(IDS, np.ones_like(IDS, bool), 11))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 12}, r"`max_new_tokens`: expected at most 11 after 5 given, .*`n_positions`=16, got 12"),
+        ({"max_new_tokens": 0}, r"`max_new_tokens`: expected at least 1, got 0"),
+        ({"n_beams": 0}, r"`n_beams`: expected at least 1, got 0\. Pass a positive number"),
+        ({"n_return": 0}, r"`n_return`: expected at least 1, got 0"),
+        ({"n_beams": 2, "n_return": 3}, r"`n_return`: expected at most `n_beams`=2, got 3\. Raise `n_beams`"),
+        ({"min_new_tokens": 5}, r"`min_new_tokens`: expected 0 to `max_new_tokens`=4, got 5"),
+        ({"early_stopping": "often"}, r"`early_stopping`: expected True, False or 'never', got 'often'"),
+        ({"temperature": 0.5}, r"`temperature`: expected 1\.0 without sampling, got 0\.5\. Pass `sample=True`"),
+        ({"top_k": 3}, r"`top_k`: expected None without sampling, got 3"),
+        ({"sample": True}, r"`key`: expected a key to sample with, got None"),
+        ({"sample": True, "key": 0, "n_beams": 2}, r"`n_beams`: expected 1 with `sample=True`, got 2"),
+        (
+            {"sample": True, "key": 0, "temperature": 0.0},
+            r"`temperature`: expected more than 0, got 0\.0\. Pass `sample=False`",
+        ),
+        ({"sample": True, "key": 0, "top_k": 0}, r"`top_k`: expected at least 1, got 0"),
+        ({"sample": True, "key": 0, "top_p": 1.5}, r"`top_p`: expected a share in \(0, 1\], got 1\.5"),
+        (
+            {"mask": LEFT[:, ::-1]},
+            r"`mask`: expected a token at the end of each prompt, got padding there in row 1\. Pad .* left",
+        ),
+        ({"mask": LEFT[:, 1:]}, r"`mask`: expected the shape of `inputs`, \(3, 5\), got \(3, 4\)"),
+    ],
+)
+def test_bad_arguments(options, message):
+    if "key" in options:
+        options = {**options, "key": jax.random.key(0)}
+    with pytest.raises(ValueError, match=message):
+        generate(MODEL, IDS, **{"max_new_tokens": 4, **options})
+
+
+def test_bad_prompts_and_models():
+    with pytest.raises(ValueError, match=r"`inputs`: expected token ids of shape \(batch, prompt\), got int32 \(3,\)"):
+        generate(MODEL, jnp.zeros(3, jnp.int32), max_new_tokens=1)
+    with pytest.raises(TypeError, match=r"`model`: expected one with `init_cache` and `decode`, got MLP"):
+        generate(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)), IDS, max_new_tokens=1)

@@ -1,0 +1,25 @@
+"""Every family against what `transformers` and `diffusers` said once, on weights that follow from their names."""
+
+import json
+
+import numpy as np
+import pytest
+
+from redeqx.models import from_pretrained
+from tests.models.families._case import assert_equal, collect, fill, golden_path, outputs, read_golden
+
+CASES = collect("CASES")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_outputs(case, tmp_path):
+    golden = read_golden(case)
+    (tmp_path / "config.json").write_text(json.dumps(golden["config"]))
+    fill(tmp_path / golden["file"], golden["tensors"])
+    model, _ = from_pretrained(tmp_path)
+    assert_equal(case, outputs(case, model), np.array(golden["outputs"]).reshape(golden["shape"]))
+
+
+def test_every_golden_file_has_its_case():
+    folder = golden_path(CASES[0]).parent
+    assert {path.stem for path in folder.glob("*.json")} == {case.name for case in CASES}

@@ -1,0 +1,173 @@
+"""GPT-J: decoding with a cache, dropout, presets, and the configs that it takes and refuses."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from redeqx.models._config import Keys
+from redeqx.models.gptj import GPTJ, GPTJConfig, rotation, turned
+from tests.models.families._case import is_shape, random_model
+
+CONFIG = GPTJConfig(53, 24, d_model=32, n_layers=2, n_heads=2, rotary_size=6)
+NAMES = ("embedding_dropout", "attention_dropout", "residual_dropout")
+IDS = jnp.array([5, 0, 52, 7, 7, 31, 2, 9, 44, 1, 17])
+
+
+def make_model(config=CONFIG):
+    return random_model(GPTJ, config)
+
+
+@eqx.filter_jit
+def run(model, ids, mask=None, key=None):
+    return model(ids, mask=mask, key=key)
+
+
+@eqx.filter_jit
+def decode(model, ids, cache, mask=None):
+    return model.decode(ids, cache, mask=mask)
+
+
+def test_a_token_sees_only_those_before_it():
+    model = make_model()
+    before, after = run(model, IDS), run(model, IDS.at[6].set(50))
+    np.testing.assert_array_equal(before[:6], after[:6])
+    assert not np.isclose(before[6:], after[6:]).all(axis=-1).any()
+
+
+def test_pairs_of_neighbours_turn_and_the_rest_stays():
+    rng, positions = np.random.default_rng(0), np.array([0, 1, 5, 2047])
+    x = rng.normal(size=(4, 2, 16)).astype(np.float32)
+    found = np.asarray(turned(jnp.asarray(x), rotation(jnp.asarray(positions), 6)))
+    np.testing.assert_array_equal(found[..., 6:], x[..., 6:])
+    angles = positions[:, None] * 10000.0 ** (-np.array([0, 2, 4]) / 6)  # in float64
+    pairs = (x[..., 0:6:2] + 1j * x[..., 1:6:2]) * np.exp(1j * angles)[:, None]
+    np.testing.assert_allclose(found[..., 0:6:2], pairs.real, atol=3e-4)  # of angles up to 2047, float32 keeps 1e-4
+    np.testing.assert_allclose(found[..., 1:6:2], pairs.imag, atol=3e-4)
+
+
+def test_decoding_in_pieces_with_padding_equals_the_plain_call():
+    model = make_model()
+    plain = run(model, IDS)
+    ids = jnp.concatenate([jnp.array([3, 3, 3]), IDS])
+    mask = jnp.arange(len(ids)) >= 3
+    cache = model.init_cache(len(ids) + 2)
+    start = 0
+    for length in (2, 5, 5, 1, 1):  # the first is padding alone
+        piece = slice(start, start + length)
+        logits, cache = decode(model, ids[piece], cache, mask[piece])
+        start += length
+        if start > 3:
+            np.testing.assert_allclose(logits, plain[start - 4], rtol=1e-4, atol=1e-4)
+    assert int(cache.index) == len(ids)
+
+
+def test_hidden_and_logits_make_the_call_together():
+    model = make_model()
+    np.testing.assert_allclose(model.logits(model.hidden(IDS)), run(model, IDS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dropout_follows_the_key_and_inference_mode_removes_it(name):
+    model = make_model(dataclasses.replace(CONFIG, **{name: 0.3}))
+    a, same, b = (run(model, IDS, key=jax.random.key(i)) for i in (0, 0, 1))
+    np.testing.assert_array_equal(a, same)
+    assert not np.allclose(a, b)
+    np.testing.assert_allclose(run(eqx.nn.inference_mode(model), IDS), run(make_model(), IDS), rtol=1e-5, atol=1e-5)
+    assert model.config.without_dropout() == CONFIG
+
+
+def test_remat_changes_neither_value_nor_gradients():
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def loss(model):
+        return (model(IDS) ** 2).mean()
+
+    plain, remat = loss(make_model()), loss(make_model(dataclasses.replace(CONFIG, remat=True)))
+    np.testing.assert_allclose(plain[0], remat[0], rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(plain[1]), jax.tree.leaves(remat[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        assert np.any(a != 0)  # every leaf takes part
+
+
+def test_bfloat16_stays_bfloat16():
+    model = make_model()
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
+    logits, wanted = run(half, IDS), run(model, IDS)
+    assert logits.dtype == jnp.bfloat16
+    assert jnp.abs(logits.astype(jnp.float32) - wanted).mean() < 0.05 * wanted.std()
+    assert half.init_cache(4).keys.dtype == jnp.bfloat16
+
+
+def test_initial_weights():
+    model = eqx.filter_jit(GPTJ)(GPTJConfig(400, 8, 128, None, 4, 4, 8), key=jax.random.key(0))
+    blocks = model.stack.blocks
+    for layer in (
+        model.embedding,
+        model.head,
+        blocks.attention.query,
+        blocks.attention.output,
+        blocks.mlp.up,
+        blocks.mlp.down,
+    ):
+        assert layer.weight.std() == pytest.approx(0.02, rel=0.02)
+    for bias in (model.head.bias, blocks.mlp.up.bias, blocks.mlp.down.bias, blocks.norm.bias, model.norm.bias):
+        assert np.all(bias == 0)
+
+
+@pytest.mark.parametrize(("is_tied", "n_parameters"), [(False, 6_050_882_784), (True, 6_050_882_784 - 50400 * 4096)])
+def test_the_preset_has_the_published_number_of_parameters(is_tied, n_parameters):
+    config = dataclasses.replace(GPTJConfig.gptj_6b(), is_tied=is_tied)
+    model = eqx.filter_eval_shape(GPTJ, config, key=jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == n_parameters
+
+
+def test_the_config_is_read_as_it_is_written():
+    for config in (
+        GPTJConfig(),
+        dataclasses.replace(CONFIG, d_mlp=40, is_tied=True, eos_token_id=(1, 2), bos_token_id=None, residual_dropout=0.1),
+    ):
+        assert GPTJConfig.from_hf(Keys(config.to_hf())) == config
+    assert GPTJConfig.from_hf(Keys({})) == GPTJConfig()
+    assert GPTJConfig.from_hf(Keys({"n_inner": 4 * 4096, "rotary": True, "use_cache": True})) == GPTJConfig()
+    assert GPTJConfig.from_hf(Keys({"rotary_dim": 32, "use_cache": False})).extra == {"use_cache": False}
+
+
+def test_a_rotary_size_of_null_is_the_whole_head():
+    config = GPTJConfig.from_hf(Keys({"n_embd": 32, "n_head": 4, "rotary_dim": None}))
+    assert config.rotary_size == 8
+    assert config.to_hf()["rotary_dim"] == 8
+
+
+def test_refuses_another_activation():
+    with pytest.raises(
+        ValueError, match=r"`config\.json`: `activation_function`: expected 'gelu_new', .*, got 'relu'\. Load"
+    ):
+        GPTJConfig.from_hf(Keys({"activation_function": "relu"}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("n_layers", 0, r"`n_layers`: expected at least 1, got 0"),
+        ("d_mlp", 0, r"`d_mlp`: expected at least 1, got 0"),
+        ("n_heads", 5, r"`n_heads`: expected a divisor of `d_model`=32, got 5"),
+        ("rotary_size", 5, r"`rotary_size`: expected an even number from 2 to `d_model` / `n_heads`=16, got 5\. Turn whole"),
+        ("rotary_size", 18, r"`rotary_size`: expected an even number from 2 to `d_model` / `n_heads`=16, got 18"),
+        ("rotary_size", 0, r"`rotary_size`: expected an even number from 2 to `d_model` / `n_heads`=16, got 0"),
+        ("attention_dropout", 1.0, r"`attention_dropout`: expected a rate in \[0, 1\), got 1\.0"),
+    ],
+)
+def test_rejects_a_wrong_config(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **{field: value})
+
+
+def test_rejects_more_tokens_than_positions():
+    with pytest.raises(ValueError, match=r"`ids`: expected at most `n_positions`=24 tokens, got 25\. Cut the example"):
+        make_model()(jnp.zeros(25, int))
+    with pytest.raises(ValueError, match=r"`length`: expected at most `n_positions`=24 tokens, got 25\. Cut the example"):
+        make_model().init_cache(25)

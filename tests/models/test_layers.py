@@ -1,0 +1,63 @@
+"""Equinox's layers on whole arrays: what they give row by row."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from redeqx._tree import named_leaves
+from redeqx.models import weight_decay_mask
+from redeqx.models._layers import embed, linear, norm, normal_embedding, normal_linear
+from redeqx.models.gpt2 import GPT2, GPT2Config
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_linear_is_the_layer_along_the_last_dim(use_bias):
+    layer = eqx.nn.Linear(3, 5, use_bias=use_bias, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, 4, 3))
+    np.testing.assert_allclose(linear(layer, x), jax.vmap(jax.vmap(layer))(x), rtol=1e-5, atol=1e-6)
+
+
+def test_linear_needs_no_transposed_output():
+    layer = eqx.nn.Linear(3, 5, key=jax.random.key(0))
+    jaxpr = jax.make_jaxpr(jax.vmap(lambda x: linear(layer, x)))(jnp.ones((2, 4, 3)))
+    (product,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general")
+    assert product.outvars[0].aval.shape == (2, 4, 5)
+
+
+def test_layer_norm_and_embedding_are_the_layers_row_by_row():
+    layer, table = eqx.nn.LayerNorm(6), eqx.nn.Embedding(7, 6, key=jax.random.key(0))
+    ids = jnp.array([3, 0, 6, 3])
+    x = embed(table, ids)
+    np.testing.assert_array_equal(x, jax.vmap(table)(ids))
+    np.testing.assert_allclose(norm(layer, x), jax.vmap(layer)(x))
+    assert np.isnan(embed(table, jnp.array([7]))).all()
+
+
+def test_normal_layers_are_drawn_with_their_spread():
+    layer = normal_linear(200, 100, std=0.3, key=jax.random.key(0))
+    assert layer.weight.shape == (100, 200)
+    assert layer.weight.std() == pytest.approx(0.3, rel=0.02)
+    assert np.all(layer.bias == 0)
+    assert normal_embedding(100, 200, std=0.3, key=jax.random.key(0)).weight.std() == pytest.approx(0.3, rel=0.02)
+
+
+def test_only_weights_of_layers_decay():
+    model = eqx.filter_eval_shape(GPT2, GPT2Config(64, 8, 16, 2, 2), key=jax.random.key(0))
+    shapes = eqx.filter(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    marked = jax.tree_util.tree_leaves_with_path(weight_decay_mask(shapes))
+    decaying = {jax.tree_util.keystr(path).removeprefix(".stack.blocks") for path, decays in marked if decays}
+    layers = [f".attention.{name}" for name in ("query", "key", "value", "output")] + [".mlp.up", ".mlp.down"]
+    assert decaying == {".embedding.weight", *(f"{layer}.weight" for layer in layers)}
+
+
+def test_what_decays_of_a_model_of_ones_own():
+    linear, norms = eqx.nn.Linear(4, 4, key=jax.random.key(0)), [eqx.nn.LayerNorm(4), eqx.nn.GroupNorm(2, 4)]
+    model = {"a": linear, "norms": norms, "weight": jnp.ones(3), "alone": jnp.ones((2, 2))}
+    mask = weight_decay_mask(eqx.filter(model, eqx.is_array))
+    assert [name for name, decays in named_leaves(mask).items() if decays] == ["a.weight"]
+    assert weight_decay_mask(jnp.ones(3)) is False
+    optimizer = optax.adamw(1e-3, mask=weight_decay_mask)
+    optimizer.init(eqx.filter(model, eqx.is_array))

@@ -1,0 +1,376 @@
+"""The LLaMA family: decoding with a cache and a window, rotary positions, presets, plans, and the configs of four types."""
+
+import dataclasses
+import functools
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import redeqx
+from redeqx.models import from_pretrained, save_pretrained
+from redeqx.models._config import Keys
+from redeqx.models._rope import LinearScaling, Llama3Scaling, YarnScaling, rotation, turn
+from redeqx.models.llama import Llama, LlamaConfig
+from tests.models.families._case import is_shape, random_model
+
+CONFIG = LlamaConfig(
+    vocab_size=53, n_positions=24, d_model=32, d_mlp=40, n_layers=2, n_heads=4, n_kv_heads=2, attention_dropout=0.1
+)
+NO_DROPOUT = CONFIG.without_dropout()
+MISTRAL = dataclasses.replace(NO_DROPOUT, model_type="mistral", window=4)
+QWEN2 = dataclasses.replace(NO_DROPOUT, model_type="qwen2", window=4, windowed_layers=(1,))
+QWEN3 = dataclasses.replace(NO_DROPOUT, model_type="qwen3", n_kv_heads=1, head_size=10, is_tied=True)
+IDS = jnp.array([5, 0, 52, 7, 7, 31, 2, 9, 44, 1, 17])
+
+
+def make_model(config=NO_DROPOUT):
+    return random_model(Llama, config)
+
+
+@eqx.filter_jit
+def run(model, ids, mask=None, key=None):
+    return model(ids, mask=mask, key=key)
+
+
+@eqx.filter_jit
+def decode(model, ids, cache, mask=None):
+    return model.decode(ids, cache, mask=mask)
+
+
+def read(**fields):
+    return LlamaConfig.from_hf(Keys(fields))
+
+
+# --- what the model does ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [NO_DROPOUT, MISTRAL, QWEN2, QWEN3], ids=["llama", "mistral", "qwen2", "qwen3"])
+def test_decoding_in_pieces_with_padding_equals_the_plain_call(config):
+    model = make_model(config)
+    plain = run(model, IDS)
+    ids = jnp.concatenate([jnp.array([1, 1, 1]), IDS])
+    mask = jnp.arange(len(ids)) >= 3
+    cache = model.init_cache(len(ids) + 2)
+    assert cache.keys.size == 2 * (len(ids) + 2) * config.groups * config.size
+    start = 0
+    for length in (6, 6, 1, 1):
+        piece = slice(start, start + length)
+        logits, cache = decode(model, ids[piece], cache, mask[piece])
+        start += length
+        np.testing.assert_allclose(logits, plain[start - 4], rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_sees_as_many_before_it_as_layers_and_window_allow():
+    """Two layers with a window of 4 reach 6 tokens back; a layer without one reaches all."""
+    for config, n_reached in ((MISTRAL, 7), (QWEN2, 11), (NO_DROPOUT, 11)):
+        model = make_model(config)
+        before, after = run(model, IDS), run(model, IDS.at[0].set(50))
+        differs = ~np.isclose(before, after, atol=1e-6).all(axis=-1)
+        assert differs.tolist() == [i < n_reached for i in range(len(IDS))]
+    model = make_model()
+    np.testing.assert_array_equal(run(model, IDS)[:6], run(model, IDS.at[6].set(50))[:6])
+
+
+def test_turning_keeps_lengths_and_sees_only_distances():
+    x, y = jax.random.normal(jax.random.key(0), (2, 1, 3, 8))
+    at = lambda i: rotation(jnp.array([i]), 8, CONFIG.rope_theta)  # noqa: E731
+    np.testing.assert_array_equal(turn(x, *at(0)), x)
+    np.testing.assert_allclose(jnp.sum(turn(x, *at(9)) ** 2, -1), jnp.sum(x**2, -1), rtol=1e-5)
+    products = [jnp.sum(turn(x, *at(i + 4)) * turn(y, *at(i)), -1) for i in (0, 3, 17)]
+    for product in products[1:]:
+        np.testing.assert_allclose(product, products[0], atol=1e-5)
+    # The first dim of a head turns with the first of its second half, by one radian a position.
+    unit = jnp.zeros((1, 1, 8)).at[0, 0, 0].set(1.0)
+    wanted = np.zeros(8)
+    wanted[[0, 4]] = math.cos(1), math.sin(1)
+    np.testing.assert_allclose(turn(unit, *at(1))[0, 0], wanted, atol=1e-6)
+
+
+def test_scalings_keep_high_frequencies_and_divide_low_ones():
+    theta = 500000.0
+    plain = theta ** -(np.arange(0, 128, 2) / 128)
+    assert np.all(LinearScaling(4.0).stretch(plain, theta) == plain / 4)
+    for scaling in (Llama3Scaling(8.0, 1.0, 4.0, 8192), YarnScaling(8.0, 8192, 1.0)):
+        kept = scaling.stretch(plain, theta) / plain
+        assert np.all(np.diff(kept) <= 1e-12)
+        np.testing.assert_allclose(kept[[0, -1]], [1, 1 / 8])
+    turns = 8192 * plain / (2 * np.pi)
+    kept = Llama3Scaling(8.0, 1.0, 4.0, 8192).stretch(plain, theta) / plain
+    np.testing.assert_allclose(kept[turns > 4], 1)
+    np.testing.assert_allclose(kept[turns < 1], 1 / 8)
+    assert np.all((kept[(turns > 1) & (turns < 4)] > 1 / 8) & (kept[(turns > 1) & (turns < 4)] < 1))
+
+
+def test_dropout_follows_the_key_and_inference_mode_removes_it():
+    model = make_model(CONFIG)
+    a, same, b = (run(model, IDS, key=jax.random.key(i)) for i in (0, 0, 1))
+    np.testing.assert_array_equal(a, same)
+    assert not np.allclose(a, b)
+    with pytest.raises(RuntimeError, match="Dropout requires a key"):
+        model(IDS)
+    np.testing.assert_array_equal(run(eqx.nn.inference_mode(model), IDS), run(make_model(), IDS))
+
+
+def test_remat_changes_neither_value_nor_gradients():
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def loss(model):
+        log_probs = jax.nn.log_softmax(model(IDS[:-1]))
+        return -jnp.mean(jnp.take_along_axis(log_probs, IDS[1:, None], axis=-1))
+
+    results = [loss(make_model(dataclasses.replace(QWEN2, remat=remat))) for remat in (False, True)]
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-6)
+    for a, b in zip(*(jax.tree.leaves(grads) for _, grads in results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        assert np.any(a != 0)  # every leaf takes part
+
+
+def test_bfloat16_stays_bfloat16():
+    model = make_model(QWEN3)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
+    logits, wanted = run(half, IDS), run(model, IDS)
+    assert logits.dtype == half.init_cache(4).keys.dtype == jnp.bfloat16
+    assert jnp.abs(logits.astype(jnp.float32) - wanted).mean() < 0.05 * wanted.std()
+
+
+def test_initial_weights_are_normal_and_norms_one():
+    config = LlamaConfig("qwen2", 500, 64, 128, 256, 4, 8, 2, init_std=0.05, bos_token_id=None)
+    model = eqx.filter_jit(Llama)(config, key=jax.random.key(0))
+    blocks = model.stack.blocks
+    layers = [getattr(blocks.attention, name) for name in ("query", "key", "value", "output")]
+    layers += [blocks.mlp.gate, blocks.mlp.up, blocks.mlp.down]
+    for weight in (model.embedding.weight, model.head.weight, *(layer.weight for layer in layers)):
+        assert weight.std() == pytest.approx(0.05, rel=0.03)
+        assert abs(weight.mean()) < 5 * 0.05 / math.sqrt(weight.size)
+    draws = [layer.weight[i].ravel()[:100] for layer in layers for i in range(4)]
+    assert np.max(np.abs(np.corrcoef(draws) - np.eye(len(draws)))) < 0.5
+    assert all(np.all(layer.bias == 0) for layer in layers[:3])
+    assert all(layer.bias is None for layer in layers[3:])
+    assert all(np.all(norm.weight == 1) for norm in (blocks.attention_norm, blocks.mlp_norm, model.norm))
+
+
+def test_rejects_more_tokens_than_positions():
+    model = make_model()
+    with pytest.raises(ValueError, match=r"`ids`: expected at most `n_positions`=24 tokens, got 25\. Cut the example"):
+        model(jnp.zeros(25, int))
+    with pytest.raises(ValueError, match=r"`length`: expected at most `n_positions`=24 tokens, got 25\."):
+        model.init_cache(25)
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_few_key_value_heads_stay_whole_and_everything_else_is_split():
+    deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
+    shapes = eqx.filter_eval_shape(Llama, dataclasses.replace(CONFIG, vocab_size=56), key=jax.random.key(0))
+    plan = deployer.plan(shapes)
+    assert not plan.warnings
+    for name, leaf in plan.leaves.items():
+        is_whole = "norm" in name or ".key." in name or ".value." in name
+        assert leaf.n_shards == (1 if is_whole else 4), name
+    reason = plan.leaves["stack.blocks.attention.key.weight"].reason
+    assert reason.startswith("whole: 2 key/value heads do not divide over 4 shards")
+
+
+def test_mlps_split_as_columns_and_rows():
+    deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
+    leaves = deployer.plan(eqx.filter_eval_shape(Llama, LlamaConfig.llama3("8b"), key=jax.random.key(0))).leaves
+    for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
+        spec = leaves[f"stack.blocks.mlp.{name}.weight"].spec
+        assert [i for i, axis in enumerate(spec) if axis] == [dim], name
+    assert all(leaves[f"stack.blocks.attention.{name}.weight"].n_shards == 4 for name in ("query", "key", "value", "output"))
+
+
+# --- configs ----------------------------------------------------------------------------------------------------------
+
+PRESETS = {
+    "llama": {"7b": 6_738_415_616, "13b": 13_015_864_320, "33b": 32_528_943_616, "65b": 65_285_660_672},
+    "llama2": {"7b": 6_738_415_616, "13b": 13_015_864_320, "70b": 68_976_648_192},
+    "llama3": {"8b": 8_030_261_248, "70b": 70_553_706_496},
+    "llama3_1": {"8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800},
+    "mistral": {"7b": 7_241_732_096},
+    "qwen2": {"0.5b": 494_032_768, "1.5b": 1_543_714_304, "7b": 7_615_616_512, "72b": 72_706_203_648},
+    "qwen3": {
+        "0.6b": 596_049_920,
+        "1.7b": 1_720_574_976,
+        "4b": 4_022_468_096,
+        "8b": 8_190_735_360,
+        "14b": 14_768_307_200,
+        "32b": 32_762_123_264,
+    },
+}
+
+
+@pytest.mark.parametrize("family", PRESETS)
+def test_presets_have_the_published_number_of_parameters(family):
+    for size, n_parameters in PRESETS[family].items():
+        config = getattr(LlamaConfig, family)(size)
+        model = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
+        assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == n_parameters, size
+        assert read(**config.to_hf()) == config
+
+
+def test_rejects_an_unpublished_size():
+    with pytest.raises(ValueError, match=r"`size`: expected one of 8b, 70b, got '405b'\. Make other sizes field by field\."):
+        LlamaConfig.llama3("405b")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "wanted"),
+    [
+        ("llama", LlamaConfig()),
+        ("mistral", LlamaConfig("mistral", n_positions=131072, d_mlp=14336, n_kv_heads=8, window=4096)),
+        ("qwen2", LlamaConfig("qwen2", 151936, 32768, d_mlp=22016, bos_token_id=None, eos_token_id=None)),
+        ("qwen3", LlamaConfig("qwen3", 151936, 32768, d_mlp=22016, head_size=128, bos_token_id=None, eos_token_id=None)),
+    ],
+)
+def test_absent_keys_mean_what_they_mean_for_each_type(model_type, wanted):
+    assert read(model_type=model_type) == wanted
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dataclasses.replace(CONFIG, attention_bias=True, mlp_bias=True, eos_token_id=(2, 7), pad_token_id=0),
+        dataclasses.replace(CONFIG, rope_scaling=LinearScaling(2.0), head_size=6),
+        dataclasses.replace(CONFIG, rope_scaling=YarnScaling(2.0, 12, 1.1, 16.0, 2.0, truncate=False)),
+        MISTRAL,
+        dataclasses.replace(MISTRAL, window=None),
+        QWEN2,
+        dataclasses.replace(QWEN2, windowed_layers=None),
+        QWEN3,
+    ],
+)
+def test_a_config_is_written_and_read_back(config):
+    assert read(**config.to_hf()) == config
+
+
+def test_old_and_new_spellings_of_rotary_positions_are_one():
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    wanted = Llama3Scaling(8.0, 1.0, 4.0, 8192)
+    for fields in (
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **llama3}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **llama3}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **llama3}},
+        {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": {"rope_theta": 5e5, "type": "llama3", **llama3}},
+    ):
+        config = read(model_type="llama", **fields)
+        assert (config.rope_theta, config.rope_scaling) == (5e5, wanted)
+        assert not config.extra
+    config = read(model_type="qwen2", rope_theta=1000000, rope_scaling=None)
+    assert (config.rope_theta, config.rope_scaling) == (1e6, None)
+
+
+def test_the_attention_factor_of_yarn_grows_queries_and_keys_alike_in_all_directions():
+    scaling = YarnScaling(factor=4.0, n_original=32, attention_factor=1.5)
+    cos, sin = rotation(jnp.arange(40), 8, 10000.0, scaling)
+    np.testing.assert_allclose(cos**2 + sin**2, np.full((40, 1, 4), 1.5**2), rtol=1e-5)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 2, 8)), jnp.float32)
+    norms = np.linalg.norm(turn(x, cos, sin), axis=-1)
+    np.testing.assert_allclose(norms, 1.5 * np.linalg.norm(x, axis=-1), rtol=1e-5)
+
+
+def test_yarn_follows_from_a_few_keys():
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    short = read(model_type="qwen2", rope_scaling=yarn).rope_scaling
+    assert short == YarnScaling(4.0, 32768, 0.1 * math.log(4) + 1)
+    scaled = read(model_type="qwen2", rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 0.5}).rope_scaling
+    assert scaled.attention_factor == pytest.approx((0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
+
+
+def test_windows_of_qwen():
+    sizes = functools.partial(read, model_type="qwen2", num_hidden_layers=3, sliding_window=8)
+    assert sizes().windows == (None, None, None)
+    assert sizes(use_sliding_window=True).windows == (None, None, None)  # the first 28 layers have none
+    assert sizes(use_sliding_window=True, max_window_layers=0).windows == (8, 8, 8)
+    assert sizes(use_sliding_window=True, max_window_layers=2).windows == (None, None, 8)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert sizes(use_sliding_window=True, layer_types=types).windows == (8, None, 8)
+    assert sizes(use_sliding_window=True, layer_types=["full_attention"] * 3).windows == (None, None, None)
+
+
+def test_null_is_no_window_and_no_grouping():
+    config = read(model_type="mistral", sliding_window=None, num_key_value_heads=None)
+    assert (config.window, config.groups) == (None, 32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": "gelu"}, r"`config.json`: `hidden_act`: expected 'silu', which is .*, got 'gelu'\. Load another"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            r"json: rope_parameters`: `rope_type`: expected 'default', 'linear', 'llama3' or 'yarn', .* got 'dynamic'",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, r"`config.json: rope_parameters`: expected the key `factor`, got none"),
+        ({"partial_rotary_factor": 0.5}, r"`config.json`: `partial_rotary_factor`: expected 1\.0 or None, .* got 0\.5"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            r"`full_attention`: expected a number, for all layers turn alike, .* got \{'rope_type': 'default'\}",
+        ),
+        (
+            {"model_type": "qwen2", "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+            r"`layer_types`: expected full_attention for each of 2 layers, .* got \['full_attention', 'sliding_attention'\]",
+        ),
+        (
+            {"model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"], "use_sliding_window": True},
+            r"`layer_types`: expected full_attention or sliding_attention for each of 2 layers, .* got \['full_attention'\]",
+        ),
+        ({"model_type": "gemma"}, r"`model_type`: expected 'llama' or 'mistral' or 'qwen2' or 'qwen3', .* got 'gemma'"),
+    ],
+)
+def test_refuses_what_it_does_not_implement(fields, message):
+    with pytest.raises(ValueError, match=message):
+        read(**{"model_type": "llama", **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "gemma"}, r"`model_type`: expected one of llama, mistral, qwen2, qwen3, got 'gemma'\."),
+        ({"n_layers": 0}, r"`n_layers`: expected at least 1, got 0"),
+        ({"n_heads": 5}, r"`n_heads`: expected a divisor of `d_model`=32, got 5"),
+        ({"n_kv_heads": 3}, r"`n_kv_heads`: expected a divisor of `n_heads`=4, got 3\. Let each serve as many"),
+        ({"head_size": 7}, r"`head_size`: expected an even number, got 7\. Its halves turn with each other"),
+        ({"attention_dropout": 1.0}, r"`attention_dropout`: expected a rate in \[0, 1\), got 1\.0"),
+        (
+            {"window": 4},
+            r"`window`: expected None with `model_type`='llama', got 4\. It can be another of mistral, qwen2, qwen3\.",
+        ),
+        (
+            {"model_type": "qwen2", "mlp_bias": True},
+            r"`mlp_bias`: expected False with `model_type`='qwen2', got True\. It can be another of llama\.",
+        ),
+        (
+            {"model_type": "qwen2", "window": 4, "windowed_layers": (2,)},
+            r"`windowed_layers`: expected numbers below `n_layers`=2 with a window, got \(2,\) with `window`=4\.",
+        ),
+    ],
+)
+def test_rejects_a_wrong_config(fields, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **fields)
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [NO_DROPOUT, QWEN3], ids=["llama", "qwen3"])
+def test_a_folder_may_hold_what_is_no_weight(config, tmp_path):
+    """Old files carry frequencies, and new ones the second copy of a tied embedding."""
+    model = make_model(dataclasses.replace(config, extra={"pretraining_tp": 1}))
+    save_pretrained(model, model.config, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {**load_file(path), "model.layers.1.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    if config.is_tied:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    again, read_config = from_pretrained(tmp_path)
+    assert read_config == config
+    assert read_config.extra["pretraining_tp"] == 1
+    assert eqx.tree_equal(again, model)

@@ -1,0 +1,169 @@
+"""The cross-entropy against optax's in float64 words, whole and in chunks, and what a split vocabulary exchanges."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import redeqx
+from redeqx.compiled import _hlo as hlo
+from redeqx.models import cross_entropy
+from redeqx.models._language_model import shift_right
+
+BATCH, SEQ, D, VOCAB = 4, 10, 16, 64
+rng = np.random.default_rng(0)
+HIDDEN = jnp.asarray(rng.normal(size=(BATCH, SEQ, D)), jnp.float32)
+WEIGHT = jnp.asarray(rng.normal(size=(VOCAB, D)), jnp.float32)
+LABELS = jnp.asarray(np.where(rng.random((BATCH, SEQ)) < 0.3, -100, rng.integers(0, VOCAB, (BATCH, SEQ))), jnp.int32)
+
+
+def expected(hidden, weight, z_loss=0.0):
+    logits = hidden @ weight.T
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(LABELS, 0))
+    losses += z_loss * jax.nn.logsumexp(logits, -1) ** 2
+    return jnp.where(LABELS != -100, losses, 0).sum()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("chunk_size", [None, 1, 4, 5, 10, 99])
+def test_equals_optax_in_value_and_gradients(chunk_size, z_loss):
+    def total(hidden, weight):
+        loss = cross_entropy(hidden, LABELS, head=lambda x: x @ weight.T, chunk_size=chunk_size, z_loss=z_loss)
+        return loss.total, loss
+
+    (found, loss), grads = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(HIDDEN, WEIGHT)
+    value, wanted = jax.value_and_grad(expected, (0, 1))(HIDDEN, WEIGHT, z_loss)
+    np.testing.assert_allclose(found, value, rtol=1e-6)
+    assert loss.weight == (LABELS != -100).sum()
+    for a, b in zip(grads, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_themselves_give_the_same():
+    loss = cross_entropy(HIDDEN @ WEIGHT.T, LABELS)
+    np.testing.assert_allclose(loss.total, expected(HIDDEN, WEIGHT), rtol=1e-6)
+    assert loss.metrics == {}
+
+
+def test_the_penalty_is_a_metric():
+    penalty, weight = cross_entropy(HIDDEN @ WEIGHT.T, LABELS, z_loss=1e-4).metrics["z_loss"]
+    np.testing.assert_allclose(penalty, expected(HIDDEN, WEIGHT, 1e-4) - expected(HIDDEN, WEIGHT), rtol=1e-3)
+    assert weight == (LABELS != -100).sum()
+
+
+def test_bfloat16_logits_are_summed_in_float32():
+    logits = (100 + HIDDEN @ WEIGHT.T).astype(jnp.bfloat16)
+    loss = cross_entropy(logits, LABELS)
+    assert loss.total.dtype == jnp.float32
+    exact = cross_entropy(logits.astype(jnp.float32), LABELS)
+    np.testing.assert_array_equal(loss.total, exact.total)
+
+
+def test_one_example_and_another_ignored_label():
+    loss = cross_entropy(HIDDEN[0] @ WEIGHT.T, jnp.where(LABELS[0] == -100, 7, LABELS[0]), ignore_index=7)
+    assert loss.weight == ((LABELS[0] != -100) & (LABELS[0] != 7)).sum()
+
+
+@pytest.mark.parametrize("label", [VOCAB, -1])
+def test_a_label_beyond_the_vocabulary_is_noticed(label):
+    assert np.isnan(cross_entropy(HIDDEN @ WEIGHT.T, LABELS.at[1, 2].set(label)).total)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.uint16, jnp.int16, jnp.uint32])
+def test_labels_of_any_width_count_alike(dtype, chunk_size):
+    labels = jnp.maximum(LABELS, 0)
+    losses = [
+        cross_entropy(HIDDEN, x, head=lambda x: x @ WEIGHT.T, chunk_size=chunk_size) for x in (labels, labels.astype(dtype))
+    ]
+    np.testing.assert_array_equal(losses[0].total, losses[1].total)
+    assert losses[1].weight == labels.size
+
+
+def test_the_label_156_of_bytes_counts():
+    logits = jnp.asarray(rng.normal(size=(3, 256)), jnp.float32)
+    loss = cross_entropy(logits, jnp.array([156, 3, 255], jnp.uint8))
+    np.testing.assert_array_equal(loss.total, cross_entropy(logits, jnp.array([156, 3, 255])).total)
+    assert loss.weight == 3
+    small = cross_entropy(logits, jnp.array([-100, 3, 100], jnp.int8))
+    assert small.weight == 2 and small.total == cross_entropy(logits, jnp.array([-100, 3, 100])).total
+
+
+def test_bytes_are_shifted_right_as_they_are():
+    shifted = shift_right(jnp.array([156, 7, 200], jnp.uint8), 300, 5)
+    np.testing.assert_array_equal(shifted, [300, 156, 7])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, bool])
+def test_labels_that_are_no_integers(dtype):
+    with pytest.raises(TypeError, match=r"`labels`: expected integers, got (float32|bfloat16|bool)\. Cast them with"):
+        cross_entropy(HIDDEN @ WEIGHT.T, LABELS.astype(dtype))
+
+
+def test_a_huge_logit_is_no_nan_without_a_penalty():
+    logits = jnp.array([[1e20, 0.0], [3e38, 0.0]], jnp.float32)
+    (total, grads) = jax.value_and_grad(lambda x: cross_entropy(x, jnp.zeros(2, jnp.int32)).total)(logits)
+    assert total == 0 and np.all(np.asarray(grads) == 0)
+
+
+def test_nothing_counts():
+    loss = cross_entropy(HIDDEN @ WEIGHT.T, jnp.full_like(LABELS, -100))
+    assert loss.total == 0 and loss.weight == 0
+
+
+def lowered(chunk_size, *, split):
+    """The value and gradients of the loss, compiled with the vocabulary split over four devices."""
+    mesh = redeqx.Deployer(n_model_shards=4, verbose=False).mesh
+    hidden, labels = (jax.device_put(x, NamedSharding(mesh, P(("data", "fsdp")))) for x in (HIDDEN, LABELS))
+    weight = jax.device_put(WEIGHT, NamedSharding(mesh, P("model" if split else None)))
+
+    def total(hidden, weight, labels):
+        return cross_entropy(hidden, labels, head=lambda x: x @ weight.T, chunk_size=chunk_size).total
+
+    step = jax.jit(jax.value_and_grad(total, (0, 1)), out_shardings=(None, (hidden.sharding, weight.sharding)))
+    return step.lower(hidden, weight, labels).compile(), step(hidden, weight, labels)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_a_split_vocabulary_stays_split(chunk_size):
+    compiled, (value, grads) = lowered(chunk_size, split=True)
+    np.testing.assert_allclose(value, expected(HIDDEN, WEIGHT), rtol=1e-6)
+    wanted = jax.grad(expected, (0, 1))(HIDDEN, WEIGHT)
+    for a, b in zip(grads, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    # A device has two rows of ten tokens: what it exchanges is a number a token, or the gradients.
+    assert VOCAB // 4 * D >= 2 * SEQ * 1
+    for collective in hlo.collectives(compiled.as_text()):
+        assert collective.kind == "all-reduce", collective
+        assert collective.bytes <= 4 * max(2 * SEQ * D, VOCAB // 4 * D), collective
+
+
+def test_in_chunks_the_full_logits_never_exist():
+    def peak(chunk_size):
+        hidden, labels = jnp.ones((4, 512, D)), jnp.zeros((4, 512), jnp.int32)
+        weight = jnp.ones((2048, D))
+
+        def total(hidden, weight):
+            return cross_entropy(hidden, labels, head=lambda x: x @ weight.T, chunk_size=chunk_size).total
+
+        compiled = jax.jit(jax.grad(total, (0, 1))).lower(hidden, weight).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    whole, chunked = peak(None), peak(32)
+    assert whole > 4 * 512 * 2048 * 4
+    assert chunked < whole / 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"labels": LABELS[:, 1:]}, r"`labels`: expected the shape of `x` without its last dim, \(4, 10\), got \(4, 9\)"),
+        ({"chunk_size": 0, "head": lambda x: x}, r"`chunk_size`: expected at least 1, got 0"),
+        ({"chunk_size": 4}, r"`head`: expected a function with `chunk_size`, got None. Pass hidden states"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cross_entropy(HIDDEN @ WEIGHT.T, **{"labels": LABELS, **arguments})

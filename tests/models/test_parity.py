@@ -1,0 +1,128 @@
+"""Every family against `transformers` and `diffusers` themselves; needs the `parity` extra."""
+
+import fnmatch
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import equinox as eqx
+import jax
+from safetensors.numpy import load_file
+
+import redeqx
+from redeqx.models import from_pretrained, save_pretrained
+from redeqx.models._folder import to_disk
+from tests.models.families._case import assert_equal, call_rows, collect, outputs, torch_folder, weights_file
+
+# torch and its libraries warn of their own future.
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
+CASES = collect("CASES")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """The folder of a case, the torch module that reads it and its outputs; made once."""
+    made = {}
+
+    def get(case):
+        if case.name not in made:
+            import torch
+
+            folder = tmp_path_factory.mktemp(case.name)
+            module = torch_folder(case, folder)
+            with torch.no_grad():
+                made[case.name] = folder, module, case.run(module, case.inputs).numpy()
+        return made[case.name]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_outputs(case, folder_of):
+    folder, _, expected = folder_of(case)
+    model, config = from_pretrained(folder)
+    assert model.config == config
+    assert_equal(case, outputs(case, model), expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_outputs_on_a_mesh(case, folder_of):
+    folder, _, expected = folder_of(case)
+    deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
+    model, _ = from_pretrained(folder, deployer=deployer)
+    for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)):
+        assert leaf.sharding.mesh == deployer.mesh
+    examples = [{name: value[i] for name, value in case.inputs.items()} for i in range(len(expected))]
+    predictor = redeqx.Predictor(
+        deployer,
+        model=model,
+        collate_fn=lambda rows: {name: np.stack([row[name] for row in rows]) for name in rows[0]},
+        pred_fn=lambda model, batch, key: call_rows(case, model, batch),
+    )
+    assert_equal(case, np.stack(predictor.predict(examples, 1)), expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_round_trip(case, folder_of, tmp_path):
+    import torch
+
+    folder, module, expected = folder_of(case)
+    model, config = from_pretrained(folder)
+    save_pretrained(model, config, tmp_path)
+    theirs, ours = load_file(weights_file(folder)), load_file(weights_file(tmp_path))
+    assert ours.keys() <= theirs.keys()
+    names = type(model).names(config)
+    for name in theirs.keys() - ours.keys():  # a tied tensor's second copy, or no weight
+        assert name in names.copies or any(fnmatch.fnmatchcase(name, pattern) for pattern in names.ignored), name
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype
+        found, wanted = (np.ravel(x).view(np.uint8) for x in (tensor, theirs[name]))
+        np.testing.assert_array_equal(found, wanted, err_msg=name)
+    again, info = type(module).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with torch.no_grad():
+        np.testing.assert_array_equal(case.run(again.eval(), case.inputs).numpy(), expected)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.gradients], ids=lambda case: case.name)
+def test_gradients(case, folder_of, tmp_path):
+    """Of a loss that weighs each output differently, for every tensor on disk."""
+    import torch
+
+    folder, _, expected = folder_of(case)
+    module = torch_folder(case, tmp_path / "torch")
+    weights = np.random.default_rng(1).normal(size=expected.shape).astype(np.float32)
+    module.zero_grad()
+    (case.run(module, case.inputs) * torch.tensor(weights)).sum().backward()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for buffer in module.buffers():  # they are not trained, and those that we have are leaves without a gradient
+            buffer.zero_()
+    # Saved as if they were weights, for only files have the names that both know.
+    module.save_pretrained(tmp_path / "gradients")
+    theirs = load_file(weights_file(tmp_path / "gradients"))
+
+    model, config = from_pretrained(folder)
+    model = eqx.nn.inference_mode(model)
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def gradient(model):
+        return (call_rows(case, model, case.inputs) * weights).sum()
+
+    grads = gradient(model)
+    ours = to_disk(eqx.combine(grads, model), type(model).names(config))
+    scale = max(np.abs(tensor).max() for tensor in theirs.values())
+    for name, tensor in ours.items():
+        error = np.linalg.norm(np.asarray(tensor) - theirs[name])
+        # Of a gradient that is zero in exact arithmetic only rounding is left.
+        assert error < 1e-3 * np.linalg.norm(theirs[name]) + 1e-6 * scale, name
+
+
+def test_cases_have_names_of_their_own():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,555 @@
+"""What is printed, on a terminal and elsewhere, and what is recorded."""
+
+import io
+import json
+import math
+import re
+import struct
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redeqx.monitor._console import Console, _duration
+
+METRICS = {"loss": 2.34512, "learning_rate": 3e-4, "grad_norm": 1.2345}
+
+
+class Recorder:
+    def __init__(self):
+        self.seen = []
+
+    def log(self, metrics: dict, step: int) -> None:
+        self.seen.append((metrics, step))
+
+
+class Clock:
+    """Stands in for `time.perf_counter`, so that rates and times left are exact."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+def lines(workdir: Path) -> list[dict]:
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def screen(written: str, width: int = 80, height: int = 50) -> list[str]:
+    """What a terminal shows after the escape codes that rich's live display uses: a cursor, moves and erasures."""
+    rows, row, column = [""] * height, 0, 0
+    for code, char in re.findall(r"\x1b\[([0-9;?]*[A-Za-z])|([\s\S])", written):
+        if char == "\n":
+            row, column = row + 1, 0
+        elif char == "\r":
+            column = 0
+        elif char:
+            rows[row] = rows[row][:column].ljust(column) + char + rows[row][column + 1 :]
+            column += 1
+        elif code == "2K":
+            rows[row] = ""
+        elif code.endswith("A"):
+            row -= int(code[:-1] or 1)
+        else:
+            assert code.endswith("m") or code in ("?25l", "?25h"), code
+        assert column <= width, rows[row]
+    return [line.rstrip() for line in rows if line.strip()]
+
+
+def wait_for(pattern: str, out: io.StringIO) -> None:
+    """Waits until the thread that draws has drawn it."""
+    until = time.monotonic() + 30
+    while not re.search(pattern, out.getvalue()):
+        assert time.monotonic() < until, out.getvalue()
+        time.sleep(0.01)
+
+
+# What is recorded
+
+
+def test_metrics_read_back_to_the_same_bits(tmp_path):
+    rng = np.random.default_rng(0)
+    values = [struct.unpack("d", rng.bytes(8))[0] for _ in range(500)]
+    values += [0.1, -0.0, 5e-324, 1.7976931348623157e308, float(np.float32(0.1)), math.nan, math.inf, -math.inf]
+    console = Console(tmp_path / "new" / "run")
+    for i, value in enumerate(values):
+        console.metrics({"x": value}, i)
+    console.close()
+    read = lines(tmp_path / "new" / "run")
+    assert [line["step"] for line in read] == list(range(len(values)))
+    for line, value in zip(read, values, strict=True):
+        if math.isnan(value):
+            assert line["x"] == "NaN"
+        else:
+            assert struct.pack("d", float(line["x"])) == struct.pack("d", value)
+    assert [line["x"] for line in read[-2:]] == ["Infinity", "-Infinity"]
+
+
+def test_metrics_are_on_disk_at_once_and_appended(tmp_path):
+    console = Console(tmp_path)
+    console.metrics({"loss": 2.5}, 1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.5}\n'
+    console.close()
+    console.metrics({"loss": np.float32(0.5), "n": 3}, 2)
+    assert lines(tmp_path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 0.5, "n": 3.0}]
+    console.close()
+
+
+def test_metrics_that_are_none(tmp_path):
+    console = Console(tmp_path)
+    with pytest.raises(ValueError, match=r"`step`: expected another name for a metric, .* Rename it\."):
+        console.metrics({"step": 1.0}, 1)
+    with pytest.raises(
+        TypeError,
+        match=r"`loss`: expected one number as a metric, got an array of shape \(3,\)\. Reduce it to one\.",
+    ):
+        console.metrics({"ok": 1.0, "loss": np.zeros(3)}, 1)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_rewind_drops_later_lines_and_a_torn_one(tmp_path):
+    console = Console(tmp_path)
+    for step in range(1, 6):
+        console.metrics({"loss": step / 3}, step)
+    console.close()
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(before) + '{"step": 6, "lo')
+    resumed = Console(tmp_path)
+    resumed.rewind(3)
+    assert path.read_text() == "".join(before[:3])
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+    for step in (4, 5):
+        resumed.metrics({"loss": step / 3}, step)
+    assert path.read_text() == "".join(before)
+    resumed.rewind(4)  # with the file open
+    resumed.metrics({"loss": 5 / 3}, 5)
+    assert path.read_text() == "".join(before)
+    resumed.close()
+
+
+def test_rewind_warns_of_a_line_that_it_cannot_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1.0}\n\0\0\0\n[3]\n{"step": 2, "loss": 1.0}\n')
+    with pytest.warns(UserWarning) as caught:
+        Console(tmp_path).rewind(2)
+    assert [str(w.message) for w in caught] == [
+        rf"`{path}`: expected JSON with a `step` in line 2, got '\x00\x00\x00'. It is left out.",
+        f"`{path}`: expected JSON with a `step` in line 3, got '[3]'. It is left out.",
+    ]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_rewind_of_nothing(tmp_path):
+    Console(None).rewind(3)
+    Console(tmp_path).rewind(3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_going_on_without_rewind_drops_only_the_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
+    console = Console(tmp_path)
+    console.metrics({"loss": 2.0}, 2)
+    console.close()
+    assert lines(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
+
+
+def test_loggers_get_each_their_own_dict(tmp_path):
+    first, second = Recorder(), Recorder()
+    console = Console(None, loggers=[first, second])
+    console.metrics({"loss": np.float32(0.5), "bad": math.nan}, 7)
+    (metrics, step), (other, _) = first.seen[0], second.seen[0]
+    assert step == 7 and metrics["loss"] == 0.5 and type(metrics["loss"]) is float and math.isnan(metrics["bad"])
+    assert other is not metrics
+
+
+def test_logger_without_log():
+    with pytest.raises(
+        TypeError,
+        match=r"`loggers\[1\]`: expected an object with `log\(metrics, step\)`, got dict\. Wrap it in a class",
+    ):
+        Console(None, loggers=iter([Recorder(), {}]))  # a list is checked by beartype, here
+
+
+def scalars(folder: Path) -> list[tuple[int, str, float]]:
+    """The scalars of TensorBoard event files, the purges done as TensorBoard does them."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    found = []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:  # a record: length, its crc, the event, its crc
+            n = struct.unpack("<Q", data[:8])[0]
+            event = Event.FromString(data[12 : 12 + n])
+            data = data[16 + n :]
+            if event.session_log.status == SessionLog.START:
+                found = [scalar for scalar in found if scalar[0] < event.step]
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return found
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboardX")
+    console = Console(tmp_path, run_tensorboard=True)
+    for step in (1, 2, 3):
+        console.metrics({"loss": step / 2, "eval/bleu": 1.0}, step)
+    console.close()
+    kept = [(step, name, step / 2 if name == "loss" else 1.0) for step in (1, 2) for name in ("loss", "eval/bleu")]
+    assert scalars(tmp_path / "tensorboard")[:4] == kept
+    # Event files are ordered by the second in their names.
+    time.sleep(1.1)
+    resumed = Console(tmp_path, run_tensorboard=True)
+    resumed.rewind(2)
+    resumed.metrics({"loss": 7.0}, 3)
+    resumed.metrics({"loss": math.nan}, 4)
+    resumed.close()
+    *again, (step, name, value) = scalars(tmp_path / "tensorboard")
+    assert again == [*kept, (3, "loss", 7.0)]
+    assert (step, name) == (4, "loss") and math.isnan(value)
+
+
+def test_tensorboard_purges_once(tmp_path):
+    pytest.importorskip("tensorboardX")
+    console = Console(tmp_path, run_tensorboard=True)
+    console.rewind(0)
+    console.metrics({"loss": 1.0}, 1)
+    console.close()
+    time.sleep(1.1)
+    console.metrics({"loss": 2.0}, 2)
+    console.close()
+    assert scalars(tmp_path / "tensorboard") == [(1, "loss", 1.0), (2, "loss", 2.0)]
+
+
+def test_tensorboard_missing_or_without_a_workdir(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"`run_tensorboard`: expected a `workdir` to write to, got None\. Pass"):
+        Console(None, run_tensorboard=True)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ImportError, match=r"expected tensorboardX, .* Run `pip install \"redeqx\[tensorboard\]\"`"):
+        Console(tmp_path, run_tensorboard=True)
+
+
+def test_tensorboard_is_imported_only_when_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    Console(tmp_path).metrics({"loss": 1.0}, 1)
+
+
+def speak(console: Console) -> None:
+    console.header({"mesh": "data=4"})
+    console.table("plan", ["leaf"], [["a"]])
+    console.info("hello", title="title")
+    with console.progress(n_steps=2) as progress, progress.compiling("the step"):
+        for step in (1, 2):
+            console.metrics(METRICS, step)
+            progress.update(step, metrics=METRICS, n_examples=8)
+    console.summary({"best": "1"})
+    console.close()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_only_the_main_process_speaks(tmp_path, terminal):
+    out, recorder = io.StringIO(), Recorder()
+    console = Console(tmp_path, is_main=False, file=out, terminal=terminal, loggers=[recorder])
+    speak(console)
+    console.rewind(1)
+    assert out.getvalue() == "" and not list(tmp_path.iterdir()) and not recorder.seen
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_quiet_prints_nothing_and_still_records(tmp_path, terminal):
+    out, recorder = io.StringIO(), Recorder()
+    speak(Console(tmp_path, verbose=False, file=out, terminal=terminal, loggers=[recorder]))
+    assert out.getvalue() == ""
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2] == [step for _, step in recorder.seen]
+
+
+# What is printed
+
+
+def test_plain_header_and_info():
+    out = io.StringIO()
+    console = Console(None, file=out)
+    path = "/a/folder" * 20
+    console.header({"mesh": "data=4, model=2", "workdir": path, "plan": "16 leaves\n12 split"})
+    console.info("[bold]not markup[/bold] :smile:")
+    console.info("one\ntwo", title="a title")
+    console.summary({"best": path})
+    assert out.getvalue().splitlines() == [
+        "redeqx",
+        "  mesh     data=4, model=2",
+        f"  workdir  {path}",
+        "  plan     16 leaves",
+        "           12 split",
+        "[bold]not markup[/bold] :smile:",
+        "a title",
+        "  one",
+        "  two",
+        "done",
+        f"  best  {path}",
+    ]
+
+
+def test_plain_table_is_aligned_and_whole():
+    out = io.StringIO()
+    long = "blocks." * 20 + "weight"
+    Console(None, file=out).table("plan", ["leaf", "shape", "why"], [["a", "[3]", ""], [long, "[4, 4]", "rule 1"]])
+    pad = " " * (len(long) - 4)
+    assert out.getvalue().splitlines() == [
+        "plan",
+        f"  leaf{pad}  shape   why",
+        f"  a   {pad}  [3]",
+        f"  {long}  [4, 4]  rule 1",
+    ]
+
+
+def test_table_without_rows():
+    out = io.StringIO()
+    Console(None, file=out).table("plan", ["leaf", "why"], [])
+    assert out.getvalue() == "plan\n  leaf  why\n"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200, 400])
+def test_terminal_table_folds_and_cuts_nothing(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = io.StringIO()
+    long = "blocks." * 9 + "weight"
+    why = "fully connected: 384 -> 1536, widens, so it comes first in the chain, along dim 0 " * 2
+    rows = [["blocks.attn.query.weight", "[6, 384]", why], [long, "[4, 4]", "[bold]whole[/bold]"]]
+    console = Console(None, file=out, terminal=True)
+    console.header({"workdir": "/a/folder" * 20})
+    console.table("plan", ["leaf", "shape", "why"], rows)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert "/a/folder" * 20 in text  # the terminal wraps it, so that it is copied in one piece
+    heads, *table = text[text.index("plan") :].splitlines()[1:]
+    assert all(len(line) <= width for line in table)
+    starts = [heads.index(column) for column in ("leaf", "shape", "why")]
+    folded = [
+        "".join(line[start:stop] for line in table).replace(" ", "")
+        for start, stop in zip(starts, [*starts[1:], width], strict=True)
+    ]
+    assert folded == ["".join(column).replace(" ", "") for column in zip(*rows, strict=True)]
+    assert any("blocks.attn.query.weight" in line for line in table)  # the names of rows are folded last
+
+
+def test_plain_line_has_every_field(clock):
+    out = io.StringIO()
+    console = Console(None, file=out)
+    with console.progress(n_epochs=3, n_steps=5000, first_step=1232, title="fit") as progress:
+        with progress.compiling("the train step"):
+            clock.now += 12.3
+        clock.now += 5
+        progress.update(1233, epoch=2, metrics=METRICS, n_examples=8, n_tokens=2048)
+        clock.now += 2
+        progress.update(1234, epoch=2, metrics={**METRICS, "accuracy": 0.5}, n_examples=8, n_tokens=2048)
+    assert out.getvalue().splitlines() == [
+        "compiling the train step",
+        "compiled the train step in 0:12",
+        "fit  epoch 2/3  step 1,233/5,000  loss 2.3451  lr 3.00e-04  grad norm 1.2345  0:17 so far",
+        "fit  epoch 2/3  step 1,234/5,000  loss 2.3451  lr 3.00e-04  grad norm 1.2345  accuracy 0.5000"
+        "  4 examples/s  1,024 tokens/s  2:05:32 left",
+    ]
+
+
+def test_what_is_unknown_is_left_out(clock):
+    out = io.StringIO()
+    with Console(None, file=out).progress() as progress:
+        for step in (1, 2):
+            clock.now += 2
+            progress.update(step, metrics={"loss": math.nan}, n_examples=8)
+    assert out.getvalue().splitlines() == [
+        "step 1  loss nan  2.0s so far",
+        "step 2  loss nan  4 examples/s  4.0s so far",
+    ]
+
+
+def test_plain_lines_at_growing_intervals(clock):
+    out = io.StringIO()
+    with Console(None, file=out).progress(n_steps=2000) as progress:
+        for step in range(1, 1251):
+            clock.now += 0.1
+            progress.update(step, metrics={}, n_examples=1)
+    text = out.getvalue()
+    assert "\x1b" not in text
+    steps = [int(re.search(r"step ([\d,]+)", line)[1].replace(",", "")) for line in text.splitlines()]
+    seconds = np.diff(np.array(steps) / 10)
+    np.testing.assert_allclose(seconds[:-1], [1, 2, 5, 10, 20, 30, 30], atol=0.11)
+    assert steps[0] == 1 and steps[-1] == 1250
+
+
+def test_the_last_step_is_said_once_and_before_what_follows(clock):
+    out = io.StringIO()
+    console = Console(None, file=out)
+    with console.progress(n_steps=3) as progress:
+        for step in (1, 2, 3):
+            clock.now += 0.1
+            progress.update(step, metrics={}, n_examples=1)
+        console.info("evaluated")
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 1/3", "step 3/3", "evaluated"]
+    assert "0.3s in all" in out.getvalue()
+
+
+def test_compiling_and_pauses_count_in_no_rate(clock):
+    out = io.StringIO()
+    console = Console(None, file=out)
+    with console.progress(n_steps=100) as progress:
+        with progress.compiling("the train step"):
+            clock.now += 100
+        for step in range(1, 11):
+            clock.now += 0.5
+            if step == 5:
+                with progress.pause("evaluating"), progress.pause("saving"):
+                    clock.now += 60
+            if step == 7:
+                with progress.compiling("another shape"):
+                    clock.now += 60
+            progress.update(step, metrics={}, n_examples=2)
+    assert out.getvalue().splitlines()[-1] == "step 10/100  4 examples/s  0:45 left"
+
+
+def test_time_left_where_a_loop_tells_of_several_steps_at_once(clock):
+    out = io.StringIO()
+    with Console(None, file=out).progress(n_steps=1000) as progress:
+        for step in (100, 200, 300):
+            clock.now += 10
+            progress.update(step, metrics={}, n_examples=500)
+    assert out.getvalue().splitlines()[-1] == "step 300/1,000  50 examples/s  1:10 left"
+
+
+def test_throughput_follows_a_change(clock):
+    out = io.StringIO()
+    with Console(None, file=out).progress() as progress:
+        for step in range(400):
+            clock.now += 0.1 if step < 200 else 0.4
+            progress.update(step, metrics={}, n_examples=1)
+    assert "  2.5" in out.getvalue().splitlines()[-1]
+
+
+def test_an_inner_progress_is_silent_but_for_what_compiles(clock):
+    out = io.StringIO()
+    console = Console(None, file=out)
+    with console.progress(n_steps=9) as fit:
+        fit.update(1, metrics={}, n_examples=1)
+        with fit.pause("evaluating"), console.progress(n_steps=1, title="inner") as inner:
+            with inner.compiling("the eval step"), inner.pause("x"):
+                clock.now += 3
+            inner.update(1, metrics={}, n_examples=1)
+        clock.now += 1
+        fit.update(2, metrics={}, n_examples=1)
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [
+        "step 1/9",
+        "compiling the eval step",
+        "compiled the eval step in 3.0s",
+        "step 2/9",
+    ]
+    with console.progress(title="free again") as progress:
+        progress.update(1, metrics={}, n_examples=1)
+    assert "free again" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_live_line_has_every_field(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = io.StringIO()
+    console = Console(None, file=out, terminal=True)
+    with console.progress(n_epochs=3, n_steps=1236, first_step=1232) as progress:
+        with progress.compiling("the train step"):
+            wait_for(r"compiling the train step, \d+\.\ds", out)
+        for step in range(1233, 1236):
+            progress.update(step, epoch=2, metrics=METRICS, n_examples=8, n_tokens=2048)
+            console.info(f"a line amid, at {step}")
+            time.sleep(0.05)
+        with progress.pause("evaluating"):
+            wait_for(r"evaluating, \d+\.\ds", out)
+    shown = screen(out.getvalue(), width)
+    assert shown[0].startswith("compiled the train step in ")
+    assert shown[1:4] == [f"a line amid, at {step}" for step in range(1233, 1236)]
+    fields = [field for line in shown[4:] for field in re.split("  +", line)]
+    assert len(shown) == 4 + {60: 3, 80: 2, 200: 1}[width]
+    assert fields[1:6] == ["epoch 2/3", "step 1,235/1,236", "loss 2.3451", "lr 3.00e-04", "grad norm 1.2345"]
+    assert re.fullmatch(r"[\d,.]+ examples/s", fields[6]) and re.fullmatch(r"[\d,]+ tokens/s", fields[7])
+    assert re.fullmatch(r"[\d.]+s left", fields[8])
+    assert out.getvalue().endswith("\x1b[?25h")
+
+
+def test_the_cursor_is_never_left_hidden():
+    out = io.StringIO()
+    with Console(None, file=out, terminal=True).progress():
+        assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_an_exception_passes_and_leaves_the_terminal_clean(terminal):
+    out = io.StringIO()
+    console = Console(None, file=out, terminal=terminal)
+    stdout = sys.stdout
+    with (
+        pytest.raises(RuntimeError, match="boom"),
+        console.progress(n_steps=9) as progress,
+        progress.compiling("the train step"),
+    ):
+        progress.update(4, metrics={}, n_examples=1)
+        raise RuntimeError("boom")
+    assert sys.stdout is stdout
+    shown = screen(out.getvalue())
+    assert "step 4/9" in shown[-1] and "compiled" not in out.getvalue()
+    if terminal:
+        assert out.getvalue().endswith("\n\x1b[?25h")
+    before = len(out.getvalue())
+    time.sleep(0.3)
+    assert len(out.getvalue()) == before  # the thread that draws has ended
+
+
+def test_user_prints_go_above_the_live_line(monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stdout", out)
+    with Console(None, terminal=True).progress(n_steps=9) as progress:
+        progress.update(4, metrics=METRICS, n_examples=1)
+        time.sleep(0.3)
+        print("mine")
+        print("a warning", file=sys.stderr)
+    assert sys.stdout is out
+    shown = screen(out.getvalue())
+    assert shown[0] == "mine" and "step 4/9" in shown[1] and len(shown) == 3
+    assert "a warning" not in out.getvalue()  # standard error is no terminal here, and stays where it is
+
+
+def test_no_escape_codes_into_a_log_that_asks_for_colour(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = io.StringIO()
+    speak(Console(None, file=out))
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    out = io.StringIO()
+    speak(Console(None, file=out, terminal=True))
+    assert "\x1b" not in out.getvalue() and "step 2/2" in out.getvalue()
+
+
+def test_an_ascii_terminal_gets_ascii():
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii")
+    speak(Console(None, file=out, terminal=True))
+    out.flush()
+    assert b"####" in raw.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0.0s"), (9.94, "9.9s"), (10.0, "0:10"), (59.7, "1:00"), (3600.0, "1:00:00"), (97283.0, "27:01:23")],
+)
+def test_durations(seconds, text):
+    assert _duration(seconds) == text

@@ -1,0 +1,447 @@
+"""The order of the rules as the traced loss tells it: exact splits of every structure, reasons, and equal training."""
+
+from collections import Counter
+
+import _structures
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _structures import STRUCTURES, batched
+from jax.sharding import PartitionSpec as P
+
+import redeqx
+from redeqx._tree import is_array_like, named_leaves
+from redeqx.compiled import _hlo
+from redeqx.models._stack import Stack
+from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.partition._dataflow import order
+from redeqx.tracing._jaxprs import Trace
+
+D, F, SEQ = _structures.D, _structures.F, _structures.SEQ
+
+
+def found(model, loss, *args, n=4):
+    return order(Trace.of(loss, model, *args), n).splits
+
+
+def dims(model, loss, *args, n=4):
+    return {name: split.dim for name, split in found(model, loss, *args, n=n).items()}
+
+
+def zeros(*shape):
+    return jnp.zeros(shape)
+
+
+def of_structure(name, n=4):
+    made = STRUCTURES[name](jax.random.key(0))
+    batch = jax.ShapeDtypeStruct((16, *made.example.shape), made.example.dtype)
+    return found(made.model, batched(made.loss), batch, n=n)
+
+
+# --- every structure --------------------------------------------------------------------------------------------------
+
+BLOCK = {
+    "norm.weight": None, "norm.bias": None, "norm2.weight": None, "norm2.bias": None,
+    "attention.query_proj.weight": 0, "attention.key_proj.weight": 0, "attention.value_proj.weight": 0,
+    "attention.output_proj.weight": 1, "up.weight": 0, "up.bias": 0, "down.weight": 1, "down.bias": None,
+}  # fmt: skip
+EXPECTED = {
+    "mlp": {
+        "layers.0.weight": 0, "layers.0.bias": 0, "layers.1.weight": 1, "layers.1.bias": None,
+        "layers.2.weight": 0, "layers.2.bias": 0, "layers.3.weight": 1, "layers.3.bias": None,
+    },
+    "swiglu_gate_up_down": {"a.weight": 0, "b.weight": 0, "c.weight": 1},
+    "swiglu_down_gate_up": {"a.weight": 1, "b.weight": 0, "c.weight": 0},
+    "swiglu_gate_down_up": {"a.weight": 0, "b.weight": 1, "c.weight": 0},
+    "fused_glu": {"both": 0, "down": 1},
+    "reversed_fields": {
+        "up.weight": 0, "up.bias": 0, "down.weight": 1, "down.bias": None, "head.weight": 0, "head.bias": 0,
+    },
+    "transposed_autoencoder": {"weight": 0},
+    "square_residual": {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": None},
+    "block": BLOCK,
+    "parallel_block": {name: dim for name, dim in BLOCK.items() if not name.startswith("norm2")},  # which it does not call
+    "scanned_stack": {name: dim if dim is None else dim + 1 for name, dim in BLOCK.items()},
+    "patches_and_blocks": {
+        **{f"blocks.{i}.{name}": dim for i in range(2) for name, dim in BLOCK.items()},
+        "patches.weight": 1, "patches.bias": None, "positions": None,
+    },
+    "fused_qkv": {"qkv": 0, "output": 1, "up": 0, "down": 1},
+    "fused_qkv_heads_first": {"qkv": 0, "output": 1, "up": 0, "down": 1},
+    "einsum_attention": {"q": 1, "k": 1, "v": 1, "o": 0, "up": 1, "down": 0},
+    "grouped_query": {"q": 0, "k": 0, "v": 0, "o": 1},
+    "odd_heads": {"q": 0, "k": 0, "v": 0, "o": 1},
+    "language_model": {"embedding.weight": 0, **{f"block.{name}": dim for name, dim in BLOCK.items()}},
+    "mixture_of_experts": {"router": 0, "up": 0, "down": 0},
+    "separable_cnn": {
+        **{f"blocks.{i}.{j}.weight": (0, 0, 1)[j] for i in range(2) for j in range(3)},
+        **{f"blocks.{i}.{j}.bias": (0, 0, None)[j] for i in range(2) for j in range(3)},
+        "head.weight": 0, "head.bias": 0,
+    },
+    "gru": {
+        "cell.weight_ih": None, "cell.weight_hh": None, "cell.bias": None, "cell.bias_n": None,
+        "head.weight": 0, "head.bias": 0,
+    },
+    "state_space": {"in_proj": 0, "conv": 0, "bc_proj": 1, "log_a": 0, "skip": 0, "out_proj": 1},
+    "low_rank_adapter": {"up": 0, "a": None, "b": 0, "down": 1},
+}  # fmt: skip
+
+
+def test_no_structure_is_forgotten():
+    assert EXPECTED.keys() == STRUCTURES.keys()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_structure_is_split_as_it_computes(name, n):
+    assert {leaf: split.dim for leaf, split in of_structure(name, n).items()} == EXPECTED[name]
+
+
+def test_the_reasons_name_the_layer_that_caused_them():
+    reasons = {name: split.reason for name, split in of_structure("block").items()}
+    assert reasons["up.weight"] == "column: its input arrives whole"
+    assert reasons["up.bias"] == "follows: added to a value that is split by `up`"
+    assert reasons["down.weight"] == "row: its input arrives split by `up`"
+    assert reasons["down.bias"] == "whole: added to a value that is whole"
+    assert reasons["norm.weight"] == "whole: meets entry by entry a value that is whole"
+    assert of_structure("language_model")["embedding.weight"].reason == "embedding: 384 rows over 4 shards"
+    depthwise = of_structure("separable_cnn")["blocks.0.1.weight"].reason
+    assert depthwise == "follows: its input arrives split, alike, by `blocks.0.0`"
+    assert of_structure("gru")["cell.weight_hh"].reason.startswith("whole: costs less than any split of it")
+
+
+# --- what a loss may be wrapped in ----------------------------------------------------------------------------------------
+
+
+def two(w1, w2, x):
+    return jnp.tanh(x @ w1) @ w2
+
+
+@jax.custom_jvp
+def with_jvp(w1, w2, x):
+    return two(w1, w2, x)
+
+
+with_jvp.defjvps(None, None, None)
+
+
+@jax.custom_vjp
+def with_vjp(w1, w2, x):
+    return two(w1, w2, x)
+
+
+with_vjp.defvjp(lambda *args: (two(*args), args), lambda args, g: jax.vjp(two, *args)[1](g))
+
+WRAPPED = {
+    "plain": two,
+    "jit": jax.jit(two),
+    "remat": jax.checkpoint(two),
+    "custom_jvp": with_jvp,
+    "custom_vjp": with_vjp,
+    "vmap": lambda w1, w2, x: jax.vmap(two, (None, None, 0))(w1, w2, x[:, None])[:, 0],
+    "cond": lambda w1, w2, x: jax.lax.cond(x.sum() > 0, two, lambda w1, w2, x: 2 * two(w1, w2, x), w1, w2, x),
+    "while": lambda w1, w2, x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, two(w1, w2, c[1])), (0, x))[1],
+    "scan over constants": lambda w1, w2, x: jax.lax.scan(lambda x, _: (two(w1, w2, x), None), x, length=3)[0],
+    "scan over slices": lambda w1, w2, x: jax.lax.scan(lambda _, x: (None, two(w1, w2, x)), None, x)[1],
+    "fori_loop": lambda w1, w2, x: jax.lax.fori_loop(0, 3, lambda _, x: two(w1, w2, x), x),
+    "einsum": lambda w1, w2, x: jnp.einsum("fd,bf->bd", w2, jnp.tanh(jnp.einsum("df,bd->bf", w1, x))),
+    "scaled weights": lambda w1, w2, x: two(2 * w1.astype(jnp.float32) ** 2, jnp.tril(w2) * w2.std(), x),
+    "stop_gradient": lambda w1, w2, x: two(w1, w2, jax.lax.stop_gradient(x)),
+    "grad inside": lambda w1, w2, x: jax.grad(lambda x: jnp.square(two(w1, w2, x)).sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_the_order_is_the_same_however_the_layers_are_wrapped(name):
+    model = {"w1": zeros(D, F), "w2": zeros(F, D)}
+
+    def loss(model, x):
+        return jnp.square(WRAPPED[name](model["w1"], model["w2"], x)).sum()
+
+    assert dims(model, loss, zeros(8, D)) == {"w1": 1, "w2": 0}
+
+
+def test_weights_stacked_under_scan_and_taken_by_index():
+    model = {"w1": zeros(3, D, F), "w2": zeros(3, F, D)}
+
+    def scanned(model, x):
+        return jax.lax.scan(lambda x, w: (x + two(w["w1"], w["w2"], x), None), x, model)[0].sum()
+
+    def indexed(model, x):
+        return jax.lax.fori_loop(0, 3, lambda i, x: x + two(model["w1"][i], model["w2"][i], x), x).sum()
+
+    for loss in (scanned, indexed):
+        assert dims(model, loss, zeros(8, D)) == {"w1": 2, "w2": 1}
+    assert order(Trace.of(scanned, model, zeros(8, D)), 4).stacked == {"w1": 1, "w2": 1}
+
+
+def test_what_loops_move_is_counted_as_often_as_they_run():
+    """Twelve times, whether in one loop or in two, one inside the other."""
+    model = {"w1": zeros(D, F), "w2": zeros(F, D)}
+
+    def cost(*lengths):
+        def loss(model, x):
+            def times(step, length):
+                return lambda x: jax.lax.scan(lambda x, _: (step(x), None), x, length=length)[0]
+
+            step = lambda x: x + two(model["w1"], model["w2"], x)  # noqa: E731
+            for length in lengths:
+                step = times(step, length)
+            return step(x).sum()
+
+        return order(Trace.of(loss, model, zeros(8, D)), 4).cost
+
+    assert cost(12) == cost(3, 4) == cost(2, 3, 2) == 12 * cost(1) > 0
+
+
+def test_a_recurrent_weight_sees_what_the_iteration_before_left():
+    """The carry begins whole and is whole at the end of the body, so each iteration begins with a column."""
+    model = {"w1": zeros(D, F), "w2": zeros(F, D)}
+
+    def loss(model, x):
+        def body(carry, _):
+            x, y = carry
+            return (y, two(model["w1"], model["w2"], x)), None
+
+        return sum(out.sum() for out in jax.lax.scan(body, (x, x), length=4)[0])
+
+    assert dims(model, loss, zeros(8, D)) == {"w1": 1, "w2": 0}
+
+
+def test_state_of_layers_is_data_like_any_other():
+    model, state = eqx.nn.make_with_state(
+        lambda key: eqx.nn.Sequential(
+            [
+                eqx.nn.Conv2d(4, 32, 3, key=key),
+                eqx.nn.BatchNorm(32, "batch", mode="ema"),
+                eqx.nn.Lambda(jax.nn.relu),
+                eqx.nn.Conv2d(32, 8, 3, key=key),
+            ]
+        )
+    )(jax.random.key(0))
+
+    def loss(model, state, x):
+        return jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)[0].sum()
+
+    assert dims(model, loss, state, zeros(8, 4, 9, 9)) == {
+        "layers.0.weight": 0, "layers.0.bias": 0, "layers.1.weight": 0, "layers.1.bias": 0,
+        "layers.3.weight": 1, "layers.3.bias": None,
+    }  # fmt: skip
+
+
+# --- what does not divide, what is not followed ---------------------------------------------------------------------
+
+
+def test_what_does_not_divide_takes_the_other_dim_or_none():
+    model = {"up": zeros(F, D), "head": zeros(D, 10), "odd": zeros(10, 3)}
+
+    def loss(model, x):
+        return (jax.nn.relu(x @ model["up"]) @ model["head"] @ model["odd"]).sum()
+
+    splits = found(model, loss, zeros(8, F))
+    assert (splits["up"].dim, splits["head"].dim, splits["odd"].dim) == (1, 0, None)
+    assert splits["odd"].reason == "whole: no dim of 10 x 3 divides over 4 shards"
+    splits = found({"head": zeros(D, 10)}, lambda model, x: (x @ model["head"]).sum(), zeros(8, D))
+    assert splits["head"].reason == "row: 10 outputs do not divide over 4 shards, its inputs do"
+
+
+@pytest.mark.parametrize(("groups", "expected"), [(8, 0), (4, 0), (2, None), (6, None)])
+def test_groups_of_a_convolution_stay_whole_on_their_shard(groups, expected):
+    """Over 4 shards; its 24 channels would divide whatever the groups."""
+    model = {"up": zeros(D, 24), "kernel": zeros(24, 24 // groups, 3), "down": zeros(24, D)}
+
+    def loss(model, x):
+        x = jnp.einsum("btd,dc->bct", x, model["up"])
+        x = jax.lax.conv_general_dilated(x, model["kernel"], (1,), "SAME", feature_group_count=groups)
+        return jnp.einsum("bct,cd->btd", x, model["down"]).sum()
+
+    # What is split by groups arrives split at what follows, what is not arrives whole.
+    assert dims(model, loss, zeros(8, 9, D)) == {"up": 1, "kernel": expected, "down": 1 if expected is None else 0}
+
+
+def test_what_a_scan_hands_on_is_split_past_the_dim_of_its_iterations():
+    """The hidden values of all layers, [layers, rows, features], read by one matmul after the scan."""
+    model = {"up": zeros(4, D, F), "head": zeros(F, D)}
+
+    def loss(model, x):
+        _, hidden = jax.lax.scan(lambda x, up: (x, jax.nn.relu(x @ up)), x, model["up"])
+        return (hidden @ model["head"]).sum()
+
+    assert dims(model, loss, zeros(8, D)) == {"up": 2, "head": 0}
+
+
+def test_an_embedding_that_does_not_divide():
+    splits = found({"table": zeros(50257, D)}, lambda model, ids: model["table"][ids].sum(), jnp.zeros((8, 4), int))
+    assert splits["table"].dim is None
+    assert splits["table"].reason == "whole: 50257 rows do not divide over 4 shards; a table padded to 50260 would"
+
+
+def test_positions_go_with_what_they_are_added_to():
+    """A table that data does not look up, as T5's biases of heads, is a parameter seen otherwise."""
+    model = {"q": zeros(D, 8, 4), "table": zeros(32, 8), "positions": zeros(SEQ, D)}
+    buckets = np.abs(np.arange(SEQ)[:, None] - np.arange(SEQ)) // 2
+
+    def loss(model, x):
+        q = jnp.einsum("btd,dhk->bhtk", x + model["positions"][jnp.arange(SEQ)], model["q"])
+        return (jnp.einsum("bhtk,bhsk->bhts", q, q) + model["table"][buckets].transpose(2, 0, 1)).sum()
+
+    assert dims(model, loss, zeros(4, SEQ, D)) == {"q": 1, "table": 1, "positions": None}
+
+
+@pytest.mark.parametrize(
+    ("compute", "primitive"),
+    [
+        (lambda w, x: jnp.linalg.cholesky(x @ x.T + w), "cholesky"),
+        (lambda w, x: jax.pure_callback(lambda w, x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), w, x), "pure_callback"),
+        (lambda w, x: jax.scipy.linalg.solve_triangular(w, x), "triangular_solve"),
+    ],
+)
+def test_what_is_not_followed_stays_whole_and_says_so(compute, primitive):
+    def loss(model, x):
+        hidden = x @ model["up"]
+        return jax.lax.stop_gradient(compute(model["w"], hidden)).sum()
+
+    splits = found({"up": zeros(D, D), "w": zeros(D, D)}, loss, zeros(D, D))
+    assert splits["up"].dim is not None or splits["up"].reason.startswith("whole: costs less")
+    if primitive != "cholesky":  # which gets a sum that the weight is part of
+        assert splits["w"].reason == f"whole: `{primitive}` computes with it, which is not followed"
+
+
+def test_what_data_never_meets_is_left_to_the_walk():
+    model = {"used": zeros(D, F), "unused": zeros(D, F)}
+    assert dims(model, lambda model, x: (x @ model["used"]).sum() + model["unused"].sum(), zeros(8, D)) == {"used": 1}
+
+
+def test_layers_of_a_list_are_decided_alike():
+    model = [eqx.nn.Linear(D, D, key=jax.random.key(0)) for _ in range(6)]
+
+    def loss(model, x):
+        for layer in model:
+            x = x + jax.vmap(layer)(jax.lax.top_k(x, D)[0])  # which needs its input whole
+        return x.sum()
+
+    split = dims(model, loss, zeros(8, D))
+    assert len({split[f"{i}.weight"] for i in range(6)}) == 1
+
+
+# --- in a plan ----------------------------------------------------------------------------------------------------------
+
+
+class Backwards(eqx.Module):
+    """Two layers of one size, called in the reverse of their order."""
+
+    second: eqx.nn.Linear
+    first: eqx.nn.Linear
+
+    def __init__(self):
+        self.first = eqx.nn.Linear(64, 64, use_bias=False, key=jax.random.key(0))
+        self.second = eqx.nn.Linear(64, 64, use_bias=False, key=jax.random.key(1))
+
+    def __call__(self, x):
+        return self.second(jax.nn.relu(self.first(x)))
+
+
+def squares(model, batch, key):
+    return jnp.square(jax.vmap(model)(batch)).mean()
+
+
+def test_a_plan_shows_the_walk_too_where_they_differ():
+    deployer = redeqx.Deployer(n_model_shards=2, n_fsdp_shards=2, verbose=False)
+    plan = deployer.plan(Backwards(), squares, jax.ShapeDtypeStruct((8, 64), jnp.float32))
+    assert plan["first.weight"].spec == P(("model",), ("fsdp",)) and plan["second.weight"].spec == P(("fsdp",), ("model",))
+    assert plan["second.weight"].reason == (
+        "row: its input arrives split by `first` (the walk: column: its input arrives whole); fsdp on dim 0"
+    )
+    assert deployer.plan(Backwards())["second.weight"].reason == "column: its input arrives whole; fsdp on dim 1"
+
+
+def test_the_trainer_takes_the_order_of_its_first_batch():
+    deployer = redeqx.Deployer(n_model_shards=2, verbose=False)
+    trainer = redeqx.Trainer(deployer, model=Backwards(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=squares)
+    trainer.train(list(np.ones((8, 64), np.float32)), 2)
+    assert trainer.plan["first.weight"].spec == P(("model",), None)
+
+
+def test_grouped_heads_of_a_family():
+    """Two key/value heads over four shards: each is read with a half of its queries."""
+    config = LlamaConfig(vocab_size=128, n_positions=16, d_model=64, d_mlp=128, n_layers=2, n_heads=8, n_kv_heads=2)
+    model = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
+    deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
+    ids = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    plan = deployer.plan(model, lambda model, ids, key: jax.vmap(model)(ids).mean(), ids)
+    specs = {name.removeprefix("stack.blocks."): leaf.spec for name, leaf in plan.leaves.items()}
+    assert specs["attention.query.weight"] == specs["mlp.gate.weight"] == P(None, ("model",), None)
+    assert specs["attention.output.weight"] == specs["mlp.down.weight"] == P(None, None, ("model",))
+
+
+TRAINED = ["einsum_attention", "fused_qkv", "odd_heads", "grouped_query", "state_space", "separable_cnn"]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_is_the_same_under_every_plan(x64, name):
+    """In float64, where sums in another order differ less than a wrong one does."""
+    made = STRUCTURES[name](jax.random.key(0))
+    model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, made.model)
+    examples = list(np.random.default_rng(0).normal(size=(16, *made.example.shape)))
+    whole = {path: None for path, leaf in named_leaves(model).items() if is_array_like(leaf)}
+    loss_fn, results = batched(made.loss), {}
+    for kind in ("whole", "walk", "dataflow"):
+        deployer = redeqx.Deployer(n_model_shards=4, verbose=False)  # one each, so that the order of examples is the same
+        given = (loss_fn, np.stack(examples)) if kind == "dataflow" else (None, None)
+        plan = deployer.plan(model, *given, overrides=whole if kind == "whole" else None)
+        trainer = redeqx.Trainer(
+            deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn, plan=plan
+        )
+        trainer.train(examples, 4)
+        results[kind] = [np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))], plan
+    assert any("model" in str(leaf.spec) for leaf in results["dataflow"][1].leaves.values())
+    for kind in ("walk", "dataflow"):
+        for a, b in zip(results["whole"][0], results[kind][0], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9)
+
+
+# --- stacks ---------------------------------------------------------------------------------------------------------------
+
+
+class Attending(eqx.Module):
+    norm: eqx.nn.RMSNorm
+    attention: eqx.nn.MultiheadAttention
+
+    def __init__(self, key):
+        self.norm, self.attention = eqx.nn.RMSNorm(D, use_bias=False), eqx.nn.MultiheadAttention(8, D, key=key)
+
+    def __call__(self, x, key=None):
+        y = jax.vmap(self.norm)(x)
+        return x + self.attention(y, y, y)
+
+
+class OwnStack(eqx.Module):
+    """What a user writes who knows nothing of ours."""
+
+    blocks: Attending
+
+    def __init__(self, n_layers, key):
+        self.blocks = eqx.filter_vmap(Attending)(jax.random.split(key, n_layers))
+
+    def __call__(self, x):
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
+        return jax.lax.scan(lambda x, arrays: (eqx.combine(arrays, static)(x), None), x, arrays)[0]
+
+
+@pytest.mark.parametrize(("n_model_shards", "n_fsdp_shards"), [(4, 1), (1, 8), (2, 2)])
+def test_a_users_own_scan_sends_what_our_stack_sends(n_model_shards, n_fsdp_shards):
+    """Array by array: kinds, sizes, axes, and how often in the forward and in the backward pass."""
+    sent = []
+    for model in (OwnStack(3, jax.random.key(0)), Stack(Attending, 3, key=jax.random.key(0))):
+        deployer = redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False)
+        trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=squares)
+        compiled = trainer.compile(list(np.zeros((16, SEQ, D), np.float32)), 16 // deployer.n_batch_shards)
+        found = Counter()
+        for c in _hlo.collectives(compiled.as_text()):
+            found[c.kind, c.dtype, c.shape, c.bytes, c.axes(deployer.mesh), c.is_backward] += c.n_executions
+        sent.append(found)
+    assert sent[0] == sent[1]
+    assert {axis for *_, axes, _ in sent[0] for axis in axes} == {a for a, n in deployer.mesh.shape.items() if n > 1}

@@ -1,0 +1,286 @@
+"""How much of a model a plan leaves whole on every shard of the model axis: no more than the walk over its fields does.
+
+Models whose weights no plain matmul takes: chosen by data under `vmap`, looked up, in loops, in flat vectors, recurrent.
+"""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import redeqx
+from redeqx.machine._mesh import make_mesh
+from redeqx.partition._dataflow import SMALL
+from redeqx.partition._plan import make_plan
+from redeqx.tracing._jaxprs import Trace
+
+D, F, SEQ, ROWS = 32, 64, 4, 16
+MODELS = {}
+
+
+def model(fn):
+    """Registers a function of a key, which returns a model, a loss of it and one example, and the shape of an example."""
+    MODELS[fn.__name__] = fn
+    return fn
+
+
+def normal(key, *shape):
+    return jax.random.normal(key, shape) / shape[-2] ** 0.5
+
+
+def mlp(key, d=D, f=F):
+    return eqx.nn.MLP(d, d, f, 1, key=key)
+
+
+# --- chosen by data ---------------------------------------------------------------------------------------------------
+
+
+@model
+def branches_under_vmap(key):
+    """JAX turns the branch into a choice among the weights."""
+    keys = jax.random.split(key)
+    model = {"a": mlp(keys[0]), "b": mlp(keys[1])}
+    return model, lambda m, x: jax.lax.cond(x.sum() > 0, lambda x: m["a"](x), lambda x: m["b"](x), x), (D,)
+
+
+@model
+def switch_under_vmap(key):
+    model = [mlp(key) for key in jax.random.split(key, 3)]
+
+    def loss(model, x):
+        return jax.lax.switch(jnp.argmax(x[:3]), [lambda x, expert=expert: expert(x) for expert in model], x)
+
+    return model, loss, (D,)
+
+
+@model
+def experts_by_index(key):
+    """Weights and biases picked for each token; six experts do not divide over four shards."""
+    keys = jax.random.split(key, 3)
+    model = {"router": normal(keys[0], D, 6), "up": normal(keys[1], 6, D, F), "bias": jnp.ones((6, F)),
+             "down": normal(keys[2], 6, F, D)}  # fmt: skip
+
+    def loss(m, x):
+        def of_token(x):
+            i = jnp.argmax(x @ m["router"])
+            return jax.nn.relu(x @ m["up"][i] + m["bias"][i]) @ m["down"][i]
+
+        return jax.vmap(of_token)(x)
+
+    return model, loss, (SEQ, D)
+
+
+# --- flat vectors -----------------------------------------------------------------------------------------------------
+
+
+@model
+def slices_of_a_vector(key):
+    def loss(m, x):
+        up, down = m["theta"][: D * F].reshape(D, F), m["theta"][D * F :].reshape(F, D)
+        return jnp.tanh(x @ up) @ down
+
+    return {"theta": jax.random.normal(key, (2 * D * F,)) / 6}, loss, (D,)
+
+
+@model
+def ravelled(key):
+    arrays, static = eqx.partition(mlp(key), eqx.is_array)
+    flat, unravel = ravel_pytree(arrays)
+    return {"theta": flat}, lambda m, x: eqx.combine(unravel(m["theta"]), static)(x), (D,)
+
+
+# --- loops ------------------------------------------------------------------------------------------------------------
+
+
+@model
+def fori_loop(key):
+    """A square layer, whose output the next round needs whole."""
+    model = eqx.nn.Linear(D, D, key=key)
+    return model, lambda m, x: jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(m(x)), x), (D,)
+
+
+@model
+def while_loop(key):
+    """Not differentiable in reverse: to a fixed point, then a step that is."""
+    model = mlp(key)
+
+    def loss(m, x):
+        still = eqx.combine(jax.lax.stop_gradient(eqx.filter(m, eqx.is_array)), eqx.filter(m, eqx.is_array, inverse=True))
+        z = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, still(c[1])), (0, x))[1]
+        return m(jax.lax.stop_gradient(z))
+
+    return model, loss, (D,)
+
+
+@model
+def weights_that_a_loop_changes(key):
+    keys = jax.random.split(key, 2)
+    model = {"up": normal(keys[0], D, F), "down": normal(keys[1], F, D)}
+
+    def loss(m, x):
+        def inner(w):
+            return jnp.square(jnp.tanh(x @ w["up"]) @ w["down"] - x).mean()
+
+        w = jax.lax.fori_loop(0, 2, lambda _, w: jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(inner)(w)), m)
+        return jnp.tanh(x @ w["up"]) @ w["down"]
+
+    return model, loss, (SEQ, D)
+
+
+# --- recurrent --------------------------------------------------------------------------------------------------------
+
+
+def recurrent(cell, sizes, in_decoder=False):
+    def make(key):
+        keys = jax.random.split(key, len(sizes) + 1)
+        cells = [cell(before, after, key=key) for before, after, key in zip((D, *sizes), sizes, keys, strict=False)]
+        model = {"cells": cells, "head": eqx.nn.Linear(sizes[-1], D, key=keys[-1])}
+        begin = [(jnp.zeros(n), jnp.zeros(n)) if cell is eqx.nn.LSTMCell else jnp.zeros(n) for n in sizes]
+
+        def step(cells, states, x):
+            new = []
+            for one, state in zip(cells, states, strict=True):
+                new.append(one(x, state))
+                x = new[-1][0] if cell is eqx.nn.LSTMCell else new[-1]
+            return new, x
+
+        def loss(m, x):
+            if in_decoder:  # the first cell reads, the second writes
+                encoded, _ = jax.lax.scan(lambda s, x: step(m["cells"][:1], s, x), begin[:1], x)
+                _, y = jax.lax.scan(lambda s, x: step(m["cells"][1:], s, x), encoded, x[:, : sizes[0]])
+            else:
+                _, y = jax.lax.scan(lambda s, x: step(m["cells"], s, x), begin, x)
+            return jax.vmap(m["head"])(y)
+
+        return model, loss, (SEQ, D)
+
+    return make
+
+
+MODELS["one GRU"] = recurrent(eqx.nn.GRUCell, [F])
+MODELS["two GRUs"] = recurrent(eqx.nn.GRUCell, [D, D])
+MODELS["two LSTMs"] = recurrent(eqx.nn.LSTMCell, [F, D])
+MODELS["GRU encoder and decoder"] = recurrent(eqx.nn.GRUCell, [D, D], in_decoder=True)
+
+
+# --- computed with in ways that are not followed ----------------------------------------------------------------------
+
+
+@model
+def layers_of_mixed_weights(key):
+    """As orthogonal layers have it; `qr` is not followed."""
+    model = [eqx.nn.Linear(160, 160, use_bias=False, key=key) for key in jax.random.split(key)]
+
+    def loss(m, x):
+        for layer in m:
+            x = jnp.tanh(jnp.linalg.qr(layer.weight)[0] @ x)
+        return x
+
+    return model, loss, (160,)
+
+
+def made(name, dtype=jnp.float32):
+    model, loss, shape = MODELS[name](jax.random.key(0))
+    model = jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, model)
+
+    def of_batch(model, batch, key=None):
+        return jnp.square(jax.vmap(lambda x: loss(model, x))(batch)).mean()
+
+    return model, of_batch, np.random.default_rng(0).normal(size=(ROWS, *shape)).astype(dtype)
+
+
+def whole(plan):
+    return sum(math.prod(leaf.shape) for leaf in plan.leaves.values() if leaf.n_shards == 1)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_larger_share_is_left_whole_than_the_walk_leaves(name, n):
+    model, loss, batch = made(name)
+    mesh = make_mesh(n)
+    walk, plan = make_plan(model, mesh), make_plan(model, mesh, trace=Trace.of(loss, model, batch))
+    assert whole(plan) <= whole(walk)
+    # Far less even, where the walk knows none of the weights: biases of what is summed alone.
+    assert whole(plan) <= 0.05 * plan.n_parameters
+    for leaf in plan.leaves.values():
+        assert leaf.n_shards > 1 or leaf.reason.startswith("whole: ")
+
+
+def test_what_is_left_whole_says_why():
+    odd = {"theta": jnp.zeros(2 * D * F + 2)}
+
+    def loss(m, x):
+        return (jnp.tanh(x @ m["theta"][: D * F].reshape(D, F)) @ m["theta"][D * F : -2].reshape(F, D)).sum()
+
+    plan = make_plan(odd, make_mesh(4), trace=Trace.of(loss, odd, jnp.zeros((ROWS, D))))
+    assert plan["theta"].reason == "whole: 4098 entries do not divide over 4 shards; a vector padded to 4100 would"
+
+
+def test_large_weights_are_split_though_whole_would_send_less():
+    """Two GRUs over many steps: whole, they would send nothing between the shards."""
+
+    def dims(n, length):
+        model, loss, _ = recurrent(eqx.nn.GRUCell, [n, n])(jax.random.key(0))
+        batch = jax.ShapeDtypeStruct((ROWS, length, D), jnp.float32)
+        trace = Trace.of(lambda model, batch: jax.vmap(lambda x: loss(model, x))(batch).sum(), model, batch)
+        plan = make_plan(model, make_mesh(4), trace=trace)
+        return plan, [plan[f"cells.{i}.weight_hh"].n_shards for i in range(2)]
+
+    small, n_shards = dims(16, 512)
+    assert n_shards == [1, 1] and small["cells.0.weight_hh"].reason.startswith("whole: costs less than any split of it")
+    large, n_shards = dims(80, 512)
+    assert math.prod(large["cells.0.weight_hh"].shape) > SMALL and n_shards == [4, 4]
+
+
+def test_many_leaves_that_are_left_whole_are_a_warning():
+    model = [jax.ShapeDtypeStruct((1023, 641), jnp.float32) for _ in range(4)]
+    plan = make_plan(model, make_mesh(2))
+    assert plan.warnings == (
+        "100% of the model (2,622,972 of 2,622,972 parameters, in leaves that are not large alone) is replicated: "
+        "`*` (whole: no layer that the walk knows). Pad their sizes, or split them with `overrides=`.",
+    )
+    assert make_plan([jax.ShapeDtypeStruct((1024, 641), jnp.float32)], make_mesh(2), {"*": ("model", None)}).warnings == ()
+
+
+def test_what_is_not_followed_is_stored_split_and_gathered():
+    model, loss, batch = made("layers_of_mixed_weights")
+    plan = make_plan(model, make_mesh(2, 2), trace=Trace.of(loss, model, batch))
+    assert plan["0.weight"].n_shards == 4 and plan.spec_in_use("0.weight") == jax.sharding.PartitionSpec(None, None)
+    assert plan["0.weight"].reason == (
+        "stored split, gathered for use: whole: `qr` computes with it, which is not followed "
+        "(the walk: column: its input arrives whole); fsdp on dim 1"
+    )
+
+
+TRAINED = [
+    ("branches_under_vmap", (4, 1)),
+    ("experts_by_index", (4, 1)),
+    ("experts_by_index", (2, 2)),
+    ("slices_of_a_vector", (2, 2)),
+    ("ravelled", (4, 1)),
+    ("fori_loop", (4, 1)),
+    ("weights_that_a_loop_changes", (2, 2)),
+    ("two GRUs", (4, 1)),
+    ("layers_of_mixed_weights", (2, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "shards"), [case if i % 2 else pytest.param(*case, marks=pytest.mark.sweep) for i, case in enumerate(TRAINED)]
+)
+def test_an_update_is_that_of_the_whole_model(x64, name, shards):
+    model, loss, batch = made(name, jnp.float64)
+    deployer = redeqx.Deployer(n_model_shards=shards[0], n_fsdp_shards=shards[1], verbose=False)
+    trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss)
+    metrics = trainer.train(list(batch), ROWS // deployer.n_batch_shards)
+    value, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, batch)
+    wanted = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+    assert metrics["loss"] == pytest.approx(float(value), rel=1e-6)
+    for got, leaf in zip(jax.tree.leaves(trainer.model), jax.tree.leaves(wanted), strict=True):
+        if eqx.is_array(leaf):
+            np.testing.assert_allclose(np.asarray(got), np.asarray(leaf), rtol=1e-7, atol=1e-10)

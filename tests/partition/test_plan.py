@@ -1,0 +1,858 @@
+"""Plans: the exact spec of every leaf, with its reason; overrides; and models and optimizer states placed by a plan."""
+
+import itertools
+import re
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import redeqx.partition._plan
+from redeqx import register_attention
+from redeqx._tree import is_array_like, named_leaves
+from redeqx.machine._mesh import make_mesh
+from redeqx.models import lora
+from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.partition._plan import MIN_FSDP_SIZE, make_plan, mark_read, place, shardings_like
+from redeqx.tracing._jaxprs import Trace
+
+KEY = jax.random.key(0)
+M, F = "model", "fsdp"
+D = 16
+
+
+def shapes(make, *args, **kwargs):
+    """The model as shapes alone: plans need no arrays."""
+    return eqx.filter_eval_shape(lambda key: make(*args, **kwargs, key=key), KEY)
+
+
+def zeros(model):
+    """The model of shapes as arrays, without drawing any."""
+    return jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)) if is_array_like(leaf) else leaf, model)
+
+
+def linear(in_size, out_size, **kwargs):
+    return shapes(eqx.nn.Linear, in_size, out_size, **kwargs)
+
+
+def plan_of(model, n_model_shards=4, n_fsdp_shards=1, overrides=None):
+    plan = make_plan(model, make_mesh(n_model_shards, n_fsdp_shards), overrides)
+    arrays = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
+    assert plan.leaves.keys() == arrays.keys()
+    for name, leaf in plan.leaves.items():  # of every plan in this file
+        assert leaf.reason and leaf.shape == arrays[name].shape == tuple(leaf.shape) and len(leaf.spec) == len(leaf.shape)
+        assert np.prod(plan.sharding(name).shard_shape(leaf.shape), dtype=int) * leaf.n_shards == np.prod(
+            leaf.shape, dtype=int
+        )
+    return plan
+
+
+def specs(plan):
+    return {name: leaf.spec for name, leaf in plan.leaves.items()}
+
+
+def reasons(plan):
+    return {name: leaf.reason for name, leaf in plan.leaves.items()}
+
+
+COLUMN, ROW, WHOLE = P(M, None), P(None, M), P(None, None)
+
+
+# --- rule 1: fully connected --------------------------------------------------------------------------------------------
+
+
+def test_mlp():
+    plan = plan_of(shapes(eqx.nn.MLP, 8, 4, 32, depth=3))
+    assert specs(plan) == {
+        "layers.0.weight": COLUMN,
+        "layers.0.bias": P(M),
+        "layers.1.weight": ROW,
+        "layers.1.bias": P(None),
+        "layers.2.weight": COLUMN,
+        "layers.2.bias": P(M),
+        "layers.3.weight": ROW,
+        "layers.3.bias": P(None),
+    }
+    assert plan["layers.1.weight"].reason == "row: its input arrives split by `layers.0`"
+    assert plan["layers.0.bias"].reason == "follows dim 0 of its weight"
+    assert plan["layers.1.bias"].reason == "whole: added to an output that is whole"
+
+
+class SwiGLU(eqx.Module):
+    def __call__(self, x):
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))  # pyright: ignore
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("gate", "up", "down"))), ids="-".join)
+def test_swiglu_with_its_fields_in_every_order(order):
+    sizes = {"gate": (D, 64), "up": (D, 64), "down": (64, D)}
+    cls = type("Block", (SwiGLU,), {"__annotations__": dict.fromkeys(order, eqx.nn.Linear)})
+    model = cls(*(linear(*sizes[name], use_bias=False) for name in order))
+    assert specs(plan_of(model)) == {f"{n}.weight": ROW if n == "down" else COLUMN for n in order}
+
+
+class AutoEncoder(eqx.Module):
+    encode: eqx.nn.Linear
+    squeeze: eqx.nn.Linear
+    widen: eqx.nn.Linear
+    decode: eqx.nn.Linear
+
+
+@pytest.mark.parametrize("as_fields", [True, False])
+def test_autoencoder(as_fields):
+    layers = [linear(a, b, use_bias=False) for a, b in [(64, 32), (32, 8), (8, 32), (32, 64)]]
+    model = AutoEncoder(*layers) if as_fields else eqx.nn.Sequential(layers)
+    assert list(specs(plan_of(model)).values()) == [COLUMN, ROW, COLUMN, ROW]
+
+
+@pytest.mark.parametrize(
+    "sizes, weight, bias",
+    [
+        ((8, 12), COLUMN, P(M)),
+        ((8, 10), ROW, P(None)),  # outputs do not divide over 4
+        ((10, 8), COLUMN, P(M)),
+        ((10, 6), WHOLE, P(None)),  # neither does
+        ((8, "scalar"), ROW, P(None)),
+        (("scalar", 8), COLUMN, P(M)),
+        (("scalar", "scalar"), WHOLE, P(None)),
+    ],
+)
+def test_linear_sizes_that_do_not_divide(sizes, weight, bias):
+    plan = plan_of([linear(*sizes)])
+    assert specs(plan) == {"0.weight": weight, "0.bias": bias}
+    if weight == WHOLE:
+        assert plan["0.weight"].reason.startswith("whole: neither ")
+
+
+def test_convolutions():
+    model = [
+        shapes(eqx.nn.Conv2d, 3, 8, 3),
+        shapes(eqx.nn.Conv2d, 8, 16, 3, use_bias=False),
+        shapes(eqx.nn.ConvTranspose2d, 16, 8, 3),
+        shapes(eqx.nn.Conv1d, 8, 8, 3, groups=4),
+        shapes(eqx.nn.Conv1d, 8, 8, 3, groups=2),
+        shapes(eqx.nn.Conv1d, 6, 10, 3),
+    ]
+    plan = plan_of(model)
+    column, row, whole = P(M, None, None, None), P(None, M, None, None), P(None, None, None)
+    assert specs(plan) == {
+        "0.weight": column,
+        "0.bias": P(M, None, None),
+        "1.weight": row,
+        "2.weight": column,
+        "2.bias": P(M, None, None),
+        "3.weight": P(M, None, None),
+        "3.bias": P(M, None),
+        "4.weight": whole,
+        "4.bias": P(None, None),
+        "5.weight": whole,
+        "5.bias": P(None, None),
+    }
+    assert plan["3.weight"].reason == "column: 4 groups, each whole on its shard"
+    assert plan["4.weight"].reason == "whole: 2 groups do not divide over 4 shards"
+
+
+def test_stacked_layers():
+    """`eqx.filter_vmap` over constructors: leading dims, one or two, are never split."""
+
+    def make(key):
+        return {
+            "conv": eqx.nn.ConvTranspose1d(8, 8, 3, key=key),
+            "gain": jnp.ones(8),
+            "mlp": eqx.nn.MLP(8, 8, 32, depth=1, key=key),
+            "norm": eqx.nn.LayerNorm(8),
+        }
+
+    for n_layers in [(4,), (4, 8)]:
+        lead = [None] * len(n_layers)
+        stacked = make
+        for _ in n_layers:
+            stacked = eqx.filter_vmap(stacked)
+        assert specs(plan_of(eqx.filter_eval_shape(stacked, jax.random.split(KEY, n_layers)))) == {
+            "conv.weight": P(*lead, M, None, None),
+            "conv.bias": P(*lead, M, None),
+            "gain": P(*lead, None),
+            # the convolution's output arrives split: sizes match, and dicts are flattened by key
+            "mlp.layers.0.weight": P(*lead, None, M),
+            "mlp.layers.0.bias": P(*lead, None),
+            "mlp.layers.1.weight": P(*lead, M, None),
+            "mlp.layers.1.bias": P(*lead, M),
+            "norm.weight": P(*lead, None),
+            "norm.bias": P(*lead, None),
+        }
+
+
+# --- rule 2: attention --------------------------------------------------------------------------------------------------
+
+
+def attention_specs(query, key, value, output, names=("query", "key", "value", "output")):
+    return dict(zip((f"{name}.weight" for name in names), (query, key, value, output), strict=True))
+
+
+def test_multihead_attention():
+    plan = plan_of(shapes(eqx.nn.MultiheadAttention, 4, D, use_query_bias=True, use_output_bias=True))
+    assert specs(plan) == {
+        "query_proj.weight": COLUMN,
+        "query_proj.bias": P(M),
+        "key_proj.weight": COLUMN,
+        "value_proj.weight": COLUMN,
+        "output_proj.weight": ROW,
+        "output_proj.bias": P(None),
+    }
+    assert plan["query_proj.weight"].reason == "attention: query by heads, 4 heads over 4 shards"
+
+
+class Attention(eqx.Module):
+    """Fields in an order, and under names, that say little."""
+
+    mix: eqx.nn.Linear
+    c: eqx.nn.Linear
+    b: eqx.nn.Linear
+    a: eqx.nn.Linear
+    extra: eqx.nn.MLP
+    n_heads: int
+    n_kv_heads: int
+
+    def __init__(self, n_heads, n_kv_heads, size=4, d=D):
+        self.a = linear(d, n_heads * size, use_bias=False)
+        self.b = linear(d, n_kv_heads * size, use_bias=False)
+        self.c = linear(d, n_kv_heads * size, use_bias=False)
+        self.mix = linear(n_heads * size, d, use_bias=False)
+        self.extra = shapes(eqx.nn.MLP, 8, 8, 32, depth=1, use_bias=False, use_final_bias=False)
+        self.n_heads = n_heads
+        self.n_kv_heads = n_kv_heads
+
+
+class RegisteredAttention(Attention):
+    pass
+
+
+register_attention(RegisteredAttention, query="a", key="b", value="c", output="mix")
+ABC = ("a", "b", "c", "mix")
+REST = {"extra.layers.0.weight": COLUMN, "extra.layers.1.weight": ROW}
+
+
+@pytest.mark.parametrize(
+    "n_heads, n_kv_heads, expected",
+    [
+        (8, 8, (COLUMN, COLUMN, COLUMN, ROW)),
+        (8, 4, (COLUMN, COLUMN, COLUMN, ROW)),
+        (8, 2, (COLUMN, WHOLE, WHOLE, ROW)),  # fewer key/value heads than shards, though their features divide
+        (6, 6, (ROW, ROW, ROW, COLUMN)),  # 24 features divide over 4 shards, 6 heads do not
+    ],
+)
+def test_registered_attention(n_heads, n_kv_heads, expected):
+    plan = plan_of({"layer": RegisteredAttention(n_heads, n_kv_heads)})
+    wanted = {**attention_specs(*expected, names=ABC), **REST}
+    assert specs(plan) == {f"layer.{name}": spec for name, spec in wanted.items()}
+    assert "recognised by" not in "".join(reasons(plan).values())
+
+
+def test_a_subclass_of_a_registered_attention_is_one():
+    class Sub(RegisteredAttention):
+        pass
+
+    assert specs(plan_of(Sub(8, 8))) == {**attention_specs(COLUMN, COLUMN, COLUMN, ROW, names=ABC), **REST}
+    # Heads decide, not sizes, by which four linear layers would be split as well.
+    assert specs(plan_of(Sub(8, 2))) == {**attention_specs(COLUMN, WHOLE, WHOLE, ROW, names=ABC), **REST}
+    assert specs(plan_of(Sub(6, 6))) == {**attention_specs(ROW, ROW, ROW, COLUMN, names=ABC), **REST}
+
+
+def test_heads_may_be_a_function_of_the_module():
+    class WithConfig(Attention):
+        pass
+
+    register_attention(
+        WithConfig,
+        query="a",
+        key="b",
+        value="c",
+        output="mix",
+        heads=lambda module: module.n_heads // 2,
+        kv_heads="n_kv_heads",
+    )
+    assert specs(plan_of(WithConfig(8, 2)))["b.weight"] == WHOLE
+    assert specs(plan_of(WithConfig(4, 4)))["a.weight"] == ROW  # 4 // 2 heads over 4 shards
+
+
+@pytest.mark.parametrize(
+    "names", [("q_proj", "k_proj", "v_proj", "o_proj"), ("wq", "wk", "wv", "wo"), ("q", "k", "v", "proj")]
+)
+def test_attention_by_names_says_so(names):
+    fields = {**dict.fromkeys(names, eqx.nn.Linear), "num_heads": int}
+    cls = type("Unregistered", (eqx.Module,), {"__annotations__": fields})
+    model = [cls(*[linear(D, D, use_bias=False)] * 3, linear(D, D, use_bias=False), 8)]
+    plan = plan_of(model)
+    assert specs(plan) == {
+        f"0.{name}": spec for name, spec in attention_specs(COLUMN, COLUMN, COLUMN, ROW, names=names).items()
+    }
+    note = "; recognised by the names of its fields, register Unregistered to be sure"
+    assert all(reason.endswith(note) for reason in reasons(plan).values())
+    assert "8 heads over 4 shards" in plan[f"0.{names[0]}.weight"].reason
+    headless = type("Unregistered", (eqx.Module,), {"__annotations__": dict.fromkeys(names, eqx.nn.Linear)})
+    assert "(number of heads unknown)" in plan_of(headless(*[linear(D, D)] * 4))[f"{names[0]}.weight"].reason
+
+
+def test_four_linears_of_other_names_are_no_attention():
+    model = Attention(8, 8)
+    assert "attention" not in "".join(reasons(plan_of(model)).values())
+
+
+def test_after_attention_activations_are_whole():
+    model = [shapes(eqx.nn.MultiheadAttention, 4, D), linear(D, 64), linear(64, D), linear(D, 64)]
+    assert [specs(plan_of(model))[f"{i}.weight"] for i in (1, 2, 3)] == [COLUMN, ROW, COLUMN]
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (
+            {"cls": dict},
+            TypeError,
+            "`cls`: expected a subclass of eqx.Module, got <class 'dict'>. Register the class, not an instance.",
+        ),
+        ({"query": "aa"}, ValueError, "`query`: expected a field of Attention, got 'aa'."),
+        ({"output": "mixx"}, ValueError, "`output`: expected a field of Attention, got 'mixx'. Did you mean `mix`?"),
+    ],
+)
+def test_what_cannot_be_registered(arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        register_attention(**{"cls": Attention, "query": "a", "key": "b", "value": "c", "output": "mix", **arguments})
+
+
+def test_a_registered_field_that_holds_no_linear():
+    class Wrong(Attention):
+        pass
+
+    register_attention(Wrong, query="a", key="b", value="c", output="extra")
+    with pytest.raises(
+        TypeError, match=r"`layer\.extra`: expected an eqx\.nn\.Linear, as registered for Wrong, got MLP\. Reg"
+    ):
+        plan_of({"layer": Wrong(4, 4)})
+
+
+# --- whole models -------------------------------------------------------------------------------------------------------
+
+GPT2_CONFIG = GPT2Config(vocab_size=64, n_positions=16, d_model=64, n_layers=2, n_heads=4)
+
+
+def gpt2_specs(block, *lead):
+    """A block's specs by hand, under the name of the block."""
+    column, row = P(*lead, M, None), P(*lead, None, M)
+    table = {"attention_norm.weight": P(*lead, None), "attention_norm.bias": P(*lead, None)}
+    for name in ("attention.query", "attention.key", "attention.value"):
+        table |= {f"{name}.weight": column, f"{name}.bias": P(*lead, M)}
+    table |= {"attention.output.weight": row, "attention.output.bias": P(*lead, None)}
+    table |= {"mlp_norm.weight": P(*lead, None), "mlp_norm.bias": P(*lead, None)}
+    table |= {"mlp.up.weight": column, "mlp.up.bias": P(*lead, M)}
+    table |= {"mlp.down.weight": row, "mlp.down.bias": P(*lead, None)}
+    return {f"{block}.{name}": spec for name, spec in table.items()}
+
+
+AROUND = {"embedding.weight": COLUMN, "positions": WHOLE, "norm.weight": P(None), "norm.bias": P(None)}
+
+
+def test_gpt2_stacked():
+    assert specs(plan_of(shapes(GPT2, GPT2_CONFIG))) == {**AROUND, **gpt2_specs("stack.blocks", None)}
+
+
+def test_gpt2_unstacked():
+    def make(key):
+        model = GPT2(GPT2_CONFIG, key=key)
+        return eqx.tree_at(lambda m: m.stack.blocks, model, model.stack.unstack())
+
+    plan = plan_of(eqx.filter_eval_shape(make, KEY))
+    assert specs(plan) == {**AROUND, **gpt2_specs("stack.blocks.0"), **gpt2_specs("stack.blocks.1")}
+    # Blocks that differ only in their number share a row.
+    rows = {row[0]: row[1:] for row in plan.rows()}
+    assert rows["stack.blocks.*.mlp.down.weight  (2x)"] == (
+        "64 x 256",
+        "·, model",
+        "row: its input arrives split by `stack.blocks.*.mlp.up`",
+    )
+    assert len(rows) == len(AROUND) + len(gpt2_specs("block"))
+
+
+@pytest.mark.parametrize("n_model_shards, n_fsdp_shards", [(1, 8), (2, 2)])
+def test_gpt2_with_fsdp(n_model_shards, n_fsdp_shards):
+    plan = plan_of(shapes(GPT2, GPT2_CONFIG), n_model_shards, n_fsdp_shards)
+    column, row = P(None, M, F), P(None, F, M)  # never the layers' dim, and never what the model axis has
+    split = {"stack.blocks.mlp.up.weight": column, "stack.blocks.mlp.down.weight": row, "embedding.weight": P(M, F)}
+    split |= {f"stack.blocks.attention.{name}.weight": column for name in ("query", "key", "value")}
+    split |= {"stack.blocks.attention.output.weight": row}
+    assert specs(plan) == {**AROUND, **gpt2_specs("stack.blocks", None), **split}
+    assert plan["stack.blocks.mlp.up.weight"].reason.endswith("; fsdp on dim 2")
+    assert plan.spec_in_use("stack.blocks.mlp.up.weight") == P(None, M, None)
+
+
+# --- tied and other leaves ----------------------------------------------------------------------------------------------
+
+
+class Tied(eqx.Module):
+    embedding: eqx.nn.Embedding
+    head: eqx.nn.Linear
+
+    def __init__(self, *, key):
+        self.embedding = eqx.nn.Embedding(64, D, key=key)
+        self.head = eqx.nn.Linear(D, 64, key=key)
+
+
+def test_embedding_shared_with_the_head():
+    model = eqx.nn.Shared(zeros(shapes(Tied)), lambda m: m.head.weight, lambda m: m.embedding.weight)
+    plan = plan_of(model)
+    assert specs(plan) == {"pytree.embedding.weight": COLUMN, "pytree.head.bias": P(M)}
+    assert plan.warnings == ()
+
+
+def test_the_same_array_at_two_leaves_is_decided_once_and_warns():
+    model = zeros(shapes(Tied))
+    plan = plan_of(eqx.tree_at(lambda m: m.head.weight, model, model.embedding.weight))
+    assert specs(plan) == {"embedding.weight": COLUMN, "head.weight": COLUMN, "head.bias": P(M)}
+    assert plan["head.weight"].reason == "tied: the same array as `embedding.weight`"
+    assert plan.warnings == (
+        "`head.weight`: the same array as `embedding.weight`, but two leaves of the tree: training will let them drift "
+        "apart. Tie them with `eqx.nn.Shared`.",
+    )
+
+
+def test_a_tied_raw_array_follows_the_layer():
+    head = zeros(linear(D, 64, use_bias=False))
+    plan = plan_of({"a_table": head.weight, "head": head})
+    assert specs(plan) == {"a_table": COLUMN, "head.weight": COLUMN}
+    assert plan["a_table"].reason == "tied: the same array as `head.weight`"
+
+
+def test_embedding_rows_that_do_not_divide():
+    plan = plan_of(shapes(eqx.nn.Embedding, 50257, D))
+    assert specs(plan) == {"weight": WHOLE}
+    assert plan["weight"].reason == "whole: 50257 rows do not divide over 4 shards; a table padded to 50260 rows would"
+
+
+def test_norms_and_what_no_rule_knows():
+    model = {
+        "layer_norm": eqx.nn.LayerNorm((4, 8)),
+        "rms_norm": eqx.nn.RMSNorm(8),
+        "group_norm": eqx.nn.GroupNorm(2, 8),
+        "batch_norm": eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="batch")[0],
+        "cell": shapes(eqx.nn.GRUCell, 8, 8, use_bias=False),
+        "raw": jnp.zeros((8, 8)),
+        "table": np.zeros((8, 8), np.int32),
+        "scalar": jnp.zeros(()),
+        "keys": jax.random.split(KEY, 8),
+        "rate": 0.1,
+        "activation": jnp.tanh,
+    }
+    plan = plan_of(model)
+    assert all(axis is None for spec in specs(plan).values() for axis in spec)
+    norms = {name for name, reason in reasons(plan).items() if reason == "whole: normalisation"}
+    assert norms == {f"{n}_norm.{p}" for n in ("layer", "rms", "group", "batch") for p in ("weight", "bias")}
+    others = {name: leaf for name, leaf in plan.leaves.items() if name not in norms}
+    assert others.keys() == {"cell.weight_ih", "cell.weight_hh", "raw", "table", "scalar", "keys"}
+    assert {leaf.reason for leaf in others.values()} == {"whole: no layer that the walk knows"}
+    assert plan["keys"].n_bytes == 8 * 8 and plan["table"].n_bytes == 256 and plan["scalar"].n_bytes == 4
+
+
+def test_shapes_plan_as_arrays_do():
+    model = shapes(eqx.nn.MLP, 8, 8, 32, depth=2)
+    assert plan_of(model).leaves == plan_of(zeros(model)).leaves
+
+
+# --- the fsdp axis ------------------------------------------------------------------------------------------------------
+
+BIG = MIN_FSDP_SIZE
+
+
+@pytest.mark.parametrize(
+    "n_model_shards, shape, spec, note",
+    [
+        (1, (BIG // 16, 16), P(F, None), "; fsdp on dim 0"),
+        (1, (16, BIG // 16), P(None, F), "; fsdp on dim 1"),
+        (2, (64, 64), P(F, None), "; fsdp on dim 0"),  # the first of equals
+        (2, (64, 63), WHOLE, ""),  # smaller than MIN_FSDP_SIZE
+        (1, (4, 1100), P(None, None), "; no free dim for 8 fsdp shards"),
+        (1, (12, 3, 800), P(None, None, F), "; fsdp on dim 2"),
+        (1, (BIG,), P(F), "; fsdp on dim 0"),
+    ],
+)
+def test_fsdp_splits_the_largest_dim_that_divides(n_model_shards, shape, spec, note):
+    plan = plan_of([jax.ShapeDtypeStruct(shape, jnp.float32)], n_model_shards, 8 // n_model_shards)
+    assert specs(plan) == {"0": spec} and plan["0"].reason == "whole: no layer that the walk knows" + note
+
+
+def test_fsdp_takes_what_the_model_axis_leaves():
+    model = [linear(64, 512), linear(512, 64), linear(3, 4096), shapes(eqx.nn.Conv2d, 5, 4096, 3, use_bias=False)]
+    assert specs(plan_of(model, 2, 2)) == {
+        "0.weight": P(M, F),
+        "0.bias": P(M),
+        "1.weight": P(F, M),
+        "1.bias": P(None),
+        "2.weight": P((M, F), None),  # 3 inputs do not divide, so both axes are on the outputs
+        "2.bias": P((M, F)),
+        "3.weight": P((M, F), None, None, None),
+    }
+    plan = plan_of(model, 2, 2)
+    assert plan["2.weight"].n_shards == 4 and plan["2.weight"].reason.endswith("; fsdp on dim 0")
+    assert plan.spec_in_use("2.weight") == P(M, None)
+    assert {row[0]: row[2] for row in plan.rows()}["2.weight"] == "model+fsdp, ·"
+
+
+def test_both_axes_share_a_dim_only_where_their_product_divides_it():
+    plan = plan_of([linear(3, 4098), linear(3, 4100)], 2, 2)
+    assert specs(plan) == {
+        "0.weight": P(M, None),  # 4098 = 2 x 2049
+        "0.bias": P(M),
+        "1.weight": P((M, F), None),
+        "1.bias": P((M, F)),
+    }
+    assert plan["0.weight"].reason.endswith("; no free dim for 2 fsdp shards") and plan["0.weight"].n_shards == 2
+
+
+def test_fsdp_never_splits_stacked_dims():
+    model = {
+        "mlp": eqx.filter_eval_shape(
+            eqx.filter_vmap(lambda key: eqx.nn.MLP(8, 8, 64, 1, key=key)), jax.random.split(KEY, 64)
+        )
+    }
+    model["mlp"] = eqx.tree_at(lambda m: m.activation, model["mlp"], jax.ShapeDtypeStruct((64, 9, 9), jnp.float32))
+    plan = plan_of(model, 1, 8)
+    assert specs(plan) == {
+        "mlp.layers.0.weight": P(None, M, F),
+        "mlp.layers.0.bias": P(None, (M, F)),
+        "mlp.layers.1.weight": P(None, F, M),
+        "mlp.layers.1.bias": P(None, None),
+        "mlp.activation": P(None, None, None),  # of no known layer: stacked as those beside it
+    }
+    assert plan["mlp.activation"].reason.endswith("; no free dim for 8 fsdp shards")
+
+
+# --- overrides ----------------------------------------------------------------------------------------------------------
+
+
+def two_layers():
+    return {"up": linear(8, 32), "down": linear(32, 8)}
+
+
+def test_overrides():
+    overrides = {"up.weight": (None, "model"), "*.weight": P(("data", "model")), "down.bias": None, "up.*": ["data"]}
+    plan = plan_of(two_layers(), overrides=overrides)
+    assert specs(plan) == {
+        "up.weight": ROW,  # early patterns win
+        "down.weight": P(("data", "model"), None),
+        "down.bias": P(None),
+        "up.bias": P("data"),
+    }
+    assert plan["up.weight"].reason == "overridden by 'up.weight'"
+    assert plan["down.weight"].reason == "overridden by '*.weight'" and plan["down.weight"].n_shards == 8
+    assert plan.spec_in_use("down.weight") == P(("data", "model"), None)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"up.wieght": None}, "`overrides['up.wieght']`: expected a path of the model. Did you mean `up.weight`?"),
+        ({"*.kernel": None}, "`overrides['*.kernel']`: expected a path of the model."),
+        (
+            {"up.weight": ("modle",)},
+            "`overrides['up.weight']`: expected mesh axes among ('data', 'fsdp', 'model'), got 'modle'. "
+            "Did you mean `model`?",
+        ),
+        (
+            {"up.bias": (None, "model")},
+            "`overrides['up.bias']`: expected at most 1 entries for `up.bias` of shape (32,), got (None, 'model'). "
+            "Give one mesh axis or None a dim.",
+        ),
+        (
+            {"*.weight": (("data", "model"), "model")},
+            "`overrides['*.weight']`: expected each mesh axis once, got (('data', 'model'), 'model'). Split one dim by it.",
+        ),
+        (
+            {"down.weight": (("data", "model"), None), "up.weight": ("model", ("data", "model"))},
+            "`overrides['up.weight']`: expected each mesh axis once",
+        ),
+        (
+            {"odd.bias": ("model",)},
+            "`overrides['odd.bias']`: expected dim 0 of `odd.bias` to divide over 4 shards, got (6,). "
+            "Choose another dim, or None.",
+        ),
+    ],
+)
+def test_overrides_that_cannot_be(overrides, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_of({**two_layers(), "odd": linear(5, 6)}, overrides=overrides)
+
+
+# --- what a plan tells ----------------------------------------------------------------------------------------------------
+
+
+def test_a_large_leaf_left_whole_is_a_warning():
+    model = {"table": jax.ShapeDtypeStruct((1030, 1025), jnp.float32), "small": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    reason = "whole: no layer that the walk knows"
+    assert plan_of(model).warnings == (
+        f"`table`: (1030, 1025), 4.0 MiB, stays whole on every device ({reason}). "
+        "Split it with `overrides={'table': ...}`.",
+    )
+    assert plan_of(model, n_model_shards=1).warnings == ()  # nothing is to be split
+    assert plan_of(model, overrides={"table": None}).warnings == ()  # as asked for
+    assert plan_of(model, 1, 2).warnings == ()  # split by fsdp
+    model["rest"] = jax.ShapeDtypeStruct((2**14, 2**14), jnp.float32)
+    assert all("`rest`" in warning for warning in plan_of(model).warnings)  # less than 1 % of the model
+
+
+def test_explain():
+    model = {"mlps": [shapes(eqx.nn.MLP, 8, 8, 1024, depth=1, use_final_bias=False) for _ in range(2)]}
+    plan = plan_of({**model, "scale": jax.ShapeDtypeStruct((), jnp.float32)}, 2, 2)
+    assert plan.explain() == (
+        """\
+leaf                          shape     split        reason
+---------------------------------------------------------------------------------------------------------------------
+mlps.*.layers.0.weight  (2x)  1024 x 8  model, fsdp  column: its input arrives whole; fsdp on dim 1
+mlps.*.layers.0.bias  (2x)    1024      model        follows dim 0 of its weight
+mlps.*.layers.1.weight  (2x)  8 x 1024  fsdp, model  row: its input arrives split by `mlps.*.layers.0`; fsdp on dim 0
+scale                         scalar    ·            whole: no layer that the walk knows
+mesh data=2 x fsdp=2 x model=2: 34,817 parameters, 0.1 MiB, 0.0 MiB a device"""
+    )
+    assert plan.summary() == "7 leaves: 6 split over model, 4 split over fsdp, 1 whole"
+    assert plan_of(model, 1, 1).summary() == "6 leaves: one shard, 0 whole"
+
+
+def test_explain_ends_with_the_warnings():
+    plan = plan_of(eqx.tree_at(lambda m: m.head.weight, (model := zeros(shapes(Tied))), model.embedding.weight))
+    assert plan.explain().splitlines()[-1] == f"warning: {plan.warnings[0]}"
+
+
+def test_bytes():
+    model = {"up": linear(64, 256, dtype=jnp.bfloat16), "norm": eqx.nn.LayerNorm(10)}
+    plan = plan_of(model, 2, 2)
+    assert plan["up.weight"].n_bytes == 2 * 64 * 256
+    assert plan.n_parameters == 64 * 256 + 256 + 20
+    assert plan.n_bytes == 2 * (64 * 256 + 256) + 4 * 20
+    assert plan.n_bytes_per_device == 2 * (64 * 256 // 4 + 256 // 2) + 4 * 20
+
+
+def test_an_unknown_leaf_is_named():
+    with pytest.raises(KeyError, match=r"`up\.wieght`: expected a leaf of the plan\. Did you mean `up\.weight`\?"):
+        plan_of(two_layers())["up.wieght"]
+
+
+def test_leaves_that_the_loss_does_not_read_are_marked():
+    model = {"used": linear(8, 8, use_bias=False), "unused": linear(8, 8, use_bias=False), "n": jnp.zeros(3)}
+    plan = plan_of(model)
+    assert plan["used.weight"].is_read is None
+
+    def loss(model, batch, scale):
+        return jnp.sum(jax.vmap(model["used"])(batch["x"])) * scale
+
+    marked = mark_read(plan, Trace.of(loss, model, {"x": jax.ShapeDtypeStruct((4, 8), jnp.float32)}, 2.0))
+    assert {name: leaf.is_read for name, leaf in marked.leaves.items()} == {
+        "used.weight": True,
+        "unused.weight": False,
+        "n": False,
+    }
+    assert marked["unused.weight"].reason == "row: its input arrives split by `used`; the loss does not read it" or (
+        marked["unused.weight"].reason == "column: its input arrives whole; the loss does not read it"
+    )
+    assert marked["used.weight"].reason == plan["used.weight"].reason and specs(marked) == specs(plan)
+
+
+# --- models placed by a plan ----------------------------------------------------------------------------------------------
+
+
+def test_place_copies_the_caller_s_arrays():
+    """So that a step which donates what it was given never deletes them."""
+    model = {
+        "mlp": eqx.nn.MLP(8, 8, 32, depth=1, key=KEY),
+        "table": np.arange(8.0, dtype=np.float32),
+        "keys": jax.random.split(KEY, 8),
+        "same": jax.device_put(jnp.arange(8.0), jax.devices()[0]),
+    }
+    arrays = named_leaves(eqx.filter(model, is_array_like))
+    for n_model_shards, n_fsdp_shards in [(4, 1), (1, 8)]:
+        plan = plan_of(model, n_model_shards, n_fsdp_shards)
+        placed = place(model, plan)
+        assert placed["mlp"].activation is model["mlp"].activation
+        leaves = named_leaves(eqx.filter(placed, is_array_like))
+        assert all(isinstance(leaf, jax.Array) and leaf.sharding == plan.sharding(name) for name, leaf in leaves.items())
+        jax.jit(lambda leaves: jax.tree.map(lambda x: x, leaves), donate_argnums=0)(leaves)
+        assert leaves["mlp.layers.0.weight"].is_deleted()
+        assert not any(leaf.is_deleted() for leaf in arrays.values() if isinstance(leaf, jax.Array))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b),
+        eqx.filter(place(model, plan)["mlp"], eqx.is_array),
+        eqx.filter(model["mlp"], eqx.is_array),
+    )
+
+
+def test_place_takes_over_what_is_placed_already():
+    plan = plan_of(model := {"w": jnp.zeros((8, 8))}, overrides={"w": ("model",)})
+    placed = place(model, plan)
+    assert place(placed, plan)["w"] is placed["w"]
+    assert place(placed, plan_of(model))["w"] is not placed["w"]
+
+
+OPTIMIZERS = {
+    "adam": optax.adamw(1e-3),
+    "momentum": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
+    "multi_transform": optax.multi_transform(
+        {"a": optax.adam(1e-3), "b": optax.sgd(0.1, momentum=0.9)},
+        lambda params: {
+            "up": jax.tree.map(lambda _: "a", params["up"]),
+            "down": jax.tree.map(lambda _: "b", params["down"]),
+        },
+    ),
+    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=16),
+    "ema": optax.chain(optax.adam(1e-3), optax.ema(0.9)),
+}
+COPIES = {"adam": 2, "momentum": 1, "multi_transform": None, "adafactor": None, "ema": 3}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_states_live_with_their_parameters(name):
+    params = eqx.filter(two_layers(), is_array_like)
+    plan = plan_of(params)
+    state = jax.eval_shape(OPTIMIZERS[name].init, params)
+    shardings = named_leaves(shardings_like(state, plan))
+    leaves = named_leaves(state)
+    assert shardings.keys() == leaves.keys()
+    placed = {}
+    for path, sharding in shardings.items():
+        assert len(sharding.shard_shape(leaves[path].shape)) == leaves[path].ndim
+        owner = next((p for p in plan.leaves if path.endswith(f".{p}") and plan[p].shape == leaves[path].shape), None)
+        assert sharding.spec == (P() if owner is None else plan[owner].spec), path
+        placed.setdefault(owner, []).append(path)
+    owned = {owner: len(paths) for owner, paths in placed.items() if owner is not None}
+    if COPIES[name]:
+        assert owned == dict.fromkeys(plan.leaves, COPIES[name])
+    elif name == "multi_transform":
+        assert owned == {"up.weight": 2, "up.bias": 2, "down.weight": 1, "down.bias": 1}
+    else:  # adafactor keeps the rows' and columns' averages of a matrix, whole, and a bias' second moment with the bias
+        assert owned == {"up.bias": 1, "down.bias": 1} or owned.keys() == plan.leaves.keys()
+
+
+def test_gradients_live_with_their_parameters_whatever_is_around_them():
+    plan = plan_of(two_layers())
+    shardings = shardings_like(eqx.filter(two_layers(), is_array_like), plan)
+    assert shardings["up"].weight == plan.sharding("up.weight")
+    # The longest name wins: `up.weight` is no leaf called `weight`.
+    plan = plan_of({"weight": jax.ShapeDtypeStruct((32, 8), jnp.float32), **two_layers()})
+    state = {
+        "mu": {
+            "weight": jax.ShapeDtypeStruct((32, 8), jnp.float32),
+            "up": {"weight": jax.ShapeDtypeStruct((32, 8), jnp.float32)},
+        }
+    }
+    shardings = shardings_like(state, plan)
+    assert (shardings["mu"]["weight"].spec, shardings["mu"]["up"]["weight"].spec) == (WHOLE, plan["up.weight"].spec)
+
+
+def test_thresholds_are_what_the_tests_above_assume():
+    assert redeqx.partition._plan.LARGE_SIZE <= 1030 * 1025 and MIN_FSDP_SIZE == 64 * 64
+
+
+# --- arrays that a subclass of a known layer adds -----------------------------------------------------------------------
+
+
+def adapted(model, rank=3, where="*"):
+    return eqx.filter_eval_shape(lambda model: lora.add(model, rank=rank, where=where, key=KEY), model)
+
+
+def test_adapters_are_split_along_the_dim_that_follows_their_layers():
+    plan = plan_of(adapted(shapes(eqx.nn.MLP, 8, 4, 32, depth=1)))
+    assert specs(plan) == {
+        "layers.0.weight": COLUMN,
+        "layers.0.bias": P(M),
+        "layers.0.lora_a": WHOLE,
+        "layers.0.lora_b": COLUMN,
+        "layers.1.weight": ROW,
+        "layers.1.bias": P(None),
+        "layers.1.lora_a": ROW,
+        "layers.1.lora_b": WHOLE,
+    }
+    assert plan["layers.0.lora_b"].reason == "follows dim 0 of its weight"
+    assert plan["layers.0.lora_a"].reason == "whole: does not follow dim 0 of its weight"
+    assert plan["layers.1.lora_a"].reason == "follows dim 1 of its weight"
+    plan = plan_of(adapted([linear(10, 6)]))
+    assert specs(plan) == {"0.weight": WHOLE, "0.bias": P(None), "0.lora_a": WHOLE, "0.lora_b": WHOLE}
+    assert plan["0.lora_b"].reason == "whole: follows its weight, which is whole"
+
+
+def test_adapters_of_attentions_and_of_stacks():
+    config = GPT2Config(vocab_size=48, n_positions=16, d_model=32, n_layers=2, n_heads=4)
+    base = shapes(GPT2, config)
+    plain, plan = plan_of(base), plan_of(adapted(base))
+    assert {name: leaf for name, leaf in specs(plan).items() if ".lora_" not in name} == specs(plain)  # nothing else moved
+    column, row, whole = P(None, M, None), P(None, None, M), P(None, None, None)
+    blocks = "stack.blocks"
+    assert {name.removeprefix(f"{blocks}."): leaf for name, leaf in specs(plan).items() if ".lora_" in name} == {
+        **{f"attention.{role}.lora_a": whole for role in ("query", "key", "value")},
+        **{f"attention.{role}.lora_b": column for role in ("query", "key", "value")},
+        "attention.output.lora_a": row,
+        "attention.output.lora_b": whole,
+        "mlp.up.lora_a": whole,
+        "mlp.up.lora_b": column,
+        "mlp.down.lora_a": row,
+        "mlp.down.lora_b": whole,
+    }
+    plan = plan_of(adapted(shapes(eqx.nn.MultiheadAttention, 6, 24)))  # heads that do not divide: flipped, as their layers
+    assert specs(plan)["query_proj.lora_a"] == ROW and specs(plan)["output_proj.lora_b"] == COLUMN
+
+
+def test_the_fsdp_axis_splits_large_adapters_too():
+    plan = plan_of(adapted([linear(512, 1024)], rank=8), 2, 2)
+    assert specs(plan)["0.lora_a"] == P(None, F) and specs(plan)["0.lora_b"] == P(M, F)
+    assert plan["0.lora_b"].reason == "follows dim 0 of its weight; fsdp on dim 1"
+
+
+class Scaled(eqx.nn.Linear):
+    """A user's own: a gain for each output, and a table that its class says nothing of."""
+
+    gain: jax.Array | None
+    table: jax.Array
+
+    follows_weight: ClassVar = {"gain": (0,)}
+
+    def __init__(self, in_size, out_size, gain, *, key):
+        super().__init__(in_size, out_size, key=key)
+        self.gain = None if gain is None else jnp.ones(gain)
+        self.table = jnp.ones((8, 8))
+
+
+class Rows(eqx.nn.Embedding):
+    scale: jax.Array
+
+    follows_weight: ClassVar = {"scale": (None, 0)}
+
+    def __init__(self, n_rows, size, *, key):
+        super().__init__(n_rows, size, key=key)
+        self.scale = jnp.ones((2, n_rows))
+
+
+def test_users_layers_say_what_follows_their_weight():
+    plan = plan_of({"layer": shapes(Scaled, 8, 16, 16), "none": shapes(Scaled, 8, 16, None), "rows": shapes(Rows, 12, 5)})
+    assert specs(plan) == {
+        "layer.weight": COLUMN,
+        "layer.bias": P(M),
+        "layer.gain": P(M),
+        "layer.table": WHOLE,
+        "none.weight": COLUMN,
+        "none.bias": P(M),
+        "none.table": WHOLE,
+        "rows.weight": COLUMN,
+        "rows.scale": ROW,
+    }
+    assert plan["layer.table"].reason == "whole: no layer that the walk knows"
+
+
+def test_sizes_that_do_not_follow_are_refused():
+    with pytest.raises(ValueError) as raised:
+        plan_of([shapes(Scaled, 8, 16, 12)])
+    assert str(raised.value) == (
+        "`0.gain`: expected dims that follow (0,) of a weight (16, 8), as `Scaled.follows_weight` says, got (12,). "
+        "Correct the shape, or the attribute."
+    )
+    with pytest.raises(ValueError, match=r"got \(16, 1\)\."):
+        plan_of([shapes(Scaled, 8, 16, (16, 1))])

@@ -1,0 +1,324 @@
+"""Whatever ends a run of two processes: both leave, in time, saying why; the last checkpoint is whole, and a run goes on."""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from redeqx.checkpoint._manager import Checkpoints
+from redeqx.checkpoint._reader import Source
+from tests._processes import train, trained_on
+
+N = 101  # examples
+# With a heartbeat of three seconds and a watch of four, so that the tests need not wait for the defaults.
+QUICK = ("--heartbeat", 3, "--hang", 4)
+
+
+def last_whole(workdir):
+    """The step of the newest checkpoint that the index names, its checksums verified."""
+    checkpoints = Checkpoints(workdir / "ckpts")
+    return checkpoints.record(checkpoints.resolve("last"))["step"]
+
+
+def debris(workdir):
+    return [path.name for path in (workdir / "ckpts").iterdir() if path.name.startswith(".tmp_")]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_peer_that_is_killed_is_left(tmp_path, culprit):
+    run = train(tmp_path, "--fault", "kill", "--in", culprit, *QUICK)
+    assert run.code == 137  # 128 + SIGKILL
+    assert run.seconds_after_fault() < 5  # with a launcher and a Python that end on busy cores; a second alone
+    assert run.lines[-1] == (
+        f"[{1 - culprit}] redeqx: process {culprit} of 2 is gone: its connection was closed; the last committed step is "
+        f"{last_whole(tmp_path)}. Leaving with exit code 75: run it again to go on."
+    )
+    assert "Terminating process" not in run.text  # JAX's client, had it heard that its coordinator is gone
+
+
+def test_a_peer_that_is_frozen_is_left_after_the_heartbeat(tmp_path):
+    run = train(tmp_path, "--fault", "stop", "--heartbeat", 3)
+    assert (
+        "[0] redeqx: process 1 of 2 is gone: nothing was heard of it for 3 s; the last committed step is " in run.lines[-1]
+    )
+
+
+def test_a_peer_that_hangs_is_named(tmp_path):
+    run = train(tmp_path, "--fault", "hang", *QUICK)
+    assert run.code == 75
+    for i in (0, 1):
+        (line,) = [line for line in run.lines if line.startswith(f"[{i}] redeqx: no step for 4 s: ") and "exit code" in line]
+        assert f"process 1 of 2 is behind, after step {last_whole(tmp_path)}; the last committed step is " in line
+    stacks = [line for line in run.lines if line.startswith("[1] ")]
+    assert any("in hangs" in line for line in stacks), run.text  # what the thread is at
+    assert any(line.startswith("[0] ") and "in _updates" in line for line in run.lines)
+
+
+@pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.sweep)])
+def test_an_exception_of_one_ends_all_and_is_printed_once_and_last(tmp_path, culprit):
+    run = train(tmp_path, "--fault", "raise", "--in", culprit, *QUICK)
+    assert run.code == 1
+    assert run.seconds_after_fault() < 5 + 3  # five, and what the launcher takes
+    *above, raised, note = run.lines
+    assert raised == f"[{culprit}] RuntimeError: the loader is broken"
+    assert note.startswith(f"[{culprit}] Raised in reading example ")
+    assert run.text.count("Traceback (most recent call last)") == 1
+    assert "in fails" in above[-1] or "in fails" in above[-2]
+    assert last_whole(tmp_path) >= 3
+
+
+@pytest.mark.parametrize("fault", [*(pytest.param(name, marks=pytest.mark.sweep) for name in ("term", "usr1")), "twice"])
+def test_a_scheduler_s_signal_saves_the_same_step(tmp_path, fault):
+    """With the optimizer's state, though the others are saved without."""
+    run = train(tmp_path, "--fault", fault, "--params-only", *QUICK)
+    assert run.code == 75
+    step = last_whole(tmp_path)
+    assert f"[0] told to stop: step {step} is saved; run the script again to go on from it" in run.lines
+    assert not debris(tmp_path)
+    assert 8 <= step <= 13
+    again = train(tmp_path)
+    assert again.code == 0
+    assert f"[0] resuming from {tmp_path}/ckpts/step_{step:08d}, step {step}" in again.lines
+    assert last_whole(tmp_path) == 14
+
+
+def test_ctrl_c_saves_the_same_step_and_shows_no_traceback(tmp_path):
+    run = train(tmp_path, "--fault", "int", "--params-only", *QUICK)
+    assert run.code == 130
+    step = last_whole(tmp_path)
+    assert f"[0] stopped by Ctrl-C: step {step} is saved; run the script again to go on from it" in run.lines
+    assert "[1] redeqx: Ctrl-C: stopping after this step, to save it; a second one leaves at once" in run.lines
+    assert "Traceback" not in run.text
+    again = train(tmp_path, n_processes=1, n_devices=8)
+    assert again.code == 0, again.text
+    assert f"[0] resuming from {tmp_path}/ckpts/step_{step:08d}, step {step}" in again.lines
+
+
+def test_a_second_ctrl_c_leaves_at_once(tmp_path):
+    """Though the loader hangs."""
+    run = train(tmp_path, "--fault", "int_twice", n_processes=1)
+    assert run.code == 130
+    assert run.seconds_after_fault() < 0.7 + 5
+    assert "Traceback" not in run.text
+
+
+def test_what_becomes_of_forked_children_is_nothing_to_the_run(tmp_path):
+    """They end when they are terminated, and one that fails prints so, and does not end the run."""
+    run = train(tmp_path, "--fault", "forks", limit=90.0)
+    assert run.code == 0, run.text
+    assert "[1] children -15 1" in run.lines
+    assert "[1] RuntimeError: the child's own" in run.lines
+    assert last_whole(tmp_path) == 14
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit", "why"),
+    [
+        ("disk", 1, "'No space left on device (process 1)' with"),
+        pytest.param("full", 0, "'No space left on device (process 0)' with", marks=pytest.mark.sweep),
+        pytest.param("readonly", 0, "'Read-only file system (process 0)' with", marks=pytest.mark.sweep),
+        (
+            "vanished",
+            1,
+            "expected the run's folder, which was there at its start, got none. Mount it again, or save elsewhere",
+        ),
+    ],
+)
+def test_a_disk_that_fails_ends_all_with_the_same_error(tmp_path, fault, culprit, why):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    run = train(workdir, "--fault", fault, "--in", culprit, *QUICK)
+    assert run.code == 1
+    assert len({line[:4] for line in run.lines if "Traceback (most recent call last)" in line}) == 1  # of one process
+    assert why in run.lines[-1], run.text
+    if fault != "vanished":
+        assert re.search(r"expected to write \d+ bytes, got .* with \d+ bytes free", run.lines[-1])
+        assert last_whole(workdir) == 3
+        assert not debris(workdir)
+
+
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.sweep), 1])
+def test_a_script_that_ends_before_the_others_is_named(tmp_path, culprit):
+    run = train(tmp_path, "--fault", "ends", "--in", culprit, *QUICK)
+    assert run.code == 75
+    assert f"redeqx: process {culprit} of 2 has come to the end of its script, while others wait for it; " in run.lines[-1]
+
+
+def test_rows_of_another_shape_are_named(tmp_path):
+    run = train(tmp_path, "--fault", "shape", *QUICK)
+    assert run.code == 1
+    assert (
+        "ValueError: `collate_fn`: expected `x` to be float32 [16] a row, as in process 0, got float32 [20] a row in "
+        "process 1. Pad to one length, the same in every batch: a process collates the rows that its devices need."
+    ) in run.lines[-1]
+
+
+def test_arguments_that_differ_are_named(tmp_path):
+    run = train(tmp_path, "--fault", "seed", *QUICK)
+    assert run.code == 1
+    assert (
+        "ValueError: `Deployer`: expected `jax_seed` to be 0, as in process 0, got 1 in process 1. "
+        "Every process must run the same script with the same arguments."
+    ) in run.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (
+            "rate",
+            r"`train step`: expected the same program in all processes, got in line \d+ `.*0\.01|0\.00999.*` in process 0, ",
+        ),
+        pytest.param(
+            "init", r"`init`: expected the same program in all processes, got in line \d+ `.*", marks=pytest.mark.sweep
+        ),
+        pytest.param(
+            "weights",
+            r"`model`: expected `up\.weight` to have the same values in all processes, got crc32 [0-9a-f]{8} in process 0, ",
+            marks=pytest.mark.sweep,
+        ),
+    ],
+)
+def test_a_process_that_would_train_something_else_is_refused(tmp_path, fault, why):
+    """Before its first step counts."""
+    run = train(tmp_path, "--fault", fault, *QUICK)
+    assert run.code == 1
+    assert re.search("ValueError: " + why, run.lines[-1]), run.text
+    assert "Every process must run the same script" in run.lines[-1]
+    assert not (tmp_path / "ckpts").exists()
+
+
+def test_process_0_decides_where_a_metric_differs(tmp_path):
+    run = train(tmp_path, "--fault", "metric", *QUICK)
+    assert run.code == 0, run.text
+    assert Checkpoints(tmp_path / "ckpts").resolve("argmax_score").name == "step_00000014"
+    said = [line for line in run.lines if "UserWarning" in line]
+    assert all(line.startswith("[0] ") for line in said)
+    assert re.search(
+        r"`eval_metric_fn`: expected `score` to be 3\.0, as in process 0, got -3\.0 in process 1\. Process 0's decides: "
+        r"compute it from all the outputs\.",
+        run.text,
+    )
+
+
+def test_two_processes_train_like_one(tmp_path):
+    """Eight devices either way: only the order of sums differs. The data's order and the random numbers are the same."""
+    two = train(tmp_path / "two", "--fsdp", 2)
+    one = train(tmp_path / "one", "--fsdp", 2, n_processes=1, n_devices=8)
+    assert (two.code, one.code) == (0, 0), two.text
+    np.testing.assert_allclose(two.result["metrics"]["loss"], one.result["metrics"]["loss"], rtol=1e-6)
+    np.testing.assert_allclose(two.result["outputs"], one.result["outputs"], rtol=1e-6)
+    files = [Checkpoints(tmp_path / name / "ckpts") for name in ("two", "one")]
+    for kind in ("model", "optimizer"):
+        a, b = (Source.find(each.resolve("last"), kind) for each in files)
+        assert set(a.names()) == set(b.names())
+        for name in a.names():
+            np.testing.assert_allclose(a.read(name), b.read(name), rtol=2e-6, atol=1e-7, err_msg=name)
+            assert np.linalg.norm(a.read(name) - b.read(name)) <= 1e-6 * np.linalg.norm(b.read(name)), name
+
+
+@pytest.mark.parametrize(
+    ("n_devices", "mesh"),
+    [
+        pytest.param(8, (), marks=pytest.mark.sweep),
+        (4, ("--model", 4)),
+        pytest.param(4, ("--model", 1, "--fsdp", 4), marks=pytest.mark.sweep),
+    ],
+)
+def test_a_run_goes_on_elsewhere(tmp_path, n_devices, mesh):
+    """Of two processes one is killed; one alone goes on, on as many devices or fewer, in another mesh."""
+    # Without dropout, whose masks depend on how the last, smaller step of an epoch is cut for the devices that there are.
+    killed = train(tmp_path / "run", "--fault", "kill", "--at", 10, "--dropout", 0, *QUICK)
+    assert killed.code == 137
+    step = last_whole(tmp_path / "run")
+    assert 3 <= step < 14
+    again = train(tmp_path / "run", *mesh, "--dropout", 0, n_processes=1, n_devices=n_devices)
+    assert again.code == 0, again.text
+    steps = trained_on(tmp_path / "run", N)
+    seen = Counter(number for numbers in [*steps["2"][:step], *steps["1"]] for number in numbers)
+    assert seen == dict.fromkeys(range(N), 2)  # in two epochs
+    whole = train(tmp_path / "whole", "--dropout", 0, n_processes=1, n_devices=8)
+    assert trained_on(tmp_path / "whole", N)["1"][step:] == steps["1"]
+    np.testing.assert_allclose(again.result["metrics"]["loss"], whole.result["metrics"]["loss"], rtol=1e-5)
+
+
+# --- where files cannot be written in place, or the folder is not shared -----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The newest checkpoint of a run of two epochs, in one shared folder."""
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    run = train(workdir)
+    assert run.code == 0, run.text
+    return Checkpoints(workdir / "ckpts").resolve("last")
+
+
+def check_same_bits(path, undisturbed):
+    for kind in ("model", "optimizer"):
+        found, expected = Source.find(path, kind), Source.find(undisturbed, kind)
+        assert set(found.names()) == set(expected.names())
+        for name in expected.names():
+            np.testing.assert_array_equal(found.read(name), expected.read(name), err_msg=name)
+
+
+FILES = {f"{kind}-0000{i}-of-00002.safetensors" for kind in ("model", "optimizer") for i in (1, 2)}
+INDEXES = {"model.safetensors.index.json", "optimizer.safetensors.index.json"}
+
+
+def test_without_positions_each_process_writes_a_file_of_its_own(tmp_path, undisturbed):
+    """Another run goes on from them, in place again, and ends with the bits of one that was never stopped."""
+    first = train(tmp_path, "--fault", "sequential", "--epochs", 1)
+    assert first.code == 0, first.text
+    assert (
+        f"[0] {tmp_path}/ckpts: no file there can be written by several processes, so that each writes its own"
+        in first.lines
+    )
+    path = Checkpoints(tmp_path / "ckpts").resolve("last")
+    assert {file.name for file in path.iterdir()} == {*FILES, *INDEXES, "trainer.json"}
+    assert not debris(tmp_path)
+    again = train(tmp_path)
+    assert again.code == 0, again.text
+    assert any("resuming from" in line for line in again.lines)
+    check_same_bits(Checkpoints(tmp_path / "ckpts").resolve("last"), undisturbed)
+
+
+def test_on_disks_of_their_own_each_process_keeps_a_part(tmp_path, undisturbed):
+    """All of them together go on: each gets what it has not from the others."""
+    first = train(tmp_path / "run", "--fault", "unshared", "--epochs", 1)
+    assert first.code == 0, first.text
+    (said,) = [line for line in first.lines if "not shared" in line]
+    assert said.startswith(f"[0] {tmp_path}/run/ckpts: not shared by all 2 processes, so that each keeps a part of every ")
+    folders = [Checkpoints(tmp_path / name / "ckpts") for name in ("run", "elsewhere")]
+    parts = [{file.name for file in each.resolve("last").iterdir()} for each in folders]
+    assert parts[0] & parts[1] == {*INDEXES, "trainer.json"}
+    assert parts[0] | parts[1] == {*FILES, *INDEXES, "trainer.json"}
+    again = train(tmp_path / "run", "--fault", "unshared")
+    assert again.code == 0, again.text
+    copied = [line for line in again.lines if "copied from process" in line]
+    assert len(copied) == 4
+    paths = [each.resolve("last") for each in folders]
+    for file in paths[1].iterdir():
+        if not (paths[0] / file.name).exists():
+            (paths[0] / file.name).write_bytes(file.read_bytes())
+    check_same_bits(paths[0], undisturbed)
+    assert not [file for each in folders for file in each.folder.iterdir() if file.name.startswith(".tmp_")]
+
+
+@pytest.mark.sweep
+def test_a_part_that_is_damaged_on_one_disk_is_found_by_all(tmp_path):
+    run = train(tmp_path / "run", "--fault", "unshared", "--epochs", 1)
+    assert run.code == 0, run.text
+    path = Checkpoints(tmp_path / "elsewhere" / "ckpts").resolve("last")
+    (file,) = path.glob("model-*")
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 4
+    file.write_bytes(content)
+    again = train(tmp_path / "run", "--fault", "unshared")
+    assert again.code == 0, again.text
+    assert any(
+        f"{path.name}/{file.name}`: expected crc32 " in line and "It is passed over for the one before." in line
+        for line in again.lines
+    )
+    assert any("resuming from" in line and path.name not in line for line in again.lines)

@@ -1,0 +1,316 @@
+"""The mistakes of a first hour: each is named, with the next step, where the user's own line is in sight."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "mistakes.py"
+PACKAGE = Path(__file__).parents[2] / "redeqx"
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """What each mistake raised, in a process without the annotations' checks, which would refuse some of them first."""
+    made = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)}, capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    return {(found := json.loads(line))["name"]: found for line in made.stdout.splitlines() if line.startswith("{")}
+
+
+MODULE = "`model`: expected an Equinox module, got"
+FUNCTION = "A function holds no weights: put them into an `eqx.Module`, and what it does into its `__call__`."
+LAYER = "Write it as an `eqx.Module`; `redeqx.models.from_pretrained` loads the folders of many Hugging Face models."
+OPTIMIZER = "`optimizer`: expected an optax transformation, got"
+KEY = "Add the parameter `key`, which dropout and sampling draw from; it may stay unused."
+THESE = "Give it these parameters; bind others with `functools.partial`."
+OF_THREE = "expected a function of `(model, batch, key)`, got one of"
+ROWS = "`per_device_batch_size`: expected"
+ITEMS = "expected an item an example, got"
+LOADER = (
+    "a DataLoader, whose items are whole batches. "
+    "Pass its `dataset`: redeqx shuffles, batches and calls `collate_fn` itself."
+)
+ONCE = "which can be read once. Pass a list, or a function of the epoch that returns a new one: `lambda epoch: ...`."
+NAN = "`loss` at step 1: expected the loss to be finite, got nan. Nothing was saved yet. Its batch is"
+RANGE = "finite, but labels or ids are out of range: `y` has values from"
+CLASSES = "Count classes from 0, and make as many outputs (or rows of an embedding) as there are."
+DELETED = (
+    "A training step deletes the arrays that it updates: take `trainer.model` after the last step, or keep a copy: "
+    "`jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, trainer.model)`."
+)
+CHECKPOINT = "Pass a folder `step_...` of a workdir's `ckpts`, or a name such as `last`."
+
+# What each says, `TMP` standing for its folder.
+MESSAGES = {
+    "a function for a model": ("TypeError", f"{MODULE} the function `pred_fn`. {FUNCTION}"),
+    "a function for a predictor's model": ("TypeError", f"{MODULE} the function `<lambda>`. {FUNCTION}"),
+    "a class for a model": ("TypeError", f"{MODULE} the class Linear. Make one: `Linear(..., key=key)`."),
+    "a name for a model": (
+        "TypeError", f"{MODULE} 'gpt2'. Load it first: `model, config = redeqx.models.from_pretrained(...)`.",
+    ),
+    "torch module": ("TypeError", f"{MODULE} PyTorch's Net. {LAYER}"),
+    "flax linen module": ("TypeError", f"{MODULE} Flax's Net. {LAYER}"),
+    "flax nnx module": ("TypeError", f"{MODULE} Flax's Net. {LAYER}"),
+    "keras layer": ("TypeError", f"{MODULE} Keras's Net. {LAYER}"),
+    "model and state": (
+        "TypeError", f"{MODULE} a tuple of a model and its state. Pass them apart: `model=model, model_state=state`.",
+    ),
+    "optax.adam not called": (
+        "TypeError", f"{OPTIMIZER} the function `optax.adam`. Call it: `optax.adam(learning_rate)`.",
+    ),
+    "torch optimizer": (
+        "TypeError", f"{OPTIMIZER} PyTorch's SGD. Pass optax's, which holds no weights: `optax.sgd(learning_rate)`.",
+    ),
+    "list of optimizers": (
+        "TypeError",
+        f"{OPTIMIZER} a list of GradientTransformation, GradientTransformationExtraArgs. Chain them: `optax.chain(...)`.",
+    ),
+    "no optimizer": ("TypeError", f"{OPTIMIZER} None. Pass `optax.adamw(learning_rate)`, say."),
+    "loss_fn without key": ("TypeError", f"`loss_fn`: {OF_THREE} `(model, batch)`. {KEY}"),
+    "loss_fn with state": (
+        "TypeError",
+        f"`loss_fn`: {OF_THREE} `(model, state, batch, key)`. "
+        "Pass `model_state` too, as `eqx.nn.make_with_state` gives it.",
+    ),
+    "loss_fn without state": (
+        "TypeError",
+        "`loss_fn`: expected a function of `(model, state, batch, key)`, as `model_state` was given, got one of "
+        f"`(model, batch, key)`. {THESE}",
+    ),
+    "jitted loss_fn without key": ("TypeError", f"`loss_fn`: {OF_THREE} `(model, batch)`. {KEY}"),
+    "a number for loss_fn": (
+        "TypeError", "`loss_fn`: expected a function of `(model, batch, key)`, got 0.5. Pass the function itself.",
+    ),
+    "pred_fn without key": ("TypeError", f"`pred_fn`: {OF_THREE} `(model, batch)`. {KEY}"),
+    "default pred_fn without key": ("TypeError", f"`pred_fn`: {OF_THREE} `(model, batch)`. {KEY}"),
+    "pred_fn without key, model later": ("TypeError", f"`pred_fn`: {OF_THREE} `(model, batch)`. {KEY}"),
+    "collate_fn of two": (
+        "TypeError", f"`collate_fn`: expected a function of `(examples)`, got one of `(x, y)`. {THESE}",
+    ),
+    "metric_fn of outputs": (
+        "TypeError",
+        f"`eval_metric_fn`: expected a function of `(examples, outputs)`, got one of `(outputs)`. {THESE}",
+    ),
+    "pred_fn for a predictor": (
+        "TypeError",
+        "`eval_predictor`: expected a Predictor, got the function `pred_fn`. "
+        "Pass `trainer.get_default_predictor(pred_fn)`.",
+    ),
+    "a learning rate for a schedule": (
+        "TypeError", "`lr_schedule_fn`: expected a function of `(step)`, got 0.001. Pass the function itself.",
+    ),
+    "make_model is a model": (
+        "TypeError",
+        "`make_model`: expected a function without arguments, got one of `(x, *, key=None)`. Bind them: `lambda: ...`.",
+    ),
+    "metric that is an array": (
+        "ValueError",
+        "`eval_metric_fn` metric `accuracy`: expected a number, got an array of shape (3,). "
+        "Return its mean, or a metric for each entry.",
+    ),
+    "metric that is a list": (
+        "TypeError", "`eval_metric_fn` metric `accuracy`: expected a number, got a list of float. Return a number.",
+    ),
+    "metric called loss": (
+        "ValueError",
+        "`eval_metric_fn`: expected names other than 'loss', which the evaluation itself reports, got it too. "
+        "Rename that metric, or pass `eval_loss=False`.",
+    ),
+    "metric_fn returns a number": (
+        "TypeError",
+        "`eval_metric_fn`: expected a dict of numbers by name, got 0.5. Return one: `{'accuracy': ...}`.",
+    ),
+    "metric_fn returns nothing": (
+        "TypeError", "`eval_metric_fn`: expected a dict of numbers by name, got None. Is a `return` missing?",
+    ),
+    "rows 4.0": ("TypeError", f"{ROWS} an integer, got 4.0. Pass 4."),
+    "rows 2.5": ("TypeError", f"{ROWS} an integer, got 2.5. Pass a whole number."),
+    "rows True": ("TypeError", f"{ROWS} an integer, got True. Pass a whole number."),
+    "rows 0": ("ValueError", f"{ROWS} at least 1, got 0. Pass a positive number."),
+    "rows -1": ("ValueError", f"{ROWS} at least 1, got -1. Pass a positive number."),
+    "rows '4'": ("TypeError", f"{ROWS} an integer, got '4'. Pass a whole number."),
+    "rows None": (
+        "ValueError",
+        "`per_device_batch_size`, `batch_size`: expected one of the two, got neither. "
+        "Pass `batch_size`, examples an update.",
+    ),
+    "batch_size 8.0": ("TypeError", "`batch_size`: expected an integer, got 8.0. Pass 8."),
+    "eval_batch_size True": ("TypeError", "`eval_batch_size`: expected an integer, got True. Pass a whole number."),
+    "rows of train": ("TypeError", f"{ROWS} an integer, got 4.0. Pass 4."),
+    "rows of eval_loss": ("TypeError", f"{ROWS} an integer, got 4.0. Pass 4."),
+    "rows of predict": ("TypeError", f"{ROWS} an integer, got 4.0. Pass 4."),
+    "epochs 1.5": ("TypeError", "`n_epochs`: expected an integer, got 1.5. Pass a whole number."),
+    "micro-batches 2.0": ("TypeError", "`accumulate_grad_batches`: expected an integer, got 2.0. Pass 2."),
+    "shards 2.0": ("TypeError", "`n_model_shards`: expected an integer, got 2.0. Pass 2."),
+    "seed 0.5": ("TypeError", "`jax_seed`: expected an integer, got 0.5. Pass a whole number."),
+    "seed -1": ("ValueError", "`jax_seed`: expected at least 0, got -1. Pass 0 or more."),
+    "schedule's rows 4.0": ("TypeError", f"{ROWS} an integer, got 4.0. Pass 4."),
+    "workdir is a file": (
+        "ValueError",
+        "`workdir`: expected a folder, got `TMP/file`, which is a file. Move the file, or choose another folder.",
+    ),
+    "workdir in a file": (
+        "ValueError",
+        "`workdir`: expected a folder, got `TMP/file/run`, where `TMP/file` is a file. "
+        "Move the file, or choose another folder.",
+    ),
+    "workdir is a number": (
+        "TypeError", "`workdir`: expected a path or None, got 3. Pass a string or a `pathlib.Path`.",
+    ),
+    "pandas frame": (
+        "TypeError",
+        f'`train_examples`: {ITEMS} a DataFrame, whose items are its columns. Pass its rows: `df.to_dict("records")`.',
+    ),
+    "polars frame": (
+        "TypeError", f"`examples`: {ITEMS} a DataFrame, whose items are its columns. Pass its rows: `df.to_dicts()`.",
+    ),
+    "series": (
+        "TypeError",
+        f"`train_examples`: {ITEMS} a Series, whose items go by its index. Pass its values: `series.to_list()`.",
+    ),
+    "loader of batches": ("TypeError", f"`train_examples`: {ITEMS} {LOADER}"),
+    "loader with a batch sampler": ("TypeError", f"`examples`: {ITEMS} {LOADER}"),
+    "splits": ("TypeError", f"`train_examples`: {ITEMS} a DatasetDict of train. Pass one: `['train']`."),
+    "columns": (
+        "TypeError",
+        f"`train_examples`: {ITEMS} a tuple of 2 arrays of shapes (8, 4), (8,), each with a row an example. "
+        "Pass `list(zip(*arrays))`.",
+    ),
+    "a generator for two epochs": (
+        "ValueError",
+        f"`train_examples`: expected what can be read 2 times, once an epoch, got `numbers`, a generator, {ONCE}",
+    ),
+    "a map for two epochs": (
+        "ValueError", f"`train_examples`: expected what can be read 2 times, once an epoch, got a map, {ONCE}",
+    ),
+    "a generator function": (
+        "TypeError", f"`train_examples`: expected a function of `(epoch)`, got one of `()`. {THESE}",
+    ),
+    "no such checkpoint": (
+        "ValueError",
+        f"`/nowhere/step_00000004`: expected the folder of a checkpoint, got one that is not there. {CHECKPOINT}",
+    ),
+    "no checkpoint in there": (
+        "ValueError", f"`TMP`: expected the folder of a checkpoint, got one that holds no trainer.json. {CHECKPOINT}",
+    ),
+    "NaN in the batch": (
+        "ValueError",
+        f"{NAN} not finite: `x` has NaN in 1 of 4 rows, the first from example 6. "
+        "Correct or remove these examples, or `collate_fn`.",
+    ),
+    "labels out of range": ("ValueError", f"{NAN} {RANGE} 2 to 6, which index a dim of 3. {CLASSES}"),
+    "labels from 1": ("ValueError", f"{NAN} {RANGE} 1 to 3, which index a dim of 3. {CLASSES}"),
+    "labels beyond the vocabulary": (
+        "ValueError", f"{NAN} {RANGE} 2 to 6, for some of which the loss is nan. {CLASSES}",
+    ),
+    "a batch that is fine": (
+        "ValueError", f"{NAN} finite. Lower the learning rate, clip gradients, or look at that step's examples.",
+    ),
+}  # fmt: skip
+MESSAGES |= {
+    f"a model from before a step{what}": (
+        "ValueError",
+        f"`model`: expected arrays that are still there, got 2 of 2 deleted (`weight`, `bias`). {DELETED}",
+    )
+    for what in ("", ", to predict", ", to train")
+}
+
+BATCH = (
+    "The leading dim is the batch, of {} rows; an Equinox module takes one row, so `jax.vmap(model)(...)` takes them all."
+)
+# JAX's words stay; what is added to them; and the names of the last frames of the script.
+NOTES = {
+    "wrong width": (
+        "TypeError", "dot_general requires contracting dimensions to have the same shape, got (5,) and (4,).",
+        f"`loss_fn` was called with this batch: `x` float32[4, 4], `y` int32[4]. {BATCH.format(4)}", ["fit", "loss_fn"],
+    ),
+    "no vmap": (
+        "ValueError", "Incompatible shapes for broadcasting: shapes=[(3, 4), (3,)]",
+        f"`loss_fn` was called with this batch: `x` float32[4, 4], `y` int32[4]. {BATCH.format(4)}", ["fit", "<lambda>"],
+    ),
+    "no vmap in pred_fn": (
+        "ValueError", "Incompatible shapes for broadcasting: shapes=[(3, 4), (3,)]",
+        f"`pred_fn` was called with this batch: `x` float32[4, 4], `y` int32[4]. {BATCH.format(4)}",
+        ["<lambda>", "<lambda>"],
+    ),
+    "no vmap in a plan": (
+        "TypeError", "dot_general requires contracting dimensions to have the same shape, got (4,) and (8,).",
+        f"`loss_fn` was called with this batch: `x` float32[8, 4], `y` int32[8]. {BATCH.format(8)}",
+        ["<lambda>", "<lambda>"],
+    ),
+    "collate_fn raises": (
+        "TypeError", "tuple indices must be integers or slices, not str",
+        "`collate_fn` was called with examples 2, 4, 3, 6, counted from 0.", ["fit", "collate_wrongly"],
+    ),
+    "collate_fn raises in predict": (
+        "TypeError", "tuple indices must be integers or slices, not str",
+        "`collate_fn` was called with examples 0, 1, 2, 3, counted from 0.", ["<lambda>", "collate_wrongly"],
+    ),
+    "reading raises": (
+        "OSError", "no such picture", "Raised in reading example 5, counted from 0.", ["fit", "__getitem__"],
+    ),
+    "an iterable's example is wrong": (
+        "ValueError", "not enough values to unpack (expected 2, got 1)",
+        "`collate_fn` was called with examples 8, counted from 0.", ["<lambda>", "collate_fn"],
+    ),
+}  # fmt: skip
+
+FINE = [
+    "numpy integers", "functions with more", "any arguments", "a filter-jitted loss", "a PyTree of arrays",
+    "a generator for one epoch", "numbers of any kind", "the trainer's own model",
+]  # fmt: skip
+
+SAVED = ["a model from before a step, to save", "a model from before a step, to save its adapter"]
+
+
+def is_ours(file):
+    return file.startswith(str(PACKAGE))
+
+
+def test_every_mistake_is_looked_at(outcomes):
+    assert set(outcomes) == {*MESSAGES, *NOTES, *SAVED, *FINE}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_mistake_is_named_with_the_next_step(name, outcomes):
+    found, (kind, message) = outcomes[name], MESSAGES[name]
+    tmp = next((word for word in outcomes["no checkpoint in there"]["message"].split("`") if word), "TMP")
+    assert (found["kind"], found["message"].replace(tmp, "TMP")) == (kind, message)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_mistake_is_raised_near_the_user_s_line(name, outcomes):
+    ours = [function for file, function in outcomes[name]["frames"] if is_ours(file)]
+    assert len(ours) <= 4
+    assert [is_ours(file) for file, _ in outcomes[name]["frames"][-len(ours) :]] == [True] * len(ours)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_model_from_before_a_step_is_not_saved(name, outcomes):
+    assert outcomes[name]["message"].startswith("`model`: expected arrays that are still there, got ")
+    assert outcomes[name]["message"].endswith(DELETED)
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_an_error_of_a_user_s_function_keeps_its_words_and_says_what_it_was_given(name, outcomes):
+    kind, message, note, functions = NOTES[name]
+    found = outcomes[name]
+    assert (found["kind"], found["message"]) == (kind, message)
+    assert note in found["notes"]
+    in_script = [function for file, function in found["frames"] if file == str(SCRIPT) and function != "<listcomp>"]
+    assert in_script[-2:] == functions
+
+
+@pytest.mark.parametrize("name", sorted(set(NOTES) - {"no vmap in a plan"}))
+def test_an_error_of_a_user_s_function_shows_no_frame_of_ours(name, outcomes):
+    assert not [file for file, _ in outcomes[name]["frames"] if is_ours(file) or "threading" in file]
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_what_is_no_mistake_is_taken(name, outcomes):
+    assert "kind" not in outcomes[name], outcomes[name]

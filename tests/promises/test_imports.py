@@ -1,0 +1,217 @@
+"""The direction of imports, read from the source; and that importing redeqx changes nothing around it."""
+
+import ast
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import redeqx
+
+FOLDER = pathlib.Path(redeqx.__file__).parent
+# Bottom to top; a package imports from those below it. Files beside the packages are packages of one file.
+LAYERS = (
+    ("_tree",),
+    ("errors",),
+    ("machine", "tracing", "distributed"),
+    ("monitor", "compiled", "checkpoint", "data"),
+    ("partition",),
+    ("transforms",),
+    ("training",),
+    ("dry_run",),
+    ("_deployer",),
+    ("_fit",),
+    ("_predictor", "_trainer"),
+    ("__init__", "__main__"),
+)
+LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
+FACADES = {"_deployer", "_fit", "_predictor", "_trainer", "__init__", "__main__"}  # one door: theirs is `redeqx` itself
+FILES = {
+    path.relative_to(FOLDER).with_suffix("").parts: path
+    for path in sorted(FOLDER.rglob("*.py"))
+    if "models" not in path.relative_to(FOLDER).parts
+}
+PACKAGES = sorted({parts[0] for parts in FILES if len(parts) > 1})
+MODELS = {path.stem: path for path in sorted((FOLDER / "models").rglob("*.py"))}
+
+
+def package_of(parts):
+    return "_facades" if parts[0] in FACADES else parts[0]
+
+
+def imports_of(source, parts):
+    """What a file of redeqx imports of redeqx, each as the parts of a module's name; also what only type checkers read.
+
+    **Arguments:**
+
+    - `parts`: of the file's own name, as `("data", "_rows")`.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+            found |= {tuple(name[1:]) or ("__init__",) for name in names if name[0] == "redeqx"}
+        if isinstance(node, ast.ImportFrom):
+            module = (node.module or "").split(".") if node.module else []
+            if node.level == 0:
+                if module[:1] != ["redeqx"]:
+                    continue
+                base = module[1:]
+            else:
+                base = [*parts[: len(parts) - node.level], *module]
+            names = [alias.name for alias in node.names]
+            # `from . import _rules` names modules; `from ..data import slices` what a door offers.
+            files = {(*base, name) for name in names if {(*base, name), (*base, name, "__init__")} & FILES.keys()}
+            found |= files if len(files) == len(names) else {*files, tuple(base) or ("__init__",)}
+    return found
+
+
+def test_imports_are_read_in_each_spelling():
+    source = """
+from typing import TYPE_CHECKING
+import numpy.random, redeqx, redeqx.machine
+from . import _flow
+from ._rules import Split
+from .._tree import render
+from ..data import slices
+from redeqx.checkpoint._manager import Checkpoints
+if TYPE_CHECKING:
+    from .._trainer import Trainer
+def fn():
+    from redeqx.models.gpt2 import GPT2
+    from redeqx import Loss
+"""
+    assert imports_of(source, ("partition", "_plan")) == {
+        ("__init__",), ("machine",), ("partition", "_flow"), ("partition", "_rules"), ("_tree",), ("data",),
+        ("checkpoint", "_manager"), ("_trainer",), ("models", "gpt2"),
+    }  # fmt: skip
+
+
+def test_every_package_has_its_layer():
+    assert {parts[0] for parts in FILES} == LEVEL.keys()
+
+
+@pytest.mark.parametrize("parts", FILES, ids=".".join)
+def test_imports_point_downwards_and_go_through_doors(parts):
+    own = package_of(parts)
+    for imported in imports_of(FILES[parts].read_text(), parts):
+        name = ".".join(imported)
+        assert imported[0] in LEVEL, f"{'.'.join(parts)} imports redeqx.{name}, which is no package of the library"
+        if package_of(imported) == own:
+            continue
+        assert len(imported) == 1, f"{'.'.join(parts)} imports redeqx.{name}, and not by the door"
+        below = f"{'.'.join(parts)} imports redeqx.{name}, which is not below it"
+        assert LEVEL[imported[0]] < LEVEL[parts[0]] or parts[0] == "__main__", below
+
+
+def test_packages_make_no_circle():
+    imports: dict[str, set[str]] = {}
+    for parts, path in FILES.items():
+        found = {package_of(imported) for imported in imports_of(path.read_text(), parts)}
+        imports.setdefault(package_of(parts), set()).update(found - {package_of(parts)})
+    assert_no_circle(imports)
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "_facades"])
+def test_files_of_a_package_make_no_circle(package):
+    files = {parts: path for parts, path in FILES.items() if package_of(parts) == package and parts[-1] != "__init__"}
+    assert_no_circle({parts: imports_of(path.read_text(), parts) & files.keys() for parts, path in files.items()})
+
+
+def assert_no_circle(imports):
+    below = set()
+    while ready := {name for name in imports.keys() - below if imports[name] <= below}:
+        below |= ready
+    assert below == imports.keys(), f"a circle among {sorted(imports.keys() - below)}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_door_says_what_its_package_owns_and_only_re_exports(package):
+    tree = ast.parse(FILES[package, "__init__"].read_text())
+    said = ast.get_docstring(tree) or ""
+    first = [name for name in said.replace("`", " ").split() if name.endswith(".py")]
+    assert first and all((package, name.removesuffix(".py")) in FILES for name in first), (
+        f"{package}: which file to open first?"
+    )
+    for node in tree.body[1:]:
+        assert isinstance(node, ast.ImportFrom) and node.level == 1, ast.unparse(node)
+        assert all(alias.asname == alias.name for alias in node.names), ast.unparse(node)
+
+
+@pytest.mark.parametrize("parts", FILES, ids=".".join)
+def test_no_private_attribute_of_another_package_is_used(parts):
+    own = {
+        name
+        for other, path in FILES.items()
+        if package_of(other) == package_of(parts)
+        for name in names_in(path.read_text())
+    }
+    foreign = private_attributes(FILES[parts].read_text()) - own
+    assert not foreign, f"{'.'.join(parts)} uses {sorted(foreign)}, which its package does not define"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_use_doors_only(name):
+    for imported in imports_of(MODELS[name].read_text(), ("models", name)):
+        is_own = imported[0] == "models" or imported[0] in MODELS
+        is_door = len(imported) == 1 and (imported[0] in LEVEL)
+        assert is_own or is_door, f"models.{name} imports redeqx.{'.'.join(imported)}, which is no door"
+
+
+# Private names of the standard library and of JAX that there is no public way to.
+ALLOWED = {"_exit", "_current_frames", "_replace", "_asdict", "_fields"}
+
+
+def private_attributes(source):
+    """The underscored attributes that a file reads of anything but `self` and `cls`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            found |= set() if is_own else {node.attr}
+    return found - ALLOWED
+
+
+def names_in(source):
+    """The names that a file defines: of functions, classes and attributes of its own objects."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def test_importing_changes_no_setting_variable_or_logger():
+    code = """
+import json, logging, os, warnings
+import equinox, jax, jaxtyping, numpy, optax, rich, safetensors  # theirs is not ours
+
+def around():
+    loggers = logging.Logger.manager.loggerDict
+    return {
+        "config": {name: repr(value) for name, value in jax.config.values.items()},
+        "environment": dict(os.environ),
+        "root": [logging.root.level, repr(logging.root.handlers), logging.root.disabled],
+        "loggers": {name: [getattr(l, "level", None), repr(getattr(l, "handlers", None))] for name, l in loggers.items()},
+        "warnings": repr(warnings.filters),
+    }
+
+before = around()
+import redeqx
+after = around()
+import jax._src.xla_bridge as bridge
+started = bridge.backends_are_initialized()
+print(json.dumps([{key: [before[key], after[key]] for key in before if before[key] != after[key]}, started]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    changed, started = json.loads(done.stdout)
+    assert changed == {} and not started

@@ -1,0 +1,163 @@
+"""The same data, seed and global batch give the same numbers on every mesh and for every cut into micro-batches."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx.models.gpt2 import GPT2, GPT2Config
+
+VOCAB, SEQ, BATCH = 64, 8, 16
+MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (2, 4)]  # (n_model_shards, n_fsdp_shards)
+EXAMPLES = [row.astype(np.int32) for row in np.random.default_rng(0).integers(0, VOCAB, (3 * BATCH, SEQ + 1))]
+REST = 5  # examples fewer: the last step of the epoch is smaller, and does not divide over the devices
+
+# Softmax does not change when all scores of a query do, so these have a gradient of zero in exact arithmetic, and what
+# they get is rounding: the same size on every mesh, another value.
+ZERO_GRADIENT = ("stack.blocks.attention.key.bias",)
+
+
+def collate_fn(examples):
+    return {"ids": np.stack(examples)}
+
+
+def loss_fn(model, batch, key):
+    """Weighed by tokens, of which each row has another number that counts."""
+    inputs, labels = batch["ids"][:, :-1], batch["ids"][:, 1:]
+    logits = jax.vmap(lambda ids, key: model(ids, key=key))(inputs, jax.random.split(key, len(inputs)))
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    counts = labels < VOCAB // 2
+    return redeqx.Loss((losses * counts).sum(), counts.sum(), {"ones": counts.sum(), "counted": (counts.sum(), counts.size)})
+
+
+def make_trainer(n_model, n_fsdp, optimizer, *, accumulate=1, dropout=0.1, **kwargs):
+    deployer = redeqx.Deployer(3, n_model, n_fsdp, verbose=False, **kwargs)
+    config = GPT2Config(
+        VOCAB, SEQ, d_model=32, n_layers=1, n_heads=8, residual_dropout=dropout, embedding_dropout=0.0, attention_dropout=0.0
+    )
+    model = deployer.init(lambda: GPT2(config, key=jax.random.key(0)))
+    return redeqx.Trainer(
+        deployer,
+        model=model,
+        optimizer=optimizer,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        accumulate_grad_batches=accumulate,
+    )
+
+
+def leaves(trainer):
+    arrays = eqx.filter(trainer.model, eqx.is_array)
+    return {name: np.asarray(leaf) for name, leaf in redeqx._tree.named_leaves(arrays).items()}
+
+
+def assert_close(found, expected):
+    assert set(found) == set(expected)
+    for name, leaf in expected.items():
+        if name not in ZERO_GRADIENT:
+            error = np.linalg.norm(found[name] - leaf) / np.linalg.norm(leaf)
+            assert error < 1e-5, f"{name}: {error}"
+
+
+def train(n_model, n_fsdp, optimizer, *, accumulate=1, dropout=0.1, examples=EXAMPLES):
+    logged = Log()
+    trainer = make_trainer(n_model, n_fsdp, optimizer, accumulate=accumulate, dropout=dropout, loggers=[logged])
+    trainer.fit(examples, BATCH // trainer.deployer.n_batch_shards // accumulate, 1)
+    return trainer, logged.losses
+
+
+class Log:
+    def __init__(self):
+        self.losses, self.counted = [], []
+
+    def log(self, metrics, step):
+        self.losses.append(metrics["loss"])
+        self.counted.append(metrics["counted"])
+
+
+@pytest.fixture(scope="module")
+def reference():
+    trainer, losses = train(1, 1, optax.sgd(0.1, momentum=0.9))
+    return leaves(trainer), losses
+
+
+@pytest.mark.parametrize(
+    ("n_model", "n_fsdp"),
+    [mesh if mesh in [(4, 1), (1, 2), (2, 2)] else pytest.param(*mesh, marks=pytest.mark.sweep) for mesh in MESHES[1:]],
+)
+def test_parameters_do_not_depend_on_the_mesh(n_model, n_fsdp, reference):
+    trainer, losses = train(n_model, n_fsdp, optax.sgd(0.1, momentum=0.9))
+    assert_close(leaves(trainer), reference[0])
+    np.testing.assert_allclose(losses, reference[1], rtol=1e-5)
+
+
+@pytest.mark.sweep
+def test_nor_do_they_where_the_last_step_does_not_divide():
+    trainers = [train(*mesh, optax.sgd(0.1, momentum=0.9), examples=EXAMPLES[:-REST])[0] for mesh in ((1, 1), (2, 2))]
+    assert_close(*map(leaves, trainers))
+
+
+def test_parameters_do_not_depend_on_accumulation():
+    runs = [
+        train(2, 2, optax.sgd(0.1, momentum=0.9), accumulate=n, dropout=0.0, examples=EXAMPLES[:-REST]) for n in (1, 2, 4)
+    ]
+    for trainer, losses in runs[1:]:
+        assert_close(leaves(trainer), leaves(runs[0][0]))
+        np.testing.assert_allclose(losses, runs[0][1], rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def cut_reference():
+    trainer, losses = train(1, 1, optax.sgd(0.1, momentum=0.9), dropout=0.0, examples=EXAMPLES[:-REST])
+    return leaves(trainer), losses
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize(("n_model", "n_fsdp"), [*MESHES, (1, 8), (4, 2)])
+def test_parameters_do_not_depend_on_mesh_and_accumulation(n_model, n_fsdp, accumulate, cut_reference):
+    if BATCH % (accumulate * 8 // n_model):
+        pytest.skip("no whole number of rows a device")
+    trainer, losses = train(
+        n_model, n_fsdp, optax.sgd(0.1, momentum=0.9), accumulate=accumulate, dropout=0.0, examples=EXAMPLES[:-REST]
+    )
+    assert_close(leaves(trainer), cut_reference[0])
+    np.testing.assert_allclose(losses, cut_reference[1], rtol=1e-5)
+
+
+@pytest.mark.sweep
+def test_metrics_keep_their_names_in_steps_of_every_cut():
+    """A step of one micro-batch, and a last one of several: two programs, one order of metrics."""
+    logged = Log()
+    trainer = make_trainer(1, 2, optax.sgd(0.0), loggers=[logged])
+    trainer.train(EXAMPLES[:-REST], 4)
+    for step, counted in enumerate(logged.counted):
+        labels = np.stack(EXAMPLES[:-REST][BATCH * 2 * step : BATCH * 2 * (step + 1)])[:, 1:]
+        assert counted == pytest.approx((labels < VOCAB // 2).mean(), rel=1e-6)
+
+
+def test_adamw_logs_the_same_losses_on_every_mesh():
+    _, reference = train(1, 1, optax.adamw(1e-2))
+    for mesh in [(4, 1), (2, 4)]:
+        _, losses = train(*mesh, optax.adamw(1e-2))
+        np.testing.assert_allclose(losses, reference, rtol=1e-5)
+
+
+def test_evaluation_does_not_depend_on_the_batch_size():
+    """With a remainder, and with fewer examples than one batch; the mean over tokens, not a mean of means."""
+    trainer = make_trainer(2, 2, optax.sgd(0.1))
+    losses = [trainer.eval_loss(EXAMPLES[:13], size) for size in (1, 2, 3, 8)]
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+    on_host = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)) if eqx.is_array(x) else x, trainer.model)
+    model = eqx.nn.inference_mode(on_host)
+    whole = loss_fn(model, collate_fn(EXAMPLES[:13]), jax.random.key(0))
+    np.testing.assert_allclose(losses[0], float(whole.total / whole.weight), rtol=1e-5)
+
+
+def test_metrics_of_a_loss_are_summed_like_it():
+    trainer = make_trainer(1, 2, optax.sgd(0.1))
+    counted = np.mean([label < VOCAB // 2 for row in EXAMPLES for label in row[1:]])
+    assert trainer.eval_metrics(EXAMPLES, 3)["counted"] == pytest.approx(counted, rel=1e-6)

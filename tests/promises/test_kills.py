@@ -1,0 +1,122 @@
+"""SIGKILL of either or both of two processes, before every system call of a save and every word between them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redeqx.checkpoint._manager import Checkpoints
+from redeqx.checkpoint._reader import Source
+from redeqx.distributed._launch import _free_port
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "saving.py"
+pytestmark = pytest.mark.timeout(600)
+
+
+class Trials:
+    """The script under way: trials in, what became of them out."""
+
+    def __init__(self, folder, way):
+        environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "NPROC": "16"}
+        command = [sys.executable, str(SCRIPT), str(folder), way]
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, name, kills):
+        self.process.stdin.write(json.dumps([name, _free_port(), kills]) + "\n")
+        self.process.stdin.flush()
+        found, codes, passed = json.loads(self.process.stdout.readline())
+        assert found == name
+        return codes, passed
+
+
+@pytest.fixture
+def trials(tmp_path, request):
+    trials = Trials(tmp_path, request.param)
+    with trials.process:
+        yield trials
+        trials.process.stdin.close()
+        trials.process.wait(timeout=30)
+
+
+def check_whole(folder, steps):
+    """The index names a complete checkpoint of one of those steps, and so does every other folder that is called one."""
+    checkpoints = Checkpoints(folder / "ckpts" / "ckpts")
+    step = check_complete(checkpoints, checkpoints.index()["last"])
+    assert step in steps
+    for name in checkpoints.names():
+        check_complete(checkpoints, name)
+    check_cleared(checkpoints)
+    return step
+
+
+def check_whole_apart(folder, steps):
+    """As `check_whole`, of two folders: what an index of either names is complete in both together."""
+    each = [Checkpoints(folder / str(index) / "ckpts") for index in (0, 1)]
+    both = Checkpoints(folder / "both")
+    found = []
+    for name in {checkpoints.index()["last"] for checkpoints in each}:
+        for checkpoints in each:
+            shutil.copytree(checkpoints.folder / name, both.folder / name, dirs_exist_ok=True)
+        found.append(check_complete(both, name))
+    assert set(found) <= steps
+    for checkpoints in each:
+        check_cleared(checkpoints)
+    return max(found)
+
+
+def check_complete(checkpoints, name):
+    """The step of a checkpoint whose files and values are right."""
+    saved = checkpoints.record(checkpoints.folder / name)["step"]
+    source = Source.find(checkpoints.folder / name, "model")
+    assert len(list(source.names())) == 4
+    for tensor in source.names():
+        np.testing.assert_array_equal(source.read(tensor), np.full((4, 8), saved) + np.arange(8))
+    assert Source.find(checkpoints.folder / name, "optimizer").read("count") == saved
+    return saved
+
+
+def check_cleared(checkpoints):
+    """The next save takes up from there, and clears what the kill left."""
+    checkpoints.save(3, {"model": {"w": np.ones(3)}}, {"step": 3}, keep_last=1)
+    left = sorted(entry.name for entry in checkpoints.folder.iterdir())
+    assert left == ["index.json", "step_00000003"]
+
+
+@pytest.mark.parametrize(
+    ("trials", "check"),
+    [
+        pytest.param("in_place", check_whole, id="in place"),
+        pytest.param("apart", check_whole_apart, id="apart", marks=pytest.mark.sweep),
+    ],
+    indirect=["trials"],
+)
+def test_killed_anywhere_the_index_names_a_complete_checkpoint(tmp_path, trials, check):
+    codes, (hub, other) = trials.run("undisturbed", [])
+    assert codes == [0, 0], (tmp_path / "undisturbed" / "errors_0").read_text()[-2000:]
+    assert check(tmp_path / "undisturbed", {2}) == 2
+    both, commit = {"fsync", "give"}, {"rename", "replace", "rmtree"}
+    if check is check_whole:
+        assert {*both, *commit, "posix_fallocate", "pwrite"} <= set(hub)
+        assert {*both, "pwrite"} <= set(other)
+    else:
+        assert {*both, *commit} <= set(hub) & set(other)
+    kills = [[[0, i]] for i in range(len(hub))] + [[[1, i]] for i in range(len(other))]
+    # Both: the other one where it is about when the hub is there, and at its end.
+    kills += [[[0, i], [1, len(other) * i // len(hub)]] for i in range(len(hub))]
+    seen = set()
+    for number, each in enumerate(kills):
+        name = f"kill_{number}"
+        codes, _ = trials.run(name, each)
+        killed = [index for index, _ in each]
+        said = [(tmp_path / name / f"errors_{index}").read_text()[-2000:] for index in (0, 1)]
+        # The other leaves by itself, unless it had ended, or was killed first.
+        assert all(codes[index] in (-9, 75) for index in killed), (each, codes, said)
+        assert all(code in (-9, 75, 0) for code in codes), (each, codes, said)
+        assert -9 in codes
+        seen.add(check(tmp_path / name, {1, 2}))
+    assert seen == {1, 2}

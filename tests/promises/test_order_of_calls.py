@@ -1,0 +1,461 @@
+"""Whatever is called first, a trainer has one plan, one position and one state: those of the model that was trained."""
+
+import json
+import threading
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx._tree import named_leaves
+
+DATA = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
+BATCH = 8  # three steps an epoch, the last one with four examples
+
+
+class Reversed(eqx.Module):
+    """Two layers, the last declared first: by its fields the plan is another than by the loss."""
+
+    second: eqx.nn.Linear
+    first: eqx.nn.Linear
+
+    def __init__(self, key):
+        key1, key2 = jax.random.split(key)
+        self.second = eqx.nn.Linear(8, 8, key=key1)
+        self.first = eqx.nn.Linear(8, 8, key=key2)
+
+    def __call__(self, x):
+        return self.second(jax.nn.relu(self.first(x)))
+
+
+def collate_fn(examples):
+    return np.pad(np.stack(examples), ((0, 0), (0, 2)))
+
+
+def loss_fn(model, batch, key):
+    return (jax.vmap(model)(batch) ** 2).mean()
+
+
+def pred_fn(model, batch, key):
+    return jax.vmap(model)(batch)
+
+
+def make_trainer(workdir=None, *, shards=(4, 1), loggers=(), **kwargs):
+    deployer = redeqx.Deployer(3, *shards, workdir=workdir, verbose=False, loggers=loggers)
+    given = {"model": Reversed(jax.random.key(1)), "optimizer": optax.adam(1e-2), "loss_fn": loss_fn, **kwargs}
+    return redeqx.Trainer(deployer, collate_fn=collate_fn, **given)
+
+
+def fit(trainer, n_epochs=2, **kwargs):
+    return trainer.fit(DATA, n_epochs=n_epochs, batch_size=BATCH, **kwargs)
+
+
+def bits(tree):
+    return {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(tree).items() if eqx.is_array(leaf)}
+
+
+def specs(trainer):
+    return {name: leaf.spec for name, leaf in trainer.plan.leaves.items()}
+
+
+def index(workdir):
+    return json.loads((workdir / "ckpts/index.json").read_text())
+
+
+def record(workdir, tag="last"):
+    return json.loads((workdir / "ckpts" / index(workdir)[tag] / "trainer.json").read_text())
+
+
+# --- the model in hand --------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_started_again_has_the_model_that_was_trained(tmp_path):
+    whole = make_trainer(tmp_path)
+    metrics = fit(whole, eval_examples=DATA[:5])
+    for reads in (
+        lambda trainer: (trainer.model, trainer.opt_state),
+        lambda trainer: (trainer.opt_state, trainer.model)[::-1],
+    ):
+        again = make_trainer(tmp_path)
+        assert fit(again, eval_examples=DATA[:5], eval_sanity_check=False) == metrics
+        assert again.step == 6
+        assert bits(reads(again)) == bits((whole.model, whole.opt_state))
+
+
+def test_the_first_of_two_fits_that_is_done_leaves_the_model_of_the_second(tmp_path):
+    def run(n_fits):
+        trainer = make_trainer(tmp_path)
+        for _ in range(n_fits):
+            fit(trainer, 1)
+        return trainer
+
+    whole = run(2)
+    again = run(1)
+    assert again.step == 6
+    assert bits(again.model) == bits(whole.model)
+
+
+def test_a_prediction_before_the_second_fit_sees_the_restored_model(tmp_path):
+    whole = make_trainer(tmp_path)
+    fit(whole)
+    wanted = whole.get_default_predictor(pred_fn).predict(DATA, batch_size=8)
+    again = make_trainer(tmp_path)
+    fit(again)
+    np.testing.assert_array_equal(again.get_default_predictor(pred_fn).predict(DATA, batch_size=8), wanted)
+
+
+# --- the plan -----------------------------------------------------------------------------------------------------------
+
+
+def predict_first(trainer):
+    trainer.get_default_predictor(pred_fn).predict(DATA, batch_size=8)
+
+
+def load_first(trainer):
+    trainer.load_ckpt(trainer._checkpoints.folder / "step_00000000")
+
+
+@pytest.mark.parametrize("shards", [(4, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("predict", "load_ckpt", "sanity check"),
+        *(pytest.param(how, marks=pytest.mark.sweep) for how in ("eval_loss", "opt_state", "second predictor")),
+    ],
+)
+def test_the_plan_is_the_loss_s_whatever_is_called_first(how, shards, tmp_path):
+    plain = make_trainer(shards=shards)
+    plain.train(DATA, batch_size=BATCH)
+    by_fields = plain.deployer.plan(Reversed(jax.random.key(1)))
+    assert specs(plain) != {name: leaf.spec for name, leaf in by_fields.leaves.items()}
+    if how == "load_ckpt":
+        make_trainer(tmp_path, shards=shards).save_ckpt()
+    trainer = make_trainer(tmp_path, shards=shards)
+    predictor = trainer.get_default_predictor(pred_fn)
+    first = {
+        "predict": predict_first,
+        "load_ckpt": load_first,
+        "eval_loss": lambda trainer: trainer.eval_loss(DATA, batch_size=8),
+        "opt_state": lambda trainer: trainer.opt_state,
+        "second predictor": lambda trainer: predictor.predict(DATA, batch_size=8),
+    }
+    if how == "sanity check":
+        # The order of examples is that of `train`: a fit of an iterable.
+        options = {"eval_examples": DATA, "eval_predictor": predictor, "eval_loss": False}
+        trainer.fit(iter(DATA), batch_size=BATCH, eval_metric_fn=lambda examples, outputs: {"n": len(outputs)}, **options)
+    else:
+        first[how](trainer)
+        trainer.train(DATA, batch_size=BATCH)
+    assert specs(trainer) == specs(plain)
+    for name, leaf in named_leaves((trainer.model, trainer.opt_state)).items():
+        if eqx.is_array(leaf):
+            assert leaf.sharding == named_leaves((plain.model, plain.opt_state))[name].sharding, name
+    assert bits((trainer.model, trainer.opt_state)) == bits((plain.model, plain.opt_state))
+    np.testing.assert_array_equal(
+        predictor.predict(DATA, batch_size=8), plain.get_default_predictor(pred_fn).predict(DATA, batch_size=8)
+    )
+
+
+@pytest.mark.parametrize("first", [predict_first, lambda trainer: trainer.opt_state])
+def test_a_loss_that_reads_no_weight_is_refused_whatever_is_called_first(first):
+    trainer = make_trainer(loss_fn=lambda model, batch, key: batch.mean())
+    first(trainer)
+    with pytest.raises(ValueError, match="expected a loss that depends on a trainable leaf, got one that reads none of 4"):
+        trainer.train(DATA, batch_size=BATCH)
+    assert trainer.step == 0
+
+
+def test_the_plan_is_of_the_weights_as_the_step_casts_them():
+    def needs_bfloat16(model, batch, key):
+        if model.first.weight.dtype != jnp.bfloat16:
+            raise TypeError(f"a kernel for bfloat16, got {model.first.weight.dtype}")
+        return loss_fn(model, batch.astype(jnp.bfloat16), key)
+
+    trainer = make_trainer(loss_fn=needs_bfloat16, compute_dtype=jnp.bfloat16)
+    trainer.train(DATA, batch_size=BATCH)
+    plain = make_trainer()
+    plain.train(DATA, batch_size=BATCH)
+    assert specs(trainer) == specs(plain)
+    assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))} == {np.dtype(np.float32)}
+
+
+# --- the end of a run, and more of it -----------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_fit_is_saved_unless_told_not_to(tmp_path):
+    trainer = make_trainer(tmp_path / "a")
+    fit(trainer)
+    assert index(tmp_path / "a") == {"last": "step_00000006"}
+    assert bits(trainer.model) == bits(load(tmp_path / "a").model)
+    fit(make_trainer(tmp_path / "b"), save_end=False)
+    assert not (tmp_path / "b" / "ckpts").exists()
+
+
+def load(workdir, name="last"):
+    trainer = make_trainer(workdir)
+    trainer.load_ckpt(name)
+    return trainer
+
+
+def test_the_end_is_saved_once(tmp_path):
+    fit(make_trainer(tmp_path), save_last_ckpt=True)
+    names = sorted(path.name for path in (tmp_path / "ckpts").glob("step_*"))
+    assert names == ["step_00000003", "step_00000006"]
+    fit(make_trainer(tmp_path), save_last_ckpt=True)  # done already: nothing is written
+    assert sorted(path.name for path in (tmp_path / "ckpts").glob("step_*")) == names
+
+
+@pytest.mark.parametrize(
+    "how", ["fit", *(pytest.param(how, marks=pytest.mark.sweep) for how in ("save_ckpt", "load and save"))]
+)
+def test_more_epochs_are_trained_in_the_next_run(how, tmp_path):
+    whole = make_trainer()
+    fit(whole, 3)
+    first = make_trainer(tmp_path)
+    fit(first, 2, save_end=how == "fit")
+    if how != "fit":
+        first.save_ckpt()
+    if how == "load and save":
+        load(tmp_path).save_ckpt()
+    again = make_trainer(tmp_path)
+    fit(again, 3)
+    assert again.step == 9
+    assert bits((again.model, again.opt_state)) == bits((whole.model, whole.opt_state))
+
+
+def test_one_pass_before_a_fit_does_not_hide_the_earlier_run(tmp_path):
+    """A script that warms up by `train` and is started again goes on with its fit all the same."""
+
+    def run(n_epochs):
+        trainer = make_trainer(tmp_path)
+        trainer.train(DATA, batch_size=BATCH)
+        fit(trainer, n_epochs)
+        return trainer
+
+    run(1)
+    again = run(2)
+    assert again.step == 9  # three of the pass, six of the two epochs
+    whole = make_trainer()
+    whole.train(DATA, batch_size=BATCH)
+    fit(whole, 2)
+    assert bits(again.model) == bits(whole.model)
+
+
+def test_a_checkpoint_from_elsewhere_is_a_beginning_and_the_run_is_gone_on_with(tmp_path):
+    pretrained = make_trainer(tmp_path / "pretrained")
+    fit(pretrained, 1, eval_examples=DATA[:5], save_argmin_ckpt_by_metrics=["loss"])
+
+    def run(n_epochs):
+        trainer = make_trainer(tmp_path / "tuned")
+        trainer.load_ckpt(tmp_path / "pretrained/ckpts" / index(tmp_path / "pretrained")["last"])
+        assert trainer.step == 3
+        fit(trainer, n_epochs, eval_examples=DATA[:5], save_argmin_ckpt_by_metrics=["loss"])
+        return trainer
+
+    tuned = run(1)
+    assert tuned.step == 6  # its own epoch was trained
+    assert "argmin_loss" in index(tmp_path / "tuned")  # the other run's best is not this one's
+    assert run(2).step == 9  # goes on with this run, and not from the beginning again
+
+
+# --- what is passed on --------------------------------------------------------------------------------------------------
+
+
+class SaveAt:
+    """A tracker that saves when a step is logged."""
+
+    def __init__(self, step):
+        self.step, self.trainer, self.saved = step, None, None
+
+    def log(self, metrics, step):
+        if step == self.step and "loss" in metrics and self.saved is None:
+            self.saved = self.trainer.save_ckpt("hook").name
+            (self.trainer.deployer.workdir / "trained").write_text(str(self.trainer.step))
+
+
+@pytest.mark.parametrize("step", [1, 4, 6, *(pytest.param(step, marks=pytest.mark.sweep) for step in (2, 3, 5))])
+def test_a_checkpoint_saved_by_a_tracker_goes_on_to_the_same_bits(step, tmp_path):
+    hook = SaveAt(step)
+    hook.trainer = whole = make_trainer(tmp_path, loggers=[hook])
+    fit(whole, save_end=False)
+    assert index(tmp_path)["last"] == hook.saved  # nothing was saved after it
+    again = make_trainer(tmp_path)
+    fit(again)
+    assert again.step == whole.step == 6
+    assert bits((again.model, again.opt_state)) == bits((whole.model, whole.opt_state))
+
+
+def test_a_tracker_does_not_save_a_step_that_is_not_finite(tmp_path):
+    examples = [*DATA[:8], *np.full((8, 6), np.nan, np.float32), *DATA[:8]]
+    hook = SaveAt(1)  # step 2 is taken by then, and unread
+    hook.trainer = trainer = make_trainer(tmp_path, loggers=[hook])
+    with pytest.raises(ValueError, match="`loss` at step 2: expected the loss to be finite, got nan"):
+        trainer.train(examples, batch_size=BATCH)
+    assert not (tmp_path / "ckpts").exists()
+
+
+def test_loading_and_fitting_inside_of_a_fit_are_refused(tmp_path):
+    calls = {
+        "load_ckpt": lambda trainer: trainer.load_ckpt(),
+        "train": lambda trainer: trainer.train(DATA, batch_size=BATCH),
+    }
+    for name, call in calls.items():
+        trainer = make_trainer(tmp_path / name)
+        predictor = trainer.get_default_predictor(pred_fn)
+
+        def metric_fn(examples, outputs, trainer=trainer, call=call):
+            call(trainer)
+
+        with pytest.raises(ValueError, match=f"`(fit`, `)?{name}`: expected"):
+            fit(
+                trainer, save_every_n_steps=1, eval_examples=DATA[:5], eval_every_n_steps=1,
+                eval_predictor=predictor, eval_metric_fn=metric_fn, eval_sanity_check=False,
+            )  # fmt: skip
+
+
+def test_an_interrupted_fit_goes_on_in_the_same_process():
+    class Interrupted(Exception):
+        pass
+
+    class InterruptAt:
+        at = 4
+
+        def log(self, metrics, step):
+            if step == self.at:
+                self.at = None
+                raise Interrupted
+
+    whole, trainer = make_trainer(), make_trainer(loggers=[InterruptAt()])
+    fit(whole)
+    with pytest.raises(Interrupted):
+        fit(trainer)
+    fit(trainer)
+    assert trainer.step == 6
+    assert bits((trainer.model, trainer.opt_state)) == bits((whole.model, whole.opt_state))
+    fit(trainer, 1)  # and the next is another
+    assert trainer.step == 9
+
+
+# --- data ---------------------------------------------------------------------------------------------------------------
+
+
+def test_epochs_of_a_function_may_differ_in_length(tmp_path):
+    def curriculum(epoch):
+        return DATA[: 8 * (epoch + 1)] if epoch < 2 else DATA
+
+    trainer = make_trainer(tmp_path)
+    trainer.fit(curriculum, batch_size=BATCH, n_epochs=3)
+    assert trainer.step == 1 + 2 + 3
+    whole = bits((trainer.model, trainer.opt_state))
+
+    class Stop(Exception):
+        pass
+
+    for at in (1, 2, 4):  # at the end of an epoch, and within two
+
+        class StopAt:
+            def log(self, metrics, step, at=at):
+                if step == at + 1 and "loss" in metrics:
+                    raise Stop
+
+        workdir = tmp_path / str(at)
+        with pytest.raises(Stop):
+            make_trainer(workdir, loggers=[StopAt()]).fit(curriculum, batch_size=BATCH, n_epochs=3, save_every_n_steps=1)
+        again = make_trainer(workdir)
+        again.fit(curriculum, batch_size=BATCH, n_epochs=3)
+        assert bits((again.model, again.opt_state)) == whole
+
+    again = make_trainer(tmp_path / "4")
+    # The epoch that was stopped within must be as long again; its checkpoint is of step 4 or 5, in the third.
+    (workdir / "ckpts").rename(tmp_path / "kept")
+    with pytest.raises(Stop):
+        make_trainer(workdir, loggers=[StopAt()]).fit(curriculum, batch_size=BATCH, n_epochs=3, save_every_n_steps=1)
+    with pytest.raises(ValueError, match="`train_examples`: expected 20, as in the run that is resumed, got 19"):
+        again.fit(lambda epoch: DATA[:19], batch_size=BATCH, n_epochs=3)
+
+
+class OneAtATime:
+    """A `collate_fn` that notes its calls, and whether two of them ran at once."""
+
+    def __init__(self):
+        self.calls, self.lock, self.overlapped = [], threading.Lock(), False
+
+    def __call__(self, examples):
+        if not self.lock.acquire(blocking=False):
+            self.overlapped = True
+            return collate_fn(examples)
+        try:
+            time.sleep(0.002)
+            self.calls.append(float(np.sum(examples)))
+            return collate_fn(examples)
+        finally:
+            self.lock.release()
+
+
+def test_collate_fn_is_called_by_one_thread_at_a_time_and_always_in_the_same_order():
+    def run(delay):
+        collate = OneAtATime()
+        deployer = redeqx.Deployer(3, verbose=False)
+        trainer = redeqx.Trainer(
+            deployer, model=Reversed(jax.random.key(1)), optimizer=optax.sgd(0.1), collate_fn=collate, loss_fn=loss_fn
+        )
+        predictor = trainer.get_default_predictor(
+            lambda model, batch, key: (time.sleep(delay), pred_fn(model, batch, key))[1]
+        )
+
+        def metric_fn(examples, outputs):
+            time.sleep(delay)
+            return {"n": len(outputs)}
+
+        trainer.fit(
+            np.concatenate([DATA] * 4), batch_size=8, n_epochs=2, eval_examples=DATA, eval_batch_size=8,
+            eval_predictor=predictor, eval_metric_fn=metric_fn, eval_every_n_steps=2,
+        )  # fmt: skip
+        return collate
+
+    first, second = run(0.0), run(0.02)
+    assert not first.overlapped and not second.overlapped
+    assert first.calls == second.calls
+
+
+# --- schedules ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_logged_learning_rate_is_the_optimizer_s_where_steps_were_skipped():
+    class Rates:
+        def __init__(self):
+            self.seen = {}
+
+        def log(self, metrics, step):
+            self.seen[step] = metrics["learning_rate"]
+
+    schedule = optax.linear_schedule(1.0, 0.0, 10)
+    rates = Rates()
+    trainer = make_trainer(
+        loggers=[rates], optimizer=optax.sgd(schedule), lr_schedule_fn=schedule, on_nonfinite="skip",
+        loss_fn=lambda model, batch, key: jnp.where(batch.max() > 1e3, jnp.nan, 1.0) * model.first.bias.mean() * 8,
+    )  # fmt: skip
+    bad = np.full((8, 6), 1e4, np.float32)
+    before = np.asarray(trainer.model.first.bias)[0]
+    trainer.train(np.concatenate([DATA[:8], bad, DATA[:8], bad, DATA[:8]]), batch_size=8)
+    assert trainer.n_skipped == 2
+    np.testing.assert_allclose([rates.seen[step] for step in (1, 2, 3, 4, 5)], [1.0, 0.9, 0.9, 0.8, 0.8], rtol=1e-6)
+    # Each update takes the learning rate that was logged for it from every bias.
+    np.testing.assert_allclose(np.asarray(trainer.model.first.bias)[0], before - (1.0 + 0.9 + 0.8), rtol=1e-5)
+
+
+def test_the_count_of_skipped_steps_goes_on_after_a_resume(tmp_path):
+    schedule = optax.linear_schedule(1.0, 0.0, 10)
+    bad = np.full((8, 6), np.nan, np.float32)
+    kwargs = {"optimizer": optax.sgd(1e-3), "lr_schedule_fn": schedule, "on_nonfinite": "skip"}
+    first = make_trainer(tmp_path, **kwargs)
+    first.train(np.concatenate([DATA[:8], bad]), batch_size=8)
+    first.save_ckpt()
+    again = make_trainer(tmp_path, **kwargs)
+    again.load_ckpt()
+    assert again.train(DATA[:8], batch_size=8)["learning_rate"] == pytest.approx(0.9)

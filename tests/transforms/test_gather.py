@@ -1,0 +1,601 @@
+"""Weights gathered where they are used: the plain function's values and gradients, a batch that stays split, and a program
+that still says where it comes from."""
+
+import functools
+import re
+import traceback
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import redeqx
+from redeqx._tree import is_array_like
+from redeqx.compiled import _hlo as hlo
+from redeqx.machine._mesh import make_mesh, split_rows
+from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.partition._plan import make_plan
+from redeqx.transforms._gather import Home, gather_at_use
+
+MESHES = {"fsdp=8": (1, 8), "data=2, fsdp=2, model=2": (2, 2)}  # n_model_shards, n_fsdp_shards
+BATCH, D, LAYERS = 16, 16, 3
+# What is tested is which program comes out, not how well LLVM compiles it.
+QUICK = {"xla_backend_optimization_level": "0"}
+
+
+def home(shape, mesh, n_stacked=0):
+    """The last two dims split over model and fsdp; a vector over fsdp; stacked dims not at all."""
+    lives = P(*[None] * (len(shape) - 2), "model", "fsdp") if len(shape) - n_stacked > 1 else P(*[None] * n_stacked, "fsdp")
+    used = P(*(None if axis == "fsdp" else axis for axis in lives))
+    return Home(NamedSharding(mesh, lives), NamedSharding(mesh, used))
+
+
+def draw(shapes):
+    rng = np.random.default_rng(0)
+    weights = [rng.standard_normal(shape, np.float32) / shape[-1] ** 0.5 for shape in shapes]
+    return weights, rng.standard_normal((BATCH, D), np.float32)
+
+
+CASES = {}
+
+
+def case(*shapes, rtol=1e-5, atol=1e-6, name=None):
+    """Registers a function of the batch and weights of these shapes, whose output the loss squares and averages."""
+
+    def register(fn):
+        CASES[name or fn.__name__] = (fn, shapes, rtol, atol)
+        return fn
+
+    return register
+
+
+def loss_of(fn):
+    def loss(weights, x):
+        return jnp.mean(jnp.square(fn(x, *weights)).astype(jnp.float32))
+
+    return loss
+
+
+# --- what users write -------------------------------------------------------------------------------------------------
+
+
+def block(x, up, down):
+    return x + jnp.tanh(x @ up) @ down
+
+
+UP, DOWN, MATRIX = (D, 4 * D), (4 * D, D), (D, D)
+STACKED_UP, STACKED_DOWN, STACKED = (LAYERS, *UP), (LAYERS, *DOWN), (LAYERS, *MATRIX)
+
+
+@case(UP, DOWN, UP, DOWN)
+def unstacked(x, *weights):
+    for up, down in zip(weights[::2], weights[1::2], strict=True):
+        x = block(x, up, down)
+    return x
+
+
+@case(STACKED_UP, STACKED_DOWN)
+def scanned(x, ups, downs):
+    return jax.lax.scan(lambda x, layer: (block(x, *layer), None), x, (ups, downs))[0]
+
+
+REMATS = {
+    "checkpoint": jax.checkpoint,
+    "dots_saveable": lambda fn: jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_saveable),
+    "everything_saveable": lambda fn: jax.checkpoint(fn, policy=jax.checkpoint_policies.everything_saveable),
+    "filter_checkpoint": eqx.filter_checkpoint,
+}
+for remat_name, remat in REMATS.items():
+
+    @case(UP, DOWN, name=f"unstacked, {remat_name}")
+    def rematerialised(x, up, down, remat=remat):
+        return remat(block)(remat(block)(x, up, down), up, down)
+
+    @case(STACKED_UP, STACKED_DOWN, name=f"scanned, {remat_name}")
+    def scanned_remat(x, ups, downs, remat=remat):
+        return jax.lax.scan(lambda x, layer: (remat(block)(x, *layer), None), x, (ups, downs))[0]
+
+
+@case((2, LAYERS, *MATRIX))
+def scan_of_scans(x, weights):
+    def outer(x, layers):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
+
+    return jax.lax.scan(outer, x, weights)[0]
+
+
+@case(UP, DOWN)
+def jit_inside(x, up, down):
+    return jax.jit(jax.jit(block))(x, up, down)
+
+
+@case(MATRIX, (D,))
+def jit_that_closes_over_arrays(x, w, bias):
+    scale = jnp.arange(D, dtype=x.dtype) + np.linspace(0, 1, D, dtype=np.float32)
+
+    @jax.jit
+    def part(x):
+        return jnp.tanh(x @ w) * scale + bias
+
+    return part(part(x))
+
+
+@case(MATRIX)
+def scan_with_a_weight_as_constant(x, w):
+    return jax.lax.scan(lambda x, t: (jnp.tanh(x @ w + t), None), x, jnp.arange(3.0))[0]
+
+
+@case(MATRIX, MATRIX)
+def recurrent_network(x, w_input, w_state):
+    steps = jnp.stack([x, x + 1, x * 2])
+
+    def cell(state, x):
+        state = jnp.tanh(x @ w_input + state @ w_state)
+        return state, state
+
+    return jax.lax.scan(cell, jnp.zeros_like(x), steps)[1]
+
+
+@case(STACKED_UP, STACKED_DOWN)
+def scan_over_the_layer_index(x, ups, downs):
+    def body(x, i):
+        return block(x, ups[i], jax.lax.dynamic_index_in_dim(downs, i, keepdims=False)), None
+
+    return jax.lax.scan(body, x, jnp.arange(LAYERS))[0]
+
+
+@case(MATRIX)
+def scan_with_a_weight_in_its_carry(x, w):
+    def body(carry, _):
+        x, w = carry
+        return (jnp.tanh(x @ w), w), None
+
+    return jax.lax.scan(body, (x, w), length=3)[0][0]
+
+
+@case(STACKED)
+def fori_loop(x, ws):
+    return jax.lax.fori_loop(0, LAYERS, lambda i, x: jnp.tanh(x @ ws[i]), x)
+
+
+@case(MATRIX, MATRIX)
+def while_loop(x, w, v):
+    """Not differentiable in reverse: power iteration beside the path that is."""
+    still = jax.lax.stop_gradient(w)
+
+    def body(carry):
+        i, u = carry
+        return i + 1, still @ u / jnp.linalg.norm(still @ u)
+
+    _, u = jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, jnp.ones(D)))
+    return x @ (v / jnp.linalg.norm(jax.lax.stop_gradient(u @ w)))
+
+
+@case(UP, DOWN, MATRIX)
+def cond_and_switch(x, up, down, w):
+    x = jax.lax.cond(x.sum() > 1e6, lambda x: x, lambda x: block(x, up, down), x)
+    return jax.lax.switch(jnp.int32(1), [lambda x: x, lambda x: jnp.tanh(x @ w), lambda x: x @ w], x)
+
+
+@jax.custom_jvp
+def _jvp_matmul(x, w):
+    return jnp.sin(x @ w)
+
+
+@_jvp_matmul.defjvp
+def _(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return _jvp_matmul(x, w), jnp.cos(x @ w) * (dx @ w + x @ dw)
+
+
+@jax.custom_vjp
+def _vjp_matmul(x, w):
+    return jnp.tanh(x @ w)
+
+
+_vjp_matmul.defvjp(
+    lambda x, w: (jnp.tanh(x @ w), (x, w)),
+    lambda kept, g: (g @ kept[1].T, kept[0].T @ g),  # not the true gradient: the custom one must be kept
+)
+
+
+@case(MATRIX, MATRIX)
+def custom_derivatives(x, w, v):
+    return _vjp_matmul(_jvp_matmul(x, w), v)
+
+
+@case(UP, (4 * D,), DOWN)
+def vmapped(x, up, bias, down):
+    return jax.vmap(lambda row: down.T @ jax.nn.gelu(up.T @ row + bias))(x)
+
+
+@case(STACKED)
+def vmapped_over_weights(x, ws):
+    return jax.vmap(lambda w: jnp.tanh(x @ w))(ws)
+
+
+@case((64, D), (32, D))
+def tied_and_sliced(x, embedding, positions):
+    ids = jnp.arange(BATCH)[:, None] * 5 % 64
+    h = embedding[ids[:, 0]] + positions[:BATCH] + positions[3]
+    h = h + embedding.at[ids[:, 0]].get(mode="fill")
+    return (x + h) @ embedding.T
+
+
+@case((3, *MATRIX), (2 * D, D))
+def fused(x, qkv, gate_up):
+    q, k, v = qkv @ x.T
+    gate, up = jnp.split(gate_up @ x.T, 2)
+    first, second = jnp.split(gate_up, 2)
+    return q * k + v * jax.nn.silu(gate) * up + qkv[0] @ (first + second)
+
+
+@case((4, D, 2, 8))
+def raw_arrays_in_einsum(x, w):
+    heads = jnp.einsum("bd,sdhe->sbhe", x, w)
+    return jnp.einsum("bhe,dhe->bd", heads[0] * heads[1], w[2]) + jnp.einsum(
+        "bd,dhe,hef->bf", x, w[3], w[1].reshape(2, 8, D)
+    )
+
+
+@case(UP, DOWN, rtol=2e-2, atol=1e-3)  # bfloat16 has 8 bits, and sums of other parts round otherwise
+def bfloat16_compute(x, up, down):
+    return block(x.astype(jnp.bfloat16), up.astype(jnp.bfloat16), down.astype(jnp.bfloat16))
+
+
+@case(MATRIX, MATRIX)
+def prints_and_checks(x, w, v):
+    jax.debug.print("{}", w[0, 0] * 0, ordered=False)
+    w = eqx.error_if(w, jnp.any(jnp.isnan(w)), "not a number")
+    x = eqx.error_if(x @ w, jnp.any(v > 1e6), "too large")
+    return x @ v
+
+
+@case(MATRIX, MATRIX)
+def inner_gradient(x, w, v):
+    """As in MAML: a step on one half of the batch, the loss on the other."""
+
+    def inner(w, v):
+        return jnp.mean(jnp.square(jnp.tanh(x[:8] @ w) @ v - 1))
+
+    dw, dv = jax.grad(inner, (0, 1))(w, v)
+    return jnp.tanh(x[8:] @ (w - 0.1 * dw)) @ (v - 0.1 * dv)
+
+
+@case(STACKED)
+def gradient_of_gradient(x, ws):
+    def energy(x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2)
+
+    return jax.grad(lambda x: jnp.sum(jax.grad(energy)(x) ** 2))(x)
+
+
+@case(MATRIX)
+def scan_over_a_split_dim(x, w):
+    return jax.lax.scan(lambda x, row: (jnp.tanh(x + row), None), x, w)[0]
+
+
+@case(MATRIX, MATRIX)
+def remat_of_a_jit_that_closes_over_arrays(x, w, v):
+    mask = np.tri(D, dtype=np.float32)
+
+    @jax.checkpoint
+    def part(x, w):
+        return jax.jit(lambda x: jnp.tanh(x @ (w * mask)) @ v)(x)
+
+    return part(part(x, w), w)
+
+
+@case(MATRIX)
+def lax_map(x, w):
+    return jax.lax.map(lambda row: jnp.tanh(row @ w), x)
+
+
+@case(STACKED, (LAYERS, D, 8), (LAYERS, 8, D))
+def frozen_stack_with_adapters(x, ws, a, b):
+    def body(x, layer):
+        w, a, b = layer
+        return jnp.tanh(x @ w + x @ a @ b), None
+
+    return jax.lax.scan(body, x, (jax.lax.stop_gradient(ws), a, b))[0]
+
+
+@case(MATRIX)
+def outputs_that_nobody_reads(x, w):
+    largest = jax.jit(lambda w: jax.lax.top_k(w, 2))(w)[0]
+    return jnp.sort(x @ w) + largest.sum()
+
+
+@functools.cache
+def of_the_plain_function(name):
+    fn, shapes, *_ = CASES[name]
+    return jax.jit(jax.value_and_grad(loss_of(fn)), compiler_options=QUICK)(*draw(shapes))
+
+
+@pytest.mark.parametrize("mesh_name", MESHES)
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_the_plain_function(name, mesh_name):
+    fn, shapes, rtol, atol = CASES[name]
+    weights, x = draw(shapes)
+    mesh = make_mesh(*MESHES[mesh_name])
+    homes = [home(shape, mesh, n_stacked=int(shape[0] == LAYERS)) for shape in shapes]
+    gathered = jax.value_and_grad(gather_at_use(loss_of(fn), homes))
+    placed = [jax.device_put(weight, home.lives) for weight, home in zip(weights, homes, strict=True)]
+    got = jax.jit(gathered, compiler_options=QUICK)(placed, jax.device_put(x, split_rows(mesh)))
+    jax.effects_barrier()
+
+    def compare(got, expected):
+        scale = max(1.0, np.abs(expected).max())
+        np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol * scale)
+
+    jax.tree.map(compare, got, of_the_plain_function(name))
+
+
+# --- the batch stays split --------------------------------------------------------------------------------------------
+
+ROWS, SEQ, WIDTH = 48, 5, 32  # no size of a weight, whole or split, is one of the batch
+DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
+N_WEIGHTS = 2  # a layer: one used transposed, as `eqx.nn.Linear` does, one as it is
+
+
+def two_layouts(x, layer):
+    up, down = layer
+    return x + jnp.tanh(x @ up.T) @ down, None
+
+
+def unstacked_loss(weights, x):
+    shift, *weights = weights  # of what no weight comes before, no weight is needed in the backward pass
+
+    def model(x):
+        for layer in zip(weights[::2], weights[1::2], strict=True):
+            x, _ = two_layouts(x, layer)
+        return x
+
+    return jnp.mean(jax.vmap(model)(x + shift) ** 2)
+
+
+def scanned_loss(weights, x):
+    shift, *layers = weights
+    return jnp.mean(jax.vmap(lambda x: jax.lax.scan(two_layouts, x, tuple(layers))[0])(x + shift) ** 2)
+
+
+def axes_of(collective, mesh):
+    """The mesh axes over which the collective's groups extend."""
+    coordinates = np.unravel_index(collective.group, tuple(mesh.shape.values()))
+    return {axis for axis, at in zip(mesh.shape, coordinates, strict=True) if len(set(at)) > 1}
+
+
+@pytest.mark.parametrize("mesh_name", MESHES)
+@pytest.mark.parametrize("loss", [unstacked_loss, scanned_loss])
+def test_one_gather_a_pass_and_one_reduction_for_each_weight_and_none_of_activations(loss, mesh_name):
+    mesh = make_mesh(*MESHES[mesh_name])
+    lead = (LAYERS,) if loss is scanned_loss else ()
+    shape, lives = (*lead, 4 * WIDTH, WIDTH), NamedSharding(mesh, P(*[None] * len(lead), "model", "fsdp"))
+    one = Home(lives, NamedSharding(mesh, P(*[None] * len(lead), "model", None)))
+    n = N_WEIGHTS if lead else N_WEIGHTS * LAYERS
+    weights = [jax.ShapeDtypeStruct((WIDTH,), jnp.float32), *[jax.ShapeDtypeStruct(shape, jnp.float32, sharding=lives)] * n]
+    x = jax.ShapeDtypeStruct((ROWS, SEQ, WIDTH), jnp.float32, sharding=split_rows(mesh))
+
+    step = jax.jit(
+        jax.value_and_grad(gather_at_use(loss, [None, *[one] * n])),
+        out_shardings=(None, [NamedSharding(mesh, P()), *[lives] * n]),
+        compiler_options=QUICK,
+    )
+    found = [c for c in hlo.collectives(step.lower(weights, x).compile().as_text()) if c.bytes > 4 * WIDTH]
+    assert all(c.exact for c in found)
+
+    sizes_of_batches = {n * ROWS // shards for n in (1, SEQ) for shards in (1, 2, 4, 8)}
+    activations = [c for c in found if sizes_of_batches & {*c.shape}]
+    assert all(axes_of(c, mesh) == {"model"} and {ROWS // 4, SEQ * ROWS // 4} & {*c.shape} for c in activations)
+    assert bool(activations) == (mesh.shape["model"] > 1)
+
+    gathered = sorted([WIDTH, 4 * WIDTH // mesh.shape["model"]])
+    of_weights = [c for c in found if sorted(size for size in c.shape if size != 1) == gathered]
+    assert len(of_weights) + len(activations) == len(found) and all("fsdp" in axes_of(c, mesh) for c in of_weights)
+
+    def count(kinds, is_backward):
+        return sum(c.n_executions for c in of_weights if c.kind in kinds and c.is_backward == is_backward)
+
+    reductions = ("all-reduce", "reduce-scatter")
+    assert count(["all-gather"], False) == count(["all-gather"], True) == count(reductions, True) == N_WEIGHTS * LAYERS
+    assert count(reductions, False) == 0
+
+
+def test_gpt2_is_gathered_again_in_the_backward_pass_and_its_tied_embedding_once_a_pass():
+    """A turned weight kept for the backward pass must not be kept whole."""
+    mesh = make_mesh(1, 8)
+    config = GPT2Config(vocab_size=256, n_positions=80, d_model=64, n_layers=2, n_heads=4, **dict.fromkeys(DROPOUTS, 0.0))
+    arrays, static = eqx.partition(eqx.filter_eval_shape(lambda: GPT2(config, key=jax.random.key(0))), is_array_like)
+    plan = make_plan(arrays, mesh)
+    names, treedef = list(plan.leaves), jax.tree.structure(arrays)
+    lives = [plan.sharding(name) for name in names]
+    used = [NamedSharding(mesh, plan.spec_in_use(name)) for name in names]
+    homes = [Home(*pair) if pair[0] != pair[1] else None for pair in zip(lives, used, strict=True)]
+
+    def loss(weights, ids):
+        model = eqx.combine(jax.tree.unflatten(treedef, weights), static)
+        return jnp.mean(jax.nn.logsumexp(jax.vmap(model)(ids), axis=-1))
+
+    weights = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
+        for leaf, at in zip(jax.tree.leaves(arrays), lives, strict=True)
+    ]
+    ids = jax.ShapeDtypeStruct((16, 80), jnp.int32, sharding=split_rows(mesh))
+    step = jax.jit(jax.value_and_grad(gather_at_use(loss, homes)), out_shardings=(None, lives), compiler_options=QUICK)
+    found = hlo.collectives(step.lower(weights, ids).compile().as_text())
+    gathers = [c for c in found if c.kind == "all-gather"]
+    for is_backward in (False, True):
+        in_pass = [c for c in gathers if c.is_backward == is_backward]
+        in_blocks = [c for c in in_pass if c.n_executions == config.n_layers]
+        assert sorted(max(c.shape) for c in in_blocks) == [64, 64, 64, 64, 256, 256]
+        around = sorted(c.shape for c in in_pass if c.n_executions == 1)
+        assert around == ([(256, 64)] if is_backward else [(80, 64), (256, 64)])
+
+
+def test_no_policy_keeps_what_was_gathered_for_the_backward_pass():
+    """A policy of the user's names what is computed: that weights are gathered on the way is not in it. Kept, they would be
+    the whole model on every device."""
+    n_layers, width = 16, 64
+
+    class Model(eqx.Module):
+        weights: jax.Array
+
+        def __call__(self, x):
+            policy = jax.checkpoint_policies.everything_saveable
+            block = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), policy=policy)
+            return jax.lax.scan(lambda x, w: (block(x, w), None), x, self.weights)[0]
+
+    deployer = redeqx.Deployer(n_fsdp_shards=8, verbose=False)
+    trainer = redeqx.Trainer(
+        deployer,
+        model=Model(jnp.zeros((n_layers, width, width))),
+        optimizer=optax.sgd(0.1),
+        collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: jnp.mean(model(batch) ** 2),
+        plan=deployer.plan(Model(jnp.zeros((n_layers, width, width))), overrides={"weights": (None, "fsdp", None)}),
+    )
+    compiled = trainer.compile(list(np.zeros((8, width), np.float32)), 1)
+    whole = 4 * n_layers * width * width
+    memory = compiled.memory_analysis()
+    assert memory.argument_size_in_bytes < whole / 8 + 8192
+    assert memory.temp_size_in_bytes < whole / 2
+    assert f"f32[{n_layers},{width},{width}]" not in compiled.as_text()
+    gathers = [c for c in hlo.collectives(compiled.as_text()) if c.kind == "all-gather" and c.bytes >= 4 * width * width]
+    assert {c.is_backward: c.n_executions for c in gathers} == {False: n_layers, True: n_layers}
+
+
+def test_a_while_loop_gathers_layer_by_layer():
+    """As generating does: before the loop the whole model would be gathered at once."""
+    mesh = make_mesh(1, 8)
+    shape = (LAYERS, 4 * WIDTH, WIDTH)
+    one = home(shape, mesh, n_stacked=1)
+
+    def loop(weights, x):
+        def step(carry):
+            i, x = carry
+            return i + 1, jax.lax.scan(two_layouts, x, tuple(weights))[0]
+
+        return jax.lax.while_loop(lambda carry: jnp.abs(carry[1]).max() < 1e3, step, (0, x))[1]
+
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=one.lives)] * 2
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=split_rows(mesh))
+    compiled = jax.jit(gather_at_use(loop, [one, one]), compiler_options=QUICK).lower(weights, x).compile()
+    gathers = [c for c in hlo.collectives(compiled.as_text()) if c.kind == "all-gather"]
+    assert [sorted(size for size in c.shape if size != 1) for c in gathers] == [[WIDTH, 4 * WIDTH]] * 2
+    assert not any(c.exact for c in gathers)  # inside the loop, which nobody knows the length of
+
+
+def test_only_the_branch_that_is_taken_gathers():
+    one = home(UP, make_mesh(1, 8))
+
+    def branch(weights, x):
+        return jax.lax.cond(x.sum() > 0, lambda x: x @ weights[0], lambda x: x @ weights[1] + 1, x).sum()
+
+    weights = [jax.ShapeDtypeStruct(UP, jnp.float32, sharding=one.lives)] * 2
+    x = jax.ShapeDtypeStruct((BATCH, D), jnp.float32, sharding=split_rows(one.lives.mesh))
+    step = jax.jit(gather_at_use(branch, [one, one]), compiler_options=QUICK)
+    gathers = [c for c in hlo.collectives(step.lower(weights, x).compile().as_text()) if c.kind == "all-gather"]
+    of_weights = [c for c in gathers if sorted(c.shape) == sorted(UP)]
+    assert of_weights and not any(c.exact for c in of_weights)  # in a branch
+
+
+# --- the user's code is still seen --------------------------------------------------------------------------------------
+
+
+def one_home(shape=MATRIX):
+    return home(shape, make_mesh(1, 8))
+
+
+def test_name_scopes_and_source_lines_survive():
+    def loss(weights, x):
+        @jax.checkpoint
+        def body(x, w):
+            with jax.named_scope("my_layer"):
+                return jnp.tanh(x @ w), None
+
+        with jax.named_scope("my_head"):
+            x = x @ weights[1]
+        return jnp.mean(jax.lax.scan(body, x, weights[0])[0])
+
+    homes = [home(STACKED, make_mesh(1, 8), n_stacked=1), one_home()]
+    weights, x = draw([STACKED, MATRIX])
+    lowered = jax.jit(jax.value_and_grad(gather_at_use(loss, homes)), compiler_options=QUICK).lower(weights, x)
+    compiled = lowered.compile().as_text()
+    forward_in_loop = r"while/body/\w+/my_layer/dot_general"  # between them what JAX calls the evaluation of a jaxpr
+    for scope in (r"jvp\(my_head\)/dot_general", forward_in_loop, "rematted_computation/my_layer/dot_general"):
+        assert re.search(scope, compiled)
+    first_line = loss.__code__.co_firstlineno
+    located = lowered.as_text(debug_info=True)
+    for offset in (4, 7):  # the two matmuls
+        assert f'test_apply.py":{first_line + offset}' in located
+
+
+def test_gathers_are_named():
+    """What is gathered says so, for profiles."""
+    weights, x = draw([MATRIX])
+    step = jax.jit(jax.grad(gather_at_use(loss_of(lambda x, w: x @ w), [one_home()])))
+    assert "gather/sharding_constraint" in step.lower(weights, x).as_text(debug_info=True)
+
+
+def test_an_exception_in_the_loss_keeps_its_frame():
+    def users_loss(weights, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.dot(x, w[:3]), None), x, weights[0])[0])
+
+    weights, x = draw([STACKED])
+    with pytest.raises(TypeError, match="dot_general requires contracting dimensions") as raised:
+        jax.jit(jax.grad(gather_at_use(users_loss, [home(STACKED, make_mesh(1, 8), n_stacked=1)])))(weights, x)
+    assert "users_loss" in {frame.name for frame in traceback.extract_tb(raised.tb)}
+
+
+def test_with_nothing_to_gather_the_function_itself_is_returned():
+    def loss(weights, x):
+        return x
+
+    assert gather_at_use(loss, [None, None]) is loss
+    assert gather_at_use(loss, []) is loss
+
+
+# --- what goes in and comes out -----------------------------------------------------------------------------------------
+
+
+def test_outputs_keep_their_structure_and_weights_may_be_among_them():
+    def fn(weights, batch, key):
+        w, other = weights
+        return {"same": w, "view": w.T, "none": None, "pair": (batch["x"] @ w, jax.random.key_data(key))}, other
+
+    weights, x = draw([MATRIX, (3,)])
+    key = jax.random.key(1)
+    expected, got = (jax.jit(f)(weights, {"x": x}, key) for f in (fn, gather_at_use(fn, [one_home(), None])))
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
+    jax.tree.map(lambda a, b: a.aval.weak_type == b.aval.weak_type, got, expected)
+
+
+def test_a_part_of_a_split_dim_is_cut_from_the_gathered_weight():
+    """5 rows of a table whose rows are split over 8 devices: no sharding of 5 rows there is."""
+    mesh = make_mesh(1, 8)
+    table = Home(NamedSharding(mesh, P("fsdp", None)), NamedSharding(mesh, P(None, None)))
+    gathered = gather_at_use(lambda weights, x: jax.jit(jnp.sum)(weights[0][:5]) + x.sum(), [table])
+    weights, x = draw([(64, D)])
+    np.testing.assert_allclose(jax.jit(gathered)(weights, x), weights[0][:5].sum() + x.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "dims, lives, used",
+    [
+        ([1, 0], P("fsdp", "model"), P(None, "model")),
+        ([None, 0, 1], P(None, "model", "fsdp"), P(None, "model", None)),
+    ],
+)
+def test_the_home_of_a_view(dims, lives, used):
+    view = home(MATRIX, make_mesh(2, 2)).of_view(dims)
+    assert (view.lives.spec, view.used.spec) == (lives, used)
+
+
+def test_a_view_without_a_split_dim_has_no_home():
+    assert home(MATRIX, make_mesh(2, 2)).of_view([1]) is None
+    assert home(STACKED, make_mesh(2, 2)).of_view([None, 1, 2]) is not None
