@@ -1,4 +1,5 @@
 from ._deployer import Deployer as Deployer
+from ._load import load as load
 from ._predictor import Predictor as Predictor
 from ._trainer import Trainer as Trainer
 from .dry_run import DryRun as DryRun

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ._deployer import Deployer
+from ._load import load
 from ._tree import is_array_like
 from .data import BatchSize, Group, Prefetch, collate, pad_rows, place_rows, read, rows_here, size_of
 from .errors import check_examples_kind, check_function, check_model, check_model_function, explained, plainly
@@ -67,6 +69,20 @@ class Predictor:
         self._placed: tuple[PyTree, PyTree] | None = None
         # Set by a Trainer: its model and state of the moment, and its plan.
         self._source: Callable[[], tuple[PyTree, PyTree, Plan]] | None = None
+
+    @classmethod
+    def load(
+        cls, path: str | Path, deployer: Deployer, *, like: PyTree, plan: Plan | None = None, **options: Any
+    ) -> "Predictor":
+        """A Predictor of the model that a checkpoint or a safetensors file holds.
+
+        **Arguments:**
+
+        - `path`, `like`: as for `redeqx.load`.
+        - `plan`, `options`: as for `Predictor`.
+        """
+        plan = plan or deployer.plan(like)
+        return cls(deployer, model=load(path, like, deployer, plan=plan), plan=plan, **options)
 
     @plainly
     def predict(

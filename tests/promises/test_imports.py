@@ -23,12 +23,20 @@ LAYERS = (
     ("training",),
     ("dry_run",),
     ("_deployer",),
-    ("_fit",),
+    ("_fit", "_load"),
     ("_predictor", "_trainer"),
     ("__init__", "__main__"),
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
-FACADES = {"_deployer", "_fit", "_predictor", "_trainer", "__init__", "__main__"}  # one door: theirs is `redeqx` itself
+FACADES = {
+    "_deployer",
+    "_fit",
+    "_load",
+    "_predictor",
+    "_trainer",
+    "__init__",
+    "__main__",
+}  # one door: theirs is `redeqx` itself
 FILES = {
     path.relative_to(FOLDER).with_suffix("").parts: path
     for path in sorted(FOLDER.rglob("*.py"))
