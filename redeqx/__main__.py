@@ -1,5 +1,4 @@
-"""`python -m redeqx dry-run`: a training script, compiled for a machine that need not be there; and `launch`: the same
-script as several processes on this one."""
+"""The command line: `dry-run` compiles a script for a machine that need not be there, `launch` runs it in processes."""
 
 import argparse
 import os
