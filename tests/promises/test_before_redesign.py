@@ -1,0 +1,73 @@
+"""A checkpoint written by an earlier release resumes, and ends with the bits that the earlier release ended with."""
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+from safetensors.numpy import load_file
+
+import redeqx
+
+FOLDER = Path(__file__).parent / "before_redesign"
+DATA = np.random.default_rng(0).normal(size=(22, 6)).astype(np.float32)
+
+
+def loss_fn(model, batch, key):
+    keep = jax.random.bernoulli(key, 0.9, batch[:, :5].shape)
+    return ((jax.vmap(model)(batch[:, :5] * keep)[:, 0] - batch[:, 5]) ** 2).mean()
+
+
+def cpu():
+    """The processor: another one may round otherwise."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def run(workdir):
+    """Six steps of Adam, two epochs of three, on a mesh of 2 x 2 x 2."""
+    deployer = redeqx.Deployer(5, n_model_shards=2, n_fsdp_shards=2, workdir=workdir, verbose=False)
+    trainer = redeqx.Trainer(
+        deployer,
+        model=eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)),
+        optimizer=optax.adam(1e-2),
+        collate_fn=np.stack,
+        loss_fn=loss_fn,
+    )
+    trainer.fit(DATA, n_epochs=2, batch_size=8, eval_examples=DATA[:5], save_argmin_ckpt_by_metrics=["loss"])
+    return trainer
+
+
+def weights(trainer):
+    names = ("layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias")
+    layers = trainer.model.layers
+    leaves = (layers[0].weight, layers[0].bias, layers[1].weight, layers[1].bias)
+    return dict(zip(names, map(np.asarray, leaves), strict=True))
+
+
+def losses(workdir):
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {str(line["step"]): line["loss"] for line in lines if "loss" in line}
+
+
+def crc32(tensors):
+    return zlib.crc32(b"".join(tensors[name].tobytes() for name in sorted(tensors)))
+
+
+def test_a_checkpoint_from_before_resumes_to_the_same_bits(tmp_path):
+    expected = json.loads((FOLDER / "expected.json").read_text())
+    shutil.copytree(FOLDER / "run", tmp_path, dirs_exist_ok=True)
+    trainer = run(tmp_path)
+    assert trainer.step == 6
+    found, final = losses(tmp_path), load_file(FOLDER / "final.safetensors")
+    assert list(found) == ["1", "2", "3", "4", "5", "6"]
+    for name, leaf in weights(trainer).items():
+        np.testing.assert_allclose(leaf, final[name], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose([found[step] for step in expected["losses"]], list(expected["losses"].values()), rtol=1e-6)
+    if (expected["jax"], expected["cpu"]) == (jax.__version__, cpu()):
+        assert {step: found[step] for step in expected["losses"]} == expected["losses"]
+        assert crc32(weights(trainer)) == expected["crc32"] == crc32(final)
