@@ -1,7 +1,6 @@
-"""The Deployer: devices, keys, plans, schedules and the console, joined for one run."""
+"""The Deployer: the devices, keys, plans, schedules and records of a run."""
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -18,42 +17,42 @@ from ._tree import is_array_like, named_leaves
 from .data import BatchSize, n_slices
 from .distributed import HANG, HEARTBEAT, START, Peers, Preemption, Watch, agree_on_program, start
 from .errors import Plainly, check_count, check_folder, check_function, check_model, check_model_function, explained
-from .machine import as_shapes, dry, make_mesh, n_batch_shards
-from .monitor import Console, Tracker
-from .partition import Overrides, Plan, make_plan, mark_read
+from .machine import as_shapes, dry, make_mesh
+from .monitor import Console, ProgressLine, Tracker
+from .partition import Overrides, Plan
 from .tracing import Trace
-from .training import Parts, as_sums
+from .training import Parts, Run, as_sums, lr_schedule, plan_model
 
 
 class Deployer:
-    """The devices of a run and how models are laid out on them.
+    """The devices of a run, and how models are split over them.
 
     **Arguments:**
 
     - `jax_seed`: the one seed of the run: keys, order of examples.
-    - `n_model_shards`: devices among which each layer's tensors are split. The number to raise when a model does not fit.
-    - `n_fsdp_shards`: devices among which parameters and optimizer state are split while the batch stays split. What both
-        leave over of the devices is data parallelism.
+    - `n_model_shards`: devices over which each layer's tensors are split. The number to raise when a model does not fit.
+    - `n_fsdp_shards`: devices over which parameters and optimizer state are split while the batch stays split. The
+        remaining devices are used for data parallelism.
     - `workdir`: the folder of the run: metrics, checkpoints, outputs. None records nothing.
     - `verbose`: whether to print.
-    - `n_processes`, `host0_address`, `host0_port`, `process_id`: for a run over several hosts by their addresses: how many
-        processes, where process 0 is, and which this one is. Under SLURM, Open MPI, Kubernetes (JobSet), on Cloud TPU and
-        with `python -m redeqx launch` leave them out: they are found.
-    - `n_local_devices`: how many of this host's GPUs are this process's; all by default, one where the launcher starts a
-        task a GPU.
-    - `heartbeat_timeout`: seconds of silence after which another process counts as gone, and this one leaves.
-    - `start_timeout`: seconds in which all processes must have come.
-    - `hang_timeout`: seconds without a step of training, compilation apart, after which the run ends, saying who is behind
-        and what each thread is at; None never ends it.
+    - `n_processes`, `host0_address`, `host0_port`, `process_id`: for a run over several hosts: the number of processes, the
+        address and port of process 0, and this process's index. Under SLURM, Open MPI, Kubernetes (JobSet), on Cloud TPU and
+        with `python -m redeqx launch` leave them out: they are detected.
+    - `n_local_devices`: the number of this host's GPUs that this process uses; all by default, one where the launcher starts
+        a task for each GPU.
+    - `heartbeat_timeout`: seconds without a message after which another process counts as lost, and this one exits.
+    - `start_timeout`: seconds within which all processes must start.
+    - `hang_timeout`: seconds without a finished step of training, not counting compilation, after which the run ends and
+        prints which process is behind and the stack of each thread; None never ends it.
     - `run_tensorboard`: whether to write TensorBoard events to the workdir (extra `tensorboard`).
     - `loggers`: further trackers; anything with `log(metrics: dict, step: int)`.
 
-    In a dry run (`python -m redeqx dry-run`) the devices are those of the machine that is described, `is_dry_run` is True,
-    and nothing is written or tracked.
+    In a dry run (`python -m redeqx dry-run`) the devices are those of the described machine, `is_dry_run` is True, and
+    nothing is written or tracked.
 
-    Raises ValueError where the shards do not divide the devices, and where the processes cannot be one run: a number given
-    twice, a port taken, a host that is not found, arguments that differ; PeerError where some do not come, RuntimeError
-    where JAX's devices have been used before and there are other processes.
+    Raises ValueError where the shards do not divide the devices, and where the processes cannot form one run: an index that
+    is used twice, a port in use, a host that is not found, arguments that differ; PeerError where some do not start in time,
+    RuntimeError where JAX's devices have been used before and there are other processes.
     """
 
     def __init__(
@@ -77,63 +76,64 @@ class Deployer:
         check_count(jax_seed, "jax_seed", 0)
         if workdir is not None:
             check_folder(workdir, "workdir")
-        self.jax_seed = jax_seed
-        run = dry()
-        self.is_dry_run = run is not None
-        if self.is_dry_run:
-            self.peers = Peers()
+        described = dry()
+        if described is not None:
+            peers = Peers()
         else:
-            self.peers = start(
+            peers = start(
                 n_processes, host0_address, host0_port, process_id, n_local_devices,
                 heartbeat=heartbeat_timeout, timeout=start_timeout,
             )  # fmt: skip
-        if self.peers.n > 1:
+        if peers.n > 1:
             given = {"jax_seed": jax_seed, "n_model_shards": n_model_shards, "n_fsdp_shards": n_fsdp_shards}
             versions = {"the version of redeqx": version("redeqx"), "the version of jax": jax.__version__}
             devices = {"devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"}
-            self.peers.agree("Deployer", {**given, "workdir": workdir, **versions, **devices})
-        self.mesh = make_mesh(n_model_shards, n_fsdp_shards, None if run is None else run.machine.devices)
-        self.workdir = None if workdir is None else Path(workdir)
-        if self.is_dry_run:
-            self.console = Console(None, verbose=verbose)
+            peers.agree("Deployer", {**given, "workdir": workdir, **versions, **devices})
+        mesh = make_mesh(n_model_shards, n_fsdp_shards, None if described is None else described.machine.devices)
+        folder = None if workdir is None else Path(workdir)
+        if described is not None:
+            console = Console(None, verbose=verbose)
         else:
-            is_main = self.peers.index == 0
-            if self.workdir is not None and is_main:
-                self.workdir.mkdir(parents=True, exist_ok=True)
-            self.console = Console(
-                self.workdir, verbose=verbose, run_tensorboard=run_tensorboard, loggers=loggers, is_main=is_main
-            )
-        self.watch = Watch(self.peers, hang_timeout)
-        self.preemption = Preemption(self.peers)
-        self._n_keys = 0
-        self._records_begun = False
+            is_main = peers.index == 0
+            if folder is not None and is_main:
+                folder.mkdir(parents=True, exist_ok=True)
+            console = Console(folder, verbose=verbose, run_tensorboard=run_tensorboard, loggers=loggers, is_main=is_main)
+        watch, preemption = Watch(peers, hang_timeout), Preemption(peers)
+        self._run = Run(mesh, peers, console, watch, preemption, folder, jax_seed, is_dry_run=described is not None)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices, on the axes `data`, `fsdp` and `model`."""
+        return self._run.mesh
 
     @property
     def n_batch_shards(self) -> int:
-        """In how many parts the rows of a batch are split: the data axis times the fsdp axis."""
-        return n_batch_shards(self.mesh)
+        """The number of parts that the rows of a batch are split into: the data axis times the fsdp axis."""
+        return self._run.n_batch_shards
+
+    @property
+    def jax_seed(self) -> int:
+        """The seed of the run."""
+        return self._run.seed
+
+    @property
+    def workdir(self) -> Path | None:
+        """The folder of the run; None records nothing."""
+        return self._run.workdir
+
+    @property
+    def is_dry_run(self) -> bool:
+        """Whether models are shapes and nothing is computed."""
+        return self._run.is_dry_run
 
     def next_key(self) -> PRNGKeyArray:
         """The next key of the run: the same at the same call of every run with the same seed."""
-        self._n_keys += 1
-        return jax.random.fold_in(jax.random.key(self.jax_seed), self._n_keys)
+        return self._run.next_key()
 
-    def need_values(self, what: str) -> None:
-        """Raise ValueError in a dry run, where there are none."""
-        if self.is_dry_run:
-            raise ValueError(
-                f"`{what}`: expected to come after `fit`, with which a dry run ends, got called before: nothing has a "
-                "value yet. Leave it out with `if not deployer.is_dry_run:`."
-            )
-
-    def returns_zeros(self, what: str) -> bool:
-        """Whether this is a dry run, in which `what`, called before the first `fit`, returns zeros in place of values, so
-        that a script runs unchanged. Prints so, once a method."""
-        run = dry()
-        if run is not None and what not in run.zeros:
-            run.zeros.add(what)
-            self.console.info(f"dry run: `{what}` comes before the first `fit`, where nothing has a value: it returns zeros")
-        return self.is_dry_run
+    def decide(self, value: Any) -> Any:
+        """Process 0's value (what JSON holds), in every process: for what depends on a clock or a file, say. Every process
+        calls it at the same point of the script."""
+        return self._run.decide(value)
 
     # --- models ------------------------------------------------------------------------------------------------------
 
@@ -148,14 +148,14 @@ class Deployer:
     ) -> Plan:
         """How each leaf of the model is split over the mesh, with a reason for each.
 
-        The order of the two rules is that of the walk over the model's fields; with a loss and a batch it is the order in
-        which the loss computes, which is traced abstractly, and leaves that it does not read are marked.
+        The two rules are applied in the order of the model's fields. With a loss and a batch they are applied in the order
+        in which the loss computes, which is traced abstractly, and leaves that it does not read are marked.
 
         **Arguments:**
 
         - `model`: an Equinox module, of arrays or of their shapes (`eqx.filter_eval_shape`).
         - `loss_fn`, `batch`: the loss, `(model, batch, key)`, and what `collate_fn` returns (or its shapes).
-        - `overrides`: specs by path or glob, as `{"head.weight": ("model", None)}`; None keeps a leaf whole; early
+        - `overrides`: specs by path or glob, as `{"head.weight": ("model", None)}`; None replicates a leaf; early
             patterns win.
         - `compute_dtype`: floating leaves of the model are cast to it for the loss, as by a Trainer.
 
@@ -180,16 +180,7 @@ class Deployer:
         key = jax.eval_shape(lambda: jax.random.key(0))
         with Plainly():
             trace = None if loss_fn is None else Trace.of(total, model, batch, key)
-        return self._plan(model, trace, overrides)
-
-    def _plan(
-        self, model: PyTree, trace: Trace | None, overrides: Overrides | None = None, mesh: Mesh | None = None
-    ) -> Plan:
-        """The plan of a model whose loss may have been traced; warns of what it warns of."""
-        plan = make_plan(model, mesh or self.mesh, overrides, trace)
-        for message in plan.warnings:
-            warnings.warn(message, stacklevel=3)
-        return plan if trace is None else mark_read(plan, trace)
+        return plan_model(model, self.mesh, trace, overrides)
 
     def init(self, make_model: Callable[[], PyTree], plan: Plan | None = None) -> PyTree:
         """The model that `make_model()` returns, each device creating only its own shards; in a dry run, its shapes.
@@ -198,7 +189,7 @@ class Deployer:
 
         - `make_model`: makes the model, without arguments: `lambda: Model(key=key)`. It is called twice, once for the shapes
             alone, so take keys outside of it.
-        - `plan`: of its leaves; the walk's by default.
+        - `plan`: of its leaves; the plan in the order of the fields by default.
         """
         check_function(make_model, "make_model", [])
         shapes = eqx.filter_eval_shape(make_model)
@@ -212,8 +203,8 @@ class Deployer:
             return jax.tree.leaves(eqx.filter(make_model(), is_array_like))
 
         jitted = jax.jit(make, out_shardings=shardings)
-        if self.peers.n > 1:
-            agree_on_program(self.peers, "init", jitted.lower())
+        if self._run.peers.n > 1:
+            agree_on_program(self._run.peers, "init", jitted.lower())
         leaves = jitted()
         return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), static)
 
@@ -281,55 +272,42 @@ class Deployer:
         Raises ValueError for an unknown type, for sizes below 1 and for a warm-up longer than the fit; TypeError without a
         learning rate.
         """
-        if learning_rate is None:
-            raise TypeError("`learning_rate`: expected a number, got None. Pass that of the updates after the warm-up.")
         sizes = {"train_size": train_size, "n_epochs": n_epochs, "accumulate_grad_batches": accumulate_grad_batches}
         for name, size in sizes.items():
             check_count(size, name)
         update = BatchSize.of(self.mesh, per_device_batch_size, batch_size, accumulate_grad_batches).examples
         n_steps = n_epochs * n_slices(train_size, update, drop_remainder)
-        n_warmup = round(warmup_ratio * n_steps) if warmup_steps is None else warmup_steps
-        if not 0 <= n_warmup <= n_steps:
-            name, found = ("warmup_ratio", warmup_ratio) if warmup_steps is None else ("warmup_steps", warmup_steps)
-            raise ValueError(
-                f"`{name}`: expected a warm-up of 0 to the {n_steps} updates of the fit, got {found}. Choose another length."
-            )
-        n_decay = max(n_steps - n_warmup, 1)
-        if schedule_type == "linear":
-            decay = optax.linear_schedule(learning_rate, end_learning_rate, n_decay)
-        elif schedule_type == "cosine":
-            alpha = end_learning_rate / learning_rate if learning_rate else 0.0
-            decay = optax.cosine_decay_schedule(learning_rate, n_decay, alpha)
-        elif schedule_type == "constant":
-            decay = optax.constant_schedule(learning_rate)
-        else:
-            raise ValueError(
-                f"`schedule_type`: expected 'linear', 'cosine' or 'constant', got {schedule_type!r}. "
-                "Any optax schedule can be given to the optimizer instead."
-            )
-        if n_warmup == 0:
-            return decay
-        return optax.join_schedules([optax.linear_schedule(init_learning_rate, learning_rate, n_warmup), decay], [n_warmup])
+        return lr_schedule(
+            n_steps, learning_rate, schedule_type, warmup_ratio, warmup_steps, init_learning_rate, end_learning_rate
+        )
 
-    # --- what is said and recorded -----------------------------------------------------------------------------------
+    # --- printed and recorded ----------------------------------------------------------------------------------------
 
     def log_info(self, message: str, *, title: str | None = None) -> None:
         """Prints a message, once for the whole run."""
-        self.console.info(message, title=title)
+        self._run.console.info(message, title=title)
 
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         """Records numbers by name at a step: `metrics.jsonl`, TensorBoard, the loggers."""
-        self.console.metrics(metrics, step)
+        self._run.console.metrics(metrics, step)
+
+    def progress(
+        self, *, n_epochs: int | None = None, n_steps: int | None = None, first_step: int = 0, title: str = ""
+    ) -> ProgressLine:
+        """A context manager that shows the progress of a loop of your own; call its `update` after each step.
+
+        **Arguments:**
+
+        - `n_epochs`, `n_steps`: the totals, where known.
+        - `first_step`: steps done before the loop begins; counted in `n_steps`.
+        - `title`: printed at the beginning of the line.
+        """
+        return self._run.console.progress(n_epochs=n_epochs, n_steps=n_steps, first_step=first_step, title=title)
 
     def begin_records(self, step: int) -> None:
-        """Forgets what an earlier process recorded in the workdir after `step`, where this one goes on from; once."""
-        if not self._records_begun:
-            self._records_begun = True
-            self.console.rewind(step)
-
-    def forget_records(self) -> None:
-        """Let `begin_records` act once more, for a run that begins anew from an earlier step."""
-        self._records_begun = False
+        """Deletes what an earlier process recorded in the workdir after `step`, for a loop of your own that continues from
+        there; -1 deletes all. `fit` does so by itself. Only the first call of a run acts."""
+        self._run.begin_records(step)
 
     def save_outputs(self, outputs: Sequence[Any], name: str = "outputs.jsonl") -> Path:
         """Writes one JSON line an output to `workdir/outputs/NAME` and returns its path. Arrays become nested lists.
@@ -346,7 +324,7 @@ class Deployer:
 
         lines = "".join(json.dumps(output, default=plain) + "\n" for output in outputs)
         path = self.workdir / "outputs" / name
-        if self.is_dry_run or self.peers.index:
+        if self.is_dry_run or self._run.peers.index:
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(lines, "utf-8")

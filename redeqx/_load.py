@@ -65,7 +65,7 @@ def load(
     path = Path(path)
     if path.is_file():
         return load_tree(path, like, shardings, kind)
-    checkpoints, found = _find(path, Peers() if deployer is None else deployer.peers)
+    checkpoints, found = _find(path, Peers() if deployer is None else deployer._run.peers)
     return checkpoints.load(found, kind, like, shardings, verify=True)
 
 

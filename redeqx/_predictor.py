@@ -132,7 +132,7 @@ class Predictor:
         n_shards = self._deployer.n_batch_shards
         at_once = min(size.examples, n)
         rows = -(-at_once // n_shards) * n_shards
-        if self._deployer.returns_zeros("predict"):
+        if self._deployer._run.returns_zeros("predict"):
             yield from self._zeros(examples, n, at_once, rows, model)
             return
         model, state, plan = self._resolve(model)
@@ -197,7 +197,7 @@ class Predictor:
         signature = (step, *((x.shape, x.dtype) for x in jax.tree.leaves(args[3])))
         if signature in self._compiled:
             return step(*args)
-        with self._deployer.console.progress(title="predict") as progress, progress.compiling("predict step"):
+        with self._deployer._run.console.progress(title="predict") as progress, progress.compiling("predict step"):
             outputs = step(*args)
         self._compiled.add(signature)
         return outputs

@@ -115,7 +115,7 @@ def main(args: DDPG) -> dict[str, float]:
     n_steps = -(-args.n_steps // n_a_rollout) * n_a_rollout
     envs.action_space.seed(args.seed)
     (observations, _), ended = envs.reset(seed=args.seed), np.zeros(args.n_envs, bool)
-    with deployer.console.progress(title="ddpg", n_steps=n_steps) as progress:
+    with deployer.progress(title="ddpg", n_steps=n_steps) as progress:
         for n_played in range(n_a_rollout, n_steps + 1, n_a_rollout):
             for _ in range(args.rollout):
                 if n_played <= args.n_random_steps:

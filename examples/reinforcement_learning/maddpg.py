@@ -134,9 +134,7 @@ def train(args: MADDPG, games: Games, eval_games: Games, independent: bool) -> t
     best = Best(trainer, lambda seed: returns_of(eval_games.play(act, seed)))
     best.validate(0)
     replay = Replay(args.replay, games.dtype)
-    with deployer.console.progress(
-        title="independent" if independent else "maddpg", n_steps=n_rounds * args.n_envs
-    ) as progress:
+    with deployer.progress(title="independent" if independent else "maddpg", n_steps=n_rounds * args.n_envs) as progress:
         for n_played in range(args.n_envs, (n_rounds + 1) * args.n_envs, args.n_envs):
             played = games.play(explore, seed=n_played)
             replay.add(played.reshape(-1))

@@ -163,7 +163,7 @@ def main(args: PPO) -> dict[str, float]:
     best.validate(0)
     rng, curve = np.random.default_rng(args.seed), []
     (observations, _), ended = envs.reset(seed=args.seed), np.zeros(args.n_envs, bool)
-    with deployer.console.progress(title="ppo", n_steps=n_rollouts * n_a_rollout) as progress:
+    with deployer.progress(title="ppo", n_steps=n_rollouts * n_a_rollout) as progress:
         for n_played in range(n_a_rollout, (n_rollouts + 1) * n_a_rollout, n_a_rollout):
             played, observations, ended = play(envs, act, observations, ended, args)
             orders = [rng.permutation(n_a_rollout) for _ in range(args.n_epochs)]

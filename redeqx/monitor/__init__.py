@@ -3,4 +3,4 @@
 Knows nothing of how numbers are made. Open `_console.py`.
 """
 
-from ._console import Console as Console, Progress as Progress, Tracker as Tracker
+from ._console import Console as Console, ProgressLine as ProgressLine, Tracker as Tracker

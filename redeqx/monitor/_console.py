@@ -106,7 +106,7 @@ class Console:
         self._jsonl: IO[str] | None = None
         self._writer: Any = None
         self._purge_step: int | None = None
-        self._progress: Progress | None = None
+        self._progress: ProgressLine | None = None
 
     def info(self, message: str, *, title: str | None = None) -> None:
         """Prints a message as it is; under a `title`, if one is given."""
@@ -242,7 +242,7 @@ class Console:
 
     def progress(
         self, *, n_epochs: int | None = None, n_steps: int | None = None, first_step: int = 0, title: str = ""
-    ) -> "Progress":
+    ) -> "ProgressLine":
         """A context manager that shows how a loop comes along, to be told of each finished step.
 
         One inside another (an evaluation inside a fit) has no line of its own: what compiles there, the outer one says.
@@ -253,10 +253,10 @@ class Console:
         - `first_step`: steps done before the loop begins, as after a resume; counted in `n_steps`.
         - `title`: begins the line.
         """
-        return Progress(self, n_epochs=n_epochs, n_steps=n_steps, first_step=first_step, title=title)
+        return ProgressLine(self, n_epochs=n_epochs, n_steps=n_steps, first_step=first_step, title=title)
 
 
-class Progress:
+class ProgressLine:
     """How a loop comes along; `Console.progress` makes it.
 
     On a terminal it is a line redrawn a few times a second by a thread of rich's, so that time is seen to pass while a
@@ -270,7 +270,7 @@ class Progress:
         self._console = console
         self._title = title
         self._shows = False
-        self._outer: Progress | None = None  # the one that shows, where this one runs inside it
+        self._outer: ProgressLine | None = None  # the one that shows, where this one runs inside it
         self._live: Live | None = None
         self._step = first_step
         self._epoch: int | None = None
@@ -286,7 +286,7 @@ class Progress:
         self._n_lines = 0
         self._said_step = first_step
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressLine":
         console = self._console
         self._began = time.perf_counter()
         if console._progress is not None:

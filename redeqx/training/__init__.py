@@ -1,11 +1,14 @@
-"""Updates: the loss, the compiled step, and the state it carries.
+"""Training: the loss, the compiled step, the state it carries, the engine that takes updates, and the loop around it.
 
-Owns what a step computes, its program on a mesh, and the arrays that it carries. Knows nothing of files, command lines or
-machines that are not there. Open `_step.py` first, then `_program.py`.
+Owns what a step computes, its program on a mesh, the arrays that it carries, fits and how they resume. Knows nothing of the
+command line, of machines that are not there, or of the three classes over it. Open `_loop.py` first, then `_engine.py`, and
+`_step.py` for what a step computes.
 """
 
-from ._job import Job as Job, Setting as Setting
-from ._nonfinite import why_nonfinite as why_nonfinite
+from ._engine import Engine as Engine
+from ._job import Job as Job, Setting as Setting, make_job as make_job
+from ._loop import Fit as Fit, in_order as in_order, train as train
+from ._options import FitOptions as FitOptions, takes as takes
 from ._program import (
     Program as Program,
     make_program as make_program,
@@ -13,7 +16,10 @@ from ._program import (
     placed_shapes as placed_shapes,
     shard_bytes as shard_bytes,
 )
-from ._state import TrainState as TrainState
+from ._progress import check_record as check_record
+from ._recipe import Recipe as Recipe, plan_model as plan_model
+from ._run import Run as Run
+from ._schedules import lr_schedule as lr_schedule
 from ._step import (
     Functions as Functions,
     Loss as Loss,

@@ -1,30 +1,35 @@
-"""A training step that is to be compiled for machines and meshes other than the one at hand: what a dry run is given."""
+"""A training step to be compiled for machines and meshes other than the one at hand: the input of a dry run."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._tree import map_named
+from ..data import BatchSize, Slice, collated_shapes
+from ..machine import FSDP, MODEL
 from ..partition import Plan
 from ..tracing import Change
 from ._program import Program
+from ._recipe import Recipe
+from ._step import Parts
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The numbers that decide how a run is laid out."""
+    """The numbers that decide how a run is distributed."""
 
     n_model_shards: int
     n_fsdp_shards: int
     per_device_batch_size: int
     accumulate_grad_batches: int
-    remat: tuple[str, ...] = ()  # the scans of the loss that were made to recompute, which the model does not do by itself
-    batch_size: int | None = None  # examples an update, where the script gives them in place of rows a device
+    remat: tuple[str, ...] = ()  # the scans of the loss that recompute although the model does not ask for it
+    batch_size: int | None = None  # examples an update, where the script gives them instead of rows a device
 
     def code(self) -> str:
-        """What to write in a script."""
+        """The arguments to write in a script."""
         rows = f"per_device_batch_size={self.per_device_batch_size}"
         size = rows if self.batch_size is None else f"batch_size={self.batch_size}"
         lines = [
@@ -38,7 +43,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be compiled, for any mesh and setting.
+    """A training step, to be compiled for any mesh and setting.
 
     **Arguments:**
 
@@ -65,3 +70,39 @@ class Job:
     eval_per_device_batch_size: int = 0
     trace_predict: Callable[[Program], Any] | None = None
     files: Mapping[str, int] = field(default_factory=dict)
+
+
+def make_job(
+    recipe: Recipe, model: PyTree, state: PyTree, step: Slice, size: BatchSize, mesh: Mesh, n_devices: int | None = None
+) -> Job:
+    """The job of compiling one training step.
+
+    **Arguments:**
+
+    - `model`, `state`: of arrays or their shapes.
+    - `step`: the examples of the step.
+    - `mesh`: gives the numbers of shards.
+    - `n_devices`: those of the machine to compile for; the mesh's by default.
+    """
+    rows = size.micro_batch // ((n_devices or mesh.size) // mesh.shape[MODEL])
+
+    def with_model(fewer: PyTree, names: Mapping[str, str]) -> Job:
+        trained = set(recipe.parts.names[0])
+        parts = Parts.of(fewer, map_named(lambda name, leaf: names[name] in trained, fewer))
+        return make_job(replace(recipe, parts=parts), fewer, state, step, size, mesh, n_devices)
+
+    return Job(
+        setting=Setting(
+            mesh.shape[MODEL],
+            mesh.shape[FSDP],
+            rows,
+            recipe.accumulate,
+            batch_size=size.examples if size.by_examples else None,
+        ),
+        batch=collated_shapes(recipe.collate_fn, step.examples),
+        make_plan=lambda mesh, micro_batch: recipe.plan_on(mesh, model, state, micro_batch),
+        make_program=lambda plan, change: recipe.program(plan, model, state, named=True, change=change),
+        model=model,
+        with_model=with_model,
+        can_remat=recipe.grad_fn is None,
+    )

@@ -227,9 +227,9 @@ def test_two_trainers_of_one_script_do_not_share_a_folder(tmp_path):
         with pytest.raises(LockedError, match=REFUSED):
             act()
     two.load_ckpt()  # to read is free
-    before = one._checkpoints.index()
+    before = one._engine.checkpoints.index()
     one.save_ckpt("best")
-    assert one._checkpoints.index()["last"] != before["last"]
+    assert one._engine.checkpoints.index()["last"] != before["last"]
     del one, act
     gc.collect()
     two.save_ckpt()
@@ -243,7 +243,7 @@ def test_a_script_that_is_run_again_in_its_process_goes_on_and_the_first_does_no
     assert again.step == 2 * first.step
     with pytest.raises(LockedError, match=REFUSED):
         first.save_ckpt()
-    assert again._checkpoints.record(again._checkpoints.resolve("last"))["step"] == again.step
+    assert again._engine.checkpoints.record(again._engine.checkpoints.resolve("last"))["step"] == again.step
 
 
 class Look:

@@ -258,7 +258,7 @@ def test_a_damaged_checkpoint_is_not_kept_in_the_place_of_a_good_one(workdir):
         raise Stop
 
     with pytest.warns(UserWarning, match="It is passed over"), pytest.raises(Stop):
-        checkpoints = trainer._checkpoints
+        checkpoints = trainer._engine.checkpoints
         save = checkpoints.save
         checkpoints.save = lambda *args: stop_after_a_save(save(*args[:-1]))
         fit(trainer, keep_last=2)
@@ -267,8 +267,8 @@ def test_a_damaged_checkpoint_is_not_kept_in_the_place_of_a_good_one(workdir):
     assert checkpoints.record(checkpoints.folder / "step_00000003")["step"] == 3
     again = make_trainer(workdir)
     fit(again, keep_last=2)
-    assert again._checkpoints.names()[-2:] == ["step_00000005", "step_00000006"]
-    assert len(again._checkpoints.names()) == 2
+    assert again._engine.checkpoints.names()[-2:] == ["step_00000005", "step_00000006"]
+    assert len(again._engine.checkpoints.names()) == 2
 
 
 def test_pruning_counts_none_that_lacks_a_file(tmp_path):

@@ -101,7 +101,7 @@ def test_one_of_the_two_is_given(how):
     assert message(ValueError, call, DATA, batch_size=0) == (
         "`batch_size`: expected at least 1, got 0. Pass a positive number."
     )
-    assert trainer._given is not None  # nothing was done
+    assert trainer._engine.given is not None  # nothing was done
 
 
 def test_of_an_evaluation_at_most_one_is_given():
@@ -151,9 +151,9 @@ def test_a_remainder_of_full_micro_batches_needs_no_program_of_its_own():
 
     trainer = make_trainer(accumulate=4, loggers=[draws], loss_fn=noisy)
     trainer.train(DATA, batch_size=32)
-    assert trainer._state.program.train_step._cache_size() == 1
+    assert trainer._engine.state.program.train_step._cache_size() == 1
     # By hand: each micro-batch by itself, with the key of its place.
-    model, key = eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)), trainer._key
+    model, key = eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)), trainer._engine.key
     for step, (start, stop) in enumerate([(0, 32), (32, 40)]):
         of_step = jax.random.fold_in(jax.random.fold_in(key, 0), step)
         parts = [DATA[i : i + 8] for i in range(start, stop, 8)]
@@ -189,14 +189,14 @@ def test_an_evaluation_that_can_be_cut_evenly_compiles_once():
     trainer = make_trainer()
     whole = trainer.eval_loss(DATA, batch_size=40)
     assert trainer.eval_loss(DATA, batch_size=16) == pytest.approx(whole, rel=1e-6)  # two of 16 and one of 8 otherwise
-    assert trainer._state.program.eval_step._cache_size() == 2
+    assert trainer._engine.state.program.eval_step._cache_size() == 2
 
 
 def test_what_does_not_fill_a_batch_is_left_out_where_it_is_asked_for():
     trainer = make_trainer()
     trainer.fit(DATA, batch_size=16, n_epochs=2, drop_remainder=True)
     assert trainer.step == 4
-    assert trainer._state.program.train_step._cache_size() == 1
+    assert trainer._engine.state.program.train_step._cache_size() == 1
     trainer.train(iter(DATA), batch_size=16, drop_remainder=True)
     assert trainer.step == 6
     few = "expected at least 64 examples"

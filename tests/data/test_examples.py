@@ -656,7 +656,7 @@ IN_ORDER = {
 
 @pytest.mark.parametrize("source", [*SHUFFLED, *IN_ORDER])
 def test_a_fit_takes_every_example_once_an_epoch(source, trainer):
-    seen = trainer._collate_fn
+    seen = trainer._engine.recipe.collate_fn
     seen.steps.clear()
     first_step = trainer.step
     trainer.fit({**SHUFFLED, **IN_ORDER}[source](), 4, 2)

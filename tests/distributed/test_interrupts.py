@@ -211,9 +211,9 @@ def test_the_watch_is_off_after_train(monkeypatch):
     trainer = trainer_that(5, lambda: None)
     trainer.train(list(range(24)), 1)
     assert trainer.step == 3
-    assert trainer.deployer.watch._last is None
+    assert trainer.deployer._run.watch._last is None
     trainer.eval_loss(list(range(8)), 1)
-    assert trainer.deployer.watch._last is None
+    assert trainer.deployer._run.watch._last is None
 
 
 def test_a_pause_ends_and_a_step_is_expected_again():

@@ -9,6 +9,7 @@ import pytest
 
 import redeqx
 from redeqx.dry_run._blocks import Blocks, equal_blocks, with_fewer
+from redeqx.training import in_order
 
 D = 32
 
@@ -111,8 +112,8 @@ def test_blocks_in_a_loop_and_blocks_that_are_counted_are_compiled_whole(options
     said = []
     with redeqx.described("cpu:8"):
         trainer = trainer_of(eqx.filter_eval_shape(Deep, 12, **options, key=jax.random.key(0)))
-        size = trainer._size(2, None)
-        job = trainer._job(next(trainer._slices(np.zeros((64, 16), np.float32), size)), size)
+        size = trainer._engine.batch_size(2, None)
+        job = trainer._job(in_order(np.zeros((64, 16), np.float32), size), size)
         run = dry_run(job, describe("cpu:8"), search=False, say=said.append)
     assert run.extrapolated == "" and run.fits and "extrapolation" not in run.failed
     found = [line for line in said if "one by one" in line]

@@ -22,6 +22,7 @@ from redeqx.machine._chips import GPUS, TPUS
 from redeqx.machine._devices import describe, dry, dry_for, of_devices
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.training import in_order
 
 VOCAB, SEQ, D, LAYERS = 256, 16, 64, 2
 CONFIG = GPT2Config(VOCAB, SEQ, d_model=D, n_layers=LAYERS, n_heads=4).without_dropout()
@@ -362,8 +363,8 @@ def test_proposals_speak_of_the_scans_that_are_there():
         )  # fmt: skip
         rows = np.zeros((64, 16), np.float32)
         run = trainer.dry_run(rows, batch_size=32, search=False)
-        size = trainer._size(None, 32)
-        job = trainer._job(next(trainer._slices(rows, size)), size)
+        size = trainer._engine.batch_size(None, 32)
+        job = trainer._job(in_order(rows, size), size)
         loops = _dry_run._loops(job, run)
         assert [text.endswith(f"test_dry_run.py:{line}") for text in loops] == [True] * expected
         code = [setting.code() for setting in _dry_run._candidates(job, run.machine, loops)]

@@ -50,7 +50,7 @@ def bits(trainer):
 
 def untouched(trainer):
     """Whether a trainer has done no work: no array placed, no step taken."""
-    return trainer._given is not None and trainer.step == 0
+    return trainer._engine.given is not None and trainer.step == 0
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_examples_that_are_used_up_leave_the_checkpoint_of_the_epoch_before(tmp_
 
     trainer = make_trainer(tmp_path)
     assert message(ValueError, trainer.fit, Once(), 4, 2, save_last_ckpt=True) == f"`train_examples`: {USED_UP}"
-    assert trainer._checkpoints.record(trainer._checkpoints.resolve("last"))["epoch"] == 1
+    assert trainer._engine.checkpoints.record(trainer._engine.checkpoints.resolve("last"))["epoch"] == 1
 
 
 @pytest.mark.parametrize(

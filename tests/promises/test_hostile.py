@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from safetensors import deserialize
 
-from redeqx._fit import check_record
 from redeqx.checkpoint import _manifest as _record
 from redeqx.checkpoint._manager import Checkpoints
 from redeqx.checkpoint._reader import Source, load_tree
@@ -23,6 +22,7 @@ from redeqx.checkpoint._safetensors import DTYPES, TensorFile, write_tensors
 from redeqx.errors._untrusted import DamagedError, brief, brief_name, is_plain
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.training import check_record
 
 DEEP = b"[" * 100_000
 NINES = "9" * 4000  # as many digits as Python still reads

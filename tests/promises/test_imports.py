@@ -23,20 +23,13 @@ LAYERS = (
     ("training",),
     ("dry_run",),
     ("_deployer",),
-    ("_fit", "_load"),
+    ("_load",),
     ("_predictor", "_trainer"),
     ("__init__", "__main__"),
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
-FACADES = {
-    "_deployer",
-    "_fit",
-    "_load",
-    "_predictor",
-    "_trainer",
-    "__init__",
-    "__main__",
-}  # one door: theirs is `redeqx` itself
+# Their door is `redeqx` itself.
+FACADES = {"_deployer", "_load", "_predictor", "_trainer", "__init__", "__main__"}
 FILES = {
     path.relative_to(FOLDER).with_suffix("").parts: path
     for path in sorted(FOLDER.rglob("*.py"))

@@ -117,7 +117,7 @@ def predict_first(trainer):
 
 
 def load_first(trainer):
-    trainer.load_ckpt(trainer._checkpoints.folder / "step_00000000")
+    trainer.load_ckpt(trainer._engine.checkpoints.folder / "step_00000000")
 
 
 @pytest.mark.parametrize("shards", [(4, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])

@@ -115,7 +115,7 @@ def test_told_to_stop_and_resumed_ends_with_the_same_bits(step, uninterrupted, t
         fit(stopped)
     assert caught.value.code == 75
     assert step <= stopped.step <= step + 2  # metrics are read two steps late
-    assert stopped._checkpoints.record(stopped._checkpoints.resolve("last"))["step"] == stopped.step
+    assert stopped._engine.checkpoints.record(stopped._engine.checkpoints.resolve("last"))["step"] == stopped.step
     trainer = make_trainer(tmp_path)
     fit(trainer)
     assert trainer.step == 9

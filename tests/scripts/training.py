@@ -56,7 +56,7 @@ deployer = redeqx.Deployer(
     start_timeout=args.start,
     hang_timeout=args.hang,
 )
-is_culprit = deployer.peers.index == args.culprit or deployer.peers.n == 1
+is_culprit = deployer._run.peers.index == args.culprit or deployer._run.peers.n == 1
 
 
 class Net(eqx.Module):
@@ -166,7 +166,7 @@ FAULTS = {
 
 def collate_fn(numbers):
     if args.workdir is not None and args.workdir.is_dir():
-        with open(args.workdir / f"rows_{deployer.peers.index}_of_{deployer.peers.n}.jsonl", "a") as file:
+        with open(args.workdir / f"rows_{deployer._run.peers.index}_of_{deployer._run.peers.n}.jsonl", "a") as file:
             file.write(json.dumps([trainer.step, numbers]) + "\n")
     length = 20 if args.fault == "shape" and is_culprit and trainer.step >= args.at - 1 else 16
     rows = [np.random.default_rng(i).normal(size=24).astype(np.float32) for i in numbers]
@@ -207,8 +207,8 @@ if args.fault == "sequential":  # as on the mount of an object store
 
     os.pwrite = os.posix_fallocate = unsupported
 if args.fault == "unshared" and is_culprit:  # as a folder of the same name on a disk of its own
-    deployer.workdir = args.workdir.with_name("elsewhere")
-    deployer.workdir.mkdir(exist_ok=True)
+    deployer._run.workdir = args.workdir.with_name("elsewhere")
+    deployer._run.workdir.mkdir(exist_ok=True)
 
 
 def differs(fault):
@@ -253,6 +253,6 @@ metrics = trainer.fit(
 )
 predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(lambda x: model(x, None))(batch["x"]))
 outputs = np.stack(predictor.predict(list(range(N, N + 19)), 2))
-if deployer.peers.index == 0:
+if deployer._run.peers.index == 0:
     print(json.dumps({"metrics": metrics, "outputs": float(np.abs(outputs).sum())}))
 sys.exit(0)

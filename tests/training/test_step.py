@@ -586,7 +586,7 @@ def test_optimizers_do_on_a_mesh_what_they_do_by_hand(name):
         twins = [param for param_name, param in params.items() if state_name.endswith(f".{param_name}")]
         home = twins[0].sharding if twins and twins[0].shape == leaf.shape else replicated(at.mesh)
         assert leaf.sharding == home, state_name
-    assert trainer._state.program.train_step._cache_size() == 1
+    assert trainer._engine.state.program.train_step._cache_size() == 1
 
 
 @pytest.mark.parametrize("shards", [(1, 1), (2, 2)])

@@ -1,0 +1,377 @@
+"""A whole fit: epochs, evaluations, checkpoints, and resuming where an earlier run stopped.
+
+It drives an engine, which computes the updates.
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..checkpoint import array_leaves, file_size
+from ..data import (
+    Batch,
+    BatchSize,
+    Prefetch,
+    Slice,
+    check_examples,
+    collated_shapes,
+    examples_of,
+    is_function,
+    micro_batch_shapes,
+    n_slices,
+    sample_of,
+    size_of,
+    slices,
+)
+from ..errors import as_metrics
+from ..monitor import ProgressLine
+from ._engine import DamagedCheckpoint, Engine
+from ._job import Job, make_job
+from ._options import FitOptions
+from ._progress import Position
+from ._resume import check_setting, resume_newest
+
+
+def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> Iterator[Slice]:
+    """The examples of each step of one pass, in their own order."""
+    check_examples(examples, "examples")
+    return slices(examples, size.examples, drop_remainder=drop_remainder, name="examples")
+
+
+def updates(
+    engine: Engine, upcoming: Prefetch, line: ProgressLine, fit: int | None = None, epoch: int | None = None
+) -> Generator[tuple[Batch, bool], None, None]:
+    """Take the updates of one pass; after each yields its batch and whether it was the last.
+
+    **Arguments:**
+
+    - `fit`, `epoch`: of a fit, whose position is kept.
+    """
+    with engine.updating():
+        batch = next(upcoming, None)
+        while batch is not None:
+            position = None if fit is None or epoch is None else Position(fit, epoch, batch.position, batch.state)
+            engine.update(batch, line, position)
+            following = next(upcoming, None)
+            yield batch, following is None
+            batch = following
+
+
+def train(engine: Engine, steps: Iterator[Slice], size: BatchSize) -> dict[str, float]:
+    """One pass over examples; returns the last step's metrics."""
+    run = engine.run
+    with run.watch.on(), run.console.progress(first_step=engine.step, title="train") as line:
+        with closing(engine.batches(steps, size)) as upcoming:
+            for _ in updates(engine, upcoming, line):
+                pass
+        engine.flush(line)
+    return dict(engine.last_metrics)
+
+
+@dataclass
+class Fit:
+    """One fit of an engine's model."""
+
+    engine: Engine
+    options: FitOptions
+    metrics: dict[str, float] = field(default_factory=dict)  # of the newest evaluation
+
+    def __post_init__(self) -> None:
+        options, engine = self.options, self.engine
+        options.check(engine.run.workdir)
+        self.size = engine.batch_size(options.per_device_batch_size, options.batch_size)
+        rows = (options.eval_per_device_batch_size, options.eval_batch_size)
+        mesh = engine.run.mesh
+        given = rows != (None, None)
+        self.eval_size = (
+            BatchSize.of(mesh, *rows, prefix="eval_") if given else BatchSize(self.size.micro_batch, self.size.micro_batch)
+        ).evenly(None if options.eval_examples is None else size_of(options.eval_examples), mesh.size)
+
+    def run(self) -> dict[str, float]:
+        """Train to the end of the last epoch; returns the metrics of the last evaluation."""
+        options, engine = self.options, self.engine
+        engine.run.peers.agree("fit", options.plain)
+        with nullcontext() if engine.checkpoints is None else engine.checkpoints.writing():
+            while True:
+                try:
+                    return self._run()
+                except DamagedCheckpoint:
+                    engine.run.forget_records()  # before the first step: begun anew from the checkpoint before
+
+    def _run(self) -> dict[str, float]:
+        options, engine = self.options, self.engine
+        start = self._begin()
+        if start is None:
+            engine.place()
+            engine.run.console.info("this fit is done already: the checkpoint was saved after it")
+            engine.n_fits += 1
+            return self.metrics
+        line = engine.run.console.progress(n_epochs=options.n_epochs, first_step=engine.step)
+        listening = engine.run.preemption.listening() if engine.checkpoints is not None else nullcontext()
+        try:
+            with listening, engine.run.watch.on(), line:
+                for epoch in range(start.epoch, options.n_epochs):
+                    self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), line, start)
+                self._keep_end(line)
+        except BaseException:
+            if engine.checkpoints is not None:
+                engine.checkpoints.settle()
+            raise
+        engine.n_fits += 1
+        if engine.checkpoints is not None:
+            engine.checkpoints.wait()
+        self._summarise()
+        return self.metrics
+
+    def job(self) -> Job:
+        """What a dry run compiles: the first step, and the evaluations and checkpoints that this fit is asked for."""
+        options, engine = self.options, self.engine
+        examples = self._first_evaluated() if options.evaluates else []
+        model, state = engine.trees
+        job = make_job(engine.recipe, model, state, next(self.steps(0, Position())), self.size, engine.run.mesh)
+        job = self._with_evaluation(job, examples)
+        if options.saves or (options.save_end and engine.run.workdir is not None):
+            job = replace(job, files=self._files())
+        return job
+
+    def _with_evaluation(self, job: Job, examples: list[Any]) -> Job:
+        """A training job with the evaluation of this fit, also for a model with fewer blocks."""
+        options, engine, with_fewer = self.options, self.engine, job.with_model
+        assert with_fewer is not None
+        job = replace(job, with_model=lambda model, names: self._with_evaluation(with_fewer(model, names), examples))
+        if not options.evaluates:
+            return job
+        rows, model = max(1, self.eval_size.micro_batch // engine.run.n_batch_shards), job.model
+        if options.eval_loss:
+            batch = collated_shapes(engine.recipe.collate_fn, examples)
+            job = replace(job, eval_batch=batch, eval_per_device_batch_size=rows)
+        if (predictor := options.eval_predictor) is not None:
+            job = replace(job, trace_predict=lambda program: predictor.trace(model, examples, rows, program))
+        return job
+
+    def _files(self) -> dict[str, int]:
+        """The bytes of each file of a checkpoint of this fit; of shapes too."""
+        options, engine = self.options, self.engine
+        model, state = engine.trees
+        files = {"model.safetensors": file_size(array_leaves(model), options.save_float_dtype)}
+        if engine.recipe.has_state:
+            files["model_state.safetensors"] = file_size(array_leaves(state))
+        if options.save_opt_states:
+            files["optimizer.safetensors"] = file_size(array_leaves(engine.recipe.opt_shapes(model)))
+        return files
+
+    # --- where to begin ----------------------------------------------------------------------------------------------
+
+    def _begin(self) -> Position | None:
+        """Where this fit starts from; None where an earlier run has done it already, and later ones too."""
+        engine = self.engine
+        fit = engine.n_fits
+        if engine.follows is None:
+            resume_newest(
+                engine, may_resume=self.options.resume, reads_twice=not hasattr(self.options.train_examples, "__next__")
+            )
+        elif not self.options.resume and engine.follows and engine.progress.position.fit == fit:
+            fit = engine.n_fits = fit + 1  # the one that was interrupted is given up
+        if engine.follows is False:
+            engine.progress.position, engine.follows = Position(fit), True
+        engine.run.begin_records(engine.step)
+        progress = engine.progress
+        if fit < progress.position.fit:
+            self.metrics = dict(progress.metrics)
+            return None
+        if fit > progress.position.fit:
+            progress.position, progress.setting, progress.metrics = Position(fit), {}, {}
+        self.metrics = dict(progress.metrics)
+        start = progress.position
+        if start.epoch >= self.options.n_epochs:
+            engine.run.console.info(f"epoch {start.epoch} of {self.options.n_epochs} is done already: nothing to train")
+        return start
+
+    def _compare(self, start: Position, n: int | None, sample: int | None) -> None:
+        """Compare the sizes of this fit with those of the run that it resumes, and keep them.
+
+        **Arguments:**
+
+        - `start`: where this fit begins.
+        - `n`, `sample`: the number of examples, and a checksum of some; None where unknown.
+        """
+        options, engine = self.options, self.engine
+        now = {
+            "batch_size": self.size.examples,
+            "train_size": n,
+            "drop_remainder": options.drop_remainder,
+            "accumulate_grad_batches": engine.recipe.accumulate,
+            "sample": sample,
+        }
+        # Of a function's epochs only one that was stopped within has to be the same again.
+        is_same_data = start.examples or not is_function(options.train_examples)
+        unknown = () if is_same_data else ("train_size", "sample")
+        check_setting(engine, {name: value for name, value in now.items() if name not in unknown})
+        engine.progress.setting, engine.progress.learning_rate = now, None
+
+    # --- an epoch ----------------------------------------------------------------------------------------------------
+
+    def steps(self, epoch: int, start: Position, examples: Any = None) -> Iterator[Slice]:
+        """The examples of each step of an epoch, from where it starts.
+
+        **Arguments:**
+
+        - `examples`: of the epoch, where the caller has them already.
+        """
+        options, engine = self.options, self.engine
+        return slices(
+            examples_of(options.train_examples, epoch) if examples is None else examples,
+            self.size.examples,
+            seed=(engine.run.seed, start.fit, epoch),
+            position=start.examples,
+            state=start.data_state,
+            drop_remainder=options.drop_remainder,
+        )
+
+    def _epoch(self, epoch: int, start: Position, line: ProgressLine, first: Position) -> None:
+        options, engine = self.options, self.engine
+        examples = examples_of(options.train_examples, epoch)
+        n = size_of(examples)
+        if start is first:
+            self._compare(start, n, sample_of(examples))
+        else:
+            engine.progress.setting["train_size"] = n
+        if n is not None:
+            left = n_slices(n - start.examples, self.size.examples, options.drop_remainder)
+            later = (options.n_epochs - epoch - 1) * n_slices(n, self.size.examples, options.drop_remainder)
+            line.n_steps = engine.step + left + later
+        with closing(engine.batches(self.steps(epoch, start, examples), self.size)) as upcoming:
+            if start is first:
+                # Before anything else is placed or evaluated: the plan is the loss's.
+                if (batch := upcoming.peek()) is not None:
+                    engine.place(batch.micro_batch)
+                if options.eval_examples is not None and options.eval_sanity_check:
+                    self._check_evaluation(line)
+            with closing(updates(engine, upcoming, line, start.fit, epoch)) as taken:
+                for _, is_last in taken:
+                    if is_last:
+                        break  # what is due then is due at the end of the epoch
+                    tags = self._evaluate(line) if _is_due(engine.step, options.eval_every_n_steps) else set()
+                    self._keep(tags, line)
+        engine.flush(line)
+        engine.progress.position = Position(start.fit, epoch + 1)
+        tags = self._evaluate(line) if options.evaluates else set()
+        if _is_due(epoch + 1, options.save_ckpt_every_k_epochs):
+            tags.add(f"epoch_{epoch + 1}")
+        self._keep(tags, line, is_due=options.save_last_ckpt)
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def _measure(self, examples: Any, line: ProgressLine) -> dict[str, float]:
+        options, engine = self.options, self.engine
+        metrics: dict[str, float] = {}
+        with line.pause("evaluating"):
+            if options.eval_loss:
+                metrics.update(engine.evaluate(in_order(examples, self.eval_size), self.eval_size))
+            if options.eval_predictor is not None:
+                with engine.run.watch.paused():
+                    rows = self.eval_size.micro_batch
+                    outputs = options.eval_predictor.predict(examples, batch_size=rows, model=engine.current[0])
+                    if options.eval_metric_fn is not None:
+                        metrics.update(as_metrics(options.eval_metric_fn(examples, outputs), taken=list(metrics)))
+            with engine.run.watch.paused():  # others may be at theirs for any time
+                metrics = engine.run.peers.decide("eval_metric_fn", metrics)
+        missing = sorted({name for name, _ in options.tracked.values()} - set(metrics))
+        if missing:
+            raise ValueError(
+                f"`save_argmin_ckpt_by_metrics`, `save_argmax_ckpt_by_metrics`: expected metrics among {sorted(metrics)}, "
+                f"which the evaluation returns, got {missing}. Return them from `eval_metric_fn`, or drop them."
+            )
+        return metrics
+
+    def _check_evaluation(self, line: ProgressLine) -> None:
+        """Run the whole evaluation on one batch, so that a mistake in it shows before training and not after an epoch."""
+        self._measure(self._first_evaluated(), line)
+
+    def _first_evaluated(self) -> list[Any]:
+        """The first examples of the evaluation, a batch of them."""
+        n = min(size_of(self.options.eval_examples) or 0, self.eval_size.micro_batch)
+        return [self.options.eval_examples[i] for i in range(n)]
+
+    def _evaluate(self, line: ProgressLine) -> set[str]:
+        """Evaluate; returns the tags of which this is now the best checkpoint."""
+        engine = self.engine
+        engine.flush(line)
+        self.metrics = self._measure(self.options.eval_examples, line)
+        engine.progress.metrics = self.metrics
+        console = engine.run.console
+        console.metrics({f"eval_{name}": value for name, value in self.metrics.items()}, engine.step)
+        console.info(f"step {engine.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in self.metrics.items()))
+        better = set()
+        for tag, (name, sign) in self.options.tracked.items():
+            value, best = self.metrics[name], engine.progress.best.get(tag)
+            if value == value and (best is None or sign * value > sign * best["value"]):  # NaN is never the best
+                engine.progress.best[tag] = {"value": value, "step": engine.step}
+                better.add(tag)
+        return better
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _keep(self, tags: set[str], line: ProgressLine, *, is_due: bool = False) -> None:
+        """Save this step where that is due, or the run has been told to stop, which it then does; after every step."""
+        step = self.engine.step
+        is_told_to_stop = self.engine.checkpoints is not None and self.engine.run.preemption.is_due(step)
+        if tags or is_due or is_told_to_stop or _is_due(step, self.options.save_every_n_steps):
+            self._save(tags, line, to_resume=is_told_to_stop)
+        if is_told_to_stop:
+            self._stop()
+
+    def _keep_end(self, line: ProgressLine) -> None:
+        """Save the end of the fit, unless the newest checkpoint is of it."""
+        options, engine = self.options, self.engine
+        if not engine.is_placed:  # no step was to be taken; the examples are known all the same, and with them the plan
+            examples = examples_of(options.train_examples, 0)
+            step = None if size_of(examples) is None else next(self.steps(0, Position(engine.n_fits), examples))
+            mesh = engine.run.mesh
+            engine.place(
+                None if step is None else micro_batch_shapes(engine.recipe.collate_fn, step.examples, self.size, mesh)
+            )
+        end = (engine.step, engine.progress.position)
+        if options.save_end and engine.checkpoints is not None and engine.progress.saved != end:
+            self._save(set(), line)
+
+    def _save(self, tags: set[str], line: ProgressLine, *, to_resume: bool = False) -> None:
+        """Save this step as the options say; `to_resume`, all of it, as a run that is told to stop is to go on."""
+        options, engine = self.options, self.engine
+        engine.flush(line)  # a loss that is not finite raises here, before anything is written
+        step, names = engine.step, ", ".join(["last", *sorted(tags)])
+        with line.pause("saving"):
+            engine.save(
+                sorted(tags),
+                metrics=self.metrics,
+                keep_last=options.keep_last,
+                save_opt_states=options.save_opt_states or to_resume,
+                save_float_dtype=None if to_resume else options.save_float_dtype,
+                then=lambda path: engine.run.console.info(f"step {step}: saved {path} ({names})"),
+            )
+
+    def _stop(self) -> None:
+        """End the script, told to by a signal, once the last step is safe."""
+        engine = self.engine
+        assert engine.checkpoints is not None
+        engine.checkpoints.wait()
+        engine.run.preemption.end(engine.step, engine.run.console.info)
+
+    def _summarise(self) -> None:
+        engine = self.engine
+        rows = {"steps": f"{engine.step:,}"}
+        rows.update({f"eval {name}": f"{value:.6g}" for name, value in self.metrics.items()})
+        if engine.checkpoints is not None:
+            index = engine.checkpoints.index()
+            for tag in self.options.tracked:
+                if tag in engine.progress.best and tag in index:
+                    best = engine.progress.best[tag]
+                    rows[tag] = f"{best['value']:.6g} at step {best['step']}: {engine.checkpoints.resolve(tag)}"
+            if "last" in index:
+                rows["last"] = str(engine.checkpoints.resolve("last"))
+        engine.run.console.summary(rows)
+
+
+def _is_due(count: int, every: int | None) -> bool:
+    return every is not None and count % every == 0

@@ -1,0 +1,116 @@
+"""Where a trainer stands in its fits, as `trainer.json` records it beside the step.
+
+Few numbers are enough for a run that was killed to end with the same bits as one that was not.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import RECORD
+from ..errors import brief, damaged, is_size
+
+
+@dataclass(frozen=True)
+class Position:
+    """A point of training: after `examples` examples of an epoch of one of the trainer's fits, all counted from 0.
+
+    `data_state` is the state that an iterable of examples reports there.
+    """
+
+    fit: int = 0
+    epoch: int = 0
+    examples: int = 0
+    data_state: Any = None
+
+
+@dataclass
+class Progress:
+    """The progress of a trainer through its fits.
+
+    **Arguments:**
+
+    - `position`: the current one.
+    - `setting`: the sizes that the current fit began with; empty where not known.
+    - `best`: for each tag of a best checkpoint `{"value": ..., "step": ...}`.
+    - `n_skipped`: updates that were skipped because they were not finite.
+    - `metrics`: of the newest evaluation.
+    - `learning_rate`: of the newest update, where a checkpoint records it.
+    - `saved`: step and position of the newest checkpoint.
+    """
+
+    position: Position = Position()
+    setting: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, dict[str, float]] = field(default_factory=dict)
+    n_skipped: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    learning_rate: float | None = None
+    saved: tuple[int, Position] | None = None
+
+    def to_record(self) -> dict[str, Any]:
+        """Its part of `trainer.json`."""
+        setting = {name: self.setting.get(name) for name in _SETTING}
+        return {**asdict(self.position), **setting, "best": self.best, "n_skipped": self.n_skipped}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "Progress":
+        """The progress that a `trainer.json` records, once `check_record` has found it valid."""
+        position = Position(**{name: record[name] for name in ("fit", "epoch", "examples", "data_state")})
+        return cls(
+            position,
+            {name: record[name] for name in _SETTING if record.get(name) is not None},
+            record["best"],
+            record.get("n_skipped", 0),
+            record.get("metrics", {}),
+            record.get("learning_rate"),
+            (record["step"], position),
+        )
+
+
+# What decides which examples a step holds, and how they are computed.
+_SETTING = ("batch_size", "train_size", "drop_remainder", "accumulate_grad_batches", "sample")
+_MAX_STEP = 2**31  # the count of steps is an int32
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)  # True is an int, too
+
+
+def _is_best(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(best, dict) and _is_number(best.get("value")) and is_size(best.get("step")) for best in value.values()
+    )
+
+
+_SIZE = ("an integer from 0 on", is_size)
+_SIZE_OR_NONE = ("an integer from 1 on, or null", lambda value: value is None or (is_size(value) and value > 0))
+# What a Trainer writes, each with its valid values; `data_state` is the user's own.
+_RECORDED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "step": (f"an integer from 0 to {_MAX_STEP - 1}", lambda value: is_size(value) and value < _MAX_STEP),
+    "seed": ("an integer", lambda value: type(value) is int),
+    **dict.fromkeys(("fit", "epoch", "examples"), _SIZE),
+    "data_state": ("any JSON", lambda value: True),
+    **dict.fromkeys(("train_size", "batch_size", "accumulate_grad_batches"), _SIZE_OR_NONE),
+    "drop_remainder": ("true, false or null", lambda value: value is None or isinstance(value, bool)),
+    "sample": ("a crc32, or null", lambda value: value is None or (is_size(value) and value < 2**32)),
+    "best": ("a value and a step for each tag", _is_best),
+    "n_skipped": _SIZE,
+    "learning_rate": ("a number, or null", lambda value: value is None or _is_number(value)),
+    "metrics": ("an object", lambda value: isinstance(value, dict)),
+}
+# What earlier releases did not write, and the value that stands for it.
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("batch_size", "accumulate_grad_batches", "drop_remainder", "sample", "learning_rate")),
+    "n_skipped": 0,
+    "metrics": {},
+}
+
+
+def check_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Raise DamagedError where a checkpoint's `trainer.json` is not one that a Trainer has written."""
+    for name, (rule, is_right) in _RECORDED.items():
+        if name not in record and name not in _DEFAULTS:
+            raise damaged(folder / RECORD, f"`{name}`, {rule}", "none")
+        if not is_right(value := record.get(name, _DEFAULTS.get(name))):
+            raise damaged(folder / RECORD, f"`{name}` to be {rule}", brief(value))

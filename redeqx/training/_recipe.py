@@ -1,0 +1,111 @@
+"""What a Trainer is given, and the plan and the program that follow from it on any mesh. No arrays are held here."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import optax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ..data import collated_shapes
+from ..partition import Overrides, Plan, make_plan, mark_read
+from ..tracing import Change, Trace
+from ._program import Program, make_program
+from ._step import Functions, Parts, as_sums
+
+
+def plan_model(model: PyTree, mesh: Mesh, trace: Trace | None = None, overrides: Overrides | None = None) -> Plan:
+    """The plan of a model on a mesh, in the order of its traced loss where there is one; warns of the plan's warnings."""
+    plan = make_plan(model, mesh, overrides, trace)
+    for message in plan.warnings:
+        warnings.warn(message, stacklevel=3)
+    return plan if trace is None else mark_read(plan, trace)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained: the user's functions, the optimizer, and what belongs to one step.
+
+    **Arguments:**
+
+    - `parts`: how the model is taken apart.
+    - `loss_fn`, `grad_fn`, `collate_fn`, `optimizer`, `lr_schedule_fn`, `compute_dtype`: as given to the Trainer.
+    - `has_state`: whether the model has stateful layers.
+    - `accumulate`: micro-batches an update.
+    - `plan`: the user's own plan; None makes one from the loss.
+    - `skips`: whether an update that is not finite is skipped.
+    """
+
+    parts: Parts
+    loss_fn: Callable[..., Any]
+    collate_fn: Callable[[list], PyTree]
+    optimizer: optax.GradientTransformation
+    has_state: bool = False
+    grad_fn: Callable[..., Any] | None = None
+    lr_schedule_fn: Callable[[Any], Any] | None = None
+    compute_dtype: Any = None
+    accumulate: int = 1
+    plan: Plan | None = None
+    skips: bool = False
+
+    def trace(self, model: PyTree, state: PyTree, batch: PyTree) -> Trace:
+        """The loss, traced for the shapes of a batch."""
+
+        def total(model: PyTree, batch: PyTree, key: Any) -> Any:
+            out = self._loss(model, state, batch, key)
+            return as_sums(out, jax.tree.leaves(batch)[0].shape[0])[0]
+
+        return Trace.of(total, model, batch, jax.eval_shape(lambda: jax.random.key(0)))
+
+    def plan_on(self, mesh: Mesh, model: PyTree, state: PyTree, batch: PyTree | None) -> Plan:
+        """The model's plan on a mesh: in the order of the loss where the shapes of a batch are given."""
+        trace = None if batch is None else self.trace(model, state, batch)
+        if self.plan is None:
+            plan = plan_model(model, mesh, trace)
+        else:
+            plan = self.plan.on(mesh)
+            plan = plan if trace is None else mark_read(plan, trace)
+        if self.grad_fn is None and all(plan[name].is_read is False for name in self.parts.names[0]):
+            raise ValueError(
+                "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of "
+                f"{len(self.parts.names[0])}. Use the model that `loss_fn` is given, not one from outside."
+            )
+        return plan
+
+    def program(
+        self, plan: Plan, model: PyTree, state: PyTree, *, named: bool = False, change: Change | None = None
+    ) -> Program:
+        """The steps of this model under a plan.
+
+        **Arguments:**
+
+        - `named`, `change`: as for `Functions`.
+        """
+        functions = Functions(
+            self.parts, plan, self.loss_fn, self.has_state, self.compute_dtype, self.grad_fn, named, change
+        )
+        return make_program(functions, model, state, self.optimizer, self.lr_schedule_fn, self.skips)
+
+    def opt_shapes(self, model: PyTree) -> PyTree:
+        """The shapes of the optimizer's state."""
+        return jax.eval_shape(self.optimizer.init, self.parts.trained_tree(self.parts.take(model)[0]))
+
+    def metric_names(self, model: PyTree, state: PyTree, examples: list[Any]) -> list[str]:
+        """The names of what an evaluation returns, found without computing it."""
+
+        def metrics(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> dict[str, Any]:
+            return as_sums(self._loss(model, state, batch, key, inference=True), len(examples))[2]
+
+        batch = collated_shapes(self.collate_fn, examples)
+        found = eqx.filter_eval_shape(metrics, model, state, batch, jax.random.key(0))
+        return sorted(["loss", *found])
+
+    def _loss(self, model: PyTree, state: PyTree, batch: PyTree, key: Any, inference: bool = False) -> Any:
+        """What `loss_fn` returns for a model, without the new state of its layers."""
+        model = self.parts.put(*self.parts.take(model), inference=inference, compute_dtype=self.compute_dtype)
+        out = self.loss_fn(model, *([state] if self.has_state else []), batch, key)
+        return out[0] if self.has_state and isinstance(out, tuple) else out

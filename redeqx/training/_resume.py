@@ -1,0 +1,110 @@
+"""Resuming an earlier run from the newest checkpoint of its workdir that is not damaged."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import DamagedError
+from ._engine import Engine
+from ._progress import Progress, check_record
+
+
+def resume_newest(engine: Engine, *, may_resume: bool = True, reads_twice: bool = True) -> None:
+    """Resume from the workdir's newest checkpoint, if it has one. Warns of each damaged one that is passed over.
+
+    **Arguments:**
+
+    - `may_resume`: without, a workdir that has checkpoints is refused.
+    - `reads_twice`: whether the caller can begin again when damage shows while the tensors are read; without, they are
+        verified before, too.
+
+    Raises ValueError where every checkpoint is damaged, as a run must not overwrite what may be repaired, and where the run
+    had another seed.
+    """
+    checkpoints = engine.checkpoints
+    if checkpoints is None:
+        engine.follows = False
+        return
+    checkpoints.wait()
+    there = checkpoints.newest()
+    if there and not may_resume:
+        raise ValueError(
+            f"`workdir`: expected no checkpoints, as `resume=False`, got {there[0]}. "
+            "Pass `resume=True` to go on from it, or another workdir to begin anew."
+        )
+    path, record = _first_valid(engine, there, reads_twice)
+    if path is None:
+        # What was loaded from another workdir is a beginning: its progress is not this run's.
+        engine.progress, engine.follows = Progress(n_skipped=engine.progress.n_skipped), False
+        return
+    if record["seed"] != engine.run.seed:
+        raise ValueError(
+            f"`jax_seed`: expected {record['seed']}, as in {path}, got {engine.run.seed}. "
+            "Pass the same seed to go on, or another workdir to begin anew."
+        )
+    engine.resume_from(path, record)
+    engine.run.console.info(f"resuming from {path}, step {engine.step}")
+
+
+def _first_valid(engine: Engine, there: Sequence[Path], reads_twice: bool) -> tuple[Path | None, dict[str, Any]]:
+    """The first of these checkpoints that shows no damage, with its record."""
+    checkpoints = engine.checkpoints
+    assert checkpoints is not None
+    problem: DamagedError | None = None
+    for path in there:
+        error = checkpoints.damage(path)
+        if error is None:
+            try:
+                record = checkpoints.record(path, tensors=not reads_twice)
+                check_record(path, record)
+                return path, record
+            except DamagedError as raised:
+                error = raised
+        checkpoints.note_damage(path, error)
+        if path not in engine.warned:
+            engine.warned.add(path)
+            warnings.warn(f"{error} It is passed over for the one before.", stacklevel=7)
+        problem = problem or error
+    if problem is not None:
+        checkpoints.forget_damage()
+        raise problem
+    return None, {}
+
+
+def check_setting(engine: Engine, now: Mapping[str, Any]) -> None:
+    """Compare the sizes of a fit with those that the run it resumes began with; print what differs without harm.
+
+    **Arguments:**
+
+    - `now`: the sizes by name; None where unknown.
+
+    Raises ValueError where the steps would hold other examples.
+    """
+    progress, schedule = engine.progress, engine.recipe.lr_schedule_fn
+    differs = {
+        name: (was, now[name]) for name, was in progress.setting.items() if now.get(name) is not None and now[name] != was
+    }
+    if "batch_size" in differs:
+        was, found = differs["batch_size"]
+        raise ValueError(
+            f"`batch_size`: expected {was} examples an update, as in the run that is resumed, got {found}. "
+            f"Pass `batch_size={was}`, from which the rows a device follow on any mesh, or choose another workdir."
+        )
+    if "train_size" in differs:
+        was, found = differs["train_size"]
+        raise ValueError(
+            f"`train_examples`: expected {was}, as in the run that is resumed, got {found}. "
+            "Its order of examples would be another one. For new examples choose another workdir."
+        )
+    said = [
+        "other examples" if name == "sample" else f"`{name}` {found}, before {was}" for name, (was, found) in differs.items()
+    ]
+    was = progress.learning_rate
+    if was is not None and schedule is not None and engine.step:
+        found = float(schedule(engine.step - 1 - progress.n_skipped))
+        if not math.isclose(found, was, rel_tol=1e-5, abs_tol=1e-12):
+            said.append(f"a learning rate at step {engine.step} of {found:.6g}, before {was:.6g}")
+    if said:
+        engine.run.console.info(f"resumed with settings that differ: {'; '.join(said)}")

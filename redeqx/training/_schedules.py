@@ -1,0 +1,39 @@
+"""Learning rates over the updates of a fit."""
+
+import optax
+
+
+def lr_schedule(
+    n_steps: int,
+    learning_rate: float | None,
+    schedule_type: str,
+    warmup_ratio: float,
+    warmup_steps: int | None,
+    init_learning_rate: float,
+    end_learning_rate: float,
+) -> optax.Schedule:
+    """A linear warm-up, then a decay to the last of `n_steps` updates; arguments as for `Deployer.get_lr_schedule_fn`."""
+    if learning_rate is None:
+        raise TypeError("`learning_rate`: expected a number, got None. Pass that of the updates after the warm-up.")
+    n_warmup = round(warmup_ratio * n_steps) if warmup_steps is None else warmup_steps
+    if not 0 <= n_warmup <= n_steps:
+        name, found = ("warmup_ratio", warmup_ratio) if warmup_steps is None else ("warmup_steps", warmup_steps)
+        raise ValueError(
+            f"`{name}`: expected a warm-up of 0 to the {n_steps} updates of the fit, got {found}. Choose another length."
+        )
+    n_decay = max(n_steps - n_warmup, 1)
+    if schedule_type == "linear":
+        decay = optax.linear_schedule(learning_rate, end_learning_rate, n_decay)
+    elif schedule_type == "cosine":
+        alpha = end_learning_rate / learning_rate if learning_rate else 0.0
+        decay = optax.cosine_decay_schedule(learning_rate, n_decay, alpha)
+    elif schedule_type == "constant":
+        decay = optax.constant_schedule(learning_rate)
+    else:
+        raise ValueError(
+            f"`schedule_type`: expected 'linear', 'cosine' or 'constant', got {schedule_type!r}. "
+            "Any optax schedule can be given to the optimizer instead."
+        )
+    if n_warmup == 0:
+        return decay
+    return optax.join_schedules([optax.linear_schedule(init_learning_rate, learning_rate, n_warmup), decay], [n_warmup])
