@@ -18,14 +18,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ._attention import Attention, Cache, causal_mask
-from ._config import Keys, check_heads, check_rates, check_sizes, token_ids
-from ._generation import Generation
 from ._kinds import RATE
-from ._language_model import EncoderDecoder
-from ._layers import embed, linear, norm, normal_embedding, normal_linear
-from ._names import Name, Names, layers, reshaped, same, same_layer
-from ._stack import Stack
+from .generation import EncoderDecoder, Generation
+from .hf import Keys, Name, Names, Pretrained, layers, reshaped, same, same_layer, token_ids
+from .nn import (
+    Attention,
+    Cache,
+    Stack,
+    causal_mask,
+    check_heads,
+    check_rates,
+    check_sizes,
+    embed,
+    linear,
+    norm,
+    normal_embedding,
+    normal_linear,
+)
 
 Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
 
@@ -309,7 +318,7 @@ class Side(eqx.Module):
         return self.stack((x, cache), mask, memory, memory_mask, key=stack_key)
 
 
-class Bart(EncoderDecoder):
+class Bart(EncoderDecoder, Pretrained):
     """BART, from the token ids of a source and of a target to the logits of each next token of the target.
 
     Called on one example; `jax.vmap` it over a batch.

@@ -18,13 +18,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ._attention import Attention
-from ._config import Keys, check_heads, check_length, check_rates, check_sizes, class_labels, token_ids
-from ._folder import Pretrained, is_on_disk
 from ._kinds import RATE
-from ._layers import embed, linear, norm, normal_embedding, normal_linear
-from ._names import Name, Names, layers, same, same_layer, within
-from ._stack import Stack
+from .hf import Keys, Name, Names, Pretrained, class_labels, is_on_disk, layers, same, same_layer, token_ids, within
+from .nn import (
+    Attention,
+    Stack,
+    check_heads,
+    check_length,
+    check_rates,
+    check_sizes,
+    embed,
+    linear,
+    norm,
+    normal_embedding,
+    normal_linear,
+)
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),

@@ -18,13 +18,22 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ._attention import Attention, causal_mask
-from ._config import Keys, check_heads, check_length, check_rates, check_sizes, token_ids
-from ._folder import Pretrained
 from ._kinds import NUMBER, OBJECT, RATE
-from ._layers import embed, linear, norm, normal_embedding, normal_linear
-from ._names import Name, Names, layers, same, same_layer, within
-from ._stack import Stack
+from .hf import Keys, Name, Names, Pretrained, layers, same, same_layer, token_ids, within
+from .nn import (
+    Attention,
+    Stack,
+    causal_mask,
+    check_heads,
+    check_length,
+    check_rates,
+    check_sizes,
+    embed,
+    linear,
+    norm,
+    normal_embedding,
+    normal_linear,
+)
 
 _ACTIVATIONS = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),

@@ -15,14 +15,25 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ._attention import Attention, Cache, causal_mask, learned_positions
-from ._config import Keys, check_heads, check_length, check_rates, check_sizes, token_ids
-from ._generation import Generation
 from ._kinds import RATE
-from ._language_model import Decoder
-from ._layers import embed, linear, norm, normal_embedding, normal_linear
-from ._names import Names, fused, layers, same, same_layer
-from ._stack import Stack
+from .generation import Decoder, Generation
+from .hf import Keys, Names, Pretrained, fused, layers, same, same_layer, token_ids
+from .nn import (
+    Attention,
+    Cache,
+    Stack,
+    causal_mask,
+    check_heads,
+    check_length,
+    check_rates,
+    check_sizes,
+    embed,
+    learned_positions,
+    linear,
+    norm,
+    normal_embedding,
+    normal_linear,
+)
 
 Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
 
@@ -246,7 +257,7 @@ class Block(eqx.Module):
         return self.cross_attention.project_memory(memory)
 
 
-class GPT2(Decoder):
+class GPT2(Decoder, Pretrained):
     """GPT-2, from token ids to the logits of each next token. Called on one example; `jax.vmap` it over a batch.
 
     ```python

@@ -17,14 +17,24 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ._attention import Attention, Cache, causal_mask, token_positions
-from ._config import Keys, check_heads, check_rates, check_sizes, token_ids
-from ._generation import Generation
 from ._kinds import RATE, SIZE
-from ._language_model import Decoder
-from ._layers import embed, linear, norm, normal_embedding, normal_linear
-from ._names import Names, layers, same, same_layer
-from ._stack import Stack
+from .generation import Decoder, Generation
+from .hf import Keys, Names, Pretrained, layers, same, same_layer, token_ids
+from .nn import (
+    Attention,
+    Cache,
+    Stack,
+    causal_mask,
+    check_heads,
+    check_rates,
+    check_sizes,
+    embed,
+    linear,
+    norm,
+    normal_embedding,
+    normal_linear,
+    token_positions,
+)
 
 Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
 Rotation = tuple[Float[Array, "seq 1 pairs"], Float[Array, "seq 1 pairs"]]  # cosines and sines
@@ -237,7 +247,7 @@ class Block(eqx.Module):
         return x + (self.dropout(mixed, key=keys[1]) + self.dropout(computed, key=keys[2])), cache
 
 
-class GPTJ(Decoder):
+class GPTJ(Decoder, Pretrained):
     """GPT-J, from token ids to the logits of each next token. Called on one example; `jax.vmap` it over a batch.
 
     ```python

@@ -20,15 +20,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ._attention import Attention, Cache, causal_mask, token_positions
-from ._config import Keys, check_heads, check_rates, check_sizes, token_ids
-from ._generation import Generation
 from ._kinds import COUNT, RATE, SIZE
-from ._language_model import Decoder
-from ._layers import embed, linear, norm, normal_embedding, normal_linear
-from ._names import Names, layers, same, same_layer
-from ._rope import Llama3Scaling, Scaling, rope_from_hf, rotation, turn
-from ._stack import Stack
+from .generation import Decoder, Generation
+from .hf import Keys, Names, Pretrained, layers, rope_from_hf, same, same_layer, token_ids
+from .nn import (
+    Attention,
+    Cache,
+    Llama3Scaling,
+    Scaling,
+    Stack,
+    causal_mask,
+    check_heads,
+    check_rates,
+    check_sizes,
+    embed,
+    linear,
+    norm,
+    normal_embedding,
+    normal_linear,
+    rotation,
+    token_positions,
+    turn,
+)
 
 # What one block hands to the next: the residual stream [seq, d], the cache, and the number of the layer whose turn it is.
 Carry = tuple[Array, Cache | None, Array]
@@ -451,7 +464,7 @@ class Block(eqx.Module):
         return x, cache, layer + 1
 
 
-class Llama(Decoder):
+class Llama(Decoder, Pretrained):
     """A model of the LLaMA family, from token ids to the logits of each next token. Called on one example; `jax.vmap` it.
 
     ```python

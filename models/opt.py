@@ -15,14 +15,24 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from ._attention import Attention, Cache, causal_mask, learned_positions
-from ._config import Keys, check_heads, check_rates, check_sizes, token_ids
-from ._generation import Generation
 from ._kinds import RATE
-from ._language_model import Decoder
-from ._layers import embed, linear, norm, normal_embedding, normal_linear
-from ._names import Names, layers, same, same_layer
-from ._stack import Stack
+from .generation import Decoder, Generation
+from .hf import Keys, Names, Pretrained, layers, same, same_layer, token_ids
+from .nn import (
+    Attention,
+    Cache,
+    Stack,
+    causal_mask,
+    check_heads,
+    check_rates,
+    check_sizes,
+    embed,
+    learned_positions,
+    linear,
+    norm,
+    normal_embedding,
+    normal_linear,
+)
 
 Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
 
@@ -268,7 +278,7 @@ def _unchanged(layer: eqx.nn.LayerNorm, x: Float[Array, "seq d"]) -> Float[Array
     return x
 
 
-class OPT(Decoder):
+class OPT(Decoder, Pretrained):
     """OPT, from token ids to the logits of each next token. Called on one example; `jax.vmap` it over a batch.
 
     ```python

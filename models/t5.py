@@ -23,15 +23,22 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ._attention import Attention, Cache, causal_mask
-from ._config import Keys, check_rates, check_sizes, token_ids
-from ._folder import Pretrained, is_tied_on_disk
-from ._generation import Generation
 from ._kinds import RATE
-from ._language_model import EncoderDecoder
-from ._layers import embed, linear, norm, normal_embedding, normal_linear
-from ._names import Name, Names, layers, same
-from ._stack import Stack
+from .generation import EncoderDecoder, Generation
+from .hf import Keys, Name, Names, Pretrained, is_tied_on_disk, layers, same, token_ids
+from .nn import (
+    Attention,
+    Cache,
+    Stack,
+    causal_mask,
+    check_rates,
+    check_sizes,
+    embed,
+    linear,
+    norm,
+    normal_embedding,
+    normal_linear,
+)
 
 Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
 
@@ -425,7 +432,7 @@ class Side(eqx.Module):
         return self.dropout(norm(self.norm, x), key=keys[2]), cache
 
 
-class T5(EncoderDecoder):
+class T5(EncoderDecoder, Pretrained):
     """T5, from the token ids of a source and of a target to the logits of each next token of the target.
 
     Called on one example; `jax.vmap` it over a batch.

@@ -22,9 +22,8 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Num, PRNGKeyArray
 
-from ._attention import Attention
-from ._config import Keys, check_rates, check_sizes
-from ._diffusion import (
+from ._kinds import COUNT, LIST, RATE
+from .diffusion import (
     DIFFUSERS,
     Resnet,
     apply,
@@ -37,10 +36,8 @@ from ._diffusion import (
     sizes,
     upsample,
 )
-from ._folder import Pretrained
-from ._kinds import COUNT, LIST, RATE
-from ._layers import linear, norm
-from ._names import Names
+from .hf import Keys, Names, Pretrained
+from .nn import Attention, check_rates, check_sizes, linear, norm
 
 _TRANSFORMER_EPS = 1e-6  # of the group norm before attention; the config's is of all others
 

@@ -18,12 +18,10 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._attention import Attention
-from ._config import Keys, check_sizes
-from ._diffusion import DIFFUSERS, Resnet, apply, as_json, check_groups, mirrored, sample_size, sizes, upsample
-from ._folder import Pretrained
 from ._kinds import NUMBER, POSITIVE
-from ._names import Names
+from .diffusion import DIFFUSERS, Resnet, apply, as_json, check_groups, mirrored, sample_size, sizes, upsample
+from .hf import Keys, Names, Pretrained
+from .nn import Attention, check_sizes
 
 _EPS = 1e-6  # of every norm here
 

@@ -18,14 +18,10 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
 from redeqx._tree import map_named, named_leaves
 
-from ._attention import Cache
-from ._config import Keys, token_ids
-from ._folder import Pretrained, is_on_disk
-from ._generation import Generation
-from ._language_model import shift_right
-from ._layers import linear, normal_linear
-from ._names import Names, same_layer, within
+from .generation import Generation, shift_right
 from .gpt2 import GPT2, GPT2Config
+from .hf import Keys, Names, Pretrained, is_on_disk, same_layer, token_ids, within
+from .nn import Cache, linear, normal_linear
 from .vit import ViT, ViTConfig
 
 

@@ -19,13 +19,9 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._attention import Attention
-from ._config import Keys, check_heads, check_rates, check_sizes, class_labels
-from ._folder import Pretrained, is_on_disk
 from ._kinds import RATE, SIZE
-from ._layers import linear, norm, normal_linear
-from ._names import Name, Names, layers, reshaped, same_layer, within
-from ._stack import Stack
+from .hf import Keys, Name, Names, Pretrained, class_labels, is_on_disk, layers, reshaped, same_layer, within
+from .nn import Attention, Stack, check_heads, check_rates, check_sizes, linear, norm, normal_linear
 
 
 @dataclass(frozen=True)

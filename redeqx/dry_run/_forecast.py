@@ -101,7 +101,7 @@ def _loops(job: Job, run: DryRun) -> tuple[str, ...]:
     return tuple(found)
 
 
-_MODELS = ("redeqx/models/", "models/_")  # as a script imports them, and in a checkout
+_MODELS = ("redeqx/models/", "models/nn/")  # as a script imports them, and in a checkout
 
 
 def _candidates(job: Job, machine: Machine, loops: tuple[str, ...] = ()) -> Iterator[Setting]:

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from redeqx._tree import named_leaves
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models._config import Keys
 from redeqx.models.bart import Bart, BartConfig
+from redeqx.models.hf._reader import Keys
 from tests.models.families._case import is_shape, random_model
 
 # Two sides that differ in all they can.

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
-from redeqx.models._config import Keys
 from redeqx.models.bert import Bert, BertConfig, BertForMaskedLM, BertForSequenceClassification
+from redeqx.models.hf._reader import Keys
 from tests.models.families._case import is_shape, random_model
 
 CONFIG = BertConfig(

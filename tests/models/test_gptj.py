@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redeqx.models._config import Keys
 from redeqx.models.gptj import GPTJ, GPTJConfig, rotation, turned
+from redeqx.models.hf._reader import Keys
 from tests.models.families._case import is_shape, random_model
 
 CONFIG = GPTJConfig(53, 24, d_model=32, n_layers=2, n_heads=2, rotary_size=6)

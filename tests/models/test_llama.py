@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 import redeqx
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models._config import Keys
-from redeqx.models._rope import LinearScaling, Llama3Scaling, YarnScaling, rotation, turn
+from redeqx.models.hf._reader import Keys
 from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.nn._rope import LinearScaling, Llama3Scaling, YarnScaling, rotation, turn
 from tests.models.families._case import is_shape, random_model
 
 CONFIG = LlamaConfig(

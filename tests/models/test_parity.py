@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import redeqx
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models._folder import to_disk
+from redeqx.models.hf._save import to_disk
 from tests.models.families._case import assert_equal, call_rows, collect, outputs, torch_folder, weights_file
 
 # torch and its libraries warn of their own future.

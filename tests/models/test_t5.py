@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models._config import Keys
+from redeqx.models.hf._reader import Keys
 from redeqx.models.t5 import T5, T5Config, T5Encoder, _buckets
 from tests.models.families._case import is_shape, random_model
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from redeqx._tree import is_array_like, named_leaves
-from redeqx.models._config import Keys
+from redeqx.models.hf._reader import Keys
 from redeqx.models.unet import UNet, UNetConfig
 
 CONFIG = UNetConfig(

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from redeqx._tree import is_array_like, named_leaves
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models._config import Keys
+from redeqx.models.hf._reader import Keys
 from redeqx.models.vae import VAE, Posterior, VAEConfig
 
 CONFIG = VAEConfig(block_channels=(8, 16), latent_channels=2, norm_groups=4)

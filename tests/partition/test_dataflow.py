@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import redeqx
 from redeqx._tree import is_array_like, named_leaves
 from redeqx.compiled import _hlo
-from redeqx.models._stack import Stack
 from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.nn._stack import Stack
 from redeqx.partition._dataflow import order
 from redeqx.tracing._jaxprs import Trace
 

@@ -26,21 +26,40 @@ LAYERS = (
     ("_load",),
     ("_predictor", "_trainer"),
     ("__init__", "__main__"),
+    ("models._kinds", "models.nn"),
+    ("models.generation",),
+    ("models.hf",),
+    ("models.diffusion", "models.lora"),
+    ("models.bart", "models.bert", "models.clip", "models.gpt2", "models.gptj", "models.llama", "models.opt", "models.t5"),
+    ("models.schedulers", "models.unet", "models.vae", "models.vit"),
+    ("models.vision_encoder_decoder",),
+    ("models._families",),
+    ("models.__init__",),
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
 # Their door is `redeqx` itself.
 FACADES = {"_deployer", "_load", "_predictor", "_trainer", "__init__", "__main__"}
-FILES = {
+FILES = {  # the reference models lie behind a link in a checkout
     path.relative_to(FOLDER).with_suffix("").parts: path
-    for path in sorted(FOLDER.rglob("*.py"))
-    if "models" not in path.relative_to(FOLDER).parts
+    for path in sorted([*FOLDER.rglob("*.py"), *(FOLDER / "models").rglob("*.py")])
 }
-PACKAGES = sorted({parts[0] for parts in FILES if len(parts) > 1})
-MODELS = {path.stem: path for path in sorted((FOLDER / "models").rglob("*.py"))}
+
+
+def layer_of(parts):
+    """The entry of `LAYERS` that a module is of."""
+    return ".".join((*parts, "__init__")[:2]) if parts[0] == "models" else parts[0]
 
 
 def package_of(parts):
-    return "_facades" if parts[0] in FACADES else parts[0]
+    return "_facades" if parts[0] in FACADES else layer_of(parts)
+
+
+def door_of(parts):
+    """The module by which other packages import from the package of this one."""
+    return ("__init__",) if parts[0] in FACADES else (*parts, "__init__")[:2] if parts[0] == "models" else parts[:1]
+
+
+PACKAGES = sorted({layer_of(parts) for parts in FILES if len(parts) > 1 + (parts[0] == "models")})
 
 
 def imports_of(source, parts):
@@ -67,7 +86,7 @@ def imports_of(source, parts):
             # `from . import _rules` names modules; `from ..data import slices` what a door offers.
             files = {(*base, name) for name in names if {(*base, name), (*base, name, "__init__")} & FILES.keys()}
             found |= files if len(files) == len(names) else {*files, tuple(base) or ("__init__",)}
-    return found
+    return {("models", "__init__") if parts == ("models",) else parts for parts in found}
 
 
 def test_imports_are_read_in_each_spelling():
@@ -83,16 +102,17 @@ if TYPE_CHECKING:
     from .._trainer import Trainer
 def fn():
     from redeqx.models.gpt2 import GPT2
-    from redeqx import Loss
+    from redeqx.models.nn import Stack
+    from redeqx import Loss, models
 """
     assert imports_of(source, ("partition", "_plan")) == {
         ("__init__",), ("machine",), ("partition", "_flow"), ("partition", "_rules"), ("_tree",), ("data",),
-        ("checkpoint", "_manager"), ("_trainer",), ("models", "gpt2"),
+        ("checkpoint", "_manager"), ("_trainer",), ("models", "gpt2"), ("models", "nn"), ("models", "__init__"),
     }  # fmt: skip
 
 
 def test_every_package_has_its_layer():
-    assert {parts[0] for parts in FILES} == LEVEL.keys()
+    assert {layer_of(parts) for parts in FILES} == LEVEL.keys()
 
 
 @pytest.mark.parametrize("parts", FILES, ids=".".join)
@@ -100,12 +120,12 @@ def test_imports_point_downwards_and_go_through_doors(parts):
     own = package_of(parts)
     for imported in imports_of(FILES[parts].read_text(), parts):
         name = ".".join(imported)
-        assert imported[0] in LEVEL, f"{'.'.join(parts)} imports redeqx.{name}, which is no package of the library"
+        assert layer_of(imported) in LEVEL, f"{'.'.join(parts)} imports redeqx.{name}, which is no package of the library"
         if package_of(imported) == own:
             continue
-        assert len(imported) == 1, f"{'.'.join(parts)} imports redeqx.{name}, and not by the door"
+        assert imported == door_of(imported), f"{'.'.join(parts)} imports redeqx.{name}, and not by the door"
         below = f"{'.'.join(parts)} imports redeqx.{name}, which is not below it"
-        assert LEVEL[imported[0]] < LEVEL[parts[0]] or parts[0] == "__main__", below
+        assert LEVEL[layer_of(imported)] < LEVEL[layer_of(parts)] or parts[0] == "__main__", below
 
 
 def test_packages_make_no_circle():
@@ -129,12 +149,13 @@ def assert_no_circle(imports):
     assert below == imports.keys(), f"a circle among {sorted(imports.keys() - below)}"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", [*PACKAGES, "models"])
 def test_a_door_says_what_its_package_owns_and_only_re_exports(package):
-    tree = ast.parse(FILES[package, "__init__"].read_text())
+    folder = tuple(package.split("."))
+    tree = ast.parse(FILES[*folder, "__init__"].read_text())
     said = ast.get_docstring(tree) or ""
     first = [name for name in said.replace("`", " ").split() if name.endswith(".py")]
-    assert first and all((package, name.removesuffix(".py")) in FILES for name in first), (
+    assert first and all((*folder, name.removesuffix(".py")) in FILES for name in first), (
         f"{package}: which file to open first?"
     )
     for node in tree.body[1:]:
@@ -154,12 +175,14 @@ def test_no_private_attribute_of_another_package_is_used(parts):
     assert not foreign, f"{'.'.join(parts)} uses {sorted(foreign)}, which its package does not define"
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_use_doors_only(name):
-    for imported in imports_of(MODELS[name].read_text(), ("models", name)):
-        is_own = imported[0] == "models" or imported[0] in MODELS
-        is_door = len(imported) == 1 and (imported[0] in LEVEL)
-        assert is_own or is_door, f"models.{name} imports redeqx.{'.'.join(imported)}, which is no door"
+@pytest.mark.parametrize("parts", FILES, ids=".".join)
+def test_no_private_name_of_another_package_is_imported(parts):
+    for node in ast.walk(ast.parse(FILES[parts].read_text())):
+        if isinstance(node, ast.ImportFrom):
+            private = [alias.name for alias in node.names if alias.name.startswith("_") and not alias.name.startswith("__")]
+            modules = imports_of(ast.unparse(node), parts)
+            is_own = all(package_of(module) in (package_of(parts), alias) for module in modules for alias in private)
+            assert is_own, f"{'.'.join(parts)} imports {private}, private to {modules}"
 
 
 # Private names of the standard library and of JAX that there is no public way to.

@@ -32,15 +32,18 @@ def test_example_runs_and_prints_its_plan(tmp_path):
 
 
 def tree():
-    """The library from top to bottom as the README shows it: each package with the first line of its docstring."""
+    """The library, then the models, from top to bottom as the README shows them: of each package the first line of its
+    docstring."""
     root = Path(__file__).parents[2]
-    names = [name for layer in reversed(LAYERS) for name in sorted(layer) if name != "__init__"]
+    names = [name for layer in reversed(LAYERS) for name in sorted(layer) if not name.endswith("__init__")]
     lines = ["redeqx/"]
-    for name in [*names, "models"]:
-        folder = root / "models" if name == "models" else root / "redeqx" / name
-        path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-        shown = f"{name}/" if folder.is_dir() else f"{name}.py"
-        said = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
+    for name in sorted(names, key=lambda name: name.startswith("models.")):  # stable: the library first
+        path = root.joinpath(*(name if "." in name else f"redeqx.{name}").split("."))
+        if name.startswith("models.") and "models/" not in lines:
+            lines.append("models/")
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        shown = f"{path.name}/" if path.is_dir() else source.name
+        said = (ast.get_docstring(ast.parse(source.read_text("utf-8"))) or "").partition("\n")[0]
         lines.append(f"  {shown:15} {said}")
     return "\n".join(lines)
 

@@ -5,8 +5,8 @@ import functools
 import jax
 import numpy as np
 
-from redeqx.models._losses import cross_entropy
 from redeqx.models.bart import Bart, BartConfig
+from redeqx.models.nn._losses import cross_entropy
 from tests.models.families._case import Case, Training
 
 VOCAB, SOURCE, TARGET = 47, 8, 6

@@ -12,7 +12,7 @@ from typing import Any
 from redeqx._tree import nearest
 from redeqx.errors import brief
 
-from ._kinds import COUNT, FLAG, NOT_NEGATIVE, NUMBER, SIZE, TOKEN, Kind
+from .._kinds import COUNT, FLAG, NOT_NEGATIVE, NUMBER, SIZE, TOKEN, Kind
 
 GENERATION = "generation_config.json"
 

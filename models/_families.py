@@ -1,16 +1,18 @@
-"""`from_pretrained`: which of the families a folder holds. Reading it is `_folder`."""
+"""`from_pretrained`: selects the family of a folder. The package `hf` reads it."""
 
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
+
 from redeqx import Deployer, Plan
 
-from ._folder import CONFIG, Pretrained, read_config, type_key
 from .bart import Bart
 from .bert import Bert, BertForMaskedLM, BertForSequenceClassification
 from .clip import CLIP, CLIPText, CLIPVision
 from .gpt2 import GPT2
 from .gptj import GPTJ
+from .hf import CONFIG, Pretrained, read_config, type_key
 from .llama import Llama
 from .opt import OPT
 from .t5 import T5, T5Encoder
@@ -48,7 +50,7 @@ def from_pretrained(
     dtype: Any = None,
     deployer: Deployer | None = None,
     plan: Plan | None = None,
-    kind: type[Pretrained] = Pretrained,
+    kind: type[eqx.Module] = Pretrained,
     **changes: Any,
 ) -> tuple[Any, Any]:
     """The model that a Hugging Face folder holds, and its config, by the `model_type` and class that `config.json` names.
@@ -75,7 +77,7 @@ def from_pretrained(
     return cls.from_pretrained(folder, dtype=dtype, deployer=deployer, plan=plan, **changes)
 
 
-def _model_class(fields: dict[str, Any], path: Path, kind: type[Pretrained]) -> type[Pretrained]:
+def _model_class(fields: dict[str, Any], path: Path, kind: type[eqx.Module]) -> type[Pretrained]:
     key = type_key(fields)
     model_type = fields.get(key)
     of_type = [cls for cls in MODELS if model_type in cls.model_types and issubclass(cls, kind)]

@@ -9,12 +9,12 @@ import jax
 import pytest
 
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models._config import Keys
-from redeqx.models._folder import Pretrained
-from redeqx.models._pretrained import _model_class
+from redeqx.models._families import _model_class
 from redeqx.models.bart import BartConfig
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.gptj import GPTJConfig
+from redeqx.models.hf import Pretrained
+from redeqx.models.hf._reader import Keys
 from redeqx.models.llama import LlamaConfig
 from redeqx.models.t5 import T5Config
 
@@ -217,7 +217,7 @@ def test_what_goes_together_is_told_by_the_files_names(config, changes, message)
 HOSTILE = ["x", -1, 0, 1.5, True, None, [], [1, 2], {}, 2**31 - 1, 2**31, 2**40, 10**400, 1e308, float("nan"), float("inf")]
 GOLDEN = [  # a few families every time, all of them in the sweep
     pytest.param(path, id=path.stem, marks=[] if path.stem in ("gpt2", "t5", "qwen2-windowed-layers") else pytest.mark.sweep)
-    for path in sorted((Path(__file__).parent / "golden").glob("*.json"))
+    for path in sorted((Path(__file__).parents[1] / "golden").glob("*.json"))
 ]
 
 

@@ -20,11 +20,9 @@ from redeqx._tree import listed, nearest
 from redeqx.checkpoint import Source, write_tensors
 from redeqx.errors import brief, check_alive
 
+from .._kinds import INTEGER, NUMBER
+from ..hf import Keys, Name, Names, Pretrained, read_config, replace_file, replace_json
 from ._adapters import LoraLinear, adapters_of, at_least_float32, check_plain, linears_of, put, within
-from ._config import Keys
-from ._folder import Pretrained, read_config, replace_file, replace_json
-from ._kinds import INTEGER, NUMBER
-from ._names import Name, Names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 _PREFIX = "base_model.model."

@@ -18,9 +18,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from redeqx._tree import is_array_like, named_leaves
 
-from ._config import Keys
-from ._kinds import SIZE, kind_of
-from ._names import Name, fused, reshaped, same
+from .._kinds import SIZE, kind_of
+from ..hf import Keys, Name, fused, reshaped, same
 
 DIFFUSERS = "0.36.0"  # `_diffusers_version` of the configs written here: the oldest that the parity tests admit
 

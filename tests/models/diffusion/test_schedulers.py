@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redeqx.models._config import Keys
+from redeqx.models.hf._reader import Keys
 from redeqx.models.schedulers import DDIM, DDPM, denoise, guided
 
 SHAPE = (2, 3)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from redeqx.models._stack import Stack
+from redeqx.models.nn._stack import Stack
 
 D = 8
 

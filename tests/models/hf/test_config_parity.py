@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from redeqx.models import from_pretrained, generate, save_pretrained
 from tests.models.families._case import collect, outputs, torch_folder
-from tests.models.test_config import ALIASES
+from tests.models.hf.test_config import ALIASES
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 CASES = {case.name: case for case in collect("CASES")}

@@ -11,8 +11,8 @@ import pytest
 
 import redeqx
 from redeqx.models import from_pretrained, generate
-from redeqx.models._attention import Cache
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.models.nn._attention import Cache
 from tests.models.families import _generation
 from tests.models.families._case import fill, read_golden
 

@@ -18,9 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 import redeqx
 from redeqx.models import Decoder, EncoderDecoder, from_pretrained, lora, save_pretrained
-from redeqx.models._folder import Names
 from redeqx.models.bert import Bert
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.models.hf._weight_map import Names
 from redeqx.models.t5 import T5
 
 CONFIG = GPT2Config(40, 12, d_model=16, n_layers=3, n_heads=2)
@@ -93,7 +93,7 @@ def test_shards_are_written_by_size_and_read_by_their_index(tmp_path):
 
 @pytest.mark.parametrize(("size", "n_bytes"), [("5GB", 5 * 10**9), ("200 mb", 2 * 10**8), (1234, 1234), ("1.5KiB", 1536)])
 def test_sizes(size, n_bytes):
-    from redeqx.models._folder import _bytes
+    from redeqx.models.hf._save import _bytes
 
     assert _bytes(size) == n_bytes
 
@@ -558,7 +558,7 @@ def test_an_interrupted_save_leaves_the_old_folder(folder, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("no space left")
 
-    monkeypatch.setattr("redeqx.models._folder.write_tensors", fail)
+    monkeypatch.setattr("redeqx.models.hf._save.write_tensors", fail)
     with pytest.raises(OSError, match="no space left"):
         save_pretrained(jax.tree.map(lambda x: x + 1 if eqx.is_array(x) else x, MODEL), CONFIG, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

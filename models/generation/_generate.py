@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ._attention import Cache
-from ._generation import Generation
+from ..nn import Cache
+from ._config import Generation
 
 _NEVER = -1e9  # the score of what cannot be; finite, as in transformers, so that sums of it stay comparable
 

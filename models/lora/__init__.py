@@ -12,7 +12,7 @@ model = lora.merge(trainer.model)  # the plain model again
 
 Dropout on an adapter's input is not implemented: it is no part of the trained function.
 
-The adapters are `_adapters`' own, their folders `_peft`'s.
+Open `_adapters.py` first; `_peft.py` reads and writes PEFT's folders.
 """
 
 from ._adapters import LoraLinear as LoraLinear, add as add, merge as merge, trainable as trainable

@@ -11,19 +11,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
-from ._attention import Cache
-from ._config import check_length
-from ._folder import Pretrained
+from ..nn import Cache, check_length
 
 NO_LABEL = -100  # where a label does not count
 
 
-class Decoder(Pretrained):
+class Decoder(eqx.Module):
     """A causal language model. A family gives its fields, `_run` and `logits`.
 
     Its config has `n_positions`, `n_layers`, `n_heads` and `d_model`.
     """
 
+    config: eqx.AbstractVar[Any]
     embedding: eqx.AbstractVar[eqx.nn.Embedding]
 
     def __call__(
@@ -87,12 +86,13 @@ class Decoder(Pretrained):
         """Hidden states of `ids`, and the cache, which has begun with them, after all blocks have written to it."""
 
 
-class EncoderDecoder(Pretrained):
+class EncoderDecoder(eqx.Module):
     """A model from a source text to a target text. A family gives its fields, `encode`, `_run` and `logits`.
 
     Its config has `n_decoder_layers`, `decoder_start_token_id` and `pad_token_id`, and `n_positions` where there is a limit.
     """
 
+    config: eqx.AbstractVar[Any]
     embedding: eqx.AbstractVar[eqx.nn.Embedding]
     decoder: eqx.AbstractVar[Any]  # its `stack` is of blocks with `project_memory`
 

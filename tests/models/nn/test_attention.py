@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redeqx.models._attention import Attention, Cache, causal_mask, learned_positions, token_positions
-from redeqx.models._layers import normal_linear
+from redeqx.models.nn._attention import Attention, Cache, causal_mask, learned_positions, token_positions
+from redeqx.models.nn._layers import normal_linear
 
 SEQ, D, HEADS, GROUPS, SIZE = 7, 12, 4, 2, 5
 rng = np.random.default_rng(0)

@@ -1,0 +1,391 @@
+"""Noise schedules of diffusion: noisy samples to train on, and the steps from noise back to a sample, by DDPM and DDIM.
+
+Source: Ho et al. 2020, *Denoising Diffusion Probabilistic Models* (DDPM); Song et al. 2021, *Denoising Diffusion Implicit
+Models* (DDIM); the schedules' variants as `diffusers` has them. A scheduler is a configuration and pure functions: which
+step comes next follows from the timestep and the number of steps, so that a loop over them can be a `jax.lax.scan`.
+
+Dims: shape = that of a sample, any. Timesteps count from 0, the least noise; alpha is the product of 1 - beta up to one.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from .._kinds import COUNT, RATE, Kind
+from ..hf import Keys, read_config
+from ..nn import check_sizes
+from ._blocks import DIFFUSERS
+
+CONFIG = "scheduler_config.json"
+_BETAS = ("linear", "scaled_linear", "squaredcos_cap_v2")
+_PREDICTIONS = ("epsilon", "v_prediction", "sample")
+_SPACINGS = ("leading", "trailing", "linspace")
+_VARIANCES = ("fixed_small", "fixed_large")
+
+_STEPS = Kind(int, "a whole number from 1 to 1000000", lambda n: 1 <= n <= 10**6)  # each has its beta in a table
+
+Self = TypeVar("Self", bound="Scheduler")
+Step = Int[Array, ""] | int
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """What all schedulers share: how much noise there is at each timestep, and what a model predicts of it.
+
+    **Arguments:**
+
+    - `n_train_steps`: how many timesteps there are.
+    - `beta_start`, `beta_end`, `beta_schedule`: the variance of the noise that each timestep adds: "linear" between the two,
+        "scaled_linear" in its root, or "squaredcos_cap_v2", which asks for neither.
+    - `has_zero_snr`: whether the betas are rescaled so that only noise is left at the last timestep (Lin et al. 2023).
+    - `prediction_type`: what a model predicts: "epsilon", the noise; "sample"; or "v_prediction", the velocity between.
+    - `clip_range`: to which the predicted sample is clipped either way; None for not at all, as latents have no range.
+    - `timestep_spacing`, `steps_offset`: how fewer steps are spread over the timesteps (see `timesteps`).
+    - `extra`: keys of a folder's `scheduler_config.json` that change nothing here, kept to be written back.
+
+    Raises ValueError for a name that is none of these, and for sizes below 1.
+    """
+
+    class_name: ClassVar[str]
+
+    n_train_steps: int = 1000
+    beta_start: float = 1e-4
+    beta_end: float = 0.02
+    beta_schedule: str = "linear"
+    has_zero_snr: bool = False
+    prediction_type: str = "epsilon"
+    clip_range: float | None = 1.0
+    timestep_spacing: str = "leading"
+    steps_offset: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False, kw_only=True)
+
+    def __post_init__(self):
+        check_sizes(self, "n_train_steps")
+        self._check("beta_schedule", _BETAS)
+        self._check("prediction_type", _PREDICTIONS)
+        self._check("timestep_spacing", _SPACINGS)
+
+    def _check(self, name: str, known: tuple[str, ...]) -> None:
+        if getattr(self, name) not in known:
+            raise ValueError(
+                f"`{name}`: expected {' or '.join(map(repr, known))}, got {getattr(self, name)!r}. Pass one of them."
+            )
+
+    # --- folders ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls: type[Self], folder: str | Path) -> Self:
+        """The scheduler that a folder's `scheduler_config.json` describes, also where it names another class of scheduler.
+
+        Raises ValueError that names file, key and remedy for what is not implemented.
+        """
+        folder = Path(folder)
+        return cls.from_hf(Keys(read_config(folder, CONFIG), folder / CONFIG))
+
+    @classmethod
+    def from_hf(cls: type[Self], keys: Keys) -> Self:
+        """The scheduler that a `scheduler_config.json` describes."""
+        return keys.build(cls, **cls._fields(keys))
+
+    @classmethod
+    def _fields(cls, keys: Keys) -> dict[str, Any]:
+        """The fields by name. A subclass reads its own keys before these, for the rest goes to `extra`."""
+        keys.only("trained_betas", None)
+        keys.only("thresholding", False)
+        clip_range = keys.get("clip_sample_range", 1.0)
+        return {
+            "n_train_steps": keys.get("num_train_timesteps", 1000, _STEPS),
+            "beta_start": keys.get("beta_start", 1e-4, RATE),
+            "beta_end": keys.get("beta_end", 0.02, RATE),
+            "beta_schedule": keys.only("beta_schedule", *_BETAS),
+            "has_zero_snr": keys.get("rescale_betas_zero_snr", False),
+            "prediction_type": keys.only("prediction_type", *_PREDICTIONS),
+            "clip_range": clip_range if keys.get("clip_sample", True) else None,
+            "timestep_spacing": keys.only("timestep_spacing", *_SPACINGS),
+            "steps_offset": keys.get("steps_offset", 0, COUNT),
+            "extra": keys.rest(),
+        }
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Writes `scheduler_config.json`, which `diffusers` loads; returns the folder, which is made where there is none."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(json.dumps({**self.extra, **self.to_hf()}, indent=2) + "\n", "utf-8")
+        return folder
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `scheduler_config.json` that describes this scheduler."""
+        return {
+            "_class_name": self.class_name,
+            "_diffusers_version": DIFFUSERS,
+            "num_train_timesteps": self.n_train_steps,
+            "beta_start": self.beta_start,
+            "beta_end": self.beta_end,
+            "beta_schedule": self.beta_schedule,
+            "rescale_betas_zero_snr": self.has_zero_snr,
+            "prediction_type": self.prediction_type,
+            "clip_sample": self.clip_range is not None,
+            "clip_sample_range": 1.0 if self.clip_range is None else self.clip_range,
+            "timestep_spacing": self.timestep_spacing,
+            "steps_offset": self.steps_offset,
+        }
+
+    # --- noise --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def alphas(self) -> np.ndarray:
+        """How much of a sample's variance is left at each timestep, `[n_train_steps]`.
+
+        In float32, and its products in float64, as torch has them: the first alpha is so near to 1 that one bit of it is a
+        thousandth of its noise.
+        """
+        if self.beta_schedule == "linear":
+            betas = np.linspace(self.beta_start, self.beta_end, self.n_train_steps).astype(np.float32)
+        elif self.beta_schedule == "scaled_linear":
+            roots = np.linspace(self.beta_start**0.5, self.beta_end**0.5, self.n_train_steps)
+            betas = roots.astype(np.float32) ** 2
+        else:
+            left = np.cos((np.arange(self.n_train_steps + 1) / self.n_train_steps + 0.008) / 1.008 * np.pi / 2) ** 2
+            betas = np.minimum(1 - left[1:] / left[:-1], 0.999).astype(np.float32)
+        alphas = np.cumprod(1 - betas, dtype=np.float64).astype(np.float32)
+        if not self.has_zero_snr:
+            return alphas
+        roots = np.sqrt(alphas)
+        return ((roots - roots[-1]) * (roots[0] / (roots[0] - roots[-1]))) ** 2
+
+    def _alpha(self, timestep: Step) -> Float[Array, ""]:
+        return jnp.asarray(self.alphas)[timestep]
+
+    def add_noise(
+        self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
+    ) -> Float[Array, "*shape"]:
+        """`sample` as noisy as it is at `timestep`.
+
+        **Arguments:**
+
+        - `noise`: drawn from the standard normal.
+        """
+        alpha = self._alpha(timestep)
+        return (jnp.sqrt(alpha) * sample + jnp.sqrt(1 - alpha) * noise).astype(sample.dtype)
+
+    def velocity(
+        self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
+    ) -> Float[Array, "*shape"]:
+        """What a model of prediction type "v_prediction" is to predict from what `add_noise` makes of the same arguments."""
+        alpha = self._alpha(timestep)
+        return (jnp.sqrt(alpha) * noise - jnp.sqrt(1 - alpha) * sample).astype(sample.dtype)
+
+    def target(
+        self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
+    ) -> Float[Array, "*shape"]:
+        """What a model of this `prediction_type` is to predict from what `add_noise` makes of the same arguments."""
+        if self.prediction_type == "v_prediction":
+            return self.velocity(sample, noise, timestep)
+        return noise if self.prediction_type == "epsilon" else sample
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def timesteps(self, n_steps: int) -> Int[Array, " n_steps"]:
+        """The timesteps of a denoising in `n_steps`, the noisiest first.
+
+        "leading" counts from timestep 0 (and adds `steps_offset`), "trailing" from the last one, "linspace" takes both ends.
+        Raises ValueError for more steps than timesteps, and for an offset beyond the last one.
+        """
+        n = self.n_train_steps
+        if not 1 <= n_steps <= n:
+            raise ValueError(f"`n_steps`: expected from 1 to `n_train_steps`={n}, got {n_steps}. Pass fewer steps.")
+        if self.timestep_spacing == "leading":
+            steps = np.arange(n_steps)[::-1] * (n // n_steps) + self.steps_offset
+        elif self.timestep_spacing == "trailing":
+            steps = np.round(np.arange(n, 0, -n / n_steps))[:n_steps] - 1
+        else:
+            steps = np.round(np.linspace(0, n - 1, n_steps))[::-1]
+        if steps[0] >= n:
+            raise ValueError(
+                f"`steps_offset`: expected timesteps below `n_train_steps`={n}, got {int(steps[0])} with {n_steps} steps "
+                f"and an offset of {self.steps_offset}. Take fewer steps."
+            )
+        return jnp.asarray(steps, jnp.int32)
+
+    def step(
+        self,
+        model_output: Float[Array, "*shape"],
+        timestep: Step,
+        sample: Float[Array, "*shape"],
+        *,
+        n_steps: int | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "*shape"]:
+        """The sample with the noise of one step taken away. May be jitted, with `timestep` traced.
+
+        **Arguments:**
+
+        - `model_output`: what the model predicts from `sample` and `timestep`.
+        - `timestep`: one of `timesteps(n_steps)`.
+        - `n_steps`: of the whole denoising; as many as there are timesteps where None.
+        - `key`: draws the noise that a step adds, where it adds any.
+
+        Raises ValueError where noise is to be drawn and there is no key.
+        """
+        x = sample.astype(jnp.float32)
+        n_steps = self.n_train_steps if n_steps is None else n_steps
+        mean, std = self._step(model_output.astype(jnp.float32), timestep, x, n_steps)
+        if std is None:
+            return mean.astype(sample.dtype)
+        if key is None:
+            raise ValueError("`key`: expected one, for this step draws noise, got None. Pass `key=jax.random.key(...)`.")
+        return (mean + std * jax.random.normal(key, x.shape)).astype(sample.dtype)
+
+    def _step(
+        self, model_output: Float[Array, "*shape"], timestep: Step, sample: Float[Array, "*shape"], n_steps: int
+    ) -> tuple[Float[Array, "*shape"], Float[Array, ""] | None]:
+        """The next sample's mean and standard deviation; None where there is no noise to draw."""
+        raise NotImplementedError
+
+    def _predict(
+        self, output: Array, alpha: Float[Array, ""], sample: Array
+    ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+        """The sample without noise, clipped, and the noise in it, both as the model predicts them."""
+        kept, added = jnp.sqrt(alpha), jnp.sqrt(1 - alpha)
+        if self.prediction_type == "epsilon":
+            clean, noise = (sample - added * output) / kept, output
+        elif self.prediction_type == "sample":
+            clean, noise = output, (sample - kept * output) / added
+        else:
+            clean, noise = kept * sample - added * output, kept * output + added * sample
+        return clean if self.clip_range is None else jnp.clip(clean, -self.clip_range, self.clip_range), noise
+
+
+@dataclass(frozen=True)
+class DDPM(Scheduler):
+    """Steps that draw from the posterior of the next sample, as DDPM derives it.
+
+    **Arguments:** those of `Scheduler`, and
+
+    - `variance_type`: of the noise that each step adds: "fixed_small", the posterior's own where the clean sample is known;
+        or "fixed_large", that of what the step takes away.
+    """
+
+    class_name: ClassVar[str] = "DDPMScheduler"
+
+    variance_type: str = "fixed_small"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check("variance_type", _VARIANCES)
+
+    @classmethod
+    def _fields(cls, keys: Keys) -> dict[str, Any]:
+        return {"variance_type": keys.only("variance_type", *_VARIANCES), **super()._fields(keys)}
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `scheduler_config.json` that describes this scheduler."""
+        return {**super().to_hf(), "variance_type": self.variance_type}
+
+    def _step(self, model_output, timestep, sample, n_steps):
+        steps = self.timesteps(n_steps)
+        previous = jnp.where(steps < timestep, steps, -1).max()
+        alpha = self._alpha(timestep)
+        alpha_after = jnp.where(previous < 0, 1.0, self._alpha(previous))
+        ratio = alpha / alpha_after  # of this step alone
+        clean, _ = self._predict(model_output, alpha, sample)
+        of_clean, of_sample = jnp.sqrt(alpha_after) * (1 - ratio), jnp.sqrt(ratio) * (1 - alpha_after)
+        small, large = (1 - alpha_after) / (1 - alpha) * (1 - ratio), 1 - ratio
+        variance = jnp.where(timestep > 0, small if self.variance_type == "fixed_small" else large, 0.0)
+        return (of_clean * clean + of_sample * sample) / (1 - alpha), jnp.sqrt(variance)
+
+
+@dataclass(frozen=True)
+class DDIM(Scheduler):
+    """Steps along a path that needs no noise, so that few of them do; with `eta`, noise is added all the same.
+
+    **Arguments:** those of `Scheduler`, and
+
+    - `ends_clean`: whether the last step leaves no noise; else it leaves that of timestep 0. It is `set_alpha_to_one` in
+        `scheduler_config.json`.
+    - `eta`: how much noise a step adds, from 0 for none to 1 for as much as DDPM's. No file holds it: diffusers takes it at
+        each step.
+    """
+
+    class_name: ClassVar[str] = "DDIMScheduler"
+
+    ends_clean: bool = True
+    eta: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.eta < 0:
+            raise ValueError(f"`eta`: expected at least 0, got {self.eta}. Pass 0 for no noise, 1 for DDPM's.")
+
+    @classmethod
+    def _fields(cls, keys: Keys) -> dict[str, Any]:
+        return {"ends_clean": keys.get("set_alpha_to_one", True), **super()._fields(keys)}
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `scheduler_config.json` that describes this scheduler."""
+        return {**super().to_hf(), "set_alpha_to_one": self.ends_clean}
+
+    def _step(self, model_output, timestep, sample, n_steps):
+        # Of equal length also where the timesteps are spread unequally, as diffusers has it.
+        previous = timestep - self.n_train_steps // n_steps
+        alpha = self._alpha(timestep)
+        alpha_after = jnp.where(previous < 0, 1.0 if self.ends_clean else self._alpha(0), self._alpha(previous))
+        clean, noise = self._predict(model_output, alpha, sample)
+        variance = self.eta**2 * (1 - alpha_after) / (1 - alpha) * (1 - alpha / alpha_after)
+        mean = jnp.sqrt(alpha_after) * clean + jnp.sqrt(1 - alpha_after - variance) * noise
+        return mean, jnp.sqrt(variance) if self.eta else None
+
+
+# --- the whole way ----------------------------------------------------------------------------------------------------
+
+
+def denoise(
+    scheduler: Scheduler,
+    model_fn: Callable[[Array, Array], Array],
+    sample: Float[Array, "*shape"],
+    n_steps: int,
+    *,
+    key: PRNGKeyArray | None = None,
+) -> Float[Array, "*shape"]:
+    """A sample, or a batch of them, from noise in `n_steps`, by one `jax.lax.scan`.
+
+    ```python
+    text = lambda x, t: jax.vmap(unet, (0, None, 0))(x, t, contexts)
+    nothing = lambda x, t: jax.vmap(unet, (0, None, None))(x, t, empty_context)
+    latents = denoise(DDIM.from_pretrained(folder), guided(text, nothing, 7.5), noise, 50)
+    ```
+
+    **Arguments:**
+
+    - `model_fn`: from noisy samples and a timestep, the same for all, to what the model predicts.
+    - `sample`: drawn from the standard normal.
+    - `key`: for the noise that steps add; not needed where they add none.
+    """
+
+    def body(sample: Array, now: tuple[Array, Any]) -> tuple[Array, None]:
+        timestep, key = now
+        return scheduler.step(model_fn(sample, timestep), timestep, sample, n_steps=n_steps, key=key), None
+
+    keys = None if key is None else jax.random.split(key, n_steps)
+    return jax.lax.scan(body, sample, (scheduler.timesteps(n_steps), keys))[0]
+
+
+def guided(
+    model_fn: Callable[[Array, Array], Array], unconditional_fn: Callable[[Array, Array], Array], scale: float
+) -> Callable[[Array, Array], Array]:
+    """A `model_fn` for `denoise` by classifier-free guidance (Ho and Salimans 2022): `scale` times as far from the
+    unconditional prediction as the conditional one."""
+
+    def predict(sample: Array, timestep: Array) -> Array:
+        unconditional = unconditional_fn(sample, timestep)
+        return unconditional + scale * (model_fn(sample, timestep) - unconditional)
+
+    return predict

@@ -1,0 +1,116 @@
+"""The files of a Hugging Face folder: its configs, its weights, and the tokenizer files beside them.
+
+What the configs mean is in `_reader.py`, how tensors become leaves in `_load.py`.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from redeqx.checkpoint import Source
+from redeqx.errors import load_json
+from redeqx.machine import dry
+
+from ..generation import GENERATION, Generation
+
+CONFIG = "config.json"
+# Of tokenizers and of what prepares images: a folder without them is half of what was loaded.
+_COMPANIONS = (
+    "tokenizer*.json",
+    "tokenizer.model*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "normalizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.spm",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template*.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "*processor_config.json",
+)
+
+
+def type_key(fields: Mapping[str, Any]) -> str:
+    """The key of `config.json` that says which model it is: of diffusers another than of transformers."""
+    return "_class_name" if "_class_name" in fields else "model_type"
+
+
+def read_config(folder: Path, file: str = CONFIG) -> dict[str, Any]:
+    """The parsed `config.json` of a folder, or another file of it.
+
+    Raises ValueError where there is none, or none of JSON.
+    """
+    path = folder / file
+    if not folder.is_dir():
+        raise ValueError(
+            f"`{folder}`: expected a folder, got {'a file' if folder.exists() else 'nothing there'}. Pass "
+            f"the folder that holds `{file}`; a model of the Hub has to be downloaded first."
+        )
+    if not path.is_file():
+        there = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "an empty folder"
+        raise ValueError(f"`{path}`: expected a file, got {there}. Pass the folder that holds `{file}`.")
+    try:
+        fields = load_json(path, unique=False)  # as transformers reads it
+    except ValueError as error:
+        raise ValueError(f"`{path}`: expected JSON, got {error}. Correct the file.") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"`{path}`: expected a JSON object, got {type(fields).__name__}. Correct the file.")
+    return fields
+
+
+def read_generation(folder: Path) -> Generation | None:
+    if not (folder / GENERATION).exists():
+        return None
+    return Generation(read_config(folder, GENERATION), folder / GENERATION)
+
+
+def companions(folder: Path) -> dict[str, bytes]:
+    """The files of a folder that belong to its model and are neither its weights nor its config, by name."""
+    paths = sorted({path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()})
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def weights_of(folder: Path, stem: str) -> Source | None:
+    """The tensors of a folder; None in a dry run of one that has none, which asks whether the model fits before anyone has
+    fetched its weights. Raises ValueError where there are none otherwise."""
+    if dry() is not None and not any(folder.glob(f"{stem}*.safetensors*")):
+        return None
+    return Source.find(folder, stem)
+
+
+def write_companions(folder: Path, files: Mapping[str, bytes]) -> None:
+    """The files that a model came with, unless the folder has others of theirs: a tokenizer of two halves is none."""
+    there = companions(folder)
+    if differing := [name for name, content in there.items() if files.get(name) != content]:
+        if files:
+            warnings.warn(
+                f"`{folder / differing[0]}`: kept, and nothing added to it, for the folder that the model was loaded "
+                f"from has another, or none. Remove it, and save again, to have that folder's {', '.join(files)}.",
+                stacklevel=3,
+            )
+        return
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda beside, content=content: beside.write_bytes(content))
+
+
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file beside and rename it, so that a reader sees the old one or the new one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def replace_json(path: Path, fields: Mapping[str, Any]) -> None:
+    replace_file(path, lambda beside: beside.write_text(json.dumps(fields, indent=2) + "\n", "utf-8"))

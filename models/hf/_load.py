@@ -1,0 +1,257 @@
+"""Loading: the tensors of a folder become a model's leaves, each device reading only its own slices.
+
+Which tensor holds which leaves is a family's weight map (`_weight_map.py`).
+"""
+
+import fnmatch
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
+
+from redeqx import Deployer, Plan
+from redeqx._tree import is_array_like, listed, map_named, named_leaves, nearest
+from redeqx.checkpoint import INDEX, Source
+from redeqx.errors import brief_name
+from redeqx.machine import as_shapes, dry
+
+from ._files import CONFIG, read_config, weights_of
+from ._weight_map import Names
+
+
+def load(
+    shapes: Any,
+    names: Names,
+    folder: Path,
+    *,
+    stem: str,
+    dtype: Any = None,
+    deployer: Deployer | None = None,
+    plan: Plan | None = None,
+) -> Any:
+    """A model whose arrays are read from a folder.
+
+    **Arguments:**
+
+    - `shapes`: the model, of shapes alone.
+    - `names`: which tensor holds which leaves.
+    - `stem`: what the files of weights begin with.
+    - `dtype`, `deployer`, `plan`: as for `from_pretrained`.
+    """
+    if dtype is not None and not jnp.issubdtype(dtype := jnp.dtype(dtype), jnp.floating):
+        raise ValueError(f"`dtype`: expected a floating dtype, got {dtype}. Pass None to keep the file's.")
+    if plan is not None and deployer is None:
+        raise ValueError("`deployer`: expected one with `plan`, got None. Pass the deployer that made the plan.")
+    wanted = {name: leaf for name, leaf in named_leaves(shapes).items() if is_array_like(leaf)}
+    source = weights_of(folder, stem)
+    if source is None:
+        fields = read_config(folder)
+        kept = jnp.dtype(dtype or fields.get("dtype") or fields.get("torch_dtype") or "float32")
+        return as_shapes(map_named(lambda _, leaf: _cast(leaf, kept), shapes))
+    _check_index(source, folder / f"{stem}{INDEX}")
+    tensors = _match(source, names, wanted, folder / CONFIG)
+    if dtype is None:
+        _check_dtypes(source, names)
+    held = {leaf: [parts[i] for parts in tensors[name.disk]] for name in names.tensors for i, leaf in enumerate(name.leaves)}
+    dtypes = {leaf: _dtype(parts, dtype) for leaf, parts in held.items()}
+    shapes = map_named(
+        lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) if is_array_like(leaf) else leaf, shapes
+    )
+    if dry() is not None:
+        return as_shapes(shapes)
+    if deployer is not None and plan is None:
+        plan = deployer.plan(shapes)
+    stacked = {leaf for name in names.tensors if name.n_layers is not None for leaf in name.leaves}
+
+    def read(name: str, leaf: Any) -> Any:
+        if not is_array_like(leaf):
+            return leaf
+        sharding = SingleDeviceSharding(jax.devices()[0]) if plan is None else plan.sharding(name)
+        if name in stacked:
+            return _read_stack(held[name], leaf, sharding)
+        return _read(held[name][0], leaf, sharding)
+
+    return map_named(read, shapes)
+
+
+def _check_index(source: Source, index: Path) -> None:
+    """Raises ValueError where a folder has two sets of weights that differ: a file, which is read, and shards."""
+    if source.path == index or not index.is_file():
+        return
+    try:
+        shards = Source(index)
+    except ValueError:  # what is left of shards that were removed
+        return
+    names = {*source.names(), *shards.names()}
+    for name in sorted(names) if {*shards.paths()} != {source.path} else ():
+        views = [tensors.view(name) if name in tensors else None for tensors in (source, shards)]
+        a, b = views
+        if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape or not _equal(a, b):
+            found = ["none" if view is None else f"{view.dtype} {view.shape}" for view in views]
+            raise ValueError(
+                f"`{index}`: expected shards that hold the same as `{source.path.name}` beside it, got another "
+                f"`{brief_name(name)}` ({found[0]} there, {found[1]} in the shards). Remove the index, or that file."
+            )
+
+
+def _check_dtypes(source: Source, names: Names) -> None:
+    """Raises ValueError for floats that no model computes with as they are, where nobody says what they are to become."""
+    wanted = {disk for name in names.tensors for disk in name.on_disk}
+    kept: dict[str, str] = {}
+    for name in source.names():
+        if names.current(name) in wanted:
+            kept.setdefault(str(source.view(name).dtype), name)
+    narrow = next((dtype for dtype in kept if dtype.startswith("float8")), None)
+    if narrow is not None:
+        raise ValueError(
+            f"`{source.path}`: `{brief_name(kept[narrow])}`: expected floats of 16 bits or more, got {narrow}. Pass the "
+            "`dtype=` to cast them to, `jnp.bfloat16` for one."
+        )
+    if {"float16", "bfloat16"} <= kept.keys():
+        raise ValueError(
+            f"`{source.path}`: expected one kind of 16-bit floats, got float16 in `{brief_name(kept['float16'])}` and "
+            f"bfloat16 in `{brief_name(kept['bfloat16'])}`. Pass the `dtype=` to cast both to; `jnp.float32` loses nothing."
+        )
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _cast(leaf: Any, dtype: Any) -> Any:
+    """A shape whose floats are of that dtype; anything else as it is."""
+    if not is_array_like(leaf) or not _is_float(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
+
+def _dtype(parts: Sequence[np.ndarray], dtype: Any) -> Any:
+    """The dtype of a leaf: that of the files (the widest, where layers differ) or, of floats, the wanted one."""
+    if dtype is not None and all(jnp.issubdtype(part.dtype, jnp.floating) for part in parts):
+        return dtype
+    return functools.reduce(jnp.promote_types, [part.dtype for part in parts])
+
+
+def _read(view: np.ndarray, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+    """A leaf from a view of its file, each device reading its own slice of it."""
+
+    def piece(index: Any) -> np.ndarray:
+        # A copy: JAX on CPU would otherwise share the file's pages, and follow whatever happens to the file.
+        return np.array(view[index], dtype=leaf.dtype, order="C")
+
+    return jax.make_array_from_callback(leaf.shape, sharding, piece)
+
+
+def _read_stack(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+    """A stacked leaf, layer by layer, so that the host holds one layer's tensor at a time and never the stack."""
+    one, whole = sharding, sharding
+    if isinstance(sharding, NamedSharding):
+        spec = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))
+        one = NamedSharding(sharding.mesh, P(*spec[1:]))
+        whole = NamedSharding(sharding.mesh, P(None, *spec[1:]))
+    stack = jnp.zeros(leaf.shape, leaf.dtype, device=whole)
+    layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    for i, view in enumerate(views):
+        stack = _put(stack, _read(view, layer, one), np.int32(i), whole)
+        stack.block_until_ready()  # else the host would run ahead, and hold all the layers that wait
+    return jax.device_put(stack, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _put(stack: jax.Array, layer: jax.Array, i: Any, sharding: Sharding) -> jax.Array:
+    stack = jax.lax.dynamic_update_index_in_dim(stack, layer, i, 0)
+    return jax.lax.with_sharding_constraint(stack, sharding) if isinstance(sharding, NamedSharding) else stack
+
+
+def _match(
+    source: Source, names: Names, wanted: Mapping[str, Any], config_path: Path
+) -> dict[str, list[Sequence[np.ndarray]]]:
+    """The views of each table entry's tensors, one sequence of leaves a layer, once all of them are known to be right.
+
+    Raises ValueError that lists what is missing, unknown, of another shape, or tied but different.
+    """
+    spelt: dict[str, str] = {}
+    problems = []
+    for name in source.names():
+        current = names.current(name)
+        if current in spelt:
+            one, other, both = map(brief_name, (current, spelt[current], name))
+            problems.append(f"`{both}`: expected one tensor `{one}`, got `{other}` too.")
+        spelt[current] = name
+    needed = {disk for name in names.tensors for disk in name.on_disk}
+    extra = [
+        name
+        for name in spelt
+        if name not in needed and name not in names.copies and not any(fnmatch.fnmatchcase(name, g) for g in names.ignored)
+    ]
+    found: dict[str, list[Sequence[np.ndarray]]] = {}
+    for name in names.tensors:
+        found[name.disk] = []
+        shapes = [wanted[leaf].shape[name.n_layers is not None :] for leaf in name.leaves]
+        for disk in name.on_disk:
+            if disk not in spelt and disk in names.zeros and spelt:
+                dtype = source.view(next(iter(spelt.values()))).dtype  # so that a file of one dtype stays one
+                found[name.disk].append([np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes])
+                continue
+            if disk not in spelt:
+                problems.append(f"`{disk}`: expected for `{name.leaves[0]}`, got none.{nearest(disk, extra)}")
+                continue
+            tensor = source.view(spelt[disk])
+            # A cut into equal parts would drop what is left over, and fail at a scalar.
+            parts = name.load(tensor) if tensor.size == sum(map(math.prod, shapes)) else ()
+            if [part.shape for part in parts] != [tuple(shape) for shape in shapes]:
+                dummies = [np.broadcast_to(np.int8(0), shape) for shape in shapes]
+                expected = name.save(*dummies).shape
+                problems.append(f"`{disk}`: expected {expected}, as `{CONFIG}` says, got {tensor.shape}.")
+            elif not all(_is_float(tensor) == _is_float(wanted[leaf]) for leaf in name.leaves):
+                problems.append(f"`{disk}`: expected {wanted[name.leaves[0]].dtype} or its like, got {tensor.dtype}.")
+            found[name.disk].append(parts)
+    missing = [disk for disk in needed if disk not in spelt]
+    for name in extra:
+        shape = source.view(spelt[name]).shape
+        there = brief_name(spelt[name])
+        problems.append(f"`{there}`: expected no tensor of this name, got {shape}.{nearest(brief_name(name), missing)}")
+    remedy = "This family ties them always: bring the model as a module of your own."
+    if names.untied_by is not None:
+        remedy = f"Set `{names.untied_by}` to false there."
+    for copy, original in names.copies.items():
+        if copy in spelt and original in spelt:
+            a, b = source.view(spelt[copy]), source.view(spelt[original])
+            if a.shape != b.shape or not _equal(a, b):
+                problems.append(
+                    f"`{copy}`: expected the same values as `{original}`, to which `{CONFIG}` ties it, got others. {remedy}"
+                )
+    if problems:
+        differing = "\n  - ".join(listed(problems))
+        raise ValueError(
+            f"`{source.path}`: expected the tensors that `{config_path}` describes, got {len(problems)} that differ:\n"
+            f"  - {differing}\nLoad the weights with their own config, and the class that they were saved from."
+        )
+    return found
+
+
+def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
+    """Whether a tensor of a folder is absent or the same as another; for models whose config does not tell."""
+    source = weights_of(folder, stem)
+    if source is None or not {copy, original} <= set(source.names()):
+        return True
+    a, b = source.view(copy), source.view(original)
+    return a.shape == b.shape and _equal(a, b)
+
+
+def is_on_disk(folder: Path, stem: str, *names: str) -> bool:
+    """Whether a folder has a tensor of one of these names; for models whose config does not tell."""
+    source = weights_of(folder, stem)
+    return source is not None and not set(names).isdisjoint(source.names())
+
+
+def _equal(a: np.ndarray, b: np.ndarray, rows: int = 1024) -> bool:
+    """Whether two views hold the same values; read a few rows at a time."""
+    a, b = np.atleast_1d(a), np.atleast_1d(b)
+    return all(np.array_equal(a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows))

@@ -1,0 +1,90 @@
+"""`Pretrained`: the base of every model that a Hugging Face folder holds."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+
+from redeqx import Deployer, Plan
+from redeqx._tree import nearest
+from redeqx.errors import brief
+
+from ._files import CONFIG, companions, read_config, read_generation, type_key, weights_of
+from ._load import load
+from ._reader import Keys
+from ._weight_map import Names
+
+
+class Pretrained(eqx.Module):
+    """A model that a Hugging Face folder holds. A family's models say which folders, and where each leaf is in them."""
+
+    config_class: ClassVar[Any]  # with `from_hf(Keys)`, `to_hf()` and `extra`
+    model_types: ClassVar[tuple[str, ...]]  # of `config.json`; of diffusers, its `_class_name`
+    architectures: ClassVar[tuple[str, ...]]  # classes of transformers; the first is written, unless `architecture` says
+    weights_name: ClassVar[str] = "model"  # of the files; diffusers has another
+
+    config: eqx.AbstractVar[Any]
+
+    @staticmethod
+    def names(config: Any) -> Names:
+        """The table of a model of this config."""
+        raise NotImplementedError
+
+    @classmethod
+    def architecture(cls, config: Any) -> str:
+        """The class that `transformers` loads a saved folder with."""
+        del config
+        return cls.architectures[0]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        dtype: Any = None,
+        deployer: Deployer | None = None,
+        plan: Plan | None = None,
+        **changes: Any,
+    ) -> tuple[Any, Any]:
+        """The model in a folder, and its config. As `redeqx.models.from_pretrained`, for one class."""
+        folder = Path(folder)
+        config = cls.read_config(folder)
+        if changes:
+            fields = config.__dataclass_fields__
+            for name in changes:
+                if name not in fields or name == "extra":
+                    raise ValueError(f"`{name}`: expected a field of {type(config).__name__}.{nearest(name, fields)}")
+            config = replace(config, **changes)
+        shapes = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
+        names, stem = cls.names(config), cls.weights_name
+        return load(shapes, names, folder, stem=stem, dtype=dtype, deployer=deployer, plan=plan), config
+
+    @classmethod
+    def read_config(cls, folder: Path) -> Any:
+        """The config of a folder.
+
+        Raises ValueError where the folder is of another model type.
+        """
+        fields = read_config(folder)
+        key = type_key(fields)
+        if fields.get(key, cls.model_types[0]) not in cls.model_types:
+            raise ValueError(
+                f"`{folder / CONFIG}`: `{key}`: expected {' or '.join(cls.model_types)} for {cls.__name__}, "
+                f"got {fields[key]!r}. Give the folder of such a model."
+            )
+        if fields.get("quantization_config") is not None:
+            raise ValueError(
+                f"`{folder / CONFIG}`: `quantization_config`: expected none, got {brief(fields['quantization_config'])}. "
+                "Load the weights as they were before, or have `transformers` dequantize and save them."
+            )
+        source = weights_of(folder, cls.weights_name)
+        keys = Keys(
+            fields,
+            folder / CONFIG,
+            generation=read_generation(folder),
+            n_tensors=None if source is None else len([*source.names()]),
+            files=companions(folder),
+        )
+        return cls.config_class.from_hf(keys)

@@ -1,0 +1,197 @@
+"""`save_pretrained`: a model and its config as a folder that `transformers` or `diffusers` loads."""
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from redeqx._tree import is_array_like, listed, named_leaves, nearest
+from redeqx.checkpoint import INDEX, to_host, write_tensors
+from redeqx.errors import check_alive
+from redeqx.machine import dry
+
+from ..generation import GENERATION
+from ._files import CONFIG, replace_file, replace_json, write_companions
+from ._pretrained import Pretrained
+from ._weight_map import Name, Names
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A tensor to be written: its shape and dtype now, its values when they are asked for."""
+
+    name: Name
+    layer: int | None
+    leaves: Sequence[Any]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        del copy
+        parts = [leaf if self.layer is None else _layer(leaf, np.int32(self.layer)) for leaf in self.leaves]
+        tensor = self.name.save(*[to_host(part) for part in parts])
+        return np.ascontiguousarray(tensor, dtype=dtype)
+
+
+@jax.jit
+def _layer(stack: jax.Array, i: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
+
+
+def _check_placed(leaves: Mapping[str, Any], names: Names, what: str) -> None:
+    """Raises ValueError for an array that the table has no tensor for, or the other way round: nothing is left out."""
+    placed = {leaf for name in names.tensors for leaf in name.leaves}
+    arrays = [path for path, leaf in leaves.items() if is_array_like(leaf)]
+    if adapters := [path for path in arrays if re.search(r"(^|\.)lora_[ab]$", path) and path not in placed]:
+        raise ValueError(
+            f"`{adapters[0]}`: expected a leaf that folders of {what} hold, got one of {len(adapters)} of adapters. Save "
+            "the merged model, `save_pretrained(lora.merge(model), ...)`, or the adapters, `lora.save_adapter(model, ...)`."
+        )
+    if lost := [path for path in arrays if path not in placed]:
+        raise ValueError(
+            f"`{lost[0]}`: expected a leaf that folders of {what} hold, got one of {len(lost)} that they have no tensor "
+            f"for: {', '.join(listed(lost))}. Save the model with `Trainer.save_ckpt`, or as its class made it."
+        )
+    if missing := sorted(placed - set(arrays)):
+        raise ValueError(
+            f"`{missing[0]}`: expected an array, as folders of {what} with this config hold, got "
+            f"{leaves.get(missing[0], 'no such leaf')}.{nearest(missing[0], arrays)} Pass the model's own config."
+        )
+
+
+def _check_shapes(model: Any, config: Any) -> None:
+    """Raises ValueError where an array has not the shape that the config describes: nothing could load such a folder."""
+    described = named_leaves(eqx.filter_eval_shape(type(model), config, key=jax.eval_shape(lambda: jax.random.key(0))))
+    for path, leaf in named_leaves(model).items():
+        if is_array_like(leaf) and leaf.shape != described[path].shape:
+            raise ValueError(
+                f"`{path}`: expected {described[path].shape}, as `config` says, got {leaf.shape}. Pass the config that "
+                "describes the model: `dataclasses.replace(config, ...)`."
+            )
+
+
+def to_disk(model: Any, names: Names) -> dict[str, _Saved]:
+    """The tensors of a folder, by name, none of them read yet.
+
+    Raises TypeError for a model of shapes alone, ValueError for a leaf that has no place in the table.
+    """
+    leaves = named_leaves(model)
+    _check_placed(leaves, names, type(model).__name__)
+    tensors: dict[str, _Saved] = {}
+    for name in names.tensors:
+        parts = [leaves[leaf] for leaf in name.leaves]
+        for path, part in zip(name.leaves, parts, strict=True):
+            if isinstance(part, jax.ShapeDtypeStruct):
+                raise TypeError(f"`{path}`: expected an array, got only its shape {part}. Create the arrays, then save.")
+            if isinstance(part, jax.Array) and not part.is_fully_addressable:
+                raise ValueError(
+                    f"`{path}`: expected an array that this process holds whole, got one over the devices of several. Save "
+                    "a checkpoint, which all processes write together, and load it in one process."
+                )
+        skip = name.n_layers is not None
+        dummies = [np.broadcast_to(np.int8(0), part.shape[skip:]) for part in parts]
+        shape, dtype = name.save(*dummies).shape, functools.reduce(jnp.promote_types, [part.dtype for part in parts])
+        for i, disk in enumerate(name.on_disk):
+            tensors[disk] = _Saved(name, i if skip else None, parts, shape, np.dtype(dtype))
+    return tensors
+
+
+def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
+    """Writes a model and its config as a folder that `transformers` or `diffusers` loads, and returns its path.
+
+    What the folder had that the config came from is written again: tokenizer, chat template, generation config, image
+    processor. Where `folder` has such files already, and others, they are kept, with a warning.
+
+    The host holds one tensor at a time. Each file is written beside, fsynced and renamed; the config comes last.
+
+    **Arguments:**
+
+    - `model`, `config`: as `from_pretrained` returned them, or of the same classes.
+    - `folder`: made where it does not exist. Weights of the same name in it are replaced.
+    - `max_shard_size`: bytes of one file, or a text like `"200MB"`; more than one file get an index.
+
+    In a dry run nothing is written.
+
+    Raises TypeError for a model of no family here; ValueError for a leaf that such a folder has no tensor for (an adapter
+    that is not merged), for shapes that are not the config's, and for a size that is none; OSError where the disk is full.
+    """
+    if not isinstance(model, Pretrained):
+        raise TypeError(
+            f"`model`: expected one of redeqx.models, got {type(model).__name__}. Save other models with "
+            "`Trainer.save_ckpt`: their names are their own."
+        )
+    check_alive(model, "model")
+    limit = _bytes(max_shard_size)
+    cls, folder = type(model), Path(folder)
+    if dry() is not None:
+        return folder
+    tensors = to_disk(model, cls.names(config))
+    _check_shapes(model, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, _Saved]] = [{}]
+    for name, tensor in tensors.items():
+        if shards[-1] and sum(t.n_bytes for t in shards[-1].values()) + tensor.n_bytes > limit:
+            shards.append({})
+        shards[-1][name] = tensor
+    stem, n = cls.weights_name, len(shards)
+    files = [f"{stem}.safetensors"] if n == 1 else [f"{stem}-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
+    for file, shard in zip(files, shards, strict=True):
+        # transformers takes no file that does not say which library's layout it has.
+        replace_file(folder / file, lambda path, shard=shard: write_tensors(path, shard, metadata={"format": "pt"}))
+    index = folder / f"{stem}{INDEX}"
+    if n > 1:
+        size = sum(tensor.n_bytes for tensor in tensors.values())
+        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        replace_json(index, {"metadata": {"total_size": size}, "weight_map": where})
+    else:
+        index.unlink(missing_ok=True)
+    for old in folder.glob(f"{stem}*.safetensors"):
+        if re.fullmatch(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors", old.name) and old.name not in files:
+            old.unlink()
+    write_companions(folder, getattr(config.extra, "files", {}))
+    generation = to_generation(config)
+    if generation is None:
+        (folder / GENERATION).unlink(missing_ok=True)
+    else:
+        replace_json(folder / GENERATION, generation)
+    replace_json(folder / CONFIG, to_config(cls, config, tensors))
+    return folder
+
+
+def to_generation(config: Any) -> dict[str, Any] | None:
+    """The `generation_config.json` of a model's folder; None where its config says nothing of generation."""
+    generation = getattr(config, "generation", None)
+    if generation is None:
+        return None
+    tokens = {name: value for name, value in config.to_hf().items() if name.endswith("_token_id")}
+    return {name: value for name, value in {**generation.keys, **tokens}.items() if value is not None}
+
+
+def to_config(cls: type[Pretrained], config: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of a model's folder."""
+    fields = {**config.extra, **config.to_hf()}
+    if "_class_name" in fields:  # diffusers: it names the class, and keeps no dtype
+        return fields
+    dtypes = {str(tensor.dtype) for tensor in tensors.values() if jnp.issubdtype(tensor.dtype, jnp.floating)}
+    dtype = {"dtype": dtypes.pop()} if len(dtypes) == 1 else {}
+    return {**fields, "architectures": [cls.architecture(config)], **dtype}
+
+
+def _bytes(size: int | str) -> int:
+    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*", str(size).upper())
+    n = int(float(match[1]) * units.get(match[2] or "B", 0)) if match else 0
+    if n < 1:
+        raise ValueError(f"`max_shard_size`: expected bytes, or a text like '5GB', got {size!r}. Pass one of the two.")
+    return n

@@ -1,0 +1,36 @@
+"""The layers that every family is built of: attention with a cache, stacks of blocks, rotary positions, losses.
+
+Knows nothing of folders, configs on disk or generation. Open `_attention.py` first, then `_stack.py`.
+"""
+
+from ._attention import (
+    Attention as Attention,
+    Cache as Cache,
+    causal_mask as causal_mask,
+    learned_positions as learned_positions,
+    token_positions as token_positions,
+)
+from ._checks import (
+    check_heads as check_heads,
+    check_length as check_length,
+    check_rates as check_rates,
+    check_sizes as check_sizes,
+)
+from ._layers import (
+    embed as embed,
+    linear as linear,
+    norm as norm,
+    normal_embedding as normal_embedding,
+    normal_linear as normal_linear,
+    weight_decay_mask as weight_decay_mask,
+)
+from ._losses import cross_entropy as cross_entropy
+from ._rope import (
+    LinearScaling as LinearScaling,
+    Llama3Scaling as Llama3Scaling,
+    Scaling as Scaling,
+    YarnScaling as YarnScaling,
+    rotation as rotation,
+    turn as turn,
+)
+from ._stack import Stack as Stack

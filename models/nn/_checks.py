@@ -1,0 +1,35 @@
+"""Checks that the configs of all families share: sizes, heads, dropout rates, and the length of an example."""
+
+from typing import Any
+
+
+def check_sizes(config: Any, *names: str) -> None:
+    """Raises ValueError for a field below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"`{name}`: expected at least 1, got {getattr(config, name)}. Pass a positive size.")
+
+
+def check_heads(config: Any, width: str = "d_model", heads: str = "n_heads") -> None:
+    """Raises ValueError where the heads do not divide the width."""
+    if getattr(config, width) % getattr(config, heads):
+        raise ValueError(
+            f"`{heads}`: expected a divisor of `{width}`={getattr(config, width)}, got {getattr(config, heads)}. "
+            "Choose a width that is a multiple of the heads."
+        )
+
+
+def check_rates(config: Any, *names: str) -> None:
+    """Raises ValueError for a dropout rate outside [0, 1)."""
+    for name in names:
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"`{name}`: expected a rate in [0, 1), got {getattr(config, name)}. Pass 0 for none.")
+
+
+def check_length(what: str, length: int, n_positions: int) -> None:
+    """Raises ValueError for more tokens than a model has positions."""
+    if length > n_positions:
+        raise ValueError(
+            f"`{what}`: expected at most `n_positions`={n_positions} tokens, got {length}. "
+            "Cut the example, or make the model with more positions."
+        )
