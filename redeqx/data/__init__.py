@@ -30,3 +30,4 @@ from ._rows import (
     place_rows as place_rows,
     rows_here as rows_here,
 )
+from ._workers import Workers as Workers

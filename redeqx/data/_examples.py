@@ -12,7 +12,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,8 @@ from jaxtyping import PyTree
 from .._tree import render
 from ..errors import OfExamples, check_examples_kind, check_function
 from ._prefetch import Prefetch
-from ._rows import BatchSize, cut_rows, place_batch, rows_here
+from ._rows import BatchSize, Group, cut_rows, place_batch, rows_here
+from ._workers import Workers, drawn_ahead
 
 # --- collating ------------------------------------------------------------------------------------------------------
 
@@ -375,34 +376,54 @@ def batches(
     size: BatchSize,
     mesh: Mesh,
     check: Callable[[int, PyTree], None] | None = None,
+    workers: Workers | None = None,
 ) -> Prefetch:
-    """The batch of each step, prepared ahead by a thread; to be closed, as `Prefetch` says.
+    """The batch of each step, prepared ahead by a thread; close it after use, as `Prefetch` says.
+
+    That thread alone reads examples and places batches, both in order.
 
     **Arguments:**
 
     - `check`: called by that thread with the number of each step and its collated rows.
+    - `workers`: call `collate_fn`, several steps at once; by default the thread itself calls it.
     """
+    workers = workers or Workers(collate_fn)
 
-    def prepare(i: int, step: Slice) -> Batch:
-        n_rows = len(step.examples)
-        cut = cut_rows(n_rows, size.micro_batch, mesh.size)
-        # A remainder of full micro-batches runs in the program of a full step.
-        is_full = len(cut) == 1 and cut[0].rows == size.micro_batch
+    def read_step(i: int, step: Slice) -> "_Step":
+        cut = cut_rows(len(step.examples), size.micro_batch, mesh.size)
         rows = rows_here(cut, mesh)
-        places = [step.places[row] for row in rows]
-        batch = collate(collate_fn, read(step.examples, rows, step.places), places)
+        examples = read(step.examples, rows, step.places)
+        return _Step(i, step, cut, rows, [step.places[row] for row in rows], examples, workers.start(examples))
+
+    def prepared(given: "_Step") -> Batch:
+        batch = collate(lambda _: given.collated(), given.examples, given.places)
         if check is not None:
-            check(i, batch)
+            check(given.i, batch)
+        # A remainder of full micro-batches runs in the program of a full step.
+        is_full = len(given.cut) == 1 and given.cut[0].rows == size.micro_batch
+        n_rows = len(given.step.examples)
         tokens = n_tokens(batch)  # of this process's rows; the others' are as long
         return Batch(
-            place_batch(batch, cut, mesh, rows, size.n_micro_batches if is_full else 0),
-            cut[0].n,
+            place_batch(batch, given.cut, mesh, given.rows, size.n_micro_batches if is_full else 0),
+            given.cut[0].n,
             n_rows,
-            None if tokens is None else tokens * n_rows // len(rows),
-            step.position,
-            step.state,
+            None if tokens is None else tokens * n_rows // len(given.rows),
+            given.step.position,
+            given.step.state,
             batch,
-            places,
+            given.places,
         )
 
-    return Prefetch(prepare(i, step) for i, step in enumerate(steps))
+    return Prefetch(map(prepared, drawn_ahead((read_step(i, step) for i, step in enumerate(steps)), workers.n)))
+
+
+class _Step(NamedTuple):
+    """A step whose examples have been read, and are being collated."""
+
+    i: int
+    step: Slice
+    cut: tuple[Group, ...]
+    rows: np.ndarray
+    places: Sequence[int]
+    examples: list[Any]
+    collated: Callable[[], PyTree]

@@ -29,4 +29,10 @@ from ._untrusted import (
     parse_json as parse_json,
     unreadable as unreadable,
 )
-from ._user_code import OfExamples as OfExamples, Plainly as Plainly, explained as explained, plainly as plainly
+from ._user_code import (
+    OfExamples as OfExamples,
+    Plainly as Plainly,
+    RemoteTraceback as RemoteTraceback,
+    explained as explained,
+    plainly as plainly,
+)

@@ -72,6 +72,13 @@ def _note(error: Exception, begin: str, rest: Callable[[], str]) -> None:
         return
 
 
+class RemoteTraceback(Exception):
+    """The traceback of an exception that another process raised, as text; the cause of that exception here."""
+
+    def __str__(self) -> str:
+        return f"in a worker process:\n{self.args[0]}"
+
+
 # --- which frames it shows -------------------------------------------------------------------------------------------
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
@@ -111,7 +118,9 @@ def _without_ours(error: Exception, traceback: types.TracebackType | None) -> ty
         traceback = traceback.tb_next
     last = max((i for i, frame in enumerate(frames) if _is_ours(frame)), default=-1)
     below = frames[last + 1 :]
-    if not any(_is_users(frame) for frame in below):
+    if isinstance(error.__cause__, RemoteTraceback):
+        last = len(frames)  # the cause shows the user's function
+    elif not any(_is_users(frame) for frame in below):
         if not (below == [] and str(error).startswith("`") and ": expected " in str(error)):
             return frames[0] if frames else None
         last -= 1

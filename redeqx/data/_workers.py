@@ -1,0 +1,261 @@
+"""Several calls of `collate_fn` at once, in threads or in processes of their own.
+
+Owns the workers: how they start, what they are sent, and how they end. Examples are read, and batches are placed, by one
+thread and in order, as without workers: see `_examples`.
+
+A worker process is started by `spawn`: a forked one would inherit JAX's threads and locks. It holds one connection, on
+which examples come and a batch goes back, and it ends when that connection closes, however this process ends.
+"""
+
+import ast
+import contextlib
+import pickle  # between our own processes alone: nothing from a file or the network is unpickled
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from ..errors import RemoteTraceback, check_count
+
+# A shell sends the first one, and a scheduler the others, to every process of a job. This process decides what they mean.
+_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+_SENT = 'as `collate_in="processes"` sends it to processes'
+_REMEDY = 'Define it at the top of a module and bind arguments by `functools.partial`, or pass `collate_in="threads"`.'
+
+_waiting = threading.Lock()  # one thread at a time: `multiprocessing` loses the exit code where two wait for one process
+
+
+class Workers:
+    """The workers that call a `collate_fn`; a context that ends them. They start at the first call, and serve any number of
+    passes over the examples.
+
+    **Arguments:**
+
+    - `collate_fn`: returns the same batch for the same examples, whichever worker calls it.
+    - `n_collate_workers`: the number of calls at once. 0: no workers, and the caller's own thread calls `collate_fn`.
+    - `collate_in`: `"threads"`, for a `collate_fn` that spends its time in NumPy, in I/O or in a tokenizer, which let other
+        threads run meanwhile; or `"processes"`, for one written in Python. Processes need a `collate_fn` and examples that
+        pickle, and a script whose work stands under `if __name__ == "__main__":`. They see no accelerator.
+
+    Raises TypeError for a number that is no integer and for a function that does not pickle; ValueError for a negative
+    number, another `collate_in`, and a script that processes cannot import.
+    """
+
+    def __init__(self, collate_fn: Callable[[list], PyTree], n_collate_workers: int = 0, collate_in: str = "threads"):
+        check_count(n_collate_workers, "n_collate_workers", 0)
+        if collate_in not in ("threads", "processes"):
+            raise ValueError(f'`collate_in`: expected "threads" or "processes", got {collate_in!r}. Pass one of the two.')
+        self.n = n_collate_workers
+        self._collate_fn = collate_fn
+        self._function = _pickled(collate_fn) if self.n and collate_in == "processes" else None
+        self._pool: ThreadPoolExecutor | None = None
+        self._processes: list[_Process] = []
+        self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()  # None: one that has not started yet
+        for _ in range(self.n):
+            self._idle.put(None)
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def start(self, examples: list) -> Callable[[], PyTree]:
+        """Begin to collate these examples; returns a function that waits for the result, and raises what was raised."""
+        if not self.n:
+            return lambda: self._collate_fn(examples)
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.n, "redeqx-collate")
+            return self._pool.submit(self._call, examples).result
+
+    def _call(self, examples: list) -> PyTree:
+        if self._function is None:
+            return self._collate_fn(examples)
+        process = self._idle.get()  # as many as there are threads
+        try:
+            process = process or self._started(self._function)
+            return process.collate(examples)
+        finally:
+            self._idle.put(process)
+
+    def _started(self, function: bytes) -> "_Process":
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("`collate_fn`: expected workers that have not been closed. Report this.")
+            self._processes.append(process := _Process(function))
+        return process
+
+    def close(self) -> None:
+        """End the workers: processes at once, threads after the calls that they are in."""
+        with self._lock:
+            self._is_closed = True
+        for process in self._processes:
+            process.end()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, frames: TracebackType | None) -> None:
+        self.close()
+
+
+def drawn_ahead(items: Iterator[Any], n: int) -> Iterator[Any]:
+    """The same items, each with up to `n` more drawn already. What drawing them raises comes after the items before it."""
+    drawn: deque[Any] = deque()
+    error: Exception | None = None
+    while True:
+        while error is None and len(drawn) <= n:
+            try:
+                drawn.append(next(items))
+            except Exception as raised:  # StopIteration too
+                error = raised
+        if drawn:
+            yield drawn.popleft()
+        elif isinstance(error, StopIteration):
+            return
+        else:
+            assert error is not None
+            raise error
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def _pickled(collate_fn: Callable[[list], PyTree]) -> bytes:
+    """The function as worker processes are sent it; checked as far as this process can."""
+    try:
+        function = pickle.dumps(collate_fn)
+    except Exception as error:
+        raise TypeError(
+            f"`collate_fn`: expected a function that pickles, {_SENT}, got one that does not ({error}). {_REMEDY}"
+        ) from error
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:
+        if b"__main__" in function:
+            raise TypeError(
+                f"`collate_fn`: expected a function of a module, {_SENT}, got one that was defined interactively. {_REMEDY}"
+            )
+    elif not _is_guarded(Path(file)):
+        raise ValueError(
+            f'`{file}`: expected a script whose work stands under `if __name__ == "__main__":`, as each process of '
+            '`collate_in="processes"` imports it, got one that would run again. Add that line, or pass '
+            '`collate_in="threads"`.'
+        )
+    return function
+
+
+def _is_guarded(script: Path) -> bool:
+    """Whether a script has `if __name__ == "__main__":`, as far as its source tells."""
+    try:
+        body = ast.parse(script.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return True
+    tests = [node.test for node in body if isinstance(node, ast.If)]
+    return any(isinstance(node, ast.Name) and node.id == "__name__" for test in tests for node in ast.walk(test))
+
+
+class _Process:
+    """A process that collates, one list of examples after another."""
+
+    def __init__(self, function: bytes):
+        spawn = get_context("spawn")
+        self._connection, far_end = spawn.Pipe()
+        self._is_ready = False
+        arguments = (far_end, function, bool(jax.config.read("jax_enable_x64")))
+        self._process = spawn.Process(target=_serve, args=arguments, name="redeqx-collate", daemon=True)
+        resource_tracker.ensure_running()  # by `start` otherwise, which would then let the signals through
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # inherited, until `_serve` ignores them
+        try:
+            with _waiting:
+                self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        far_end.close()
+
+    def collate(self, examples: list) -> PyTree:
+        """What the function returns for these examples. Raises what it raises, with its traceback as the cause."""
+        try:
+            message = pickle.dumps(examples)
+        except Exception as error:
+            raise TypeError(
+                '`collate_fn`: expected examples that pickle, as `collate_in="processes"` sends them to processes, got some '
+                f'that do not ({error}). Pass `collate_in="threads"`.'
+            ) from error
+        try:
+            if not self._is_ready:
+                self._result()
+                self._is_ready = True
+            self._connection.send_bytes(message)
+            return self._result()
+        except (EOFError, ConnectionError) as error:
+            code = self._joined()
+            end = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+            raise RuntimeError(
+                f"`collate_fn`: expected its result from a worker process, got the end of the process, {end}. Look "
+                "at what it printed; where memory ran out, pass fewer `n_collate_workers`."
+            ) from error
+
+    def _result(self) -> Any:
+        is_returned, value = pickle.loads(self._connection.recv_bytes())
+        if is_returned:
+            return value
+        error, text = value
+        raise error from RemoteTraceback(text)
+
+    def _joined(self) -> int | None:
+        """The exit code of the process, once it has ended."""
+        with _waiting:
+            self._process.join()
+            return self._process.exitcode
+
+    def end(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+        self._joined()
+
+
+def _serve(connection: Connection, function: bytes, enable_x64: bool) -> None:
+    """The work of a worker process, until the other end of the connection closes."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    jax.config.update("jax_platforms", "cpu")  # a `collate_fn` that uses JAX takes no memory of the accelerator
+    jax.config.update("jax_enable_x64", enable_x64)
+    with contextlib.suppress(EOFError, ConnectionError):
+        try:
+            collate_fn = pickle.loads(function)
+        except Exception as error:
+            expected = "`collate_fn`: expected a function that another process can import"
+            _send_error(connection, TypeError(f"{expected}, {_SENT}, got one that it cannot ({error}). {_REMEDY}"), "")
+            return
+        connection.send_bytes(pickle.dumps((True, None)))
+        while True:
+            message = connection.recv_bytes()
+            try:
+                result = pickle.dumps((True, collate_fn(pickle.loads(message))))
+            except Exception as error:
+                frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+                _send_error(connection, error, "".join(traceback.format_exception(type(error), error, frames)))
+                continue
+            connection.send_bytes(result)
+
+
+def _send_error(connection: Connection, error: Exception, text: str) -> None:
+    """Send an exception, or one that says the same where it does not come through pickling."""
+    try:
+        message = pickle.dumps((False, (error, text)))
+        pickle.loads(message)
+    except Exception:
+        message = pickle.dumps((False, (RuntimeError(f"{type(error).__name__}: {error}"), text)))
+    connection.send_bytes(message)
