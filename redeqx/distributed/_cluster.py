@@ -1,8 +1,8 @@
-"""How a process of several finds its number and the others, and starts JAX's distributed runtime with them.
+"""Detects the number of processes, this process's index and the coordinator, and starts JAX's distributed runtime.
 
-Where nothing is given, JAX's own detection is asked: SLURM, Open MPI, Kubernetes, Cloud TPU; and `REDEQX_PROCESSES`,
-`REDEQX_PROCESS_ID` and `REDEQX_HOST0` before it, which `python -m redeqx launch` sets. What can be wrong is said before JAX
-starts, since of that much ends a process without a word of Python.
+Without arguments, the environment decides: `REDEQX_PROCESSES`, `REDEQX_PROCESS_ID` and `REDEQX_HOST0`, which
+`python -m redeqx launch` sets, then JAX's own detection (SLURM, Open MPI, Kubernetes, Cloud TPU). Everything is checked
+before JAX starts, because in its runtime many failures abort without a Python exception.
 """
 
 import atexit
@@ -19,13 +19,14 @@ from types import TracebackType
 
 import jax
 
+from ..errors import check_count
 from ._exits import attempt, exit_now
 from ._peers import HEARTBEAT, Peers
 from ._relay import Relay
 from ._rendezvous import START
 
-PORT = 55527  # of process 0, where none is given; the one that JAX's own detection takes on Kubernetes
-_HOOK = 30.0  # seconds that a hook for exceptions may take, such as one that reports them elsewhere
+PORT = 55527  # of process 0 by default; the one that JAX's own detection takes on Kubernetes
+_HOOK = 30.0  # seconds that an exception hook may take, for example one that reports to a service
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _PROCESSES, _PROCESS_ID, _HOST0 = "REDEQX_PROCESSES", "REDEQX_PROCESS_ID", "REDEQX_HOST0"
 
@@ -36,11 +37,11 @@ class Place:
 
     **Arguments:**
 
-    - `n`, `index`: how many processes, and which this is.
+    - `n`, `index`: the number of processes, and this one's.
     - `host`, `port`: of process 0.
-    - `bind`: the address that process 0 listens at; `""` for all that it has.
-    - `local_devices`: numbers of those of this host's devices that are this process's; None for all.
-    - `coordinator`: the address and port that JAX's coordinator listens at; `""` for `bind` and `port`.
+    - `bind`: the address that process 0 listens on; `""` for all of its addresses.
+    - `local_devices`: the indices of this host's devices that belong to this process; None for all.
+    - `coordinator`: the address and port that JAX's coordinator listens on; `""` for `bind` and `port`.
     """
 
     n: int
@@ -52,7 +53,7 @@ class Place:
     coordinator: str = ""
 
 
-_peers: Peers | None = None  # of this process, once it has started: a process joins one run
+_peers: Peers | None = None  # of this process once it has started: a process joins only one run
 
 
 def start(
@@ -65,10 +66,10 @@ def start(
     heartbeat: float = HEARTBEAT,
     timeout: float = START,
 ) -> Peers:
-    """The processes of this run, JAX started over them; this one alone where there are no others.
+    """Start JAX's distributed runtime; returns the processes of this run, which may be this one alone.
 
-    Raises ValueError where what is given or found cannot work, PeerError where some do not come; RuntimeError where JAX has
-    been used already.
+    Raises ValueError if the arguments or the environment cannot work, PeerError if some processes do not come, RuntimeError
+    if JAX has been used already.
     """
     global _peers
     place = find_place(n_processes, host0_address, host0_port, process_id, n_local_devices)
@@ -84,7 +85,7 @@ def start(
     peers = Peers(place.n, place.index, heartbeat)
     peers.meet(place.host, place.port, bind=place.bind, timeout=timeout)
     relay = Relay(place.host, place.port, timeout)
-    # As JAX has it by default, where there is none to listen at; given nothing, it would take the relay's port.
+    # JAX's own default if there is no address to bind; without this argument it would take the relay's port.
     bind = f"[{place.bind or '::'}]" if ":" in (place.bind or "::") else place.bind
     at_sigterm = signal.getsignal(signal.SIGTERM)
     with _no_proxies():
@@ -96,21 +97,21 @@ def start(
             cluster_detection_method="deactivate",
             coordinator_bind_address=place.coordinator or f"{bind}:{place.port}",
             initialization_timeout=int(timeout),
-            # Ours comes first: JAX's ends the process without a word of where the run stands.
+            # Our heartbeat expires first: JAX's ends the process without saying which step is safe.
             heartbeat_timeout_seconds=int(2 * heartbeat) + 10,
         )
     if threading.current_thread() is threading.main_thread():
-        # JAX notes SIGTERM, and goes on: outside of `fit`, which saves, it does what it would do without JAX.
+        # JAX replaces the handler by one that only notes the signal. Outside of `fit`, SIGTERM does what it did before.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if at_sigterm is None else at_sigterm)
     _peers = peers
-    _say_ends(peers)
+    _report_ends(peers)
     os.register_at_fork(after_in_child=lambda: _leave_run(peers, relay))
     return peers
 
 
 @contextlib.contextmanager
 def _no_proxies() -> Iterator[None]:
-    """The environment without them: gRPC takes one for the web, as clusters set (`http_proxy`), and waits for ever."""
+    """Hide the web proxies that clusters set (`http_proxy`): gRPC takes one on the way to the coordinator, and hangs."""
     proxies = {name: os.environ.pop(name) for name in list(os.environ) if name.lower().endswith("_proxy")}
     try:
         yield
@@ -119,8 +120,8 @@ def _no_proxies() -> Iterator[None]:
 
 
 def _check_unused() -> None:
-    """Raise RuntimeError where JAX has its devices already, to which none could be added any more."""
-    try:  # The first thing that it checks is that; the next is what it lacks here.
+    """Raise RuntimeError if JAX's backends have started: devices of other processes could not be added any more."""
+    try:  # JAX checks this first, and then the arguments, which are missing here.
         jax.distributed.initialize(cluster_detection_method="deactivate")
     except ValueError:
         return
@@ -141,13 +142,14 @@ def find_place(
     process_id: int | None = None,
     n_local_devices: int | None = None,
 ) -> Place | None:
-    """Where this process is among others, from what is given or else from its launcher; None where it is alone.
+    """This process in its run, from the arguments or else from its launcher; None if it is alone.
 
-    Raises ValueError where some of it is missing or cannot be.
+    Raises ValueError if an argument is missing or impossible.
     """
-    local = None if n_local_devices is None else tuple(range(n_local_devices))
-    if n_local_devices is not None and n_local_devices < 1:
-        raise ValueError(f"`n_local_devices`: expected at least 1, got {n_local_devices}. Leave it out to use all.")
+    local = None
+    if n_local_devices is not None:
+        check_count(n_local_devices, "n_local_devices", advice="Leave it out to use all.")
+        local = tuple(range(n_local_devices))
     if n_processes is None and any(name in os.environ for name in (_PROCESSES, _PROCESS_ID, _HOST0)):
         missing = [name for name in (_PROCESSES, _PROCESS_ID, _HOST0) if not os.environ.get(name)]
         if missing:
@@ -188,8 +190,7 @@ def _number(name: str) -> int:
 
 
 def _checked(n: int, index: int, host: str, port: int, bind: str, local: tuple[int, ...] | None) -> Place | None:
-    if n < 1:
-        raise ValueError(f"`n_processes`: expected at least 1, got {n}. Pass how many processes there are.")
+    check_count(n, "n_processes", advice="Pass the number of processes.")
     if not 0 <= index < n:
         raise ValueError(f"`process_id`: expected 0 to {n - 1}, got {index}. Number the processes from 0.")
     if not 0 < port < 2**16:
@@ -204,9 +205,9 @@ def _checked(n: int, index: int, host: str, port: int, bind: str, local: tuple[i
 
 
 def _detected(local: tuple[int, ...] | None) -> Place | None:
-    """What the launcher says, as JAX reads it."""
+    """This process as its launcher describes it, by JAX's own detection."""
     _check_slurm()
-    # JAX gives what it detects to nobody but its own start, before which we meet.
+    # Private: JAX offers its detection only as a part of `initialize`, and the rendezvous comes before that.
     from jax._src.clusters import ClusterEnv
 
     try:
@@ -226,18 +227,18 @@ def _detected(local: tuple[int, ...] | None) -> Place | None:
 
 
 def _host_of(address: str) -> str:
-    """The host of `host:port`, to listen at; `""` for all addresses."""
+    """The host of `host:port`, to listen on; `""` for all addresses."""
     host = address.rpartition(":")[0].strip("[]")
     return "" if host in ("0.0.0.0", "::") else host
 
 
 def _interface(host: str) -> str:
-    """What process 0 listens at, where its launcher calls it by that name or address: that, if it is an address of this
-    host which others reach; else `""`, all that it has."""
+    """The address that process 0 listens on if its launcher knows it by this name or address: the same, if it is an address
+    of this host that others reach; else `""`, all addresses."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except socket.gaierror:
-        return host  # said later, to all
+        return host  # the rendezvous raises for it, in all processes
     for family, kind, protocol, _, address in found:
         # On Debian a host's own name is 127.0.1.1 to itself, and something else to the others.
         if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
@@ -245,20 +246,20 @@ def _interface(host: str) -> str:
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.bind(address)
-            except OSError:  # such as that of a service in front of it
+            except OSError:  # an address of something else, such as a service in front of this host
                 return ""
     return host
 
 
 def _is_lone_pod() -> bool:
-    """Whether this is a pod of Kubernetes that belongs to no Job of several, such as a notebook's."""
+    """Whether this is a pod of Kubernetes outside of any Job of several pods, such as a notebook's."""
     if "KUBERNETES_SERVICE_HOST" not in os.environ or "JOB_COMPLETION_INDEX" in os.environ:
         return False
     from jax._src.clusters import K8sCluster
 
     try:
         return K8sCluster.get_process_count() in (None, 1)
-    except Exception:  # it has no Job, or may not ask for it
+    except Exception:  # it has no Job, or no permission to look it up
         return True
 
 
@@ -266,7 +267,7 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID",
 
 
 def _check_slurm() -> None:
-    """Raise ValueError in a SLURM job of several tasks of which this process is none: JAX would run it alone."""
+    """Raise ValueError in a SLURM job of several tasks if this process is not one of them: JAX would run it alone."""
     n = os.environ.get("SLURM_NTASKS", "1")
     missing = [name for name in _SLURM if name not in os.environ]
     if n.isdecimal() and int(n) > 1 and missing and "SLURM_JOB_ID" in os.environ:
@@ -279,12 +280,12 @@ def _check_slurm() -> None:
 # --- ends ------------------------------------------------------------------------------------------------------------
 
 
-def _say_ends(peers: Peers) -> None:
-    """An exception that ends this process ends the others first, and is then the last thing printed, once."""
+def _report_ends(peers: Peers) -> None:
+    """If an exception ends this process, end the others first, and print the traceback once, after their output."""
     hook = sys.excepthook
 
     def failing(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        if os.getpid() != pid or peers.fail():  # a forked child fails for itself
+        if os.getpid() != pid or peers.fail():  # a forked child fails alone
             attempt(lambda: hook(kind, error, frames), seconds=_HOOK)
         exit_now(1)  # JAX would wait at exit for processes that are gone
 
@@ -294,10 +295,10 @@ def _say_ends(peers: Peers) -> None:
 
 
 def _leave_run(peers: Peers, relay: Relay) -> None:
-    """In a forked child: what it does, and how it ends, is nothing to the run."""
+    """In a forked child: detach from the run, so that the child's end does not end it."""
     atexit.unregister(peers.close)
     with contextlib.suppress(ImportError, AttributeError):
-        from jax._src.api import clean_up  # takes leave of the coordinator, in the name of the process that forked
+        from jax._src.api import clean_up  # would report to the coordinator that the parent process ends
 
         atexit.unregister(clean_up)
     peers.forget()

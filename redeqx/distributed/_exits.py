@@ -1,7 +1,7 @@
-"""How a process ends at once, from any thread, whatever has become of its streams and of its other threads.
+"""How a process ends at once, from any thread, in whatever state its streams and other threads are.
 
-A pipe without a reader raises, one whose reader has stopped blocks for ever, and JAX waits at exit for processes that are
-gone: none of these may hold up an exit. Why a process ends, and with which code, is for its callers.
+A pipe without a reader raises, a pipe whose reader has stopped blocks for ever, and JAX waits at exit for processes that are
+gone: none of these may delay an exit. The callers decide why a process ends, and with which code.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-PATIENCE = 2.0  # seconds that the last lines of a process may take
-STAY = 5.0  # seconds that other threads may go on after the main one has ended
+PATIENCE = 2.0  # seconds that printing the last lines may take
+STAY = 5.0  # seconds that other threads may run after the main thread has ended
 
 
 def attempt(act: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Call `act`, but wait for it only that long; what it raises is dropped."""
+    """Call `act` and wait for it at most that long; exceptions are dropped."""
 
     def run() -> None:
         with contextlib.suppress(BaseException):
@@ -31,12 +31,12 @@ def attempt(act: Callable[[], object], seconds: float = PATIENCE) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line to standard error, if anybody reads it."""
+    """Print a line to standard error, without blocking where nobody reads it."""
     attempt(lambda: print(text, file=sys.stderr, flush=True))
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process, without waiting for any thread, peer or reader of what it printed."""
+    """End this process, without waiting for any thread, peer, or reader of its output."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             attempt(stream.flush)
@@ -44,8 +44,8 @@ def exit_now(code: int) -> NoReturn:
 
 
 def discard(stream: Any) -> None:
-    """Drop what is printed to a stream that nobody reads any more, and what is still in its buffer."""
-    # That would fail again at exit, and change the exit code.
+    """Drop the output to a stream that nobody reads any more, and what is still in its buffer."""
+    # Flushing the buffer at exit would fail again, and change the exit code.
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -53,7 +53,7 @@ def discard(stream: Any) -> None:
 
 
 def end_in_time(code: int) -> None:
-    """Let the main thread end, which is about to; then end the process with that code if other threads keep it."""
+    """Once the main thread, which is about to end, has ended: end the process with that code if other threads keep it."""
     threading.Thread(target=_end_in_time, args=(code,), name="redeqx-end", daemon=True).start()
 
 
@@ -70,7 +70,7 @@ def _end_in_time(code: int) -> None:
 
 
 def keep_quiet(error: BaseException) -> None:
-    """Print no traceback if this exception ends the script: why it ends has been said."""
+    """Print no traceback if this exception ends the script: its reason has been printed."""
     hook = sys.excepthook
 
     def print_others(kind: type[BaseException], raised: BaseException, frames: TracebackType | None) -> None:
@@ -81,9 +81,9 @@ def keep_quiet(error: BaseException) -> None:
 
 
 def stacks() -> str:
-    """What each thread is at, the innermost call first."""
-    # By hand: `faulthandler` writes while it holds the interpreter, which a blocked pipe would stop, and `traceback` reads
-    # source files, which may be on the file system that hangs.
+    """The stack of each thread, the innermost call first."""
+    # Not by `faulthandler`, which writes while it holds the interpreter, so that a blocked pipe would stop it; nor by
+    # `traceback`, which reads source files, maybe from the file system that hangs.
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     for ident, frame in sys._current_frames().items():

@@ -1,6 +1,6 @@
-"""Several processes of one script on this machine, for trying what runs on many.
+"""Starts several processes of one script on this machine, to try out a run of many hosts.
 
-Each is told its number in the environment, as `_cluster` reads it; what they print is printed with that number before it.
+Each process gets its index in the environment, where `_cluster` reads it; each line that it prints is prefixed with it.
 """
 
 import os
@@ -19,8 +19,8 @@ from ._peers import EXIT_CODE
 from ._rendezvous import TOKEN
 
 GRACE = 10.0  # seconds that the others have to leave once one has failed
-# What becomes the command once Linux is told to kill it when this process, its parent, is gone: then nobody reads what it
-# prints any more, or ends it where another one fails. (Not in `preexec_fn`, which forks by the hooks of other libraries.)
+# Asks Linux to kill the process when this process, its parent, is gone, and then becomes the command: without the parent
+# nobody reads its output, or ends it if another process fails. (`preexec_fn` would run fork hooks.)
 _TIED = """
 import ctypes, os, signal, sys
 prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
@@ -33,18 +33,18 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
-    """Run a command as `n` processes of one run; returns 0, or the exit code of one that failed.
+    """Run a command as `n` processes of one run; returns 0, or the exit code of a process that failed.
 
-    (Not of one that left because another failed, unless all did.) Where one fails, the others are given ten seconds to
-    leave, then ended. SIGTERM, SIGINT and SIGUSR1 are passed on. However this process ends, on Linux its
-    children are killed then.
+    A process that left because another one failed counts only if all did. If one fails, the others have ten seconds to
+    leave and are then killed. SIGTERM, SIGINT and SIGUSR1 are passed on. On Linux the processes are killed when this process
+    ends, however it ends.
 
     **Arguments:**
 
     - `port`: of process 0; a free one by default.
     """
     environment = {**os.environ, "REDEQX_PROCESSES": str(n), "REDEQX_HOST0": f"127.0.0.1:{port or _free_port()}"}
-    environment.setdefault("NPROC", "16")  # with fewer cores than devices XLA's collectives wait for each other for ever
+    environment.setdefault("NPROC", "16")  # with fewer threads than devices XLA's collectives deadlock
     environment.setdefault(TOKEN, secrets.token_hex(16))
     environment["PYTHONUNBUFFERED"] = "1"
     tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command]
@@ -54,7 +54,7 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
             env={**environment, "REDEQX_PROCESS_ID": str(i)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C comes once, by what is passed on
+            start_new_session=True,  # a terminal's Ctrl-C arrives once: the one that is passed on
         )
         for i in range(n)
     ]
@@ -95,7 +95,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(0.02)
     failed = sorted(filter(None, codes), key=EXIT_CODE.__eq__)
     code = failed[0] if failed else 0
-    return 128 - code if code < 0 else code  # as a shell says that a signal ended it
+    return 128 - code if code < 0 else code  # as a shell reports a signal
 
 
 def _print(prefix: bytes, source: IO[bytes] | None, target: Any, printing: threading.Lock) -> None:
@@ -106,7 +106,7 @@ def _print(prefix: bytes, source: IO[bytes] | None, target: Any, printing: threa
                 try:
                     target.write((prefix + line).decode(errors="replace"))
                     target.flush()
-                except OSError:  # nobody reads it any more, as of a `tee` that is gone: the processes go on
+                except OSError:  # the reader, such as `tee`, is gone: the processes go on
                     discard(target)
 
 

@@ -10,7 +10,7 @@ from ..errors import parse_json
 
 
 class PeerError(RuntimeError):
-    """The other processes cannot do what this one asks of all."""
+    """A process of the run is missing, or has ended."""
 
 
 class Link:
@@ -21,14 +21,14 @@ class Link:
         self._socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received = bytearray()
-        self._sought = 0  # bytes of it that hold no end of a line
+        self._sought = 0  # bytes of it that are known to hold no end of a line
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def limit(self, seconds: float) -> None:
-        """Wait no longer than that for the next bytes, or for room to send some."""
+        """Set the timeout for receiving bytes, and for sending them."""
         self._socket.settimeout(seconds)
 
     def send(self, kind: str, value: Any = None) -> None:
@@ -40,10 +40,10 @@ class Link:
 
         **Arguments:**
 
-        - `until`: when all of it must be here, by `time.monotonic`; None waits as long as bytes come.
-        - `limit`: bytes that it may have.
+        - `until`: the deadline for all of it, by `time.monotonic`; None waits as long as bytes come.
+        - `limit`: the most bytes that it may have.
 
-        Raises OSError where none comes, ValueError for what is no message.
+        Raises OSError if none comes, ValueError for anything but a message.
         """
         while (message := self.take(limit)) is None:
             if until is not None:
@@ -54,14 +54,14 @@ class Link:
         return message
 
     def fill(self) -> None:
-        """Wait for the next bytes, of which `take` makes messages."""
+        """Wait for the next bytes, which `take` turns into messages."""
         received = self._socket.recv(2**16)
         if not received:
             raise ConnectionError("the connection was closed")
         self._received += received
 
     def take(self, limit: int | None = None) -> tuple[str, Any] | None:
-        """A message of the bytes that are here; None where they hold no whole one."""
+        """A message from the bytes received so far; None if they hold no complete one."""
         end = self._received.find(b"\n", self._sought)
         if limit is not None and (len(self._received) if end < 0 else end) > limit:
             raise ValueError(f"expected a message of at most {limit} bytes")
@@ -76,7 +76,7 @@ class Link:
         raise ValueError("expected a kind and a value")
 
     def has_ended(self) -> bool:
-        """Whether the other end has closed, as far as has been heard."""
+        """Whether the other end has closed the connection, as far as this end knows."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -85,5 +85,5 @@ class Link:
             return True
 
     def close(self) -> None:
-        """Close this process's copy: the connection ends with the last one, where a forked child has another."""
+        """Close this process's copy. The connection ends with the last copy; a forked child has another."""
         self._socket.close()

@@ -1,10 +1,10 @@
-"""The way to JAX's coordinator, which stays open where the coordinator is gone.
+"""A relay between JAX's client and its coordinator, which stays open when the coordinator is gone.
 
-Where its connection to process 0 breaks, JAX's client ends the process at once, with code 1 and words of its own: before it
-could say which step is safe, and not with the code that schedulers requeue on. So the client connects to this, in its own
-process, which passes on the bytes, and keeps still where no more come. That process 0 is gone is for `_peers` to notice.
+If its connection to process 0 breaks, JAX's client ends the process at once, with exit code 1: before the process could
+print which step is safe, and not with the code that schedulers requeue on. So the client connects to a relay in its own
+process, which passes the bytes on, and stays silent once no more come. `_peers` notices that process 0 is gone.
 
-Its threads need the interpreter, which JAX's client lets go of wherever it waits for an answer.
+The relay's threads need the interpreter, which JAX's client releases whenever it waits.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from typing import Any
 
 
 class Relay:
-    """A port of this host, `relay.host:relay.port`, whose connections lead to another address.
+    """A port of this host, `relay.host:relay.port`, whose connections are forwarded to another address.
 
     **Arguments:**
 
-    - `host`, `port`: where to.
-    - `timeout`: seconds in which somebody has to listen there.
+    - `host`, `port`: of that address.
+    - `timeout`: seconds within which something must listen there.
     """
 
     host = "127.0.0.1"
@@ -53,7 +53,7 @@ class Relay:
                     far.shutdown(socket.SHUT_RDWR)  # ends the other direction too
 
     def forget(self) -> None:
-        """In a forked child: close its copies, whose threads it has not."""
+        """In a forked child, which lacks the threads: close its copies of the sockets."""
         for each in list(self._sockets):
             each.close()
 
@@ -63,7 +63,7 @@ class Relay:
             try:
                 far = socket.create_connection(self._far, timeout=left)
             except OSError:
-                time.sleep(0.02)  # the coordinator starts when all have met
+                time.sleep(0.02)  # the coordinator starts after the rendezvous
             else:
                 self._sockets.add(far)
                 far.settimeout(None)
@@ -77,7 +77,7 @@ def _run(act: Callable[..., None], *args: Any) -> None:
 
 
 def _pass_on(source: socket.socket, target: socket.socket) -> None:
-    """Until the source is closed; what a broken target does not take is dropped."""
+    """Forward bytes until the source is closed; drop those that a broken target does not take."""
     with contextlib.suppress(OSError):
         while data := source.recv(2**16):
             with contextlib.suppress(OSError):

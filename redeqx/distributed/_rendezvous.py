@@ -1,11 +1,11 @@
-"""The start of a run of several processes: all find each other, or each says who is missing, or what is wrong with whom.
+"""The rendezvous: all processes of a run connect, or each raises which process is missing, or what is wrong with which one.
 
-It is a star: process 0, the hub, accepts a connection from each of the others. Where the hub is, and which process this is,
-`_cluster` finds out; what is said over the connections later is `_peers`'.
+The connections form a star: process 0, the coordinator, accepts one from each other process. `_cluster` detects the
+coordinator's address and this process's index; `_peers` sends messages over the connections later.
 
-The port is open to whoever reaches it. So a connection counts only once it has sent a greeting of a few bytes, within a few
-seconds, while others are attended to; what sends anything else is closed and forgotten. With a token in the environment
-(`launch` sets one) a greeting must hold the same; without, whoever knows this format can pose as a process of the run.
+The port is open to everybody who reaches it. A connection counts only once it has sent a greeting of a few bytes, within a
+few seconds, while others are served too; any other connection is closed. With a token in the environment (`launch` sets
+one) the greeting must contain it; without one, everybody who knows this format can join the run.
 """
 
 import contextlib
@@ -19,35 +19,35 @@ from typing import Any
 from ..errors import brief_name
 from ._links import Link, PeerError
 
-START = 300.0  # seconds in which all must have come
-TOKEN = "REDEQX_TOKEN"  # in the environment: what all processes of a run must know, where it is set
-_DOOR = 1.0  # seconds in which others may come to hear what is wrong
+START = 300.0  # seconds within which all processes must connect
+TOKEN = "REDEQX_TOKEN"  # in the environment: a secret that all processes of a run share
+_LAST_ARRIVALS = 1.0  # seconds in which other processes may still connect, to be told an error
 _GREETING = "redeqx peers 2"
-_GREETED = 5.0  # seconds in which a connection must have said whose it is
-_LATE = 5.0  # seconds after its time is up in which one that joins waits for the hub's, which speaks first
+_GREETED = 5.0  # seconds within which a connection must have sent its greeting
+_LATE = 5.0  # seconds after its own timeout that a joining process waits for the coordinator to report first
 _MAX_GREETING = 2**12  # bytes
 _MAX_HOST = 2**8  # characters of a host's name in a greeting
-_MAX_START = 2**16  # bytes of the hub's answer
-_MAX_STRANGERS = 64  # connections, beside as many as there are processes, that may have said nothing yet
+_MAX_START = 2**16  # bytes of the coordinator's reply
+_MAX_STRANGERS = 64  # connections without a greeting, besides one for each process
 
 
 def meet(n: int, index: int, host: str, port: int, *, bind: str, timeout: float) -> dict[int, Link]:
-    """The connections of this process, by the number of the other one, once all processes are here.
+    """Wait for all processes; returns the connections of this one, by the index of the other end.
 
     **Arguments:**
 
-    - `n`, `index`: how many processes there are, and which this is.
-    - `host`, `port`: where process 0 is.
-    - `bind`: the address that process 0 listens at, `""` for all that it has.
+    - `n`, `index`: the number of processes, and this one's.
+    - `host`, `port`: of process 0.
+    - `bind`: the address that process 0 listens on, `""` for all of its addresses.
     - `timeout`: seconds.
 
-    Raises ValueError, the same in every process, where a number is taken twice or out of range, the port is taken or the
-    host not known; PeerError where some do not come in time, with their numbers.
+    Raises ValueError, the same in every process, if an index is used twice or out of range, the port is taken or the host
+    unknown; PeerError, with their indices, if some processes do not connect in time.
     """
     token = os.environ.get(TOKEN, "")
     if index == 0:
         return _wait_for_all(n, host, port, bind, token, timeout)
-    return {0: _join_hub(n, index, host, port, token, timeout)}
+    return {0: _join(n, index, host, port, token, timeout)}
 
 
 def _wait_for_all(n: int, host: str, port: int, bind: str, token: str, timeout: float) -> dict[int, Link]:
@@ -63,12 +63,12 @@ def _wait_for_all(n: int, host: str, port: int, bind: str, token: str, timeout: 
                 f"number {', '.join(map(str, missing))}; here besides 0: {here}. Look at what those print, and "
                 "whether they reach this port."
             )
-        if problem is not None:  # for those that are at the door
-            arrivals.wait(time.monotonic() + _DOOR, is_over=True)
+        if problem is not None:  # which processes that connect now are told too
+            arrivals.wait(time.monotonic() + _LAST_ARRIVALS, is_over=True)
         arrivals.forget_strangers()
     for link in arrivals.greeted:
         link.limit(_GREETED)
-        with contextlib.suppress(OSError):  # gone again: who is taken up is listened to from now on
+        with contextlib.suppress(OSError):  # closed again: `Peers` notices
             link.send("start", None if problem is None else [type(problem).__name__, str(problem)])
     if problem is not None:
         for link in arrivals.greeted:
@@ -78,25 +78,25 @@ def _wait_for_all(n: int, host: str, port: int, bind: str, token: str, timeout: 
 
 
 class _Arrivals:
-    """At process 0: the connections that have come, all attended to at once.
+    """At process 0: the connections so far, all served at once.
 
-    `links` are those of its processes, by number; `greeted` besides them those to which something is to be said.
+    `links` are the accepted ones by process index; `greeted` also has those that are to be told an error.
     """
 
     def __init__(self, n: int, token: str, listener: socket.socket, selector: selectors.BaseSelector):
         self.links: dict[int, Link] = {}
         self.greeted: list[Link] = []
-        self._strangers: dict[Link, float] = {}  # when each must have said whose it is
+        self._strangers: dict[Link, float] = {}  # connections without a greeting, and their deadlines
         self._n, self._token, self._listener, self._selector = n, token, listener, selector
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ)
 
     def wait(self, until: float, *, is_over: bool = False) -> ValueError | None:
-        """Wait for all processes, or until then; returns what is wrong with one that has come.
+        """Wait for all processes, or until the deadline; returns what is wrong with one that has connected.
 
         **Arguments:**
 
-        - `is_over`: whether something is wrong already, and whoever comes is only to be told.
+        - `is_over`: whether something is wrong already: processes that connect are only collected, to be told.
         """
         while len(self.greeted) < self._n - 1 and (now := time.monotonic()) < until:
             for link in [link for link, patience in self._strangers.items() if patience <= now]:
@@ -114,7 +114,7 @@ class _Arrivals:
     def _accept(self) -> None:
         try:
             link = Link(self._listener.accept()[0])
-        except OSError:  # gone again
+        except OSError:  # closed again
             return
         link.limit(0.0)
         self._strangers[link] = time.monotonic() + _GREETED
@@ -123,23 +123,23 @@ class _Arrivals:
             self._forget(next(iter(self._strangers)))
 
     def _read(self, link: Link, is_over: bool) -> ValueError | None:
-        if link.fileno() < 0:  # forgotten a moment ago
+        if link.fileno() < 0:  # forgotten in this round
             return None
         try:
             link.fill()
             message = link.take(_MAX_GREETING)
         except BlockingIOError:
             return None
-        except (OSError, ValueError):  # a port scan, another program's, or a process that has ended and may come again
+        except (OSError, ValueError):  # a port scan, another program, or a process that has ended and may be started again
             self._forget(link)
             return None
-        if link not in self._strangers:  # the hub speaks next
+        if link not in self._strangers:  # after its greeting a process waits for the coordinator
             self._forget(link)
             return None
         return None if message is None else self._welcome(link, message, is_over)
 
     def _welcome(self, link: Link, message: tuple[str, Any], is_over: bool) -> ValueError | None:
-        """Take up one that has greeted; or what is wrong with it."""
+        """Accept a connection that has sent its greeting; returns what is wrong with it."""
         match message:
             case (kind, [int(index), int(n), str(host), str(token)]) if kind == _GREETING and type(index) is type(n) is int:
                 link.host = brief_name(host)
@@ -157,7 +157,7 @@ class _Arrivals:
             return None
         if n != self._n:
             return ValueError(
-                f"`n_processes`: expected {self._n}, as process 0 has it, got {n} at {link.host}. Pass one number."
+                f"`n_processes`: expected {self._n}, as in process 0, got {n} at {link.host}. Pass one number."
             )
         if not 0 < index < n:
             return ValueError(
@@ -168,7 +168,7 @@ class _Arrivals:
                 f"`process_id`: expected each number once, got {index} at {self.links[index].host} and at {link.host}. "
                 "Number the processes from 0."
             )
-        if index in self.links:  # started again, before its first connection was seen to end
+        if index in self.links:  # started again, after its first connection has ended
             self._forget(self.links[index])
         self.links[index] = link
         return None
@@ -193,20 +193,19 @@ def _other_token(host: str) -> str:
 
 
 def _listening(host: str, port: int, bind: str) -> socket.socket:
-    """A socket that connections to `host:port` may come to, on the interface of the address `bind`, `""` for all.
+    """A socket that listens for connections to `host:port`, on the address `bind`, `""` for all.
 
-    Raises ValueError where the port is taken or the address is not this host's.
+    Raises ValueError if the port is taken or the address is not this host's.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(bind or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
+        found = socket.getaddrinfo(bind or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise ValueError(
             f"`host0_address`: expected a host that this one can find, got {host!r} ({error.strerror}). Pass its address."
         ) from error
+    family, _, _, _, address = found[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
-    # JAX's coordinator takes the port while these connections stay.
+    # JAX's coordinator listens on the same port later, while these connections stay open.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
@@ -224,34 +223,8 @@ def _listening(host: str, port: int, bind: str) -> socket.socket:
     return listener
 
 
-def _welcome(link: Link, n: int, links: dict[int, Link], until: float) -> Exception | None:
-    """Take up one that has come; or what is wrong with it."""
-    link.limit(min(5.0, max(until - time.monotonic(), 0.01)))
-    try:
-        kind, hello = link.receive()
-    except (OSError, ValueError):
-        kind, hello = "", None
-    if kind != _GREETING or hello is None:
-        link.close()  # a port scan, or another program's: no process of ours
-        return None
-    index, found, link.host = hello
-    if found != n:
-        return ValueError(f"`n_processes`: expected {n}, as process 0 has it, got {found} at {link.host}. Pass one number.")
-    if not 0 < index < n:
-        return ValueError(
-            f"`process_id`: expected 1 to {n - 1} beside process 0, got {index} at {link.host}. Number them from 0."
-        )
-    if index in links:
-        return ValueError(
-            f"`process_id`: expected each number once, got {index} at {links[index].host} and at {link.host}. "
-            "Number the processes from 0."
-        )
-    links[index] = link
-    return None
-
-
-def _join_hub(n: int, index: int, host: str, port: int, token: str, timeout: float) -> Link:
-    """At the others."""
+def _join(n: int, index: int, host: str, port: int, token: str, timeout: float) -> Link:
+    """At the other processes."""
     until = time.monotonic() + timeout
     why = ""
     while time.monotonic() < until:
@@ -260,14 +233,14 @@ def _join_hub(n: int, index: int, host: str, port: int, token: str, timeout: flo
             link = Link(socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.01)))
             link.send(_GREETING, [index, n, socket.gethostname()[:_MAX_HOST], token])
             kind, problem = link.receive(until=until + _LATE, limit=_MAX_START)
-            if kind != "start":  # such as what echoes: where no hub is yet, a connection may even reach itself
+            if kind != "start":  # an echo, say: while nobody listens, a connection may even reach itself
                 raise ValueError("it is no process 0")
         except socket.gaierror as error:
             raise ValueError(
                 f"`host0_address`: expected a host that this one can find, got {host!r} ({error.strerror}). "
                 "Pass its address."
             ) from error
-        except (OSError, ValueError) as error:  # not there yet, or JAX's coordinator of another run is
+        except (OSError, ValueError) as error:  # it does not listen yet, or the port is another run's coordinator
             why = str(error)
             if link is not None:
                 link.close()

@@ -1,7 +1,7 @@
-"""What must be the same in all processes of a run, compared once before any of it is used: programs and initial values.
+"""Checks that programs and initial values are the same in all processes, once, before they are used.
 
-Each process of a run compiles the program of all and contributes its shards. With another learning rate, loss or initial
-value in one of them nothing fails: parameters that should be equal drift apart, and a checkpoint holds some of each.
+Every process compiles the same program and contributes its shards. If one of them has another learning rate, loss or
+initial value, nothing fails: parameters that should be equal drift apart, and a checkpoint mixes them.
 """
 
 import zlib
@@ -19,19 +19,20 @@ _ADVICE = (
     "Every process must run the same script with the same arguments: look for what depends on the process, the host, the "
     "time, or the order of a set."
 )
-_LARGE = 2**20  # numbers in a constant, above which its values are not compared
+_LARGE = 2**20  # the most elements of a constant whose values are compared
 _SHOWN = 160  # characters of a line of a program
 _THREADS = 4
 
 
 def agree_on_program(peers: Peers, what: str, lowered: Any) -> None:
-    """Check that a program is the same in all processes; waits until all have theirs.
+    """Check that a program is the same in all processes; waits for all of them.
 
-    Raises ValueError, the same in every process, that shows the first line which differs: a constant is there as a number.
+    Raises ValueError, the same in every process, with the first line that differs. Constants, such as a learning rate, are
+    part of the program.
     """
     if peers.n == 1:
         return
-    # Without source locations, which differ where the script lies elsewhere.
+    # Without source locations, which differ if a process has the script in another folder.
     text: str = lowered.compiler_ir("stablehlo").operation.get_asm(large_elements_limit=_LARGE)
     found: list[list[int]] = peers.gather(f"program of {what}", [zlib.crc32(text.encode()), text.count("\n")])
     if all(each == found[0] for each in found):
@@ -49,13 +50,13 @@ def agree_on_program(peers: Peers, what: str, lowered: Any) -> None:
 
 
 def agree_on_values(peers: Peers, what: str, leaves: Mapping[str, Any]) -> None:
-    """Check that the arrays of which several processes hold the same part hold the same bits there.
+    """Check that every part of an array that several processes hold has the same bits in all of them.
 
     **Arguments:**
 
-    - `leaves`: arrays by name, numpy's, or JAX's on this process's devices or on those of all.
+    - `leaves`: arrays by name: NumPy's, or JAX's on the devices of this process or of all.
 
-    Raises ValueError, the same in every process, that names the first which differs.
+    Raises ValueError, the same in every process, with the name of the first array that differs.
     """
     if peers.n == 1:
         return
@@ -75,7 +76,7 @@ def agree_on_values(peers: Peers, what: str, leaves: Mapping[str, Any]) -> None:
 
 
 def _shared_parts(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of an array, by a name that is the same in all processes, that another process holds too."""
+    """The parts of an array that another process holds too, by a name that is the same in all processes."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:

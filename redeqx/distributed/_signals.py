@@ -1,6 +1,6 @@
-"""The signal handlers that stand while a fit runs: set, put back afterwards, and left out of forked children.
+"""Installs signal handlers while a fit runs, restores them afterwards, and removes them in forked children.
 
-What a signal means is for `_interrupts`.
+`_interrupts` decides what a signal means.
 """
 
 import os
@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-_ECHO = 0.5  # seconds in which a second signal is the first one: a shell and a wrapper both pass a Ctrl-C on
-_replaced: list[dict[int, Any]] = []  # for each fit under way, the handlers that stood before
-_wakeup: list[int] = []  # for each, the file descriptor that was woken before
+_ECHO = 0.5  # seconds within which a second signal is the same Ctrl-C: a shell and a wrapper may both pass it on
+_replaced: list[dict[int, Any]] = []  # for each running fit, the handlers before it
+_wakeup: list[int] = []  # for each running fit, the wakeup file descriptor before it
 _is_registered = False
 _mask = threading.local()  # of the thread that forks
 
 
 @contextmanager
 def handled(handlers: Mapping[int, Callable[[], None]]) -> Iterator[None]:
-    """Calls these for the signals, in the main thread, until the end of this; forked children have what stood before.
+    """A context in which the main thread calls these handlers. Forked children have the handlers from before.
 
-    Elsewhere than in the main thread, to which alone Python hands signals, it changes nothing.
+    Entered in another thread it changes nothing: Python delivers signals to the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -36,15 +36,16 @@ def handled(handlers: Mapping[int, Callable[[], None]]) -> Iterator[None]:
             signal.signal(number, lambda _number, _frame, act=act: act())
         yield
     finally:
-        if _replaced:  # else in a forked child, which has them already
-            _put_back(_replaced.pop())
+        if _replaced:  # empty in a forked child, which has restored them already
+            _restore(_replaced.pop())
 
 
 @contextmanager
 def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
-    """Calls `act(n)` for the n-th of this signal, from a thread: also while the main one is in a call that takes none.
+    """A context in which a thread calls `act(n)` at the n-th signal of this number, even while the main thread is in a call
+    that Python cannot interrupt.
 
-    A signal that comes within half a second of the one before is not counted.
+    A signal within half a second of the previous one is not counted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -58,9 +59,9 @@ def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
         try:
             yield
         finally:
-            if _wakeup:  # else in a forked child, which has no such thread
+            if _wakeup:  # empty in a forked child, which has no such thread
                 signal.set_wakeup_fd(_wakeup.pop())
-                writer.shutdown(socket.SHUT_RDWR)  # ends the thread, though a forked child may have a copy
+                writer.shutdown(socket.SHUT_RDWR)  # ends the thread, even if a forked child has a copy
 
 
 def _count(reader: socket.socket, number: int, act: Callable[[int], None]) -> None:
@@ -73,8 +74,8 @@ def _count(reader: socket.socket, number: int, act: Callable[[int], None]) -> No
                 act(n)
 
 
-def _put_back(before: Mapping[int, Any]) -> None:
-    for number, handler in before.items():  # None: not Python's, as that of JAX, which only notes it too
+def _restore(before: Mapping[int, Any]) -> None:
+    for number, handler in before.items():  # None: not installed by Python, such as JAX's, which only notes the signal
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
@@ -86,7 +87,7 @@ def _register() -> None:
 
 
 def _block() -> None:
-    """Before a fork: a signal to the child waits until its handlers are right; Python would forget it."""
+    """Before a fork: block the signals until the child has its handlers; Python would lose one that comes earlier."""
     numbers = {number for before in _replaced for number in before}
     _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
@@ -96,10 +97,10 @@ def _unblock() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: `terminate()` ends it, and its signals wake nobody in the parent."""
+    """In a forked child: restore the handlers, so that `terminate()` ends it, and detach from the parent's thread."""
     if _wakeup:
         signal.set_wakeup_fd(_wakeup[0])
     while _replaced:
-        _put_back(_replaced.pop())
+        _restore(_replaced.pop())
     _wakeup.clear()
     _unblock()

@@ -34,7 +34,7 @@ time.sleep(60)
 RACE = """
 import os, sys, time, warnings
 from pathlib import Path
-from redeqx import _lock
+from redeqx.checkpoint import _lock
 warnings.simplefilter("ignore")
 _lock.GRACE = 0.1
 folder, n = Path(sys.argv[1]), 6

@@ -84,7 +84,7 @@ def test_what_is_given_comes_before_a_launcher(monkeypatch):
         ),
         (
             {"n_processes": 0, "host0_address": "localhost", "process_id": 0},
-            "`n_processes`: expected at least 1, got 0. Pass how many processes there are.",
+            "`n_processes`: expected at least 1, got 0. Pass the number of processes.",
         ),
         (
             {"n_processes": 2, "host0_address": "localhost", "process_id": 2},
@@ -146,7 +146,7 @@ def test_our_own_launcher_says_all_or_nothing(monkeypatch, name):
         ("REDEQX_PROCESSES", "two", "`REDEQX_PROCESSES`: expected a number in the environment, got 'two'. Set it."),
         ("REDEQX_PROCESS_ID", "1.5", "`REDEQX_PROCESS_ID`: expected a number in the environment, got '1.5'. Set it."),
         ("REDEQX_PROCESS_ID", "2", "`process_id`: expected 0 to 1, got 2. Number the processes from 0."),
-        ("REDEQX_PROCESSES", "0", "`n_processes`: expected at least 1, got 0. Pass how many processes there are."),
+        ("REDEQX_PROCESSES", "0", "`n_processes`: expected at least 1, got 0. Pass the number of processes."),
         ("REDEQX_HOST0", "h:70000", "`host0_port`: expected 1 to 65535, got 70000. Pass a port of process 0's host."),
         *(
             ("REDEQX_HOST0", value, f"`REDEQX_HOST0`: expected `host:port` in the environment, got '{value}'. Set it.")

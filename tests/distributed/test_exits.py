@@ -95,7 +95,7 @@ def test_an_exception_ends_a_process_whoever_reads_what_it_prints(stream, codes,
     monkeypatch.setattr(_cluster, "_HOOK", 0.1)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     peers = Peers()
-    _cluster._say_ends(peers)
+    _cluster._report_ends(peers)
     try:
         with pytest.raises(Left):
             sys.excepthook(RuntimeError, RuntimeError("the loader is broken"), None)
@@ -136,7 +136,7 @@ def test_another_thread_keeps_no_process_that_has_come_to_its_end(tmp_path):
     script = tmp_path / "ends.py"
     script.write_text("""
 import sys, threading, time
-from redeqx import _exits
+from redeqx.distributed import _exits
 
 _exits.STAY = 0.3
 threading.Thread(target=time.sleep, args=(60,), name="uploads").start()

@@ -73,8 +73,8 @@ def fit(preemption, collective, told_at=None, n_steps=N_STEPS):
 @pytest.mark.parametrize("late", [0.0, 0.05])
 def test_all_stop_after_the_same_step(pair, monkeypatch, told, late):
     """However long the word of it takes: who waits in a collective for another cannot be asked where it is."""
-    hear = Preemption._hear
-    monkeypatch.setattr(Preemption, "_hear", lambda self, is_interrupt: (time.sleep(late), hear(self, is_interrupt)))
+    handle = Preemption._handle
+    monkeypatch.setattr(Preemption, "_handle", lambda self, is_interrupt: (time.sleep(late), handle(self, is_interrupt)))
     preemptions, collective = [Preemption(each) for each in pair], threading.Barrier(2)
     found = together([partial(fit, each, collective, at) for each, at in zip(preemptions, told, strict=True)])
     assert found[0] == found[1]
@@ -109,8 +109,8 @@ def test_where_it_is_too_late_for_one_fit_the_next_one_stops(pair):
 @pytest.mark.parametrize("told", [0, 1])
 def test_none_stops_alone_where_another_has_ended(pair, monkeypatch, told):
     """Told a step before the end, which the other hears of after its end: neither stops in this fit, both do in the next."""
-    hear, ended = Preemption._hear, threading.Event()
-    monkeypatch.setattr(Preemption, "_hear", lambda self, is_interrupt: (ended.wait(LIMIT), hear(self, is_interrupt)))
+    handle, ended = Preemption._handle, threading.Event()
+    monkeypatch.setattr(Preemption, "_handle", lambda self, is_interrupt: (ended.wait(LIMIT), handle(self, is_interrupt)))
     preemptions = [Preemption(each) for each in pair]
     first, second = threading.Barrier(2), threading.Barrier(2)
 

@@ -17,7 +17,7 @@ from functools import partial
 
 import pytest
 
-from redeqx.distributed import _peers, _rendezvous as _meeting
+from redeqx.distributed import _peers, _rendezvous
 from redeqx.distributed._links import Link, PeerError
 from redeqx.distributed._peers import Peers
 
@@ -136,7 +136,7 @@ def eventually(holds):
 
 
 def connected(port):
-    """A connection to the hub, once it listens."""
+    """A connection to the coordinator, once it listens."""
     until = time.monotonic() + LIMIT
     while True:
         try:
@@ -154,21 +154,21 @@ def test_gathers_are_in_the_order_of_processes(room):
     values = [0, None, [1.5, "two"], {"three": (3,)}]
     found = at_once(*(partial(each.gather, "x", value) for each, value in zip(peers, values, strict=True)))
     assert found == [[0, None, [1.5, "two"], {"three": [3]}]] * 4
-    assert [each.n_given for each in peers] == [1] * 4
+    assert [each.n_contributed for each in peers] == [1] * 4
 
 
 def test_each_call_is_another_gathering(room):
     """One process may be ahead: what it gives to the next is kept."""
     peers = room.started(3)
-    names = [peers[2].give("x", i) for i in range(3)]
+    names = [peers[2].contribute("x", i) for i in range(3)]
     assert names == ["x 1", "x 2", "x 3"]
-    assert [peers[2].answer(name) for name in names] == [None] * 3
+    assert [peers[2]._results.get(name) for name in names] == [None] * 3
     for each in peers[:2]:
         for i in range(3):
-            each.give("x", 10 * each.index + i)
+            each.contribute("x", 10 * each.index + i)
     assert [peers[2].wait(name, LIMIT) for name in reversed(names)] == [[2, 12, 2], [1, 11, 1], [0, 10, 0]]
     assert peers[0].wait("x 2", LIMIT) == [1, 11, 1]
-    eventually(lambda: peers[1].answer("x 3") == [2, 12, 2])
+    eventually(lambda: peers[1]._results.get("x 3") == [2, 12, 2])
 
 
 def test_topics_are_gathered_by_several_threads_in_any_order(room):
@@ -191,12 +191,12 @@ def test_one_process_needs_no_other():
     peers.agree("fit", {"a": 1})
     peers.compare("t", "fit", {"a": 1})
     peers.check()
-    peers.say("word")
+    peers.broadcast("word")
     assert peers.fail()
     peers.close()
 
 
-def test_one_that_gives_nothing_in_time_is_named_by_the_hub(room):
+def test_one_that_gives_nothing_in_time_is_named_by_the_coordinator(room):
     peers = room.started(3)
     found = at_once(*(partial(each.gather, "x", 0, 0.3) for each in peers[:2]))
     assert [type(error) for error in found] == [PeerError] * 2
@@ -256,8 +256,8 @@ def test_what_one_says_reaches_every_other(room, speaker):
     heard = queue.Queue()
     for each in peers:
         each.on("word", lambda index, value, each=each: heard.put((each.index, index, value)))
-    peers[speaker].say("another word", 1)  # nobody listens to that
-    peers[speaker].say("word", [1, "a"])
+    peers[speaker].broadcast("another word", 1)  # nobody listens to that
+    peers[speaker].broadcast("word", [1, "a"])
     others = sorted({0, 1, 2} - {speaker})
     assert sorted(heard.get(timeout=LIMIT) for _ in others) == [(i, speaker, [1, "a"]) for i in others]
     assert at_once(*(partial(each.gather, "after") for each in peers)) == [[None] * 3] * 3
@@ -267,7 +267,7 @@ def test_what_one_says_reaches_every_other(room, speaker):
 # --- the start -------------------------------------------------------------------------------------------------------
 
 
-def test_the_others_may_come_before_the_hub(room):
+def test_the_others_may_come_before_the_coordinator(room):
     port = free_port()
     peers = [room.process(3, i) for i in range(3)]
 
@@ -287,7 +287,7 @@ def test_who_does_not_come_is_listed(room):
     )
 
 
-def test_where_none_comes_the_hub_says_so(room):
+def test_where_none_comes_the_coordinator_says_so(room):
     with pytest.raises(PeerError, match=r"within 0\.2 s, got none of number 1, 2; here besides 0: none\. Look"):
         meet(room.process(3, 0), free_port(), 0.2)
 
@@ -330,7 +330,7 @@ def test_what_is_no_hub_is_not_taken_for_one(room, answer):
 
 
 def test_who_is_at_the_door_when_something_is_wrong_hears_it_too(room):
-    """Of six: the hub finds the second with number 1, and the others have come or are about to."""
+    """Of six: the coordinator finds the second with number 1, and the others have come or are about to."""
     port = free_port()
     found = at_once(*(partial(meet, room.process(6, i), port) for i in (0, 1, 1, 2, 3, 4)))
     assert same(found, ValueError).startswith("`process_id`: expected each number once, got 1 at host")
@@ -349,7 +349,7 @@ def test_a_number_that_is_given_twice_is_said_with_both_hosts(room):
 def test_another_number_of_processes_is_refused(room):
     port = free_port()
     found = at_once(partial(meet, room.process(2, 0), port), partial(meet, room.process(3, 1), port))
-    assert same(found, ValueError) == ("`n_processes`: expected 2, as process 0 has it, got 3 at host1. Pass one number.")
+    assert same(found, ValueError) == ("`n_processes`: expected 2, as in process 0, got 3 at host1. Pass one number.")
 
 
 @pytest.mark.parametrize("index", [2, -1])
@@ -392,7 +392,7 @@ def test_a_host_that_is_not_known_is_said(room, index):
 
 def test_strangers_do_not_disturb_the_start(room):
     port = free_port()
-    hub, other = room.process(2, 0), room.process(2, 1)
+    coordinator, other = room.process(2, 0), room.process(2, 1)
     greeting = json.dumps(["redeqx peers 2", None]).encode()
     said = [
         b"",
@@ -418,14 +418,14 @@ def test_strangers_do_not_disturb_the_start(room):
         with connected(port):  # open and silent
             meet(other, port)
 
-    assert at_once(partial(meet, hub, port), come) == [None, None]
-    assert at_once(partial(hub.gather, "x", 0), partial(other.gather, "x", 1)) == [[0, 1]] * 2
+    assert at_once(partial(meet, coordinator, port), come) == [None, None]
+    assert at_once(partial(coordinator.gather, "x", 0), partial(other.gather, "x", 1)) == [[0, 1]] * 2
 
 
 def test_one_that_dribbles_or_floods_holds_nobody_up(room):
-    """Though there are more of them than the hub listens to."""
+    """Though there are more of them than the coordinator listens to."""
     port = free_port()
-    hub, other = room.process(2, 0), room.process(2, 1)
+    coordinator, other = room.process(2, 0), room.process(2, 1)
     over = threading.Event()
 
     def dribble():
@@ -449,12 +449,12 @@ def test_one_that_dribbles_or_floods_holds_nobody_up(room):
             over.set()
             assert time.monotonic() - began < 4  # seconds; each stranger alone has five
 
-    assert at_once(partial(meet, hub, port), come, dribble, dribble, flood) == [None] * 5
+    assert at_once(partial(meet, coordinator, port), come, dribble, dribble, flood) == [None] * 5
 
 
-def test_where_only_strangers_come_the_hub_gives_up_in_time(room):
+def test_where_only_strangers_come_the_coordinator_gives_up_in_time(room):
     port = free_port()
-    hub, over = room.process(2, 0), threading.Event()
+    coordinator, over = room.process(2, 0), threading.Event()
 
     def dribble():
         with connected(port) as stranger, contextlib.suppress(OSError):
@@ -465,7 +465,7 @@ def test_where_only_strangers_come_the_hub_gives_up_in_time(room):
     def wait():
         began = time.monotonic()
         with pytest.raises(PeerError, match=r"within 0\.5 s, got none of number 1; here besides 0: none\. Look"):
-            meet(hub, port, 0.5)
+            meet(coordinator, port, 0.5)
         over.set()
         assert time.monotonic() - began < 4
 
@@ -530,7 +530,7 @@ class Environment(dict):
 
 @pytest.mark.parametrize("answer", [b"[", b"x" * 2**17])
 def test_who_joins_gives_up_in_time_whatever_answers(room, answer, monkeypatch):
-    monkeypatch.setattr(_meeting, "_LATE", 0.2)
+    monkeypatch.setattr(_rendezvous, "_LATE", 0.2)
     with socket.create_server((LOCAL, 0)) as server:
         server.settimeout(0.05)
         over = threading.Event()
@@ -565,7 +565,7 @@ def last_lines(capsys, n):
 
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_connection_that_closes_ends_the_others(room, capsys, culprit):
-    """Each says what is safe on its disk; another than the hub learns of it from the hub."""
+    """Each says what is safe on its disk; another than the coordinator learns of it from the coordinator."""
     peers = room.started(3)
     peers[1].committed = 8
     kill(peers[culprit])
@@ -580,15 +580,15 @@ def test_a_connection_that_closes_ends_the_others(room, capsys, culprit):
 
 def test_one_that_is_silent_for_a_heartbeat_is_left(room, capsys):
     port = free_port()
-    hub = room.process(2, 0, heartbeat=1.0)
-    hub.committed = 3
+    coordinator = room.process(2, 0, heartbeat=1.0)
+    coordinator.committed = 3
 
     def frozen():
         connection = connected(port)
         connection.sendall(json.dumps(["redeqx peers 2", [1, 2, "host1", ""]]).encode() + b"\n")
         return connection
 
-    with at_once(frozen, partial(meet, hub, port))[0]:
+    with at_once(frozen, partial(meet, coordinator, port))[0]:
         began = time.monotonic()
         assert room.gone(1) == [0]
         assert 0.9 < time.monotonic() - began < 4.0  # neither before nor much later, on busy cores
@@ -613,7 +613,7 @@ def test_one_that_fails_speaks_when_the_others_have_left_without_a_word(room, ca
     left = [room.left.get(), room.left.get()]
     assert sorted(left) == sorted({0, 1, 2} - {culprit})
     if culprit != 0:
-        assert left == [2, 0]  # the hub, from which all learn of it, is the last of them
+        assert left == [2, 0]  # the coordinator, from which all learn of it, is the last of them
     assert last_lines(capsys, 0) == []
     kill(peers[culprit])
 
@@ -629,18 +629,18 @@ def test_of_two_that_fail_at_once_one_speaks(room):
 
 def test_what_is_forked_says_nothing(room):
     """Its copies of the connections are closed, and what it asks of the others is refused."""
-    hub, other = room.started(2)
+    coordinator, other = room.started(2)
     links = dict(other._links)
     copy = Peers(2, 1)
     copy._links = {i: Link(socket.socket(fileno=os.dup(link.fileno()))) for i, link in links.items()}
     copies = list(copy._links.values())
     copy.forget()
     assert [link.fileno() for link in copies] == [-1]
-    copy.say("word")
+    copy.broadcast("word")
     copy.close()
     with pytest.raises(PeerError, match=r"^`Deployer`: expected a call from a process of the run, got one from a child"):
         copy.gather("x", 1)
-    assert at_once(partial(hub.gather, "x", 0), partial(other.gather, "x", 1)) == [[0, 1]] * 2
+    assert at_once(partial(coordinator.gather, "x", 0), partial(other.gather, "x", 1)) == [[0, 1]] * 2
 
 
 def test_an_agreed_end_disturbs_nobody(room, capsys):
