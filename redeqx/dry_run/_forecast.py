@@ -23,8 +23,9 @@ from ..compiled import Module, bytes_moved, collectives, temporaries
 from ..data import Group, cut_rows, group_sharding
 from ..machine import Machine, make_mesh, n_batch_shards
 from ..partition import Plan
-from ..tracing import keep_everything, matmul_flops, remat_loops
+from ..tracing import matmul_flops
 from ..training import Job, Program, Setting, shard_bytes
+from ..transforms import FindLoops, KeepEverything, RematLoops
 from ._blocks import Blocks, Shares, content, equal_blocks, renamed, with_fewer
 from ._report import COLLECTIVES, FLOPS, MODEL_FLOPS, MOVED, TEMPORARIES, DryRun, Step, Tried, attempt, own_line, reason
 
@@ -92,12 +93,11 @@ def _loops(job: Job, run: DryRun) -> tuple[str, ...]:
     found: dict[str, None] = {}
 
     def note(eqn: Any) -> None:
-        if remat_loops(eqn) is not None:
-            frames = eqn.source_info.traceback.frames if eqn.source_info.traceback else ()
-            line = own_line([f"{frame.file_name}:{frame.line_num}" for frame in frames])
-            found[line + " (redeqx.models: `remat=True`)" * line.startswith(_MODELS)] = None
+        frames = eqn.source_info.traceback.frames if eqn.source_info.traceback else ()
+        line = own_line([f"{frame.file_name}:{frame.line_num}" for frame in frames])
+        found[line + " (redeqx.models: `remat=True`)" * line.startswith(_MODELS)] = None
 
-    _traced(job, job.make_program(run.plan, note), run.setting, only_train=True)
+    _traced(job, job.make_program(run.plan, FindLoops(note)), run.setting, only_train=True)
     return tuple(found)
 
 
@@ -172,7 +172,7 @@ def _compiled(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report shows the plan with its warnings
         plan = job.make_plan(mesh, micro_batch)
-    program = job.make_program(plan, remat_loops if setting.remat else None)
+    program = job.make_program(plan, RematLoops() if setting.remat else None)
     held = {
         "parameters": shard_bytes([*program.trained, *program.frozen]),
         "optimizer state": shard_bytes(program.opt_state),
@@ -212,7 +212,7 @@ def _compiled(
             steps[name] = step
 
     def model_flops() -> Mapping[str, int]:
-        exact = job.make_program(plan, keep_everything if job.can_remat else None)
+        exact = job.make_program(plan, KeepEverything() if job.can_remat else None)
         return matmul_flops(_traced(job, exact, setting, only_train=True)["train"].jaxpr.jaxpr)
 
     return replace(run, steps=steps, files=job.files, model_flops=attempt(MODEL_FLOPS, model_flops, {}, failed))
@@ -257,7 +257,7 @@ def _fewer(
         model, names = with_fewer(job.model, counts)
         fewer = job.with_model(model, names)
         leaves = {name: plan.leaves[whole] for name, whole in names.items() if whole in plan.leaves}
-        made = fewer.make_program(replace(plan, leaves=leaves), remat_loops if setting.remat else None)
+        made = fewer.make_program(replace(plan, leaves=leaves), RematLoops() if setting.remat else None)
         return _traced(fewer, made, setting, only_train), names
 
     whole = {name: content(step.jaxpr.jaxpr) for name, step in traced.items()}

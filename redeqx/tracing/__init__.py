@@ -1,23 +1,33 @@
-"""Traced functions: jaxprs, what they contain, and their evaluation under other rules.
+"""Traced functions: jaxprs, what they contain, and their computation under rules.
 
-Owns the trace of a loss, the tables of primitives that have jaxprs inside, counts of FLOPs, and the interpreter. Knows
-nothing of meshes, plans or training. Open `_jaxprs.py` first.
+Owns the trace of a loss, the tables of inner jaxprs and of views, constants, counts of FLOPs, and the interpreter. Knows
+nothing of meshes, plans or training. Open `_interpret.py` first, then `_inner.py`.
 """
 
-from ._jaxprs import (
-    Change as Change,
-    Trace as Trace,
+from ._body import Body as Body, Known as Known
+from ._flops import matmul_flops as matmul_flops, product_flops as product_flops
+from ._inner import (
+    REMATS as REMATS,
+    Inner as Inner,
+    Place as Place,
     all_inside as all_inside,
     as_fun as as_fun,
     called as called,
-    evaluate as evaluate,
-    keep_everything as keep_everything,
-    matmul_flops as matmul_flops,
-    product_flops as product_flops,
-    remat_loops as remat_loops,
-    rewrite as rewrite,
+    equations as equations,
+    insides as insides,
     run as run,
     scan_counts as scan_counts,
-    shapes_in as shapes_in,
-    value_of as value_of,
 )
+from ._interpret import (
+    Group as Group,
+    Rule as Rule,
+    Site as Site,
+    Tag as Tag,
+    Tagged as Tagged,
+    has_tag as has_tag,
+    interpret as interpret,
+    plain as plain,
+    transformed as transformed,
+)
+from ._trace import Trace as Trace
+from ._views import repeats as repeats, view as view

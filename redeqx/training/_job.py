@@ -11,7 +11,7 @@ from .._tree import map_named
 from ..data import BatchSize, Slice, collated_shapes
 from ..machine import FSDP, MODEL
 from ..partition import Plan
-from ..tracing import Change
+from ..tracing import Rule
 from ._program import Program
 from ._recipe import Recipe
 from ._step import Parts
@@ -62,7 +62,7 @@ class Job:
     setting: Setting
     batch: PyTree
     make_plan: Callable[[Mesh, PyTree], Plan]
-    make_program: Callable[[Plan, Change | None], Program]
+    make_program: Callable[[Plan, Rule | None], Program]
     model: PyTree = None
     with_model: Callable[[PyTree, Mapping[str, str]], "Job"] | None = None
     can_remat: bool = True

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from ..data import collated_shapes
 from ..partition import Overrides, Plan, make_plan, mark_read
-from ..tracing import Change, Trace
+from ..tracing import Rule, Trace
 from ._program import Program, make_program
 from ._step import Functions, Parts, as_sums
 
@@ -77,7 +77,7 @@ class Recipe:
         return plan
 
     def program(
-        self, plan: Plan, model: PyTree, state: PyTree, *, named: bool = False, change: Change | None = None
+        self, plan: Plan, model: PyTree, state: PyTree, *, named: bool = False, change: Rule | None = None
     ) -> Program:
         """The steps of this model under a plan.
 

@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._tree import is_array_like, named_leaves
-from ..machine import replicated, split_rows
+from ..machine import MODEL, replicated, split_rows
 from ..partition import Plan
-from ..tracing import Change, rewrite
-from ..transforms import Home, exchange_parts, gather_at_use, mend_grouped_convs
+from ..tracing import Rule, transformed
+from ..transforms import FixGroupedConvolutions, GatherAtUse, Reshard, Shardings
 
 
 class Loss(eqx.Module):
@@ -145,20 +145,28 @@ def _is_floating(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def planned(fn: Callable[..., Any], parts: Parts, plan: Plan, *, named: bool = False) -> Callable[..., Any]:
-    """`fn(weights, ...)`, of the trained arrays and then the frozen ones, computed as the plan has it: each weight gathered
-    where it is used, and equal parts of split dims exchanged.
+def rules_of(parts: Parts, plan: Plan, *, named: bool = False, convolutions: bool = True) -> list[Rule]:
+    """What a plan changes of a function of the trained arrays and then the frozen ones, in the order of the walk.
+
+    Weights are gathered first: the rules after that meet plain arrays. The others claim different equations.
 
     **Arguments:**
 
     - `named`: whether the program names the weight of each operation, gathered or not; it computes the same.
+    - `convolutions`: whether gradients are taken of what is convolved.
     """
-    homes, splits = [], []
+    shardings, splits = [], []
     for name in (name for names in parts.names for name in names):
-        home = Home(plan.sharding(name), NamedSharding(plan.mesh, plan.spec_in_use(name)), name)
-        homes.append(home if home.is_gathered or named else None)
+        of = Shardings(plan.sharding(name), NamedSharding(plan.mesh, plan.spec_in_use(name)), name)
+        shardings.append(of if of.is_gathered or named else None)
         splits.append(plan.model_dim(name))
-    return gather_at_use(exchange_parts(fn, splits, plan.mesh), homes)
+    rules: list[Rule] = []
+    if any(of is not None for of in shardings):
+        rules.append(GatherAtUse(shardings))
+    if plan.mesh.shape[MODEL] > 1:
+        rules += [FixGroupedConvolutions(plan.mesh)] if convolutions else []
+        rules.append(Reshard(splits, plan.mesh))
+    return rules
 
 
 # --- the steps -------------------------------------------------------------------------------------------------------
@@ -174,8 +182,8 @@ class Functions:
     has_state: bool = False
     compute_dtype: Any = None
     grad_fn: Callable[..., Any] | None = None
-    named: bool = False  # as `planned` says
-    change: Change | None = None  # of the loss's equations
+    named: bool = False  # as `rules_of` says
+    change: Rule | None = None  # what else is changed of the loss, before what the plan changes
 
     def _model(self, weights: Sequence[Array], inference: bool) -> PyTree:
         n_trained = len(self.parts.names[0])
@@ -184,8 +192,8 @@ class Functions:
         )
 
     def _planned(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        mended = mend_grouped_convs(fn if self.change is None else rewrite(fn, self.change), self.plan.mesh)
-        return planned(mended, self.parts, self.plan, named=self.named)
+        first = [] if self.change is None else [self.change]
+        return transformed(fn, [*first, *rules_of(self.parts, self.plan, named=self.named)])
 
     def loss(self, inference: bool) -> Callable[..., Any]:
         """`(weights, state, batch, key) -> (total, (weight, metrics, state))`, weights gathered at their use."""
@@ -411,7 +419,7 @@ def make_predict_step(
     **Arguments:**
 
     - `state_treedef`: of the model state that `pred_fn` gets too; None where there is none.
-    - `named`: as `planned` says.
+    - `named`: as `rules_of` says.
     """
     n_trained = len(parts.names[0])
 
@@ -433,7 +441,7 @@ def make_predict_step(
                 )
         return outputs
 
-    planned_fn = planned(predict, parts, plan, named=named)
+    planned_fn = transformed(predict, rules_of(parts, plan, named=named, convolutions=False))
 
     def predict_fn(trained, frozen, state, batch, key, i):
         return planned_fn([*trained, *frozen], state, batch, jax.random.fold_in(key, i))

@@ -1,9 +1,10 @@
-"""Rules on the traced step: what the loss computes is evaluated otherwise, with the same values.
+"""Rules on the traced step: how some equations of a loss are computed otherwise, with the same values and gradients.
 
-One rule a file: weights gathered where they are used, equal parts of a split dim resharded, grouped convolutions. Knows
-nothing of optimizers, batches or files. Open `_gather.py` first.
+One rule a file, each a `tracing.Rule`: weights gathered at use, equal parts of a split dim resharded, grouped convolutions,
+recomputation. Knows nothing of optimizers, batches or files. Open `_gather.py` first.
 """
 
-from ._gather import Home as Home, gather_at_use as gather_at_use
-from ._grouped_convolution import mend_grouped_convs as mend_grouped_convs
-from ._reshard import exchange_parts as exchange_parts
+from ._gather import GatherAtUse as GatherAtUse, Shardings as Shardings
+from ._grouped_convolution import FixGroupedConvolutions as FixGroupedConvolutions
+from ._remat import FindLoops as FindLoops, KeepEverything as KeepEverything, RematLoops as RematLoops
+from ._reshard import Reshard as Reshard

@@ -1,17 +1,20 @@
-"""Equal parts of a split dim, brought onto all shards by permutes: the parts of a fused projection's output.
+"""Reshard: equal parts of a split dim are brought onto all shards by permutes, as the parts of a fused projection's output.
 
 A fused projection (`gate` and `up`, or query, key and value, in one weight) is split as its rows lie, so each of its parts
-lies on some of the model axis's shards only. Left to itself XLA straightens that out piece by piece, or gathers the whole.
-Here each of k parts over n shards is taken apart into n units; a shard holds k units before and k after, and sends them in
+is on some of the model axis's shards only. Left to itself XLA straightens that out piece by piece, or gathers everything.
+Here each of k parts over n shards is divided into n units; a shard holds k units before and k after, and sends them in
 k permutes, each shard one unit in each. That is what it holds once, the least that changes the places.
 
-Measured (two parts, and three, over four shards; a step's bytes over the model axis, of which 197 kB are not the parts'):
-1245 -> 721 kB and 672 -> 393 kB on CPU's compiler, 1049 -> 721 kB for two parts on TPU v5e's. To ask XLA for the parts split
-(a sharding constraint) gives 983 and 786 kB.
+Source: own measurements of the bytes that a step sends over the model axis, of which 197 kB are not the parts'. For two
+parts and for three, over four shards: 1245 -> 721 kB and 672 -> 393 kB on CPU's compiler; for two parts 1049 -> 721 kB on
+TPU v5e's. To ask XLA for the parts split (a sharding constraint) gives 983 and 786 kB.
+
+Cost: k permutes forward and k backward for each value that parts are taken of; in tracing, one pass of the dataflow.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,51 +23,58 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from ..machine import MODEL
 from ..partition import parts_taken
-from ..tracing import as_fun, evaluate
+from ..tracing import Rule, Site, plain
 
 
-def exchange_parts(fn: Callable[..., Any], splits: Sequence[int | None], mesh: Mesh) -> Callable[..., Any]:
-    """`fn`, which takes equal parts of split dims by an exchange between the shards; the same values and gradients.
+@dataclass(frozen=True)
+class Reshard(Rule):
+    """Takes equal parts of split dims by an exchange between the shards.
 
     **Arguments:**
 
-    - `fn`: takes a sequence of arrays, then any PyTrees of arrays, and returns a PyTree of arrays.
-    - `splits`: for each array of that sequence the dim that the model axis splits.
+    - `splits`: for each of the function's first inputs the dim that the model axis splits.
     """
-    if mesh.shape[MODEL] == 1:
-        return fn
 
-    def exchanged(weights: Sequence[Any], *args: Any) -> Any:
-        flat, treedef = jax.tree.flatten((tuple(weights), *args))
-        traced, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(treedef, flat)), return_shape=True)(*flat)
-        dims = parts_taken(traced, splits, mesh.shape[MODEL])
-        outs = evaluate(traced, flat, _change(dims, mesh)) if dims else as_fun(traced)(*flat)
-        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+    splits: Sequence[int | None]
+    mesh: Mesh
 
-    return exchanged
+    def of(self, closed: Any) -> Rule | None:
+        n_shards = self.mesh.shape[MODEL]
+        dims = parts_taken(closed, self.splits, n_shards) if n_shards > 1 else {}
+        return _ReshardOf(dims, self.mesh) if dims else None
 
 
-def _change(dims: Mapping[Any, int], mesh: Mesh) -> Callable[[Any], Callable[..., list[jax.Array]] | None]:
-    """What takes parts, changed: slices and splits of the values in `dims`, and reshapes of them into parts."""
-    made: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = {}  # several slices of one value share its exchange
+@dataclass(frozen=True)
+class _ReshardOf(Rule):
+    """The rule for one function, in which parts of the values in `dims` are taken, along those dims."""
 
-    def parts(x: jax.Array, dim: int, n_parts: int) -> jax.Array:
-        found = made.get((id(x), n_parts))
-        if found is None:  # `x` is kept, or another could get its id
-            found = made[id(x), n_parts] = (x, _exchange(x, dim, n_parts, mesh))
-        return found[1]
+    dims: Mapping[Any, int]
+    mesh: Mesh
+    made: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = field(default_factory=dict)
 
-    def change(eqn: Any) -> Callable[..., list[jax.Array]] | None:
-        dim = dims.get(eqn.invars[0]) if eqn.primitive.name in _TAKES else None
-        taken = None if dim is None else _TAKES[eqn.primitive.name](eqn, dim)
-        if dim is None or taken is None:
-            return None
-        n_parts, which = taken
+    def claims(self, eqn: Any) -> bool:
+        return self._taken(eqn) is not None
+
+    def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
+        taken = self._taken(eqn)
+        assert taken is not None, "it is claimed"
+        dim, (n_parts, which) = taken
+        parts = self._parts(plain(ins[0]), dim, n_parts)
         if which is None:
-            return lambda x, *_: [parts(x, dim, n_parts).reshape(eqn.outvars[0].aval.shape)]
-        return lambda x, *_: [jax.lax.index_in_dim(parts(x, dim, n_parts), i, dim, keepdims=False) for i in which]
+            return [parts.reshape(eqn.outvars[0].aval.shape)]
+        return [jax.lax.index_in_dim(parts, i, dim, keepdims=False) for i in which]
 
-    return change
+    def _taken(self, eqn: Any) -> "tuple[int, _Taken] | None":
+        dim = self.dims.get(eqn.invars[0]) if eqn.primitive.name in _TAKES else None
+        taken = None if dim is None else _TAKES[eqn.primitive.name](eqn, dim)
+        return None if dim is None or taken is None else (dim, taken)
+
+    def _parts(self, x: jax.Array, dim: int, n_parts: int) -> jax.Array:
+        """Several slices of one value share its exchange."""
+        found = self.made.get((id(x), n_parts))
+        if found is None:  # `x` is kept, or another could get its id
+            found = self.made[id(x), n_parts] = (x, _exchange(x, dim, n_parts, self.mesh))
+        return found[1]
 
 
 def _exchange(x: jax.Array, dim: int, n_parts: int, mesh: Mesh) -> jax.Array:
@@ -72,7 +82,7 @@ def _exchange(x: jax.Array, dim: int, n_parts: int, mesh: Mesh) -> jax.Array:
     n_shards = mesh.shape[MODEL]
     again = math.lcm(n_parts, n_shards)
 
-    def turn(unit: Any) -> Any:
+    def round_of(unit: Any) -> Any:
         """The round in which a unit travels: no two units of a shard, and no two to one shard, have the same.
 
         Those of a shard follow each other; those to a shard are `n_shards` apart, and meet the same remainder of `n_parts`
@@ -80,19 +90,19 @@ def _exchange(x: jax.Array, dim: int, n_parts: int, mesh: Mesh) -> jax.Array:
         """
         return (unit + unit // again) % n_parts
 
-    units = [(unit // n_parts, unit % n_shards, turn(unit)) for unit in range(n_parts * n_shards)]
+    units = [(unit // n_parts, unit % n_shards, round_of(unit)) for unit in range(n_parts * n_shards)]
 
     def exchange(x: jax.Array) -> jax.Array:
         shard = jax.lax.axis_index(MODEL)
         held = x.reshape(*x.shape[:dim], n_parts, -1, *x.shape[dim + 1 :])
         came = []
         for i in range(n_parts):
-            slot = (i - shard * n_parts // again) % n_parts  # whose turn it is
+            slot = (i - shard * n_parts // again) % n_parts  # of the unit that travels in this round
             pairs = [(source, target) for source, target, its in units if its == i]
             came.append(jax.lax.ppermute(jax.lax.dynamic_index_in_dim(held, slot, dim), MODEL, pairs))
         rounds = jnp.concatenate(came, dim)
-        turns = [turn(part * n_shards + shard) for part in range(n_parts)]
-        return jnp.concatenate([jax.lax.dynamic_index_in_dim(rounds, its, dim) for its in turns], dim)
+        order = [round_of(part * n_shards + shard) for part in range(n_parts)]
+        return jnp.concatenate([jax.lax.dynamic_index_in_dim(rounds, its, dim) for its in order], dim)
 
     before, after = P(*[None] * dim, MODEL), P(*[None] * dim, None, MODEL)
     return jax.shard_map(exchange, mesh=mesh, in_specs=before, out_specs=after, axis_names={MODEL})(x)

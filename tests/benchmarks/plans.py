@@ -57,7 +57,7 @@ from redeqx.partition import _plan
 from redeqx.partition._dataflow import order
 from redeqx.partition._plan import Plan
 from redeqx.partition._rules import Split
-from redeqx.tracing._jaxprs import Trace
+from redeqx.tracing import Trace
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.models.families._case import collect

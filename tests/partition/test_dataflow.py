@@ -18,7 +18,7 @@ from redeqx.compiled import _hlo
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.nn._stack import Stack
 from redeqx.partition._dataflow import order
-from redeqx.tracing._jaxprs import Trace
+from redeqx.tracing import Trace
 
 D, F, SEQ = _structures.D, _structures.F, _structures.SEQ
 

@@ -17,7 +17,7 @@ import redeqx
 from redeqx.machine._mesh import make_mesh
 from redeqx.partition._dataflow import SMALL
 from redeqx.partition._plan import make_plan
-from redeqx.tracing._jaxprs import Trace
+from redeqx.tracing import Trace
 
 D, F, SEQ, ROWS = 32, 64, 4, 16
 MODELS = {}

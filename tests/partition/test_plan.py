@@ -19,7 +19,7 @@ from redeqx.machine._mesh import make_mesh
 from redeqx.models import lora
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.partition._plan import MIN_FSDP_SIZE, make_plan, mark_read, place, shardings_like
-from redeqx.tracing._jaxprs import Trace
+from redeqx.tracing import Trace
 
 KEY = jax.random.key(0)
 M, F = "model", "fsdp"

@@ -19,7 +19,8 @@ from redeqx.compiled import _hlo as hlo
 from redeqx.machine._mesh import make_mesh, split_rows
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.partition._plan import make_plan
-from redeqx.transforms._gather import Home, gather_at_use
+from redeqx.tracing import transformed
+from redeqx.transforms import GatherAtUse, Shardings
 
 MESHES = {"fsdp=8": (1, 8), "data=2, fsdp=2, model=2": (2, 2)}  # n_model_shards, n_fsdp_shards
 BATCH, D, LAYERS = 16, 16, 3
@@ -27,11 +28,16 @@ BATCH, D, LAYERS = 16, 16, 3
 QUICK = {"xla_backend_optimization_level": "0"}
 
 
+def gather_at_use(fn, homes):
+    """`fn` with each array of its first argument gathered where it is used."""
+    return transformed(fn, [GatherAtUse(homes)])
+
+
 def home(shape, mesh, n_stacked=0):
     """The last two dims split over model and fsdp; a vector over fsdp; stacked dims not at all."""
     lives = P(*[None] * (len(shape) - 2), "model", "fsdp") if len(shape) - n_stacked > 1 else P(*[None] * n_stacked, "fsdp")
     used = P(*(None if axis == "fsdp" else axis for axis in lives))
-    return Home(NamedSharding(mesh, lives), NamedSharding(mesh, used))
+    return Shardings(NamedSharding(mesh, lives), NamedSharding(mesh, used))
 
 
 def draw(shapes):
@@ -324,7 +330,7 @@ def test_values_and_gradients_are_those_of_the_plain_function(name, mesh_name):
     mesh = make_mesh(*MESHES[mesh_name])
     homes = [home(shape, mesh, n_stacked=int(shape[0] == LAYERS)) for shape in shapes]
     gathered = jax.value_and_grad(gather_at_use(loss_of(fn), homes))
-    placed = [jax.device_put(weight, home.lives) for weight, home in zip(weights, homes, strict=True)]
+    placed = [jax.device_put(weight, home.storage) for weight, home in zip(weights, homes, strict=True)]
     got = jax.jit(gathered, compiler_options=QUICK)(placed, jax.device_put(x, split_rows(mesh)))
     jax.effects_barrier()
 
@@ -375,7 +381,7 @@ def test_one_gather_a_pass_and_one_reduction_for_each_weight_and_none_of_activat
     mesh = make_mesh(*MESHES[mesh_name])
     lead = (LAYERS,) if loss is scanned_loss else ()
     shape, lives = (*lead, 4 * WIDTH, WIDTH), NamedSharding(mesh, P(*[None] * len(lead), "model", "fsdp"))
-    one = Home(lives, NamedSharding(mesh, P(*[None] * len(lead), "model", None)))
+    one = Shardings(lives, NamedSharding(mesh, P(*[None] * len(lead), "model", None)))
     n = N_WEIGHTS if lead else N_WEIGHTS * LAYERS
     weights = [jax.ShapeDtypeStruct((WIDTH,), jnp.float32), *[jax.ShapeDtypeStruct(shape, jnp.float32, sharding=lives)] * n]
     x = jax.ShapeDtypeStruct((ROWS, SEQ, WIDTH), jnp.float32, sharding=split_rows(mesh))
@@ -414,7 +420,7 @@ def test_gpt2_is_gathered_again_in_the_backward_pass_and_its_tied_embedding_once
     names, treedef = list(plan.leaves), jax.tree.structure(arrays)
     lives = [plan.sharding(name) for name in names]
     used = [NamedSharding(mesh, plan.spec_in_use(name)) for name in names]
-    homes = [Home(*pair) if pair[0] != pair[1] else None for pair in zip(lives, used, strict=True)]
+    homes = [Shardings(*pair) if pair[0] != pair[1] else None for pair in zip(lives, used, strict=True)]
 
     def loss(weights, ids):
         model = eqx.combine(jax.tree.unflatten(treedef, weights), static)
@@ -481,7 +487,7 @@ def test_a_while_loop_gathers_layer_by_layer():
 
         return jax.lax.while_loop(lambda carry: jnp.abs(carry[1]).max() < 1e3, step, (0, x))[1]
 
-    weights = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=one.lives)] * 2
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=one.storage)] * 2
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=split_rows(mesh))
     compiled = jax.jit(gather_at_use(loop, [one, one]), compiler_options=QUICK).lower(weights, x).compile()
     gathers = [c for c in hlo.collectives(compiled.as_text()) if c.kind == "all-gather"]
@@ -495,8 +501,8 @@ def test_only_the_branch_that_is_taken_gathers():
     def branch(weights, x):
         return jax.lax.cond(x.sum() > 0, lambda x: x @ weights[0], lambda x: x @ weights[1] + 1, x).sum()
 
-    weights = [jax.ShapeDtypeStruct(UP, jnp.float32, sharding=one.lives)] * 2
-    x = jax.ShapeDtypeStruct((BATCH, D), jnp.float32, sharding=split_rows(one.lives.mesh))
+    weights = [jax.ShapeDtypeStruct(UP, jnp.float32, sharding=one.storage)] * 2
+    x = jax.ShapeDtypeStruct((BATCH, D), jnp.float32, sharding=split_rows(one.storage.mesh))
     step = jax.jit(gather_at_use(branch, [one, one]), compiler_options=QUICK)
     gathers = [c for c in hlo.collectives(step.lower(weights, x).compile().as_text()) if c.kind == "all-gather"]
     of_weights = [c for c in gathers if sorted(c.shape) == sorted(UP)]
@@ -551,12 +557,11 @@ def test_an_exception_in_the_loss_keeps_its_frame():
     assert "users_loss" in {frame.name for frame in traceback.extract_tb(raised.tb)}
 
 
-def test_with_nothing_to_gather_the_function_itself_is_returned():
+def test_without_rules_the_function_itself_is_returned():
     def loss(weights, x):
         return x
 
-    assert gather_at_use(loss, [None, None]) is loss
-    assert gather_at_use(loss, []) is loss
+    assert transformed(loss, []) is loss
 
 
 # --- what goes in and comes out -----------------------------------------------------------------------------------------
@@ -578,7 +583,7 @@ def test_outputs_keep_their_structure_and_weights_may_be_among_them():
 def test_a_part_of_a_split_dim_is_cut_from_the_gathered_weight():
     """5 rows of a table whose rows are split over 8 devices: no sharding of 5 rows there is."""
     mesh = make_mesh(1, 8)
-    table = Home(NamedSharding(mesh, P("fsdp", None)), NamedSharding(mesh, P(None, None)))
+    table = Shardings(NamedSharding(mesh, P("fsdp", None)), NamedSharding(mesh, P(None, None)))
     gathered = gather_at_use(lambda weights, x: jax.jit(jnp.sum)(weights[0][:5]) + x.sum(), [table])
     weights, x = draw([(64, D)])
     np.testing.assert_allclose(jax.jit(gathered)(weights, x), weights[0][:5].sum() + x.sum(), rtol=1e-5)
@@ -593,7 +598,7 @@ def test_a_part_of_a_split_dim_is_cut_from_the_gathered_weight():
 )
 def test_the_home_of_a_view(dims, lives, used):
     view = home(MATRIX, make_mesh(2, 2)).of_view(dims)
-    assert (view.lives.spec, view.used.spec) == (lives, used)
+    assert (view.storage.spec, view.compute.spec) == (lives, used)
 
 
 def test_a_view_without_a_split_dim_has_no_home():

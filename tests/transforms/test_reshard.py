@@ -8,9 +8,14 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from redeqx.compiled import _hlo
 from redeqx.machine._mesh import make_mesh
-from redeqx.transforms._reshard import exchange_parts
+from redeqx.tracing import transformed
+from redeqx.transforms import Reshard
 
 ROWS, IN, PART = 8, 8, 16
+
+
+def resharded(fn, splits, mesh):
+    return transformed(fn, [Reshard(splits, mesh)])
 
 
 def by_split(y, k):
@@ -82,7 +87,7 @@ def test_values_and_gradients_stay(k, n_shards, take, around):
     mesh, weights, x = sharded(k, n_shards)
     fn = function(take, k, AROUND[around])
     expected = jax.jit(jax.value_and_grad(fn))(jax.tree.map(np.asarray, weights), np.asarray(x))
-    found = jax.jit(jax.value_and_grad(exchange_parts(fn, [0, 0], mesh)))(weights, x)
+    found = jax.jit(jax.value_and_grad(resharded(fn, [0, 0], mesh)))(weights, x)
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
@@ -94,7 +99,7 @@ def test_values_and_gradients_stay(k, n_shards, take, around):
 def test_parts_move_once_each_way(k, n_shards, take):
     """Each of `k` permutes, forward and backward, sends one unit: a part's share of a shard."""
     mesh, weights, x = sharded(k, n_shards)
-    step = jax.jit(jax.grad(exchange_parts(function(take, k), [0, 0], mesh)))
+    step = jax.jit(jax.grad(resharded(function(take, k), [0, 0], mesh)))
     moves = [c for c in _hlo.collectives(step.lower(weights, x).compile().as_text()) if "model" in c.axes(mesh)]
     unit = ROWS * n_shards // 8 * PART // n_shards * 4
     assert [(c.kind, c.bytes) for c in moves] == [("collective-permute", unit)] * (2 * k)
@@ -112,11 +117,12 @@ def test_parts_move_once_each_way(k, n_shards, take):
 def test_what_are_no_equal_parts_is_left_alone(take, why):
     mesh, weights, x = sharded(2, 4)
     fn = lambda weights, x: sum(jnp.square(part).sum() for part in take(x @ weights[0].T + weights[1], 2))  # noqa: E731
-    changed = exchange_parts(fn, [0, 0], mesh)
+    changed = resharded(fn, [0, 0], mesh)
     assert "shard_map" not in str(jax.make_jaxpr(changed)(weights, x)), why
     np.testing.assert_allclose(jax.jit(fn)(weights, x), jax.jit(changed)(weights, x), rtol=1e-6)
 
 
 def test_nothing_is_changed_without_a_model_axis():
-    fn = function(by_split, 2)
-    assert exchange_parts(fn, [0, 0], make_mesh()) is fn
+    mesh, weights, x = sharded(2, 1)
+    traced = jax.make_jaxpr(function(by_split, 2))(weights, x)
+    assert Reshard([0, 0], mesh).of(traced) is None

@@ -1,0 +1,162 @@
+"""A jaxpr at the place where it is called: what makes each value, what reads it, and which values are known beforehand.
+
+A value that depends on no input of the traced function is a constant: a causal mask, positions, a scale. It is one also
+inside a jit, a branch or a loop that takes it as an operand. Nothing is computed before it is asked for.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend import core as jex
+
+from ._inner import Inner, called, insides, run
+
+MAX_KNOWN = 2**22  # elements of a value that is computed beforehand
+
+
+@dataclass(frozen=True)
+class Known:
+    """An input whose value is known.
+
+    **Arguments:**
+
+    - `value`: an array.
+    - `sources`: names for where it comes from; none for a constant.
+    """
+
+    value: Any
+    sources: frozenset[str] = frozenset()
+
+
+@dataclass(eq=False)
+class Body:
+    """A closed jaxpr at one place of a traced function.
+
+    **Arguments:**
+
+    - `inputs`: for each of its inputs what is known of it: a `Known`, or an atom of the body around it; None for nothing.
+    - `around`: the body whose equation has this one inside.
+    """
+
+    closed: Any
+    inputs: Sequence[Any] = ()
+    around: "Body | None" = None
+    _inner: dict[tuple[int, int], tuple[Any, "Body"]] = field(default_factory=dict, repr=False)
+    _sources: dict[Any, frozenset[str] | None] | None = field(default=None, repr=False)
+    _values: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def eqns(self) -> Sequence[Any]:
+        return self.closed.jaxpr.eqns
+
+    @cached_property
+    def _producers(self) -> Mapping[Any, Any]:
+        return {var: eqn for eqn in self.eqns for var in eqn.outvars}
+
+    @cached_property
+    def _readers(self) -> Mapping[Any, list[Any]]:
+        readers: dict[Any, list[Any]] = {}
+        for eqn in self.eqns:
+            for atom in {id(atom): atom for atom in eqn.invars if not isinstance(atom, jex.Literal)}.values():
+                readers.setdefault(atom, []).append(eqn)
+        for atom in self.closed.jaxpr.outvars:
+            if not isinstance(atom, jex.Literal):
+                readers.setdefault(atom, []).append(None)
+        return readers
+
+    def producer(self, atom: Any) -> Any | None:
+        """The equation whose output an atom is; None for inputs, constants and literals."""
+        return None if isinstance(atom, jex.Literal) else self._producers.get(atom)
+
+    def readers(self, var: Any) -> Sequence[Any]:
+        """The equations that read a value; None stands for the jaxpr's outputs."""
+        return self._readers.get(var, ())
+
+    def inside(self, eqn: Any, index: int = 0) -> "Body":
+        """The body of one of the jaxprs inside an equation, in the order of `insides`."""
+        key = (id(eqn), index)
+        if key not in self._inner:
+            inner: Inner = insides(eqn)[index]
+            atoms = [eqn.invars[i] if kind == "same" else None for i, kind in zip(inner.operands, inner.kinds, strict=True)]
+            self._inner[key] = (eqn, Body(inner.closed, atoms, self))  # kept, or another equation could get its id
+        return self._inner[key][1]
+
+    # --- what is known -------------------------------------------------------------------------------------------------
+
+    def sources(self, atom: Any) -> frozenset[str] | None:
+        """Where a value that can be computed beforehand comes from: nothing for a constant. None for any other value."""
+        if isinstance(atom, jex.Literal):
+            return frozenset()
+        if self._sources is None:
+            self._find_sources()
+        assert self._sources is not None
+        return self._sources.get(atom)
+
+    def is_constant(self, atom: Any) -> bool:
+        """Whether a value depends on no input of the traced function."""
+        return self.sources(atom) == frozenset()
+
+    def value(self, atom: Any) -> Any | None:
+        """A value that can be computed beforehand, as an array; None for any other."""
+        if isinstance(atom, jex.Literal):
+            return atom.val
+        if self.sources(atom) is None:
+            return None
+        needed: set[int] = set()
+        todo = [atom]
+        while todo:  # no recursion: a chain of equations may be longer than Python's stack
+            eqn = self._producers.get(todo.pop())
+            if eqn is not None and id(eqn) not in needed and not all(var in self._values for var in eqn.outvars):
+                needed.add(id(eqn))
+                if called(eqn) is None:  # the body of a call looks for those operands that it needs
+                    todo += [operand for operand in eqn.invars if not isinstance(operand, jex.Literal)]
+        for eqn in self.eqns:
+            if id(eqn) in needed:
+                self._values.update(zip(eqn.outvars, self._outputs(eqn), strict=True))
+        return self._values[atom] if atom in self._values else self._input(atom)
+
+    def _outputs(self, eqn: Any) -> list[Any]:
+        if called(eqn) is not None:
+            inner = self.inside(eqn)
+            return [inner.value(atom) for atom in inner.closed.jaxpr.outvars]
+        with jax.ensure_compile_time_eval():
+            return run(eqn, [self.value(atom) for atom in eqn.invars])
+
+    def _input(self, var: Any) -> Any:
+        """The value of an input, or of an array that the jaxpr is closed over."""
+        jaxpr = self.closed.jaxpr
+        if var in jaxpr.constvars:
+            return self.closed.consts[jaxpr.constvars.index(var)]
+        known = self.inputs[jaxpr.invars.index(var)]
+        if isinstance(known, Known):
+            return known.value
+        assert self.around is not None
+        return self.around.value(known)
+
+    def _find_sources(self) -> None:
+        """Filled in the order of the equations: the body of a call asks this one for operands, which are found by then."""
+        jaxpr = self.closed.jaxpr
+        found = self._sources = dict[Any, frozenset[str] | None]()
+        for var, const in zip(jaxpr.constvars, self.closed.consts, strict=True):
+            found[var] = None if isinstance(const, Tracer) else frozenset()
+        for var, known in zip(jaxpr.invars, self.inputs, strict=False):
+            if isinstance(known, Known):
+                found[var] = known.sources
+            elif known is not None:
+                assert self.around is not None
+                found[var] = self.around.sources(known)
+        for eqn in self.eqns:
+            if called(eqn) is not None:
+                inner = self.inside(eqn)
+                found.update(zip(eqn.outvars, map(inner.sources, inner.closed.jaxpr.outvars), strict=True))
+                continue
+            ins = [self.sources(atom) for atom in eqn.invars]
+            size = max((math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars), default=0)
+            if eqn.effects or size > MAX_KNOWN or any(of is None for of in ins):
+                continue
+            found.update(dict.fromkeys(eqn.outvars, frozenset().union(*(of for of in ins if of))))

@@ -1,0 +1,39 @@
+"""What a jaxpr takes: floating point operations of its matmuls and convolutions."""
+
+import math
+from collections import Counter
+from typing import Any
+
+from ._inner import all_inside
+
+
+def matmul_flops(jaxpr: Any) -> Counter[str]:
+    """Floating point operations of a jaxpr's matmuls and convolutions, by the dtype of their inputs.
+
+    A multiplication and its addition are two. Loops of unknown length count once, of branches the longest.
+    """
+    flops: Counter[str] = Counter()
+    for eqn in jaxpr.eqns:
+        if (of_product := product_flops(eqn)) is not None:
+            flops[str(eqn.invars[0].aval.dtype)] += of_product
+            continue
+        inner = [matmul_flops(found.jaxpr) for found in all_inside(eqn)]
+        if eqn.primitive.name == "cond":
+            inner = [max(inner, key=lambda of: of.total(), default=Counter())]
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for of in inner:
+            flops.update({dtype: n * times for dtype, n in of.items()})
+    return flops
+
+
+def product_flops(eqn: Any) -> int | None:
+    """Floating point operations of an equation that is a matmul or a convolution; None of any other."""
+    if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+        return None
+    lhs, rhs = (var.aval for var in eqn.invars)
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        terms = math.prod(lhs.shape[dim] for dim in contracted)
+    else:  # a kernel's elements for each of its output features
+        terms = math.prod(rhs.shape) // rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * terms

@@ -1,0 +1,88 @@
+"""A function of a model, traced abstractly: its jaxpr, and which of the model's leaves its outputs depend on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.extend import core as jex
+from jaxtyping import PyTree
+
+from .._tree import is_array_like, named_leaves
+from ._inner import called, insides, scan_counts
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A function of a model, traced abstractly: no array is made.
+
+    **Arguments:**
+
+    - `names`, `leaves`: of the model's arrays, which are the first inputs of `closed`.
+    - `closed`: the jaxpr.
+    """
+
+    names: tuple[str, ...]
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    closed: Any
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], model: PyTree, *args: PyTree) -> "Trace":
+        """`fn(model, *args)`, of arrays or their shapes."""
+        arrays, static = eqx.partition(model, is_array_like)
+        leaves, treedef = jax.tree.flatten(arrays)
+        shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+
+        def of_leaves(leaves: tuple[Any, ...], *args: PyTree) -> Any:
+            return fn(eqx.combine(jax.tree.unflatten(treedef, leaves), static), *args)
+
+        return cls(tuple(named_leaves(arrays)), shapes, jax.make_jaxpr(of_leaves)(shapes, *args))
+
+    def reads(self) -> dict[str, bool]:
+        """For each leaf, whether the outputs' gradient can depend on it.
+
+        An inside that is not followed (`while`, `cond`) counts as reading all it gets.
+        """
+        live = _live_inputs(self.closed.jaxpr, [True] * len(self.closed.jaxpr.outvars), {})
+        return dict(zip(self.names, live, strict=False))
+
+
+# Of each jaxpr, which inputs are live where some outputs are: a loop's body is followed once for each set of live outputs,
+# however deep it lies in other loops.
+_Memo = dict[tuple[int, tuple[bool, ...]], list[bool]]
+
+
+def _live_inputs(jaxpr: Any, live_outputs: Sequence[bool], memo: _Memo) -> list[bool]:
+    """Which inputs of a jaxpr some live output depends on, from the last equation to the first."""
+    key = (id(jaxpr), tuple(live_outputs))
+    if key in memo:
+        return memo[key]
+    live = {v for v, alive in zip(jaxpr.outvars, live_outputs, strict=True) if alive and not isinstance(v, jex.Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        outs = [var in live for var in eqn.outvars]
+        if not any(outs) or eqn.primitive.name == "stop_gradient":
+            continue
+        inner = called(eqn)
+        if eqn.primitive.name == "scan":
+            reads = _live_inputs_of_scan(eqn, outs, memo)
+        elif inner is not None:
+            reads = _live_inputs(inner.jaxpr, outs, memo)
+        else:
+            reads = [True] * len(eqn.invars)
+        live.update(v for v, read in zip(eqn.invars, reads, strict=True) if read and not isinstance(v, jex.Literal))
+    memo[key] = [var in live for var in jaxpr.invars]
+    return memo[key]
+
+
+def _live_inputs_of_scan(eqn: Any, live_outputs: Sequence[bool], memo: _Memo) -> list[bool]:
+    """As `_live_inputs`: what one iteration reads of its carry, the iteration before must have made."""
+    (body,), (n_consts, n_carry) = insides(eqn), scan_counts(eqn)
+    carry, stacked = list(live_outputs[:n_carry]), live_outputs[n_carry:]
+    while True:
+        reads = _live_inputs(body.closed.jaxpr, [*carry, *stacked], memo)
+        consts, read, slices = reads[:n_consts], reads[n_consts : n_consts + n_carry], reads[n_consts + n_carry :]
+        grown = [alive or is_read for alive, is_read in zip(carry, read, strict=True)]
+        if grown == carry:
+            return [*consts, *carry, *slices]
+        carry = grown

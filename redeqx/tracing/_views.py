@@ -1,0 +1,68 @@
+"""Views: equations whose output is their first operand seen otherwise. One table says which dim is which."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Dims = Sequence[int | None]
+
+
+def view(eqn: Any) -> Dims | None:
+    """For each dim of a view's output, the dim of the first operand that it is; None for a dim that is new or cut.
+
+    None alone where the equation is no view: it computes something, or mixes dims, as most reshapes do.
+    """
+    dims = _TABLE.get(eqn.primitive.name)
+    return None if dims is None else dims(eqn)
+
+
+def repeats(eqn: Any) -> bool:
+    """Whether the output has more entries than the first operand, as a real broadcast has."""
+    return math.prod(eqn.outvars[0].aval.shape) > math.prod(eqn.invars[0].aval.shape)
+
+
+def _same(eqn: Any) -> Dims:
+    return range(len(eqn.outvars[0].aval.shape))
+
+
+def _broadcast(eqn: Any) -> Dims | None:
+    if len(eqn.invars) > 1:  # a shape that is computed
+        return None
+    to = [int(dim) for dim in eqn.params["broadcast_dimensions"]]
+    return [to.index(dim) if dim in to else None for dim in range(len(eqn.params["shape"]))]
+
+
+def _squeezed(eqn: Any) -> Dims:
+    n = len(eqn.invars[0].aval.shape)
+    removed = {dim % n for dim in eqn.params["dimensions"]}
+    return [dim for dim in range(n) if dim not in removed]
+
+
+def _reshaped(eqn: Any) -> Dims | None:
+    """Only reshapes that add or drop dims of size 1."""
+    before, after = eqn.invars[0].aval.shape, eqn.params["new_sizes"]
+    if len(eqn.invars) > 1 or [n for n in before if n != 1] != [n for n in after if n != 1]:
+        return None
+    kept = iter([dim for dim, size in enumerate(before) if size != 1])
+    return [None if size == 1 else next(kept) for size in after]
+
+
+def _sliced(eqn: Any) -> Dims:
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return [dim if size == before[dim] else None for dim, size in enumerate(after)]
+
+
+_TABLE: dict[str, Callable[[Any], Dims | None]] = {
+    "convert_element_type": _same,
+    "copy": _same,
+    "reduce_precision": _same,
+    "sharding_constraint": _same,
+    "stop_gradient": _same,
+    "transpose": lambda eqn: [int(dim) for dim in eqn.params["permutation"]],
+    "squeeze": _squeezed,
+    "expand_dims": _broadcast,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshaped,
+    "slice": _sliced,
+    "dynamic_slice": _sliced,
+}

@@ -1,0 +1,507 @@
+"""A traced function computed under rules: wherever equations are, once each, in the order of the rules."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from redeqx.machine import make_mesh
+from redeqx.tracing import Body, Group, Rule, Tag, Tagged, matmul_flops, plain, run, transformed, view
+from redeqx.transforms import FindLoops, FixGroupedConvolutions, GatherAtUse, KeepEverything, RematLoops, Reshard, Shardings
+
+
+@dataclass(frozen=True)
+class Replace(Rule):
+    """Computes each equation of a primitive by a function, and counts what it is asked."""
+
+    name: str
+    compute: Any = None
+    asked: Counter = field(default_factory=Counter)
+
+    def claims(self, eqn):
+        self.asked["claims"] += 1
+        return eqn.primitive.name == self.name
+
+    def __call__(self, eqn, ins, site):
+        self.asked["calls"] += 1
+        return None if self.compute is None else [self.compute(*ins)]
+
+
+def deep(weights, x):
+    """Sines in a scan in a jit, in a branch, in a while loop and its condition, and in a remat."""
+
+    def layer(x, w):
+        return jnp.sin(x @ w), None
+
+    x = jax.jit(lambda x: jax.lax.scan(layer, x, weights)[0])(x)
+    x = jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
+    x = jax.lax.while_loop(lambda c: c[0] < 2 * jnp.sin(1.0), lambda c: (c[0] + 1, jnp.sin(c[1])), (0.0, x))[1]
+    return {"out": jax.checkpoint(jnp.sin)(x)}
+
+
+def test_equations_are_changed_wherever_they_are():
+    weights, x = jnp.linspace(0.1, 0.9, 3 * 16).reshape(3, 4, 4), jnp.ones((2, 4))
+
+    def by_hand(weights, x):
+        for w in weights:
+            x = 2 * (x @ w)
+        return 2 * 2**4 * (2 * x)  # the branch, four rounds of the loop (to 2 * 2), the remat
+
+    changed = transformed(deep, [Replace("sin", lambda x: 2 * x)])(weights, x)
+    assert jnp.allclose(changed["out"], by_hand(weights, x))
+    assert jnp.array_equal(transformed(deep, [Replace("sin")])(weights, x)["out"], deep(weights, x)["out"])
+
+
+def test_a_rule_stands_around_the_rules_after_it():
+    @dataclass(frozen=True)
+    class Around(Rule):
+        factor: float
+
+        def claims(self, eqn):
+            return eqn.primitive.name == "sin"
+
+        def __call__(self, eqn, ins, site):
+            return [1 + self.factor * out for out in site.rest(eqn, ins)]
+
+    rules = [Around(2.0), Around(3.0), Replace("sin", lambda x: 10 * x)]
+    assert transformed(jnp.sin, rules)(1.0) == 1 + 2 * (1 + 3 * 10)
+    assert transformed(jnp.sin, rules[::-1])(1.0) == 10
+
+
+def test_a_rule_knows_what_it_is_inside_of():
+    seen = []
+
+    class Note(Rule):
+        def claims(self, eqn):
+            return eqn.primitive.name == "sin"
+
+        def __call__(self, eqn, ins, site):
+            seen.append(site.around)
+
+    jax.eval_shape(transformed(deep, [Note()]), jnp.ones((3, 4, 4)), jnp.ones((2, 4)))
+    assert seen == [("jit", "scan"), ("cond",), ("while",), ("while",), ("remat2",)] or seen == [
+        ("jit", "scan"), ("cond",), ("while",), ("while",), ("checkpoint",)
+    ]  # fmt: skip
+
+
+# --- tags -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scaled(Tag):
+    """The value is meant twice as large, which is put off until something computes with it."""
+
+    def release(self, value):
+        return 2 * value
+
+    def enter(self, value, place):
+        return (2 * value, None) if place.kind == "carry" else (value, self)
+
+
+@dataclass(frozen=True)
+class PutOff(Rule):
+    """The first input is scaled as late as possible."""
+
+    releases: list = field(default_factory=list)
+    follows: ClassVar = Scaled
+
+    def tag(self, args):
+        return [Tagged(args[0], Scaled()), *args[1:]]
+
+    def __call__(self, eqn, ins, site):
+        if not isinstance(ins[0], Tagged) or view(eqn) is None:
+            self.releases.append((eqn.primitive.name, site.around))
+            return None
+        return [Tagged(run(eqn, [ins[0].value, *map(plain, ins[1:])])[0], Scaled())]
+
+
+TAGGED = {
+    "views": lambda w, x: x @ w.T[:, :3].astype(jnp.float32),
+    "jit": lambda w, x: jax.jit(lambda w, x: x @ w)(w.T, x),
+    "scan's constant": lambda w, x: jax.lax.scan(lambda x, _: (x @ w, None), x, length=2)[0],
+    "scan's slice": lambda w, x: jax.lax.scan(lambda x, row: (x * row, None), x, w)[0],
+    "scan's carry": lambda w, x: jax.lax.scan(lambda w, _: (w @ w, None), w, length=2)[0],
+    "cond": lambda w, x: jax.lax.cond(x.sum() > 0, lambda w: x @ w, lambda w: x, w),
+    "while": lambda w, x: jax.lax.while_loop(lambda c: c[0] < w[0, 0] + 2, lambda c: (c[0] + 1, c[1] @ w), (0.0, x))[1],
+    "remat": lambda w, x: jax.checkpoint(lambda w, x: jnp.sin(x @ w))(w, x),
+    "custom_jvp": lambda w, x: jax.nn.relu(w) @ x.T,
+    "returned": lambda w, x: w,
+}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_tagged_value_is_released_where_it_is_used(name):
+    fn, w, x = TAGGED[name], jnp.linspace(-1, 1, 16).reshape(4, 4), jnp.linspace(0, 1, 8).reshape(2, 4)
+    rule = PutOff()
+    got = jax.jit(transformed(fn, [rule]))(w, x)
+    np.testing.assert_allclose(got, jax.jit(fn)(2 * w, x), rtol=1e-5)
+    if name in ("jit", "scan's constant", "scan's slice", "cond", "remat"):
+        assert any(primitive in ("dot_general", "mul") and around for primitive, around in rule.releases), "inside"
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Silu(Rule):
+    """`x * sigmoid(x)` by `jax.nn.silu`, times a factor that shows that it was."""
+
+    factor: float = 1.0
+    found: list = field(default_factory=list)
+
+    def groups(self, body):
+        for eqn in body.eqns:
+            if eqn.primitive.name != "mul":
+                continue
+            for x, gate in (eqn.invars, eqn.invars[::-1]):
+                inner = body.producer(gate)
+                if inner is not None and inner.primitive.name == "logistic" and inner.invars[0] is x:
+                    self.found.append(eqn)
+                    yield Group([inner, eqn], lambda read, x=x: [self.factor * jax.nn.silu(read(x))])
+
+
+def gate(x):
+    return x * jax.nn.sigmoid(x)
+
+
+def gate_in_a_jit(x):
+    return x * jax.jit(lambda x: jax.nn.sigmoid(x))(x)
+
+
+def scanned(fn):
+    return lambda x: jax.lax.scan(lambda total, row: (total + fn(row), None), jnp.zeros_like(x[0]), x)[0]
+
+
+AROUND = {
+    "plain": lambda fn: fn,
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "scan": scanned,
+    "remat": jax.checkpoint,
+    "scan of remat of jit": lambda fn: scanned(jax.checkpoint(jax.jit(fn))),
+    "cond": lambda fn: lambda x: jax.lax.cond(x.sum() > 1e6, lambda x: x, fn, x),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("fn", [gate, gate_in_a_jit])
+def test_a_group_is_computed_at_once_with_the_same_values_and_gradients(fn, name):
+    around = AROUND[name](fn)
+
+    def loss(x):
+        return jnp.sum(jnp.sin(around(x)))
+
+    x = jnp.linspace(-2, 2, 12).reshape(3, 4)
+    expected = jax.value_and_grad(loss)(x)
+    got = jax.jit(jax.value_and_grad(transformed(loss, [Silu()])))(x)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, expected)
+    assert "silu" in str(jax.make_jaxpr(transformed(loss, [Silu()]))(x))
+    assert abs(transformed(loss, [Silu(3.0)])(x) - expected[0]) > 1e-3, "it is what is computed"
+    assert got[1].dtype == expected[1].dtype
+
+
+def read_by_another(x):
+    s = jax.nn.sigmoid(x)
+    return x * s + s
+
+
+def returned(x):
+    s = jax.nn.sigmoid(x)
+    return x * s, s
+
+
+@pytest.mark.parametrize("fn", [read_by_another, returned, jax.jit(read_by_another), jax.checkpoint(returned)])
+def test_a_group_whose_inner_result_is_read_elsewhere_is_left_alone(fn):
+    x, rule = jnp.linspace(-2, 2, 4), Silu(3.0)
+    jax.tree.map(np.testing.assert_array_equal, transformed(fn, [rule])(x), fn(x))
+    assert rule.found
+
+
+def test_a_function_without_a_group_keeps_its_jits():
+    fn = jax.jit(lambda x: jnp.sin(x) * 2)
+    assert str(jax.make_jaxpr(transformed(fn, [Silu()]))(1.0)) == str(jax.make_jaxpr(fn)(1.0))
+
+
+@dataclass(frozen=True)
+class Softmax(Rule):
+    """A softmax between two products by one function, told whether its mask is the causal one."""
+
+    masks: list = field(default_factory=list)
+
+    def groups(self, body):
+        for eqn in body.eqns:
+            chain = [eqn]
+            for name in ("div", "exp", "sub", "select_n", "dot_general"):
+                made = [body.producer(atom) for atom in chain[-1].invars]
+                chain += [inner for inner in made if inner is not None and inner.primitive.name == name][:1]
+            if len(chain) < 6 or eqn.primitive.name != "dot_general":
+                continue
+            last = {id(eqn): i for i, eqn in enumerate(body.eqns)}
+            span = body.eqns[last[id(chain[-1])] : last[id(eqn)] + 1]
+            mask = body.value(chain[4].invars[0])
+            is_causal = mask is not None and bool((np.asarray(mask) == np.tril(np.ones(mask.shape, bool))).all())
+            self.masks.append(is_causal)
+            q, k = chain[-1].invars
+            v = next(atom for atom in eqn.invars if body.producer(atom) is None or atom not in chain[1].outvars)
+            mask = chain[4].invars[0]
+
+            def compute(read, q=q, k=k, v=v, mask=mask):
+                scores = jnp.where(read(mask), read(q) @ read(k).T, -1e9)
+                return [jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True)) @ read(v)]
+
+            yield Group([one for one in span if one.primitive.name != "transpose"], compute)
+
+
+def attend(q, k, v, mask):
+    return jax.nn.softmax(jnp.where(mask, jnp.einsum("th,sh->ts", q, k), -1e9), axis=-1) @ v
+
+
+def in_a_loop(q, k, v, mask):
+    return jax.lax.scan(lambda q, _: (jax.checkpoint(attend)(q, k, v, mask), None), q, length=2)[0]
+
+
+@pytest.mark.parametrize("fn", [attend, jax.jit(attend), in_a_loop])
+def test_a_mask_that_depends_on_no_input_is_known_where_it_is_used(fn):
+    q, k, v = (jnp.sin(jnp.arange(32.0).reshape(8, 4) + i) for i in range(3))
+    for mask, is_causal in ((lambda x: jnp.tril(jnp.ones((8, 8), bool)), True), (lambda x: x @ x.T < 1, False)):
+        rule = Softmax()
+
+        def loss(q, k, v, mask=mask):
+            return jnp.sum(fn(q, k, v, mask(q)) ** 2)
+
+        expected = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+        got = jax.jit(jax.value_and_grad(transformed(loss, [rule]), (0, 1, 2)))(q, k, v)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, expected)
+        assert set(rule.masks) == {is_causal}
+
+
+@dataclass(frozen=True)
+class AddTable(Rule):
+    """Adds a numpy array to each sine: a rule may close over arrays wherever it computes."""
+
+    def claims(self, eqn):
+        return eqn.primitive.name == "sin"
+
+    def __call__(self, eqn, ins, site):
+        table = np.linspace(0, 1, ins[0].size, dtype=np.float32).reshape(ins[0].shape)
+        return [out + jnp.asarray(table) for out in site.rest(eqn, ins)]
+
+
+def test_a_rule_may_close_over_arrays():
+    weights, x = jnp.linspace(0.1, 0.9, 3 * 16).reshape(3, 4, 4), jnp.ones((2, 4))
+    table = np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
+
+    def fn(weights, x):
+        x = jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.sin(x @ w), None)), x, weights)[0]
+        return jax.lax.cond(x.sum() > 1e6, lambda x: x, lambda x: jnp.sin(x), x).sum()
+
+    def by_hand(weights, x):
+        for w in weights:
+            x = jnp.sin(x @ w) + table
+        return (jnp.sin(x) + table).sum()
+
+    got, expected = (jax.jit(jax.value_and_grad(f))(weights, x) for f in (transformed(fn, [AddTable()]), by_hand))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), got, expected)
+
+
+# --- constants ------------------------------------------------------------------------------------------------------------
+
+
+def test_constants_are_known_across_the_borders_of_inner_jaxprs():
+    def fn(x):
+        mask = jnp.tril(jnp.ones((3, 3)))
+
+        def body(carry, row):
+            return jax.jit(lambda c, m, r: c * m + r)(carry, mask, row), None
+
+        return jax.lax.scan(body, x, jnp.arange(6.0).reshape(2, 1, 3))[0]
+
+    root = Body(jax.make_jaxpr(fn)(jnp.ones((3, 3))), [None])
+    scan = next(eqn for eqn in root.eqns if eqn.primitive.name == "scan")
+    in_scan = root.inside(scan)
+    jit = next(eqn for eqn in in_scan.eqns if eqn.primitive.name in ("jit", "pjit"))
+    in_jit = in_scan.inside(jit)
+    known = [in_jit.value(var) for var in in_jit.closed.jaxpr.invars]
+    of_mask = [value for value in known if value is not None]
+    assert len(known) == 3 and len(of_mask) == 1  # neither the carry nor a slice
+    np.testing.assert_array_equal(of_mask[0], np.tril(np.ones((3, 3))))
+    product, total = (next(eqn for eqn in in_jit.eqns if eqn.primitive.name == name) for name in ("mul", "add"))
+    assert not any(in_jit.is_constant(eqn.outvars[0]) for eqn in (product, total))
+
+
+def test_a_long_chain_of_constants_is_no_recursion():
+    def fn(x):
+        y = jnp.arange(2.0)
+        for _ in range(2000):
+            y = y + 1
+        return x + y
+
+    body = Body(jax.make_jaxpr(fn)(jnp.ones(2)), [None])
+    np.testing.assert_array_equal(body.value(body.eqns[-1].invars[1]), [2000, 2001])
+
+
+def test_what_is_large_has_effects_or_depends_on_an_input_is_no_constant():
+    def fn(x):
+        large = jnp.zeros((4096, 2048))
+        random = jax.pure_callback(lambda: np.zeros(2), jax.ShapeDtypeStruct((2,), np.float32))
+        jax.debug.print("{}", x)
+        return large.sum() + random + x
+
+    body = Body(jax.make_jaxpr(fn)(jnp.ones(2)), [None])
+    of = {eqn.primitive.name: eqn for eqn in body.eqns}
+    assert not body.is_constant(of["broadcast_in_dim"].outvars[0])
+    assert not any(body.is_constant(atom) for atom in body.closed.jaxpr.outvars)
+    assert body.value(of["reduce_sum"].outvars[0]) is None
+
+
+# --- one walk -------------------------------------------------------------------------------------------------------------
+
+
+def nested_scans(depth, x):
+    if depth == 0:
+        return jnp.sin(x)
+    return jax.lax.scan(lambda x, _: (nested_scans(depth - 1, x), None), x, length=2)[0]
+
+
+@pytest.mark.parametrize("depth", [2, 5])
+def test_a_body_is_walked_once_however_deep_it_is(depth):
+    rules = [Replace("sin"), Replace("sin")]
+    jax.make_jaxpr(transformed(partial(nested_scans, depth), rules))(1.0)
+    n_eqns = depth + 1  # a scan for each level, and the sine
+    for rule in rules:
+        assert rule.asked == {"claims": n_eqns, "calls": 1}
+
+
+def test_a_function_called_often_is_searched_once():
+    fn = jax.jit(lambda x: jnp.cos(x) * 2)
+
+    def calls(x):
+        for _ in range(10):
+            x = fn(x)
+        return jnp.sin(x)
+
+    rule = Replace("sin")
+    jax.make_jaxpr(transformed(calls, [rule]))(1.0)
+    assert rule.asked == {"claims": 10 + 2 + 1, "calls": 1}  # each call, the two equations inside once, the sine
+
+
+def test_the_function_is_traced_once_however_many_rules_there_are():
+    n_traces = 0
+
+    def fn(x):
+        nonlocal n_traces
+        n_traces += 1
+        return jnp.sin(x)
+
+    jax.jit(jax.grad(transformed(fn, [Replace("sin"), Replace("cos"), Silu(), KeepEverything()]))).lower(1.0)
+    assert n_traces == 1
+
+
+# --- the rules of the library, all together -------------------------------------------------------------------------------
+
+
+def scanned_loss(weights, x):
+    return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0])
+
+
+def rematted_loss(weights, x):
+    return jnp.sum(jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), x, weights)[0])
+
+
+def test_loops_recompute_and_remats_keep_with_the_same_gradients(x64):
+    weights, x = jnp.linspace(-1, 1, 3 * 64).reshape(3, 8, 8), jnp.linspace(0, 1, 16).reshape(2, 8)
+    expected = jax.grad(scanned_loss)(weights, x)
+    again, kept = transformed(scanned_loss, [RematLoops()]), transformed(rematted_loss, [KeepEverything()])
+    for fn in (again, kept):
+        assert jnp.allclose(jax.grad(fn)(weights, x), expected, rtol=1e-6)
+    forward = 3 * 2 * 2 * 8 * 8
+    flops = {fn: matmul_flops(jax.make_jaxpr(jax.grad(fn))(weights, x).jaxpr).total() for fn in (scanned_loss, again, kept)}
+    assert flops == {scanned_loss: 3 * forward, again: 4 * forward, kept: 3 * forward}
+    # What recomputes already is left as it is.
+    assert str(jax.make_jaxpr(transformed(rematted_loss, [RematLoops()]))(weights, x)) == str(
+        jax.make_jaxpr(rematted_loss)(weights, x)
+    )
+
+
+def constants(weights, x):
+    """Outputs that are literals of the jaxpr: of the function's own, of a jit, a remat, a branch and a loop's carry."""
+    w, bias = weights
+    y = jnp.sin(x @ w + bias).reshape(len(x), 2, -1).sum(1)  # equal parts of what the model axis splits
+    made = (y.sum(), True, 2.5, np.float16(3), np.int8(4), jnp.zeros((), jnp.bfloat16), 7)
+    kept = {"jit": jax.jit(lambda y: (y, True, 1.0))(y), "remat": jax.checkpoint(lambda y: (jnp.sin(y), False, 1))(y)}
+    kept["cond"] = jax.lax.cond(y.sum() > 0, lambda y: (y, True, 1.0), lambda y: (2 * y, True, 1.0), y)
+    begin = (x @ w, jnp.zeros((), jnp.bool_), 1.0, jnp.float16(2))
+
+    def body(carry, _):
+        return (jnp.sin(carry[0][:, :8] @ w), True, 2.0, jnp.float16(1)), None
+
+    kept["scan"] = jax.lax.scan(body, begin, length=2)[0]
+    return made, kept
+
+
+def test_the_loops_that_keep_what_they_read_are_found():
+    found = []
+    weights, x = jnp.ones((3, 8, 8)), jnp.ones((2, 8))
+
+    def both(weights, x):
+        nested = jax.lax.scan(lambda x, _: (jax.jit(scanned_loss)(weights, x) + x, None), x, length=2)[0]
+        return rematted_loss(weights, nested)
+
+    jax.make_jaxpr(transformed(both, [FindLoops(found.append)]))(weights, x)
+    assert [eqn.params["length"] for eqn in found] == [2, 3]  # the outer one, the one in it; not the one with a remat
+
+
+def test_loops_inside_of_one_that_recomputes_are_left_as_they_are():
+    def inner(x, _):
+        return jax.lax.scan(lambda x, _: (jnp.sin(x), None), x, length=2)
+
+    def fn(x):
+        return jax.lax.scan(inner, x, length=3)[0]
+
+    text = str(jax.make_jaxpr(transformed(fn, [RematLoops()]))(1.0))
+    assert text.count("checkpoint") + text.count("remat") == 1
+    assert jnp.allclose(jax.grad(transformed(fn, [RematLoops()]))(1.0), jax.grad(fn)(1.0))
+
+
+def gather_of(n_model_shards, n_fsdp_shards):
+    mesh = make_mesh(n_model_shards, n_fsdp_shards)
+    specs = ((P(None, "fsdp"), P(None, None)), (P("fsdp"), P(None)))
+    return GatherAtUse([Shardings(*(NamedSharding(mesh, spec) for spec in pair)) for pair in specs])
+
+
+REWRITTEN = {
+    "replaced": lambda: [Replace("sin", jnp.sin)],
+    "nothing replaced": lambda: [Replace("tan")],
+    "grouped convolutions": lambda: [FixGroupedConvolutions(make_mesh(4))],
+    "parts": lambda: [Reshard([1, 0], make_mesh(4))],
+    "no parts": lambda: [Reshard([None, None], make_mesh(4))],
+    "gather": lambda: [gather_of(1, 8)],
+    "recomputed": lambda: [RematLoops()],
+    "kept": lambda: [KeepEverything()],
+    "all": lambda: [KeepEverything(), gather_of(2, 2), Replace("sin", jnp.sin), Reshard([1, 0], make_mesh(2, 2))],
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_constant_outputs_are_arrays_of_their_own_type(name):
+    """Also weak types, which a loop's carry must keep."""
+    weights, x = (jnp.linspace(-1, 1, 8 * 16).reshape(8, 16), jnp.ones(16)), jnp.linspace(0, 1, 64).reshape(8, 8)
+    assert any("True" in str(var) for var in jax.make_jaxpr(constants)(weights, x).jaxpr.outvars), "literals"
+    seen = []
+
+    def taken(weights, x):
+        outs = transformed(constants, REWRITTEN[name]())(weights, x)
+        seen.extend(jax.tree.leaves(outs))
+        return outs
+
+    got, expected = jax.jit(taken)(weights, x), jax.jit(constants)(weights, x)
+    assert all(isinstance(leaf, jax.Array) for leaf in seen)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,139 @@
+"""Which leaves a traced function reads, whatever its equations are wrapped in."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from redeqx.tracing import Trace, _trace, matmul_flops
+
+X = jnp.ones(4)
+
+
+def add_used(used, unused):
+    """Reads the first alone, though it is given both."""
+    del unused
+    return used.sum()
+
+
+def scanned(used, unused):
+    def body(total, layer):
+        return total + layer[0].sum(), layer[1] * 2
+
+    return jax.lax.scan(body, 0.0, (used, unused))[0]
+
+
+def scanned_constants(used, unused):
+    return jax.lax.scan(lambda x, _: ((x + used) * 0.5, unused), X, length=3)[0].sum()
+
+
+def scanned_carry(used, unused):
+    """`used` reaches what is returned only in the second and third iteration."""
+    return jax.lax.scan(lambda c, _: ((c[1], c[2], c[2], c[3] * 2), None), (X, X, used, unused), length=3)[0][0].sum()
+
+
+@jax.custom_jvp
+def with_jvp(used, unused):
+    del unused
+    return used.sum()
+
+
+with_jvp.defjvps(lambda d, *_: d.sum(), lambda d, *_: d.sum())
+
+
+@jax.custom_vjp
+def with_vjp(used, unused):
+    del unused
+    return used.sum()
+
+
+with_vjp.defvjp(lambda used, unused: (used.sum(), None), lambda _, g: (g * X, g * X))
+
+FOLLOWED = {
+    "as it is": add_used,
+    "jit": jax.jit(add_used),
+    "jit in jit": jax.jit(lambda a, b: jax.jit(add_used)(a, b)),
+    "remat": jax.checkpoint(lambda a, b: add_used(jnp.sin(a), b)),
+    "vmap": lambda a, b: jax.vmap(add_used)(a, b).sum(),
+    "scan": scanned,
+    "scan's constants": scanned_constants,
+    "scan's carry": scanned_carry,
+    "custom_jvp": with_jvp,
+    "custom_vjp": with_vjp,
+    "a result thrown away": lambda a, b: jax.jit(lambda a, b: (a.sum(), jnp.exp(b)))(a, b)[0],
+    "stop_gradient": lambda a, b: a.sum() + jax.lax.stop_gradient(b).sum(),
+    "a print": lambda a, b: (jax.debug.print("{}", b), a.sum())[1],
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_leaf_that_is_only_handed_on_is_not_read(name):
+    fn = FOLLOWED[name]
+    trace = Trace.of(lambda model, scale: fn(*model) * scale, (X, X), 2.0)
+    assert trace.reads() == {"0": True, "1": False}
+
+
+NOT_FOLLOWED = {
+    "cond": lambda a, b: jax.lax.cond(True, lambda a, b: a.sum(), lambda a, b: 0.0, a, b),
+    "while": lambda a, b: jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, c[1] * 2, c[2] * 2), (0, a, b))[
+        1
+    ].sum(),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FOLLOWED)
+def test_what_is_not_followed_counts_as_reading(name):
+    fn = NOT_FOLLOWED[name]
+    assert Trace.of(lambda model: fn(*model), (X, X)).reads() == {"0": True, "1": True}
+
+
+def test_shapes_are_enough_and_every_output_counts():
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def fn(model, batch):
+        return {"a": model["a"], "b": jnp.dot(model["b"], batch["x"])}
+
+    trace = Trace.of(fn, {"a": shape, "b": shape, "c": shape, "name": "not an array"}, {"x": shape})
+    assert trace.reads() == {"a": True, "b": True, "c": False}
+    assert trace.leaves == (shape, shape, shape)
+
+
+def test_a_loop_in_loops_is_followed_once_for_each_set_of_live_outputs(monkeypatch):
+    """Not once for each iteration of the fixed point around it, which would be exponential in the depth."""
+    n_calls = 0
+    live_inputs = _trace._live_inputs
+
+    def counted(jaxpr, live_outputs, memo):
+        nonlocal n_calls
+        n_calls += (id(jaxpr), tuple(live_outputs)) not in memo
+        return live_inputs(jaxpr, live_outputs, memo)
+
+    monkeypatch.setattr(_trace, "_live_inputs", counted)
+    trace = Trace.of(nested(5), (X, X))
+    assert trace.reads() == {"0": True, "1": False}
+    assert n_calls <= 1 + 2 * 5
+
+
+def nested(depth):
+    """Scans in scans, each of which hands its carry on in the next iteration alone."""
+
+    def level(n, carry):
+        if n == 0:
+            return (carry[1], carry[1] * 2, carry[2])
+        return jax.lax.scan(lambda c, _: (level(n - 1, c), None), carry, length=2)[0]
+
+    return lambda model: level(depth, (jnp.zeros(4), model[0], model[1]))[0].sum()
+
+
+def test_flops_of_matmuls_and_convolutions_by_dtype():
+    def fn(a, b, image, kernel):
+        matmul = jnp.einsum("bij,bjk->bik", a, b)
+        conv = jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", feature_group_count=2)
+        branch = jax.lax.cond(matmul.sum() > 0, lambda a: a @ a.mT, lambda a: a[..., :4] @ a[..., :4].mT, a)
+        return matmul, conv, branch
+
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (
+        ((2, 3, 5), "bfloat16"), ((2, 5, 7), "bfloat16"), ((1, 4, 8, 8), "float32"), ((6, 2, 3, 3), "float32")
+    )]  # fmt: skip
+    flops = matmul_flops(jax.make_jaxpr(fn)(*shapes).jaxpr)
+    longest = 2 * 2 * 3 * 3 * 5
+    assert flops == {"bfloat16": 2 * 2 * 3 * 7 * 5 + longest, "float32": 2 * (6 * 8 * 8) * (2 * 3 * 3)}
