@@ -107,6 +107,12 @@ RUNS = (
         "public {test_accuracy_public:.2%}",
         "-",
     ),
+    Run(
+        "adversarial_training",
+        "distance {test_distance:.2f}, real {test_real_distance:.2f}, rarest digit {test_rarest_share:.1%}",
+        "<= 1.5 x real, each digit >= 3 %",
+        lambda s: s["test_distance"] <= 1.5 * s["test_real_distance"] and s["test_rarest_share"] >= 0.03,
+    ),
     Run("bring_your_own", "accuracy {test_accuracy:.2%}", "-"),
 )
 

@@ -57,5 +57,8 @@ def test_it_runs_an_example_and_says_whether_it_got_there(tmp_path, capsys):
 
 
 def test_an_unknown_example_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"`names`: expected some of bring_your_own, .*text_to_text, got meta_lerning\."):
+    with pytest.raises(
+        ValueError,
+        match=r"`names`: expected some of adversarial_training, .*text_to_text, got meta_lerning\.",
+    ):
         main(Args(("meta_lerning",), Path(tmp_path)))

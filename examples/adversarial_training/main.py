@@ -1,0 +1,129 @@
+"""Adversarial training: a generator draws digits, a critic tells them from real ones; two models and optimizers in one run.
+
+    python -m examples.adversarial_training
+
+A Wasserstein GAN with a gradient penalty (arXiv:1704.00028). Both models are fields of one module and both losses are one
+sum: `stop_gradient` gives each model the gradient of its own loss, and `optax.multi_transform` gives each its own optimizer,
+the generator's only at every `n_critic_steps`-th step. So the run is sharded, checkpointed and resumed as any other.
+
+2 CPU cores, 2 minutes beside other work: drawings are at 1.37 from the nearest training digit on average, real test digits
+at 1.09; a support vector machine sees every digit among them, the rarest in 7.5 % (10 % would be even).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import redeqx
+
+from .._images import digits, draw_grid, read_classes
+from .judge import judge
+
+
+@dataclass(frozen=True)
+class Args:
+    data: Path | None = None  # A folder with a subfolder of images a class. scikit-learn's digits by default.
+    image_size: int = 16  # Pixels to which the images of `--data` are resized, both ways. Digits are 8 x 8.
+    pretrained: Path | None = None  # A checkpoint folder of an earlier run to begin from.
+    workdir: Path = Path("workdir/adversarial_training")  # For metrics, checkpoints and the picture. A run resumes from it.
+    latent_size: int = 16
+    width: int = 256
+    n_critic_steps: int = 4  # Steps of the critic to one of the generator.
+    penalty: float = 1.0  # Weight of the squared distance of the critic's slope from 1.
+    n_epochs: int = 400
+    batch_size: int = 128  # Examples of one update, over all devices.
+    learning_rate: float = 5e-4
+    n_samples: int = 360  # Drawings that are judged in the end.
+    n_model_shards: int = 1  # Devices that share each layer.
+    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
+    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    seed: int = 0
+
+
+class Pair(eqx.Module):
+    generator: eqx.nn.MLP
+    critic: eqx.nn.MLP
+    shape: tuple[int, ...] = eqx.field(static=True)  # of an image: channels, height, width
+    latent_size: int = eqx.field(static=True)
+
+    def __init__(self, shape: tuple[int, ...], latent_size: int, width: int, *, key: jax.Array):
+        keys = jax.random.split(key)
+        size = int(np.prod(shape))
+        self.generator = eqx.nn.MLP(latent_size, size, width, 2, final_activation=jax.nn.sigmoid, key=keys[0])
+        self.critic = eqx.nn.MLP(size, "scalar", width, 2, activation=jax.nn.leaky_relu, key=keys[1])
+        self.shape, self.latent_size = shape, latent_size
+
+
+def collate_fn(examples: list[tuple[np.ndarray, int]]) -> dict[str, np.ndarray]:
+    return {"images": np.stack([image.ravel() for image, _ in examples])}
+
+
+def fixed(model: eqx.Module) -> eqx.Module:
+    """The model as a constant: no gradient reaches its weights."""
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    return eqx.combine(jax.lax.stop_gradient(arrays), rest)
+
+
+def loss_fn(pair: Pair, batch: dict[str, jax.Array], key: jax.Array, *, penalty: float) -> redeqx.Loss:
+    """What both models learn from a batch: the critic's loss and the generator's, of the same drawings."""
+
+    def losses(real: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        latent_key, mix_key = jax.random.split(key)
+        drawn = pair.generator(jax.random.normal(latent_key, (pair.latent_size,)))
+        fake = jax.lax.stop_gradient(drawn)
+        between = fake + jax.random.uniform(mix_key) * (real - fake)
+        slope = jnp.sqrt(jnp.sum(jax.grad(pair.critic)(between) ** 2) + 1e-12)
+        gap = pair.critic(real) - pair.critic(fake)  # at its largest the distance between the two distributions
+        return penalty * (slope - 1) ** 2 - gap, -fixed(pair.critic)(drawn)
+
+    n = len(batch["images"])
+    critic, generator = jax.vmap(losses)(batch["images"], jax.random.split(key, n))
+    return redeqx.Loss((critic + generator).sum(), n, {"critic_loss": critic.sum(), "generator_loss": generator.sum()})
+
+
+def pred_fn(pair: Pair, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+    """A drawing for each row, in 0 to 1; of the batch only the number of rows is read."""
+    latents = jax.random.normal(key, (len(batch["images"]), pair.latent_size))
+    return jax.vmap(pair.generator)(latents).reshape(-1, *pair.shape)
+
+
+def make_optimizer(args: Args) -> optax.GradientTransformation:
+    adam = optax.adam(args.learning_rate, b1=0.5, b2=0.9)
+
+    def is_due(step: Any) -> Any:
+        return step % args.n_critic_steps == args.n_critic_steps - 1
+
+    def owner(params: Pair) -> Pair:
+        """For each leaf the field of the pair that it is in."""
+        return jax.tree_util.tree_map_with_path(lambda path, _: path[0].name, params)
+
+    return optax.multi_transform({"critic": adam, "generator": optax.conditionally_mask(adam, is_due)}, owner)
+
+
+def main(args: Args) -> dict[str, float]:
+    deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
+    if args.data is None:
+        train, _, test = digits()
+    else:
+        train = test = read_classes(args.data, size=args.image_size)[0]
+    pair = Pair(train[0][0].shape, args.latent_size, args.width, key=deployer.next_key())
+    trainer = redeqx.Trainer(
+        deployer, model=pair, optimizer=make_optimizer(args), collate_fn=collate_fn,
+        loss_fn=eqx.Partial(loss_fn, penalty=args.penalty),
+    )  # fmt: skip
+    if args.pretrained is not None:
+        trainer.load_ckpt(args.pretrained, load_opt_states=False)
+    trainer.fit(train, batch_size=args.batch_size, n_epochs=args.n_epochs, drop_remainder=True)
+    predictor = trainer.get_default_predictor(pred_fn)
+    drawn = predictor.predict(train[: args.n_samples], batch_size=args.batch_size)
+    draw_grid(args.workdir / "drawings.png", drawn[:64], [""] * 64, heading="drawn by the generator")
+    scores = judge(np.stack(drawn), train, test)
+    deployer.log_info(str(scores), title=str(args.workdir / "drawings.png"))
+    deployer.log_metrics(scores, trainer.step)
+    return scores

@@ -1,0 +1,76 @@
+"""Two models and two optimizers in one run: who learns when, and that neither reaches the other's weights."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.adversarial_training.judge import judge
+from examples.adversarial_training.main import Args, Pair, collate_fn, fixed, loss_fn, make_optimizer
+from tests.examples._run import run_example
+
+TINY = ("--n-epochs", 3, "--batch-size", 128, "--width", 32, "--n-critic-steps", 2, "--n-samples", 64)
+
+
+@pytest.fixture
+def pair():
+    return Pair((1, 4, 4), 3, 8, key=jax.random.key(0))
+
+
+def batch_of(n):
+    images = np.random.default_rng(0).random((n, 1, 4, 4), np.float32)
+    return collate_fn([(image, 0) for image in images])
+
+
+def test_each_model_gets_the_gradient_of_its_own_loss(pair):
+    batch, key = batch_of(6), jax.random.key(1)
+
+    def loss_of(name, pair):
+        loss = loss_fn(pair, batch, key, penalty=2.0)
+        return loss.metrics[name] / loss.weight
+
+    def mean(pair):
+        loss = loss_fn(pair, batch, key, penalty=2.0)
+        return loss.total / loss.weight
+
+    both = eqx.filter_grad(mean)(pair)
+    critic = eqx.filter_grad(lambda pair: loss_of("critic_loss", pair))(pair)
+    generator = eqx.filter_grad(lambda pair: loss_of("generator_loss", pair))(pair)
+    for grads, own, other in ((critic, "critic", "generator"), (generator, "generator", "critic")):
+        for a, b in zip(jax.tree.leaves(getattr(grads, own)), jax.tree.leaves(getattr(both, own)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        assert all(jnp.all(leaf == 0) for leaf in jax.tree.leaves(getattr(grads, other)))
+
+
+def test_the_generator_learns_at_every_nth_step_only(pair):
+    optimizer = make_optimizer(Args(n_critic_steps=3))
+    params = eqx.filter(pair, eqx.is_inexact_array)
+    state = optimizer.init(params)
+    learnt = []
+    for _ in range(7):
+        updates, state = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+        learnt.append([any(jnp.any(u != 0) for u in jax.tree.leaves(getattr(updates, n))) for n in ("critic", "generator")])
+    assert learnt == [[True, i % 3 == 2] for i in range(7)]
+
+
+def test_a_fixed_model_computes_the_same(pair):
+    image = jnp.ones(16)
+    assert fixed(pair.critic)(image) == pair.critic(image)
+
+
+def test_the_judge_knows_real_images_from_one_repeated():
+    rng = np.random.default_rng(0)
+    images = [(label + 0.01 * rng.random((1, 2, 2), np.float32), label) for label in (0, 1) * 8]
+    real = judge(np.stack([image for image, _ in images]), images, images)
+    assert real["test_distance"] == 0 and real["test_rarest_share"] == 0.5 == real["test_even_share"]
+    assert judge(np.stack([images[0][0]] * 4), images, images)["test_rarest_share"] == 0
+
+
+def test_it_runs_on_a_mesh(tmp_path):
+    outcome = run_example("adversarial_training", *TINY, workdir=tmp_path)
+    assert "data=2 x fsdp=1 x model=2" in outcome.output
+    assert len(outcome.series("critic_loss")) == len(outcome.series("generator_loss")) == 27
+    assert outcome.series("critic_loss")[-1] < outcome.series("critic_loss")[0]
+    assert (tmp_path / "drawings.png").read_bytes().startswith(b"\x89PNG")
+    assert {"test_distance", "test_real_distance", "test_rarest_share"} <= outcome.metrics[-1].keys()
