@@ -1,6 +1,6 @@
-"""Checkpoints: folders of safetensors files, written so that a crash leaves the old one or the new one.
+"""Checkpoints: folders of safetensors files. A crash leaves the old checkpoint or the new one, both complete.
 
-Owns the format, the manifest, the writing by one or many processes, the reading of slices, and the lock of a folder. Knows
+Owns the format, the manifest, writing by one or several processes, reading of slices, and the lock of a folder. Knows
 nothing of steps, losses or optimizers. Open `_manager.py` first.
 """
 

@@ -1,9 +1,8 @@
-"""The crc32 of a file that is written in pieces, in any order and by several processes.
+"""The crc32 of a file that several processes write in pieces, in any order.
 
-But for what it starts with, crc32 is linear: the checksum of a file is the exclusive or of what each of its pieces
-contributes, had the rest been zeros. So every process sums up what it writes, and nothing is read back.
-
-Zeros after a piece turn its checksum by a matrix of bits, as in zlib's `crc32_combine`.
+Apart from its initial value, crc32 is linear: the checksum of a file is the exclusive or of what each piece contributes,
+that is, of the checksum of a file that has this piece and zeros elsewhere. So each process sums up what it writes, and
+nothing is read back. Zeros multiply a checksum by a power of x, as in zlib's `crc32_combine`.
 """
 
 import zlib
@@ -16,10 +15,7 @@ _CHUNK = 2**24  # bytes read at once
 
 
 class Crc32:
-    """What some pieces of a file contribute to its checksum.
-
-    Pieces are added in the order of their offsets.
-    """
+    """The contribution of some pieces of a file to its checksum. Add the pieces in the order of their offsets."""
 
     def __init__(self):
         self._register = 0
@@ -33,13 +29,13 @@ class Crc32:
         self._stop = offset + len(data)
 
     def contribution(self, size: int) -> int:
-        """To a file of `size` bytes."""
+        """The contribution to the checksum of a file of `size` bytes."""
         assert size >= self._stop, "a file ends after its pieces"
         return _past_zeros(self._register, size - self._stop)
 
 
 def crc32_of_range(path: Path, start: int, stop: int) -> Crc32:
-    """What the bytes `[start, stop)` of a file contribute; each is read once, in order. Raises OSError."""
+    """The contribution of the bytes `[start, stop)` of a file; reads each byte once, in order. Raises OSError."""
     crc32 = Crc32()
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
@@ -50,7 +46,7 @@ def crc32_of_range(path: Path, start: int, stop: int) -> Crc32:
 
 
 def crc32_of(contributions: list[int], size: int) -> int:
-    """The checksum of a file of `size` bytes, as `zlib.crc32` has it, from what all its pieces contribute."""
+    """The checksum of a file of `size` bytes, as `zlib.crc32` computes it, from the contributions of all its pieces."""
     total = _past_zeros(_ONES, size)
     for contribution in contributions:
         total ^= contribution
@@ -58,7 +54,7 @@ def crc32_of(contributions: list[int], size: int) -> int:
 
 
 def _past_zeros(register: int, n_bytes: int) -> int:
-    """A register after that many zero bytes."""
+    """The register after that many zero bytes."""
     if not register or not n_bytes:
         return register
     a, b, c, d = _tables(n_bytes)
@@ -67,39 +63,35 @@ def _past_zeros(register: int, n_bytes: int) -> int:
 
 @lru_cache(maxsize=256)  # the gaps between the rows of a shard are all alike
 def _tables(n_bytes: int) -> tuple[list[int], ...]:
-    """What that many zeros make of each of a register's four bytes."""
-    columns = [1 << bit for bit in range(32)]
-    power = 0
-    while n_bytes >> power:
-        if n_bytes >> power & 1:
-            step = _power(power)
-            columns = [_times(step, column) for column in columns]
-        power += 1
+    """For each of a register's four bytes, what that many zeros make of its 256 values."""
+    factor = _x_to(8 * n_bytes)
+    products = [_times(factor, 1 << bit) for bit in range(32)]
     tables = []
     for byte in range(4):
         table = [0]
-        for column in columns[8 * byte : 8 * byte + 8]:
-            table += [entry ^ column for entry in table]
+        for product in products[8 * byte : 8 * byte + 8]:
+            table += [entry ^ product for entry in table]
         tables.append(table)
     return tuple(tables)
 
 
-@lru_cache(maxsize=64)
-def _power(power: int) -> tuple[int, ...]:
-    """The columns of the matrix for `2**power` zero bytes."""
-    if power == 0:
-        columns = (_POLYNOMIAL, *(1 << bit for bit in range(31)))  # one zero bit
-        for _ in range(3):
-            columns = tuple(_times(columns, column) for column in columns)
-        return columns
-    half = _power(power - 1)
-    return tuple(_times(half, column) for column in half)
+# A register is a polynomial over GF(2), modulo that of crc32; its highest bit is the coefficient of x**0. A zero bit
+# multiplies it by x.
 
 
-def _times(columns: tuple[int, ...], vector: int) -> int:
+def _times(a: int, b: int) -> int:
     product = 0
-    while vector:
-        lowest = vector & -vector
-        product ^= columns[lowest.bit_length() - 1]
-        vector ^= lowest
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
     return product
+
+
+def _x_to(power: int) -> int:
+    result, square = 1 << 31, 1 << 30
+    while power:
+        if power & 1:
+            result = _times(result, square)
+        square, power = _times(square, square), power >> 1
+    return result

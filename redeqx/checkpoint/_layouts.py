@@ -1,14 +1,12 @@
-"""How the processes of a run write the files of a checkpoint, and which way their file system allows.
+"""The files of a checkpoint, how the processes of a run write them, and which way their file system supports.
 
-In place: one file a tree, of which each process writes its own shards. That takes a folder that all of them see, and writes
-at any position of a file. Where one of the two is missing, a file each: every array whole in the file of one process,
-written from the first byte to the last, and an index of which array is where.
+In place: one file for each tree, into which each process writes its own shards. This needs a folder that all processes
+share, and writes at any position of a file. Without one of the two, a file each: one process writes an array completely,
+into a file of its own, from the first byte to the last; an index says which array is in which file.
 """
 
 import contextlib
-import json
 import os
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,31 +14,32 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed import Peers
+from ._manifest import write_json
 from ._reader import INDEX
 from ._safetensors import Writer, file_size, tensors_size, write_tensors
 from ._shards import gathered, own_blocks, owners
 
-_SLOT = 16  # bytes of the probe a process
+_SLOT = 16  # bytes of the probe file for each process
 
 
 @dataclass(frozen=True)
-class Ways:
-    """What a folder allows.
+class Capabilities:
+    """What the file system of a folder supports.
 
     **Arguments:**
 
-    - `is_shared`: whether all processes see the same.
-    - `in_place`: whether they can write into one file, each at its own place.
+    - `is_shared`: whether all processes see the same folder.
+    - `in_place`: whether they can write into one file, each at its own positions.
     """
 
     is_shared: bool = True
     in_place: bool = True
 
 
-def probe(path: Path, peers: Peers) -> Ways:
-    """What the folder of a path allows: the processes try it together, with a file there that is removed again.
+def probe(path: Path, peers: Peers) -> Capabilities:
+    """Test the folder of a path: the processes write a file of that path together, and remove it again.
 
-    Raises OSError where that cannot be written at all.
+    Raises OSError if it cannot be written at all.
     """
     try:
         peers.together("probe made", lambda: path.write_bytes(bytes(_SLOT * peers.n)), alone=True)
@@ -50,11 +49,11 @@ def probe(path: Path, peers: Peers) -> Ways:
             path.unlink(missing_ok=True)
 
 
-def _marked(path: Path, peers: Peers) -> Ways:
-    """What marks show that each process leaves in a file that process 0 has made."""
+def _marked(path: Path, peers: Peers) -> Capabilities:
+    """The capabilities that show when each process writes its mark into a file that process 0 has created."""
     is_shared = all(peers.gather("probe seen", path.exists()))
     if is_shared:
-        with contextlib.suppress(OSError):  # what is not there in the end tells
+        with contextlib.suppress(OSError):  # the mark is missing in the end
             fd = os.open(path, os.O_WRONLY)
             try:
                 os.pwrite(fd, _mark(peers.index), peers.index * _SLOT)
@@ -64,7 +63,7 @@ def _marked(path: Path, peers: Peers) -> Ways:
     peers.gather("probe marked")
     marks = b"".join(map(_mark, range(peers.n)))
     in_place = is_shared and peers.index == 0 and path.read_bytes() == marks
-    return Ways(is_shared, peers.gather("probe read", in_place)[0])
+    return Capabilities(is_shared, peers.gather("probe read", in_place)[0])
 
 
 def _mark(index: int) -> bytes:
@@ -72,30 +71,30 @@ def _mark(index: int) -> bytes:
 
 
 class Layout(ABC):
-    """The files of one checkpoint, and this process's part in writing them; all processes go through it together.
+    """The files of one checkpoint, and how this process helps to write them. All processes make the same calls.
 
     **Arguments:**
 
     - `trees`: the arrays of each tree by name, and the dtype to which its floating arrays are cast.
     """
 
-    size: int  # bytes that will be on the disk that this process sees
+    size: int  # bytes on the disk that this process sees
 
     @abstractmethod
     def copy(self) -> None:
-        """Copy what this process writes to the host, so that the device's arrays may go."""
+        """Copy what this process writes to the host, so that the arrays on the device may be deleted."""
 
     @abstractmethod
     def create(self, folder: Path) -> None:
-        """Prepare the files: before any `write`, and once a folder."""
+        """Prepare the files: once for each folder, before any `write`."""
 
     @abstractmethod
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write this process's part, and fsync; returns what `finish` needs to know of it, as JSON."""
+        """Write this process's arrays, and fsync; returns what `finish` needs, as JSON."""
 
     @abstractmethod
     def finish(self, folder: Path, written: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-        """Complete the files, once a folder; returns `{"size": bytes, "crc32": checksum}` of each by its name.
+        """Complete the files, once for each folder; returns `{"size": bytes, "crc32": checksum}` by the file's name.
 
         **Arguments:**
 
@@ -104,7 +103,7 @@ class Layout(ABC):
 
 
 class InPlace(Layout):
-    """One file a tree."""
+    """One file for each tree."""
 
     def __init__(self, trees: Mapping[str, tuple[Mapping[str, Any], Any]]):
         self._files = {f"{kind}.safetensors": Writer(leaves, dtype) for kind, (leaves, dtype) in trees.items()}
@@ -129,7 +128,7 @@ class InPlace(Layout):
 
 
 class FileEach(Layout):
-    """A file a tree of each process, with an index a tree where there are several."""
+    """A file for each tree and process; an index for each tree with several files."""
 
     def __init__(self, trees: Mapping[str, tuple[Mapping[str, Any], Any]], index: int, is_shared: bool):
         self._trees, self._index = trees, index
@@ -162,16 +161,11 @@ class FileEach(Layout):
                 continue
             where = {name: self._file(kind, owner) for name, owner in sorted(self._owners[kind].items())}
             fields = {"metadata": {"total_size": tensors_size(leaves, dtype)}, "weight_map": where}
-            text = json.dumps(fields, indent=1).encode()
-            with open(folder / f"{kind}{INDEX}", "wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            sums[f"{kind}{INDEX}"] = {"size": len(text), "crc32": zlib.crc32(text)}
+            sums[f"{kind}{INDEX}"] = write_json(folder / f"{kind}{INDEX}", fields)
         return sums
 
     def _writers(self, kind: str) -> list[int]:
-        """The processes that have a file of that tree."""
+        """The processes that write a file of that tree."""
         return sorted(set(self._owners[kind].values())) or [0]
 
     def _file(self, kind: str, index: int) -> str:

@@ -1,13 +1,13 @@
-"""One run at a time writes into a folder: a file beside it says which process does.
+"""The lock of a folder, into which one run at a time writes: a file beside it names the process.
 
     workdir/ckpts.lock        {"host": "a", "pid": 71, "started": "1712", "machine": "...", "since": "2026-01-31 12:00:00"}
 
-The file is created only where there is none. Its owner touches it every few seconds, and deletes it at the end. One that an
-ended process has left is taken over: at once on the same machine, where processes can be looked up; else once it has not
-been touched for `STALE` seconds by this host's own clock, so that clocks need not agree. NFS knows all three operations. An
-owner that was frozen for longer finds its file taken, and writes no more.
+The owner creates the file exclusively, touches it every few seconds, and deletes it at the end. A file that a process has
+left behind is taken over: at once on the same machine, where processes can be looked up; elsewhere after `STALE` seconds
+without a touch. Those are measured by this host's clock alone, so clocks need not agree. NFS supports all three operations.
+An owner that was frozen for longer finds the lock taken over, and stops writing.
 
-Where the file system refuses the file, there is no lock: whatever is wrong with it shows when a checkpoint is written.
+If the file system refuses the file, there is no lock: writing a checkpoint then shows what is wrong with it.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from typing import Any
 from ..errors import brief_name
 
 BEAT = 5.0  # seconds between two touches
-STALE = 30.0  # seconds without one, after which an owner on another machine counts as gone
-GRACE = 2.0  # seconds in which an owner on this machine may still be ending
+STALE = 30.0  # seconds without a touch after which an owner on another machine counts as gone
+GRACE = 2.0  # seconds that an owner on this machine has to end
 _MOST = 4096  # bytes of a lock that are read
 _MOST_TRIES = 5
 
@@ -36,14 +36,14 @@ class LockedError(ValueError):
 
 
 class Lock:
-    """A folder of checkpoints that this process writes into, until `release`, or the end of the process."""
+    """Reserves a folder of checkpoints for this process, until `release` or the end of the process."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None] = lambda text: None):
-        """Raises LockedError where another process that is alive holds it; may wait for `STALE` seconds, and says so."""
+    def __init__(self, folder: Path, log: Callable[[str], None] = lambda text: None):
+        """Raises LockedError if another process holds the lock. It may wait up to `STALE` seconds, and logs that it does."""
         self.path = folder.with_name(f"{folder.name}.lock")
-        self._folder, self._say = folder, say
+        self._folder, self._log = folder, log
         self._me = _this_process()
-        self._fd: int | None = None  # -1 where the file system refuses the file
+        self._fd: int | None = None  # -1 if the file system refuses the file
         self._finalizer: Callable[[], Any] | None = None
         ended = threading.Event()
         for _ in range(_MOST_TRIES):
@@ -63,12 +63,12 @@ class Lock:
         self._finalizer = weakref.finalize(self, _release, self.path, self._fd, self._me, ended)
 
     def release(self) -> None:
-        """Let others write into the folder."""
+        """Let other runs write into the folder."""
         if self._finalizer is not None:
             self._finalizer()
 
     def check(self) -> None:
-        """Raise OSError where another run has taken the folder over, as this process was frozen for long."""
+        """Raise OSError if another run has taken the folder over while this process was frozen."""
         owner = None if self._fd == -1 else _read(self.path)
         if owner is not None and owner[0] != self._me:
             why = f"expected a folder that is this run's own, got one that {_name(owner[0])} has taken over since. Leave it"
@@ -81,7 +81,7 @@ class Lock:
         )
 
     def _take_over(self) -> None:
-        """Remove the lock of a process that has ended. Raises LockedError for one that has not."""
+        """Remove the lock of a process that has ended. Raises LockedError if it has not."""
         found = _read(self.path)
         if found is None:
             return
@@ -95,7 +95,7 @@ class Lock:
                 if _read(self.path) is None:
                     return
         else:
-            self._say(f"{self._folder}: {_name(owner)} wrote here; waiting up to {STALE:g} s to see whether it still does")
+            self._log(f"{self._folder}: {_name(owner)} wrote here; waiting up to {STALE:g} s to see whether it still does")
             until = time.monotonic() + STALE
             while time.monotonic() < until:
                 time.sleep(min(0.5, STALE / 10))
@@ -103,7 +103,7 @@ class Lock:
                     return
                 if now != (owner, touched):
                     raise self._refusal(now[0])
-        # Moved first: of several that take it over only one moves it. Whoever moved a newer one puts it back.
+        # Renamed first: of several processes that take it over only one succeeds. One that renamed a newer lock restores it.
         aside = self.path.with_name(f"{self.path.name}.{self._me['pid']}.{time.time_ns()}")
         with contextlib.suppress(OSError):
             os.rename(self.path, aside)
@@ -114,9 +114,9 @@ class Lock:
 
 
 def _name(owner: dict[str, Any]) -> str:
-    """Who that is, for a message."""
-    said = {name: brief_name(str(owner.get(name, "unknown"))) for name in ("pid", "host", "since")}
-    return f"process {said['pid']} on {said['host']} (since {said['since']} UTC)"
+    """The owner, for a message."""
+    shown = {name: brief_name(str(owner.get(name, "unknown"))) for name in ("pid", "host", "since")}
+    return f"process {shown['pid']} on {shown['host']} (since {shown['since']} UTC)"
 
 
 def _release(path: Path, fd: int, me: dict[str, Any], ended: threading.Event) -> None:
@@ -137,15 +137,15 @@ def _beat(fd: int, ended: threading.Event) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], int] | None:
-    """What a lock says, and when it was touched by the file server's clock; None where there is none."""
+    """The owner in a lock, and its last touch by the file server's clock; None if there is no lock."""
     try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opened each time: NFS then asks its server
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening it makes NFS ask its server
     except OSError:
         return None
     touched, owner = 0, {}
     try:
         touched = os.fstat(fd).st_mtime_ns
-        owner = json.loads(os.read(fd, _MOST))  # of one that is just made: nothing yet
+        owner = json.loads(os.read(fd, _MOST))  # empty while it is being created
     except (OSError, ValueError, RecursionError):
         pass
     finally:
@@ -165,7 +165,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """What tells whether two processes can look each other up: the same boot of a machine, and not in two containers."""
+    """Identifies the processes that can look each other up: the same boot of a machine, and the same container."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -173,8 +173,8 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks, by which a later one of its number is told apart; None where it has
-    ended. Empty where there is no telling."""
+    """The start time of a process in the kernel's ticks, which tells it from a later one of the same number. None if it has
+    ended, empty if the system does not tell."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except FileNotFoundError:

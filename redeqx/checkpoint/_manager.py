@@ -1,23 +1,22 @@
-"""Checkpoints: folders of safetensors files, written so that a crash leaves the old one or the new one.
+"""The folder of a run's checkpoints: saving, loading, the index, and pruning.
 
-Owns the folder of checkpoints, the index that names them, and what is pruned. The record beside the files and their
-checksums are `_manifest`, the files `_layouts` and `_safetensors`; what a run puts into its record, when it saves and how it
-resumes is the Trainer's.
+`_manifest` owns the manifest in each checkpoint, `_layouts` and `_safetensors` the other files. The trainer decides what a
+record contains, when to save, and how to resume.
 
     ckpts/index.json                         {"last": "step_00000400", "argmax_rouge2": "step_00000300"}
-    ckpts/step_00000400/model.safetensors    every array leaf by its name, whole, however it was sharded
+    ckpts/step_00000400/model.safetensors    every array leaf by its name, unsharded
                         optimizer.safetensors
-                        trainer.json         the record, with size and crc32 of each file
+                        trainer.json         the manifest: the record, with size and crc32 of each file
 
-Where one file cannot be written by all (`_layouts`), it is `model-00001-of-00002.safetensors` and so on, and
-`model.safetensors.index.json`; and where the processes share no folder, each has its own part of a checkpoint, of the same
-name, and all of them put it in place before any index names it.
+If several processes cannot write one file (`_layouts`), there are `model-00001-of-00002.safetensors` and so on, and
+`model.safetensors.index.json`. If they share no folder, each has its own part of a checkpoint, under the same name, and all
+parts are complete before any index names it.
 
-A checkpoint is written into a folder of another name, fsynced file by file, and renamed; the index follows in the same
-way; only then is anything removed, and that under another name too. So whatever is called `step_*` is complete.
+A checkpoint is written into a folder of another name, each file is fsynced, and the folder is renamed. The index is replaced
+in the same way. Only then are old checkpoints removed, and they are renamed first. So every folder `step_*` is complete.
 
-Of several processes each writes its own part; process 0 makes the folder, and puts it in place once all have written. What
-one of them cannot do, all of them raise.
+Each of several processes writes its own part; process 0 creates the folder, and renames it after all have written. If one
+process fails, all raise its error.
 """
 
 import errno
@@ -40,8 +39,8 @@ from jaxtyping import PyTree
 
 from .._tree import listed, nearest
 from ..distributed import Peers
-from ..errors import DamagedError, brief, brief_name
-from ._layouts import FileEach, InPlace, Layout, Ways, probe
+from ..errors import DamagedError, brief, brief_name, check_count
+from ._layouts import Capabilities, FileEach, InPlace, Layout, probe
 from ._lock import Lock, LockedError
 from ._manifest import (
     RECORD,
@@ -56,13 +55,13 @@ from ._manifest import (
     read_json,
     read_manifest,
     write_json,
-    write_record,
+    write_manifest,
 )
 from ._reader import INDEX, Source, check_tree, load_tree
 from ._safetensors import TensorFile, array_leaves, file_size, need_arrays
 
 _INDEX = "index.json"
-_MAX_KNOWN = 50  # names of checkpoints listed by one error
+_MAX_KNOWN = 50  # names of checkpoints that one error lists
 _NAME = re.compile(r"step_([0-9]{8,18})(?:_([0-9]{1,18}))?")
 
 
@@ -82,18 +81,18 @@ def _delete(path: Path) -> None:
 
 
 def _order(name: str) -> tuple[int, int]:
-    """`(step, how many of that step came before)` from a checkpoint's name, `(-1, 0)` from any other."""
+    """`(step, number of earlier checkpoints of that step)` from a checkpoint's name, `(-1, 0)` from any other name."""
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
 
 
 @dataclass(frozen=True)
 class _Save:
-    """One checkpoint to be written: all that is known before the first byte."""
+    """One checkpoint to write: everything that is known before the first byte."""
 
     step: int
     name: str
-    index: dict[str, str]  # as it was before
+    index: dict[str, str]  # before this save
     tags: Sequence[str]
     keep_last: int
     record: dict[str, Any]
@@ -101,44 +100,46 @@ class _Save:
     free: int
 
 
-# The one of this process that writes into a folder, or did so last; by the folder's real path.
+# By the folder's real path, the object of this process that writes into it, or was the last to do so.
 _owners: "weakref.WeakValueDictionary[str, Checkpoints]" = weakref.WeakValueDictionary()
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder; written by one run at a time, read by any number."""
+    """The checkpoints of one run, in one folder. One run at a time writes into it, any number may read."""
 
     def __init__(
         self,
         folder: Path,
         peers: Peers | None = None,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         run: Any = None,
     ):
         """**Arguments:**
 
-        - `folder`: made by the first save.
-        - `peers`: the processes that write and read together: each makes the same calls in the same order.
-        - `say`: told, once, what the folder's file system does not allow.
-        - `run`: what those of one run have in common, of which only one writes into a folder.
+        - `folder`: created by the first save.
+        - `peers`: the processes that write and read together. Each makes the same calls in the same order.
+        - `log`: called, once, with what the folder's file system does not support.
+        - `run`: an object that all trainers of one run share. Only one of them may write into a folder.
         """
         self.folder = folder
-        self._has_place = folder.parent.is_dir()  # and so must have it at every save
+        self._has_place = folder.parent.is_dir()  # then every save needs it
         self._peers = peers or Peers()
-        self._say = say
-        self._ways: Ways | None = None  # until the first save has tried
+        self._log = log
+        self._capabilities: Capabilities | None = None  # tested by the first save
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the save in the background
         self._run = run
         self._lock: Lock | None = None  # of process 0
-        self._is_claimed = self._is_kept = self._is_taken = False  # to write; through a fit; by another since
+        self._is_claimed = False  # the folder is this object's to write into
+        self._is_kept = False  # and stays so until a fit ends
+        self._is_taken = False  # another object has taken it over
         self._has_saved = False
-        self._damaged: dict[str, DamagedError] = {}  # by the checkpoint's name, what was found wrong with it
+        self._damaged: dict[str, DamagedError] = {}  # by checkpoint name
 
     def index(self) -> dict[str, str]:
-        """The name of the checkpoint that each tag (`"last"`, ...) stands for.
+        """The name of the checkpoint for each tag (`"last"`, ...).
 
-        A file that is missing, or that names no last checkpoint, is made up for by what the checkpoints' own files say.
+        If the file is missing, or names no last checkpoint, the index is rebuilt from the checkpoints' manifests.
         """
         index = self._written_index()
         return index if "last" in index else {**self._lost_index(), **index}
@@ -154,13 +155,13 @@ class Checkpoints:
         return index
 
     def names(self) -> list[str]:
-        """The names of the checkpoints that are there, oldest first."""
+        """The names of the existing checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
         return sorted((path.name for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=_order)
 
     def _lost_index(self) -> dict[str, str]:
-        """What the index would say of the checkpoints that are complete, as far as a look at them tells."""
+        """The index, rebuilt from the checkpoints that appear complete."""
         index: dict[str, str] = {}
         for name in self.names():
             if (manifest := self._glance(name)) is not None:
@@ -168,20 +169,20 @@ class Checkpoints:
         return index
 
     def _glance(self, name: str) -> Manifest | None:
-        """The manifest of a checkpoint whose files are all there in their sizes; None of any other. Nothing else is read."""
+        """The manifest of a checkpoint whose files all exist in their sizes, otherwise None. Nothing else is read."""
         if name in self._damaged or leads_out(self.folder / name):
             return None
-        sees_all = self._peers.n == 1 or (self._ways is not None and self._ways.is_shared)
+        sees_all = self._peers.n == 1 or (self._capabilities is not None and self._capabilities.is_shared)
         try:
             return read_manifest(self.folder / name, is_part=not sees_all)
         except (ValueError, OSError):
             return None
 
     def newest(self) -> list[Path]:
-        """The folders of the checkpoints to go on from, the one that the index calls last first, then older ones; in every
-        process as the one finds them that has the newest.
+        """The folders of the checkpoints to resume from: the last one by the index, then older ones. In every process the
+        list is that of the process which has the newest.
 
-        Warns where the index names no last checkpoint, and all that are there are taken, from the newest on.
+        Warns if the index names no last checkpoint; then all existing ones are listed, the newest first.
         """
 
         def found() -> list[str]:
@@ -205,13 +206,13 @@ class Checkpoints:
         return [self.folder / name for name in names]
 
     def resolve(self, which: str | Path) -> Path:
-        """The folder of a checkpoint; where only some processes have it, all get it from those.
+        """The folder of a checkpoint, the same in all processes even if only some have it.
 
         **Arguments:**
 
-        - `which`: a tag of the index, the name of a checkpoint, or the path of one, here or elsewhere.
+        - `which`: a tag of the index, or the name or the path of a checkpoint, here or elsewhere.
 
-        Raises ValueError that lists what there is.
+        Raises ValueError with a list of the checkpoints that exist.
         """
         problem, found = None, None
         try:
@@ -225,7 +226,7 @@ class Checkpoints:
         return self.folder / found
 
     def _find(self, which: str | Path) -> str:
-        """The name of a checkpoint here, or the whole path of one."""
+        """The name of a checkpoint of this folder, or the absolute path of one."""
         index, names = self.index(), self.names()
         name = index.get(str(which), str(which))
         if name in names:
@@ -246,20 +247,20 @@ class Checkpoints:
         )
 
     def record(self, path: Path, *, tensors: bool = True) -> dict[str, Any]:
-        """What `save` was given as `record`, once size and checksum of each of the checkpoint's files are found right.
+        """The `record` of a checkpoint, as given to `save`, after size and checksum of each file are verified.
 
-        What only some processes see of it, the others get from them.
+        Files that only some processes see are copied to the others.
 
         **Arguments:**
 
-        - `tensors`: whether to read the files of tensors too; without, of these the sizes alone are verified, and
+        - `tensors`: whether to verify the checksums of the files with tensors too. If False, only their sizes are, and
             `load(verify=True)` does the rest.
 
-        Raises DamagedError where the checkpoint is of an unknown version, or a file is missing, truncated, altered or cannot
-        be read.
+        Raises DamagedError if the checkpoint is of an unknown version, or a file is missing, truncated, altered or
+        unreadable.
         """
         with self._noting(path):
-            manifest, checks = agree_on_manifest(path, self._peers, self._say)
+            manifest, checks = agree_on_manifest(path, self._peers, self._log)
             if tensors:
                 checks.verify(name for name in manifest.files if name.endswith(TENSORS))
                 self._damaged.pop(path.name, None)
@@ -267,7 +268,7 @@ class Checkpoints:
 
     @contextmanager
     def _noting(self, path: Path) -> Iterator[None]:
-        """Remember which checkpoints are damaged, of which `save` keeps none in the place of one that is not."""
+        """Remember damaged checkpoints, so that `save` does not count them among those it keeps."""
         try:
             yield
         except DamagedError as error:
@@ -280,15 +281,15 @@ class Checkpoints:
             self._damaged[path.name] = error
 
     def damage(self, path: Path) -> DamagedError | None:
-        """What was found wrong with a checkpoint; None where nothing was."""
+        """The error that was found in a checkpoint, or None."""
         return self._damaged.get(path.name) if path.parent == self.folder else None
 
     def forget_damage(self) -> None:
-        """Look at every checkpoint anew."""
+        """Forget which checkpoints are damaged, so that all are read again."""
         self._damaged.clear()
 
     def match(self, path: Path, kind: str, template: PyTree) -> None:
-        """Raise, in all processes, what `load` would raise of a file's header: it reads no tensors."""
+        """Raise, in all processes, the errors that `load` raises for a file's header. Reads no tensors."""
         with self._noting(path):
             file = path / f"{kind}{TENSORS}"
             agreed(self._peers, f"check {kind}", file, lambda: check_tree(Source(self._file(path, kind)), template, kind))
@@ -307,13 +308,13 @@ class Checkpoints:
         **Arguments:**
 
         - `kind`: `"model"`, `"optimizer"` or `"model_state"`.
-        - `verify`: whether to verify the checksums while the tensors are read; else `record` has done so.
+        - `verify`: whether to verify the checksums while the tensors are read. If False, `record` has done so.
 
-        Raises DamagedError where a file is not what was saved, or cannot be read; ValueError where the checkpoint has no
-        such tree, or not one like the template. All processes raise the same.
+        Raises DamagedError if a file is altered or unreadable, ValueError if the checkpoint has no such tree, or one that
+        differs from the template. All processes raise the same error.
         """
         with self._noting(path):
-            checks = agree_on_manifest(path, self._peers, self._say)[1] if verify else None
+            checks = agree_on_manifest(path, self._peers, self._log)[1] if verify else None
             trees: list[PyTree] = []
 
             def read() -> dict[str, int]:
@@ -339,7 +340,7 @@ class Checkpoints:
         return tree
 
     def _file(self, path: Path, kind: str) -> Path:
-        """The file of one of a checkpoint's trees, or the index of its files. Raises ValueError where there is none."""
+        """The file of one of a checkpoint's trees, or the index of its files. Raises ValueError if there is none."""
         file = own(path / f"{kind}.safetensors")
         file = file if file.is_file() else own(path / f"{kind}{INDEX}")
         if not file.is_file():
@@ -357,30 +358,29 @@ class Checkpoints:
         float_dtype: Any = None,
         then: Callable[[Path], None] | None = None,
     ) -> Path:
-        """Writes a checkpoint, points the tags at it, then prunes; returns its folder.
+        """Write a checkpoint, point the tags at it, then prune; returns its folder.
 
-        Killed at any moment, it leaves the index naming complete checkpoints: the old ones, or the new one.
+        If it is killed at any moment, the index names complete checkpoints: the old ones, or the new one.
 
         **Arguments:**
 
         - `step`: optimizer updates done so far.
-        - `trees`: `"model"`, `"optimizer"` and whatever else: each becomes a file of its array leaves.
-        - `record`: what JSON can hold, for `trainer.json`; `format`, `version`, `files` and `crc32` are taken.
-        - `tags`: what the index shall call it.
-        - `keep_last`: how many of the newest checkpoints stay, besides those that the index names.
+        - `trees`: `"model"`, `"optimizer"` and so on. The array leaves of each become a file.
+        - `record`: JSON for `trainer.json`, without the names `format`, `version`, `tags`, `files` and `crc32`.
+        - `tags`: the names for it in the index.
+        - `keep_last`: the number of newest checkpoints to keep, besides those that the index names.
         - `float_dtype`: the dtype to which the model's floating leaves are cast. The other trees keep theirs.
-        - `then`: for a save in the background, what to call with the folder once it is committed. It returns as soon as the
-            arrays are copied to the host; a thread writes the copies, and `check` and `wait` raise what it raises. Without,
-            it returns when all is on disk.
+        - `then`: makes this a save in the background, and is called with the folder once it is committed. The call returns
+            as soon as the arrays are copied to the host; a thread writes the copies, and `check` and `wait` raise its
+            errors. Without it, the call returns when everything is on disk.
 
-        Raises OSError where the disk has not enough room, with the bytes needed and free; TypeError for a leaf or a
-        record that cannot be stored. Either way the checkpoints that were there stay as they were.
+        Raises OSError if the disk is too small, with the bytes needed and free; TypeError for a leaf or a record that
+        cannot be stored. In both cases the earlier checkpoints are unchanged.
         """
         self.wait()
-        if keep_last < 0:
-            raise ValueError(f"`keep_last`: expected at least 0, got {keep_last}. Pass how many checkpoints shall stay.")
+        check_count(keep_last, "keep_last", 0, advice="Pass the number of checkpoints to keep.")
         try:
-            # There and back, so that the checksum is of what a reader will see: keys are strings, tuples are lists.
+            # Through JSON, so that the checksum is that of a reader: keys become strings, tuples become lists.
             plain = json.loads(json.dumps(record))
         except (TypeError, ValueError) as error:
             raise TypeError(f"`record`: expected what JSON can hold, got {error}. Convert it before saving.") from error
@@ -393,10 +393,10 @@ class Checkpoints:
             file_size(each, dtype)  # raises for what cannot be stored
         name = max(self._peers.together("save named", lambda: self._name(step)), key=_order)
         self.claim()
-        ways = self._ways = self._ways or self._try_ways()
-        layout = InPlace(files) if ways.in_place else FileEach(files, self._peers.index, ways.is_shared)
+        capabilities = self._capabilities = self._capabilities or self._test_capabilities()
+        layout = InPlace(files) if capabilities.in_place else FileEach(files, self._peers.index, capabilities.is_shared)
         free = min(self._per_folder("save begins", lambda: self._make_room(name, layout.size)))
-        if then is not None or not ways.in_place:
+        if then is not None or not capabilities.in_place:
             layout.copy()
         save = _Save(step, name, self.index(), tags, keep_last, plain, layout, free)
         if then is None:
@@ -408,9 +408,9 @@ class Checkpoints:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Keep other runs from writing into the folder meanwhile, and other trainers of this one.
+        """A context in which no other run, and no other trainer of this run, writes into the folder.
 
-        Raises LockedError where another one writes into it.
+        Raises LockedError if another one writes into it.
         """
         self.claim()
         self._is_kept = True
@@ -418,22 +418,22 @@ class Checkpoints:
             yield
         finally:
             self._is_kept = False
-            if self._thread is None or not self._thread.is_alive():  # else until this process ends
+            if self._thread is None or not self._thread.is_alive():  # otherwise it stays locked until this process ends
                 self._is_claimed = False
                 if self._lock is not None:
                     self._lock.release()
                 self._lock = None
 
     def claim(self) -> None:
-        """Keep other runs from writing into the folder, until this object or the process ends.
+        """Lock the folder for this run, until this object is collected or the process ends.
 
-        Raises LockedError, in all processes, where another run writes into it, or another trainer of this script.
+        Raises LockedError, in all processes, if another run or another trainer of this script writes into it.
         """
         if self._is_claimed:
             return
         key = os.path.realpath(self.folder)
         if _owners.get(key) not in (None, self):
-            gc.collect()  # a trainer that nobody uses any more has cycles
+            gc.collect()  # an unused trainer is collected only with its cycles
         before = _owners.get(key)
         problem = None
         if self._peers.index == 0:
@@ -441,21 +441,22 @@ class Checkpoints:
                 if before is not None and before is not self:
                     self._check_owner(before)
                     self._lock, before._lock = before._lock, None
-                self._lock = self._lock or Lock(self.folder, self._say)
+                self._lock = self._lock or Lock(self.folder, self._log)
             except LockedError as error:
                 problem = error
-        said = self._peers.gather("claim", None if problem is None else str(problem))[0]
-        if said is not None:
-            raise problem or LockedError(said)
+        refusal = self._peers.gather("claim", None if problem is None else str(problem))[0]
+        if refusal is not None:
+            raise problem or LockedError(refusal)
         if before is not None and before is not self:
             before._is_claimed, before._is_taken = False, True
         self._is_claimed, self._is_taken = True, False
         _owners[key] = self
 
     def _check_owner(self, owner: "Checkpoints") -> None:
-        """Raise LockedError where this one must not take over from another of this process.
+        """Raise LockedError if this object must not take the folder over from another one of this process.
 
-        One of another run may, so that a script that is run again in a notebook goes on, if that is over; but not back.
+        It may if the other one belongs to another run that is not in a fit, so that a script can be run again in a notebook;
+        but the other run may not take the folder back.
         """
         is_one_run = owner._run is not None and owner._run is self._run
         if owner._is_kept or (owner._has_saved and (is_one_run or self._is_taken)):
@@ -465,20 +466,20 @@ class Checkpoints:
             )
 
     def check(self) -> None:
-        """Raise what the save in the background has failed with, with its own traceback; else return at once."""
+        """Raise the error of the save in the background, with its traceback, if it has failed; never waits."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def wait(self) -> None:
-        """Return when the save in the background has ended; raises as `check` does."""
+        """Wait for the save in the background; raises as `check` does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def settle(self) -> None:
-        """As `wait`, where an error ends the run already; of several processes others may be gone: then nothing waits."""
+        """As `wait`, when an error ends the run. With several processes it does not wait, as others may have ended."""
         if self._thread is not None and self._peers.n == 1:
             self._thread.join()
 
@@ -490,38 +491,38 @@ class Checkpoints:
             self._error = error
 
     def _per_folder(self, topic: str, act: Callable[[], Any]) -> list[Any]:
-        """As `Peers.together`, of one process for each folder: process 0 where all see one, else every process."""
-        assert self._ways is not None
-        found = self._peers.together(topic, act, alone=self._ways.is_shared)
-        return found[:1] if self._ways.is_shared else found
+        """As `Peers.together`, once for each folder: in process 0 if all share one, otherwise in every process."""
+        assert self._capabilities is not None
+        found = self._peers.together(topic, act, alone=self._capabilities.is_shared)
+        return found[:1] if self._capabilities.is_shared else found
 
     def _name(self, step: int) -> str:
-        """What the checkpoint of that step will be called; makes the folder."""
+        """The name of the new checkpoint of that step; creates the folder."""
         self._need_place()
         self.folder.mkdir(parents=True, exist_ok=True)
         _fsync_folder(self.folder.parent)
-        # A checkpoint that the index names is never touched; another one of this step is a crash's debris.
+        # A checkpoint that the index names is never touched. Another one of this step is left from a crash.
         taken = [repeat for other, repeat in map(_order, self.index().values()) if other == step]
         repeat = 1 + max(taken, default=-1)
         return f"step_{step:08d}" + (f"_{repeat}" if repeat else "")
 
-    def _try_ways(self) -> Ways:
+    def _test_capabilities(self) -> Capabilities:
         try:
-            ways = probe(self.folder / f"{TMP}probe", self._peers)
+            capabilities = probe(self.folder / f"{TMP}probe", self._peers)
         except OSError as error:
             why = f"expected a folder that can be written, got {error.strerror!r}. Make room, or save elsewhere"
             raise OSError(error.errno, why, str(self.folder)) from error
-        if not ways.is_shared:
-            self._say(
-                f"{self.folder}: not shared by all {self._peers.n} processes, so that each keeps a part of every checkpoint "
-                "on a disk of its own. To go on, all of them are needed: better is a `workdir` that every host mounts"
+        if not capabilities.is_shared:
+            self._log(
+                f"{self.folder}: not shared by all {self._peers.n} processes, so each keeps its part of every checkpoint on "
+                "its own disk. Resuming needs all of the parts: a `workdir` that every host mounts is better"
             )
-        elif not ways.in_place and self._peers.n > 1:
-            self._say(f"{self.folder}: no file there can be written by several processes, so that each writes its own")
-        return ways
+        elif not capabilities.in_place and self._peers.n > 1:
+            self._log(f"{self.folder}: several processes cannot write one file there, so each writes its own")
+        return capabilities
 
     def _make_room(self, name: str, needed: int) -> int:
-        """Remove what is in the way of a checkpoint of that name; returns the bytes that are free."""
+        """Remove what a checkpoint of that name would overwrite; returns the free bytes."""
         if self._lock is not None:
             self._lock.check()
         self._sweep()
@@ -544,13 +545,13 @@ class Checkpoints:
             raise OSError(errno.ENOENT, why, str(workdir))
 
     def _write(self, save: _Save) -> None:
-        """The save itself: the files, every process's part in them, then what makes them a checkpoint."""
-        assert self._ways is not None
+        """The save itself: create the files, write every process's part, put the checkpoint in place."""
+        assert self._capabilities is not None
         try:
             self._per_folder("save created", lambda: self._create(save))
             written = self._peers.together("save written", lambda: save.layout.write(self._tmp(save)))
             self._per_folder("save complete", lambda: self._put_in_place(save, written))
-            # Once all folders have it: what an index names, every process has.
+            # After all folders have it: every process has what an index names.
             self._per_folder("save committed", lambda: self._point(save))
         except OSError as error:
             self._need_place()
@@ -561,7 +562,7 @@ class Checkpoints:
                 str(self.folder / save.name),
             ) from error
         finally:
-            if self._peers.index == 0 or not self._ways.is_shared:
+            if self._peers.index == 0 or not self._capabilities.is_shared:
                 self._sweep()
         self._peers.committed, self._has_saved = save.step, True
         self._per_folder("save pruned", lambda: self._prune(save.keep_last))
@@ -575,7 +576,7 @@ class Checkpoints:
 
     def _put_in_place(self, save: _Save, written: Sequence[Mapping[str, Any]]) -> None:
         tmp = self._tmp(save)
-        write_record(tmp, save.record, save.tags, save.layout.finish(tmp, written))
+        write_manifest(tmp, save.record, save.tags, save.layout.finish(tmp, written))
         _fsync_folder(tmp)
         os.rename(tmp, self.folder / save.name)
         _fsync_folder(self.folder)
@@ -587,9 +588,9 @@ class Checkpoints:
         _fsync_folder(self.folder)
 
     def _prune(self, keep_last: int) -> None:
-        """Remove what is older than the newest checkpoints that are complete, unless the index names it.
+        """Remove the checkpoints that are older than the `keep_last` newest complete ones, unless the index names them.
 
-        One that is damaged is not counted, and goes when those before it go.
+        A damaged one does not count, and is removed with those before it.
         """
         named, names = set(self.index().values()), self.names()
         complete = [name for name in names if self._glance(name) is not None] or names
@@ -599,12 +600,12 @@ class Checkpoints:
                 self._remove(name)
 
     def _sweep(self) -> None:
-        """Removes what an unfinished save or removal has left."""
+        """Remove the remains of unfinished saves and removals."""
         for path in self.folder.glob(f"{TMP}*"):
             _delete(path)
 
     def _remove(self, name: str) -> None:
-        # Under another name first, so that killed halfway it leaves no folder that looks like a checkpoint.
+        # Renamed first: if it is killed halfway, no folder that looks like a checkpoint is left.
         doomed = self.folder / f"{TMP}{name}"
         os.rename(self.folder / name, doomed)
         _delete(doomed)

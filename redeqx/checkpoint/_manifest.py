@@ -1,7 +1,7 @@
-"""A checkpoint's `trainer.json`: what a run says of itself, and size and checksum of each file beside it.
+"""A checkpoint's manifest, `trainer.json`: the record of the run, and the size and checksum of each file beside it.
 
-Owns that file, and the proof that the others are what it says: each process reads its share of them, or all of those on a
-disk of its own, once it has got from other processes what is missing there.
+Owns that file, and the verification of the others: each process reads its share of them, or all of those on a disk of its
+own, after files that are missing there have been copied from other processes.
 """
 
 import json
@@ -26,21 +26,23 @@ FORMAT = "redeqx"
 VERSION = 1
 READABLE_VERSIONS = (1,)
 RECORD = "trainer.json"
-RESERVED = ("format", "version", "tags", "files", "crc32")  # what a record says of itself
-TENSORS = ".safetensors"  # what the name of a file of tensors ends with
-TMP = ".tmp_"  # what a name begins with that is no part of a checkpoint yet
+RESERVED = ("format", "version", "tags", "files", "crc32")  # the manifest's own fields
+TENSORS = ".safetensors"  # the suffix of files with tensors
+TMP = ".tmp_"  # the prefix of names that are not part of a checkpoint yet
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a file, and fsync."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
+def write_json(path: Path, value: Any) -> dict[str, int]:
+    """Write a file, and fsync; returns its `{"size": bytes, "crc32": checksum}`."""
+    text = json.dumps(value, indent=1).encode()
+    with open(path, "wb") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    return {"size": len(text), "crc32": zlib.crc32(text)}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a file holds. Raises DamagedError for another file."""
+    """The JSON object in a file. Raises DamagedError for any other file."""
     try:
         value = load_json(path)
     except OSError as error:
@@ -53,12 +55,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def leads_out(path: Path) -> bool:
-    """Whether an entry of a folder is a link to somewhere outside of that folder: a save leaves no links."""
+    """Whether an entry of a folder is a link to a place outside of the folder. A save creates no links."""
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent))
 
 
 def own(path: Path) -> Path:
-    """An entry of a folder of ours. Raises ValueError where it is a link that leads out of the folder."""
+    """An entry of a checkpoint's folder. Raises ValueError if it is a link to a place outside of the folder."""
     if leads_out(path):
         raise ValueError(
             f"`{path}`: expected what a save left there, got a link to {os.path.realpath(path)}. Put a copy in its place, "
@@ -67,25 +69,25 @@ def own(path: Path) -> Path:
     return path
 
 
-def write_record(
+def write_manifest(
     folder: Path, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
 ) -> None:
-    """Write a record, and fsync.
+    """Write the manifest, and fsync.
 
     **Arguments:**
 
-    - `record`: what JSON can hold, without the names in `RESERVED`.
-    - `tags`: what the index will call the checkpoint, so that a lost index can be put together again.
+    - `record`: of the run, as JSON, without the names in `RESERVED`.
+    - `tags`: the checkpoint's tags in the index, from which a lost index is rebuilt.
     - `files`: `{"size": bytes, "crc32": checksum}` of each file beside it, by its name.
     """
     full = {**record, "format": FORMAT, "version": VERSION, "tags": list(tags), "files": files}
-    write_json(folder / RECORD, {**full, "crc32": _crc32_of_record(full)})
+    write_json(folder / RECORD, {**full, "crc32": _crc32_of_manifest(full)})
 
 
 def agreed(peers: Peers, topic: str, file: Path, act: Callable[[], Any]) -> list[Any]:
-    """What every process's `act()` returns (JSON), in their order; where one of them raises, all raise the same.
+    """What every process's `act()` returns (JSON), in the processes' order. If it raises in one, all raise the same.
 
-    Raises DamagedError for the file that the system cannot read, and whatever ValueError `act` raises.
+    Raises DamagedError if the system cannot read the file, and any ValueError that `act` raises.
     """
     value = raised = None
     try:
@@ -110,9 +112,8 @@ class Manifest:
 
     **Arguments:**
 
-    - `record`: what `write_record` was given.
-    - `tags`: what the index called it; none where the first releases wrote it.
-    - `files`: size and checksum of each file beside the record.
+    - `record`, `files`: the arguments of `write_manifest`.
+    - `tags`: likewise; none in checkpoints of the first releases.
     """
 
     folder: Path
@@ -122,13 +123,13 @@ class Manifest:
 
 
 def read_manifest(folder: Path, *, is_part: bool = False) -> Manifest:
-    """The description of a checkpoint whose files are there in their sizes, as this process sees it; none is read.
+    """The manifest of a checkpoint, once this process has found all of its files, in their sizes. Their bytes are not read.
 
     **Arguments:**
 
-    - `is_part`: whether files may be missing, which are on the disks of other processes.
+    - `is_part`: whether files may be missing, because they are on the disks of other processes.
 
-    Raises DamagedError for any other folder, ValueError for a file that is a link to somewhere else.
+    Raises DamagedError for any other folder, ValueError for a file that is a link to a place outside of it.
     """
     manifest = _parsed(folder)
     for name, expected in manifest.files.items():
@@ -149,7 +150,7 @@ def _parsed(folder: Path) -> Manifest:
     record = read_json(own(file))
     if record.get("format") != FORMAT:
         raise DamagedError(
-            f"`{file}`: expected the record of a {FORMAT} checkpoint, got another file. Pass the path of one."
+            f"`{file}`: expected the manifest of a {FORMAT} checkpoint, got another file. Pass the path of one."
         )
     if (version := record.get("version")) not in READABLE_VERSIONS:
         raise DamagedError(
@@ -158,11 +159,11 @@ def _parsed(folder: Path) -> Manifest:
         )
     crc32 = record.pop("crc32", None)
     try:
-        own_crc32 = _crc32_of_record(record)
-    except RecursionError as error:  # what can just be read may be too deep to be written again
-        raise damaged(file, "a record that can be written again", str(error)) from error
+        own_crc32 = _crc32_of_manifest(record)
+    except RecursionError as error:  # nested so deeply that it can just be read, but not be written
+        raise damaged(file, "a manifest that can be written again", str(error)) from error
     if crc32 != own_crc32:
-        raise damaged(file, f"a record of crc32 {brief(crc32)}", str(own_crc32))
+        raise damaged(file, f"a manifest of crc32 {brief(crc32)}", str(own_crc32))
     tags = record.get("tags", [])
     if not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
         raise damaged(file, "`tags` to be a list of names", brief(tags))
@@ -171,16 +172,16 @@ def _parsed(folder: Path) -> Manifest:
 
 
 class Checks:
-    """Verifies the files of a checkpoint, each byte read once and by one process.
+    """Verifies the files of a checkpoint; one process reads each byte once.
 
-    Of one file each process reads its share; of files on disks of their own, each all of its own.
+    In a shared folder each process reads its share of every file, otherwise all of the files on its own disk.
     """
 
     def __init__(self, manifest: Manifest, peers: Peers, is_shared: bool):
         self._manifest, self._peers, self._is_shared = manifest, peers, is_shared
 
     def contribution(self, file: Path, start: int = 0, stop: int | None = None) -> int:
-        """What this process's share of the bytes `[start, stop)` of a file, all by default, contributes to its checksum."""
+        """This process's contribution to a file's checksum: of its share of the bytes `[start, stop)`, by default of all."""
         if file.name not in self._manifest.files:
             raise damaged(self._manifest.folder / RECORD, f"size and crc32 of {file.name}", "none")
         index, n = (self._peers.index, self._peers.n) if self._is_shared else (0, 1)
@@ -190,11 +191,11 @@ class Checks:
         return share.contribution(size)
 
     def compare(self, name: str, contributions: Sequence[int]) -> None:
-        """Raise DamagedError for a file that has another checksum than the manifest says.
+        """Raise DamagedError if a file's checksum is not the manifest's.
 
         **Arguments:**
 
-        - `contributions`: of every process, over all the bytes of the file.
+        - `contributions`: of every process, for all bytes of the file.
         """
         expected = self._manifest.files[name]
         for parts in [list(contributions)] if self._is_shared else [[part] for part in contributions]:
@@ -202,19 +203,19 @@ class Checks:
                 raise damaged(self._manifest.folder / name, f"crc32 {expected['crc32']}", str(crc32))
 
     def verify(self, names: Iterable[str]) -> None:
-        """Read whole files; raises DamagedError, in all processes, for one that is not what the manifest says."""
+        """Read whole files. Raises DamagedError, in all processes, for one whose checksum is not the manifest's."""
         for name in names:
             file = self._manifest.folder / name
             self.compare(name, agreed(self._peers, "verify", file, partial(self.contribution, file)))
 
 
-def agree_on_manifest(folder: Path, peers: Peers, say: Callable[[str], None]) -> tuple[Manifest, Checks]:
-    """As `read_manifest`, of all processes together, once files that a process lacks have been copied to it. Files that hold
-    no tensors are verified; `Checks` verifies the others.
+def agree_on_manifest(folder: Path, peers: Peers, log: Callable[[str], None]) -> tuple[Manifest, Checks]:
+    """As `read_manifest`, for all processes together, after the files that a process lacks have been copied to it. Files
+    without tensors are verified; `Checks` verifies the others.
 
     Raises as `read_manifest` does, in all processes.
     """
-    is_shared = _complete(folder, peers, say)
+    is_shared = _complete(folder, peers, log)
     manifests: list[Manifest] = []
     agreed(peers, "manifest", folder / RECORD, lambda: manifests.append(read_manifest(folder)))
     (manifest,) = manifests
@@ -223,13 +224,13 @@ def agree_on_manifest(folder: Path, peers: Peers, say: Callable[[str], None]) ->
     return manifest, checks
 
 
-def _crc32_of_record(record: Mapping[str, Any]) -> int:
-    """The checksum that a record carries of itself: of its JSON in sorted order, so that white space is free."""
+def _crc32_of_manifest(record: Mapping[str, Any]) -> int:
+    """The checksum that a manifest has of itself: of its JSON with sorted keys, so that white space does not matter."""
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def _files(path: Path, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Size and checksum of each file beside a record, by its name."""
+    """Size and checksum of each file beside a manifest, by its name."""
     files = record.get("files")
     if not isinstance(files, dict):
         raise damaged(path, "`files` by name", brief(files))
@@ -244,8 +245,8 @@ def _files(path: Path, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     return files
 
 
-def _complete(folder: Path, peers: Peers, say: Callable[[str], None]) -> bool:
-    """Bring the files that only some processes see to the others; whether all see one folder."""
+def _complete(folder: Path, peers: Peers, log: Callable[[str], None]) -> bool:
+    """Copy files to processes that lack them. Returns True if all processes see the same folder."""
     if peers.n == 1:
         return True
 
@@ -260,13 +261,13 @@ def _complete(folder: Path, peers: Peers, say: Callable[[str], None]) -> bool:
     for name in sorted({name for each in found for name in each}):
         having = [i for i, each in enumerate(found) if name in each]
         if len(having) < peers.n:
-            say(f"{folder / name}: copied from process {having[0]} to those that have it not")
+            log(f"{folder / name}: copied from process {having[0]} to processes that lack it")
             _copy(folder / name, found[having[0]][name][0], peers, having)
     return False
 
 
 def _copy(file: Path, size: int, peers: Peers, having: Sequence[int]) -> None:
-    """Copy a file from the first process that has it to those that have not."""
+    """Copy a file from the first process that has it to those that lack it."""
     lacks = peers.index not in having
     beside = file.with_name(f"{TMP}{file.name}")
     if lacks:
@@ -276,12 +277,12 @@ def _copy(file: Path, size: int, peers: Peers, having: Sequence[int]) -> None:
         copy = files.enter_context(open(beside, "wb")) if lacks else None
         for start in range(0, size, CHUNK):
             n = min(CHUNK, size - start)
-            words = np.zeros(CHUNK // 4, np.uint32)  # always as many, so that one program is compiled
+            chunk = np.zeros(CHUNK // 4, np.uint32)  # of one size, so that one program is compiled
             if source is not None:
-                words.view(np.uint8)[:n] = np.frombuffer(source.read(n), np.uint8)
-            words = np.asarray(multihost_utils.broadcast_one_to_all(words, is_source=source is not None))
+                chunk.view(np.uint8)[:n] = np.frombuffer(source.read(n), np.uint8)
+            chunk = np.asarray(multihost_utils.broadcast_one_to_all(chunk, is_source=source is not None))
             if copy is not None:
-                copy.write(words.view(np.uint8)[:n].data)
+                copy.write(chunk.view(np.uint8)[:n].data)
         if copy is not None:
             copy.flush()
             os.fsync(copy.fileno())

@@ -1,7 +1,7 @@
-"""Where tensors are read from: a safetensors file, or several with an index of which tensor is in which.
+"""Reads tensors from one safetensors file, or from several with an index that says which tensor is in which file.
 
-Owns the index, in the format of Hugging Face's folders, and how the leaves of a PyTree come from there onto any mesh. One
-file is `_safetensors`; what a folder of another library calls its tensors is `redeqx.models`'.
+Owns the index, in the format of Hugging Face's folders, and the loading of a PyTree's leaves onto any mesh. `_safetensors`
+owns a single file, `redeqx.models` the tensor names of other libraries.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ class Source:
 
         - `path`: of a safetensors file, or of the index (`*.safetensors.index.json`) of several beside it.
 
-        Raises ValueError where a file is none, or not what the index says.
+        Raises ValueError if a file is no safetensors file, or disagrees with the index.
         """
         self.path = path
         self.files: list[TensorFile] = []
@@ -43,9 +43,9 @@ class Source:
 
     @classmethod
     def find(cls, folder: Path, stem: str) -> "Source":
-        """The tensors of a folder, `stem.safetensors` or, without it, what its index names, as `transformers` reads them.
+        """The tensors of a folder: `stem.safetensors`, or else the files that its index names, as `transformers` reads them.
 
-        Raises ValueError where there are none.
+        Raises ValueError if there are none.
         """
         single, index = folder / f"{stem}.safetensors", folder / f"{stem}{INDEX}"
         if single.is_file():
@@ -71,7 +71,7 @@ class Source:
             raise ValueError(f"`{index}`: expected JSON with a `weight_map`, got {got}. Fetch the index again.") from error
         files: dict[str, TensorFile] = {}
         for name, shard in pairs:
-            # The name alone must be plain: the file may well be a link, as it is in the cache of the Hub.
+            # Only the name is restricted: the file may be a link, as in the cache of the Hub.
             if not is_plain(shard):
                 raise ValueError(
                     f"`{index}`: `{brief_name(name)}`: expected a file of this folder, got {brief(shard)}, which points "
@@ -95,27 +95,27 @@ class Source:
         return self._where
 
     def paths(self) -> Iterable[Path]:
-        """The files that hold them."""
+        """The files that contain them."""
         return dict.fromkeys(file.path for file in self._where.values())
 
     def file(self, name: str) -> TensorFile:
-        """The file that a tensor is in."""
+        """The file that contains a tensor."""
         return self._where[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
     def view(self, name: str) -> np.ndarray:
-        """A tensor as a view of its file: what is indexed is read, and no more."""
+        """A tensor as a view of its file, which reads only what is indexed."""
         return self._where[name].view(name)
 
     def read(self, name: str, index: Any = ...) -> np.ndarray:
-        """A tensor, or what `index` (as for `numpy.ndarray`) selects from it, as a copy; nothing else is read."""
+        """A copy of a tensor, or of what `index` (as for `numpy.ndarray`) selects from it. Nothing else is read."""
         return self._where[name].read(name, index)
 
 
 def check_tree(source: Source, template: PyTree, what: str = "model") -> None:
-    """Raise ValueError where a source's tensors are not the template's arrays, as `load_tree` does; no tensor is read."""
+    """Raise ValueError if the tensors differ from the template's arrays, as `load_tree` does. No tensor is read."""
     lines = _mismatches(source, array_leaves(template))
     if lines:
         differing = "\n  - ".join(listed(lines))
@@ -126,7 +126,7 @@ def check_tree(source: Source, template: PyTree, what: str = "model") -> None:
 
 
 def _mismatches(source: Source, wanted: Mapping[str, Any]) -> list[str]:
-    """What keeps a source's tensors from being the wanted leaves, one line for each."""
+    """The differences between the tensors and the wanted leaves, one line for each."""
     there = {name: source.view(name) for name in source.names()}
     missing = [name for name in wanted if name not in there]
     extra = [name for name in there if name not in wanted]
@@ -134,7 +134,7 @@ def _mismatches(source: Source, wanted: Mapping[str, Any]) -> list[str]:
     lines = []
 
     def hint(name: str, others: Sequence[str]) -> str:
-        # Of thousands that differ only the first are looked for: it takes long, and no more are shown.
+        # Only for as many as are shown: the search is slow.
         return nearest(name, others) if len(lines) < MOST_LISTED else ""
 
     for name in missing:
@@ -158,19 +158,19 @@ def load_tree(
     what: str = "model",
     verify: Callable[[TensorFile, str], None] | None = None,
 ) -> PyTree:
-    """The template with its arrays read from safetensors; each device reads only its own slices.
+    """The template, with its arrays read from safetensors. Each device reads only its own slices.
 
     **Arguments:**
 
     - `path`: as for `Source`.
     - `template`: a PyTree whose array leaves give names, shapes and dtypes: JAX arrays, typed PRNG keys,
         `jax.ShapeDtypeStruct`s, or numpy arrays, which stay numpy arrays. A floating tensor is cast to the template's
-        floating dtype. Leaves that are no arrays are handed on as they are.
-    - `shardings`: from a leaf's name to its sharding; by default the leaf's own, if it has one.
-    - `what`: what errors call the template.
-    - `verify`: called with each tensor's file and name, just before the tensor is read.
+        floating dtype. Other leaves are returned unchanged.
+    - `shardings`: maps a leaf's name to its sharding; by default the leaf's own, if it has one.
+    - `what`: the name of the template in errors.
+    - `verify`: called with the file and name of each tensor, just before the tensor is read.
 
-    Raises ValueError that names the tensors that are missing, extra, of another shape or of another kind of dtype.
+    Raises ValueError with the names of tensors that are missing, extra, of another shape or of another kind of dtype.
     """
     source = Source(path)
     check_tree(source, template, what)
@@ -187,19 +187,19 @@ def load_tree(
         if sharding is None:
             array = jnp.asarray(source.read(name).astype(dtype, copy=False))
         else:
-            slices: dict[str, np.ndarray] = {}  # of this tensor: several devices may hold the same
+            slices: dict[str, np.ndarray] = {}  # of this tensor: several devices may need the same one
 
             def read(index: Any) -> np.ndarray:
                 if (key := str(index)) not in slices:
                     slices[key] = source.read(name, index).astype(dtype, copy=False)
                 return slices[key]
 
-            # A key's sharding serves its data too: the one dim that data have more comes last, and is whole.
+            # A PRNG key's sharding also fits its data, whose additional last dim is not split.
             array = jax.make_array_from_callback(shape, sharding, read)
         if array.dtype != dtype:
             raise ValueError(f"`{name}`: expected {dtype}, got {array.dtype} from JAX. Set `jax_enable_x64` to load it.")
         if is_key(leaf):
-            # `key_impl` wants an array, where the template may hold only a shape.
+            # `key_impl` needs an array, and the template may have only a shape.
             return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty((), leaf.dtype)))
         return array
 

@@ -1,11 +1,11 @@
-"""safetensors files: arrays by name in, slices of arrays out.
+"""One safetensors file: writes arrays by name, reads slices of arrays.
 
-Owns one file: its layout, writers and reader. How a PyTree's leaves come back onto a mesh is `_reader`; folders of files,
-and what becomes of them in a crash, are `_manager`.
+Owns the file's layout, writers and reader. `_reader` loads a PyTree's leaves onto a mesh; `_manager` owns folders of files,
+and makes them safe in a crash.
 
-The writers are our own because `safetensors.numpy.save_file` (0.8) writes arrays that are not C-contiguous in the wrong
-order, without an error, holds the whole file in memory and never fsyncs. These know every offset before the first byte:
-they hold one tensor at a time, and each process of several writes its own shards in place.
+`safetensors.numpy.save_file` (0.8) silently writes arrays that are not C-contiguous in the wrong order, keeps the whole file
+in memory and never fsyncs. The writers here compute every offset before the first byte. So they keep one tensor in memory,
+and several processes can each write their own shards in place.
 """
 
 import json
@@ -30,7 +30,7 @@ from ..errors import brief, brief_name, damaged, is_size, parse_json
 from ._crc32 import Crc32, crc32_of
 from ._shards import Block, own_blocks
 
-# Every dtype that safetensors can name and numpy can hold, but the packed ones of 4 and 6 bits.
+# Every dtype of safetensors that NumPy supports, except the packed ones of 4 and 6 bits.
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype("<u1"),
@@ -54,9 +54,9 @@ DTYPES: dict[str, np.dtype] = {
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-CHUNK = 2**24  # bytes written at once: casts and checksums need that much more memory, whatever the tensor's size
-_LARGE = 2**20  # bytes worth another thread
-_WRITERS = 3  # two that write and one that flushes: more write no faster
+CHUNK = 2**24  # bytes written at once: the extra memory of casts and checksums, for tensors of any size
+_LARGE = 2**20  # bytes from which on another thread writes them
+_WRITERS = 3  # threads: two write and one flushes; more are no faster
 _MAX_HEADER = 10**8  # bytes; the limit of the safetensors library
 _MAX_DIMS = 64  # numpy's limit
 
@@ -69,19 +69,19 @@ def is_float(dtype: Any) -> bool:
 
 
 def stored(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of a leaf as a file holds it."""
+    """Shape and dtype of a leaf in a file."""
     if is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return tuple(leaf.shape), leaf.dtype
 
 
 def array_leaves(tree: PyTree) -> dict[str, Any]:
-    """The leaves that a file holds, by name; the others are structure."""
+    """The leaves that are stored in a file, by name. The others are structure."""
     return {name: leaf for name, leaf in named_leaves(tree).items() if is_array_like(leaf)}
 
 
 def to_host(leaf: Any) -> np.ndarray:
-    """The whole leaf in this process's memory, C-contiguous; of a JAX array, one whose shards are all here."""
+    """The complete leaf in host memory, C-contiguous. A JAX array must be fully addressable."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf, order="C")
     (block,) = own_blocks({"": leaf})[""]
@@ -93,7 +93,7 @@ def to_host(leaf: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What one tensor is, and where: bytes `[start, stop)`, counted from the end of the header."""
+    """A tensor's dtype and shape, and its bytes `[start, stop)`, counted from the end of the header."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -104,8 +104,8 @@ class _Tensor:
 def _layout(
     leaves: Mapping[str, Any], float_dtype: Any, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, _Tensor], int]:
-    """The header, the tensors in the file's order, and the file's size, from shapes and dtypes alone: every process that
-    asks gets the same answer."""
+    """The header, the tensors in the file's order, and the file's size. They depend on shapes and dtypes alone, so all
+    processes compute the same."""
     if float_dtype is not None and not is_float(np.dtype(float_dtype)):
         raise ValueError(f"`float_dtype`: expected a floating dtype, got {np.dtype(float_dtype)}. Pass None to cast none.")
     specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
@@ -120,7 +120,7 @@ def _layout(
         specs[name] = dtype, shape
     tensors: dict[str, _Tensor] = {}
     stop = 0
-    # The widest first, so that each tensor is aligned to its items: safetensors allows no gap between two.
+    # The widest dtype first, so that each tensor is aligned: safetensors allows no gaps.
     for name, (dtype, shape) in sorted(specs.items(), key=lambda item: -item[1][0].itemsize):
         start, stop = stop, stop + math.prod(shape) * dtype.itemsize
         tensors[name] = _Tensor(dtype, shape, start, stop)
@@ -135,7 +135,7 @@ def _layout(
 
 
 def _chunks(flat: np.ndarray, dtype: np.dtype) -> Iterator[memoryview]:
-    """The bytes of an array of one dim, cast to a dtype, a piece at a time."""
+    """The bytes of a one-dimensional array, cast to a dtype, in pieces."""
     n = CHUNK // dtype.itemsize
     for start in range(0, flat.size, n):
         yield flat[start : start + n].astype(dtype, copy=False).view(np.uint8).data
@@ -152,14 +152,14 @@ def _flush(fd: int) -> None:
 
 
 def need_arrays(leaves: Mapping[str, Any]) -> None:
-    """Raise TypeError for a leaf that is a shape alone."""
+    """Raise TypeError for a leaf that is only a shape."""
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(f"`{name}`: expected an array, got only its shape {leaf}. Create the arrays, then save.")
 
 
 def file_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
-    """Bytes of the file that `write_tensors` would write; raises what it would raise for their dtypes. Shapes will do."""
+    """Bytes of the file that `write_tensors` would write; raises the same errors for dtypes. Shapes are enough."""
     return _layout(leaves, float_dtype)[2]
 
 
@@ -170,33 +170,33 @@ def tensors_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
 
 
 class Writer:
-    """A safetensors file under way, written in place by one process or by several, each its own blocks.
+    """Writes one safetensors file in place, by one process or by several, each its own blocks.
 
-    `create` and `finish` are one process's, before and after all others `write`.
+    One process calls `create` before all call `write`, and `finish` after it.
 
     **Arguments:**
 
-    - `leaves`, `float_dtype`: as for `write_tensors`; of the leaves, shapes and dtypes are looked at.
+    - `leaves`, `float_dtype`: as for `write_tensors`; only the leaves' shapes and dtypes are used.
     """
 
     def __init__(self, leaves: Mapping[str, Any], float_dtype: Any = None):
         self._header, self._tensors, self.size = _layout(leaves, float_dtype)
 
     def create(self, path: Path) -> None:
-        """Make the file, in its full size."""
+        """Create the file, in its full size."""
         fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
         try:
             if hasattr(os, "posix_fallocate"):  # macOS has none
-                os.posix_fallocate(fd, 0, self.size)  # a full disk says so here, before any work
+                os.posix_fallocate(fd, 0, self.size)  # raises if the disk is full, before any work
         finally:
             os.close(fd)
 
     def write(self, path: Path, blocks: Mapping[str, Sequence[Block]]) -> int:
-        """Write blocks by the tensors' names, and fsync; returns what they contribute to the file's crc32."""
+        """Write blocks by tensor name, and fsync; returns their contribution to the file's crc32."""
         contribution = 0
         fd = os.open(path, os.O_WRONLY)
         try:
-            # The system copies, and the disk writes, while the next bytes are put together and summed up here.
+            # Threads write and flush while this one casts the next bytes and updates the checksum.
             with ThreadPoolExecutor(_WRITERS, "redeqx-write") as pool:
                 flush = pool.submit(_flush, fd)
                 for name, tensor in self._tensors.items():
@@ -219,7 +219,7 @@ class Writer:
             offset = begin + place * tensor.dtype.itemsize
             for chunk in _chunks(flat[at : at + n], tensor.dtype):
                 if len(chunk) >= _LARGE:
-                    if len(written) == _WRITERS - 1:  # a cast chunk is a copy: on a slow disk a whole tensor would queue up
+                    if len(written) == _WRITERS - 1:  # cast chunks are copies: on a slow disk a whole tensor would queue
                         written.popleft().result()
                     written.append(pool.submit(_pwrite, fd, chunk, offset))
                 else:
@@ -242,7 +242,7 @@ class Writer:
         fd = os.open(path, os.O_WRONLY)
         try:
             _pwrite(fd, memoryview(self._header)[8:], 8)
-            # The header's length comes last: until then the file says that its header is empty, and no reader takes it.
+            # The header's length comes last: until then it is 0, and every reader refuses the file.
             _pwrite(fd, memoryview(self._header)[:8], 0)
             os.fsync(fd)
         finally:
@@ -253,19 +253,19 @@ class Writer:
 def write_tensors(
     path: Path, leaves: Mapping[str, Any], float_dtype: Any = None, metadata: Mapping[str, str] | None = None
 ) -> dict[str, int]:
-    """Writes arrays by name as one safetensors file, and returns its `{"size": bytes, "crc32": checksum}`.
+    """Write arrays by name as one safetensors file; returns its `{"size": bytes, "crc32": checksum}`.
 
-    From the first byte to the last, so that any file system will do. The host holds one whole tensor at a time. The file is
-    fsynced but not put in place atomically: that is what `Checkpoints.save` does.
+    It writes from the first byte to the last, which any file system supports, and keeps one tensor at a time in host memory.
+    The file is fsynced, but not put in place atomically: `Checkpoints.save` does that.
 
     **Arguments:**
 
     - `leaves`: JAX arrays (however sharded), numpy arrays, typed PRNG keys, which are stored as their key data, or
-        anything with `shape`, `dtype` and `__array__`, which is asked for its values when its turn comes.
+        anything with `shape`, `dtype` and `__array__`, which is called when the tensor is written.
     - `float_dtype`: the dtype to which floating leaves are cast; others are never cast.
-    - `metadata`: texts for the header's `__metadata__`.
+    - `metadata`: strings for the header's `__metadata__`.
 
-    Raises TypeError for a leaf whose dtype safetensors cannot store, OSError where the disk is full.
+    Raises TypeError for a leaf whose dtype safetensors cannot store, OSError if the disk is full.
     """
     need_arrays(leaves)
     header, tensors, size = _layout(leaves, float_dtype, metadata)
@@ -294,8 +294,8 @@ def _parse(path: Path, name: str, field: Any) -> _Tensor:
         raise damaged(path, f"`{name}` to have data_offsets of two places, in order", brief([start, stop]))
     if not all(map(is_size, shape)):
         raise damaged(path, f"`{name}` to have a shape of sizes", brief(shape))
-    # Without the zeros: numpy multiplies so, and takes no shape for which that overflows. No product of more dims than it
-    # has is worked out: a header has room for millions of them.
+    # The product of all sizes but zeros must not overflow: NumPy refuses such shapes. No more dims than NumPy supports are
+    # multiplied: a header has room for millions.
     n_bytes = math.prod(size for size in shape[:_MAX_DIMS] if size) * DTYPES[code].itemsize
     if len(shape) > _MAX_DIMS or not is_size(n_bytes):
         raise damaged(path, f"`{name}` to have a shape that an array can have", f"{code} {brief(shape)}")
@@ -306,20 +306,20 @@ def _parse(path: Path, name: str, field: Any) -> _Tensor:
 
 
 class TensorFile:
-    """A safetensors file, its header read and checked, whose tensors are read slice by slice."""
+    """A safetensors file, open for reading slices of its tensors. Its header is checked."""
 
     def __init__(self, path: Path):
         """**Arguments:**
 
-        - `path`: any safetensors file, also another library's.
+        - `path`: of any safetensors file, including other libraries'.
 
-        Raises ValueError where the header is no safetensors header, or disagrees with itself or with the file's size.
+        Raises ValueError if the header is no safetensors header, or contradicts itself or the file's size.
         """
         self.path = path
         size = path.stat().st_size
         if size < 8:
             raise damaged(path, "at least the 8 bytes of a header's length", f"{size} bytes")
-        with open(path, "rb") as file:  # not mapped: a disk that fails then ends the process without an exception
+        with open(path, "rb") as file:  # not mapped: if the disk fails, a mapping ends the process without an exception
             (length,) = struct.unpack("<Q", file.read(8))
             if not 2 <= length <= min(size - 8, _MAX_HEADER):
                 raise damaged(path, f"a header of 2 to {min(size - 8, _MAX_HEADER)} bytes", f"a length of {length}")
@@ -359,26 +359,26 @@ class TensorFile:
         return self._tensor(name).shape
 
     def span(self, name: str) -> tuple[int, int]:
-        """Where a tensor's bytes begin and end in the file."""
+        """The first byte of a tensor in the file, and the byte after its last."""
         tensor = self._tensor(name)
         return self.begin + tensor.start, self.begin + tensor.stop
 
     def dtype(self, name: str) -> np.dtype:
-        """A tensor's dtype, as numpy (with JAX's extensions) names it."""
+        """A tensor's NumPy dtype, which may be one of JAX's extensions."""
         return self._tensor(name).dtype
 
     def read(self, name: str, index: Any = ...) -> np.ndarray:
-        """A tensor, or what `index` (as for `numpy.ndarray`) selects from it, as a copy; nothing else is read.
+        """A copy of a tensor, or of what `index` (as for `numpy.ndarray`) selects from it. Nothing else is read.
 
-        Raises ValueError where the file has no tensor of that name.
+        Raises ValueError if the file has no tensor of that name.
         """
-        # A copy: JAX on CPU would otherwise share the file's pages, and follow whatever happens to the file.
+        # A copy: JAX on CPU would otherwise share the file's pages, and change with the file.
         return np.array(self.view(name)[index])
 
     def view(self, name: str) -> np.ndarray:
-        """A tensor as a view of the file, read where it is looked at; to be sliced, then copied.
+        """A tensor as a view of the file, which reads only what is accessed. Slice it, then copy.
 
-        Raises ValueError where the file has no tensor of that name.
+        Raises ValueError if the file has no tensor of that name.
         """
         tensor = self._tensor(name)
         return self._data[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)

@@ -1,7 +1,7 @@
-"""Which parts of the arrays this process writes, or which arrays whole, and where their bytes lie in a file.
+"""Assigns the shards of arrays, or complete arrays, to the processes that write them, and locates their bytes in a file.
 
-Of each shard one device's copy is written, by the process that it belongs to; which one, all processes find alike from the
-arrays' shardings, so that none of them has much more to write than the others.
+One device's copy of each shard is written, by the device's process. All processes compute the same assignment from the
+arrays' shardings. It balances the bytes that they write.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from .._tree import is_key
 
-_EVENNESS = 8  # a process may have an eighth of its share more to write than another
+_EVENNESS = 8  # a process may write an eighth of its share more than another
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Block:
 
     - `start`: its first index in each dim of the array.
     - `shape`: its sizes.
-    - `shards`: what it is put together from: of each the first index, and the array of one device, or of the host.
+    - `shards`: its parts: the first index of each, and its array on one device or on the host.
     """
 
     start: tuple[int, ...]
@@ -46,14 +46,14 @@ class Block:
         return whole
 
     def copied(self) -> "Block":
-        """The block in host memory of its own, whatever becomes of the device's, or of the host's array."""
+        """A copy of the block in host memory, which is independent of the original arrays."""
         values = self.values()
         is_own = values.flags.owndata and values is not self.shards[0][1]
         return Block(self.start, self.shape, [(self.start, values if is_own else values.copy())])
 
     def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Where its items lie in a row-major array of that shape: `(place there, place here, how many)`, in order."""
-        # The last dim that it has only a part of: everything after that lies together.
+        """Its contiguous runs in a row-major array of that shape: `(offset there, offset here, length)`, in order."""
+        # The last dim of which the block has only a part: all dims after it are contiguous.
         cut = max((dim for dim, n in enumerate(self.shape) if n != shape[dim]), default=0)
         n_items = math.prod(self.shape[cut:])
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -63,18 +63,18 @@ class Block:
 
 
 def as_stored(leaf: Any) -> Any:
-    """A leaf as a file holds it: typed PRNG keys as their data."""
+    """A leaf as it is stored in a file: typed PRNG keys as their data."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def own_blocks(leaves: Mapping[str, Any]) -> dict[str, list[Block]]:
-    """For each array by name the blocks that this process writes; every process is to ask for the same arrays.
+    """The blocks that this process writes, for each array by name. Every process passes the same arrays.
 
-    What is no JAX array is process 0's.
+    Process 0 writes the leaves that are not JAX arrays.
     """
     me = jax.process_index()
     load: Counter[int] = Counter()  # bytes of each process
-    # A process goes on with an array that it has begun, so that its bytes lie together, until it is so far ahead.
+    # A process continues an array that it has begun, for contiguous writes, until it is this many bytes ahead.
     ahead = sum(map(_n_bytes, leaves.values())) // (_EVENNESS * jax.process_count())
     blocks: dict[str, list[Block]] = {}
     for name, leaf in leaves.items():
@@ -98,28 +98,28 @@ def own_blocks(leaves: Mapping[str, Any]) -> dict[str, list[Block]]:
 
 
 def owners(leaves: Mapping[str, Any]) -> dict[str, int]:
-    """For each array by name the process that writes all of it: one that holds it whole, where there is one.
+    """The process that writes each array completely, by the array's name: one that has a complete copy, if there is one.
 
-    What is no JAX array is process 0's.
+    Process 0 writes the leaves that are not JAX arrays.
     """
     load: Counter[int] = Counter()
     found: dict[str, int] = {}
-    for name, leaf in sorted(leaves.items(), key=lambda item: -_n_bytes(item[1])):  # the largest first, for even loads
+    for name, leaf in sorted(leaves.items(), key=lambda item: -_n_bytes(item[1])):  # the largest first, for balance
         holders = {0}
         if isinstance(leaf, jax.Array):
             stored = as_stored(leaf)
-            holders = _whole_at(stored) or {device.process_index for device in stored.sharding.device_set}
+            holders = _complete_at(stored) or {device.process_index for device in stored.sharding.device_set}
         found[name] = min(holders, key=lambda process: (load[process], process))
         load[found[name]] += _n_bytes(leaf)
     return found
 
 
 def gathered(leaf: Any, owner: int) -> np.ndarray | None:
-    """The whole array in its owner's host memory, None in the other processes; all ask together."""
+    """The complete array in its owner's host memory, None in the other processes. All processes call it together."""
     if not isinstance(leaf, jax.Array):
         return np.array(leaf) if owner == jax.process_index() else None
     stored = as_stored(leaf)
-    if owner not in _whole_at(stored):
+    if owner not in _complete_at(stored):
         assert isinstance(stored.sharding, NamedSharding)
         stored = jax.jit(lambda x: x, out_shardings=NamedSharding(stored.sharding.mesh, P()))(stored)
     if owner != jax.process_index():
@@ -134,13 +134,13 @@ def gathered(leaf: Any, owner: int) -> np.ndarray | None:
 
 
 def _n_bytes(leaf: Any) -> int:
-    """Bytes of an array as a file holds it."""
+    """Bytes of an array in a file."""
     leaf = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def _boxes(stored: Any) -> dict[tuple[tuple[int, int], ...], list[Any]]:
-    """The devices that hold each part of an array; a part is its `(start, stop)` in each dim."""
+    """The devices that hold each shard of an array, by the shard's `(start, stop)` in each dim."""
     boxes: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in stored.sharding.devices_indices_map(stored.shape).items():
         box = tuple(part.indices(size)[:2] for part, size in zip(index, stored.shape, strict=True))
@@ -148,13 +148,13 @@ def _boxes(stored: Any) -> dict[tuple[tuple[int, int], ...], list[Any]]:
     return boxes
 
 
-def _whole_at(stored: Any) -> set[int]:
-    """The processes that hold all of an array."""
+def _complete_at(stored: Any) -> set[int]:
+    """The processes that have a complete copy of an array."""
     return set.intersection(*({device.process_index for device in devices} for devices in _boxes(stored).values()))
 
 
 def _joined(shards: list[tuple[tuple[int, ...], Any]]) -> list[Block]:
-    """One block, where the shards fill a box: what lies together is written together."""
+    """One block if the shards fill a box, so that contiguous bytes are written together; else a block for each."""
     if not shards:
         return []
     start = tuple(map(min, zip(*(start for start, _ in shards), strict=True)))
@@ -168,6 +168,6 @@ def _joined(shards: list[tuple[tuple[int, ...], Any]]) -> list[Block]:
 def _on_host(shard: Any) -> np.ndarray:
     if not isinstance(shard, jax.Array):
         return np.asarray(shard)
-    # Of a fresh array over the same shard: the host copy that numpy asks for stays with the array that it was asked of, and
-    # with the tree's own arrays that would pile up a second model on the host.
+    # Through a new array over the same shard: JAX caches the host copy in the array that is converted, and caching it in
+    # the tree's own arrays would keep a second model on the host.
     return np.asarray(jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard]))

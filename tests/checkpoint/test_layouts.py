@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import load_file
 
 from redeqx.checkpoint import _layouts
-from redeqx.checkpoint._layouts import FileEach, InPlace, Ways, probe
+from redeqx.checkpoint._layouts import Capabilities, FileEach, InPlace, probe
 from redeqx.checkpoint._reader import Source
 from redeqx.distributed._peers import Peers
 from redeqx.machine._mesh import make_mesh
@@ -60,26 +60,26 @@ def mark(path, index):
 
 
 def test_an_ordinary_folder_allows_both(tmp_path):
-    assert probe(tmp_path / "probe", Peers()) == Ways(is_shared=True, in_place=True)
+    assert probe(tmp_path / "probe", Peers()) == Capabilities(is_shared=True, in_place=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_of_two_processes_allows_both(tmp_path):
     path = tmp_path / "probe"
     peers = Told(0, {"probe marked": partial(mark, path, 1)})
-    assert probe(path, peers) == Ways(is_shared=True, in_place=True)
+    assert probe(path, peers) == Capabilities(is_shared=True, in_place=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_another_does_not_see_is_not_shared(tmp_path):
     for index in (0, 1):
         peers = Told(index, {"probe seen": lambda index=index: index == 1, "probe read": lambda: False})
-        assert probe(tmp_path / f"probe{index}", peers) == Ways(is_shared=False, in_place=False)
+        assert probe(tmp_path / f"probe{index}", peers) == Capabilities(is_shared=False, in_place=False)
     assert not list(tmp_path.iterdir())
 
 
 def test_where_a_write_of_another_does_not_arrive_nothing_is_written_in_place(tmp_path):
-    assert probe(tmp_path / "probe", Told(0, {})) == Ways(is_shared=True, in_place=False)
+    assert probe(tmp_path / "probe", Told(0, {})) == Capabilities(is_shared=True, in_place=False)
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE])
@@ -88,7 +88,7 @@ def test_where_positions_are_refused_nothing_is_written_in_place(tmp_path, monke
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "pwrite", refuse)
-    assert probe(tmp_path / "probe", Peers()) == Ways(is_shared=True, in_place=False)
+    assert probe(tmp_path / "probe", Peers()) == Capabilities(is_shared=True, in_place=False)
     assert not list(tmp_path.iterdir())
 
 

@@ -519,12 +519,12 @@ def flip_a_byte(path):
         (
             "trainer.json",
             lambda path: path.write_text("{}"),
-            r"trainer.json`: expected the record of a redeqx checkpoint",
+            r"trainer.json`: expected the manifest of a redeqx checkpoint",
         ),
         (
             "trainer.json",
             lambda path: path.write_text(path.read_text().replace("200", "201")),
-            r"trainer.json`: expected a record of crc32 \d+, got \d+\. The file is damaged",
+            r"trainer.json`: expected a manifest of crc32 \d+, got \d+\. The file is damaged",
         ),
         (
             "trainer.json",

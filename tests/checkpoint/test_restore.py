@@ -162,7 +162,7 @@ def edit(folder, **changes):
     path = folder / "trainer.json"
     record = {**json.loads(path.read_text()), **changes}
     del record["crc32"]
-    path.write_text(json.dumps({**record, "crc32": _record._crc32_of_record(record)}))
+    path.write_text(json.dumps({**record, "crc32": _record._crc32_of_manifest(record)}))
 
 
 def fails_to_read(monkeypatch, folder, name):
@@ -196,7 +196,7 @@ DAMAGE = {
         "expected .* got none with a trainer.json",
     ),
     "another version": (lambda folder, patch: edit(folder, version=2), r"trainer.json`: expected version 1, .* got 2\."),
-    "another format": (lambda folder, patch: edit(folder, format="x"), r"trainer.json`: expected the record of a redeqx"),
+    "another format": (lambda folder, patch: edit(folder, format="x"), r"trainer.json`: expected the manifest of a redeqx"),
     "a wrong value": (lambda folder, patch: edit(folder, epoch=-5), r"trainer.json`: expected `epoch` to be .* got -5\."),
     "no tensors": (lambda folder, patch: (folder / "model.safetensors").unlink(), r"model.safetensors`: expected \d+ bytes"),
     "a flipped bit": (lambda folder, patch: flip(folder / "model.safetensors"), r"model.safetensors`: expected crc32 \d+"),

@@ -447,7 +447,7 @@ DAMAGED = "The file is damaged or unfinished: load another checkpoint."
         ("model.safetensors", lambda path: path.unlink(), rf"expected \d+ bytes, got no file\. {DAMAGED}"),
         ("optimizer.safetensors", flip, rf"expected crc32 \d+, got \d+\. {DAMAGED}"),
         ("trainer.json", truncate, rf"expected JSON, got .*\. {DAMAGED}"),
-        ("trainer.json", lambda path: edit_record(path, step=3), rf"expected a record of crc32 \d+, got \d+\. {DAMAGED}"),
+        ("trainer.json", lambda path: edit_record(path, step=3), rf"expected a manifest of crc32 \d+, got \d+\. {DAMAGED}"),
         (
             "trainer.json",
             lambda path: edit_record(path, version=7),

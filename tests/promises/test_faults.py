@@ -271,10 +271,7 @@ def test_without_positions_each_process_writes_a_file_of_its_own(tmp_path, undis
     """Another run goes on from them, in place again, and ends with the bits of one that was never stopped."""
     first = train(tmp_path, "--fault", "sequential", "--epochs", 1)
     assert first.code == 0, first.text
-    assert (
-        f"[0] {tmp_path}/ckpts: no file there can be written by several processes, so that each writes its own"
-        in first.lines
-    )
+    assert f"[0] {tmp_path}/ckpts: several processes cannot write one file there, so each writes its own" in first.lines
     path = Checkpoints(tmp_path / "ckpts").resolve("last")
     assert {file.name for file in path.iterdir()} == {*FILES, *INDEXES, "trainer.json"}
     assert not debris(tmp_path)
@@ -289,7 +286,7 @@ def test_on_disks_of_their_own_each_process_keeps_a_part(tmp_path, undisturbed):
     first = train(tmp_path / "run", "--fault", "unshared", "--epochs", 1)
     assert first.code == 0, first.text
     (said,) = [line for line in first.lines if "not shared" in line]
-    assert said.startswith(f"[0] {tmp_path}/run/ckpts: not shared by all 2 processes, so that each keeps a part of every ")
+    assert said.startswith(f"[0] {tmp_path}/run/ckpts: not shared by all 2 processes, so each keeps its part of every ")
     folders = [Checkpoints(tmp_path / name / "ckpts") for name in ("run", "elsewhere")]
     parts = [{file.name for file in each.resolve("last").iterdir()} for each in folders]
     assert parts[0] & parts[1] == {*INDEXES, "trainer.json"}

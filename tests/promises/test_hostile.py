@@ -405,7 +405,7 @@ def sign(folder, change):
     record = json.loads(path.read_text())
     del record["crc32"]
     record = change(record) or record
-    path.write_text(json.dumps({**record, "crc32": _record._crc32_of_record(record)}))
+    path.write_text(json.dumps({**record, "crc32": _record._crc32_of_manifest(record)}))
     return record
 
 
@@ -465,9 +465,9 @@ def test_a_record_without_files(saved, files):
         ("{}", "the record of a redeqx checkpoint, got another file"),
         (f'{{"format": "redeqx", "version": {NESTED}}}', "version 1, which this release reads, got [[[...]]]"),
         (f'{{"format": "redeqx", "version": {NINES}}}', "version 1, which this release reads, got 99999"),
-        (f'{{"format": "redeqx", "version": 1, "crc32": {NESTED}}}', "a record of crc32 [[[...]]], got "),
-        (f'{{"format": "redeqx", "version": 1, "crc32": "{"x" * 10**5}"}}', "a record of crc32 'xxx"),
-        ('{"format": "redeqx", "version": 1}', "a record of crc32 None, got "),
+        (f'{{"format": "redeqx", "version": 1, "crc32": {NESTED}}}', "a manifest of crc32 [[[...]]], got "),
+        (f'{{"format": "redeqx", "version": 1, "crc32": "{"x" * 10**5}"}}', "a manifest of crc32 'xxx"),
+        ('{"format": "redeqx", "version": 1}', "a manifest of crc32 None, got "),
     ],
     ids=lambda value: brief(value)[:50],
 )
