@@ -15,6 +15,7 @@ What cannot be followed stays whole, with a reason that names the primitive.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..tracing import Trace, called, scan_counts
+from ..tracing import Trace, called, insides, scan_counts, view
 from ._flow import Flow, Pass, View
 from ._rules import Split
 
@@ -42,11 +43,14 @@ class Order:
     - `splits`: the dim of the leaf that the model axis splits, counted from its first, and why.
     - `stacked`: over how many leading dims loops take slices of it.
     - `cost`: of a step, in bytes.
+    - `errors`: how often the form of a primitive was not known, by the primitive and the error; its values count as
+        replicated.
     """
 
     splits: Mapping[str, Split]
     stacked: Mapping[str, int]
     cost: float
+    errors: Mapping[str, int]
 
 
 def order(
@@ -112,7 +116,7 @@ def order(
             tried = {patterns[leaf]}
     names = trace.names
     splits = {names[i]: split for i, split in best.decided.items()}
-    return Order(splits, {names[i]: n for i, n in best.stacked.items()}, best.cost)
+    return Order(splits, {names[i]: n for i, n in best.stacked.items()}, best.cost, Counter(best.errors.values()))
 
 
 def products(trace: Trace, n_shards: int, dims: Mapping[str, int | None]) -> Sequence[tuple[Any, int | None, Any]]:
@@ -161,14 +165,15 @@ def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
                 run.calls = calls
         if name in _EQUATIONS:
             return _EQUATIONS[name](run, eqn, ins)
-        if name in _SEEN:
-            return [run.see(eqn, ins[0], *_SEEN[name](eqn, run.n))]
+        if (seen := _seen(eqn, run.n)) is not None:
+            return [run.see(eqn, ins[0], *seen)]
         if name in _REDUCTIONS:
             return _reduce(run, eqn, ins)
         if _is_elementwise(eqn):
             return run.meet(eqn, ins)
-    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
-        pass  # a form of the primitive that is not known here, as of another version of JAX: a plan is no reason to fail
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        # A form of the primitive that is not known here, as of another version of JAX: a plan is no reason to fail.
+        run.errors[id(eqn)] = f"{name}: {type(error).__name__}"
     return run.give_up(eqn, ins)
 
 
@@ -232,7 +237,7 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     others = [i for i in range(len(aval.shape)) if i not in numbers.offset_dims]
     of_indices = dict(zip(range(len(eqn.invars[1].aval.shape) - 1), others, strict=False))
     batches = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    places |= {dim: of_indices[of] for dim, of in batches}
+    places |= {int(dim): of_indices[of] for dim, of in batches}  # some are numpy's integers
     looked_up = [dim for dim in numbers.start_index_map if sizes[dim] == 1 != shape[dim]]
     kept = [dim for dim, place in places.items() if aval.shape[place] == shape[dim] > 1]
     # Positions, and the like: a part of it, in another order. Or a matrix for each token, as of experts: a weight itself,
@@ -317,7 +322,7 @@ def _updated(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 def _branches(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    outs = [run.evaluate(branch, ins[1:]) for branch in eqn.params["branches"]]
+    outs = [run.evaluate(branch.closed, ins[1:]) for branch in insides(eqn)]
     return [_common(run, var.aval, flows) for var, flows in zip(eqn.outvars, zip(*outs, strict=True), strict=True)]
 
 
@@ -338,6 +343,13 @@ def _loop(run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow],
     A carry that begins as a constant may be split from the start, as the body splits it, and one that begins split may be
     gathered first: where that costs less, it is.
     """
+    key = (id(closed.jaxpr), tuple(consts), tuple(carry), tuple(slices))
+    return run.once(key, lambda: _follow_loop(run, closed, consts, carry, slices))
+
+
+def _follow_loop(
+    run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]
+) -> list[Flow]:
     start = run.standing()
     if any(run.is_open(flow) for flow in carry):  # weights that the loop changes: the first iteration decides them
         run.evaluate(closed, [*consts, *carry, *slices])
@@ -397,13 +409,13 @@ def _scan(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     for atom, flow in zip(eqn.invars[n_consts + n_carry :], ins[n_consts + n_carry :], strict=True):
         if run.split(flow)[0] == 0:
             flow = run.gather(atom.aval, flow)
-        for view in flow.views:
-            if view.dims[0] is not None:
-                run.stacked[view.leaf] = max(run.stacked.get(view.leaf, 0), view.dims[0] + 1)
+        for seen in flow.views:
+            if seen.dims[0] is not None:
+                run.stacked[seen.leaf] = max(run.stacked.get(seen.leaf, 0), seen.dims[0] + 1)
         slices.append(flow.seen(range(1, len(atom.aval.shape))))
     times, run.times = run.times, run.times * max(1, eqn.params["length"])
     try:
-        outs = _loop(run, eqn.params["jaxpr"], ins[:n_consts], ins[n_consts : n_consts + n_carry], slices)
+        outs = _loop(run, insides(eqn)[0].closed, ins[:n_consts], ins[n_consts : n_consts + n_carry], slices)
     finally:
         run.times = times
     made = [Flow() if run.is_open(out) else Flow(*run.split(out)) for out in outs[n_carry:]]
@@ -412,10 +424,11 @@ def _scan(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 def _while(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     """Counted as one iteration; its condition is a scalar that all devices compute."""
-    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    carry = ins[n_cond + n_body :]
-    outs = _loop(run, eqn.params["body_jaxpr"], ins[n_cond : n_cond + n_body], carry, [])
-    run.evaluate(eqn.params["cond_jaxpr"], [*ins[:n_cond], *outs])
+    condition, body = insides(eqn)
+    n_carry = body.kinds.count("carry")
+    operands = [ins[i] for i in body.operands]
+    outs = _loop(run, body.closed, operands[:-n_carry], operands[-n_carry:], [])
+    run.evaluate(condition.closed, [*(ins[i] for i in condition.operands[:-n_carry]), *outs])
     return outs
 
 
@@ -426,13 +439,22 @@ def _while(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 _Seen = tuple[Sequence[int | None], Mapping[int, int]]
 
 
-def _same(eqn: Any, n: int) -> _Seen:
-    return range(len(eqn.outvars[0].aval.shape)), {}
-
-
-def _broadcast(eqn: Any, n: int) -> _Seen:
-    to = eqn.params["broadcast_dimensions"]
-    return [to.index(dim) if dim in to else None for dim in range(len(eqn.params["shape"]))], {}
+def _seen(eqn: Any, n: int) -> _Seen | None:
+    """None where the equation is no view; `n` counts the shards."""
+    shapes = [var.aval.shape for var in (*eqn.invars[:1], *eqn.outvars[:1])]
+    name = eqn.primitive.name
+    if name == "rev":
+        return range(len(shapes[0])), {}
+    if name == "pad":
+        return [None if any(padding) else dim for dim, padding in enumerate(eqn.params["padding_config"])], {}
+    if (source := view(eqn)) is None:
+        return None
+    parts: dict[int, int] = {}
+    if name in ("slice", "dynamic_slice"):
+        before, after = shapes
+        cut = [dim for dim, of in enumerate(source) if of is None]
+        parts = {dim: dim for dim in cut if after[dim] and before[dim] % after[dim] == 0 and after[dim] % n == 0}
+    return source, parts
 
 
 def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
@@ -477,13 +499,6 @@ def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     return [out]
 
 
-def _sliced(eqn: Any, n: int) -> _Seen:
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    cut = [dim for dim, size in enumerate(after) if size != before[dim]]
-    source = [None if dim in cut else dim for dim in range(len(after))]
-    return source, {dim: dim for dim in cut if after[dim] and before[dim] % after[dim] == 0 and after[dim] % n == 0}
-
-
 def _divided(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     """`jnp.split`: each part as a slice would be."""
     outs = []
@@ -495,30 +510,6 @@ def _divided(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     return outs
 
 
-def _squeezed(eqn: Any, n: int) -> _Seen:
-    removed = {dim % len(eqn.invars[0].aval.shape) for dim in eqn.params["dimensions"]}
-    return [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in removed], {}
-
-
-def _padded(eqn: Any, n: int) -> _Seen:
-    return [None if any(padding) else dim for dim, padding in enumerate(eqn.params["padding_config"])], {}
-
-
-_SEEN: dict[str, Callable[[Any, int], _Seen]] = {
-    "convert_element_type": _same,
-    "copy": _same,
-    "reduce_precision": _same,
-    "stop_gradient": _same,
-    "sharding_constraint": _same,
-    "rev": _same,
-    "transpose": lambda eqn, n: (eqn.params["permutation"], {}),
-    "squeeze": _squeezed,
-    "expand_dims": _broadcast,
-    "broadcast_in_dim": _broadcast,
-    "slice": _sliced,
-    "dynamic_slice": _sliced,
-    "pad": _padded,
-}
 _REDUCTIONS = {
     *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"),
 }

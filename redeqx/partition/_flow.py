@@ -82,6 +82,13 @@ class Flow:
 
 
 @dataclass
+class _Memo:
+    """What loops were followed to, which stays known when a `Pass` is restored."""
+
+    followed: dict[Any, tuple[list[Flow], dict[str, Any], float]] = field(default_factory=dict)
+
+
+@dataclass
 class Pass:
     """The loss followed once, from its first equation to its last.
 
@@ -98,6 +105,7 @@ class Pass:
     - `products`: each product that was followed, how many shards compute all of it (None for parameters alone), and the
         equation whose line it has: its own, and a call around it with its own derivative, whose line that derivative has.
     - `calls`: the calls that are being followed.
+    - `errors`: the primitive and the error of each equation, by its id, whose form is not known.
     - `exchanged`: values that are split along a dim of which equal parts are taken, and that dim.
     """
 
@@ -114,12 +122,14 @@ class Pass:
     recurrent: set[int] = field(default_factory=set)
     follows: Mapping[int, tuple[int, Sequence[int | None]]] = field(default_factory=dict)
     exchanged: dict[Any, int] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
     products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
     calls: tuple[Any, ...] = ()
     rows: dict[Any, int] = field(default_factory=dict)  # how many weights are split as rows since a value arrived split
     cost: float = 0.0
     times: int = 1
     reduced: set[Any] = field(default_factory=set)  # values whose gradient's sum is paid for
+    memo: "_Memo" = field(default_factory=lambda: _Memo())
 
     def standing(self) -> "Pass":
         """A copy of all that it found so far."""
@@ -129,6 +139,34 @@ class Pass:
     def restore(self, other: "Pass") -> None:
         """Forget what was found since."""
         vars(self).update(vars(other.standing()))
+
+    def once(self, key: Any, follow: Callable[[], list[Flow]]) -> list[Flow]:
+        """What `follow` returns, and what it finds, remembered for the same key in the same state.
+
+        A loop is followed in several ways. One in another is followed again for each way of that one: without this, the cost
+        would be exponential in the depth.
+        """
+        calls = tuple(map(id, self.calls))
+        state = (frozenset(self.decided.items()), tuple(self.doubts), frozenset(self.stacked.items()), self.times, calls)
+        if (key, state) in self.memo.followed:
+            outs, found, cost = self.memo.followed[key, state]
+            for name, values in found.items():
+                getattr(self, name).update(values)
+            self.cost += cost
+        else:
+            before = self.standing()
+            outs = follow()
+            found = {
+                name: {k: v for k, v in value.items() if k not in was or was[k] is not v}
+                if isinstance(value, dict)
+                else value - was
+                for name, value in vars(self).items()
+                if isinstance(value, dict | set) and name not in ("rows", "reduced")
+                for was in (vars(before)[name],)
+            }
+            self.memo.followed[key, state] = outs, found, self.cost - before.cost
+        self.reduced, self.rows = set(), {}  # they are of the values inside
+        return outs
 
     def evaluate(self, closed: Any, ins: Sequence[Flow]) -> list[Flow]:
         """What is known of a closed jaxpr's outputs."""

@@ -537,7 +537,7 @@ def test_name_scopes_and_source_lines_survive():
     first_line = loss.__code__.co_firstlineno
     located = lowered.as_text(debug_info=True)
     for offset in (4, 7):  # the two matmuls
-        assert f'test_apply.py":{first_line + offset}' in located
+        assert f'test_gather.py":{first_line + offset}' in located
 
 
 def test_gathers_are_named():

@@ -1,0 +1,100 @@
+"""How the dataflow follows a loss: every form of a primitive that our models have, and loops in loops at a bounded cost."""
+
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from _structures import STRUCTURES, batched
+
+from redeqx.partition import _dataflow
+from redeqx.partition._dataflow import order
+from redeqx.tracing import Trace
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.models.families._case import collect
+
+TRAININGS = {training.name: training for training in collect("TRAININGS")}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_every_equation_of_a_structure_is_of_a_known_form(name):
+    made = STRUCTURES[name](jax.random.key(0))
+    batch = jax.ShapeDtypeStruct((16, *made.example.shape), made.example.dtype)
+    assert order(Trace.of(batched(made.loss), made.model, batch), 4).errors == {}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_every_equation_of_a_family_is_of_a_known_form(name):
+    training = TRAININGS[name]
+    model = eqx.filter_eval_shape(training.make, jax.random.key(0))
+    batch = jax.eval_shape(lambda: jax.tree.map(lambda *rows: jnp.stack(rows), *training.examples))
+
+    def loss(model, batch, key):
+        return jax.tree.leaves(training.loss_fn(model, batch, key))[0]
+
+    trace = Trace.of(loss, model, batch, jax.eval_shape(lambda: jax.random.key(0)))
+    assert order(trace, 2).errors == {}
+
+
+def test_an_unknown_form_is_counted_and_its_values_are_replicated(monkeypatch):
+    def unknown(run, eqn, ins):
+        raise KeyError("a parameter of another version of JAX")
+
+    monkeypatch.setitem(_dataflow._EQUATIONS, "dot_general", unknown)
+    w = jnp.ones((8, 8))
+    found = order(Trace.of(lambda ws, x: jnp.sum(x @ ws[0] @ ws[1]), [w, w], jnp.ones((2, 8))), 4)
+    assert found.errors == {"dot_general: KeyError": 2}
+    assert {name: split.dim for name, split in found.splits.items()} == {"0": None, "1": None}
+
+
+def fresh_carries(depth, weights, x):
+    """Each loop begins with zeros of its own, which its body may split: two ways for each loop."""
+
+    def level(n):
+        if n == 0:
+            return jnp.tanh(x @ weights[0])
+        return jax.lax.scan(lambda c, _: (c * 0.5 + level(n - 1), None), jnp.zeros((8, 64)), length=2)[0]
+
+    return jnp.sum(level(depth) @ weights[1])
+
+
+def two_carries(depth, weights, x):
+    """Of the carries one arrives replicated, and one split."""
+
+    def level(n, x, s):
+        if n == 0:
+            h = jnp.tanh(x @ weights[0])
+            return x + h @ weights[1], s + h
+
+        def body(carry, _):
+            x, inner = level(n - 1, carry[0], jnp.zeros((8, 64)))
+            return (x, carry[1] + inner), None
+
+        return jax.lax.scan(body, (x, s), length=2)[0]
+
+    x, s = level(depth, x, jnp.zeros((8, 64)))
+    return jnp.sum(x) + jnp.sum(s @ weights[1])
+
+
+@pytest.mark.parametrize("loss", [fresh_carries, two_carries])
+def test_loops_in_loops_cost_no_power_of_their_depth(loss, monkeypatch):
+    n_followed = 0
+    follow = _dataflow._follow
+
+    def counted(run, eqn, ins):
+        nonlocal n_followed
+        n_followed += 1
+        return follow(run, eqn, ins)
+
+    monkeypatch.setattr(_dataflow, "_follow", counted)
+    weights, counts, splits = [jnp.ones((16, 64)), jnp.ones((64, 16))], [], []
+    for depth in range(1, 6):
+        n_followed = 0
+        found = order(Trace.of(lambda ws, x, depth=depth: loss(depth, ws, x), weights, jnp.ones((8, 16))), 4)
+        counts.append(n_followed)
+        splits.append({name: split.dim for name, split in found.splits.items()})
+    assert splits == [{"0": 1, "1": 0}] * 5
+    assert counts[4] - counts[3] <= counts[1]  # each level adds at most as much as the second did; it was four times all
