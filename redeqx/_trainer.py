@@ -26,7 +26,20 @@ from .errors import (
 )
 from .machine import describe, dry, of_devices
 from .partition import Plan
-from .training import Engine, Fit, FitOptions, Job, Parts, Recipe, in_order, make_job, takes, train
+from .training import (
+    Engine,
+    Fit,
+    FitOptions,
+    Job,
+    Parts,
+    Recipe,
+    in_order,
+    make_job,
+    resume_newest,
+    takes,
+    train,
+    update,
+)
 
 
 class Trainer:
@@ -175,7 +188,38 @@ class Trainer:
             raise DryRunDone(dry_run(self._job(steps, size), run.machine, **run.options))
         return train(self._engine, steps, size)
 
-    def eval_loss(self, examples: Any, per_device_batch_size: int | None = None, *, batch_size: int | None = None) -> float:
+    @plainly
+    def update(self, examples: Any) -> dict[str, float]:
+        """One step on all of these examples; returns its metrics, for which it waits. For loops of your own: a GAN, a
+        curriculum, reinforcement learning.
+
+        The numbers, the records and the checkpoints are those of `train` with the same examples as one batch. Such a loop
+        resumes by `resume` and saves by `save_ckpt`:
+
+        ```python
+        for step in range(trainer.resume(), 1000):
+            metrics = trainer.update(draw_examples(step))
+            if trainer.step % 100 == 0:
+                trainer.save_ckpt()
+        ```
+
+        **Arguments:**
+
+        - `examples`: anything with `len()` and integer items. Each new number of them compiles a program of its own.
+        """
+        if (run := dry()) is not None:
+            size = self._engine.batch_size(None, len(examples))
+            raise DryRunDone(dry_run(self._job(in_order(examples, size), size), run.machine, **run.options))
+        return update(self._engine, examples)
+
+    def eval_loss(
+        self,
+        examples: Any,
+        per_device_batch_size: int | None = None,
+        *,
+        batch_size: int | None = None,
+        model: PyTree | None = None,
+    ) -> float:
         """The loss over all the examples: totals and weights are added up, and divided once.
 
         The same for every batch size, with a remainder too.
@@ -184,18 +228,26 @@ class Trainer:
 
         - `per_device_batch_size`, `batch_size`: rows at one position of the data and fsdp axes, or examples over all
             devices, at most; a little fewer where that leaves no remainder.
+        - `model`: evaluated instead of the trainer's, in the same structure: an average of weights, say.
+
+        Raises ValueError for a `model` of another structure.
         """
-        return self.eval_metrics(examples, per_device_batch_size, batch_size=batch_size)["loss"]
+        return self.eval_metrics(examples, per_device_batch_size, batch_size=batch_size, model=model)["loss"]
 
     @plainly
     def eval_metrics(
-        self, examples: Any, per_device_batch_size: int | None = None, *, batch_size: int | None = None
+        self,
+        examples: Any,
+        per_device_batch_size: int | None = None,
+        *,
+        batch_size: int | None = None,
+        model: PyTree | None = None,
     ) -> dict[str, float]:
-        """`{"loss": ...}` over all the examples, and every metric of `Loss.metrics` with it."""
+        """`{"loss": ...}` over all the examples, and every metric of `Loss.metrics`; arguments as for `eval_loss`."""
         size = BatchSize.of(self.deployer.mesh, per_device_batch_size, batch_size)
         check_examples(examples, "examples")
         size = size.evenly(size_of(examples), self.deployer.mesh.size)
-        return self._engine.evaluate(in_order(examples, size), size)
+        return self._engine.evaluate(in_order(examples, size), size, model)
 
     def get_default_predictor(
         self,
@@ -325,11 +377,40 @@ class Trainer:
         if not self.deployer.is_dry_run:  # there it has the shapes of this model
             self._engine.load(name, opt_states=load_opt_states)
 
+    @plainly
+    def resume(self) -> int:
+        """Continues from the newest checkpoint of the workdir, if it has one; returns the step. For loops of your own,
+        before their first update: `fit` resumes by itself.
+
+        Later records of `metrics.jsonl` are deleted, as the steps are taken again. Damaged checkpoints are passed over, with
+        a warning.
+
+        Raises ValueError where the checkpoint is of another model, or all are damaged.
+        """
+        engine = self._engine
+        if engine.is_updating or engine.callbacks is not None:
+            raise ValueError("`resume`: expected before the first update, got called inside of `fit`. It resumes by itself.")
+        if not self.deployer.is_dry_run:
+            resume_newest(engine, reads_twice=False)
+            engine.run.begin_records(engine.step)
+        return engine.step
+
     # --- whole runs --------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ends the running fit after this step, as at its end: the step is evaluated and saved. For callbacks, which process
+        0's calls count of; and for an `eval_metric_fn`. A later run of the script goes on from that step.
+
+        Raises ValueError outside of a fit.
+        """
+        if self._engine.callbacks is None:
+            raise ValueError("`stop`: expected inside of `fit`, got called outside. Call it in a callback.")
+        self._engine.stops = True
 
     @takes(FitOptions)
     def fit(self, options: FitOptions) -> dict[str, float]:
-        """Trains for `n_epochs` passes, evaluates and saves on the way; returns the metrics of the last evaluation.
+        """Trains for `n_epochs` passes, evaluates and saves on the way; returns the metrics of the last evaluation, or
+        of the last step where nothing is evaluated.
 
         Every example is used once an epoch; the last step of an epoch holds what is left, and of that the few rows that do
         not divide over the devices in micro-batches of their own (which layers like BatchNorm see as small batches: give a
@@ -342,7 +423,8 @@ class Trainer:
             that returns one, of any length; or an iterable.
         - `per_device_batch_size`: rows of a micro-batch at one position of the data and fsdp axes. A step has
             `trainer.batch_size(per_device_batch_size)` examples: on another mesh others.
-        - `n_epochs`: passes over the examples.
+        - `n_epochs`: passes over the examples; 1 by default, with `max_steps` as many as that takes.
+        - `max_steps`: the fit ends after this many steps, also within an epoch; a later run with more goes on there.
         - `batch_size`: instead of `per_device_batch_size`, the examples of a step, over all devices and micro-batches: the
             same run on every mesh. Best a multiple of the devices times the micro-batches: the rows that are left over every
             device computes.
@@ -364,6 +446,8 @@ class Trainer:
         - `save_float_dtype`: floating leaves of the model are cast to it in the file, and a resumed run continues with them.
         - `resume`: whether to continue from the workdir's newest checkpoint, or where this trainer's last fit was
             interrupted. Without, a workdir that holds checkpoints is refused, and an interrupted fit is given up.
+        - `callbacks`: what acts at each step, evaluation, save or epoch, as `redeqx.Callback` says. Their state is saved and
+            resumed.
 
         Raises ValueError or TypeError for arguments that cannot work, before any work; ValueError for a run that was begun
         with another batch size or other examples; ValueError for a loss that is not finite, naming the step. The model is
@@ -372,5 +456,5 @@ class Trainer:
         In a dry run it compiles for the first batch, and raises SystemExit with the report.
         """
         if (run := dry()) is not None:
-            raise DryRunDone(dry_run(Fit(self._engine, options).job(), run.machine, **run.options))
-        return Fit(self._engine, options).run()
+            raise DryRunDone(dry_run(Fit(self._engine, options, self).job(), run.machine, **run.options))
+        return Fit(self._engine, options, self).run()

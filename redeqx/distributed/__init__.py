@@ -6,8 +6,9 @@ launcher. Knows nothing of models or files. Open `_cluster.py` first.
 
 from ._cluster import start as start
 from ._exits import discard as discard
-from ._interrupts import HANG as HANG, Preemption as Preemption, Watch as Watch
+from ._interrupts import HANG as HANG, Preempted as Preempted, Preemption as Preemption, Watch as Watch
 from ._launch import launch as launch
+from ._links import PeerError as PeerError
 from ._peers import HEARTBEAT as HEARTBEAT, Peers as Peers
 from ._rendezvous import START as START
 from ._replicas import agree_on_program as agree_on_program, agree_on_values as agree_on_values

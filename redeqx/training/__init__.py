@@ -5,9 +5,16 @@ command line, of machines that are not there, or of the three classes over it. O
 `_step.py` for what a step computes.
 """
 
+from ._callbacks import (
+    Callback as Callback,
+    EarlyStopping as EarlyStopping,
+    Profile as Profile,
+    SaveEvery as SaveEvery,
+)
+from ._ema import EMA as EMA
 from ._engine import Engine as Engine
 from ._job import Job as Job, Setting as Setting, make_job as make_job
-from ._loop import Fit as Fit, in_order as in_order, train as train
+from ._loop import Fit as Fit, in_order as in_order, train as train, update as update
 from ._options import FitOptions as FitOptions, takes as takes
 from ._program import (
     Program as Program,
@@ -18,6 +25,7 @@ from ._program import (
 )
 from ._progress import check_record as check_record
 from ._recipe import Recipe as Recipe, plan_model as plan_model
+from ._resume import resume_newest as resume_newest
 from ._run import Run as Run
 from ._schedules import lr_schedule as lr_schedule
 from ._step import (

@@ -12,8 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
+import optax
 from jaxtyping import PyTree
 
 from .._tree import named_leaves
@@ -21,10 +23,11 @@ from ..checkpoint import Checkpoints, array_leaves
 from ..compiled import checked as checked_work
 from ..data import Batch, BatchSize, Prefetch, Slice, batches
 from ..distributed import Peers, agree_on_program, agree_on_values
-from ..errors import DamagedError, check_alive
+from ..errors import DamagedError, check_alive, check_model
 from ..machine import as_shapes
 from ..monitor import ProgressLine
-from ..partition import Plan
+from ..partition import Plan, place
+from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._nonfinite import why_nonfinite
 from ._program import Program, shard_bytes
 from ._progress import Position, Progress, check_record
@@ -59,6 +62,9 @@ class Engine:
     - `n_fits`: the number of fits that have ended.
     - `follows`: whether `progress.position` belongs to this script's fits; None until a fit has looked for an earlier run.
     - `last_metrics`: of the newest update whose metrics have been read.
+    - `callbacks`: of the fit that runs; None outside of one.
+    - `callback_states`: of the fit that was resumed, interrupted or ended last.
+    - `stops`: whether the fit is asked to stop after this step.
     - `checkpoints`: those of the workdir; None without one.
     - `warned`: damaged checkpoints that the user has been warned of.
     """
@@ -72,6 +78,9 @@ class Engine:
         self.n_fits = 0
         self.follows: bool | None = None
         self.last_metrics: dict[str, float] = {}
+        self.callbacks: Callbacks | None = None
+        self.callback_states: dict[str, dict[str, Any]] = {}
+        self.stops = False
         self.is_updating = False
         self.warned: set[Path] = set()
         self.key = run.next_key()
@@ -94,6 +103,11 @@ class Engine:
     def is_placed(self) -> bool:
         """Whether the model is on the mesh."""
         return self._held is not None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing has been computed with the program yet."""
+        return not self._compiled
 
     @property
     def state(self) -> TrainState:
@@ -201,6 +215,20 @@ class Engine:
         }
         self.run.console.header(rows)
 
+    def use_optimizer(self, optimizer: optax.GradientTransformation) -> None:
+        """Train with another optimizer: one whose state is that of the current one, or has it as `inner`."""
+        if optimizer is self.recipe.optimizer:
+            return
+        self.recipe = replace(self.recipe, optimizer=optimizer)
+        if self._held is not None:
+            assert self.plan is not None
+            before = self.state.opt_tree
+            self._held.program = program = self.recipe.program(self.plan, *self.trees)
+            self._compiled = set()
+            if program.opt_treedef != jax.tree.structure(before):
+                made = jax.tree.unflatten(program.opt_treedef, program.init_opt_state(self._held.trained))
+                self._held.opt_state = jax.tree.leaves(eqx.tree_at(lambda state: state.inner, made, before))
+
     # --- updates -----------------------------------------------------------------------------------------------------
 
     def batch_size(self, per_device: int | None, total: int | None, n_devices: int | None = None) -> BatchSize:
@@ -242,6 +270,7 @@ class Engine:
         args = self.state.train_args(batch.groups, batch.n_micro_batches)
         vector = self.state.advance(self._call("train step", self.state.program.train_step, args, batch, line))
         self.step += 1
+        self.progress.n_examples += batch.n_examples
         if position is not None:
             self.progress.position = position
         self.run.watch.beat(self.step)
@@ -315,21 +344,27 @@ class Engine:
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, steps: Iterator[Slice], size: BatchSize) -> dict[str, float]:
+    def evaluate(self, steps: Iterator[Slice], size: BatchSize, model: PyTree | None = None) -> dict[str, float]:
         """`{"loss": ...}` over all the examples, with every metric of `Loss.metrics`: sums over all batches, divided once.
 
         **Arguments:**
 
         - `steps`, `size`: the examples of each batch, and the batch's sizes.
+        - `model`: instead of the trained one, in its structure.
         """
+        if model is not None:
+            self._check_alike(model)
         if self.run.returns_zeros("eval_loss"):
             return dict.fromkeys(self.recipe.metric_names(*self.trees, list(next(steps).examples)), 0.0)
         sums: np.ndarray | float = 0.0
         pending: deque[jax.Array] = deque()
+        weights: tuple[list[Any], list[Any]] | None = None
         with self.run.console.progress(title="evaluate") as line, closing(self.batches(steps, size)) as upcoming:
             for i, batch in enumerate(upcoming):
                 self.place(batch.micro_batch)
-                args = self.state.eval_args(i, batch.groups)
+                if weights is None and model is not None:
+                    weights = self.recipe.parts.take(place(model, self.state.program.plan))
+                args = self.state.eval_args(i, batch.groups, weights)
                 vector = self._call("eval step", self.state.program.eval_step, args, batch, line)
                 self.run.watch.beat_on()
                 vector.copy_to_host_async()
@@ -341,6 +376,19 @@ class Engine:
         pairs = np.asarray(sums).reshape(-1, 2)
         with np.errstate(invalid="ignore", divide="ignore"):
             return dict(zip(self.state.program.eval_names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
+
+    def _check_alike(self, model: PyTree) -> None:
+        """Raise ValueError for a model whose arrays are not those of the trained one."""
+        check_model(model)
+        own, found = array_leaves(self.trees[0]), array_leaves(model)
+        for name in [*own, *(name for name in found if name not in own)]:
+            shapes = [None if name not in of else of[name].shape for of in (own, found)]
+            if shapes[0] != shapes[1]:
+                expected, got = ("no array" if shape is None else f"shape {shape}" for shape in shapes)
+                raise ValueError(
+                    f"`model`: `{name}`: expected {expected}, as in the trained model, got {got}. "
+                    "Pass a model of the same structure."
+                )
 
     def predicted_from(self) -> tuple[PyTree, PyTree, Plan]:
         """The model, the state of its layers and the plan that a Predictor of this trainer uses."""
@@ -394,11 +442,21 @@ class Engine:
             "seed": self.run.seed,
             "mesh": dict(self.run.mesh.shape),
             "metrics": dict(metrics),
+            "train_metrics": last_metrics,
         }
         checkpoints = self.need_checkpoints()
         trees = self.state.trees(opt_state=save_opt_states)
+        states = self.callback_states if self.callbacks is None else self.callbacks.states()
+        record["callbacks"] = states_to_record(states)
+        if arrays := arrays_of(states):
+            trees["callbacks"] = arrays
+        if self.callbacks is not None:
+            trees |= self.callbacks.models()
         self.progress.saved = (self.step, self.progress.position)
-        return checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
+        path = checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
+        if self.callbacks is not None:
+            self.callbacks.saved(path, checkpoints)
+        return path
 
     def load(self, name: str | Path, *, opt_states: bool) -> None:
         """Load a checkpoint, found complete first: there are values to lose.
@@ -419,20 +477,28 @@ class Engine:
         if opt_states:
             check_record(path, record)
         steps = (record["step"], record.get("n_skipped", 0))
+        states = states_of_record(record.get("callbacks", {}), checkpoints, path, verify=False) if opt_states else {}
         self._held.load(checkpoints, path, steps if opt_states else None)
         if opt_states:
             self.step = record["step"]
-            self.progress = Progress.of_record(record)
+            self._take_up(record, states)
         if self.follows is None and path.parent == checkpoints.folder:
             self.follows = False  # the next fit begins from this checkpoint, and not from the newest
 
     def resume_from(self, path: Path, record: Mapping[str, Any]) -> None:
         """Load a checkpoint of an earlier run: now, or once a batch is at hand and the model is placed."""
-        self.progress, self.follows = Progress.of_record(record), True
-        self.step = record["step"]
+        self.step, self.follows = record["step"], True
+        with self._resuming(path):
+            states = states_of_record(record.get("callbacks", {}), self.need_checkpoints(), path, verify=True)
+        self._take_up(record, states)
         self._restore_from = path
         if self._held is not None:
             self._restore()
+
+    def _take_up(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
+        """Go on from where a checkpoint's record says."""
+        self.progress, self.callback_states = Progress.of_record(record), states
+        self.last_metrics = dict(record.get("train_metrics", {}))
 
     def _restore(self) -> None:
         path, self._restore_from = self._restore_from, None
@@ -449,7 +515,7 @@ class Engine:
         except ValueError as error:
             # A second fit finds that run again, and does not overwrite it.
             self.step, self.progress, self.follows = 0, Progress(), None
-            self._restore_from = None
+            self._restore_from, self.callback_states = None, {}
             if isinstance(error, DamagedError):
                 raise DamagedCheckpoint(str(error)) from error
             raise ValueError(

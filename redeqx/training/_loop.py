@@ -3,9 +3,10 @@
 It drives an engine, which computes the updates.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from ..checkpoint import array_leaves, file_size
@@ -26,6 +27,7 @@ from ..data import (
 )
 from ..errors import as_metrics
 from ..monitor import ProgressLine
+from ._callbacks import Callbacks
 from ._engine import DamagedCheckpoint, Engine
 from ._job import Job, make_job
 from ._options import FitOptions
@@ -69,12 +71,34 @@ def train(engine: Engine, steps: Iterator[Slice], size: BatchSize) -> dict[str, 
     return dict(engine.last_metrics)
 
 
+def update(engine: Engine, examples: Any) -> dict[str, float]:
+    """One update on all of these examples; returns its metrics."""
+    n = size_of(examples)
+    if n is None:
+        raise TypeError(
+            f"`examples`: expected `len()` and integer items, got {type(examples).__name__}. Pass a list of them."
+        )
+    size = engine.batch_size(None, n)
+    line = engine.run.console.progress(first_step=engine.step, title="update")
+    shown = line if engine.is_new else nullcontext()  # the compilation
+    with shown, engine.updating(), closing(engine.batches(in_order(examples, size), size)) as upcoming:
+        engine.update(next(upcoming), line)
+        engine.flush(line)
+    return dict(engine.last_metrics)
+
+
 @dataclass
 class Fit:
-    """One fit of an engine's model."""
+    """One fit of an engine's model.
+
+    **Arguments:**
+
+    - `trainer`: what callbacks are given.
+    """
 
     engine: Engine
     options: FitOptions
+    trainer: Any = None
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest evaluation
 
     def __post_init__(self) -> None:
@@ -87,9 +111,16 @@ class Fit:
         self.eval_size = (
             BatchSize.of(mesh, *rows, prefix="eval_") if given else BatchSize(self.size.micro_batch, self.size.micro_batch)
         ).evenly(None if options.eval_examples is None else size_of(options.eval_examples), mesh.size)
+        self.callbacks = Callbacks(options.callbacks, self.trainer)
+        self.evaluated_at: int | None = None  # the step of the newest evaluation
+        self.has_started = self.is_stopping = False
+        optimizer = engine.recipe.optimizer
+        for callback in options.callbacks:
+            optimizer = callback.wrap_optimizer(optimizer)
+        engine.use_optimizer(optimizer)
 
     def run(self) -> dict[str, float]:
-        """Train to the end of the last epoch; returns the metrics of the last evaluation."""
+        """Train to the end of the fit; returns the metrics of its last evaluation, or else of its last step."""
         options, engine = self.options, self.engine
         engine.run.peers.agree("fit", options.plain)
         with nullcontext() if engine.checkpoints is None else engine.checkpoints.writing():
@@ -106,23 +137,70 @@ class Fit:
             engine.place()
             engine.run.console.info("this fit is done already: the checkpoint was saved after it")
             engine.n_fits += 1
-            return self.metrics
-        line = engine.run.console.progress(n_epochs=options.n_epochs, first_step=engine.step)
+            return self._returned()
+        line = engine.run.console.progress(n_epochs=options.epochs, first_step=engine.step)
         listening = engine.run.preemption.listening() if engine.checkpoints is not None else nullcontext()
+        engine.stops, engine.callbacks, self.began_at = False, self.callbacks, engine.step
         try:
             with listening, engine.run.watch.on(), line:
-                for epoch in range(start.epoch, options.n_epochs):
+                for epoch in self._epochs(start):
                     self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), line, start)
-                self._keep_end(line)
+                    if self._is_over():
+                        break
+                self._end(line)
+                engine.callback_states = self.callbacks.states()
+                self.callbacks.call("on_fit_end", self._returned())
         except BaseException:
             if engine.checkpoints is not None:
                 engine.checkpoints.settle()
             raise
+        finally:
+            engine.callbacks = None
+            self.callbacks.close()
         engine.n_fits += 1
         if engine.checkpoints is not None:
             engine.checkpoints.wait()
         self._summarise()
-        return self.metrics
+        return self._returned()
+
+    def _returned(self) -> dict[str, float]:
+        """What `fit` returns."""
+        return dict(self.metrics if self.options.evaluates else self.engine.last_metrics)
+
+    # --- when it ends ------------------------------------------------------------------------------------------------
+
+    @property
+    def _last_step(self) -> int | None:
+        """The step at which `max_steps` ends this fit."""
+        return None if self.options.max_steps is None else self.engine.progress.first_step + self.options.max_steps
+
+    def _epochs(self, start: Position) -> Iterable[int]:
+        """The epochs that are left."""
+        if self._is_at_last_step():
+            return ()
+        return count(start.epoch) if self.options.epochs is None else range(start.epoch, self.options.epochs)
+
+    def _is_at_last_step(self) -> bool:
+        return self._last_step is not None and self.engine.step >= self._last_step
+
+    def _is_over(self) -> bool:
+        """Whether the fit ends after this step, although more are left: all processes ask at the same points.
+
+        Process 0 decides; without callbacks and evaluations, in which `trainer.stop` may be called, none is asked.
+        """
+        callbacks, engine = self.callbacks, self.engine
+        if engine.run.peers.n == 1:
+            self.is_stopping = engine.stops
+        elif callbacks.was_called:
+            callbacks.was_called, self.is_stopping = False, bool(engine.run.decide(engine.stops))
+        return self.is_stopping or self._is_at_last_step()
+
+    def _begin_callbacks(self) -> None:
+        """Restore the callbacks' state, once the model is placed, and tell them that the fit starts."""
+        if not self.has_started:
+            self.has_started = True
+            self.callbacks.load(self.engine.callback_states)
+            self.callbacks.call("on_fit_start")
 
     def job(self) -> Job:
         """What a dry run compiles: the first step, and the evaluations and checkpoints that this fit is asked for."""
@@ -174,7 +252,8 @@ class Fit:
         elif not self.options.resume and engine.follows and engine.progress.position.fit == fit:
             fit = engine.n_fits = fit + 1  # the one that was interrupted is given up
         if engine.follows is False:
-            engine.progress.position, engine.follows = Position(fit), True
+            engine.progress.position, engine.progress.first_step, engine.follows = Position(fit), engine.step, True
+            engine.callback_states = {}
         engine.run.begin_records(engine.step)
         progress = engine.progress
         if fit < progress.position.fit:
@@ -182,10 +261,14 @@ class Fit:
             return None
         if fit > progress.position.fit:
             progress.position, progress.setting, progress.metrics = Position(fit), {}, {}
+            progress.first_step, engine.callback_states = engine.step, {}
         self.metrics = dict(progress.metrics)
         start = progress.position
-        if start.epoch >= self.options.n_epochs:
-            engine.run.console.info(f"epoch {start.epoch} of {self.options.n_epochs} is done already: nothing to train")
+        n_epochs = self.options.epochs
+        if n_epochs is not None and start.epoch >= n_epochs:
+            engine.run.console.info(f"epoch {start.epoch} of {n_epochs} is done already: nothing to train")
+        elif self._is_at_last_step():
+            engine.run.console.info(f"step {engine.step} is reached already: nothing to train")
         return start
 
     def _compare(self, start: Position, n: int | None, sample: int | None) -> None:
@@ -237,10 +320,13 @@ class Fit:
             self._compare(start, n, sample_of(examples))
         else:
             engine.progress.setting["train_size"] = n
-        if n is not None:
+        line.n_steps = self._last_step
+        if n is not None and options.epochs is not None:
             left = n_slices(n - start.examples, self.size.examples, options.drop_remainder)
-            later = (options.n_epochs - epoch - 1) * n_slices(n, self.size.examples, options.drop_remainder)
-            line.n_steps = engine.step + left + later
+            later = (options.epochs - epoch - 1) * n_slices(n, self.size.examples, options.drop_remainder)
+            n_steps = engine.step + left + later
+            line.n_steps = n_steps if line.n_steps is None else min(n_steps, line.n_steps)
+        began_at = engine.step
         with closing(engine.batches(self.steps(epoch, start, examples), self.size)) as upcoming:
             if start is first:
                 # Before anything else is placed or evaluated: the plan is the loss's.
@@ -248,17 +334,31 @@ class Fit:
                     engine.place(batch.micro_batch)
                 if options.eval_examples is not None and options.eval_sanity_check:
                     self._check_evaluation(line)
+                self._begin_callbacks()
+                if self._is_over():
+                    return
             with closing(updates(engine, upcoming, line, start.fit, epoch)) as taken:
                 for _, is_last in taken:
+                    if wanting := self.callbacks.wanting(engine.step):
+                        engine.flush(line)
+                        self.callbacks.stepped(wanting, engine.last_metrics)
                     if is_last:
                         break  # what is due then is due at the end of the epoch
                     tags = self._evaluate(line) if _is_due(engine.step, options.eval_every_n_steps) else set()
                     self._keep(tags, line)
+                    if self._is_over():
+                        return
         engine.flush(line)
+        if options.epochs is None and engine.step == began_at and not start.examples:
+            raise ValueError(
+                f"`max_steps`: expected epochs of at least one step, got none in epoch {epoch + 1}. "
+                "Pass more examples, a smaller batch, or no `drop_remainder`."
+            )
         engine.progress.position = Position(start.fit, epoch + 1)
         tags = self._evaluate(line) if options.evaluates else set()
         if _is_due(epoch + 1, options.save_ckpt_every_k_epochs):
             tags.add(f"epoch_{epoch + 1}")
+        self.callbacks.call("on_epoch_end", self._returned())
         self._keep(tags, line, is_due=options.save_last_ckpt)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
@@ -269,6 +369,9 @@ class Fit:
         with line.pause("evaluating"):
             if options.eval_loss:
                 metrics.update(engine.evaluate(in_order(examples, self.eval_size), self.eval_size))
+                for name, model in self.callbacks.models().items():
+                    found = engine.evaluate(in_order(examples, self.eval_size), self.eval_size, model)
+                    metrics.update({f"{name}_{metric}": value for metric, value in found.items()})
             if options.eval_predictor is not None:
                 with engine.run.watch.paused():
                     rows = self.eval_size.micro_batch
@@ -299,7 +402,7 @@ class Fit:
         engine = self.engine
         engine.flush(line)
         self.metrics = self._measure(self.options.eval_examples, line)
-        engine.progress.metrics = self.metrics
+        engine.progress.metrics, self.evaluated_at, self.callbacks.was_called = self.metrics, engine.step, True
         console = engine.run.console
         console.metrics({f"eval_{name}": value for name, value in self.metrics.items()}, engine.step)
         console.info(f"step {engine.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in self.metrics.items()))
@@ -309,6 +412,7 @@ class Fit:
             if value == value and (best is None or sign * value > sign * best["value"]):  # NaN is never the best
                 engine.progress.best[tag] = {"value": value, "step": engine.step}
                 better.add(tag)
+        self.callbacks.call("on_eval", dict(self.metrics))
         return better
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -322,8 +426,8 @@ class Fit:
         if is_told_to_stop:
             self._stop()
 
-    def _keep_end(self, line: ProgressLine) -> None:
-        """Save the end of the fit, unless the newest checkpoint is of it."""
+    def _end(self, line: ProgressLine) -> None:
+        """Evaluate and save the last step of the fit, where that is not done yet."""
         options, engine = self.options, self.engine
         if not engine.is_placed:  # no step was to be taken; the examples are known all the same, and with them the plan
             examples = examples_of(options.train_examples, 0)
@@ -332,9 +436,14 @@ class Fit:
             engine.place(
                 None if step is None else micro_batch_shapes(engine.recipe.collate_fn, step.examples, self.size, mesh)
             )
+        self._begin_callbacks()
+        engine.flush(line)
+        tags = set()
+        if options.evaluates and engine.step not in (self.began_at, self.evaluated_at):  # stopped within an epoch
+            tags = self._evaluate(line)
         end = (engine.step, engine.progress.position)
-        if options.save_end and engine.checkpoints is not None and engine.progress.saved != end:
-            self._save(set(), line)
+        if tags or (options.save_end and engine.checkpoints is not None and engine.progress.saved != end):
+            self._save(tags, line)
 
     def _save(self, tags: set[str], line: ProgressLine, *, to_resume: bool = False) -> None:
         """Save this step as the options say; `to_resume`, all of it, as a run that is told to stop is to go on."""

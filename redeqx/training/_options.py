@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..data import check_examples, size_of
 from ..errors import Plainly, check_count, check_function, check_predictor, check_readable_again
+from ._callbacks import Callbacks
 
 P = ParamSpec("P")
 Options = TypeVar("Options")
@@ -21,8 +22,9 @@ class FitOptions:
 
     train_examples: Any
     per_device_batch_size: int | None = None
-    n_epochs: int = 1
+    n_epochs: int | None = None
     _: KW_ONLY
+    max_steps: int | None = None
     batch_size: int | None = None
     drop_remainder: bool = False
     eval_examples: Any = None
@@ -43,6 +45,12 @@ class FitOptions:
     save_opt_states: bool = True
     save_float_dtype: Any = None
     resume: bool = True
+    callbacks: Sequence[Any] = ()
+
+    @property
+    def epochs(self) -> int | None:
+        """The number of epochs; None where only `max_steps` ends the fit."""
+        return 1 if self.n_epochs is None and self.max_steps is None else self.n_epochs
 
     @property
     def tracked(self) -> dict[str, tuple[str, float]]:
@@ -69,9 +77,8 @@ class FitOptions:
 
     def check(self, workdir: Path | None) -> None:
         """Raise ValueError or TypeError for arguments that cannot work."""
-        for name in ("n_epochs", "keep_last"):
-            check_count(getattr(self, name), name)
-        for name in ("eval_every_n_steps", "save_every_n_steps", "save_ckpt_every_k_epochs"):
+        check_count(self.keep_last, "keep_last")
+        for name in ("n_epochs", "max_steps", "eval_every_n_steps", "save_every_n_steps", "save_ckpt_every_k_epochs"):
             check_count(getattr(self, name), name, optional=True)
         for name in ("save_argmin_ckpt_by_metrics", "save_argmax_ckpt_by_metrics"):
             if isinstance(getattr(self, name), str):
@@ -79,7 +86,8 @@ class FitOptions:
                     f"`{name}`: expected names of metrics in a list, got a string. Write [{getattr(self, name)!r}]."
                 )
         check_examples(self.train_examples)
-        check_readable_again(self.train_examples, "train_examples", self.n_epochs)
+        check_readable_again(self.train_examples, "train_examples", self.epochs or 1)
+        Callbacks.check(self.callbacks)
         if self.eval_examples is not None and size_of(self.eval_examples) is None:
             found = type(self.eval_examples).__name__
             raise TypeError(f"`eval_examples`: expected `len()` and integer items, got {found}. Pass a list.")

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..checkpoint import RECORD
 from ..errors import brief, damaged, is_size
+from ._callbacks import is_states
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Progress:
     - `setting`: the sizes that the current fit began with; empty where not known.
     - `best`: for each tag of a best checkpoint `{"value": ..., "step": ...}`.
     - `n_skipped`: updates that were skipped because they were not finite.
+    - `n_examples`: examples that all updates so far were given.
+    - `first_step`: the updates before the current fit.
     - `metrics`: of the newest evaluation.
     - `learning_rate`: of the newest update, where a checkpoint records it.
     - `saved`: step and position of the newest checkpoint.
@@ -47,11 +50,14 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     learning_rate: float | None = None
     saved: tuple[int, Position] | None = None
+    n_examples: int = 0
+    first_step: int = 0
 
     def to_record(self) -> dict[str, Any]:
         """Its part of `trainer.json`."""
         setting = {name: self.setting.get(name) for name in _SETTING}
-        return {**asdict(self.position), **setting, "best": self.best, "n_skipped": self.n_skipped}
+        counts = {name: getattr(self, name) for name in ("n_skipped", "n_examples", "first_step")}
+        return {**asdict(self.position), **setting, "best": self.best, **counts}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Progress":
@@ -65,6 +71,8 @@ class Progress:
             record.get("metrics", {}),
             record.get("learning_rate"),
             (record["step"], position),
+            record.get("n_examples", 0),
+            record.get("first_step", 0),
         )
 
 
@@ -95,15 +103,16 @@ _RECORDED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "drop_remainder": ("true, false or null", lambda value: value is None or isinstance(value, bool)),
     "sample": ("a crc32, or null", lambda value: value is None or (is_size(value) and value < 2**32)),
     "best": ("a value and a step for each tag", _is_best),
-    "n_skipped": _SIZE,
+    **dict.fromkeys(("n_skipped", "n_examples", "first_step"), _SIZE),
     "learning_rate": ("a number, or null", lambda value: value is None or _is_number(value)),
-    "metrics": ("an object", lambda value: isinstance(value, dict)),
+    **dict.fromkeys(("metrics", "train_metrics"), ("an object", lambda value: isinstance(value, dict))),
+    "callbacks": ("values and arrays for each", is_states),
 }
 # What earlier releases did not write, and the value that stands for it.
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("batch_size", "accumulate_grad_batches", "drop_remainder", "sample", "learning_rate")),
-    "n_skipped": 0,
-    "metrics": {},
+    **dict.fromkeys(("n_skipped", "n_examples", "first_step"), 0),
+    **{name: {} for name in ("metrics", "train_metrics", "callbacks")},
 }
 
 

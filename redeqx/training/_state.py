@@ -95,9 +95,14 @@ class TrainState:
         carried = (self.trained, self.opt_state, self.layers, self.steps)
         return (*carried, self.frozen, self.key, groups, np.int32(n_micro_batches))
 
-    def eval_args(self, i: int, groups: Any) -> tuple[Any, ...]:
-        """What the program's eval step takes, for the `i`-th batch of an evaluation."""
-        return (self.trained, self.frozen, self.layers, self.key, np.uint32(i), groups)
+    def eval_args(self, i: int, groups: Any, weights: tuple[list[Any], list[Any]] | None = None) -> tuple[Any, ...]:
+        """What the program's eval step takes, for the `i`-th batch of an evaluation.
+
+        **Arguments:**
+
+        - `weights`: trained and frozen arrays instead of these.
+        """
+        return (*(weights or (self.trained, self.frozen)), self.layers, self.key, np.uint32(i), groups)
 
     def advance(self, outs: Sequence[Any]) -> Array:
         """Take over what a train step returned; returns its vector of metrics."""

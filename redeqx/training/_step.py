@@ -337,6 +337,9 @@ def make_train_step(
     """
     parts, mesh = functions.parts, functions.plan.mesh
     gradient = functions.gradient()
+    # Of optimizers that adapt to the value of the loss, or search along a line.
+    takes_loss = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    loss = functions.loss(inference=False)
     names: list[str] = []
 
     def step_fn(trained, opt_state, state, steps, frozen, key, groups, n_first):
@@ -348,6 +351,17 @@ def make_train_step(
             grads, total, weight, metrics, tree = gradient(trained, frozen, tree, batch, key)
             grads = [jax.lax.with_sharding_constraint(g, s) for g, s in zip(grads, layout.trained, strict=True)]
             return (grads, total, weight, metrics), _state_leaves(tree, state, state_treedef)
+
+        def loss_of(tree):
+            """The loss of this step's batch at other parameters."""
+
+            def micro_step(state, batch, key):
+                weights = [*jax.tree.leaves(tree), *frozen]
+                total, (weight, _, after) = loss(weights, jax.tree.unflatten(state_treedef, state), batch, key)
+                return (total, weight), _state_leaves(after, state, state_treedef)
+
+            (total, weight), _ = _accumulate(micro_step, before[2], groups, key, n_first)
+            return total / weight
 
         before = (trained, opt_state, state)
         (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, key, n_first)
@@ -362,7 +376,9 @@ def make_train_step(
         # Sorted, as a scan sorts them: every program of a run must agree on the order.
         values.update({name: metric / over for name, (metric, over) in sorted(metrics.items())})
         tree = parts.trained_tree(trained)
-        updates, opt_tree = optimizer.update(parts.trained_tree(grads), jax.tree.unflatten(opt_treedef, opt_state), tree)
+        grad_tree, opt_tree = parts.trained_tree(grads), jax.tree.unflatten(opt_treedef, opt_state)
+        extra = {"value": values["loss"], "grad": grad_tree, "value_fn": loss_of} if takes_loss else {}
+        updates, opt_tree = optimizer.update(grad_tree, opt_tree, tree, **extra)
         trained = jax.tree.leaves(eqx.apply_updates(tree, updates))
         names[:] = values
         after = (trained, jax.tree.leaves(opt_tree), state)

@@ -1,0 +1,381 @@
+"""Callbacks: what acts while a fit runs, and how a fit calls them and keeps their state.
+
+The base class is the interface; `EarlyStopping`, `SaveEvery` and `Profile` use nothing else. `EMA` is in `_ema.py`.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from ..checkpoint import Checkpoints
+from ..errors import check_count
+
+
+class Callback:
+    """Acts while `Trainer.fit(callbacks=[...])` runs. Override the methods that you need; each does nothing by default.
+
+    A method is called after everything about its moment is known: in `on_step`, `metrics` are those of the step
+    `trainer.step`, and `trainer.model` is the model after it. Callbacks are called in the order of the list. They may log
+    (`trainer.deployer.log_metrics`), save (`trainer.save_ckpt`) and stop the fit (`trainer.stop`). With several processes
+    every process calls its own callbacks, and process 0 decides whether the fit stops; `trainer.deployer.decide` does so for
+    other decisions.
+
+    ```python
+    class Histogram(redeqx.Callback):
+        every = 100
+
+        def on_step(self, trainer, metrics):
+            norm = float(optax.global_norm(eqx.filter(trainer.model, eqx.is_array)))
+            trainer.deployer.log_metrics({"norm": norm}, trainer.step)
+
+    trainer.fit(examples, batch_size=32, callbacks=[Histogram()])
+    ```
+
+    **Attributes:**
+
+    - `every`: `on_step` is called after every so many steps. The loop waits for the device at these steps; without a
+        callback that overrides `on_step` it never does.
+    """
+
+    every: int = 1
+
+    def wants(self, step: int) -> bool:
+        """Whether `on_step` is called after this step: every `every` steps."""
+        return step % self.every == 0
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Before the first step of a fit, when the model is on the mesh and a resumed state is loaded."""
+
+    def on_step(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """After a step, with its metrics."""
+
+    def on_eval(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """After an evaluation, with its metrics; before the checkpoint of the same step is saved."""
+
+    def on_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """After an epoch, with the metrics of its evaluation, or else of its last step; before its checkpoint is saved."""
+
+    def on_save(self, trainer: Any, path: Path) -> None:
+        """After a checkpoint is complete on disk. The loop waits for that where a callback overrides this method. The state
+        of the callback that the checkpoint holds is the one before this call."""
+
+    def on_fit_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """After a fit, with the metrics that it returns."""
+
+    def close(self) -> None:
+        """After a fit, also one that ended by an exception: release what was opened."""
+
+    def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        """The optimizer to train with. A wrapper's state keeps that of the optimizer it wraps as the attribute `inner`, and
+        wrapping the result again returns an equal one."""
+        return optimizer
+
+    def models(self, trainer: Any) -> dict[str, PyTree]:
+        """More models by name, in the structure of `trainer.model`: evaluations report their `{name}_loss`, and checkpoints
+        keep them as `{name}.safetensors`."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this callback, by name: values that JSON holds, and arrays."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take what `state` returned when the checkpoint was saved from which this fit resumes; its arrays are numpy's."""
+
+
+class EarlyStopping(Callback):
+    """Stops a fit when a metric of its evaluations no longer improves.
+
+    ```python
+    trainer.fit(
+        examples, batch_size=32, n_epochs=100, eval_examples=held_out, save_argmin_ckpt_by_metrics=["loss"],
+        callbacks=[redeqx.EarlyStopping("loss", patience=3)],
+    )
+    trainer.load_ckpt("argmin_loss")
+    ```
+
+    **Arguments:**
+
+    - `metric`: its name in the evaluation.
+    - `patience`: the number of evaluations in a row without an improvement after which the fit stops.
+    - `mode`: `"min"` where less is better, `"max"` where more is.
+    - `min_delta`: the least change that counts as an improvement.
+
+    Raises ValueError at the first evaluation without the metric.
+    """
+
+    def __init__(self, metric: str, patience: int, mode: str = "min", min_delta: int | float = 0.0):
+        check_count(patience, "patience")
+        if mode not in ("min", "max"):
+            raise ValueError(f"`mode`: expected 'min' or 'max', got {mode!r}. Pass one of the two.")
+        if not min_delta >= 0:
+            raise ValueError(f"`min_delta`: expected at least 0, got {min_delta}. Pass the least change that counts.")
+        self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
+        self.best: float | None = None
+        self.n_worse = 0
+
+    def on_fit_start(self, trainer: Any) -> None:
+        if self.n_worse >= self.patience:  # of a fit that is resumed after it was stopped
+            trainer.stop()
+
+    def on_eval(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if self.metric not in metrics:
+            raise ValueError(
+                f"`EarlyStopping.metric`: expected one of {sorted(metrics)}, which the evaluation returns, got "
+                f"{self.metric!r}. Return it from `eval_metric_fn`, or pass another."
+            )
+        value = metrics[self.metric]
+        gain = -math.inf if self.best is None else (self.best - value) * (1 if self.mode == "min" else -1)
+        if not math.isnan(value) and (self.best is None or gain > self.min_delta):
+            self.best, self.n_worse = value, 0
+            return
+        self.n_worse += 1
+        if self.n_worse >= self.patience:
+            best = "no number yet" if self.best is None else f"{self.best:.6g}"
+            trainer.deployer.log_info(
+                f"step {trainer.step}: stopping, as {self.metric} has not improved on {best} for {self.n_worse} evaluations"
+            )
+            trainer.stop()
+
+    def on_fit_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self.best, self.n_worse = None, 0  # the next fit begins anew
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self.best, "n_worse": self.n_worse}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.best, self.n_worse = state["best"], state["n_worse"]
+
+
+class SaveEvery(Callback):
+    """Saves a checkpoint whenever some minutes have passed, by the clock of process 0. Put it last in the list, so that the
+    other callbacks have seen the step that it saves.
+
+    ```python
+    trainer.fit(examples, batch_size=32, n_epochs=10, callbacks=[redeqx.SaveEvery(minutes=30)])
+    ```
+
+    **Arguments:**
+
+    - `minutes`: between two checkpoints.
+    - `every`: the clock is read after every so many steps.
+    - `keep_last`: how many of the newest checkpoints are kept.
+
+    Raises ValueError without a workdir.
+    """
+
+    def __init__(self, minutes: int | float, *, every: int = 10, keep_last: int = 2):
+        if not minutes > 0:
+            raise ValueError(f"`minutes`: expected more than 0, got {minutes}. Pass the minutes between two checkpoints.")
+        check_count(every, "every")
+        check_count(keep_last, "keep_last")
+        self.minutes, self.every, self.keep_last = minutes, every, keep_last
+        self._saved = 0.0
+
+    def on_fit_start(self, trainer: Any) -> None:
+        _need_workdir(trainer, "SaveEvery")
+        self._saved = time.monotonic()
+
+    def on_step(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if trainer.deployer.decide(time.monotonic() - self._saved >= 60 * self.minutes):
+            trainer.save_ckpt(keep_last=self.keep_last)
+            self._saved = time.monotonic()
+
+
+class Profile(Callback):
+    """Writes a trace of some steps, by `jax.profiler`, to `workdir/profile`, for TensorBoard or Perfetto, in process 0.
+
+    ```python
+    trainer.fit(examples, batch_size=32, callbacks=[redeqx.Profile(range(10, 13))])
+    ```
+
+    **Arguments:**
+
+    - `steps`: a range of steps, counted from 1 as in `trainer.step`. Leave out the first two, which compile.
+
+    Raises ValueError for steps that are no range of at least one, and without a workdir.
+    """
+
+    def __init__(self, steps: range):
+        if not isinstance(steps, range) or not steps or steps.step != 1 or steps.start < 1:
+            raise ValueError(
+                f"`Profile.steps`: expected a range of steps from 1 on, got {steps!r}. Pass `range(10, 13)` for three steps."
+            )
+        self.steps = steps
+        self._is_tracing = False
+
+    def wants(self, step: int) -> bool:
+        return step in (self.steps[0] - 1, self.steps[-1])  # before the first, and after the last
+
+    def on_fit_start(self, trainer: Any) -> None:
+        _need_workdir(trainer, "Profile")
+        if trainer.step == self.steps[0] - 1:
+            self._start(trainer)
+
+    def on_step(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if trainer.step == self.steps[-1]:
+            self.close()
+        else:
+            self._start(trainer)
+
+    def _start(self, trainer: Any) -> None:
+        if jax.process_index() == 0:
+            jax.profiler.start_trace(str(trainer.deployer.workdir / "profile"))
+            self._is_tracing = True
+
+    def close(self) -> None:
+        if self._is_tracing:
+            self._is_tracing = False
+            jax.profiler.stop_trace()
+
+
+def _need_workdir(trainer: Any, name: str) -> None:
+    if trainer.deployer.workdir is None:
+        raise ValueError(f"`{name}`: expected a `workdir` to write to, got None. Pass `Deployer(workdir=...)`.")
+
+
+# --- how a fit uses them ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Callbacks:
+    """The callbacks of one fit, with the trainer that they are given."""
+
+    each: Sequence[Callback]
+    trainer: Any
+    is_saving: bool = False  # within `on_save`
+    was_called: bool = False  # since this was last set to False; the same in all processes
+
+    @staticmethod
+    def check(each: Any) -> None:
+        """Raise TypeError for what is no list of callbacks."""
+        if isinstance(each, Callback) or not isinstance(each, Sequence):
+            raise TypeError(f"`callbacks`: expected a list, got {type(each).__name__}. Write [callback].")
+        for i, callback in enumerate(each):
+            if not isinstance(callback, Callback):
+                found = f"the class {callback.__name__}" if isinstance(callback, type) else type(callback).__name__
+                raise TypeError(
+                    f"`callbacks[{i}]`: expected a `redeqx.Callback`, got {found}. Pass an instance of a subclass."
+                )
+            if callback.every is not Callback.every:
+                check_count(callback.every, f"callbacks[{i}].every")
+
+    def overriding(self, method: str) -> list[Callback]:
+        """Those that override a method."""
+        return [callback for callback in self.each if getattr(type(callback), method) is not getattr(Callback, method)]
+
+    def call(self, method: str, *args: Any) -> None:
+        """Call a method of each that overrides it."""
+        for callback in self.overriding(method):
+            self.was_called = True
+            getattr(callback, method)(self.trainer, *args)
+
+    def wanting(self, step: int) -> list[Callback]:
+        """Those whose `on_step` is called after this step."""
+        return [callback for callback in self.overriding("on_step") if callback.wants(step)]
+
+    def stepped(self, wanting: Sequence[Callback], metrics: Mapping[str, float]) -> None:
+        """Call `on_step` of these."""
+        for callback in wanting:
+            self.was_called = True
+            callback.on_step(self.trainer, dict(metrics))
+
+    def saved(self, path: Path, checkpoints: Checkpoints) -> None:
+        """Call `on_save` once the checkpoint is on disk, but not for one that is saved inside of it."""
+        if not self.is_saving and self.overriding("on_save"):
+            checkpoints.wait()
+            self.is_saving = True
+            try:
+                self.call("on_save", path)
+            finally:
+                self.is_saving = False
+
+    def close(self) -> None:
+        """The fit has ended."""
+        for callback in self.each:
+            callback.close()
+
+    def models(self) -> dict[str, PyTree]:
+        """The models of all callbacks, by name."""
+        return {name: model for callback in self.each for name, model in callback.models(self.trainer).items()}
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """The state of each callback that has one, by its class and its position in the list."""
+        states = {_key(i, callback): callback.state() for i, callback in enumerate(self.each)}
+        return {key: state for key, state in states.items() if state}
+
+    def load(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Give each callback the state that was saved of it."""
+        for i, callback in enumerate(self.each):
+            if _key(i, callback) in states:
+                callback.load_state(states[_key(i, callback)])
+
+
+def _key(i: int, callback: Callback) -> str:
+    return f"{type(callback).__name__}_{i}"
+
+
+def arrays_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The arrays of callbacks' states."""
+    arrays = {
+        key: {n: x for n, x in state.items() if isinstance(x, jax.Array | np.ndarray)} for key, state in states.items()
+    }
+    return {key: of_one for key, of_one in arrays.items() if of_one}
+
+
+def states_to_record(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What `trainer.json` holds of callbacks' states: the values, and the dtype and shape of each array."""
+    arrays = arrays_of(states)
+    return {
+        key: {
+            "values": {name: x for name, x in state.items() if name not in arrays.get(key, {})},
+            "arrays": {name: [str(x.dtype), *x.shape] for name, x in arrays.get(key, {}).items()},
+        }
+        for key, state in states.items()
+    }
+
+
+def states_of_record(record: Mapping[str, Any], checkpoints: Checkpoints, path: Path, *, verify: bool) -> dict[str, Any]:
+    """The callbacks' states of a checkpoint.
+
+    **Arguments:**
+
+    - `record`: what `states_to_record` returned.
+    - `verify`: as for `Checkpoints.load`.
+    """
+    template = {
+        key: {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (dtype, *shape) in state["arrays"].items()}
+        for key, state in record.items()
+        if state["arrays"]
+    }
+    arrays = checkpoints.load(path, "callbacks", template, verify=verify) if template else {}
+    return {key: {**state["values"], **arrays.get(key, {})} for key, state in record.items()}
+
+
+def is_states(value: Any) -> bool:
+    """Whether this is what `states_to_record` returns."""
+    return isinstance(value, dict) and all(
+        isinstance(state, dict)
+        and isinstance(state.get("values"), dict)
+        and isinstance(state.get("arrays"), dict)
+        and all(map(_is_array, state["arrays"].values()))
+        for state in value.values()
+    )
+
+
+def _is_array(described: Any) -> bool:
+    if not isinstance(described, list) or not described or not isinstance(described[0], str):
+        return False
+    try:
+        kind = np.dtype(described[0]).kind
+    except (TypeError, ValueError, SyntaxError):
+        return False
+    return kind in "biufcV" and all(type(n) is int and 0 <= n < 2**48 for n in described[1:])

@@ -1,0 +1,120 @@
+"""An exponential moving average of the weights, kept in the optimizer's state.
+
+There it is split over the mesh as the parameters are, saved and resumed with the optimizer, updated inside the compiled
+step, and left alone by a step that is skipped.
+"""
+
+from typing import Any, cast
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from ._callbacks import Callback
+
+
+class AverageState(eqx.Module):
+    """The state of an averaging optimizer: that of the optimizer it wraps, and the average of the trained parameters."""
+
+    inner: PyTree
+    average: PyTree
+    name: str = eqx.field(static=True)
+
+
+class Averaging(optax.GradientTransformationExtraArgs):
+    """An optimizer that also averages the parameters that it makes."""
+
+    inner: optax.GradientTransformationExtraArgs
+    name: str
+    decay: float
+
+    @classmethod
+    def of(cls, optimizer: optax.GradientTransformation, name: str, decay: float) -> "Averaging":
+        """Wraps an optimizer."""
+        inner = optax.with_extra_args_support(optimizer)
+
+        def init(params: Any) -> Any:
+            # At least float32: bfloat16 would lose the small steps of an average.
+            average = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), params)
+            return AverageState(inner.init(params), average, name)
+
+        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+            updates, of_inner = inner.update(updates, state.inner, params, **extra)
+            new = eqx.apply_updates(params, updates)
+            average = jax.tree.map(lambda a, x: decay * a + (1 - decay) * x.astype(a.dtype), state.average, new)
+            return updates, AverageState(of_inner, average, name)
+
+        averaging = cls(init, update)
+        averaging.inner, averaging.name, averaging.decay = inner, name, decay
+        return averaging
+
+
+class EMA(Callback):
+    """Keeps an exponential moving average of the trained weights, evaluates it and saves it beside the model.
+
+    After each step `average = decay * average + (1 - decay) * weights`, beginning with the weights at the start of the fit.
+    Evaluations report `ema_loss` (and each other metric of the loss) beside `loss`. Checkpoints hold the averaged model as
+    `ema.safetensors`.
+
+    ```python
+    ema = redeqx.EMA(decay=0.999)
+    trainer.fit(
+        examples, batch_size=32, n_epochs=10, eval_examples=held_out, save_argmin_ckpt_by_metrics=["ema_loss"],
+        callbacks=[ema],
+    )
+    predictor.predict(examples, batch_size=32, model=ema.model)
+    ```
+
+    **Arguments:**
+
+    - `decay`: the weight of the average in its update, from 0 to 1, without 1.
+    - `name`: what metrics and files begin with; two averages need two names.
+
+    Raises ValueError for another decay.
+    """
+
+    def __init__(self, decay: int | float = 0.999, *, name: str = "ema"):
+        if not 0 <= decay < 1:
+            raise ValueError(f"`decay`: expected a number from 0 to below 1, got {decay}. 0.999 averages about 1000 steps.")
+        if not name.isidentifier() or name in ("model", "model_state", "optimizer", "callbacks", "eval"):
+            raise ValueError(f"`name`: expected letters, and no name of another file, got {name!r}. Pass 'ema', say.")
+        self.decay, self.name = decay, name
+        self._trainer: Any = None
+
+    @property
+    def model(self) -> PyTree:
+        """The averaged model, in the dtypes of the trained one. The next step deletes its arrays, like `trainer.model`'s.
+
+        Raises ValueError before the fit has started.
+        """
+        if self._trainer is None:
+            raise ValueError("`EMA.model`: expected a fit that has started, got none. Pass the callback to `fit` first.")
+        return self.models(self._trainer)[self.name]
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        if not isinstance(optimizer, Averaging) or not self._is_in(optimizer):
+            return Averaging.of(optimizer, self.name, self.decay)
+        if optimizer.name != self.name:
+            inner = self.wrap_optimizer(optimizer.inner)
+            return optimizer if inner is optimizer.inner else Averaging.of(inner, optimizer.name, optimizer.decay)
+        return optimizer if optimizer.decay == self.decay else Averaging.of(optimizer.inner, self.name, self.decay)
+
+    def _is_in(self, optimizer: Any) -> bool:
+        return isinstance(optimizer, Averaging) and (optimizer.name == self.name or self._is_in(optimizer.inner))
+
+    def models(self, trainer: Any) -> dict[str, PyTree]:
+        state = trainer.opt_state
+        while state.name != self.name:
+            state = state.inner
+        model = trainer.model
+        averaged = eqx.combine(cast(PyTree, state.average), model)
+        return {self.name: jax.tree.map(_like, averaged, model)}
+
+
+def _like(average: Any, x: Any) -> Any:
+    return average.astype(x.dtype) if eqx.is_array(x) and average.dtype != x.dtype else average

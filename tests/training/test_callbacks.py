@@ -1,0 +1,449 @@
+"""Callbacks of a fit: when each is called, how they stop, save and average, and what a resumed run knows of them."""
+
+import json
+import os
+import signal
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file
+
+import redeqx
+from redeqx.training._callbacks import Callbacks
+
+DATA = np.random.default_rng(0).normal(size=(22, 6)).astype(np.float32)  # three steps an epoch of 8, 8 and 6
+
+
+def loss_fn(model, batch, key):
+    return ((jax.vmap(model)(batch[:, :5])[:, 0] - batch[:, 5]) ** 2).mean()
+
+
+def make_trainer(workdir=None, *, optimizer=None, loggers=(), **kwargs):
+    deployer = redeqx.Deployer(5, 2, 2, workdir=workdir, verbose=False, loggers=loggers)
+    return redeqx.Trainer(
+        deployer,
+        model=eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)),
+        optimizer=optimizer or optax.adam(1e-2),
+        collate_fn=np.stack,
+        loss_fn=loss_fn,
+        **kwargs,
+    )
+
+
+def fit(trainer, *callbacks, n_epochs=2, **kwargs):
+    return trainer.fit(DATA, n_epochs=n_epochs, batch_size=8, callbacks=callbacks, **kwargs)
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt(redeqx.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, trainer, metrics):
+        if trainer.step == self.step:
+            raise Killed
+
+
+class Notes(redeqx.Callback):
+    """Notes every call, with the step and the loss."""
+
+    def __init__(self, calls, name="", every=1):
+        self.calls, self.name, self.every = calls, name, every
+
+    def note(self, what, trainer, loss=None):
+        self.calls.append((self.name + what, trainer.step, loss))
+
+    def on_fit_start(self, trainer):
+        self.note("start", trainer)
+
+    def on_step(self, trainer, metrics):
+        self.note("step", trainer, metrics["loss"])
+
+    def on_eval(self, trainer, metrics):
+        self.note("eval", trainer, metrics["loss"])
+
+    def on_epoch_end(self, trainer, metrics):
+        self.note("epoch", trainer, metrics["loss"])
+
+    def on_save(self, trainer, path):
+        assert json.loads((path / "trainer.json").read_text())["step"] == trainer.step
+        self.note(f"save {path.name}", trainer)
+
+    def on_fit_end(self, trainer, metrics):
+        self.note("end", trainer, metrics["loss"])
+
+
+def losses(workdir):
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_each_method_is_called_when_its_step_is_known_and_in_order(tmp_path):
+    calls = []
+    metrics = fit(
+        make_trainer(tmp_path), Notes(calls, "a "), Notes(calls, "b ", every=2),
+        eval_examples=DATA[:5], eval_every_n_steps=2, save_every_n_steps=2,
+    )  # fmt: skip
+    assert [call[:2] for call in calls if call[0].startswith("a ")] == [
+        ("a start", 0),
+        ("a step", 1), ("a step", 2), ("a eval", 2), ("a save step_00000002", 2),
+        ("a step", 3), ("a eval", 3), ("a epoch", 3),
+        ("a step", 4), ("a eval", 4), ("a save step_00000004", 4),
+        ("a step", 5), ("a step", 6), ("a eval", 6), ("a epoch", 6), ("a save step_00000006", 6),
+        ("a end", 6),
+    ]  # fmt: skip
+    assert [call[1] for call in calls if call[0] == "b step"] == [2, 4, 6]
+    assert [call[0] for call in calls[1:6]] == ["b start", "a step", "a step", "b step", "a eval"]
+    assert {step: loss for name, step, loss in calls if name == "a step"} == losses(tmp_path)
+    assert calls[-1] == ("b end", 6, metrics["loss"])
+
+
+def test_without_a_callback_for_steps_the_loop_reads_metrics_later():
+    """It keeps two steps queued, and so it does where a callback wants other moments only."""
+
+    class AtEnd(redeqx.Callback):
+        def on_fit_end(self, trainer, metrics):
+            pass
+
+    behind = {}
+
+    class Log:
+        def __init__(self):
+            self.behind, self.trainer = [], None
+
+        def log(self, metrics, step):
+            self.behind.append(self.trainer.step - step)
+
+    for name, callbacks in {"none": [], "end": [AtEnd()], "steps": [Notes([])]}.items():
+        log = Log()
+        log.trainer = make_trainer(loggers=[log])
+        fit(log.trainer, *callbacks)
+        behind[name] = log.behind
+    assert max(behind["none"]) == max(behind["end"]) == 2
+    assert max(behind["steps"]) == 0
+
+
+def test_callbacks_change_no_bit():
+    plain, noted = make_trainer(), make_trainer()
+    fit(plain)
+    fit(noted, Notes([]))
+    assert bits((noted.model, noted.opt_state)) == bits((plain.model, plain.opt_state))
+
+
+# --- stopping -----------------------------------------------------------------------------------------------------------
+
+
+class StopAt(redeqx.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, trainer, metrics):
+        if trainer.step == self.step:
+            trainer.stop()
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_stopped_fit_ends_as_at_its_end_and_goes_on_in_the_next_run(step, tmp_path):
+    calls, whole = [], make_trainer()
+    fit(whole)
+    trainer = make_trainer(tmp_path)
+    metrics = fit(trainer, StopAt(step), Notes(calls), eval_examples=DATA[:5])
+    assert trainer.step == step
+    assert [call[0] for call in calls][-3:] == ["eval", f"save step_0000000{step}", "end"] or step == 3
+    assert metrics["loss"] == calls[-1][2]
+    again = make_trainer(tmp_path)
+    fit(again, StopAt(0), eval_examples=DATA[:5])
+    assert again.step == 6
+    assert bits((again.model, again.opt_state)) == bits((whole.model, whole.opt_state))
+
+
+def test_stop_outside_of_a_fit_is_refused():
+    with pytest.raises(ValueError, match="`stop`: expected inside of `fit`, got called outside"):
+        make_trainer().stop()
+
+
+class Scores:
+    """Evaluations that return these values in order."""
+
+    def __init__(self, *scores):
+        self.scores = scores
+
+    def fit(self, trainer, *callbacks, **kwargs):
+        predictor = trainer.get_default_predictor(lambda model, batch, key: batch)
+        return fit(
+            trainer, *callbacks, n_epochs=len(self.scores), eval_examples=DATA[:5], eval_loss=False,
+            eval_predictor=predictor, eval_metric_fn=lambda examples, outputs: {"score": self.scores[trainer.step // 3 - 1]},
+            eval_sanity_check=False, **kwargs,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scores", "options", "n_epochs"),
+    [
+        ((3.0, 2.0, 2.5, 2.1, 1.0), {}, 4),
+        ((3.0, 2.0, 1.99, 1.98, 1.0), {"min_delta": 0.1}, 4),
+        ((1.0, 2.0, 1.5, 2.5, 2.0), {"mode": "max"}, 5),
+        ((float("nan"), float("nan"), 1.0), {}, 2),
+    ],
+)
+def test_early_stopping(scores, options, n_epochs):
+    trainer = make_trainer()
+    assert Scores(*scores).fit(trainer, redeqx.EarlyStopping("score", 2, **options)) == {
+        "score": pytest.approx(scores[n_epochs - 1], nan_ok=True)
+    }
+    assert trainer.step == 3 * n_epochs
+
+
+def test_early_stopping_outlives_a_kill_and_a_run_that_was_stopped_is_not_trained_again(tmp_path):
+    scores = Scores(3.0, 2.0, 2.5, 2.1, 1.0)
+    with pytest.raises(Killed):
+        scores.fit(make_trainer(tmp_path), redeqx.EarlyStopping("score", 2), KillAt(11), save_last_ckpt=True)
+    trainer = make_trainer(tmp_path)
+    stopping = redeqx.EarlyStopping("score", 2)
+    scores.fit(trainer, stopping)
+    assert trainer.step == 12
+    again = make_trainer(tmp_path)
+    assert scores.fit(again, redeqx.EarlyStopping("score", 2)) == {"score": 2.1}
+    assert again.step == 12
+    scores.scores = (3.0,) * 8
+    trainer.fit(DATA, n_epochs=1, batch_size=8, callbacks=[stopping])  # the next fit begins anew
+    assert trainer.step == 15
+
+
+def test_early_stopping_refuses_a_metric_that_is_not_there():
+    with pytest.raises(ValueError, match=r"`EarlyStopping.metric`: expected one of \['loss'\], which the"):
+        fit(make_trainer(), redeqx.EarlyStopping("score", 2), eval_examples=DATA[:5])
+
+
+# --- saving -------------------------------------------------------------------------------------------------------------
+
+
+def test_save_every_saves_by_the_clock(tmp_path):
+    calls = []
+    fit(make_trainer(tmp_path), redeqx.SaveEvery(minutes=1e-9, every=2), Notes(calls), save_end=False)
+    assert [call[:2] for call in calls if call[0].startswith("save")] == [
+        (f"save step_0000000{step}", step) for step in (2, 4, 6)
+    ]
+    calls.clear()
+    fit(make_trainer(tmp_path / "never"), redeqx.SaveEvery(minutes=60), Notes(calls), save_end=False)
+    assert not [call for call in calls if call[0].startswith("save")]
+
+
+def test_a_preemption_is_saved_and_raises_preempted(tmp_path):
+    class Signal(redeqx.Callback):
+        def on_step(self, trainer, metrics):
+            if trainer.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(redeqx.Preempted) as caught:
+        fit(trainer, Signal())
+    assert (caught.value.code, caught.value.step, trainer.step) == (75, 2, 2)
+
+
+# --- state --------------------------------------------------------------------------------------------------------------
+
+
+class Counts(redeqx.Callback):
+    """Has values and arrays as its state."""
+
+    def __init__(self):
+        self.n, self.sums, self.loaded = 0, np.zeros((3,), np.float64), False
+
+    def on_step(self, trainer, metrics):
+        self.n += 1
+        self.sums = self.sums + np.array([1.0, metrics["loss"], metrics["grad_norm"]])
+
+    def state(self):
+        return {"n": self.n, "sums": self.sums, "on.device": jax.numpy.full((2, 2), self.n, "bfloat16")}
+
+    def load_state(self, state):
+        self.n, self.sums, self.loaded = state["n"], state["sums"], True
+        assert (state["on.device"] == np.full((2, 2), self.n)).all() and state["on.device"].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_state_is_resumed_to_the_bit(step, tmp_path):
+    whole, again = Counts(), Counts()
+    fit(make_trainer(tmp_path / "whole"), whole, save_every_n_steps=1)
+    with pytest.raises(Killed):
+        fit(make_trainer(tmp_path / "killed"), Counts(), KillAt(step + 1), save_every_n_steps=1)
+    fit(make_trainer(tmp_path / "killed"), again)
+    assert again.loaded
+    assert again.n == whole.n == 6
+    assert again.sums.tobytes() == whole.sums.tobytes()
+    other = Counts()
+    fit(make_trainer(tmp_path / "killed"), redeqx.Callback(), other, n_epochs=3)  # at another position it begins anew
+    assert (other.loaded, other.n) == (False, 3)
+
+
+# --- averages -----------------------------------------------------------------------------------------------------------
+
+
+def averaged(decay, models):
+    average = models[0]
+    for model in models[1:]:
+        average = [decay * a + (1 - decay) * x for a, x in zip(average, model, strict=True)]
+    return average
+
+
+def arrays(tree):
+    return [np.array(leaf) for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
+
+
+class Models(redeqx.Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_fit_start(self, trainer):
+        self.seen.append(arrays(trainer.model))
+
+    def on_step(self, trainer, metrics):
+        self.seen.append(arrays(trainer.model))
+
+
+def test_ema_is_the_average_of_the_weights_evaluated_and_saved(tmp_path):
+    trainer, ema, models = make_trainer(tmp_path), redeqx.EMA(0.9), Models()
+    metrics = fit(trainer, ema, models, eval_examples=DATA[:5], save_argmin_ckpt_by_metrics=["ema_loss"])
+    expected = averaged(0.9, models.seen)
+    for found, leaf in zip(arrays(ema.model), expected, strict=True):
+        np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
+    assert metrics.keys() == {"loss", "ema_loss"}
+    assert metrics["ema_loss"] == trainer.eval_loss(DATA[:5], batch_size=8, model=ema.model) != metrics["loss"]
+    index = json.loads((tmp_path / "ckpts/index.json").read_text())
+    assert "argmin_ema_loss" in index
+    saved = load_file(tmp_path / "ckpts" / index["last"] / "ema.safetensors")
+    assert {name: leaf.tobytes() for name, leaf in saved.items()}.keys() == load_file(
+        tmp_path / "ckpts" / index["last"] / "model.safetensors"
+    ).keys()
+    assert sorted(leaf.tobytes() for leaf in saved.values()) == sorted(bits(ema.model))
+    # Split over the mesh as the weights are.
+    assert ema.model.layers[0].weight.sharding == trainer.model.layers[0].weight.sharding
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_ema_is_resumed_to_the_bit(step, tmp_path):
+    whole, ema = make_trainer(tmp_path / "whole"), redeqx.EMA(0.9)
+    fit(whole, ema, eval_examples=DATA[:5])
+    with pytest.raises(Killed):
+        killed = make_trainer(tmp_path / "killed")
+        fit(killed, redeqx.EMA(0.9), KillAt(step + 1), eval_examples=DATA[:5], save_every_n_steps=1)
+    trainer, again = make_trainer(tmp_path / "killed"), redeqx.EMA(0.9)
+    fit(trainer, again, eval_examples=DATA[:5])
+    assert bits(again.model) == bits(ema.model)
+    assert bits((trainer.model, trainer.opt_state)) == bits((whole.model, whole.opt_state))
+    assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+
+
+def test_ema_begins_with_the_weights_of_a_trained_model_and_goes_on_in_the_next_fit():
+    trainer, ema, models = make_trainer(), redeqx.EMA(0.5), Models()
+    trainer.train(DATA, batch_size=8)
+    for _ in range(2):
+        fit(trainer, ema, models, n_epochs=1)
+    assert len(models.seen) == 8  # the fourth and the fifth are the same
+    expected = averaged(0.5, [*models.seen[:4], *models.seen[5:]])
+    for found, leaf in zip(arrays(ema.model), expected, strict=True):
+        np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
+    plain = make_trainer()
+    plain.train(DATA, batch_size=8)
+    for _ in range(2):
+        fit(plain, n_epochs=1)
+    for found, leaf in zip(arrays(trainer.model), arrays(plain.model), strict=True):
+        np.testing.assert_allclose(found, leaf, rtol=1e-6, atol=1e-7)
+
+
+def test_two_averages_and_skipped_steps():
+    trainer = make_trainer(on_nonfinite="skip")
+    slow, fast, models = redeqx.EMA(0.9, name="slow"), redeqx.EMA(0.5, name="fast"), Models()
+    examples = np.concatenate([DATA[:16], np.full((1, 6), np.nan, np.float32)])  # one of three steps is not finite
+    trainer.fit(examples, batch_size=8, callbacks=[slow, fast, models])
+    assert trainer.n_skipped == 1
+    pairs = zip(models.seen, models.seen[1:], strict=False)
+    kept = [models.seen[0], *(after for before, after in pairs if not np.array_equal(before[0], after[0]))]
+    assert len(kept) == 3
+    for ema in (slow, fast):
+        for found, leaf in zip(arrays(ema.model), averaged(ema.decay, kept), strict=True):
+            np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
+
+
+# --- profiles -----------------------------------------------------------------------------------------------------------
+
+
+def test_profile_writes_a_trace_of_its_steps(tmp_path):
+    fit(make_trainer(tmp_path), redeqx.Profile(range(3, 5)))
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    with pytest.raises(Killed):  # the trace is ended all the same
+        fit(make_trainer(tmp_path / "killed"), redeqx.Profile(range(1, 5)), KillAt(2))
+    jax.profiler.start_trace(str(tmp_path / "own"))
+    jax.profiler.stop_trace()
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------------
+
+
+class NeverStops(redeqx.Callback):
+    every = 0
+
+
+MISTAKES = {
+    "`callbacks[0]`: expected a `redeqx.Callback`, got the class Callback. Pass an": (
+        lambda: fit(make_trainer(), redeqx.Callback),
+        TypeError,
+    ),
+    "`callbacks`: expected a list, got Callback. Write [callback].": (
+        lambda: Callbacks.check(redeqx.Callback()),
+        TypeError,
+    ),
+    "`callbacks[0].every`: expected at least 1, got 0.": (lambda: fit(make_trainer(), NeverStops()), ValueError),
+    "`patience`: expected at least 1, got 0.": (lambda: redeqx.EarlyStopping("loss", 0), ValueError),
+    "`mode`: expected 'min' or 'max', got 'most'.": (lambda: redeqx.EarlyStopping("loss", 1, "most"), ValueError),
+    "`min_delta`: expected at least 0, got -1.0.": (lambda: redeqx.EarlyStopping("loss", 1, min_delta=-1.0), ValueError),
+    "`minutes`: expected more than 0, got 0.": (lambda: redeqx.SaveEvery(0), ValueError),
+    "`SaveEvery`: expected a `workdir` to write to, got None.": (
+        lambda: fit(make_trainer(), redeqx.SaveEvery(1)),
+        ValueError,
+    ),
+    "`Profile.steps`: expected a range of steps from 1 on, got range(0, 3).": (
+        lambda: redeqx.Profile(range(3)),
+        ValueError,
+    ),
+    "`Profile`: expected a `workdir` to write to, got None.": (
+        lambda: fit(make_trainer(), redeqx.Profile(range(1, 3))),
+        ValueError,
+    ),
+    "`decay`: expected a number from 0 to below 1, got 1.0.": (lambda: redeqx.EMA(1.0), ValueError),
+    "`name`: expected letters, and no name of another file, got 'model'.": (
+        lambda: redeqx.EMA(name="model"),
+        ValueError,
+    ),
+    "`EMA.model`: expected a fit that has started, got none.": (lambda: redeqx.EMA().model, ValueError),
+    "`model`: `layers.0.weight`: expected shape (16, 5), as in the trained model, got shape (8, 5).": (
+        lambda: make_trainer().eval_loss(DATA, 1, model=eqx.nn.MLP(5, 1, 8, 1, key=jax.random.key(0))),
+        ValueError,
+    ),
+    "`max_steps`: expected at least 1 or None, got 0.": (lambda: fit(make_trainer(), max_steps=0), ValueError),
+    "fit() got an unexpected keyword argument 'callback'": (
+        lambda: make_trainer().fit(DATA, 1, callback=[]),
+        TypeError,
+    ),
+    "fit() too many positional arguments": (lambda: make_trainer().fit(DATA, 1, 1, DATA), TypeError),
+    "`examples`: expected `len()` and integer items, got": (lambda: make_trainer().update(iter(DATA)), TypeError),
+}
+
+
+@pytest.mark.parametrize("expected", MISTAKES)
+def test_mistakes_are_explained(expected):
+    make, kind = MISTAKES[expected]
+    with pytest.raises(kind) as caught:
+        make()
+    assert str(caught.value).startswith(expected)

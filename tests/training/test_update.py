@@ -1,0 +1,182 @@
+"""Loops of one's own by `update`, fits that end by `max_steps`, what `fit` returns, and optimizers that read the loss."""
+
+import inspect
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+
+DATA = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)  # three steps an epoch
+
+
+def loss_fn(model, batch, key):
+    keep = jax.random.bernoulli(key, 0.9, batch[:, :5].shape)
+    return ((jax.vmap(model)(batch[:, :5] * keep)[:, 0] - batch[:, 5]) ** 2).mean()
+
+
+def make_trainer(workdir=None, *, optimizer=None, shards=(2, 2), loss_fn=loss_fn, **kwargs):
+    return redeqx.Trainer(
+        redeqx.Deployer(5, *shards, workdir=workdir, verbose=False),
+        model=eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)),
+        optimizer=optimizer or optax.adam(1e-2),
+        collate_fn=np.stack,
+        loss_fn=loss_fn,
+        **kwargs,
+    )
+
+
+def bits(trainer):
+    trees = (eqx.filter(trainer.model, eqx.is_array), trainer.opt_state)
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(trees)]
+
+
+# --- updates ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_updates_are_the_steps_of_train(accumulate, tmp_path):
+    whole = make_trainer(tmp_path / "train", accumulate_grad_batches=accumulate)
+    metrics = whole.train(DATA, batch_size=8)
+    trainer = make_trainer(tmp_path / "update", accumulate_grad_batches=accumulate)
+    found = [trainer.update(DATA[start : start + 8]) for start in (0, 8, 16)]
+    assert found[-1] == metrics
+    assert trainer.step == trainer._engine.progress.n_examples / 8 == 3
+    assert bits(trainer) == bits(whole)
+    records = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("train", "update")]
+    assert records[0] == records[1]
+    for each in (whole, trainer):
+        each.save_ckpt()
+    saved = [tmp_path / name / "ckpts/step_00000003" for name in ("train", "update")]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (saved[0] / name).read_bytes() == (saved[1] / name).read_bytes()
+
+
+def test_a_loop_of_updates_resumes(tmp_path):
+    def run(workdir, n_steps):
+        trainer = make_trainer(workdir)
+        for step in range(trainer.resume(), n_steps):
+            trainer.update(DATA[step * 4 : step * 4 + 8])
+            if trainer.step in (2, 4):
+                trainer.save_ckpt()
+        return trainer
+
+    whole = run(tmp_path / "whole", 5)
+    run(tmp_path / "killed", 3)  # the third step is not saved, and taken again
+    again = run(tmp_path / "killed", 5)
+    assert again.step == 5
+    assert bits(again) == bits(whole)
+    assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+
+
+def test_updates_inside_of_a_fit_are_refused():
+    class Updates(redeqx.Callback):
+        def on_step(self, trainer, metrics):
+            trainer.update(DATA[:8])
+
+    class Resumes(redeqx.Callback):
+        def on_step(self, trainer, metrics):
+            trainer.resume()
+
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match="expected to be called one after the other, got one inside the other"):
+        trainer.fit(DATA, batch_size=8, callbacks=[Updates()])
+    with pytest.raises(ValueError, match="`resume`: expected before the first update, got called inside of `fit`"):
+        trainer.fit(DATA, batch_size=8, callbacks=[Resumes()])
+
+
+# --- the end of a fit ---------------------------------------------------------------------------------------------------
+
+
+def test_max_steps_ends_a_fit_and_a_later_run_with_more_goes_on(tmp_path):
+    whole = make_trainer()
+    whole.fit(DATA, batch_size=8, n_epochs=2)
+    first = make_trainer(tmp_path)
+    metrics = first.fit(DATA, batch_size=8, max_steps=4, eval_examples=DATA[:8])
+    assert first.step == 4
+    assert metrics == {"loss": first.eval_loss(DATA[:8], batch_size=8)}  # of the last step
+    again = make_trainer(tmp_path)
+    assert again.fit(DATA, batch_size=8, max_steps=4, eval_examples=DATA[:8]) == metrics
+    assert again.step == 4  # done already
+    again = make_trainer(tmp_path)
+    again.fit(DATA, batch_size=8, max_steps=6, eval_examples=DATA[:8])
+    assert again.step == 6
+    assert bits(again) == bits(whole)
+    again.fit(DATA, batch_size=8, max_steps=2)  # counted from the beginning of each fit
+    assert again.step == 8
+    again.fit(DATA, batch_size=8, n_epochs=1, max_steps=100)  # whichever is less
+    assert again.step == 11
+
+
+def test_epochs_without_a_step_do_not_go_on_for_ever():
+    with pytest.raises(ValueError, match="`max_steps`: expected epochs of at least one step, got none in epoch 1"):
+        make_trainer().fit(DATA[:7], batch_size=8, max_steps=1, drop_remainder=True)
+
+
+def test_without_an_evaluation_fit_returns_the_metrics_of_the_last_step(tmp_path):
+    trainer = make_trainer(tmp_path)
+    metrics = trainer.fit(DATA, batch_size=8)
+    assert metrics.keys() == {"loss", "grad_norm"}
+    twin = make_trainer(tmp_path / "other")
+    assert twin.fit(DATA, batch_size=8) == metrics
+    assert make_trainer(tmp_path).fit(DATA, batch_size=8) == metrics  # done already
+
+
+def test_fit_shows_its_arguments():
+    parameters = inspect.signature(redeqx.Trainer.fit).parameters
+    assert list(parameters)[:4] == ["self", "train_examples", "per_device_batch_size", "n_epochs"]
+    rest = [parameters[name] for name in list(parameters)[4:]]
+    assert {parameter.kind for parameter in rest} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {"max_steps", "callbacks", "eval_examples", "resume"} <= {parameter.name for parameter in rest}
+    documented = redeqx.Trainer.fit.__doc__
+    assert all(f"`{name}`" in documented for name in list(parameters)[1:])
+
+
+# --- optimizers that read the loss --------------------------------------------------------------------------------------
+
+
+def test_a_plateau_lowers_the_learning_rate():
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0, accumulation_size=1)
+    trainer = make_trainer(optimizer=optax.chain(optax.sgd(1e-3), plateau))
+    trainer.fit(DATA, batch_size=8, n_epochs=2)
+    scale = float(trainer.opt_state[1].scale)
+    assert scale < 1.0
+    # By hand, with the losses that were logged.
+    state = plateau.init({"x": jax.numpy.zeros(())})
+    for loss in np.full(6, float(trainer.opt_state[1].best_value)):
+        _, state = plateau.update({"x": jax.numpy.zeros(())}, state, value=loss)
+    assert scale == float(state.scale)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lbfgs_searches_along_its_line(accumulate):
+    def plain(model, batch, key):
+        return ((jax.vmap(model)(batch[:, :5])[:, 0] - batch[:, 5]) ** 2).mean()
+
+    def value_fn(model):
+        return plain(model, DATA, None)
+
+    trainer = make_trainer(optimizer=optax.lbfgs(), loss_fn=plain, accumulate_grad_batches=accumulate)
+    losses = [trainer.update(DATA)["loss"] for _ in range(4)]
+    # The same by optax alone.
+    model, optimizer, expected = eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)), optax.lbfgs(), []
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state):
+        def of(params):
+            return value_fn(eqx.combine(params, static))
+
+        value, grad = jax.value_and_grad(of)(params)
+        updates, state = optimizer.update(grad, state, params, value=value, grad=grad, value_fn=of)
+        return optax.apply_updates(params, updates), state, value
+
+    for _ in range(4):
+        params, state, value = step(params, state)
+        expected.append(float(value))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    assert losses[-1] < losses[0]
