@@ -20,7 +20,21 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._kinds import RATE
 from .generation import EncoderDecoder, Generation
-from .hf import Keys, Name, Names, Pretrained, layers, reshaped, same, same_layer, token_ids
+from .hf import (
+    ConfigReader,
+    Field,
+    FolderConfig,
+    Name,
+    Names,
+    Only,
+    Pretrained,
+    Tokens,
+    Written,
+    layers,
+    reshaped,
+    same,
+    same_layer,
+)
 from .nn import (
     Attention,
     Cache,
@@ -50,8 +64,14 @@ _ALIASES = {
 }
 
 
+def _forced_bos(known: Mapping[str, Any], *, is_forced: bool) -> int | None:
+    """The token that a text begins with: of its own key, or, where old files only say that there is one, the first."""
+    token = known["forced_bos_token_id"]
+    return known["bos_token_id"] if is_forced and token is None else token
+
+
 @dataclass(frozen=True)
-class BartConfig:
+class BartConfig(FolderConfig):
     """The sizes and rates of a BART; the defaults are those of `transformers`, the sizes of the larger published one.
 
     **Arguments:**
@@ -129,69 +149,41 @@ class BartConfig:
         """The published BART of 406 million parameters."""
         return cls(attention_dropout=0.1, activation_dropout=0.1)
 
-    @classmethod
-    def from_hf(cls, keys: Keys) -> "BartConfig":
-        """The config that a `config.json` describes."""
-        keys = keys.aliased(_ALIASES)
-        keys.only("tie_word_embeddings", True)
-        keys.only("is_encoder_decoder", True)
-        keys.only("is_decoder", False)
+    rows = (
+        Written("model_type", "bart"),
+        Only("is_encoder_decoder", True),
+        Only("tie_word_embeddings", True),
+        Only("is_decoder", False, is_written=False),
         # Of the first versions, which had other models under this one's name.
-        keys.only("normalize_before", False)
-        keys.only("normalize_embedding", True)
-        keys.only("add_final_layer_norm", False)
-        keys.only("static_position_embeddings", False)
-        tokens = keys.tokens(bos=0, eos=2, pad=1, decoder_start=2, forced_bos=None, forced_eos=2)
-        if keys.get("force_bos_token_to_be_generated", False) and tokens["forced_bos_token_id"] is None:
-            tokens["forced_bos_token_id"] = tokens["bos_token_id"]
-        return keys.build(
-            cls,
-            vocab_size=keys.get("vocab_size", 50265),
-            n_positions=keys.get("max_position_embeddings", 1024),
-            d_model=keys.get("d_model", 1024),
-            n_layers=keys.layers("encoder_layers", 12),
-            n_decoder_layers=keys.layers("decoder_layers", 12),
-            n_heads=keys.get("encoder_attention_heads", 16),
-            n_decoder_heads=keys.get("decoder_attention_heads", 16),
-            d_ff=keys.get("encoder_ffn_dim", 4096),
-            d_decoder_ff=keys.get("decoder_ffn_dim", 4096),
-            activation=keys.only("activation_function", *_ACTIVATIONS),
-            dropout=keys.get("dropout", 0.1, RATE),
-            attention_dropout=keys.get("attention_dropout", 0.0, RATE),
-            activation_dropout=keys.get("activation_dropout", 0.0, RATE),
-            is_scaled=keys.get("scale_embedding", False),
-            **tokens,
-            init_std=keys.get("init_std", 0.02),
-            generation=keys.generation(),
-            extra=keys.rest(),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
-        return {
-            "model_type": "bart",
-            "is_encoder_decoder": True,
-            "tie_word_embeddings": True,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.n_positions,
-            "d_model": self.d_model,
-            "encoder_layers": self.n_layers,
-            "decoder_layers": self.n_decoder_layers,
-            "encoder_attention_heads": self.n_heads,
-            "decoder_attention_heads": self.n_decoder_heads,
-            "encoder_ffn_dim": self.d_ff,
-            "decoder_ffn_dim": self.d_decoder_ff,
-            "activation_function": self.activation,
-            "dropout": self.dropout,
-            "attention_dropout": self.attention_dropout,
-            "activation_dropout": self.activation_dropout,
-            "scale_embedding": self.is_scaled,
-            **token_ids(self),
-            "decoder_start_token_id": self.decoder_start_token_id,
-            "forced_bos_token_id": self.forced_bos_token_id,
-            "forced_eos_token_id": self.forced_eos_token_id,
-            "init_std": self.init_std,
-        }
+        Only("normalize_before", False, is_written=False),
+        Only("normalize_embedding", True, is_written=False),
+        Only("add_final_layer_norm", False, is_written=False),
+        Only("static_position_embeddings", False, is_written=False),
+        Field("vocab_size"),
+        Field("max_position_embeddings", "n_positions"),
+        Field("d_model"),
+        Field("encoder_layers", "n_layers", via=ConfigReader.layers),
+        Field("decoder_layers", "n_decoder_layers", via=ConfigReader.layers),
+        Field("encoder_attention_heads", "n_heads"),
+        Field("decoder_attention_heads", "n_decoder_heads"),
+        Field("encoder_ffn_dim", "d_ff"),
+        Field("decoder_ffn_dim", "d_decoder_ff"),
+        Only("activation_function", *_ACTIVATIONS, name="activation"),
+        Field("dropout", kind=RATE),
+        Field("attention_dropout", kind=RATE),
+        Field("activation_dropout", kind=RATE),
+        Field("scale_embedding", "is_scaled"),
+        Tokens("decoder_start", "forced_bos", "forced_eos"),
+        Field(
+            "force_bos_token_to_be_generated",
+            "forced_bos_token_id",
+            default=False,
+            load=lambda is_forced, known: _forced_bos(known, is_forced=is_forced),
+            is_written=False,
+        ),
+        Field("init_std"),
+    )
+    aliases = _ALIASES
 
 
 def _attention(config: BartConfig, n_heads: int, key: PRNGKeyArray) -> Attention:

@@ -19,7 +19,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._kinds import RATE
-from .hf import Keys, Name, Names, Pretrained, class_labels, is_on_disk, layers, same, same_layer, token_ids, within
+from .hf import (
+    Classes,
+    ConfigReader,
+    Field,
+    FolderConfig,
+    Name,
+    Names,
+    Only,
+    Pretrained,
+    Tokens,
+    Written,
+    is_on_disk,
+    layers,
+    same,
+    same_layer,
+    within,
+)
 from .nn import (
     Attention,
     Stack,
@@ -42,7 +58,7 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 @dataclass(frozen=True)
-class BertConfig:
+class BertConfig(FolderConfig):
     """The sizes and rates of a BERT; the defaults are those of `transformers`, the sizes of the smaller published one.
 
     **Arguments:**
@@ -132,57 +148,29 @@ class BertConfig:
         """The published BERT of 334 million parameters, for English."""
         return replace(cls.bert_large_uncased(), vocab_size=28996)
 
-    @classmethod
-    def from_hf(cls, keys: Keys) -> "BertConfig":
-        """The config that a `config.json` describes; of a pooler it says nothing (see `Bert.read_config`)."""
-        keys.only("position_embedding_type", "absolute")
-        keys.only("is_decoder", False)
-        keys.only("add_cross_attention", False)
-        keys.only("tie_word_embeddings", True)
-        return keys.build(
-            cls,
-            vocab_size=keys.get("vocab_size", 30522),
-            n_positions=keys.get("max_position_embeddings", 512),
-            n_token_types=keys.get("type_vocab_size", 2),
-            d_model=keys.get("hidden_size", 768),
-            d_ff=keys.get("intermediate_size", 3072),
-            n_layers=keys.layers("num_hidden_layers", 12),
-            n_heads=keys.get("num_attention_heads", 12),
-            n_classes=keys.n_classes(),
-            activation=keys.only("hidden_act", *_ACTIVATIONS),
-            dropout=keys.get("hidden_dropout_prob", 0.1, RATE),
-            attention_dropout=keys.get("attention_probs_dropout_prob", 0.1, RATE),
-            classifier_dropout=keys.get("classifier_dropout", None, RATE),
-            layer_norm_eps=keys.get("layer_norm_eps", 1e-12),
-            **keys.tokens(pad=0),
-            init_std=keys.get("initializer_range", 0.02),
-            extra=keys.rest(),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
-        return {
-            "model_type": "bert",
-            "position_embedding_type": "absolute",
-            "is_decoder": False,
-            "add_cross_attention": False,
-            "tie_word_embeddings": True,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.n_positions,
-            "type_vocab_size": self.n_token_types,
-            "hidden_size": self.d_model,
-            "intermediate_size": self.d_ff,
-            "num_hidden_layers": self.n_layers,
-            "num_attention_heads": self.n_heads,
-            **class_labels(self),
-            "hidden_act": self.activation,
-            "hidden_dropout_prob": self.dropout,
-            "attention_probs_dropout_prob": self.attention_dropout,
-            "classifier_dropout": self.classifier_dropout,
-            "layer_norm_eps": self.layer_norm_eps,
-            **token_ids(self),
-            "initializer_range": self.init_std,
-        }
+    rows = (
+        Written("model_type", "bert"),
+        Only("position_embedding_type", "absolute"),
+        Only("is_decoder", False),
+        Only("add_cross_attention", False),
+        Only("tie_word_embeddings", True),
+        Field("vocab_size"),
+        Field("max_position_embeddings", "n_positions"),
+        Field("type_vocab_size", "n_token_types"),
+        Field("hidden_size", "d_model"),
+        Field("intermediate_size", "d_ff"),
+        Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
+        Field("num_attention_heads", "n_heads"),
+        Classes(),
+        Only("hidden_act", *_ACTIVATIONS, name="activation"),
+        Field("hidden_dropout_prob", "dropout", RATE),
+        Field("attention_probs_dropout_prob", "attention_dropout", RATE),
+        Field("classifier_dropout", kind=RATE),
+        Field("layer_norm_eps"),
+        Tokens(),
+        Field("initializer_range", "init_std"),
+        # It does not describe a pooler (see `Bert.read_config`).
+    )
 
 
 class Mlp(eqx.Module):

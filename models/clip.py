@@ -19,7 +19,22 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._kinds import NUMBER, OBJECT, RATE
-from .hf import Keys, Name, Names, Pretrained, layers, same, same_layer, token_ids, within
+from .hf import (
+    ConfigReader,
+    Field,
+    FolderConfig,
+    Name,
+    Names,
+    Only,
+    Pretrained,
+    Row,
+    Tokens,
+    Written,
+    layers,
+    same,
+    same_layer,
+    within,
+)
 from .nn import (
     Attention,
     Stack,
@@ -48,13 +63,35 @@ def _check_activation(config: "CLIPTextConfig | CLIPVisionConfig") -> None:
         )
 
 
-def _half(keys: Keys, name: str) -> Keys:
+def _half(reader: ConfigReader, name: str) -> ConfigReader:
     """The keys of one half: those of the file, or of the part of it that is named so where it describes both."""
-    return keys.part(name) if keys.get(name, None) is not None else keys
+    return reader.part(name) if reader.get(name, None) is not None else reader
+
+
+class _TextTokens(Tokens):
+    """A text is pooled at its one end token."""
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = super().read(reader, known)
+        if not isinstance(tokens["eos_token_id"], int):
+            raise reader.refuse("eos_token_id", tokens["eos_token_id"], "one id, at which a text is pooled")
+        return tokens
+
+
+# The rows of either half that describe its blocks.
+_TRANSFORMER = (
+    Field("hidden_size", "d_model"),
+    Field("intermediate_size", "d_ff"),
+    Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
+    Field("num_attention_heads", "n_heads"),
+    Only("hidden_act", *_ACTIVATIONS, name="activation"),
+    Field("attention_dropout", kind=RATE),
+    Field("layer_norm_eps"),
+)
 
 
 @dataclass(frozen=True)
-class CLIPTextConfig:
+class CLIPTextConfig(FolderConfig):
     """The sizes and rates of CLIP's text half; the defaults are those of the smallest published one.
 
     **Arguments:**
@@ -112,49 +149,23 @@ class CLIPTextConfig:
         """The text encoder of Stable Diffusion 2: that of OpenCLIP's ViT-H/14 but its last block, of 340 million."""
         return cls(d_model=1024, d_ff=4096, n_layers=23, n_heads=16, activation="gelu")
 
-    @classmethod
-    def from_hf(cls, keys: Keys) -> "CLIPTextConfig":
-        """The config that a `config.json` describes, by itself or as the `text_config` of a whole CLIP."""
-        keys = _half(keys, "text_config")
-        tokens = keys.tokens(bos=49406, eos=49407, pad=1)
-        if not isinstance(tokens["eos_token_id"], int):
-            raise keys.refuse("eos_token_id", tokens["eos_token_id"], "one id, at which a text is pooled")
-        return keys.build(
-            cls,
-            vocab_size=keys.get("vocab_size", 49408),
-            n_positions=keys.get("max_position_embeddings", 77),
-            d_model=keys.get("hidden_size", 512),
-            d_ff=keys.get("intermediate_size", 2048),
-            n_layers=keys.layers("num_hidden_layers", 12),
-            n_heads=keys.get("num_attention_heads", 8),
-            activation=keys.only("hidden_act", *_ACTIVATIONS),
-            attention_dropout=keys.get("attention_dropout", 0.0, RATE),
-            layer_norm_eps=keys.get("layer_norm_eps", 1e-5),
-            **tokens,
-            init_std=keys.get("initializer_range", 0.02),
-            extra=keys.rest(),
-        )
+    rows = (
+        Written("model_type", "clip_text_model"),
+        Field("vocab_size"),
+        Field("max_position_embeddings", "n_positions"),
+        *_TRANSFORMER,
+        _TextTokens(),
+        Field("initializer_range", "init_std"),
+    )
 
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
-        return {
-            "model_type": "clip_text_model",
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.n_positions,
-            "hidden_size": self.d_model,
-            "intermediate_size": self.d_ff,
-            "num_hidden_layers": self.n_layers,
-            "num_attention_heads": self.n_heads,
-            "hidden_act": self.activation,
-            "attention_dropout": self.attention_dropout,
-            "layer_norm_eps": self.layer_norm_eps,
-            **token_ids(self),
-            "initializer_range": self.init_std,
-        }
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> "CLIPTextConfig":
+        """The config that a `config.json` describes, by itself or as the `text_config` of a whole CLIP."""
+        return super().from_hf(_half(reader, "text_config"))
 
 
 @dataclass(frozen=True)
-class CLIPVisionConfig:
+class CLIPVisionConfig(FolderConfig):
     """The sizes and rates of CLIP's vision half; the defaults are those of the published ViT-B/32.
 
     **Arguments:**
@@ -202,46 +213,42 @@ class CLIPVisionConfig:
         """The same with its rate 0."""
         return replace(self, attention_dropout=0.0)
 
-    @classmethod
-    def from_hf(cls, keys: Keys) -> "CLIPVisionConfig":
-        """The config that a `config.json` describes, by itself or as the `vision_config` of a whole CLIP."""
-        keys = _half(keys, "vision_config")
-        return keys.build(
-            cls,
-            image_size=keys.get("image_size", 224),
-            patch_size=keys.get("patch_size", 32),
-            n_channels=keys.get("num_channels", 3),
-            d_model=keys.get("hidden_size", 768),
-            d_ff=keys.get("intermediate_size", 3072),
-            n_layers=keys.layers("num_hidden_layers", 12),
-            n_heads=keys.get("num_attention_heads", 12),
-            activation=keys.only("hidden_act", *_ACTIVATIONS),
-            attention_dropout=keys.get("attention_dropout", 0.0, RATE),
-            layer_norm_eps=keys.get("layer_norm_eps", 1e-5),
-            init_std=keys.get("initializer_range", 0.02),
-            extra=keys.rest(),
-        )
+    rows = (
+        Written("model_type", "clip_vision_model"),
+        Field("image_size"),
+        Field("patch_size"),
+        Field("num_channels", "n_channels"),
+        *_TRANSFORMER,
+        Field("initializer_range", "init_std"),
+    )
 
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
-        return {
-            "model_type": "clip_vision_model",
-            "image_size": self.image_size,
-            "patch_size": self.patch_size,
-            "num_channels": self.n_channels,
-            "hidden_size": self.d_model,
-            "intermediate_size": self.d_ff,
-            "num_hidden_layers": self.n_layers,
-            "num_attention_heads": self.n_heads,
-            "hidden_act": self.activation,
-            "attention_dropout": self.attention_dropout,
-            "layer_norm_eps": self.layer_norm_eps,
-            "initializer_range": self.init_std,
-        }
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> "CLIPVisionConfig":
+        """The config that a `config.json` describes, by itself or as the `vision_config` of a whole CLIP."""
+        return super().from_hf(_half(reader, "vision_config"))
 
 
 @dataclass(frozen=True)
-class CLIPConfig:
+class _Half(Row):
+    """The config of one half, an object within the file."""
+
+    key: str
+    name: str
+    config_class: type[CLIPTextConfig] | type[CLIPVisionConfig]
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        # Old files hold a half twice; transformers takes the `_dict`, with its own defaults for what that leaves out.
+        fields, older = reader.get(self.key, {}), reader.get(f"{self.key}_dict", None, OBJECT)
+        half = reader.within(self.key, fields if older is None else older)
+        return {self.name: self.config_class.from_hf(half)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        half = getattr(config, self.name)
+        return {self.key: {**half.extra, **half.to_hf()}}
+
+
+@dataclass(frozen=True)
+class CLIPConfig(FolderConfig):
     """The two halves of a CLIP, and the space in which they meet; the defaults are those of the published ViT-B/32.
 
     **Arguments:**
@@ -286,32 +293,13 @@ class CLIPConfig:
             d_projection=768,
         )
 
-    @classmethod
-    def from_hf(cls, keys: Keys) -> "CLIPConfig":
-        """The config that a `config.json` describes."""
-        halves = {}
-        for name in ("text_config", "vision_config"):
-            # Old files hold a half twice; transformers takes the `_dict`, with its own defaults for what that leaves out.
-            fields, older = keys.get(name, {}), keys.get(f"{name}_dict", None, OBJECT)
-            halves[name] = keys.within(name, fields if older is None else older)
-        return keys.build(
-            cls,
-            text=CLIPTextConfig.from_hf(halves["text_config"]),
-            vision=CLIPVisionConfig.from_hf(halves["vision_config"]),
-            d_projection=keys.get("projection_dim", 512),
-            init_logit_scale=keys.get("logit_scale_init_value", 2.6592, NUMBER),
-            extra=keys.rest(),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
-        return {
-            "model_type": "clip",
-            "text_config": {**self.text.extra, **self.text.to_hf()},
-            "vision_config": {**self.vision.extra, **self.vision.to_hf()},
-            "projection_dim": self.d_projection,
-            "logit_scale_init_value": self.init_logit_scale,
-        }
+    rows = (
+        Written("model_type", "clip"),
+        _Half("text_config", "text", CLIPTextConfig),
+        _Half("vision_config", "vision", CLIPVisionConfig),
+        Field("projection_dim", "d_projection"),
+        Field("logit_scale_init_value", "init_logit_scale", NUMBER),
+    )
 
 
 class Mlp(eqx.Module):

@@ -17,7 +17,20 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._kinds import RATE
 from .generation import Decoder, Generation
-from .hf import Keys, Names, Pretrained, fused, layers, same, same_layer, token_ids
+from .hf import (
+    ConfigReader,
+    Field,
+    FolderConfig,
+    Names,
+    Only,
+    Pretrained,
+    Tokens,
+    Written,
+    fused,
+    layers,
+    same,
+    same_layer,
+)
 from .nn import (
     Attention,
     Cache,
@@ -48,7 +61,7 @@ _ALIASES = {
 
 
 @dataclass(frozen=True)
-class GPT2Config:
+class GPT2Config(FolderConfig):
     """The sizes and rates of a GPT-2; the defaults are the smallest published one.
 
     **Arguments:**
@@ -119,53 +132,27 @@ class GPT2Config:
         """The published GPT-2 of 1.6 billion parameters."""
         return cls(d_model=1600, n_layers=48, n_heads=25)
 
-    @classmethod
-    def from_hf(cls, keys: Keys) -> "GPT2Config":
-        """The config that a `config.json` describes."""
-        keys = keys.aliased(_ALIASES)
-        keys.only("activation_function", "gelu_new")
-        keys.only("scale_attn_weights", True)
-        keys.only("scale_attn_by_inverse_layer_idx", False)
-        d_model = keys.get("n_embd", 768)
-        keys.only("n_inner", None, 4 * d_model)
-        return keys.build(
-            cls,
-            vocab_size=keys.get("vocab_size", 50257),
-            n_positions=keys.get("n_positions", 1024),
-            d_model=d_model,
-            n_layers=keys.layers("n_layer", 12),
-            n_heads=keys.get("n_head", 12),
-            embedding_dropout=keys.get("embd_pdrop", 0.1, RATE),
-            attention_dropout=keys.get("attn_pdrop", 0.1, RATE),
-            residual_dropout=keys.get("resid_pdrop", 0.1, RATE),
-            layer_norm_eps=keys.get("layer_norm_epsilon", 1e-5),
-            is_tied=keys.get("tie_word_embeddings", True),
-            has_cross_attention=keys.get("add_cross_attention", False),
-            **keys.tokens(bos=50256, eos=50256),
-            init_std=keys.get("initializer_range", 0.02),
-            generation=keys.generation(),
-            extra=keys.rest(),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
-        return {
-            "model_type": "gpt2",
-            "activation_function": "gelu_new",
-            "vocab_size": self.vocab_size,
-            "n_positions": self.n_positions,
-            "n_embd": self.d_model,
-            "n_layer": self.n_layers,
-            "n_head": self.n_heads,
-            "embd_pdrop": self.embedding_dropout,
-            "attn_pdrop": self.attention_dropout,
-            "resid_pdrop": self.residual_dropout,
-            "layer_norm_epsilon": self.layer_norm_eps,
-            "tie_word_embeddings": self.is_tied,
-            "add_cross_attention": self.has_cross_attention,
-            **token_ids(self),
-            "initializer_range": self.init_std,
-        }
+    rows = (
+        Written("model_type", "gpt2"),
+        Only("activation_function", "gelu_new"),
+        Only("scale_attn_weights", True, is_written=False),
+        Only("scale_attn_by_inverse_layer_idx", False, is_written=False),
+        Field("vocab_size"),
+        Field("n_positions"),
+        Field("n_embd", "d_model"),
+        Only("n_inner", lambda known: (None, 4 * known["d_model"]), is_written=False),
+        Field("n_layer", "n_layers", via=ConfigReader.layers),
+        Field("n_head", "n_heads"),
+        Field("embd_pdrop", "embedding_dropout", RATE),
+        Field("attn_pdrop", "attention_dropout", RATE),
+        Field("resid_pdrop", "residual_dropout", RATE),
+        Field("layer_norm_epsilon", "layer_norm_eps"),
+        Field("tie_word_embeddings", "is_tied"),
+        Field("add_cross_attention", "has_cross_attention"),
+        Tokens(),
+        Field("initializer_range", "init_std"),
+    )
+    aliases = _ALIASES
 
 
 def _residual_std(config: GPT2Config) -> float:

@@ -19,7 +19,19 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._kinds import RATE, SIZE
 from .generation import Decoder, Generation
-from .hf import Keys, Names, Pretrained, layers, same, same_layer, token_ids
+from .hf import (
+    ConfigReader,
+    Field,
+    FolderConfig,
+    Names,
+    Only,
+    Pretrained,
+    Tokens,
+    Written,
+    layers,
+    same,
+    same_layer,
+)
 from .nn import (
     Attention,
     Cache,
@@ -50,7 +62,7 @@ _ALIASES = {
 
 
 @dataclass(frozen=True)
-class GPTJConfig:
+class GPTJConfig(FolderConfig):
     """The sizes and rates of a GPT-J; the defaults are the published one.
 
     **Arguments:**
@@ -116,53 +128,25 @@ class GPTJConfig:
         """The published GPT-J of 6 billion parameters."""
         return cls()
 
-    @classmethod
-    def from_hf(cls, keys: Keys) -> "GPTJConfig":
-        """The config that a `config.json` describes."""
-        keys = keys.aliased(_ALIASES)
-        keys.only("activation_function", "gelu_new")
-        d_model, n_heads = keys.get("n_embd", 4096), keys.get("n_head", 16)
-        d_mlp = keys.get("n_inner", None, SIZE)
-        return keys.build(
-            cls,
-            vocab_size=keys.get("vocab_size", 50400),
-            n_positions=keys.get("n_positions", 2048),
-            d_model=d_model,
-            d_mlp=None if d_mlp == 4 * d_model else d_mlp,
-            n_layers=keys.layers("n_layer", 28),
-            n_heads=n_heads,
-            rotary_size=keys.get("rotary_dim", d_model // n_heads if keys.has("rotary_dim") else 64),
-            embedding_dropout=keys.get("embd_pdrop", 0.0, RATE),
-            attention_dropout=keys.get("attn_pdrop", 0.0, RATE),
-            residual_dropout=keys.get("resid_pdrop", 0.0, RATE),
-            layer_norm_eps=keys.get("layer_norm_epsilon", 1e-5),
-            is_tied=keys.get("tie_word_embeddings", False),
-            **keys.tokens(bos=50256, eos=50256),
-            init_std=keys.get("initializer_range", 0.02),
-            generation=keys.generation(),
-            extra=keys.rest(),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
-        return {
-            "model_type": "gptj",
-            "activation_function": "gelu_new",
-            "vocab_size": self.vocab_size,
-            "n_positions": self.n_positions,
-            "n_embd": self.d_model,
-            "n_inner": self.d_mlp,
-            "n_layer": self.n_layers,
-            "n_head": self.n_heads,
-            "rotary_dim": self.rotary_size,
-            "embd_pdrop": self.embedding_dropout,
-            "attn_pdrop": self.attention_dropout,
-            "resid_pdrop": self.residual_dropout,
-            "layer_norm_epsilon": self.layer_norm_eps,
-            "tie_word_embeddings": self.is_tied,
-            **token_ids(self),
-            "initializer_range": self.init_std,
-        }
+    rows = (
+        Written("model_type", "gptj"),
+        Only("activation_function", "gelu_new"),
+        Field("vocab_size"),
+        Field("n_positions"),
+        Field("n_embd", "d_model"),
+        Field("n_inner", "d_mlp", SIZE, load=lambda size, known: None if size == 4 * known["d_model"] else size),
+        Field("n_layer", "n_layers", via=ConfigReader.layers),
+        Field("n_head", "n_heads"),
+        Field("rotary_dim", "rotary_size", null=lambda known: known["d_model"] // known["n_heads"]),
+        Field("embd_pdrop", "embedding_dropout", RATE),
+        Field("attn_pdrop", "attention_dropout", RATE),
+        Field("resid_pdrop", "residual_dropout", RATE),
+        Field("layer_norm_epsilon", "layer_norm_eps"),
+        Field("tie_word_embeddings", "is_tied"),
+        Tokens(),
+        Field("initializer_range", "init_std"),
+    )
+    aliases = _ALIASES
 
 
 def rotation(positions: Int[Array, " seq"], size: int) -> Rotation:

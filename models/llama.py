@@ -22,7 +22,21 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._kinds import COUNT, RATE, SIZE
 from .generation import Decoder, Generation
-from .hf import Keys, Names, Pretrained, layers, rope_from_hf, same, same_layer, token_ids
+from .hf import (
+    ConfigReader,
+    Field,
+    FolderConfig,
+    ModelType,
+    Names,
+    Only,
+    Pretrained,
+    Row,
+    Tokens,
+    layers,
+    rope_from_hf,
+    same,
+    same_layer,
+)
 from .nn import (
     Attention,
     Cache,
@@ -52,12 +66,20 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# What a `config.json` means by keys that it leaves out.
+# What each `model_type` means by keys that a `config.json` leaves out, where that is not the config's own default.
+_QWEN = {
+    "vocab_size": 151936,
+    "n_positions": 32768,
+    "d_mlp": 22016,
+    "n_kv_heads": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 _ABSENT: dict[str, dict[str, Any]] = {
-    "llama": {"vocab": 32000, "positions": 2048, "d_mlp": 11008, "groups": None, "bos": 1, "eos": 2},
-    "mistral": {"vocab": 32000, "positions": 131072, "d_mlp": 14336, "groups": 8, "bos": 1, "eos": 2},
-    "qwen2": {"vocab": 151936, "positions": 32768, "d_mlp": 22016, "groups": 32, "bos": None, "eos": None},
-    "qwen3": {"vocab": 151936, "positions": 32768, "d_mlp": 22016, "groups": 32, "bos": None, "eos": None},
+    "llama": {},
+    "mistral": {"n_positions": 131072, "d_mlp": 14336, "n_kv_heads": 8},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_size": 128},
 }
 
 
@@ -67,8 +89,60 @@ _LLAMA3 = {"8b": {"d_mlp": 14336}, "70b": {"d_model": 8192, "d_mlp": 28672, "n_l
 # --- the config -------------------------------------------------------------------------------------------------------
 
 
+def _head_size(size: int | None, known: Mapping[str, Any]) -> int | None:
+    """`head_size` from `head_dim`, which transformers writes also where it follows from the width. Qwen3 has a default."""
+    return None if known["model_type"] != "qwen3" and size == known["d_model"] // known["n_heads"] else size
+
+
+class _Rope(Row):
+    """Base and scaling of the rotary positions."""
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        theta, scaling = rope_from_hf(reader, known["n_positions"])
+        return {"rope_theta": theta, "rope_scaling": scaling}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        scaling = {"rope_type": "default"} if config.rope_scaling is None else config.rope_scaling.to_hf()
+        return {"rope_parameters": {"rope_theta": config.rope_theta, **scaling}}
+
+
+class _Windows(Row):
+    """The window of Mistral and Qwen, and the layers that have it."""
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        model_type, n_layers = known["model_type"], known["n_layers"]
+        if model_type == "llama":
+            return {}
+        window = reader.get("sliding_window", None if reader.has("sliding_window") else 4096, SIZE)
+        if model_type == "mistral":
+            return {"window": window}
+        if not reader.get("use_sliding_window", False):
+            window = None
+        first = reader.get("max_window_layers", 28, COUNT)  # the layers before it see everything
+        types = reader.get("layer_types", [])
+        if types:
+            accepted = ("full_attention", *(["sliding_attention"] if window is not None else []))
+            if len(types) != n_layers or not all(kind in accepted for kind in types):
+                raise reader.refuse("layer_types", types, f"{' or '.join(accepted)} for each of {n_layers} layers")
+            windowed = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+        else:
+            windowed = tuple(range(first, n_layers))
+        if window is None or not windowed:
+            return {}
+        return {"window": window, "windowed_layers": None if len(windowed) == n_layers else windowed}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        if config.model_type == "llama":
+            return {}
+        window = {"sliding_window": config.window}
+        if config.model_type == "mistral":
+            return window
+        types = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
+        return {**window, "use_sliding_window": config.window is not None, "layer_types": types}
+
+
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(FolderConfig):
     """The sizes and rates of a model of the LLaMA family; the defaults are the first LLaMA of 7 billion parameters.
 
     **Arguments:**
@@ -277,107 +351,40 @@ class LlamaConfig:
             **_of_size(size, sizes),
         )
 
-    @classmethod
-    def from_hf(cls, keys: Keys) -> "LlamaConfig":
-        """The config that a `config.json` describes."""
-        model_type = keys.only("model_type", *_ARCHITECTURES)
-        absent = _ABSENT[model_type]
-        keys.only("hidden_act", "silu")
-        d_model, n_heads = keys.get("hidden_size", 4096), keys.get("num_attention_heads", 32)
-        n_kv_heads = keys.get("num_key_value_heads", None if keys.has("num_key_value_heads") else absent["groups"], SIZE)
-        head_size = keys.get("head_dim", 128 if model_type == "qwen3" else None, SIZE)
-        if model_type != "qwen3" and head_size == d_model // n_heads:
-            head_size = None  # transformers writes it where it was not given, too
-        n_layers = keys.layers("num_hidden_layers", 32)
-        n_positions = keys.get("max_position_embeddings", absent["positions"])
-        window, windowed_layers = _windows_from_hf(keys, model_type, n_layers)
-        rope_theta, rope_scaling = rope_from_hf(keys, n_positions)
-        return keys.build(
-            cls,
-            model_type=model_type,
-            vocab_size=keys.get("vocab_size", absent["vocab"]),
-            n_positions=n_positions,
-            d_model=d_model,
-            d_mlp=keys.get("intermediate_size", absent["d_mlp"]),
-            n_layers=n_layers,
-            n_heads=n_heads,
-            n_kv_heads=None if n_kv_heads == n_heads else n_kv_heads,
-            head_size=head_size,
-            window=window,
-            windowed_layers=windowed_layers,
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            attention_bias=model_type in ("llama", "qwen3") and keys.get("attention_bias", False),
-            mlp_bias=model_type == "llama" and keys.get("mlp_bias", False),
-            attention_dropout=keys.get("attention_dropout", 0.0, RATE),
-            norm_eps=keys.get("rms_norm_eps", 1e-6),
-            is_tied=keys.get("tie_word_embeddings", False),
-            **keys.tokens(bos=absent["bos"], eos=absent["eos"]),
-            init_std=keys.get("initializer_range", 0.02),
-            generation=keys.generation(),
-            extra=keys.rest(),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
-        scaling = {"rope_type": "default"} if self.rope_scaling is None else self.rope_scaling.to_hf()
-        fields = {
-            "model_type": self.model_type,
-            "hidden_act": "silu",
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.n_positions,
-            "hidden_size": self.d_model,
-            "intermediate_size": self.d_mlp,
-            "num_hidden_layers": self.n_layers,
-            "num_attention_heads": self.n_heads,
-            "num_key_value_heads": self.groups,
-            "head_dim": self.size,
-            "rope_parameters": {"rope_theta": self.rope_theta, **scaling},
-            "attention_dropout": self.attention_dropout,
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.is_tied,
-            **token_ids(self),
-            "initializer_range": self.init_std,
-        }
-        if self.model_type in ("llama", "qwen3"):
-            fields["attention_bias"] = self.attention_bias
-        if self.model_type == "llama":
-            fields["mlp_bias"] = self.mlp_bias
-        else:
-            fields["sliding_window"] = self.window
-        if self.model_type in ("qwen2", "qwen3"):
-            fields["use_sliding_window"] = self.window is not None
-            fields["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in self.windows]
-        return fields
+    rows = (
+        ModelType(_ABSENT),
+        Only("hidden_act", "silu"),
+        Field("vocab_size"),
+        Field("max_position_embeddings", "n_positions"),
+        Field("hidden_size", "d_model"),
+        Field("intermediate_size", "d_mlp"),
+        Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
+        Field("num_attention_heads", "n_heads"),
+        Field(
+            "num_key_value_heads",
+            "n_kv_heads",
+            SIZE,
+            null=None,
+            load=lambda groups, known: None if groups == known["n_heads"] else groups,
+            save=lambda config: config.groups,
+        ),
+        Field("head_dim", "head_size", SIZE, load=_head_size, save=lambda config: config.size),
+        _Rope(),
+        Field("attention_dropout", kind=RATE),
+        Field("rms_norm_eps", "norm_eps"),
+        Field("tie_word_embeddings", "is_tied"),
+        Tokens(),
+        Field("initializer_range", "init_std"),
+        Field("attention_bias", only_for=("llama", "qwen3")),
+        Field("mlp_bias", only_for=("llama",)),
+        _Windows(),
+    )
 
 
 def _of_size(size: str, sizes: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     if size not in sizes:
         raise ValueError(f"`size`: expected one of {', '.join(sizes)}, got {size!r}. Make other sizes field by field.")
     return sizes[size]
-
-
-def _windows_from_hf(keys: Keys, model_type: str, n_layers: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """`window` and `windowed_layers` of a `config.json`."""
-    if model_type == "llama":
-        return None, None
-    window = keys.get("sliding_window", None if keys.has("sliding_window") else 4096, SIZE)
-    if model_type == "mistral":
-        return window, None
-    if not keys.get("use_sliding_window", False):
-        window = None
-    first = keys.get("max_window_layers", 28, COUNT)  # the first layers see everything
-    types = keys.get("layer_types", [])
-    if types:
-        known = ("full_attention", *(["sliding_attention"] if window is not None else []))
-        if len(types) != n_layers or not all(kind in known for kind in types):
-            raise keys.refuse("layer_types", types, f"{' or '.join(known)} for each of {n_layers} layers")
-        windowed = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
-    else:
-        windowed = tuple(range(first, n_layers))
-    if window is None or not windowed:
-        return None, None
-    return window, None if len(windowed) == n_layers else windowed
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,19 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._kinds import RATE
 from .generation import Decoder, Generation
-from .hf import Keys, Names, Pretrained, layers, same, same_layer, token_ids
+from .hf import (
+    ConfigReader,
+    Field,
+    FolderConfig,
+    Names,
+    Only,
+    Pretrained,
+    Tokens,
+    Written,
+    layers,
+    same,
+    same_layer,
+)
 from .nn import (
     Attention,
     Cache,
@@ -41,7 +53,7 @@ _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": lambda x: jax.nn.gelu(x, approximat
 
 
 @dataclass(frozen=True)
-class OPTConfig:
+class OPTConfig(FolderConfig):
     """The sizes and rates of an OPT; the defaults are the smallest published one.
 
     **Arguments:**
@@ -145,57 +157,45 @@ class OPTConfig:
         """The published OPT of 66 billion parameters."""
         return cls(d_model=9216, n_layers=64, n_heads=72)
 
-    @classmethod
-    def from_hf(cls, keys: Keys) -> "OPTConfig":
-        """The config that a `config.json` describes."""
-        keys.only("layerdrop", 0.0)
-        d_model = keys.get("hidden_size", 768)
-        d_embedding, d_mlp = keys.get("word_embed_proj_dim", d_model), keys.get("ffn_dim", 3072)
-        return keys.build(
-            cls,
-            vocab_size=keys.get("vocab_size", 50272),
-            n_positions=keys.get("max_position_embeddings", 2048),
-            d_model=d_model,
-            d_embedding=None if d_embedding == d_model else d_embedding,
-            d_mlp=None if d_mlp == 4 * d_model else d_mlp,
-            n_layers=keys.layers("num_hidden_layers", 12),
-            n_heads=keys.get("num_attention_heads", 12),
-            activation=keys.only("activation_function", *_ACTIVATIONS),
-            is_pre_norm=keys.get("do_layer_norm_before", True),
-            has_final_norm=not keys.get("_remove_final_layer_norm", False),
-            has_bias=keys.get("enable_bias", True),
-            has_norm_weights=keys.get("layer_norm_elementwise_affine", True),
-            attention_dropout=keys.get("attention_dropout", 0.0, RATE),
-            residual_dropout=keys.get("dropout", 0.1, RATE),
-            is_tied=keys.get("tie_word_embeddings", True),
-            **keys.tokens(bos=2, eos=2, pad=1),
-            init_std=keys.get("init_std", 0.02),
-            generation=keys.generation(),
-            extra=keys.rest(),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
-        return {
-            "model_type": "opt",
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.n_positions,
-            "hidden_size": self.d_model,
-            "word_embed_proj_dim": self.d_model if self.d_embedding is None else self.d_embedding,
-            "ffn_dim": 4 * self.d_model if self.d_mlp is None else self.d_mlp,
-            "num_hidden_layers": self.n_layers,
-            "num_attention_heads": self.n_heads,
-            "activation_function": self.activation,
-            "do_layer_norm_before": self.is_pre_norm,
-            "_remove_final_layer_norm": not self.has_final_norm,
-            "enable_bias": self.has_bias,
-            "layer_norm_elementwise_affine": self.has_norm_weights,
-            "attention_dropout": self.attention_dropout,
-            "dropout": self.residual_dropout,
-            "tie_word_embeddings": self.is_tied,
-            **token_ids(self),
-            "init_std": self.init_std,
-        }
+    rows = (
+        Written("model_type", "opt"),
+        Only("layerdrop", 0.0, is_written=False),
+        Field("vocab_size"),
+        Field("max_position_embeddings", "n_positions"),
+        Field("hidden_size", "d_model"),
+        Field(
+            "word_embed_proj_dim",
+            "d_embedding",
+            default=lambda known: known["d_model"],
+            load=lambda size, known: None if size == known["d_model"] else size,
+            save=lambda config: config.d_model if config.d_embedding is None else config.d_embedding,
+        ),
+        Field(
+            "ffn_dim",
+            "d_mlp",
+            default=3072,
+            load=lambda size, known: None if size == 4 * known["d_model"] else size,
+            save=lambda config: 4 * config.d_model if config.d_mlp is None else config.d_mlp,
+        ),
+        Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
+        Field("num_attention_heads", "n_heads"),
+        Only("activation_function", *_ACTIVATIONS, name="activation"),
+        Field("do_layer_norm_before", "is_pre_norm"),
+        Field(
+            "_remove_final_layer_norm",
+            "has_final_norm",
+            default=False,
+            load=lambda is_removed, known: not is_removed,
+            save=lambda config: not config.has_final_norm,
+        ),
+        Field("enable_bias", "has_bias"),
+        Field("layer_norm_elementwise_affine", "has_norm_weights"),
+        Field("attention_dropout", kind=RATE),
+        Field("dropout", "residual_dropout", RATE),
+        Field("tie_word_embeddings", "is_tied"),
+        Tokens(),
+        Field("init_std"),
+    )
 
 
 def _residual_std(config: OPTConfig) -> float:

@@ -25,7 +25,20 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._kinds import RATE
 from .generation import EncoderDecoder, Generation
-from .hf import Keys, Name, Names, Pretrained, is_tied_on_disk, layers, same, token_ids
+from .hf import (
+    ConfigReader,
+    Field,
+    FolderConfig,
+    ModelType,
+    Name,
+    Names,
+    Only,
+    Pretrained,
+    Tokens,
+    is_tied_on_disk,
+    layers,
+    same,
+)
 from .nn import (
     Attention,
     Cache,
@@ -43,9 +56,10 @@ from .nn import (
 Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
 
 _MLPS = ("relu", "gated-gelu", "gated-silu")
+# What each `model_type` means by keys that a `config.json` leaves out, where that is not the config's own default.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "t5": {"vocab_size": 32128, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "feed_forward_proj": "relu"},
-    "mt5": {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu"},
+    "t5": {},
+    "mt5": {"vocab_size": 250112, "d_ff": 1024, "n_layers": 8, "n_heads": 6, "mlp": "gated-gelu"},
 }
 
 
@@ -59,8 +73,13 @@ _ALIASES = {
 _FARTHEST = 2**20  # tokens; as many buckets are looked up in a table
 
 
+def _activation(mlp: str) -> str:
+    """What `transformers` calls the activation of an MLP."""
+    return "gelu_new" if mlp == "gated-gelu" else mlp.removeprefix("gated-")
+
+
 @dataclass(frozen=True)
-class T5Config:
+class T5Config(FolderConfig):
     """The sizes and rates of a T5; the defaults are the smallest published one, of the original version.
 
     **Arguments:**
@@ -190,66 +209,37 @@ class T5Config:
         original = cls(mlp="gated-gelu", is_tied=False, is_scaled=False)
         return replace(original, n_layers=n_layers, n_decoder_layers=n_layers, **sizes)
 
-    @classmethod
-    def from_hf(cls, keys: Keys) -> "T5Config":
-        """The config that a `config.json` describes; `is_tied` as transformers 4 understood it (see `T5.read_config`)."""
-        keys = keys.aliased(_ALIASES)
-        model_type = keys.only("model_type", *_DEFAULTS)
-        defaults = _DEFAULTS[model_type]
-        mlp = keys.only("feed_forward_proj", *_MLPS, default=defaults["feed_forward_proj"])
+    rows = (
+        ModelType(_DEFAULTS),
+        Only("is_decoder", False, is_written=False),
+        Field("vocab_size"),
+        Field("d_model"),
+        Field("d_kv"),
+        Field("d_ff"),
+        Field("num_layers", "n_layers", via=ConfigReader.layers),
+        Field("num_decoder_layers", "n_decoder_layers", via=ConfigReader.layers, default=lambda known: known["n_layers"]),
+        Field("num_heads", "n_heads"),
+        Only("feed_forward_proj", *_MLPS, name="mlp"),
         # What transformers makes of that key; it takes these two, where a file has them, before it.
-        keys.only("dense_act_fn", "gelu_new" if mlp == "gated-gelu" else mlp.removeprefix("gated-"))
-        keys.only("is_gated_act", mlp.startswith("gated-"))
-        keys.only("is_decoder", False)
-        is_tied = keys.get("tie_word_embeddings", True)
-        is_scaled = keys.get("scale_decoder_outputs", is_tied)
-        n_layers = keys.layers("num_layers", defaults["num_layers"])
-        return keys.build(
-            cls,
-            vocab_size=keys.get("vocab_size", defaults["vocab_size"]),
-            d_model=keys.get("d_model", 512),
-            d_kv=keys.get("d_kv", 64),
-            d_ff=keys.get("d_ff", defaults["d_ff"]),
-            n_layers=n_layers,
-            n_decoder_layers=keys.layers("num_decoder_layers", n_layers),
-            n_heads=keys.get("num_heads", defaults["num_heads"]),
-            mlp=mlp,
-            n_buckets=keys.get("relative_attention_num_buckets", 32),
-            max_distance=keys.get("relative_attention_max_distance", 128),
-            dropout=keys.get("dropout_rate", 0.1, RATE),
-            layer_norm_eps=keys.get("layer_norm_epsilon", 1e-6),
-            is_tied=is_tied,
-            is_scaled=is_scaled and model_type == "t5",
-            **keys.tokens(eos=1, pad=0, decoder_start=0),
-            init_factor=keys.get("initializer_factor", 1.0),
-            model_type=model_type,
-            generation=keys.generation(),
-            extra=keys.rest(),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
-        return {
-            "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "d_model": self.d_model,
-            "d_kv": self.d_kv,
-            "d_ff": self.d_ff,
-            "num_layers": self.n_layers,
-            "num_decoder_layers": self.n_decoder_layers,
-            "num_heads": self.n_heads,
-            "feed_forward_proj": self.mlp,
-            "relative_attention_num_buckets": self.n_buckets,
-            "relative_attention_max_distance": self.max_distance,
-            "dropout_rate": self.dropout,
-            "layer_norm_epsilon": self.layer_norm_eps,
-            # For transformers 4, which scales what it ties; 5 ties by the tensors in the file, and scales by the second.
-            "tie_word_embeddings": self.is_tied,
-            "scale_decoder_outputs": self.is_scaled,
-            **token_ids(self),
-            "decoder_start_token_id": self.decoder_start_token_id,
-            "initializer_factor": self.init_factor,
-        }
+        Only("dense_act_fn", lambda known: (_activation(known["mlp"]),), is_written=False),
+        Only("is_gated_act", lambda known: (known["mlp"].startswith("gated-"),), is_written=False),
+        Field("relative_attention_num_buckets", "n_buckets"),
+        Field("relative_attention_max_distance", "max_distance"),
+        Field("dropout_rate", "dropout", RATE),
+        Field("layer_norm_epsilon", "layer_norm_eps"),
+        # transformers 4 scales the logits of a tied head; 5 ties by the tensors in the file (see `T5.read_config`), and
+        # scales by `scale_decoder_outputs`.
+        Field("tie_word_embeddings", "is_tied"),
+        Field(
+            "scale_decoder_outputs",
+            "is_scaled",
+            default=lambda known: known["is_tied"],
+            load=lambda is_scaled, known: is_scaled and known["model_type"] == "t5",
+        ),
+        Tokens("decoder_start"),
+        Field("initializer_factor", "init_factor"),
+    )
+    aliases = _ALIASES
 
 
 def _linear(in_size: int, out_size: int, std: float, key: PRNGKeyArray) -> eqx.nn.Linear:

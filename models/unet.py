@@ -24,19 +24,18 @@ from jaxtyping import Array, Bool, Float, Num, PRNGKeyArray
 
 from ._kinds import COUNT, LIST, RATE
 from .diffusion import (
-    DIFFUSERS,
     Resnet,
     apply,
-    as_json,
     check_groups,
-    check_layers,
+    diffusers,
+    layers_of_blocks,
     mirrored,
     one_or_many,
-    sample_size,
+    size_of_sample,
     sizes,
     upsample,
 )
-from .hf import Keys, Names, Pretrained
+from .hf import ConfigReader, Field, FolderConfig, Names, Only, Pretrained, Row
 from .nn import Attention, check_rates, check_sizes, linear, norm
 
 _TRANSFORMER_EPS = 1e-6  # of the group norm before attention; the config's is of all others
@@ -67,8 +66,22 @@ _DOWN = {"DownBlock2D": False, "CrossAttnDownBlock2D": True}  # whether a block 
 _UP = {"UpBlock2D": False, "CrossAttnUpBlock2D": True}
 
 
+def _attention_of_blocks(key: str, name: str, types: Mapping[str, bool]) -> Row:
+    """Which blocks attend, by the names of their types."""
+
+    def read(reader: ConfigReader, key: str, default: tuple[bool, ...]) -> tuple[bool, ...]:
+        found = reader.get(key, None, LIST)
+        for kind in found or ():
+            if not isinstance(kind, str) or kind not in types:
+                raise reader.refuse(key, kind, " or ".join(map(repr, types)))
+        return default if found is None else tuple(types[kind] for kind in found)
+
+    written = {attends: kind for kind, attends in types.items()}
+    return Field(key, name, via=read, save=lambda config: [written[attends] for attends in getattr(config, name)])
+
+
 @dataclass(frozen=True)
-class UNetConfig:
+class UNetConfig(FolderConfig):
     """The sizes of a UNet; the defaults are those of diffusers, which are nearly Stable Diffusion 1's.
 
     Fields that may hold a tuple have one entry a block, from the outermost in; one value is that of all blocks.
@@ -170,76 +183,31 @@ class UNetConfig:
         """The UNet of Stable Diffusion 2.0 and 2.1, of 866 million parameters."""
         return cls(context_size=1024, n_heads=(5, 10, 20, 20), use_linear_projection=True, sample_size=96)
 
-    @classmethod
-    def from_hf(cls, keys: Keys) -> "UNetConfig":
-        """The config that a `config.json` describes."""
-        for name, value in _ONLY.items():
-            keys.only(name, value)
-        keys.only("act_fn", "silu", "swish")  # two names of one function
-        return keys.build(
-            cls,
-            in_channels=keys.get("in_channels", 4),
-            out_channels=keys.get("out_channels", 4),
-            block_channels=sizes(keys, "block_out_channels", [320, 640, 1280, 1280]),
-            down_attention=_attends(keys, "down_block_types", _DOWN, cls.down_attention),
-            up_attention=_attends(keys, "up_block_types", _UP, cls.up_attention),
-            layers_per_block=check_layers(keys, "layers_per_block", one_or_many(keys, "layers_per_block", 2)),
-            transformer_layers=check_layers(
-                keys, "transformer_layers_per_block", one_or_many(keys, "transformer_layers_per_block", 1)
-            ),
-            n_heads=one_or_many(keys, "attention_head_dim", 8),
-            context_size=keys.get("cross_attention_dim", 1280),
-            only_cross_attention=one_or_many(keys, "only_cross_attention", False),
-            use_linear_projection=keys.get("use_linear_projection", False),
-            norm_groups=keys.get("norm_num_groups", 32),
-            norm_eps=keys.get("norm_eps", 1e-5),
-            dropout=keys.get("dropout", 0.0, RATE),
-            flips_sin_to_cos=keys.get("flip_sin_to_cos", True),
-            freq_shift=keys.get("freq_shift", 0, COUNT),
-            centers_input=keys.get("center_input_sample", False),
-            conv_in_kernel=keys.get("conv_in_kernel", 3),
-            conv_out_kernel=keys.get("conv_out_kernel", 3),
-            sample_size=sample_size(keys, None),
-            extra=keys.rest(),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
-        down, up = ({attends: name for name, attends in types.items()} for types in (_DOWN, _UP))
-        return {
-            "_class_name": "UNet2DConditionModel",
-            "_diffusers_version": DIFFUSERS,
-            "act_fn": "silu",
-            "in_channels": self.in_channels,
-            "out_channels": self.out_channels,
-            "block_out_channels": list(self.block_channels),
-            "down_block_types": [down[attends] for attends in self.down_attention],
-            "up_block_types": [up[attends] for attends in self.up_attention],
-            "layers_per_block": as_json(self.layers_per_block),
-            "transformer_layers_per_block": as_json(self.transformer_layers),
-            "attention_head_dim": as_json(self.n_heads),
-            "cross_attention_dim": self.context_size,
-            "only_cross_attention": as_json(self.only_cross_attention),
-            "use_linear_projection": self.use_linear_projection,
-            "norm_num_groups": self.norm_groups,
-            "norm_eps": self.norm_eps,
-            "dropout": self.dropout,
-            "flip_sin_to_cos": self.flips_sin_to_cos,
-            "freq_shift": self.freq_shift,
-            "center_input_sample": self.centers_input,
-            "conv_in_kernel": self.conv_in_kernel,
-            "conv_out_kernel": self.conv_out_kernel,
-            "sample_size": as_json(self.sample_size),
-        }
-
-
-def _attends(keys: Keys, name: str, types: Mapping[str, bool], default: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Which blocks attend, by the names of their types."""
-    found = keys.get(name, None, LIST)
-    for kind in found or ():
-        if not isinstance(kind, str) or kind not in types:
-            raise keys.refuse(name, kind, " or ".join(map(repr, types)))
-    return default if found is None else tuple(types[kind] for kind in found)
+    rows = (
+        *diffusers("UNet2DConditionModel"),
+        *(Only(key, value, is_written=False) for key, value in _ONLY.items()),
+        Only("act_fn", "silu", "swish"),  # two names of one function
+        Field("in_channels"),
+        Field("out_channels"),
+        Field("block_out_channels", "block_channels", via=sizes),
+        _attention_of_blocks("down_block_types", "down_attention", _DOWN),
+        _attention_of_blocks("up_block_types", "up_attention", _UP),
+        Field("layers_per_block", via=layers_of_blocks),
+        Field("transformer_layers_per_block", "transformer_layers", via=layers_of_blocks),
+        Field("attention_head_dim", "n_heads", via=one_or_many),
+        Field("cross_attention_dim", "context_size"),
+        Field("only_cross_attention", via=one_or_many),
+        Field("use_linear_projection"),
+        Field("norm_num_groups", "norm_groups"),
+        Field("norm_eps"),
+        Field("dropout", kind=RATE),
+        Field("flip_sin_to_cos", "flips_sin_to_cos"),
+        Field("freq_shift", kind=COUNT),
+        Field("center_input_sample", "centers_input"),
+        Field("conv_in_kernel"),
+        Field("conv_out_kernel"),
+        Field("sample_size", via=size_of_sample),
+    )
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -19,15 +19,26 @@ from einops import rearrange
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._kinds import NUMBER, POSITIVE
-from .diffusion import DIFFUSERS, Resnet, apply, as_json, check_groups, mirrored, sample_size, sizes, upsample
-from .hf import Keys, Names, Pretrained
+from .diffusion import Resnet, apply, check_groups, diffusers, mirrored, size_of_sample, sizes, upsample
+from .hf import ConfigReader, Field, FolderConfig, Names, Only, Pretrained, Row
 from .nn import Attention, check_sizes
 
 _EPS = 1e-6  # of every norm here
 
 
+def _block_types(key: str, kind: str) -> Row:
+    """The types of the blocks: one type for all."""
+    of_blocks = lambda n: [kind] * n  # noqa: E731
+    return Only(
+        key,
+        lambda known: [of_blocks(len(known["block_channels"]))],
+        default=of_blocks(1),
+        save=lambda config: of_blocks(len(config.block_channels)),
+    )
+
+
 @dataclass(frozen=True)
-class VAEConfig:
+class VAEConfig(FolderConfig):
     """The sizes of an autoencoder; the defaults are those of diffusers, of one small block.
 
     **Arguments:**
@@ -72,53 +83,24 @@ class VAEConfig:
         """The autoencoder of Stable Diffusion 1 and 2, of 84 million parameters."""
         return cls(block_channels=(128, 256, 512, 512), layers_per_block=2, sample_size=512)
 
-    @classmethod
-    def from_hf(cls, keys: Keys) -> "VAEConfig":
-        """The config that a `config.json` describes."""
-        channels = sizes(keys, "block_out_channels", [64])
-        n_blocks = len(channels)
-        keys.only("down_block_types", ["DownEncoderBlock2D"] * n_blocks, default=["DownEncoderBlock2D"])
-        keys.only("up_block_types", ["UpDecoderBlock2D"] * n_blocks, default=["UpDecoderBlock2D"])
-        keys.only("act_fn", "silu", "swish")  # two names of one function
-        return keys.build(
-            cls,
-            in_channels=keys.get("in_channels", 3),
-            out_channels=keys.get("out_channels", 3),
-            latent_channels=keys.get("latent_channels", 4),
-            block_channels=channels,
-            layers_per_block=keys.layers("layers_per_block", 1),
-            norm_groups=keys.get("norm_num_groups", 32),
-            scaling_factor=keys.get("scaling_factor", 0.18215, POSITIVE),
-            shift_factor=keys.get("shift_factor", None, NUMBER),
-            has_mid_attention=keys.get("mid_block_add_attention", True),
-            has_quant_conv=keys.get("use_quant_conv", True),
-            has_post_quant_conv=keys.get("use_post_quant_conv", True),
-            sample_size=sample_size(keys, 32),
-            extra=keys.rest(),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
-        n_blocks = len(self.block_channels)
-        return {
-            "_class_name": "AutoencoderKL",
-            "_diffusers_version": DIFFUSERS,
-            "act_fn": "silu",
-            "in_channels": self.in_channels,
-            "out_channels": self.out_channels,
-            "latent_channels": self.latent_channels,
-            "block_out_channels": list(self.block_channels),
-            "down_block_types": ["DownEncoderBlock2D"] * n_blocks,
-            "up_block_types": ["UpDecoderBlock2D"] * n_blocks,
-            "layers_per_block": self.layers_per_block,
-            "norm_num_groups": self.norm_groups,
-            "scaling_factor": self.scaling_factor,
-            "shift_factor": self.shift_factor,
-            "mid_block_add_attention": self.has_mid_attention,
-            "use_quant_conv": self.has_quant_conv,
-            "use_post_quant_conv": self.has_post_quant_conv,
-            "sample_size": as_json(self.sample_size),
-        }
+    rows = (
+        *diffusers("AutoencoderKL"),
+        Only("act_fn", "silu", "swish"),  # two names of one function
+        Field("in_channels"),
+        Field("out_channels"),
+        Field("latent_channels"),
+        Field("block_out_channels", "block_channels", via=sizes),
+        _block_types("down_block_types", "DownEncoderBlock2D"),
+        _block_types("up_block_types", "UpDecoderBlock2D"),
+        Field("layers_per_block", via=ConfigReader.layers),
+        Field("norm_num_groups", "norm_groups"),
+        Field("scaling_factor", kind=POSITIVE),
+        Field("shift_factor", kind=NUMBER),
+        Field("mid_block_add_attention", "has_mid_attention"),
+        Field("use_quant_conv", "has_quant_conv"),
+        Field("use_post_quant_conv", "has_post_quant_conv"),
+        Field("sample_size", via=size_of_sample),
+    )
 
 
 class Posterior(eqx.Module):

@@ -20,13 +20,13 @@ from redeqx._tree import map_named, named_leaves
 
 from .generation import Generation, shift_right
 from .gpt2 import GPT2, GPT2Config
-from .hf import Keys, Names, Pretrained, is_on_disk, same_layer, token_ids, within
+from .hf import ConfigReader, FolderConfig, Names, Pretrained, Tokens, is_on_disk, same_layer, within
 from .nn import Cache, linear, normal_linear
 from .vit import ViT, ViTConfig
 
 
 @dataclass(frozen=True)
-class VisionEncoderDecoderConfig:
+class VisionEncoderDecoderConfig(FolderConfig):
     """The two halves of a captioner, and the tokens of its texts; the defaults are the smallest published halves.
 
     **Arguments:**
@@ -72,15 +72,15 @@ class VisionEncoderDecoderConfig:
         return cls(pad_token_id=50256)
 
     @classmethod
-    def from_hf(cls, keys: Keys) -> "VisionEncoderDecoderConfig":
+    def from_hf(cls, reader: ConfigReader) -> "VisionEncoderDecoderConfig":
         """The config that a `config.json` describes; of the encoder's pooler it says nothing (see `read_config`)."""
-        keys.only("is_encoder_decoder", True)
-        encoder, decoder = (keys.part(half) for half in ("encoder", "decoder"))
+        reader.only("is_encoder_decoder", True)
+        encoder, decoder = (reader.part(half) for half in ("encoder", "decoder"))
         encoder.only("model_type", "vit")
         decoder.only("model_type", "gpt2")
         decoder.only("cross_attention_hidden_size", None)
-        own = keys.tokens(decoder_start=None)
-        generation = keys.generation(decoder)
+        own = reader.tokens(decoder_start=None)
+        generation = reader.generation(decoder)
         gpt2 = GPT2Config.from_hf(decoder)
         unused = {} if gpt2.generation is None else gpt2.generation.keys
         gpt2 = replace(gpt2, generation=None, extra={**gpt2.extra, **unused})
@@ -90,14 +90,15 @@ class VisionEncoderDecoderConfig:
         tokens = {token: getattr(gpt2, token) if value is None else value for token, value in own.items()}
         starts = (start, decoder.tokens(decoder_start=None)[name], tokens["bos_token_id"])
         start = next((token for token in starts if token is not None), None)
-        return keys.build(
+        return reader.build(
             cls,
+            key_of=cls.key_of,
             encoder=ViTConfig.from_hf(encoder),
             decoder=gpt2,
             **tokens,
-            decoder_start_token_id=keys.get(name) if start is None else start,
+            decoder_start_token_id=reader.get(name) if start is None else start,
             generation=generation,
-            extra=keys.rest(),
+            extra=reader.rest(),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -108,8 +109,7 @@ class VisionEncoderDecoderConfig:
             "tie_word_embeddings": False,
             "encoder": {**self.encoder.extra, **self.encoder.to_hf()},
             "decoder": {**self.decoder.extra, **self.decoder.to_hf(), "is_decoder": True},
-            **token_ids(self),
-            "decoder_start_token_id": self.decoder_start_token_id,
+            **Tokens("decoder_start").write(self),
         }
 
 

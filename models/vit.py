@@ -20,12 +20,37 @@ from einops import rearrange
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._kinds import RATE, SIZE
-from .hf import Keys, Name, Names, Pretrained, class_labels, is_on_disk, layers, reshaped, same_layer, within
+from .hf import (
+    Classes,
+    ConfigReader,
+    Field,
+    FolderConfig,
+    Name,
+    Names,
+    Only,
+    Pretrained,
+    Written,
+    is_on_disk,
+    layers,
+    reshaped,
+    same_layer,
+    within,
+)
 from .nn import Attention, Stack, check_heads, check_rates, check_sizes, linear, norm, normal_linear
 
 
+def _side(reader: ConfigReader, key: str, default: int) -> int:
+    """Height and width, which are one number here; a file may give both."""
+    value = reader.get(key, None)
+    if isinstance(value, list):
+        if len(value) != 2 or value[0] != value[1]:
+            raise reader.refuse(key, value, "one number of pixels for height and width")
+        return SIZE.checked(reader.path, key, value[0])
+    return reader.get(key, default)
+
+
 @dataclass(frozen=True)
-class ViTConfig:
+class ViTConfig(FolderConfig):
     """The sizes and rates of a ViT; the defaults are those of `transformers`, the sizes of the published ViT-B/16.
 
     **Arguments:**
@@ -99,62 +124,26 @@ class ViTConfig:
         """The published ViT-H/14 for the 1000 classes of ImageNet, of 632 million parameters."""
         return cls(patch_size=14, d_model=1280, d_ff=5120, n_layers=32, n_heads=16, n_classes=1000)
 
-    @classmethod
-    def from_hf(cls, keys: Keys) -> "ViTConfig":
-        """The config that a `config.json` describes; of a pooler it says nothing (see `ViT.read_config`)."""
-        d_model = keys.get("hidden_size", 768)
-        keys.only("hidden_act", "gelu")
-        keys.only("pooler_act", "tanh")
-        keys.only("pooler_output_size", None, d_model)
-        return keys.build(
-            cls,
-            image_size=_side(keys, "image_size", 224),
-            patch_size=_side(keys, "patch_size", 16),
-            n_channels=keys.get("num_channels", 3),
-            d_model=d_model,
-            d_ff=keys.get("intermediate_size", 3072),
-            n_layers=keys.layers("num_hidden_layers", 12),
-            n_heads=keys.get("num_attention_heads", 12),
-            n_classes=keys.n_classes(),
-            dropout=keys.get("hidden_dropout_prob", 0.0, RATE),
-            attention_dropout=keys.get("attention_probs_dropout_prob", 0.0, RATE),
-            layer_norm_eps=keys.get("layer_norm_eps", 1e-12),
-            has_qkv_bias=keys.get("qkv_bias", True),
-            init_std=keys.get("initializer_range", 0.02),
-            extra=keys.rest(),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
-        return {
-            "model_type": "vit",
-            "image_size": self.image_size,
-            "patch_size": self.patch_size,
-            "num_channels": self.n_channels,
-            "hidden_size": self.d_model,
-            "intermediate_size": self.d_ff,
-            "num_hidden_layers": self.n_layers,
-            "num_attention_heads": self.n_heads,
-            **class_labels(self),
-            "hidden_act": "gelu",
-            "hidden_dropout_prob": self.dropout,
-            "attention_probs_dropout_prob": self.attention_dropout,
-            "layer_norm_eps": self.layer_norm_eps,
-            "qkv_bias": self.has_qkv_bias,
-            "pooler_act": "tanh",
-            "pooler_output_size": self.d_model,
-            "initializer_range": self.init_std,
-        }
-
-
-def _side(keys: Keys, name: str, default: int) -> int:
-    """Height and width, which are one number here; a file may give both."""
-    value = keys.get(name, None)
-    if isinstance(value, list):
-        if len(value) != 2 or value[0] != value[1]:
-            raise keys.refuse(name, value, "one number of pixels for height and width")
-        return SIZE.checked(keys.path, name, value[0])
-    return keys.get(name, default)
+    rows = (
+        Written("model_type", "vit"),
+        Field("image_size", via=_side),
+        Field("patch_size", via=_side),
+        Field("num_channels", "n_channels"),
+        Field("hidden_size", "d_model"),
+        Field("intermediate_size", "d_ff"),
+        Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
+        Field("num_attention_heads", "n_heads"),
+        Classes(),
+        Only("hidden_act", "gelu"),
+        Field("hidden_dropout_prob", "dropout", RATE),
+        Field("attention_probs_dropout_prob", "attention_dropout", RATE),
+        Field("layer_norm_eps"),
+        Field("qkv_bias", "has_qkv_bias"),
+        Only("pooler_act", "tanh"),
+        Only("pooler_output_size", lambda known: (None, known["d_model"]), save=lambda config: config.d_model),
+        Field("initializer_range", "init_std"),
+        # It does not describe a pooler (see `ViT.read_config`).
+    )
 
 
 class Mlp(eqx.Module):

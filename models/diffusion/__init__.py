@@ -4,15 +4,14 @@ Knows nothing of the two models. Open `_schedulers.py` first, and `_blocks.py` f
 """
 
 from ._blocks import (
-    DIFFUSERS as DIFFUSERS,
     Resnet as Resnet,
     apply as apply,
-    as_json as as_json,
     check_groups as check_groups,
-    check_layers as check_layers,
+    diffusers as diffusers,
+    layers_of_blocks as layers_of_blocks,
     mirrored as mirrored,
     one_or_many as one_or_many,
-    sample_size as sample_size,
+    size_of_sample as size_of_sample,
     sizes as sizes,
     upsample as upsample,
 )

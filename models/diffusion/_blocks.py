@@ -8,7 +8,7 @@ Dims: c = channels, h x w = height and width, time = width of the embedded times
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from redeqx._tree import is_array_like, named_leaves
 
 from .._kinds import SIZE, kind_of
-from ..hf import Keys, Name, fused, reshaped, same
+from ..hf import ConfigReader, Name, Row, Written, fused, reshaped, same
 
 DIFFUSERS = "0.36.0"  # `_diffusers_version` of the configs written here: the oldest that the parity tests admit
 
@@ -85,41 +85,42 @@ def apply(block: Callable[..., Any], *args: Any, remat: bool, **kwargs: Any) -> 
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
-def one_or_many(keys: Keys, name: str, default: Any) -> Any:
+def one_or_many(reader: ConfigReader, key: str, default: Any) -> Any:
     """The value of a key that is one of the default's type for all blocks, or a tuple of one a block."""
-    value = keys.get(name, None)
+    value = reader.get(key, None)
     value = default if value is None else tuple(value) if isinstance(value, list | tuple) else value
     for one in value if isinstance(value, tuple) else (value,):
         if type(one) is not type(default):
             kind = type(default).__name__
-            raise keys.refuse(name, value, f"one {kind}, or a list of one {kind} a block")
-        kind_of(default).checked(keys.path, name, one)
+            raise reader.refuse(key, value, f"one {kind}, or a list of one {kind} a block")
+        kind_of(default).checked(reader.path, key, one)
     return value
 
 
-def sizes(keys: Keys, name: str, default: list[int]) -> tuple[int, ...]:
+def sizes(reader: ConfigReader, key: str, default: Sequence[int]) -> tuple[int, ...]:
     """The value of a key that is a list of sizes."""
-    return tuple(SIZE.checked(keys.path, name, size) for size in keys.get(name, default))
+    return tuple(SIZE.checked(reader.path, key, size) for size in reader.get(key, list(default)))
 
 
-def check_layers(keys: Keys, name: str, layers: int | tuple[int, ...]) -> int | tuple[int, ...]:
-    """How many layers each block has, once they are known to be no more than there are tensors; raises otherwise."""
+def layers_of_blocks(reader: ConfigReader, key: str, default: int) -> int | tuple[int, ...]:
+    """As `one_or_many`, of numbers of layers: each at most as many as there are tensors."""
+    layers = one_or_many(reader, key, default)
     for n in layers if isinstance(layers, tuple) else (layers,):
-        keys.check_layers(name, n)
+        reader.check_layers(key, n)
     return layers
 
 
-def sample_size(keys: Keys, default: int | None) -> int | tuple[int, ...] | None:
-    """The `sample_size` of a `config.json`: pixels of a square, or of height and width."""
-    size = keys.get("sample_size", None)
+def size_of_sample(reader: ConfigReader, key: str, default: int | None) -> int | tuple[int, ...] | None:
+    """The size of a sample: pixels of a square, or of height and width."""
+    size = reader.get(key, None)
     if isinstance(size, list):
-        return sizes(keys, "sample_size", [])
-    return default if size is None else keys.get("sample_size", kind=SIZE)
+        return sizes(reader, key, [])
+    return default if size is None else reader.get(key, kind=SIZE)
 
 
-def as_json(value: Any) -> Any:
-    """A field as `config.json` holds it."""
-    return list(value) if isinstance(value, tuple) else value
+def diffusers(class_name: str | Callable[[Any], str]) -> tuple[Row, ...]:
+    """The rows that say which class of `diffusers` a file is of."""
+    return Written("_class_name", class_name), Written("_diffusers_version", DIFFUSERS)
 
 
 def check_groups(channels: tuple[int, ...], groups: int) -> None:

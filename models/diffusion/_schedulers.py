@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._kinds import COUNT, RATE, Kind
-from ..hf import Keys, read_config
+from ..hf import ConfigReader, Field, FolderConfig, Only, read_config
 from ..nn import check_sizes
-from ._blocks import DIFFUSERS
+from ._blocks import diffusers
 
 CONFIG = "scheduler_config.json"
 _BETAS = ("linear", "scaled_linear", "squaredcos_cap_v2")
@@ -37,7 +37,7 @@ Step = Int[Array, ""] | int
 
 
 @dataclass(frozen=True)
-class Scheduler:
+class Scheduler(FolderConfig):
     """What all schedulers share: how much noise there is at each timestep, and what a model predicts of it.
 
     **Arguments:**
@@ -79,6 +79,29 @@ class Scheduler:
                 f"`{name}`: expected {' or '.join(map(repr, known))}, got {getattr(self, name)!r}. Pass one of them."
             )
 
+    rows = (
+        *diffusers(lambda config: config.class_name),
+        Only("trained_betas", None, is_written=False),
+        Only("thresholding", False, is_written=False),
+        Field("num_train_timesteps", "n_train_steps", _STEPS),
+        Field("beta_start", kind=RATE),
+        Field("beta_end", kind=RATE),
+        Only("beta_schedule", *_BETAS, name="beta_schedule"),
+        Field("rescale_betas_zero_snr", "has_zero_snr"),
+        Only("prediction_type", *_PREDICTIONS, name="prediction_type"),
+        # Whether samples are clipped, and to what: the field is None where they are not.
+        Field("clip_sample", "clip_range", default=True, save=lambda config: config.clip_range is not None),
+        Field(
+            "clip_sample_range",
+            "clip_range",
+            default=1.0,
+            load=lambda size, known: size if known["clip_range"] else None,
+            save=lambda config: 1.0 if config.clip_range is None else config.clip_range,
+        ),
+        Only("timestep_spacing", *_SPACINGS, name="timestep_spacing"),
+        Field("steps_offset", kind=COUNT),
+    )
+
     # --- folders ------------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -88,31 +111,7 @@ class Scheduler:
         Raises ValueError that names file, key and remedy for what is not implemented.
         """
         folder = Path(folder)
-        return cls.from_hf(Keys(read_config(folder, CONFIG), folder / CONFIG))
-
-    @classmethod
-    def from_hf(cls: type[Self], keys: Keys) -> Self:
-        """The scheduler that a `scheduler_config.json` describes."""
-        return keys.build(cls, **cls._fields(keys))
-
-    @classmethod
-    def _fields(cls, keys: Keys) -> dict[str, Any]:
-        """The fields by name. A subclass reads its own keys before these, for the rest goes to `extra`."""
-        keys.only("trained_betas", None)
-        keys.only("thresholding", False)
-        clip_range = keys.get("clip_sample_range", 1.0)
-        return {
-            "n_train_steps": keys.get("num_train_timesteps", 1000, _STEPS),
-            "beta_start": keys.get("beta_start", 1e-4, RATE),
-            "beta_end": keys.get("beta_end", 0.02, RATE),
-            "beta_schedule": keys.only("beta_schedule", *_BETAS),
-            "has_zero_snr": keys.get("rescale_betas_zero_snr", False),
-            "prediction_type": keys.only("prediction_type", *_PREDICTIONS),
-            "clip_range": clip_range if keys.get("clip_sample", True) else None,
-            "timestep_spacing": keys.only("timestep_spacing", *_SPACINGS),
-            "steps_offset": keys.get("steps_offset", 0, COUNT),
-            "extra": keys.rest(),
-        }
+        return cls.from_hf(ConfigReader(read_config(folder, CONFIG), folder / CONFIG))
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Writes `scheduler_config.json`, which `diffusers` loads; returns the folder, which is made where there is none."""
@@ -120,23 +119,6 @@ class Scheduler:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(json.dumps({**self.extra, **self.to_hf()}, indent=2) + "\n", "utf-8")
         return folder
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `scheduler_config.json` that describes this scheduler."""
-        return {
-            "_class_name": self.class_name,
-            "_diffusers_version": DIFFUSERS,
-            "num_train_timesteps": self.n_train_steps,
-            "beta_start": self.beta_start,
-            "beta_end": self.beta_end,
-            "beta_schedule": self.beta_schedule,
-            "rescale_betas_zero_snr": self.has_zero_snr,
-            "prediction_type": self.prediction_type,
-            "clip_sample": self.clip_range is not None,
-            "clip_sample_range": 1.0 if self.clip_range is None else self.clip_range,
-            "timestep_spacing": self.timestep_spacing,
-            "steps_offset": self.steps_offset,
-        }
 
     # --- noise --------------------------------------------------------------------------------------------------------
 
@@ -282,13 +264,7 @@ class DDPM(Scheduler):
         super().__post_init__()
         self._check("variance_type", _VARIANCES)
 
-    @classmethod
-    def _fields(cls, keys: Keys) -> dict[str, Any]:
-        return {"variance_type": keys.only("variance_type", *_VARIANCES), **super()._fields(keys)}
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `scheduler_config.json` that describes this scheduler."""
-        return {**super().to_hf(), "variance_type": self.variance_type}
+    rows = (*Scheduler.rows, Only("variance_type", *_VARIANCES, name="variance_type"))
 
     def _step(self, model_output, timestep, sample, n_steps):
         steps = self.timesteps(n_steps)
@@ -325,13 +301,7 @@ class DDIM(Scheduler):
         if self.eta < 0:
             raise ValueError(f"`eta`: expected at least 0, got {self.eta}. Pass 0 for no noise, 1 for DDPM's.")
 
-    @classmethod
-    def _fields(cls, keys: Keys) -> dict[str, Any]:
-        return {"ends_clean": keys.get("set_alpha_to_one", True), **super()._fields(keys)}
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `scheduler_config.json` that describes this scheduler."""
-        return {**super().to_hf(), "set_alpha_to_one": self.ends_clean}
+    rows = (*Scheduler.rows, Field("set_alpha_to_one", "ends_clean"))
 
     def _step(self, model_output, timestep, sample, n_steps):
         # Of equal length also where the timesteps are spread unequally, as diffusers has it.

@@ -4,6 +4,16 @@ Owns how a config is read key by key, how tensors on disk become leaves, and the
 Knows nothing of the families: each brings its table of keys and its weight map. Open `_pretrained.py` first.
 """
 
+from ._config import (
+    Classes as Classes,
+    Field as Field,
+    FolderConfig as FolderConfig,
+    ModelType as ModelType,
+    Only as Only,
+    Row as Row,
+    Tokens as Tokens,
+    Written as Written,
+)
 from ._files import (
     CONFIG as CONFIG,
     read_config as read_config,
@@ -13,7 +23,7 @@ from ._files import (
 )
 from ._load import is_on_disk as is_on_disk, is_tied_on_disk as is_tied_on_disk
 from ._pretrained import Pretrained as Pretrained
-from ._reader import Extra as Extra, Keys as Keys, class_labels as class_labels, token_ids as token_ids
+from ._reader import ConfigReader as ConfigReader
 from ._rope import rope_from_hf as rope_from_hf
 from ._save import save_pretrained as save_pretrained
 from ._weight_map import (

@@ -13,14 +13,14 @@ from redeqx.errors import brief
 
 from ._files import CONFIG, companions, read_config, read_generation, type_key, weights_of
 from ._load import load
-from ._reader import Keys
+from ._reader import ConfigReader
 from ._weight_map import Names
 
 
 class Pretrained(eqx.Module):
     """A model that a Hugging Face folder holds. A family's models say which folders, and where each leaf is in them."""
 
-    config_class: ClassVar[Any]  # with `from_hf(Keys)`, `to_hf()` and `extra`
+    config_class: ClassVar[Any]  # with `from_hf(ConfigReader)`, `to_hf()` and `extra`
     model_types: ClassVar[tuple[str, ...]]  # of `config.json`; of diffusers, its `_class_name`
     architectures: ClassVar[tuple[str, ...]]  # classes of transformers; the first is written, unless `architecture` says
     weights_name: ClassVar[str] = "model"  # of the files; diffusers has another
@@ -80,7 +80,7 @@ class Pretrained(eqx.Module):
                 "Load the weights as they were before, or have `transformers` dequantize and save them."
             )
         source = weights_of(folder, cls.weights_name)
-        keys = Keys(
+        keys = ConfigReader(
             fields,
             folder / CONFIG,
             generation=read_generation(folder),

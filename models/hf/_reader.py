@@ -32,7 +32,7 @@ class Extra(dict[str, Any]):
         self.files = files
 
 
-class Keys:
+class ConfigReader:
     """The keys of one `config.json`. Each is read by name with the value that it has where the file leaves it out.
 
     What nobody reads changes nothing in the model; `rest` hands it on, so that it is written back.
@@ -61,7 +61,7 @@ class Keys:
         self._n_tensors, self._files = n_tensors, files
         self.path = path
 
-    def aliased(self, aliases: Mapping[str, str]) -> "Keys":
+    def aliased(self, aliases: Mapping[str, str]) -> "ConfigReader":
         """The same keys, those with a second name under their first one; the second is then not written back.
 
         **Arguments:**
@@ -84,13 +84,13 @@ class Keys:
             keys._fields[name] = value
         return keys
 
-    def part(self, name: str) -> "Keys":
+    def part(self, name: str) -> "ConfigReader":
         """The keys of an object within the file: of one half of a model. Raises where the key is absent or no object."""
         return self.within(name, self.get(name, kind=OBJECT))
 
-    def within(self, name: str, fields: Mapping[str, Any]) -> "Keys":
+    def within(self, name: str, fields: Mapping[str, Any]) -> "ConfigReader":
         """The keys of an object that the file has under a name."""
-        return Keys(fields, f"{self.path}: {name}", n_tensors=self._n_tensors, files=self._files)
+        return ConfigReader(fields, f"{self.path}: {name}", n_tensors=self._n_tensors, files=self._files)
 
     def get(self, name: str, default: Any = _MISSING, kind: Kind | None = None) -> Any:
         """The value of a key, or `default` where it is absent.
@@ -182,7 +182,7 @@ class Keys:
                 found[name] = None if value is None else TOKEN.checked(path, name, value)
         return found
 
-    def generation(self, inner: "Keys | None" = None) -> Generation | None:
+    def generation(self, inner: "ConfigReader | None" = None) -> Generation | None:
         """What the folder says of generation: its `generation_config.json`, or, without one, the old keys of `config.json`;
         without the special tokens that `tokens` has read.
 
@@ -195,7 +195,8 @@ class Keys:
             return Generation(said, self._generation.path)
         old: dict[str, Any] = {}
         for keys in (self,) if inner is None else (inner, self):
-            found = {name: keys._fields[name] for name in keys._fields.keys() & Generation.known() - keys._read}
+            names = [name for name in keys._fields if name in Generation.known() - keys._read]  # in the order of the file
+            found = {name: keys._fields[name] for name in names}
             keys._read.update(found)
             old |= {name: value for name, value in found.items() if value is not None}
         return Generation(old, self.path) if old else None
@@ -220,43 +221,15 @@ class Keys:
         """The keys that were not read, and the folder's further files."""
         return Extra({name: value for name, value in self._fields.items() if name not in self._read}, self._files)
 
-    def build(self, cls: Callable[..., Config], **values: Any) -> Config:
-        """A config of these fields; what its own checks raise is told with this file's path and the names of its keys."""
+    def build(self, cls: Callable[..., Config], *, key_of: Callable[[str], str], **values: Any) -> Config:
+        """A config of these fields. What its own checks raise is raised with this file's path and the names of its keys.
+
+        **Arguments:**
+
+        - `key_of`: from the name of a field to its key.
+        """
         try:
             return cls(**values)
         except (ValueError, TypeError) as error:
-            told = re.sub(r"`(\w+)`", lambda match: f"`{_key_of_field(cls, match[1])}`", str(error))
+            told = re.sub(r"`(\w+)`", lambda match: f"`{key_of(match[1])}`", str(error))
             raise type(error)(f"`{self.path}`: {told}") from error
-
-
-def _key_of_field(cls: Callable[..., Any], field: str) -> str:
-    """The key of `config.json` that a field of a config is written as; the field's own name where it is not by itself."""
-    for mark in (7919, (7919,)):
-        config = copy.copy(cls())
-        object.__setattr__(config, field, mark)  # unchecked
-        try:
-            written = config.to_hf()
-        except (AttributeError, TypeError, ValueError, KeyError):  # of another type than the mark
-            continue
-        for key, value in written.items():
-            if value in (mark, [*mark] if isinstance(mark, tuple) else mark):
-                return key
-    return field
-
-
-def token_ids(config: Any) -> dict[str, Any]:
-    """The keys of `config.json` for the special tokens of a config."""
-    ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in ids.items()}
-
-
-def class_labels(config: Any) -> dict[str, Any]:
-    """The keys of `config.json` that say how many classes there are: none where `extra` or the default says it already."""
-    held = config.extra.get("id2label")
-    if config.n_classes == (2 if held is None else len(held)):
-        return {}
-    labels = [f"LABEL_{i}" for i in range(config.n_classes)]  # as transformers calls classes without a name
-    return {
-        "id2label": {str(i): label for i, label in enumerate(labels)},
-        "label2id": {label: i for i, label in enumerate(labels)},
-    }

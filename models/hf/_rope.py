@@ -8,12 +8,12 @@ from redeqx.errors import brief
 
 from .._kinds import POSITIVE, SIZE, Kind
 from ..nn import LinearScaling, Llama3Scaling, Scaling, YarnScaling
-from ._reader import Keys
+from ._reader import ConfigReader
 
 _BASE = Kind(float, "a finite number above 1", lambda value: 1 < value <= 1e300)
 
 
-def rope_from_hf(keys: Keys, n_positions: int) -> tuple[float, Scaling | None]:
+def rope_from_hf(keys: ConfigReader, n_positions: int) -> tuple[float, Scaling | None]:
     """Base and scaling of a `config.json`: of its `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     newer, older = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
     for name in newer.keys() & older.keys():
@@ -56,7 +56,7 @@ def rope_from_hf(keys: Keys, n_positions: int) -> tuple[float, Scaling | None]:
     )
 
 
-def _either(keys: Keys, rope: Keys, name: str, default: Any, kind: Kind) -> Any:
+def _either(keys: ConfigReader, rope: ConfigReader, name: str, default: Any, kind: Kind) -> Any:
     """A key that files hold among the model's own, or among those of the rotation."""
     outer, inner = keys.get(name, None, kind), rope.get(name, None, kind)
     if outer is not None and inner is not None:
@@ -64,7 +64,7 @@ def _either(keys: Keys, rope: Keys, name: str, default: Any, kind: Kind) -> Any:
     return next((value for value in (inner, outer) if value is not None), default)
 
 
-def _check_same(keys: Keys, name: str, value: Any, other: Any, where: str) -> None:
+def _check_same(keys: ConfigReader, name: str, value: Any, other: Any, where: str) -> None:
     if value != other:
         raise ValueError(
             f"`{keys.path}`: `{name}`: expected one value, got {brief(value)}, and {brief(other)} in `{where}`. Correct one "

@@ -21,7 +21,7 @@ from redeqx.checkpoint import Source, write_tensors
 from redeqx.errors import brief, check_alive
 
 from .._kinds import INTEGER, NUMBER
-from ..hf import Keys, Name, Names, Pretrained, read_config, replace_file, replace_json
+from ..hf import ConfigReader, Name, Names, Pretrained, read_config, replace_file, replace_json
 from ._adapters import LoraLinear, adapters_of, at_least_float32, check_plain, linears_of, put, within
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
@@ -261,7 +261,7 @@ _Adapter = tuple[np.ndarray, np.ndarray, float]  # A, B and scale of one module
 _Found = dict[_Module, dict[int, _Adapter]]  # by the number of the layer; 0 where there is one
 
 
-def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: Source, keys: Keys) -> _Found:
+def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: Source, keys: ConfigReader) -> _Found:
     """A folder's adapters by module, once all of them are known to fit.
 
     Raises ValueError that lists those that do not.
@@ -332,7 +332,7 @@ def _stacked(module: _Module, adapters: Mapping[int, _Adapter]) -> _Adapter:
     return (all_a[0], all_b[0], scale) if module.n_layers is None else (all_a, all_b, scale)
 
 
-def _read_config(path: Path) -> Keys:
+def _read_config(path: Path) -> ConfigReader:
     """The keys of an adapter's config, once none of them is known to ask for what is not implemented."""
     if not path.is_file():
         raise ValueError(
@@ -349,7 +349,7 @@ def _read_config(path: Path) -> Keys:
     for name in _REFUSED:
         if fields.get(name):
             raise _refuse(path, name, "none", fields[name])
-    keys = Keys(fields, path)
+    keys = ConfigReader(fields, path)
     for key, patterns, default, kind, rule in (
         ("r", "rank_pattern", 8, INTEGER, "a number from 1 to 2**31"),
         ("lora_alpha", "alpha_pattern", 8.0, NUMBER, "a finite number"),

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from redeqx._tree import named_leaves
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.bart import Bart, BartConfig
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from tests.models.families._case import is_shape, random_model
 
 # Two sides that differ in all they can.
@@ -203,22 +203,22 @@ def test_bfloat16_stays_bfloat16(model, logits):
     "config", [CONFIG, BartConfig(), BartConfig.bart_base(), BartConfig(is_scaled=True, activation="relu")]
 )
 def test_a_config_is_read_as_it_was_written(config):
-    assert BartConfig.from_hf(Keys(config.to_hf())) == config
+    assert BartConfig.from_hf(ConfigReader(config.to_hf())) == config
 
 
 def test_absent_and_null_keys_and_old_spellings():
-    assert BartConfig.from_hf(Keys({})) == BartConfig()
-    read = BartConfig.from_hf(Keys({"forced_eos_token_id": None, "eos_token_id": [2, 5], "pad_token_id": None}))
+    assert BartConfig.from_hf(ConfigReader({})) == BartConfig()
+    read = BartConfig.from_hf(ConfigReader({"forced_eos_token_id": None, "eos_token_id": [2, 5], "pad_token_id": None}))
     assert read == BartConfig(forced_eos_token_id=None, eos_token_id=(2, 5), pad_token_id=None)
-    assert BartConfig.from_hf(Keys(read.to_hf())) == read
+    assert BartConfig.from_hf(ConfigReader(read.to_hf())) == read
     # As folders of before transformers 4.3 have them.
     old = {"force_bos_token_to_be_generated": True, "num_hidden_layers": 6, "normalize_before": False, "decoder_layers": 6}
-    assert BartConfig.from_hf(Keys(old)) == BartConfig(n_layers=6, n_decoder_layers=6, forced_bos_token_id=0)
+    assert BartConfig.from_hf(ConfigReader(old)) == BartConfig(n_layers=6, n_decoder_layers=6, forced_bos_token_id=0)
 
 
 def test_keys_that_change_nothing_are_kept():
     kept = {"encoder_layerdrop": 0.1, "classifier_dropout": 0.0}
-    read = BartConfig.from_hf(Keys({**CONFIG.to_hf(), **kept, "num_beams": 4}))
+    read = BartConfig.from_hf(ConfigReader({**CONFIG.to_hf(), **kept, "num_beams": 4}))
     assert read.extra == kept and read.generation.keys == {"num_beams": 4}
 
 
@@ -237,7 +237,7 @@ def test_keys_that_change_nothing_are_kept():
 )
 def test_refuses_what_it_does_not_implement(key, value, expected):
     with pytest.raises(ValueError) as error:
-        BartConfig.from_hf(Keys({**CONFIG.to_hf(), key: value}))
+        BartConfig.from_hf(ConfigReader({**CONFIG.to_hf(), key: value}))
     assert str(error.value) == (
         f"`config.json`: `{key}`: expected {expected}, which is what this family implements, got {value!r}. "
         "Load another checkpoint, or bring the model as a module of your own."
@@ -246,7 +246,7 @@ def test_refuses_what_it_does_not_implement(key, value, expected):
 
 def test_one_token_at_most_ends_a_text_by_force():
     with pytest.raises(TypeError) as error:
-        BartConfig.from_hf(Keys({**CONFIG.to_hf(), "forced_eos_token_id": [2, 3]}))
+        BartConfig.from_hf(ConfigReader({**CONFIG.to_hf(), "forced_eos_token_id": [2, 3]}))
     assert str(error.value) == "`config.json`: `forced_eos_token_id`: expected int, got [2, 3]. Correct the file."
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
 from redeqx.models.bert import Bert, BertConfig, BertForMaskedLM, BertForSequenceClassification
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from tests.models.families._case import is_shape, random_model
 
 CONFIG = BertConfig(
@@ -272,9 +272,9 @@ def test_config_comes_back():
         dataclasses.replace(CONFIG, classifier_dropout=None, activation="relu", n_classes=1, pad_token_id=None),
         dataclasses.replace(CONFIG, bos_token_id=1, eos_token_id=(2, 3), layer_norm_eps=1e-5, n_token_types=1),
     ):
-        assert BertConfig.from_hf(Keys(config.to_hf())) == config
-    assert BertConfig.from_hf(Keys({})) == BertConfig()
-    config = BertConfig.from_hf(Keys({"problem_type": "regression", "num_labels": 1, "use_cache": True}))
+        assert BertConfig.from_hf(ConfigReader(config.to_hf())) == config
+    assert BertConfig.from_hf(ConfigReader({})) == BertConfig()
+    config = BertConfig.from_hf(ConfigReader({"problem_type": "regression", "num_labels": 1, "use_cache": True}))
     assert config.n_classes == 1
     assert config.extra == {"problem_type": "regression", "use_cache": True}
 
@@ -295,7 +295,7 @@ def test_config_comes_back():
 )
 def test_refuses_what_it_does_not_implement(key, value, message):
     with pytest.raises(ValueError, match=message):
-        BertConfig.from_hf(Keys({key: value}))
+        BertConfig.from_hf(ConfigReader({key: value}))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.clip import CLIP, CLIPConfig, CLIPText, CLIPTextConfig, CLIPVision, CLIPVisionConfig
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from tests.models.families._case import is_shape, random_model
 
 TEXT = CLIPTextConfig(
@@ -180,7 +180,7 @@ def test_an_unread_key_of_a_half_is_written_back(folder, tmp_path):
     fields = json.loads((folder / "config.json").read_text())
     fields["text_config"]["projection_dim"] = 12
     fields["initializer_factor"] = 1.0
-    config = CLIPConfig.from_hf(Keys(fields))
+    config = CLIPConfig.from_hf(ConfigReader(fields))
     save_pretrained(make(CLIP, CONFIG), config, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == fields
 
@@ -189,18 +189,18 @@ def test_an_unread_key_of_a_half_is_written_back(folder, tmp_path):
     "config", [TEXT, VISION, CONFIG, CLIPConfig.clip_vit_large_patch14()], ids=lambda c: type(c).__name__
 )
 def test_config_round_trip(config):
-    assert type(config).from_hf(Keys(config.to_hf())) == config
+    assert type(config).from_hf(ConfigReader(config.to_hf())) == config
 
 
 def test_an_empty_config_is_the_default_one():
     for cls in (CLIPTextConfig, CLIPVisionConfig, CLIPConfig):
-        assert cls.from_hf(Keys({})) == cls()
+        assert cls.from_hf(ConfigReader({})) == cls()
 
 
 def test_a_half_that_an_old_config_holds_twice():
     fields = {"text_config": {"hidden_size": 768, "eos_token_id": 2}, "text_config_dict": {"hidden_size": 768}}
-    assert CLIPConfig.from_hf(Keys(fields)).text == CLIPTextConfig(d_model=768)
-    assert CLIPTextConfig.from_hf(Keys(fields)) == CLIPTextConfig(d_model=768, eos_token_id=2)
+    assert CLIPConfig.from_hf(ConfigReader(fields)).text == CLIPTextConfig(d_model=768)
+    assert CLIPTextConfig.from_hf(ConfigReader(fields)) == CLIPTextConfig(d_model=768, eos_token_id=2)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_half_that_an_old_config_holds_twice():
 )
 def test_refuses_a_key_that_it_does_not_implement(cls, fields, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        cls.from_hf(Keys(fields))
+        cls.from_hf(ConfigReader(fields))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from redeqx.models.gptj import GPTJ, GPTJConfig, rotation, turned
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from tests.models.families._case import is_shape, random_model
 
 CONFIG = GPTJConfig(53, 24, d_model=32, n_layers=2, n_heads=2, rotary_size=6)
@@ -130,14 +130,14 @@ def test_the_config_is_read_as_it_is_written():
         GPTJConfig(),
         dataclasses.replace(CONFIG, d_mlp=40, is_tied=True, eos_token_id=(1, 2), bos_token_id=None, residual_dropout=0.1),
     ):
-        assert GPTJConfig.from_hf(Keys(config.to_hf())) == config
-    assert GPTJConfig.from_hf(Keys({})) == GPTJConfig()
-    assert GPTJConfig.from_hf(Keys({"n_inner": 4 * 4096, "rotary": True, "use_cache": True})) == GPTJConfig()
-    assert GPTJConfig.from_hf(Keys({"rotary_dim": 32, "use_cache": False})).extra == {"use_cache": False}
+        assert GPTJConfig.from_hf(ConfigReader(config.to_hf())) == config
+    assert GPTJConfig.from_hf(ConfigReader({})) == GPTJConfig()
+    assert GPTJConfig.from_hf(ConfigReader({"n_inner": 4 * 4096, "rotary": True, "use_cache": True})) == GPTJConfig()
+    assert GPTJConfig.from_hf(ConfigReader({"rotary_dim": 32, "use_cache": False})).extra == {"use_cache": False}
 
 
 def test_a_rotary_size_of_null_is_the_whole_head():
-    config = GPTJConfig.from_hf(Keys({"n_embd": 32, "n_head": 4, "rotary_dim": None}))
+    config = GPTJConfig.from_hf(ConfigReader({"n_embd": 32, "n_head": 4, "rotary_dim": None}))
     assert config.rotary_size == 8
     assert config.to_hf()["rotary_dim"] == 8
 
@@ -146,7 +146,7 @@ def test_refuses_another_activation():
     with pytest.raises(
         ValueError, match=r"`config\.json`: `activation_function`: expected 'gelu_new', .*, got 'relu'\. Load"
     ):
-        GPTJConfig.from_hf(Keys({"activation_function": "relu"}))
+        GPTJConfig.from_hf(ConfigReader({"activation_function": "relu"}))
 
 
 @pytest.mark.parametrize(

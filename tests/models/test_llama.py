@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import redeqx
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.nn._rope import LinearScaling, Llama3Scaling, YarnScaling, rotation, turn
 from tests.models.families._case import is_shape, random_model
@@ -43,7 +43,7 @@ def decode(model, ids, cache, mask=None):
 
 
 def read(**fields):
-    return LlamaConfig.from_hf(Keys(fields))
+    return LlamaConfig.from_hf(ConfigReader(fields))
 
 
 # --- what the model does ----------------------------------------------------------------------------------------------

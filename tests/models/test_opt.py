@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.opt import OPT, OPTConfig
 from tests.models.families._case import is_shape, random_model
 
@@ -161,13 +161,13 @@ def test_reads_the_names_of_the_hubs_base_models(tmp_path):
 @CONFIGS
 def test_the_config_is_read_as_it_is_written(config):
     config = dataclasses.replace(config, eos_token_id=(1, 2), pad_token_id=None, attention_dropout=0.1)
-    assert OPTConfig.from_hf(Keys(config.to_hf())) == config
+    assert OPTConfig.from_hf(ConfigReader(config.to_hf())) == config
 
 
 def test_absent_keys_are_those_of_the_smallest_model():
-    assert OPTConfig.from_hf(Keys({})) == OPTConfig()
-    assert OPTConfig.from_hf(Keys({"word_embed_proj_dim": None})) == OPTConfig()
-    config = OPTConfig.from_hf(Keys({"layerdrop": 0, "activation_dropout": 0.0, "prefix": "</s>"}))
+    assert OPTConfig.from_hf(ConfigReader({})) == OPTConfig()
+    assert OPTConfig.from_hf(ConfigReader({"word_embed_proj_dim": None})) == OPTConfig()
+    config = OPTConfig.from_hf(ConfigReader({"layerdrop": 0, "activation_dropout": 0.0, "prefix": "</s>"}))
     assert config.extra == {"activation_dropout": 0.0, "prefix": "</s>"}
 
 
@@ -188,7 +188,7 @@ def test_absent_keys_are_those_of_the_smallest_model():
 )
 def test_refuses_what_it_does_not_implement(name, value, message):
     with pytest.raises(ValueError, match=message):
-        OPTConfig.from_hf(Keys({name: value}))
+        OPTConfig.from_hf(ConfigReader({name: value}))
 
 
 @pytest.mark.parametrize(

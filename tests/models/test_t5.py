@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.t5 import T5, T5Config, T5Encoder, _buckets
 from tests.models.families._case import is_shape, random_model
 
@@ -263,15 +263,15 @@ def test_presets_have_the_published_number_of_parameters(preset, n_parameters):
     ],
 )
 def test_config_round_trip(config):
-    assert T5Config.from_hf(Keys(config.to_hf())) == config
+    assert T5Config.from_hf(ConfigReader(config.to_hf())) == config
 
 
 def test_absent_keys_mean_what_they_mean_to_transformers():
-    assert T5Config.from_hf(Keys({"model_type": "t5"})) == T5Config()
-    mt5 = T5Config.from_hf(Keys({"model_type": "mt5", "tie_word_embeddings": False}))
+    assert T5Config.from_hf(ConfigReader({"model_type": "t5"})) == T5Config()
+    mt5 = T5Config.from_hf(ConfigReader({"model_type": "mt5", "tie_word_embeddings": False}))
     assert (mt5.vocab_size, mt5.d_ff, mt5.n_layers, mt5.n_decoder_layers, mt5.n_heads) == (250112, 1024, 8, 8, 6)
     assert (mt5.mlp, mt5.is_tied, mt5.is_scaled) == ("gated-gelu", False, False)
-    flan = T5Config.from_hf(Keys({"tie_word_embeddings": False, "num_layers": 8, "n_positions": 512}))
+    flan = T5Config.from_hf(ConfigReader({"tie_word_embeddings": False, "num_layers": 8, "n_positions": 512}))
     assert (flan.n_decoder_layers, flan.is_tied, flan.is_scaled, flan.extra) == (8, False, False, {"n_positions": 512})
 
 
@@ -287,7 +287,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers():
 )
 def test_refuses_what_it_does_not_implement(key, value, message):
     with pytest.raises(ValueError, match=message):
-        T5Config.from_hf(Keys({key: value}))
+        T5Config.from_hf(ConfigReader({key: value}))
 
 
 @pytest.mark.parametrize(

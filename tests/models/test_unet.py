@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from redeqx._tree import is_array_like, named_leaves
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.unet import UNet, UNetConfig
 
 CONFIG = UNetConfig(
@@ -154,12 +154,14 @@ UNEVEN = UNetConfig(
 def test_config_round_trip(config):
     fields = config.to_hf()
     assert fields["_class_name"] == "UNet2DConditionModel"
-    assert UNetConfig.from_hf(Keys(fields)) == config
-    assert UNetConfig.from_hf(Keys({**fields, "act_fn": "swish", "upcast_attention": True})).extra["upcast_attention"]
+    assert UNetConfig.from_hf(ConfigReader(fields)) == config
+    assert UNetConfig.from_hf(ConfigReader({**fields, "act_fn": "swish", "upcast_attention": True})).extra[
+        "upcast_attention"
+    ]
 
 
 def test_absent_keys_are_what_diffusers_takes_then():
-    assert UNetConfig.from_hf(Keys({"_class_name": "UNet2DConditionModel"})) == UNetConfig()
+    assert UNetConfig.from_hf(ConfigReader({"_class_name": "UNet2DConditionModel"})) == UNetConfig()
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,7 @@ def test_absent_keys_are_what_diffusers_takes_then():
 )
 def test_refuses_what_it_does_not_implement(key, value, message):
     with pytest.raises((ValueError, TypeError), match=message or "`cross_attention_dim`: expected int, got"):
-        UNetConfig.from_hf(Keys({key: value}))
+        UNetConfig.from_hf(ConfigReader({key: value}))
 
 
 @pytest.mark.parametrize(

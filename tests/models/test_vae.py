@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from redeqx._tree import is_array_like, named_leaves
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.vae import VAE, Posterior, VAEConfig
 
 CONFIG = VAEConfig(block_channels=(8, 16), latent_channels=2, norm_groups=4)
@@ -137,12 +137,12 @@ def test_reads_the_spelling_of_old_folders(model, tmp_path):
 def test_config_round_trip(config):
     fields = config.to_hf()
     assert fields["_class_name"] == "AutoencoderKL"
-    assert VAEConfig.from_hf(Keys(fields)) == config
-    assert VAEConfig.from_hf(Keys({**fields, "force_upcast": False})).extra["force_upcast"] is False
+    assert VAEConfig.from_hf(ConfigReader(fields)) == config
+    assert VAEConfig.from_hf(ConfigReader({**fields, "force_upcast": False})).extra["force_upcast"] is False
 
 
 def test_absent_keys_are_what_diffusers_takes_then():
-    assert VAEConfig.from_hf(Keys({"_class_name": "AutoencoderKL"})) == VAEConfig()
+    assert VAEConfig.from_hf(ConfigReader({"_class_name": "AutoencoderKL"})) == VAEConfig()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_absent_keys_are_what_diffusers_takes_then():
 )
 def test_refuses_what_it_does_not_implement(key, value, message):
     with pytest.raises(ValueError, match=message):
-        VAEConfig.from_hf(Keys({key: value}))
+        VAEConfig.from_hf(ConfigReader({key: value}))
 
 
 @pytest.mark.parametrize(

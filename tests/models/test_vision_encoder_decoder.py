@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from redeqx._tree import named_leaves
 from redeqx.models import save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
 from redeqx.models.vit import ViT, ViTConfig
 from tests.models.families._case import is_shape, random_model
@@ -196,21 +196,21 @@ def test_unread_keys_of_the_halves_are_written_back(folder, tmp_path):
     fields = json.loads((folder / "config.json").read_text())
     fields["encoder"]["encoder_stride"] = 16
     fields["decoder"]["use_cache"] = True
-    save_pretrained(make(VisionEncoderDecoder, CONFIG), VisionEncoderDecoderConfig.from_hf(Keys(fields)), tmp_path)
+    save_pretrained(make(VisionEncoderDecoder, CONFIG), VisionEncoderDecoderConfig.from_hf(ConfigReader(fields)), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == fields
 
 
 @pytest.mark.parametrize("config", [CONFIG, VisionEncoderDecoderConfig(), VisionEncoderDecoderConfig.vit_gpt2()])
 def test_config_round_trip(config):
-    assert VisionEncoderDecoderConfig.from_hf(Keys(config.to_hf())) == config
+    assert VisionEncoderDecoderConfig.from_hf(ConfigReader(config.to_hf())) == config
 
 
 def test_tokens_are_the_decoders_where_the_whole_names_none():
     decoder = {"add_cross_attention": True, "bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
-    config = VisionEncoderDecoderConfig.from_hf(Keys({"encoder": {}, "decoder": decoder}))
+    config = VisionEncoderDecoderConfig.from_hf(ConfigReader({"encoder": {}, "decoder": decoder}))
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id, config.decoder_start_token_id) == (7, 8, None, 7)
     fields = {"encoder": {}, "decoder": {**decoder, "decoder_start_token_id": 9}, "eos_token_id": 3, "pad_token_id": 4}
-    config = VisionEncoderDecoderConfig.from_hf(Keys(fields))
+    config = VisionEncoderDecoderConfig.from_hf(ConfigReader(fields))
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id, config.decoder_start_token_id) == (7, 3, 4, 9)
 
 
@@ -252,7 +252,7 @@ CROSS = {"add_cross_attention": True}
 )
 def test_refuses_a_config_that_it_does_not_implement(fields, message):
     with pytest.raises(ValueError, match=message):
-        VisionEncoderDecoderConfig.from_hf(Keys(fields))
+        VisionEncoderDecoderConfig.from_hf(ConfigReader(fields))
 
 
 def test_rejects_inputs_of_a_wrong_shape():

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.vit import ViT, ViTConfig, ViTForImageClassification
 from tests.models.families._case import is_shape, random_model
 
@@ -185,7 +185,7 @@ def test_classes_keep_their_names(folder, tmp_path):
     assert fields["label2id"] == {f"LABEL_{i}": i for i in range(5)}
     # As ImageNet has it, where two classes share a name.
     names = {"id2label": {"0": "crane", "1": "ibex", "2": "crane"}, "label2id": {"crane": 2, "ibex": 1}}
-    config = ViTConfig.from_hf(Keys({**fields, **names}))
+    config = ViTConfig.from_hf(ConfigReader({**fields, **names}))
     assert config.n_classes == 3
     written = {**config.extra, **config.to_hf()}
     assert {name: written[name] for name in names} == names
@@ -194,15 +194,15 @@ def test_classes_keep_their_names(folder, tmp_path):
     assert other.to_hf()["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"}
     assert "id2label" not in ViTConfig().to_hf()  # what transformers takes without it
     with pytest.raises(ValueError, match=r"`num_labels`: expected the length of `id2label`, 3, got 4\. Correct one"):
-        ViTConfig.from_hf(Keys({**fields, **names, "num_labels": 4}))
-    assert ViTConfig.from_hf(Keys({"num_labels": 4})).n_classes == 4
+        ViTConfig.from_hf(ConfigReader({**fields, **names, "num_labels": 4}))
+    assert ViTConfig.from_hf(ConfigReader({"num_labels": 4})).n_classes == 4
 
 
 def test_config_comes_back():
     config = dataclasses.replace(CONFIG, has_qkv_bias=False, layer_norm_eps=1e-6, init_std=0.1)
-    assert ViTConfig.from_hf(Keys(config.to_hf())) == config
-    assert ViTConfig.from_hf(Keys({})) == ViTConfig()
-    config = ViTConfig.from_hf(Keys({"image_size": [32, 32], "patch_size": [8, 8], "encoder_stride": 8}))
+    assert ViTConfig.from_hf(ConfigReader(config.to_hf())) == config
+    assert ViTConfig.from_hf(ConfigReader({})) == ViTConfig()
+    config = ViTConfig.from_hf(ConfigReader({"image_size": [32, 32], "patch_size": [8, 8], "encoder_stride": 8}))
     assert (config.image_size, config.patch_size, config.extra) == (32, 8, {"encoder_stride": 8})
 
 
@@ -225,7 +225,7 @@ def test_config_comes_back():
 )
 def test_refuses_what_it_does_not_implement(key, value, message):
     with pytest.raises(ValueError, match=message):
-        ViTConfig.from_hf(Keys({key: value}))
+        ViTConfig.from_hf(ConfigReader({key: value}))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.schedulers import DDIM, DDPM, denoise, guided
 
 SHAPE = (2, 3)
@@ -196,7 +196,7 @@ def test_guidance_goes_beyond_the_conditional_prediction():
     ],
 )
 def test_round_trip(scheduler, tmp_path):
-    assert type(scheduler).from_hf(Keys(scheduler.to_hf())) == scheduler
+    assert type(scheduler).from_hf(ConfigReader(scheduler.to_hf())) == scheduler
     assert scheduler.save_pretrained(tmp_path / "scheduler") == tmp_path / "scheduler"
     assert type(scheduler).from_pretrained(tmp_path / "scheduler") == scheduler
     assert json.loads((tmp_path / "scheduler" / "scheduler_config.json").read_text()) == scheduler.to_hf()

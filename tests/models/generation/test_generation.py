@@ -14,7 +14,7 @@ import redeqx
 from redeqx.models import from_pretrained, generate, save_pretrained
 from redeqx.models.generation._config import Generation
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.t5 import T5Config
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoderConfig
 
@@ -207,16 +207,16 @@ def test_old_keys_of_the_config_are_moved_to_a_file_of_their_own(folder, tmp_pat
 def test_a_captioners_decoder_says_what_the_whole_does_not():
     half = {"num_beams": 2, "max_length": 30, "add_cross_attention": True, "model_type": "gpt2"}
     fields = {"encoder": {"model_type": "vit"}, "decoder": half, "max_length": 16, "decoder_start_token_id": 1}
-    config = VisionEncoderDecoderConfig.from_hf(Keys(fields))
+    config = VisionEncoderDecoderConfig.from_hf(ConfigReader(fields))
     assert config.generation == Generation({"num_beams": 2, "max_length": 16})
     assert config.decoder.generation is None
-    assert VisionEncoderDecoderConfig.from_hf(Keys({**config.extra, **config.to_hf()})).decoder == config.decoder
+    assert VisionEncoderDecoderConfig.from_hf(ConfigReader({**config.extra, **config.to_hf()})).decoder == config.decoder
 
 
 def test_forced_tokens_are_those_of_the_file_alone(folder):
     generation = Generation({"forced_eos_token_id": 4})
     keys = {"model_type": "t5"}
-    assert T5Config.from_hf(Keys(keys, generation=generation)).generation == generation
+    assert T5Config.from_hf(ConfigReader(keys, generation=generation)).generation == generation
     model = says(folder, max_new_tokens=3, forced_eos_token_id=4, forced_bos_token_id=5)
     found = np.asarray(generate(model, IDS))
     assert np.all(found[:, 2] == 4) and not np.all(found[:, 0] == 5)  # a prompt of five tokens has begun

@@ -14,7 +14,7 @@ from redeqx.models.bart import BartConfig
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.gptj import GPTJConfig
 from redeqx.models.hf import Pretrained
-from redeqx.models.hf._reader import Keys
+from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.llama import LlamaConfig
 from redeqx.models.t5 import T5Config
 
@@ -34,12 +34,12 @@ def edit_config(folder, **changes):
 
 
 def test_keys_are_read_and_what_is_left_is_known():
-    keys = Keys({"new": 3, "none": None, "rest": 1, "architectures": ["X"]})
+    keys = ConfigReader({"new": 3, "none": None, "rest": 1, "architectures": ["X"]})
     assert keys.get("new", 1) == 3
     assert keys.get("none", 7) == 7 and keys.get("none", None) is None
     assert keys.get("absent", 0.5) == 0.5
     assert keys.rest() == {"rest": 1}
-    assert isinstance(Keys({"x": 1}).get("x", 1.0), float)
+    assert isinstance(ConfigReader({"x": 1}).get("x", 1.0), float)
     with pytest.raises(
         ValueError, match=r"`config\.json`: expected the key `rset`, got none\. Did you mean `rest`\? Add it"
     ):
@@ -47,17 +47,21 @@ def test_keys_are_read_and_what_is_left_is_known():
 
 
 def test_only_tells_true_from_one():
-    assert Keys({}).only("x", True) is True
-    assert Keys({"x": False}).only("x", True, False) is False
+    assert ConfigReader({}).only("x", True) is True
+    assert ConfigReader({"x": False}).only("x", True, False) is False
     with pytest.raises(ValueError, match=r"`x`: expected True, which is what this family implements, got 1"):
-        Keys({"x": 1}).only("x", True)
+        ConfigReader({"x": 1}).only("x", True)
     with pytest.raises(ValueError, match=r"`x`: expected 'a', .* got 'b'"):
-        Keys({}).only("x", "a", default="b")
+        ConfigReader({}).only("x", "a", default="b")
 
 
 def test_token_ids():
-    assert Keys({"eos_token_id": [1, 2]}).tokens(bos=5) == {"bos_token_id": 5, "eos_token_id": (1, 2), "pad_token_id": None}
-    assert Keys({"bos_token_id": None}).tokens(bos=5)["bos_token_id"] is None
+    assert ConfigReader({"eos_token_id": [1, 2]}).tokens(bos=5) == {
+        "bos_token_id": 5,
+        "eos_token_id": (1, 2),
+        "pad_token_id": None,
+    }
+    assert ConfigReader({"bos_token_id": None}).tokens(bos=5)["bos_token_id"] is None
 
 
 # --- second names -----------------------------------------------------------------------------------------------------
@@ -101,16 +105,16 @@ def test_second_names_are_taken_and_not_written_back(family):
     config, aliases = CONFIGS[family], ALIASES[family]
     names = {name: alias for alias, name in aliases.items()}
     written = config.to_hf()
-    read = type(config).from_hf(Keys({names.get(name, name): value for name, value in written.items()}))
+    read = type(config).from_hf(ConfigReader({names.get(name, name): value for name, value in written.items()}))
     assert read == config and not read.extra
     both = {**written, **{alias: written[name] for alias, name in aliases.items()}}
-    assert type(config).from_hf(Keys(both)) == config
+    assert type(config).from_hf(ConfigReader(both)) == config
     for alias, name in aliases.items():
         message = (
             rf"`a/config\.json`: `{name}`: expected one value, got {written[name]}, and 999 as `{alias}`, its other name\."
         )
         with pytest.raises(ValueError, match=message):
-            type(config).from_hf(Keys({**written, alias: 999}, "a/config.json"))
+            type(config).from_hf(ConfigReader({**written, alias: 999}, "a/config.json"))
 
 
 def test_a_folder_with_second_names_is_the_same_model(folder):
@@ -144,7 +148,7 @@ def test_a_folder_with_second_names_is_the_same_model(folder):
 def test_the_rotation_said_twice(changes, message):
     fields = {"model_type": "llama", **changes}
     with pytest.raises(ValueError, match=message):
-        LlamaConfig.from_hf(Keys(fields))
+        LlamaConfig.from_hf(ConfigReader(fields))
 
 
 # --- types and ranges ---------------------------------------------------------------------------------------------------
@@ -209,7 +213,7 @@ def test_values_that_are_none(changes, error, message, folder):
 )
 def test_what_goes_together_is_told_by_the_files_names(config, changes, message):
     with pytest.raises((ValueError, TypeError), match=r"`a/config\.json`: " + message):
-        type(config).from_hf(Keys({**config.to_hf(), **changes}, "a/config.json"))
+        type(config).from_hf(ConfigReader({**config.to_hf(), **changes}, "a/config.json"))
 
 
 # --- whatever a file holds -----------------------------------------------------------------------------------------------
@@ -238,7 +242,7 @@ def test_any_value_of_any_key_is_read_or_refused_by_name_at_once(path):
     start = time.perf_counter()
     for key, fields in with_each_key_changed(record["config"]):
         try:
-            config = cls.config_class.from_hf(Keys(fields, "a/config.json", n_tensors=len(record["tensors"])))
+            config = cls.config_class.from_hf(ConfigReader(fields, "a/config.json", n_tensors=len(record["tensors"])))
         except (ValueError, TypeError) as error:
             assert str(error).startswith("`a/config.json"), (key, error)
             n_refused += 1

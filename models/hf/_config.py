@@ -1,0 +1,232 @@
+"""`FolderConfig`: a config and its `config.json`, by one table of rows from which reading and writing both follow.
+
+A row stands for one key of the file, or for a few that belong together. What a value may be is in `.._kinds`, how one key is
+read in `_reader.py`.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+from .._kinds import Kind
+from ._reader import ConfigReader
+
+_UNSET: Any = object()
+Self = TypeVar("Self", bound="FolderConfig")
+
+
+class Row:
+    """One row of a table. Rows are read and written in order."""
+
+    @abstractmethod
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a config that the file determines.
+
+        **Arguments:**
+
+        - `known`: the fields of the rows before, and the defaults of all others.
+        """
+
+    @abstractmethod
+    def write(self, config: Any) -> dict[str, Any]:
+        """The keys of the file."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The key of each field, for error messages."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Field(Row):
+    """A key whose value is a field of the config.
+
+    **Arguments:**
+
+    - `key`, `name`: of the key, and of the field; the same where `name` is None.
+    - `kind`: what the value may be; by default what the type of the default implies.
+    - `default`: the value of an absent key, or a function of the known fields; the field's own default if not given.
+    - `null`: likewise for a key that is present and null, where that means something else.
+    - `via`: reads the value, in place of `ConfigReader.get`, given the reader, the key and the default.
+    - `load`: from the value and the known fields to the field.
+    - `save`: from the config to the value.
+    - `is_written`: whether the key is written; not for keys of old files.
+    - `only_for`: the model types that have the key; all if None.
+    """
+
+    key: str
+    name: str | None = None
+    kind: Kind | None = None
+    default: Any = _UNSET
+    null: Any = _UNSET
+    via: Callable[[ConfigReader, str, Any], Any] | None = None
+    load: Callable[[Any, Mapping[str, Any]], Any] = lambda value, known: value
+    save: Callable[[Any], Any] | None = None
+    is_written: bool = True
+    only_for: tuple[str, ...] | None = None
+
+    @property
+    def field(self) -> str:
+        return self.key if self.name is None else self.name
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {self.field: self.key} if self.is_written else {}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        if self.only_for is not None and known["model_type"] not in self.only_for:
+            return {}
+        default = known[self.field] if self.default is _UNSET else _of(self.default, known)
+        if self.null is not _UNSET and reader.has(self.key):
+            default = _of(self.null, known)
+        value = reader.get(self.key, default, self.kind) if self.via is None else self.via(reader, self.key, default)
+        return {self.field: self.load(value, known)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        if not self.is_written or (self.only_for is not None and config.model_type not in self.only_for):
+            return {}
+        value = getattr(config, self.field) if self.save is None else self.save(config)
+        return {self.key: list(value) if isinstance(value, tuple) else value}
+
+
+class Only(Row):
+    """A key of which only some values are implemented. The first of them is written, unless it is a field of the config."""
+
+    def __init__(
+        self,
+        key: str,
+        *accepted: Any,
+        name: str | None = None,
+        default: Any = _UNSET,
+        save: Callable[[Any], Any] | None = None,
+        is_written: bool = True,
+    ):
+        """**Arguments:**
+
+        - `key`: its name.
+        - `accepted`: the values, or one function from the known fields to them.
+        - `name`: the field that holds the value, if any.
+        - `default`: the value of an absent key; the field's default, or the first accepted one, if not given.
+        - `save`: from the config to the value that is written.
+        - `is_written`: whether the key is written at all.
+        """
+        self.key, self.name, self.default, self.save, self.is_written = key, name, default, save, is_written
+        self.accepted: Any = accepted[0] if callable(accepted[0]) else accepted
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {} if self.name is None else {self.name: self.key}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        accepted = _of(self.accepted, known)
+        default = known[self.name] if self.name is not None else self.default
+        value = reader.only(self.key, *accepted, default=accepted[0] if default is _UNSET else default)
+        return {} if self.name is None else {self.name: value}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        if not self.is_written:
+            return {}
+        if self.save is not None:
+            return {self.key: self.save(config)}
+        return {self.key: self.accepted[0] if self.name is None else getattr(config, self.name)}
+
+
+@dataclass(frozen=True)
+class Written(Row):
+    """A key that is written and never checked: what kind of file it is."""
+
+    key: str
+    value: Any
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {self.key: _of(self.value, config)}
+
+
+@dataclass(frozen=True)
+class ModelType(Row):
+    """The `model_type` of a family that has several, each with defaults of its own for some fields."""
+
+    defaults: Mapping[str, Mapping[str, Any]]
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        model_type = reader.only("model_type", *self.defaults)
+        return {"model_type": model_type, **self.defaults[model_type]}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {"model_type": config.model_type}
+
+
+class Tokens(Row):
+    """The ids of special tokens; the fields have the names of the keys. A tuple of ids is a list in the file."""
+
+    def __init__(self, *others: str):
+        """**Arguments:**
+
+        - `others`: tokens besides `bos`, `eos` and `pad`, such as `decoder_start`.
+        """
+        self.names = ("bos", "eos", "pad", *others)
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        return reader.tokens(**{name: known[f"{name}_token_id"] for name in self.names})
+
+    def write(self, config: Any) -> dict[str, Any]:
+        ids = {f"{name}_token_id": getattr(config, f"{name}_token_id") for name in self.names}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in ids.items()}
+
+
+class Classes(Row):
+    """`n_classes` of a classifier: the length of `id2label`. The names of the classes are in `extra`."""
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        return {"n_classes": reader.n_classes()}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        held = config.extra.get("id2label")
+        if config.n_classes == (2 if held is None else len(held)):
+            return {}
+        labels = [f"LABEL_{i}" for i in range(config.n_classes)]  # as transformers calls classes without a name
+        return {
+            "id2label": {str(i): label for i, label in enumerate(labels)},
+            "label2id": {label: i for i, label in enumerate(labels)},
+        }
+
+
+@dataclass(frozen=True)
+class FolderConfig:
+    """The base of a model's config: `from_hf` and `to_hf`, by its table."""
+
+    rows: ClassVar[tuple[Row, ...]] = ()
+    aliases: ClassVar[Mapping[str, str]] = {}  # second names of keys, which transformers takes as well
+
+    @classmethod
+    def from_hf(cls: type[Self], reader: ConfigReader) -> Self:
+        """The config that a `config.json` describes.
+
+        Raises ValueError and TypeError, which name file and key, for values that are not implemented.
+        """
+        reader = reader.aliased(cls.aliases)
+        known = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
+        found: dict[str, Any] = {}
+        for row in cls.rows:
+            found |= row.read(reader, {**known, **found})
+        if "generation" in known:
+            found["generation"] = reader.generation()
+        return reader.build(cls, key_of=cls.key_of, **found, extra=reader.rest())
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that describes this config."""
+        return {key: value for row in self.rows for key, value in row.write(self).items()}
+
+    @classmethod
+    def key_of(cls, field: str) -> str:
+        """The key of `config.json` that holds a field; the field's own name if none does."""
+        return {name: key for row in reversed(cls.rows) for name, key in row.keys.items()}.get(field, field)
+
+
+def _of(value: Any, known: Any) -> Any:
+    """`value`, or what it returns for the known fields if it is a function."""
+    return value(known) if callable(value) else value
