@@ -96,7 +96,7 @@ def pred_fn(pair: Pair, batch: dict[str, jax.Array], key: jax.Array) -> jax.Arra
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     adam = optax.adam(args.learning_rate, b1=0.5, b2=0.9)
 
-    def is_due(step: Any) -> Any:
+    def is_due(step: Any, **_: Any) -> Any:
         return step % args.n_critic_steps == args.n_critic_steps - 1
 
     def owner(params: Pair) -> Pair:
