@@ -64,7 +64,7 @@ def collate_fn(examples: list[tuple[np.ndarray, int]]) -> dict[str, np.ndarray]:
     return {"images": np.stack([image.ravel() for image, _ in examples])}
 
 
-def fixed(model: eqx.Module) -> eqx.Module:
+def fixed(model: eqx.nn.MLP) -> eqx.nn.MLP:
     """The model as a constant: no gradient reaches its weights."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     return eqx.combine(jax.lax.stop_gradient(arrays), rest)
