@@ -1,8 +1,8 @@
-"""What a compiled step holds in a device's memory at its peak, and what it reads and writes there, from its HLO text.
+"""A compiled step's largest temporaries at its peak, and the bytes that it reads and writes, from its HLO text.
 
-The compilers say how large temporaries are together, not which they are. A scheduled module says when each array is made and
-when it is last used: that much of a compiler's own assignment is done again here. Sums come close to the compiler's (the
-tests say how close), and are for naming what is large; how much memory a step takes is the compiler's to say.
+Compilers report the total size of temporaries, but not the arrays. A scheduled module shows when each array is created and
+last used, so this module repeats that part of the compiler's buffer assignment. The sums are close to the compiler's (the
+tests say how close). Use them to name large arrays, and the compiler's own number for the memory of a step.
 """
 
 import math
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ._hlo import Instruction, Module, arrays_of, elements_of, n_bytes, result_type
 
-# What makes no array: it names, groups or unpacks others.
+# Operations that create no array: they rename, group or unpack others.
 _VIEWS = {"bitcast", "optimization-barrier", "add-dependency", "after-all", "domain"}
 _NOTHING = {"parameter", "constant", "partition-id", "replica-id", "get-tuple-element", "tuple", *_VIEWS}
 _ALIASED = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
@@ -21,12 +21,12 @@ _ALIASED = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
 
 @dataclass(frozen=True)
 class Buffer:
-    """An array that a device holds.
+    """An array in a device's memory.
 
     **Arguments:**
 
     - `bytes`: with the padding of its layout.
-    - `op_name`, `source`: the JAX operation that makes it, and the lines that it comes from, the innermost first.
+    - `op_name`, `source`: the JAX operation that creates it, and its lines of Python, the innermost first.
     """
 
     bytes: int
@@ -37,25 +37,25 @@ class Buffer:
 
 
 def temporaries(module: Module) -> list[Buffer]:
-    """The arrays that the step holds at its peak beside its arguments and what replaces them, largest first."""
+    """The arrays in memory at the step's peak, except for its arguments and the outputs that replace them; largest first."""
     outputs = _replaced(module)
     return sorted(_Peak(module).of(module.entry, outputs).held, key=lambda buffer: -buffer.bytes)
 
 
 def _replaced(module: Module) -> set[int]:
-    """The outputs, by their number, that are written where a donated argument was."""
+    """The indices of the outputs that reuse the memory of a donated argument."""
     found = re.search(r"input_output_alias=\{ (.*?) \}, \w", module.head)
     return {int(out or 0) for out, _, _ in _ALIASED.findall(found.group(1))} if found else set()
 
 
-# A value as the buffers of its arrays, in order. Not counted: the computation's own arguments, which are -1, -2, ...; and
-# None, for constants and for what a TPU keeps on the chip.
+# A value, as the buffers of its arrays, in order. Not counted: the computation's own arguments, which are -1, -2, ..., and
+# None, for constants and for arrays that a TPU keeps on the chip.
 _Value = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A computation's peak: its bytes, what is held then, and for each argument that it writes into what makes the part."""
+    """A computation's peak: its bytes and arrays; and for each argument that it updates, what computes the update."""
 
     bytes: int = 0
     held: tuple[Buffer, ...] = ()
@@ -63,14 +63,14 @@ class _Found:
 
 
 class _Peak:
-    """The peaks of a module's computations, each found once."""
+    """The peaks of a module's computations, each computed once."""
 
     def __init__(self, module: Module):
         self._module = module
         self._found: dict[str, _Found] = {}
 
     def of(self, name: str, replaced: Iterable[int] = ()) -> _Found:
-        """The peak of a computation, beside its arguments."""
+        """The peak of a computation, without its arguments."""
         if name not in self._found:
             self._found[name] = self._simulate(self._module.computations[name], set(replaced))
         return self._found[name]
@@ -88,16 +88,16 @@ class _Peak:
             for i, part in self._writes(line, values, by_name):
                 if i < 0:
                     writers[i] = part
-                elif part.op_name:  # an array that a loop fills is named for what fills it, not for the zeros that it was
+                elif part.op_name:  # an array that a loop fills is named for what fills it, not for its initial zeros
                     buffers[i] = replace(buffers[i], op_name=part.op_name, source=part.source)
         last: dict[int, int] = {}
         for at, line in enumerate(lines):
             if line.opcode == "get-tuple-element":
-                continue  # the others of the tuple are not used by it, and this one is where the element is
+                continue  # it does not use the tuple's other elements, and its result counts as a use of this one
             last.update((i, at) for name in line.operands for i in values.get(name, ()) if i is not None)
         outs = values[lines[-1].name]
         last.update((i, len(lines)) for i in outs if i is not None)
-        # An output that is written where an argument was is not counted.
+        # An output that reuses an argument's memory is not counted.
         last.update((i, -1) for number in replaced if number < len(outs) and (i := outs[number]) is not None)
         dying: dict[int, list[int]] = defaultdict(list)
         for i, at in last.items():
@@ -107,7 +107,7 @@ class _Peak:
         total, peak, held = 0, 0, ()
         for at, line in enumerate(lines):
             new = [i for i in born[at] if last.get(i, at) >= at]
-            # An elementwise operation writes where an operand was that is not used again.
+            # An elementwise operation reuses the memory of an operand that is not used again.
             reused = {buffers[i].bytes for i in dying[at] if i in live} if _is_elementwise(line) else set()
             live.update(new)
             total += sum(buffers[i].bytes for i in new)
@@ -129,10 +129,10 @@ class _Peak:
     def _value(
         self, line: Instruction, values: Mapping[str, _Value], by_name: Mapping[str, Instruction], buffers: list[Buffer]
     ) -> _Value:
-        """The value of a line; what it makes anew is added to the buffers."""
+        """The value of a line. The arrays that it creates are added to the buffers."""
         operands = [values.get(name, ()) for name in line.operands]
         n_arrays = len(arrays_of(line.type))
-        if line.opcode == "parameter":  # a loop's body has but one
+        if line.opcode == "parameter":  # the only one of a loop's body
             return tuple(range(-1, -1 - n_arrays, -1))
         if line.opcode in ("constant", "partition-id", "replica-id"):
             return (None,) * n_arrays
@@ -159,7 +159,7 @@ class _Peak:
         return tuple(made)
 
     def _in_place(self, line: Instruction) -> dict[int, int]:
-        """For each output that is written into an operand, that operand's number."""
+        """The operand's index, for each output that is written into an operand."""
         if line.opcode in _UPDATES:
             return {number: number for number in range(len(arrays_of(line.type)))}
         if aliased := re.search(r"output_to_operand_aliasing=\{(.*?)\)\}", line.rest):
@@ -173,11 +173,11 @@ class _Peak:
         return found
 
     def _inner(self, line: Instruction) -> dict[str, Instruction]:
-        """The lines of a fusion by name; none for anything else."""
+        """The lines of a fusion by name; none for other operations."""
         return {each.name: each for each in self._module.computations.get(_body(line), ())}
 
     def _roots(self, line: Instruction) -> list[Instruction]:
-        """What computes each output of a fusion."""
+        """The line that computes each output of a fusion."""
         inner = self._inner(line)
         if not inner:
             return []
@@ -187,7 +187,7 @@ class _Peak:
     def _writes(
         self, line: Instruction, values: Mapping[str, _Value], by_name: Mapping[str, Instruction]
     ) -> Iterator[tuple[int, Buffer]]:
-        """The arrays into which a line writes a part, each with what makes that part."""
+        """The arrays that a line updates, each with what computes the update."""
         if line.opcode == "while":
             body = next(called for role, called in line.calls() if role == "body")
             for i, part in self.of(body).writers.items():
@@ -199,12 +199,12 @@ class _Peak:
                 yield whole[0], Buffer(0, "", (), maker.op_name, self._module.source(maker))
 
     def _maker(self, line: Instruction, number: int, by_name: Mapping[str, Instruction]) -> Instruction | None:
-        """What makes the part that a line writes into an array."""
+        """The line that computes the update of an array."""
         inner = self._inner(line)
         if not inner:
             return _through(by_name[_update(line, number)], by_name) if line.opcode in _UPDATES else None
         root = self._roots(line)[number]
-        if root.opcode == "parameter":  # passed on as it was, as a collective's fusion passes on what it gathers into
+        if root.opcode == "parameter":  # passed through, as in a collective's fusion
             return None
         part = _through(inner[_update(root, number)], inner) if root.opcode in _UPDATES else root
         if part.opcode == "parameter":
@@ -212,18 +212,18 @@ class _Peak:
         return part
 
 
-# They write a part of their first operand: `(array, update, indices...)`, `(arrays..., indices, updates...)`.
+# These update a part of their first operand: `(array, update, indices...)`, `(arrays..., indices, updates...)`.
 _UPDATES = ("dynamic-update-slice", "scatter")
 
 
 def _update(line: Instruction, number: int) -> str:
-    """The operand that is written into output `number` of an update."""
+    """The operand with the new values for output `number` of an update."""
     n_arrays = len(arrays_of(line.type))
     return line.operands[1 if line.opcode == "dynamic-update-slice" else n_arrays + 1 + number % n_arrays]
 
 
 def _through(line: Instruction, by_name: Mapping[str, Instruction]) -> Instruction:
-    """What a line is a view or a copy of."""
+    """The line of which this one is a view or a copy."""
     while line.opcode in ("bitcast", "copy", "convert", "reshape", "transpose") and line.operands[0] in by_name:
         line = by_name[line.operands[0]]
     return line
@@ -253,9 +253,9 @@ def _typed(result: str) -> list[tuple[str, tuple[int, ...], int]]:
 
 
 def bytes_moved(module: Module) -> int:
-    """Bytes that one device reads from and writes to its memory in a step: of each operation its operands and results.
+    """Bytes that one device reads from and writes to its memory in a step: the operands and results of each operation.
 
-    What a fusion slices out of an operand, or writes into one, counts as the slice. Loops count as often as they run.
+    If a fusion slices or updates an operand, only the slice counts. Loops count as often as they run.
     """
     return _moved(module, module.entry, Counter())
 
@@ -299,12 +299,12 @@ def _size(result: str) -> int:
 
 
 def _body(line: Instruction) -> str:
-    """The computation that a fusion is."""
+    """The computation of a fusion; empty for other operations."""
     return next((called for role, called in line.calls() if role == "calls"), "") if line.opcode == "fusion" else ""
 
 
 def _read(module: Module, body: str, number: int, whole: int) -> int:
-    """Bytes that a fusion reads of one of its operands: of one that it only slices, or writes into, no more than that."""
+    """Bytes that a fusion reads of one of its operands: only the slices if it does nothing else with it."""
     seen: set[str] = set()
     total = 0
     for line in module.computations[body]:
@@ -326,7 +326,7 @@ def _read(module: Module, body: str, number: int, whole: int) -> int:
 
 
 def _written(module: Module, body: str, whole: int) -> int:
-    """Bytes that a fusion writes: where its result is an operand with a part written anew, that part."""
+    """Bytes that a fusion writes: only the update if its result is an updated operand."""
     by_name = {line.name: line for line in module.computations[body]}
     root = _through(module.computations[body][-1], by_name)
     if root.opcode == "dynamic-update-slice":

@@ -1,10 +1,10 @@
-"""What a compiled step sends between devices, read from its HLO text.
+"""Parses the HLO text of a compiled step, and lists its collectives.
 
 Owns the grammar: computations, instructions, types, layouts, trip counts, source lines, and replica groups in each spelling
-that XLA prints. Leaves to others what the numbers mean.
+that XLA prints. Other modules interpret the numbers.
 
-*Bytes* are those of the whole array: what an all-reduce sums, what is whole after an all-gather or before a
-reduce-scatter, on one device's side of the other axes. *Moved* is what one device sends in a ring of n: 2(n-1)/n of the
+*Bytes* are those of the unsharded array along the collective's axes: the operand of an all-reduce, the result of an
+all-gather, the operand of a reduce-scatter. *Moved* is what one device sends in a ring of n: 2(n-1)/n of the
 bytes for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter or an all-to-all, all of them for a permute.
 """
 
@@ -40,18 +40,18 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One array that one collective instruction moves; an instruction that XLA combined from several gives several.
+    """One array that a collective moves. An instruction that XLA combined from several has several.
 
     **Arguments:**
 
     - `kind`: `"all-reduce"`, `"all-gather"`, ... never with `-start`.
     - `shape`, `dtype`, `bytes`: of the whole array (see above).
-    - `group`: the devices of the first group; the others are alike.
-    - `n_executions`: how often the step runs it: the product of the trip counts of the loops around it.
+    - `group`: the devices of the first group; the other groups are like it.
+    - `n_executions`: in a step: the product of the trip counts of the loops around it.
     - `exact`: False inside a loop of unknown trip count (counted once) or a conditional (each branch counted).
-    - `op_name`: the JAX operation that it serves, `jit(step)/transpose(jvp())/while/body/...`; may be empty.
+    - `op_name`: the JAX operation that needs it, `jit(step)/transpose(jvp())/while/body/...`; may be empty.
     - `instruction`: the HLO name, the same for all arrays of a combined collective.
-    - `source`: the lines that it comes from, `file.py:12`, the innermost first.
+    - `source`: its lines of Python, `file.py:12`, the innermost first.
     """
 
     kind: str
@@ -67,36 +67,36 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """Devices that take part in one group."""
+        """The number of devices in one group."""
         return len(self.group)
 
     @property
     def moved(self) -> float:
-        """Bytes that one device sends in a step, all executions together."""
+        """Bytes that one device sends in a step, in all executions."""
         n = self.group_size
         share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
         return self.n_executions * self.bytes * share.get(self.kind, (n - 1) / n)
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The mesh axes over which the groups extend, on a program of that mesh."""
+        """The mesh axes over which the groups extend, for a program on that mesh."""
         coordinates = np.array(np.unravel_index(self.group, tuple(mesh.shape.values())))
         varying = (coordinates != coordinates[:, :1]).any(axis=1)
         return tuple(axis for axis, varies in zip(mesh.shape, varying, strict=True) if varies)
 
     @property
     def is_backward(self) -> bool:
-        """Whether it serves the backward pass, what is rematerialised there included."""
+        """Whether it belongs to the backward pass, including what is rematerialised there."""
         return "transpose(" in self.op_name or "rematted_computation" in self.op_name
 
 
 def collectives(hlo_text: str) -> list[Collective]:
-    """Every collective that the entry computation reaches, in the text's order, as one device runs it.
+    """The collectives of one device that the entry computation reaches, in the text's order.
 
     **Arguments:**
 
     - `hlo_text`: an optimised module, as `compiled.as_text()` gives it.
 
-    Raises ValueError where the text has no entry computation or a replica group is spelled in a way unknown here.
+    Raises ValueError if the text has no entry computation, or an unknown spelling of a replica group.
     """
     module = Module.of(hlo_text)
     return list(_walk(module, module.entry, 1, True, {}))
@@ -107,7 +107,7 @@ def _walk(module: "Module", name: str, times: int, exact: bool, channels: dict[s
         result, opcode, rest = instruction.type, instruction.opcode, instruction.rest
         kind = opcode.removesuffix("-start")
         if kind in _KINDS:
-            # TPU's compiler writes one that runs beside other work into each fusion that drives it: its channel is one.
+            # TPU's compiler repeats an asynchronous one in each fusion that drives it, with the same channel.
             channel = _CHANNEL.search(rest)
             if channel and channels.setdefault(f"{kind} {channel.group(1)}", name) != name:
                 continue
@@ -164,7 +164,7 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The JAX operation that it serves; may be empty."""
+        """The JAX operation that needs it; may be empty."""
         found = _OP_NAME.search(self.rest)
         return found.group(1) if found else ""
 
@@ -180,8 +180,8 @@ class Module:
 
     **Arguments:**
 
-    - `computations`: the instructions of each, in the order in which they are scheduled.
-    - `entry`: the name of the first.
+    - `computations`: the instructions of each, in the order of the schedule.
+    - `entry`: the name of the entry computation.
     """
 
     computations: dict[str, list[Instruction]]
@@ -193,7 +193,7 @@ class Module:
     def of(cls, text: str) -> "Module":
         """The module of an HLO text.
 
-        Raises ValueError where it has no entry computation.
+        Raises ValueError if it has no entry computation.
         """
         computations: dict[str, list[Instruction]] = {}
         entry = current = None
@@ -219,12 +219,12 @@ class Module:
         return math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", self.head))
 
     def source(self, instruction: Instruction) -> tuple[str, ...]:
-        """The lines of Python that an instruction comes from, `file.py:12`, the innermost first."""
+        """The lines of Python of an instruction, `file.py:12`, the innermost first."""
         return self.sources.of(instruction.rest)
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """How often a while loop runs: as the compiler says, else the constant up to which its condition counts, as a scan's
-        does from 0; None where neither says."""
+        """The trip count of a while loop: the compiler's, else the constant to which its condition counts from 0, as in a
+        scan; None if it is unknown."""
         if known := _TRIP_COUNT.search(loop.rest):
             return int(known.group(1))
         condition = next((called for role, called in loop.calls() if role == "condition"), "")
@@ -238,7 +238,7 @@ class Module:
 
 
 class _Sources:
-    """The lines of Python that instructions come from, as the text's head lists them."""
+    """The lines of Python of instructions, from the tables in the text's head."""
 
     def __init__(self, text: str):
         head = text[: text.find("\n\n\n") + 1] if "\nStackFrames\n" in text else ""
@@ -257,7 +257,7 @@ class _Sources:
         }
 
     def of(self, rest: str) -> tuple[str, ...]:
-        """`file.py:12` of each frame, the innermost first, for what follows an instruction's opcode."""
+        """`file.py:12` of each frame, the innermost first. `rest` is an instruction's text after its opcode."""
         if named := re.search(r'source_file="([^"]*)" source_line=(\d+)', rest):
             return (f"{named.group(1)}:{named.group(2)}",)
         found: list[str] = []
@@ -267,7 +267,7 @@ class _Sources:
             location, parent = self._frames[i]
             file, line = self._lines[location]
             found.append(f"{self._files[file]}:{line}")
-            # Parents are counted from 1, and the first frame is its own.
+            # Parents count from 1, and the first frame is its own parent.
             i = parent - 1 if parent - 1 < i else 0
         return tuple(found)
 
@@ -278,7 +278,7 @@ def _section(head: str, title: str) -> str:
 
 
 def _split_type(text: str) -> tuple[str, str]:
-    """A type and what follows it: `(f32[2]{0}, u32[]) while(...)` parts before `while`; TPU layouts nest brackets."""
+    """Split a type from what follows it: `(f32[2]{0}, u32[]) while(...)` before `while`. TPU layouts nest brackets."""
     depth = 0
     for i, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
@@ -288,7 +288,7 @@ def _split_type(text: str) -> tuple[str, str]:
 
 
 def elements_of(result: str) -> list[str]:
-    """The top-level elements of a tuple type; the type itself where it is none."""
+    """The top-level elements of a tuple type; for another type, the type itself."""
     if not result.startswith("("):
         return [result]
     elements, depth = [""], 0
@@ -302,7 +302,7 @@ def elements_of(result: str) -> list[str]:
 
 
 def result_type(result: str, opcode: str) -> str:
-    """The part of an instruction's type that is its result: a `-start` may carry operands and a context beside it."""
+    """The part of an instruction's type that is its result: the type of a `-start` may also have operands and a context."""
     if not opcode.endswith("-start") or opcode == "all-reduce-start":
         return result
     return elements_of(result)[0 if opcode == "copy-start" else 1]
@@ -325,8 +325,8 @@ def _unscattered(shape: tuple[int, ...], group_size: int, rest: str) -> tuple[in
 
 
 def _group(rest: str, n_devices: int) -> tuple[int, ...]:
-    """The first group's devices: from `{{0,1},{2,3}}`, `[2,4]<=[8]`, `mesh['a'=4,'b'=2] {'a'}`; a permute's first pair of
-    two devices."""
+    """The devices of the first group, from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=4,'b'=2] {'a'}`; for a permute, the
+    first pair of two different devices."""
     if pairs := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest):
         each = [_integers(pair) for pair in re.findall(r"\{([\d, ]*)\}", pairs.group(1))]
         return next((pair for pair in each if len({*pair}) > 1), each[0])
@@ -341,7 +341,7 @@ def _group(rest: str, n_devices: int) -> tuple[int, ...]:
         order = named.group(2) or ""
         n_ids = math.prod(sizes.values())
         ids = _iota(order) if "T(" in order else np.array(_integers(order) or range(n_ids))
-        # An axis may take part only in part: `'a':(2)4` is a 4 long factor of axis a, with a factor of 2 before it.
+        # A group may extend over a factor of an axis: `'a':(2)4` is the factor 4 of axis a, after a factor of 2.
         taken = {axis: (pre, size) for axis, pre, size in re.findall(r"([^,\s:]+)(?::\((\d+)\)(\d+))?", named.group(3))}
         shape, in_group = [], []
         for axis, whole in sizes.items():
@@ -358,7 +358,7 @@ def _group(rest: str, n_devices: int) -> tuple[int, ...]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[2,4]T(1,0)`: the integers from 0, reshaped, transposed where that is said, and flat again."""
+    """`[2,4]T(1,0)`: the integers from 0, reshaped, transposed if there is a T, and flattened."""
     dims, _, order = text.partition("T(")
     ids = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
     return ids.transpose(_integers(order.split(")")[0]) or range(ids.ndim)).ravel()

@@ -1,6 +1,6 @@
 """From raw examples to the batches of steps: order, position, collation, placing and prefetch.
 
-Owns what a step's examples are, and how they come onto the mesh. Knows nothing of models or losses. Open `_examples.py`
+Owns the choice of each step's examples, and their way onto the mesh. Knows nothing of models or losses. Open `_examples.py`
 first.
 """
 

@@ -1,8 +1,8 @@
-"""From raw examples to the batch of each step: their order and position, and what `collate_fn` makes of them.
+"""From raw examples to the batch of each step: order, position and collation.
 
-Owns the order of examples (a permutation of each epoch, from the seed alone), where an iterable stands, and the checks on
-what `collate_fn` returns. It asks examples only for `len()` and integer items, or to be iterated. How rows are cut and
-placed is `_rows`, the thread that prepares the next batch while the current step runs `_prefetch`.
+Owns the order of examples (a permutation of each epoch that depends on the seed alone), the position of an iterable, and the
+checks of what `collate_fn` returns. It uses only `len()` and integer items of examples, or iterates over them. `_rows` cuts
+and places rows, `_prefetch` prepares the next batch in a thread while a step runs, `_workers` collates several at once.
 """
 
 import base64
@@ -30,11 +30,11 @@ from ._workers import Workers, drawn_ahead
 
 
 def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = None) -> list[Any]:
-    """These items of the examples; an error in reading one tells its number.
+    """These items of the examples. An error in reading one has a note with its number.
 
     **Arguments:**
 
-    - `places`: the number of each example, where that is not its index.
+    - `places`: the number of each example, if that is not its index.
     """
     items = []
     for i in map(int, indices):
@@ -44,16 +44,16 @@ def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = N
 
 
 def collate(collate_fn: Callable[[list], PyTree], examples: list, places: Sequence[int] | None = None) -> PyTree[np.ndarray]:
-    """What `collate_fn` makes of the examples, checked: a PyTree of numpy arrays, each with a row an example.
+    """The checked result of `collate_fn`: a PyTree of NumPy arrays, each with one row for each example.
 
     64-bit numbers become 32-bit ones, as everywhere in JAX, unless JAX runs in 64-bit mode.
 
     **Arguments:**
 
-    - `places`: the examples' numbers, which an error tells; by default they are the first.
+    - `places`: the examples' numbers, for a note in errors; by default they count from 0.
 
-    Raises TypeError for a leaf that is no array of numbers, ValueError for one without a row an example and for an integer
-    that 32 bits do not hold.
+    Raises TypeError for a leaf that is not an array of numbers, ValueError for another number of rows and for integers that
+    do not fit into 32 bits.
     """
     with OfExamples("`collate_fn` was called with examples", range(len(examples)) if places is None else places):
         return _checked_batch(collate_fn(examples), len(examples))
@@ -72,7 +72,7 @@ def collated_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any
 
 
 def micro_batch_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any], size: BatchSize, mesh: Mesh) -> PyTree:
-    """The shapes of the first micro-batch of a step of these examples, as `loss_fn` sees it."""
+    """The shapes of the first micro-batch of a step with these examples, as `loss_fn` gets it."""
     rows = cut_rows(len(examples), size.micro_batch, mesh.size)[0].rows
     shapes = collated_shapes(collate_fn, examples)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), shapes)
@@ -89,7 +89,7 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise TypeError(
             f"`collate_fn` output `{name}`: expected an array of {n_rows} rows, got {type(leaf).__name__}. "
-            "Return `np.array(...)` with a row an example."
+            "Return `np.array(...)` with one row for each example."
         )
     array = np.asarray(leaf)
     if not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)):
@@ -115,7 +115,7 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
 
 
 def n_tokens(batch: PyTree[np.ndarray]) -> int | None:
-    """Tokens in a batch where it tells: the size of its largest integer leaf of shape `[rows, seq]`, else None."""
+    """The number of tokens in a batch: the size of its largest integer leaf of shape `[rows, seq]`; None without one."""
     return max((x.size for x in jax.tree.leaves(batch) if x.ndim == 2 and x.dtype.kind in "iu"), default=None)
 
 
@@ -124,9 +124,9 @@ def n_tokens(batch: PyTree[np.ndarray]) -> int | None:
 
 @dataclass(frozen=True)
 class Slice:
-    """The examples of one step, how many of the epoch came up to its end, and the iterator's state there.
+    """The examples of one step, the number of examples of the epoch up to its end, and the iterator's state there.
 
-    `examples` are read as they are asked for: a process of several asks for its own.
+    `examples` are read on access: each of several processes reads only its own.
     """
 
     examples: Sequence[Any]
@@ -135,7 +135,7 @@ class Slice:
 
     @property
     def places(self) -> Sequence[int]:
-        """The number of each example: in what has integer items, or in the order that an iterable has them."""
+        """The number of each example: its index, or its position in an iterable."""
         if isinstance(self.examples, _Picked):
             return self.examples.places
         return range(self.position - len(self.examples), self.position)
@@ -143,7 +143,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class _Picked(Sequence[Any]):
-    """Items of what has `len()` and integer items, at those places."""
+    """The items of a sequence at these indices."""
 
     of: Any
     places: tuple[int, ...]
@@ -156,9 +156,11 @@ class _Picked(Sequence[Any]):
 
 
 def check_examples(given: Any, name: str = "train_examples") -> None:
-    """Check that `given` is examples: an object with `len()` and integer items (a list, an array, a dataset); or a function
-    of the epoch that returns one; or an iterable, whose position is kept by `get_state` / `set_state` or `state_dict` /
-    `load_state_dict` where it (or its iterator) has them.
+    """Check that `given` are examples: an object with `len()` and integer items (a list, an array, a dataset), an iterable,
+    or a function of the epoch that returns one of these.
+
+    The position of an iterable is saved by its (or its iterator's) `get_state` / `set_state` or `state_dict` /
+    `load_state_dict`, if it has them.
 
     Raises TypeError for anything else, ValueError for no examples.
     """
@@ -168,17 +170,17 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
     if isinstance(given, str | bytes | dict) or not (_is_sized(given) or hasattr(given, "__iter__")):
         raise TypeError(
             f"`{name}`: expected examples with `len()` and integer items, an iterable, or a function of the epoch, got "
-            f"{type(given).__name__}. Pass a list with an entry an example."
+            f"{type(given).__name__}. Pass a list with one entry for each example."
         )
     if size_of(given) == 0:
         raise ValueError(f"`{name}`: expected at least one example, got none. Look at what was loaded.")
 
 
 def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
-    """The examples of that epoch: what was given, or what the given function of the epoch returns.
+    """The examples of an epoch: `given`, or what it returns if it is a function of the epoch.
 
-    An iterable with `set_epoch` is told the epoch: one of `datasets` shuffles by it, and begins the next epoch at its begin
-    though a state was loaded for this one.
+    `set_epoch` of an iterable is called: an iterable of `datasets` shuffles by it, and starts the epoch at its beginning
+    even if a state was loaded in the epoch before.
     """
     if not is_function(given):
         if size_of(given) is None and hasattr(given, "set_epoch"):
@@ -190,7 +192,7 @@ def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
 
 
 def size_of(examples: Any) -> int | None:
-    """How many examples there are; None where only iterating tells."""
+    """The number of examples; None if only iterating over them tells."""
     return len(examples) if _is_sized(examples) else None
 
 
@@ -204,15 +206,15 @@ def slices(
     drop_remainder: bool = False,
     name: str = "train_examples",
 ) -> Iterator[Slice]:
-    """One pass over the examples from `position` on, `batch_size` at a time, at the end what is left.
+    """One pass over the examples from `position` on, `batch_size` at a time; the last slice has the remainder.
 
     **Arguments:**
 
-    - `seed`: of the order, which is a permutation; None, and every iterable, keeps the order as it is.
-    - `position`, `state`: as a `Slice` of an earlier run had them.
-    - `drop_remainder`: whether what is left at the end, fewer than `batch_size`, is dropped.
+    - `seed`: of the order, which is a permutation. None keeps the order, and so does every iterable.
+    - `position`, `state`: of a `Slice`, to continue after it.
+    - `drop_remainder`: whether to drop a last slice of fewer than `batch_size` examples.
 
-    Raises ValueError for an iterable without any example, TypeError for one whose state JSON does not hold.
+    Raises ValueError for an iterable without examples, TypeError for one whose state is not JSON.
     """
     n = size_of(examples)
     if n is not None:
@@ -241,13 +243,13 @@ def slices(
 
 
 def n_slices(n: int, batch_size: int, drop_remainder: bool = False) -> int:
-    """How many slices `slices` makes of `n` examples."""
+    """The number of slices of `n` examples."""
     return n // batch_size if drop_remainder else -(-n // batch_size)
 
 
 def sample_of(examples: Any) -> int | None:
-    """A checksum of the first, the middle and the last example, by which others are noticed; None where there is no telling:
-    of iterables, of items that are drawn anew each time, and of those that are not of numbers and text."""
+    """A checksum of the first, the middle and the last example, to notice other examples. None for iterables, for items that
+    are drawn anew at each access, and for items that are not made of numbers and text."""
     n = size_of(examples)
     if not n:
         return None
@@ -258,7 +260,7 @@ def sample_of(examples: Any) -> int | None:
     try:
         found = checksum()
         return found if checksum() == found else None
-    except Exception:  # an example that cannot be read is an error of the step that needs it
+    except Exception:  # the step that needs this example raises the error
         return None
 
 
@@ -284,12 +286,12 @@ def _is_sized(examples: Any) -> bool:
 
 
 def is_function(given: Any) -> bool:
-    """Whether examples are given as a function of the epoch."""
+    """Whether `given` is a function of the epoch."""
     return callable(given) and not _is_sized(given) and not hasattr(given, "__iter__")
 
 
 def _state_of(iterable: Any, iterator: Any, name: str) -> Any:
-    """The position of an iterator, or of the iterable behind it, where they can tell; as JSON holds it."""
+    """The state of an iterator, or of its iterable, as JSON; None if neither has one."""
     for holder in (iterator, iterable):
         for get, set_ in _STATE_METHODS:
             if hasattr(holder, get) and hasattr(holder, set_):
@@ -298,17 +300,17 @@ def _state_of(iterable: Any, iterator: Any, name: str) -> Any:
 
 
 def _to_json(state: Any, where: str) -> Any:
-    """A state as JSON gives it back; bytes, as grain's DataLoader has them, as text in base 64."""
+    """A state as JSON returns it. Bytes, which grain's DataLoader has, become text in base 64."""
     if isinstance(state, bytes):
         return {_BYTES: base64.b64encode(state).decode("ascii")}
     try:
         plain = json.loads(json.dumps(state))
-        why = "" if plain == state else "which it gives back as another value"
+        why = "" if plain == state else "which comes back as another value"
     except TypeError as error:
         plain, why = None, str(error)
     if why:
         raise TypeError(
-            f"`{where}`: expected a state that JSON holds, got {type(state).__name__} ({why}). "
+            f"`{where}`: expected a state that JSON can store, got {type(state).__name__} ({why}). "
             "Return numbers, strings, lists, dicts with string keys, or bytes."
         )
     return plain
@@ -319,14 +321,14 @@ def _from_json(state: Any) -> Any:
 
 
 def _resumed(iterable: Any, position: int, state: Any) -> Iterator[Any]:
-    """An iterator from `position` on: by its state where it has one, else by reading past what was seen."""
+    """An iterator from `position` on: by its state if it has one, else by skipping the examples before."""
     if position and state is not None:
         iterator = iter(iterable)
         for holder in (iterator, iterable):
             for _, set_ in _STATE_METHODS:
                 if hasattr(holder, set_):
                     getattr(holder, set_)(_from_json(state))
-                    # An iterable that holds the state itself (not its iterator) starts from it at the next `iter`.
+                    # If the state belongs to the iterable, not to its iterator, the next `iter` starts from it.
                     return iterator if holder is iterator else iter(iterable)
     iterator = iter(iterable)
     collections.deque(itertools.islice(iterator, position), maxlen=0)
@@ -338,15 +340,15 @@ def _resumed(iterable: Any, position: int, state: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step is given, on the mesh.
+    """The batch of one step, on the mesh.
 
     **Arguments:**
 
-    - `groups`: as `place_batch` makes them.
-    - `n_micro_batches`: how many of the first group's micro-batches count; those after them are repetitions.
-    - `n_examples`, `n_tokens`: of the whole step; `n_tokens` where the batch tells.
-    - `position`, `state`: as its `Slice` had them.
-    - `rows`, `places`: this process's rows as they were collated, and the number of each one's example.
+    - `groups`: as `place_batch` returns them.
+    - `n_micro_batches`: the number of micro-batches of the first group that count. Those after them are repetitions.
+    - `n_examples`, `n_tokens`: of the step; `n_tokens` is None if the batch has no tokens.
+    - `position`, `state`: of its `Slice`.
+    - `rows`, `places`: this process's rows as collated, and the number of each one's example.
     """
 
     groups: tuple[PyTree, ...]
@@ -360,13 +362,13 @@ class Batch:
 
     @property
     def signature(self) -> Any:
-        """What a program compiled for it depends on."""
+        """The structure, shapes and dtypes, on which a compiled program depends."""
         leaves, treedef = jax.tree.flatten(self.groups)
         return treedef, *((x.shape, x.dtype) for x in leaves)
 
     @property
     def micro_batch(self) -> PyTree:
-        """The shapes of one micro-batch, as `loss_fn` sees it."""
+        """The shapes of one micro-batch, as `loss_fn` gets it."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.groups[0])
 
 

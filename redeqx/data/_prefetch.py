@@ -1,4 +1,4 @@
-"""Items prepared by a thread ahead of their reader, one such thread at work at a time."""
+"""Prepares items in a thread ahead of their reader. One such thread of a reader works at a time."""
 
 import collections
 import threading
@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 
-class _Shelf:
-    """What a thread has prepared and its reader has not taken yet."""
+class _Buffer:
+    """The items that a thread has prepared and its reader has not taken yet."""
 
     def __init__(self, items: Iterator[Any], depth: int):
         self.items: Iterator[Any] | None = items
         self.depth = depth
         self.ready: collections.deque[Any] = collections.deque()
-        self.is_done = False  # no more comes
-        self.error: BaseException | None = None  # after what is ready
+        self.is_done = False  # no more items are prepared
+        self.error: BaseException | None = None  # raised after the items that are ready
         self.change = threading.Condition()
 
     def fill(self) -> None:
-        """Prepare items up to the depth, until the last, an error, or `is_done`."""
+        """Prepare items, at most `depth` ahead, until the last one, an error, or `is_done`."""
         items, self.items = self.items, None
         assert items is not None
         error = None
@@ -35,7 +35,7 @@ class _Shelf:
                     self.change.notify_all()
         except StopIteration:
             pass
-        except BaseException as raised:  # handed to the thread that reads: it is that thread's error
+        except BaseException as raised:  # raised in the thread that reads
             error = raised
         finally:
             with self.change:
@@ -44,55 +44,55 @@ class _Shelf:
 
 
 class Prefetch(Iterator[Any]):
-    """The same items, prepared by a thread up to `depth` ahead; its exceptions are raised here, with their tracebacks.
+    """The same items, prepared by a thread up to `depth` ahead. Its exceptions are raised here, with their tracebacks.
 
-    Who may stop before the end closes it: else the thread lives as long as a traceback that holds the caller's frame.
+    Close it if you may stop before the end: otherwise the thread lives as long as a traceback that refers to your frame.
 
-    A user's generator or tokenizer is not made for two threads: before the thread of a second one starts, those that the
-    same reader has under way have prepared all that they may, and rest. So the order of a reader's items is always the same.
+    A user's generator or tokenizer is not made for two threads. So before a second thread of the same reader starts, the
+    first ones prepare as much as they may, and rest. The order of a reader's items is therefore always the same.
     """
 
     _under_way: ClassVar["weakref.WeakSet[Prefetch]"] = weakref.WeakSet()
 
     def __init__(self, items: Iterator[Any], depth: int = 2):
-        self._shelf = _Shelf(items, depth)
+        self._buffer = _Buffer(items, depth)
         self._thread: threading.Thread | None = None
         self._reader = threading.get_ident()
 
     def peek(self) -> Any:
-        """The next item, which stays the next; None after the last."""
+        """The next item, without taking it; None after the last one."""
         self._start()
-        shelf = self._shelf
-        with shelf.change:
-            _briefly(lambda: shelf.change.wait_for(lambda: shelf.ready or shelf.is_done))
-            if shelf.ready:
-                return shelf.ready[0]
-            error, shelf.error = shelf.error, None
+        buffer = self._buffer
+        with buffer.change:
+            _briefly(lambda: buffer.change.wait_for(lambda: buffer.ready or buffer.is_done))
+            if buffer.ready:
+                return buffer.ready[0]
+            error, buffer.error = buffer.error, None
         self.close()
         if error is not None:
             raise error
         return None
 
     def __next__(self) -> Any:
-        if self.peek() is None and not self._shelf.ready:
+        if self.peek() is None and not self._buffer.ready:
             raise StopIteration
-        with self._shelf.change:
-            item = self._shelf.ready.popleft()
-            self._shelf.change.notify_all()
+        with self._buffer.change:
+            item = self._buffer.ready.popleft()
+            self._buffer.change.notify_all()
         return item
 
     def settle(self) -> None:
-        """Return once the thread prepares nothing until an item is taken."""
+        """Wait until the thread has prepared as much as it may."""
         if self._thread is not None:
-            with self._shelf.change:
-                self._shelf.change.wait_for(lambda: self._shelf.is_done or len(self._shelf.ready) >= self._shelf.depth)
+            with self._buffer.change:
+                self._buffer.change.wait_for(lambda: self._buffer.is_done or len(self._buffer.ready) >= self._buffer.depth)
 
     def close(self) -> None:
-        """End the thread, and wait for it."""
-        with self._shelf.change:
-            self._shelf.is_done, self._shelf.items = True, None
-            self._shelf.ready.clear()
-            self._shelf.change.notify_all()
+        """End the thread, and wait for its end."""
+        with self._buffer.change:
+            self._buffer.is_done, self._buffer.items = True, None
+            self._buffer.ready.clear()
+            self._buffer.change.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             _briefly(self._thread.join)
         self._under_way.discard(self)
@@ -101,20 +101,20 @@ class Prefetch(Iterator[Any]):
         self.close()
 
     def _start(self) -> None:
-        if self._thread is not None or self._shelf.items is None:
+        if self._thread is not None or self._buffer.items is None:
             return
         self._reader = threading.get_ident()
         for other in list(self._under_way):
             if other._reader == self._reader:
                 other.settle()
         self._under_way.add(self)
-        # The thread holds the shelf, not this: what nobody reads any more is collected, and ends it.
-        self._thread = threading.Thread(target=self._shelf.fill, name="redeqx-prefetch", daemon=True)
+        # The thread refers to the buffer, not to this object: when nobody reads any more, this is collected and ends it.
+        self._thread = threading.Thread(target=self._buffer.fill, name="redeqx-prefetch", daemon=True)
         self._thread.start()
 
 
 def _briefly(wait: Callable[[], Any]) -> Any:
-    """What it returns; a Ctrl-C meanwhile shows where the user's script was, and no frames of queues and threads."""
+    """Call `wait`. A Ctrl-C meanwhile shows the line of the user's script, without frames of threads."""
     try:
         return wait()
     except KeyboardInterrupt as error:

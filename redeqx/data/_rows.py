@@ -1,6 +1,6 @@
-"""How many rows a batch has, how they are cut into micro-batches that fit the mesh, and how they come onto it.
+"""The number of rows of a batch, their cut into micro-batches that fit the mesh, and their placement.
 
-Owns the sizes that a user asks for, the cut, and the placing. What rows hold, and in which order they come, is `_examples`.
+Owns batch sizes, the cut, and the placement. `_examples` owns the contents of rows and their order.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ class Group:
 
 @dataclass(frozen=True)
 class BatchSize:
-    """How many examples an update takes, and how many rows each of its micro-batches has, over the whole mesh."""
+    """The examples of an update, and the rows of each of its micro-batches, over the whole mesh."""
 
     examples: int
     micro_batch: int
@@ -43,16 +43,16 @@ class BatchSize:
         prefix: str = "",
         n_devices: int | None = None,
     ) -> "BatchSize":
-        """The sizes that the user asked for, by rows a device or by examples an update.
+        """The sizes for one of the user's two arguments: rows for each device, or examples for each update.
 
-        With `batch_size` the micro-batches have a multiple of `n_devices` rows: how they are cut depends neither on how the
-        devices are arranged nor, where `batch_size / n_micro_batches` divides over the devices, on how many there are.
+        With `batch_size` the rows of a micro-batch are a multiple of `n_devices`. So the cut does not depend on the mesh's
+        shape, and not on the number of devices either if that divides `batch_size / n_micro_batches`.
 
         **Arguments:**
 
-        - `n_micro_batches`: micro-batches an update.
+        - `n_micro_batches`: in each update.
         - `prefix`: of the arguments' names in errors.
-        - `n_devices`: the number of devices, where it is not the mesh's.
+        - `n_devices`: by default that of the mesh.
 
         Raises ValueError unless exactly one of the two sizes is given, and for a size below 1.
         """
@@ -82,8 +82,8 @@ class BatchSize:
         return self.examples // self.micro_batch
 
     def evenly(self, n: int | None, n_devices: int) -> "BatchSize":
-        """For evaluations of `n` examples in all: the largest micro-batch, down to half of this one, that leaves no
-        remainder, which would be another program to compile; this one where there is none."""
+        """For an evaluation of `n` examples: the largest micro-batch, of at least half of this size, without a remainder,
+        which would need another program to be compiled; this size if there is none."""
         if n is None or n <= self.micro_batch:
             return self
         smallest = -(-self.micro_batch // 2)
@@ -95,13 +95,13 @@ class BatchSize:
 
 
 def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group, ...]:
-    """How the rows of a step are cut into micro-batches: full ones; the rest that still divides over the devices; then the
-    few rows that do not, no more of them at once than a device has of a full one, since every device computes them whole.
-    A rest that is no more than that is not cut further: each cut is one more time that the loss is compiled.
+    """Cut the rows of a step into micro-batches: full ones, then the rest that divides over the devices, then the few rows
+    that do not. Every device computes those, in micro-batches of at most the rows that a device has of a full one. A rest
+    that is no larger than that is not cut further: the loss is compiled once for each group.
 
-    No row is dropped or counted twice. The cut does not depend on how the devices are arranged, so neither do the keys of
-    its micro-batches. (XLA would split uneven rows too, but then got the gradient of an embedding wrong: by 3 % for 11 rows
-    on 8 CPU devices, jaxlib 0.10.2.)
+    No row is dropped or counted twice. The cut, and with it the keys of the micro-batches, does not depend on the mesh's
+    shape. (XLA also splits uneven rows, but computes a wrong gradient of an embedding then: by 3 % for 11 rows on 8 CPU
+    devices, jaxlib 0.10.2.)
     """
     n_full, rest = divmod(n_rows, micro_batch_size)
     rows_a_device = max(micro_batch_size // n_devices, 1)
@@ -114,12 +114,12 @@ def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group,
 
 
 def group_sharding(group: Group, mesh: Mesh) -> NamedSharding:
-    """Where the leaves `[n, rows, ...]` of a group live: rows split over the batch axes where they divide, else whole."""
+    """The sharding of a group's leaves `[n, rows, ...]`: rows split over the batch axes if they divide, else replicated."""
     return split_rows(mesh, dim=1) if group.rows % n_batch_shards(mesh) == 0 else replicated(mesh)
 
 
 def rows_here(cut: Iterable[Group], mesh: Mesh) -> np.ndarray:
-    """The rows of a step that this process's devices need, in their order: all of them where it has all devices."""
+    """The rows of a step that this process's devices need, in order: all of them if it has all devices."""
     cut = tuple(cut)
     if not mesh.is_multi_process:
         return np.arange(sum(group.n * group.rows for group in cut))
@@ -139,12 +139,12 @@ def place_batch(
     rows: np.ndarray | None = None,
     n_micro_batches: int = 0,
 ) -> tuple[PyTree[jax.Array], ...]:
-    """The batch on the mesh: for each group the same PyTree with leaves `[n, rows, ...]`.
+    """Place the batch on the mesh: for each group the same PyTree with leaves `[n, rows, ...]`.
 
     **Arguments:**
 
-    - `rows`: which of the step's rows the batch has, as `rows_here` gives them; all of them by default.
-    - `n_micro_batches`: at least so many micro-batches in the first group: its last one is repeated.
+    - `rows`: the rows of the step that the batch has, as `rows_here` returns them; by default all.
+    - `n_micro_batches`: the least number of micro-batches in the first group; its last one is repeated.
     """
     placed = []
     start = 0
@@ -160,7 +160,7 @@ def place_batch(
 def place_rows(
     batch: PyTree[np.ndarray], places: np.ndarray, sharding: NamedSharding, rows: np.ndarray | None = None
 ) -> PyTree[jax.Array]:
-    """The batch's rows of these numbers on the mesh; the leading dims are those of `places`.
+    """Place the batch's rows of these numbers on the mesh. The leading dims are those of `places`.
 
     **Arguments:**
 
@@ -168,7 +168,7 @@ def place_rows(
     """
     if sharding.is_fully_addressable:
         first, last = int(places.flat[0]), int(places.flat[-1])
-        # Rows that follow each other are a view.
+        # Contiguous rows are a view.
         taken = slice(first, last + 1) if last + 1 - first == places.size else places.reshape(-1)
         leaves = [x[taken].reshape(*places.shape, *x.shape[1:]) for x in jax.tree.leaves(batch)]
         return jax.tree.unflatten(jax.tree.structure(batch), jax.device_put(leaves, sharding))
@@ -184,7 +184,7 @@ def place_rows(
 
 
 def pad_rows(batch: PyTree[np.ndarray], n_rows: int) -> PyTree[np.ndarray]:
-    """The batch with its last row repeated up to `n_rows` rows, for outputs that are cut off again row by row."""
+    """The batch, padded to `n_rows` rows by its last row. The padded rows' outputs are cut off later."""
 
     def pad(x: np.ndarray) -> np.ndarray:
         missing = n_rows - len(x)

@@ -1,7 +1,7 @@
-"""What an error says: user input checked before any work, and the user's own frame shown first.
+"""Errors: checks of the user's input before any work, and tracebacks that show the user's own frames.
 
-Owns the checks of arguments, the wrapping of the user's functions, and the reading of text that others wrote. Knows nothing
-of devices, models or training. Open `_arguments.py` first.
+Owns the checks of arguments, the wrapping of the user's functions, and the reading of untrusted files. Knows nothing of
+devices, models or training. Open `_arguments.py` first.
 """
 
 from ._arguments import (

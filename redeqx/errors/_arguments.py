@@ -1,7 +1,7 @@
-"""What a user may pass by mistake, checked before any work: models of other libraries, optimizers that were not called,
-functions of other parameters, data frames, loaders of whole batches, numbers that are no counts.
+"""Checks arguments before any work, for common mistakes: models of other libraries, optimizers that were not called,
+functions with other parameters, data frames, loaders of batches, numbers that are not counts.
 
-Each check names the argument, what it got and the next step. What only a run can show is `_user_code`.
+Each error names the argument, the value and the next step. `_user_code` handles the errors that only a run can show.
 """
 
 import inspect
@@ -25,12 +25,12 @@ from .._tree import listed, named_leaves
 
 
 def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False, advice: str = "") -> None:
-    """Raise TypeError where `value` is not an integer, ValueError where it is below `least`.
+    """Raise TypeError if `value` is not an integer, ValueError if it is below `least`.
 
     **Arguments:**
 
-    - `optional`: whether None will do too.
-    - `advice`: the next step, where the integer is too small.
+    - `optional`: whether None is allowed too.
+    - `advice`: the next step in the error for an integer that is too small.
     """
     if optional and value is None:
         return
@@ -49,7 +49,7 @@ def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False
 
 
 def check_folder(path: Any, name: str) -> None:
-    """Raise ValueError where a folder of that path can neither be there nor be made, as a part of the path is a file."""
+    """Raise ValueError if a folder of that path can neither exist nor be created, because a part of the path is a file."""
     if not isinstance(path, str | Path):
         raise TypeError(f"`{name}`: expected a path or None, got {_brief(path)}. Pass a string or a `pathlib.Path`.")
     for part in (Path(path), *Path(path).parents):
@@ -60,14 +60,14 @@ def check_folder(path: Any, name: str) -> None:
 
 # --- models ----------------------------------------------------------------------------------------------------------
 
-# Libraries whose layers are taken for Equinox's, by the package that defines them: none of them needs to be installed.
+# Libraries whose layers are passed by mistake, by the package that defines them. None of them needs to be installed.
 _LIBRARIES = {"torch": "PyTorch", "flax": "Flax", "haiku": "Haiku", "keras": "Keras", "tensorflow": "TensorFlow"}
 _LAYERS = {"Module", "Layer", "Transformed", "TransformedWithState"}
 
 
 def check_model(model: Any, name: str = "model") -> None:
-    """Raise TypeError where a model is not a PyTree with weights: a function, a class, or a module of another library;
-    ValueError where the arrays of one have been deleted."""
+    """Raise TypeError if a model is not a PyTree with weights but a function, a class, or a module of another library;
+    ValueError if its arrays have been deleted."""
     expected = f"`{name}`: expected an Equinox module, got"
     if isinstance(model, type):
         raise TypeError(f"{expected} the class {model.__name__}. Make one: `{model.__name__}(..., key=key)`.")
@@ -90,7 +90,7 @@ def check_model(model: Any, name: str = "model") -> None:
 
 
 def check_alive(tree: Any, name: str) -> None:
-    """Raise ValueError where arrays have been deleted: by a training step, which reuses the memory of those before it."""
+    """Raise ValueError if arrays have been deleted. A training step deletes its inputs, to reuse their memory."""
     arrays = {path: leaf for path, leaf in named_leaves(tree).items() if isinstance(leaf, jax.Array)}
     dead = [path for path, leaf in arrays.items() if not isinstance(leaf, Tracer) and leaf.is_deleted()]
     if dead:
@@ -103,7 +103,7 @@ def check_alive(tree: Any, name: str) -> None:
 
 
 def _library(value: Any) -> str | None:
-    """The library whose layer this is; None where it is none of those that are known."""
+    """The library that defines this layer; None if it is unknown."""
     for cls in type(value).__mro__:
         package = cls.__module__.partition(".")[0]
         if package in _LIBRARIES and cls.__name__ in _LAYERS:
@@ -112,7 +112,7 @@ def _library(value: Any) -> str | None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise TypeError where this is no optax transformation: `optax.adam` itself, or the optimizer of another library."""
+    """Raise TypeError if this is not an optax transformation, but `optax.adam` itself or another library's optimizer."""
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
     packages = [_package(cls) for cls in type(optimizer).__mro__]
@@ -135,12 +135,12 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_function(fn: Any, name: str, parameters: Sequence[str], why: str = "") -> None:
-    """Raise TypeError where `fn` is no function that can be called with so many positional arguments.
+    """Raise TypeError if `fn` is not a function of so many positional arguments.
 
     **Arguments:**
 
-    - `parameters`: their names, as the documentation has them.
-    - `why`: ends the sentence of what is expected.
+    - `parameters`: their names in the documentation.
+    - `why`: added to the rule in the error.
     """
     wanted = f"a function of `({', '.join(parameters)})`{why}" if parameters else f"a function without arguments{why}"
     if not callable(fn):
@@ -148,7 +148,7 @@ def check_function(fn: Any, name: str, parameters: Sequence[str], why: str = "")
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
-        return  # of what is not written in Python, nothing is known
+        return  # a function that is not written in Python may have no signature
     try:
         signature.bind(*parameters)
         return
@@ -177,26 +177,26 @@ def _no_annotations(signature: inspect.Signature) -> inspect.Signature:
 
 
 def check_model_function(fn: Any, name: str, *, has_state: bool) -> None:
-    """`check_function` of a `loss_fn`, a `grad_fn` or a `pred_fn`."""
+    """`check_function` for a `loss_fn`, a `grad_fn` or a `pred_fn`."""
     state, why = (["state"], ", as `model_state` was given") if has_state else ([], "")
     check_function(fn, name, ["model", *state, "batch", "key"], why)
 
 
 def check_predictor(predictor: Any) -> None:
-    """Raise TypeError where `eval_predictor` has no `predict`: `pred_fn` itself, say."""
+    """Raise TypeError if `eval_predictor` has no `predict`, for example if it is `pred_fn` itself."""
     if not callable(getattr(predictor, "predict", None)):
         advice = "Pass `trainer.get_default_predictor(pred_fn)`"
         raise TypeError(f"`eval_predictor`: expected a Predictor, got {_brief(predictor)}. {advice}.")
 
 
 def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
-    """The metrics that `eval_metric_fn` returned, as plain numbers.
+    """The metrics that `eval_metric_fn` returned, as Python floats.
 
     **Arguments:**
 
-    - `taken`: names that the evaluation has metrics of its own for.
+    - `taken`: names of the evaluation's own metrics.
 
-    Raises TypeError where they are no mapping of numbers, ValueError for arrays and for names that are taken.
+    Raises TypeError if they are not a mapping to numbers, ValueError for arrays and for names that are taken.
     """
     if not isinstance(returned, Mapping):
         advice = "Return one: `{'accuracy': ...}`" if returned is not None else "Is a `return` missing?"
@@ -227,7 +227,7 @@ def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
 
 
 def check_examples_kind(given: Any, name: str) -> None:
-    """Raise TypeError for what has items, but not an example each: data frames, loaders of batches, columns of examples."""
+    """Raise TypeError for objects whose items are not examples: data frames, loaders of batches, columns of examples."""
     expected = f"`{name}`: expected an item an example, got"
     if type(given).__name__ == "DataFrame" and hasattr(given, "columns"):
         method = 'to_dict("records")' if hasattr(given, "to_dict") and not hasattr(given, "to_dicts") else "to_dicts()"
@@ -253,9 +253,9 @@ def check_examples_kind(given: Any, name: str) -> None:
 
 
 def check_readable_again(given: Any, name: str, n_epochs: int) -> None:
-    """Raise ValueError for more than one epoch of what can be read only once: a generator, a `map`, an open file.
+    """Raise ValueError for more than one epoch of an object that can be read only once: a generator, a `map`, an open file.
 
-    An iterator written in Python is taken as it is: its `__iter__` may begin anew.
+    An iterator that is written in Python is accepted: its `__iter__` may start again.
     """
     kind = type(given)
     if n_epochs == 1 or hasattr(given, "__len__") or not hasattr(kind, "__iter__"):
@@ -269,7 +269,7 @@ def check_readable_again(given: Any, name: str, n_epochs: int) -> None:
     )
 
 
-# --- in words --------------------------------------------------------------------------------------------------------
+# --- values in messages ----------------------------------------------------------------------------------------------
 
 
 def _package(value: Any) -> str:
@@ -277,7 +277,7 @@ def _package(value: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    """What an error says that it got."""
+    """A value, for the part of an error after "got"."""
     if isinstance(value, bool | int | float | None):
         return repr(value)
     if isinstance(value, str):

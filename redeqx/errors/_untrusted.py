@@ -1,4 +1,4 @@
-"""What files hold that others wrote: read within limits, and shown in errors cut to a length, whatever it is."""
+"""Untrusted files: reads their contents within limits, and shortens them for error messages."""
 
 import json
 import reprlib
@@ -6,28 +6,28 @@ from pathlib import Path
 from typing import Any
 
 _MAX_JSON = 10**8  # bytes of a file
-_MAX_PLACE = 2**63  # no file, and no array, has that many bytes
+_MAX_SIZE = 2**63  # more bytes than any file or array has
 
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring, _BRIEF.maxlevel = 200, 2
 
 
 def brief(value: Any) -> str:
-    """The `repr` of what a file holds, cut to a length for a message, however long or deep it is."""
+    """The `repr` of a value from a file, shortened for a message, however long or deep it is."""
     return _BRIEF.repr(value)
 
 
 def brief_name(name: str) -> str:
-    """A name that a file chose, cut to a length for a message, and without what would break its line."""
+    """A name from a file, shortened for a message, and without characters that would break its line."""
     return brief(name)[1:-1]
 
 
 def is_plain(name: Any) -> bool:
-    """Whether a value that a file holds is a name that one of its folder's own files can have: no path, no control."""
+    """Whether a value from a file is a plain file name: no path, no control characters."""
     return (
         isinstance(name, str)
         and name not in (".", "..")
-        and name.isprintable()  # lone surrogates are not, either
+        and name.isprintable()  # neither are lone surrogates
         and not {"/", "\\"} & set(name)
         and 0 < len(name.encode()) <= 255
     )
@@ -41,22 +41,22 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(text: bytes | memoryview, *, unique: bool = True) -> Any:
-    """What a JSON text holds. Raises ValueError for whatever is none.
+    """The value of a JSON text. Raises ValueError for any other text.
 
     **Arguments:**
 
-    - `unique`: whether an object that has one name twice is refused; else the last is taken.
+    - `unique`: whether to refuse objects with the same name twice. If False, the last one counts.
     """
     try:
-        # Not as bytes: `json` would guess at other encodings than UTF-8.
+        # Not from bytes, for which `json` guesses the encoding.
         return json.loads(str(text, "utf-8"), object_pairs_hook=_unique if unique else None)
     except RecursionError as error:
         raise ValueError(str(error)) from error
 
 
 def load_json(path: Path, *, unique: bool = True) -> Any:
-    """As `parse_json`, of a file; what is no file, or a larger one than any of ours, is refused unread."""
-    if not path.is_file():  # a pipe would be waited for
+    """As `parse_json`, of a file. Refuses what is not a regular file, or is too large, without reading it."""
+    if not path.is_file():  # reading a pipe would block
         raise ValueError("no regular file")
     if (size := path.stat().st_size) > _MAX_JSON:
         raise ValueError(f"{size} bytes, more than {_MAX_JSON}")
@@ -64,12 +64,12 @@ def load_json(path: Path, *, unique: bool = True) -> Any:
 
 
 def is_size(value: Any) -> bool:
-    """Whether a value that a file holds is a number of bytes or items, and one that a file or an array can have."""
-    return type(value) is int and 0 <= value < _MAX_PLACE  # True is an int, too
+    """Whether a value from a file is a possible number of bytes or items."""
+    return type(value) is int and 0 <= value < _MAX_SIZE  # not True, which is an int too
 
 
 class DamagedError(ValueError):
-    """A file is not what its writer left."""
+    """A file is not as it was written."""
 
 
 def unreadable(path: Path, error: OSError) -> DamagedError:
@@ -78,5 +78,5 @@ def unreadable(path: Path, error: OSError) -> DamagedError:
 
 
 def damaged(path: Path, rule: str, got: str) -> DamagedError:
-    """The error for a file that is not what its writer left."""
+    """The error for a file that is not as it was written."""
     return DamagedError(f"`{path}`: expected {rule}, got {got}. The file is damaged or unfinished: load another checkpoint.")

@@ -1,7 +1,7 @@
-"""The user's functions, while they run: what an error of theirs says, and which frames its traceback shows.
+"""Errors in the user's functions: notes on their arguments, and tracebacks without the library's frames.
 
-`explained` adds to an error what the function was given; `Plainly` takes redeqx's and JAX's frames out of the traceback, so
-that the line of the script and the line of the user's function stand together.
+`explained` adds a note on the batch to an error. `Plainly` removes the frames of redeqx and JAX from the traceback, so that
+the line of the script and the line of the user's function are next to each other.
 """
 
 import functools
@@ -15,11 +15,11 @@ import jax
 from .._tree import is_array_like, listed, named_leaves
 from ._frames import is_ours
 
-# --- what it was given -----------------------------------------------------------------------------------------------
+# --- notes -----------------------------------------------------------------------------------------------------------
 
 
 def explained(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function of `(model, ..., batch, key)`, whose errors carry a note with the shapes of the batch."""
+    """Wrap a function of `(model, ..., batch, key)`: its errors get a note with the shapes of the batch."""
 
     @functools.wraps(fn, updated=())
     def explaining(*args: Any) -> Any:
@@ -43,12 +43,12 @@ def _batch(batch: Any) -> str:
 
 
 class OfExamples:
-    """A context whose errors carry a note of the examples' numbers.
+    """A context whose errors get a note with the examples' numbers.
 
     **Arguments:**
 
-    - `what`: the note's begin: what was done with them.
-    - `places`: their numbers in what was given, or, of an iterable, in the order that it has them.
+    - `what`: the beginning of the note.
+    - `places`: the examples' indices, or their positions in an iterable.
     """
 
     def __init__(self, what: str, places: Sequence[int]):
@@ -65,7 +65,7 @@ class OfExamples:
 
 def _note(error: Exception, begin: str, rest: Callable[[], str]) -> None:
     if any(note.startswith(begin) for note in getattr(error, "__notes__", ())):
-        return  # from a function inside
+        return  # an inner function has added it
     try:
         error.add_note(begin + rest())
     except Exception:  # a note that fails must not hide the error
@@ -79,29 +79,29 @@ class RemoteTraceback(Exception):
         return f"in a worker process:\n{self.args[0]}"
 
 
-# --- which frames it shows -------------------------------------------------------------------------------------------
+# --- tracebacks ------------------------------------------------------------------------------------------------------
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
 
 
 class Plainly:
-    """A context whose errors show the user's frames: the script's line above it, the lines of the user's functions inside.
+    """A context whose errors show the user's frames: the line of the script, and the lines of the user's functions.
 
-    Frames of redeqx and JAX between them are left out. An error of redeqx itself keeps its last frame where it is about
-    what the user passed (`` `name`: expected ... ``), and all of them otherwise. JAX_TRACEBACK_FILTERING=off keeps all.
+    Frames of redeqx and JAX between them are removed. An error that redeqx itself raises keeps its last frame if it is about
+    an argument (`` `name`: expected ... ``), and otherwise all frames. JAX_TRACEBACK_FILTERING=off keeps all.
     """
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: types.TracebackType | None) -> None:
-        # Set on the error itself: raising it once more would add a frame.
+        # Set on the error itself: raising it again would add a frame.
         if isinstance(error, Exception) and getattr(jax.config, "jax_traceback_filtering", None) != "off":
             error.__traceback__ = _without_ours(error, traceback)
 
 
 def plainly(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of which errors come `Plainly`."""
+    """Wrap a method: its errors are those of a `Plainly` context."""
 
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:

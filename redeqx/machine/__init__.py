@@ -1,6 +1,6 @@
-"""The devices a run computes on: those at hand, simulated ones, and machines that are only described.
+"""The devices of a run: those of this machine, simulated ones, and those of machines that are only described.
 
-Owns the mesh and its three axes, the figures of chips, and which devices there are. Knows nothing of models or of what is
+Owns the mesh and its three axes, the figures of chips, and the choice of devices. Knows nothing of models or of what is
 computed. Open `_mesh.py` first.
 """
 

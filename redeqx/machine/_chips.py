@@ -1,6 +1,6 @@
-"""Published figures of accelerators, and how the GPU compiler is told of one.
+"""Published figures of accelerators, and descriptions of GPUs for the compiler.
 
-Owns numbers alone. Rates are of one device as JAX counts them: a chip of TPU v4 and later, a core of TPU v3 and of TPU7x.
+Owns only numbers. Rates are of one device as JAX counts them: a chip of TPU v4 and later, a core of TPU v3 and of TPU7x.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ _T, _G = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Chip:
-    """One device, by what its vendor publishes.
+    """The published figures of one device.
 
     **Arguments:**
 
-    - `kind`: as `jax.Device.device_kind` spells it.
-    - `memory`: bytes that a program may use: of a TPU what its compiler says, of a GPU what CUDA reports.
-    - `bfloat16`, `float32`: dense matmuls, in FLOP/s, at JAX's default precision: on TPU float32 is multiplied as bfloat16,
-        on GPUs that have it as TF32. GPUs before Ampere, which have no bfloat16, are given their float16.
+    - `kind`: its `jax.Device.device_kind`.
+    - `memory`: bytes that a program may use: for a TPU by its compiler, for a GPU by CUDA.
+    - `bfloat16`, `float32`: FLOP/s of dense matmuls at JAX's default precision: TPUs multiply float32 as bfloat16, GPUs as
+        TF32 if they have it. For GPUs before Ampere, which have no bfloat16, the first one is for float16.
     - `bandwidth`: of the memory, in bytes/s.
-    - `link`: between devices of one host (of TPUs, of one slice), what one device sends, in bytes/s.
-    - `network`: between hosts, what one device sends, in bytes/s: not of the chip, but of the machines that it is usually
-        built into. None where the link goes on between hosts.
+    - `link`: bytes/s that one device sends to others of its host (TPUs: of its slice).
+    - `network`: bytes/s that one device sends to other hosts, in the machines that usually contain it. None if the link
+        also connects hosts.
     """
 
     kind: str
@@ -47,7 +47,7 @@ TPUS = {
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU: its figures, and what of it the compiler asks for.
+    """A GPU: its figures, and the properties that the compiler needs.
 
     **Arguments:**
 
@@ -64,9 +64,9 @@ class GPU:
     l2: float | int
 
     def target_config(self) -> str:
-        """The description that XLA compiles for, a text proto."""
+        """The description for XLA, a text proto."""
         major, minor = self.capability
-        # By capability: shared memory of a core and the most that one block may take, threads, FP32 units of a core.
+        # By capability: shared memory of a core, and its limit for one block; threads and FP32 units of a core.
         shared, of_block, threads, fpus = {
             (7, 5): (65536, 65536, 1024, 64),
             (8, 0): (167936, 166912, 2048, 64),
@@ -144,6 +144,6 @@ GPUS = {
 
 
 def chip_of_kind(kind: str) -> Chip | None:
-    """The figures of a device by its `device_kind`; None where they are not known here."""
+    """The figures of a device by its `device_kind`; None if they are unknown."""
     chips = [*TPUS.values(), *(gpu.chip for gpu in GPUS.values())]
     return next((chip for chip in chips if chip.kind == kind), None)

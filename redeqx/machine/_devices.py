@@ -1,7 +1,7 @@
-"""The devices that a run computes on: those at hand, simulated ones, and machines that are only described.
+"""The devices of a run: those of this machine, simulated ones, and those of machines that are only described.
 
-A described machine compiles and computes nothing: what it takes is the compiler of its vendor, not its hardware. Owns the
-names of such machines, the starting of their compilers, and which machine a dry run of a whole script is for.
+Programs can be compiled for a described machine, but not run: that needs its vendor's compiler, not its hardware. Owns the
+names of such machines, the start of their compilers, and the target machine of a script's dry run.
 """
 
 import os
@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from .._tree import nearest
 from ._chips import GPUS, TPUS, Chip, chip_of_kind
 
-# Of a GPU's memory: CUDA's context and NCCL's buffers take the rest.
+# The share of a GPU's memory for programs: CUDA's context and NCCL's buffers take the rest.
 USABLE = 0.95
 
 
@@ -30,9 +30,9 @@ class Machine:
     **Arguments:**
 
     - `name`: as `describe` takes it.
-    - `devices`: of JAX; of a described machine they can only be compiled for.
-    - `memory`: bytes of a device that a program may take; None where they are not known.
-    - `chip`: published figures of a device, where they are known.
+    - `devices`: of JAX. Those of a described machine are only for compiling.
+    - `memory`: bytes of a device that a program may use; None if unknown.
+    - `chip`: published figures of a device; None if unknown.
     """
 
     name: str
@@ -56,9 +56,9 @@ def describe(name: str, *, memory: int | None = None) -> Machine:
 
     **Arguments:**
 
-    - `memory`: bytes a device, in place of those that it is known to have.
+    - `memory`: bytes of a device, instead of the known ones.
 
-    Raises ValueError for an unknown name, ImportError where the compiler is not installed.
+    Raises ValueError for an unknown name, ImportError if the compiler is not installed.
     """
     kind, _, size = name.partition(":")
     if name == "this":
@@ -84,7 +84,7 @@ def at_hand() -> Machine:
 
 
 def of_devices(name: str, devices: Any) -> Machine:
-    """A machine of devices that are there, with the memory that they report."""
+    """A machine of existing devices, with the memory that they report."""
     devices = tuple(devices)
     stats = devices[0].memory_stats() if devices[0].platform != "cpu" else None
     memory = stats.get("bytes_limit") if stats else _host_memory() // len(devices)
@@ -114,9 +114,9 @@ def _gpus(name: str, size: str, memory: int | None) -> Machine:
         raise ValueError(f"`{name}`: expected a number of GPUs, got {count!r}. Write `gpu:{kind}:8`, or `gpu:{kind}:2x8`.")
     hosts, _, devices = count.rpartition("x")
     gpu = GPUS[kind]
-    if memory is not None:  # of which the compiler should know, since it recomputes where there is too little
+    if memory is not None:  # for the compiler too, which recomputes values if there is too little
         gpu = replace(gpu, chip=replace(gpu.chip, memory=memory))
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the plugin warns of memory at length; the report does so in a line
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the plugin warns of memory at length, the report in one line
     try:
         described = topologies.get_topology_desc(
             platform="cuda", topology_name="", topology=f"1x{hosts or 1}x{devices}", target_config=gpu.target_config()
@@ -126,8 +126,8 @@ def _gpus(name: str, size: str, memory: int | None) -> Machine:
     return Machine(name, tuple(described.devices), int(USABLE * gpu.chip.memory), gpu.chip)
 
 
-# Without them libtpu asks the network which TPU it is on, says on standard error that it found none, and refuses a second
-# process beside the first, though none of them has a TPU.
+# Without these libtpu asks the network for its TPU, prints that it found none, and refuses a second process, although there
+# is no TPU to share.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v4-8",
@@ -143,7 +143,7 @@ def _tpus(name: str, kind: str, size: str) -> Machine:
         raise ValueError(f"`{name}`: expected chips along each side, got {size!r}. Write `{kind}:2x4`, or `{kind}:2x2x2`.")
     added = [key for key in _LIBTPU if key not in os.environ]
     os.environ.update({key: _LIBTPU[key] for key in added})
-    # Two cores of a v4 chip are one device, as everyone uses them; later kinds are so by default.
+    # Two cores of a v4 chip as one device, as usual; this is the default of later kinds.
     options = {"chip_config_name": "megacore"} if kind == "v4" else {}
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
@@ -168,13 +168,13 @@ def _no_compiler(name: str, kind: str, extra: str, error: Exception) -> ImportEr
 
 
 def simulate_devices(n_devices: int) -> None:
-    """Act as `n_devices` devices where the machine has no accelerator; with one, this changes nothing that is used.
+    """Simulate `n_devices` devices on a machine without an accelerator. With one, this has no visible effect.
 
-    Call it before the first use of JAX's devices. It sets the number of JAX's CPU devices, and `NPROC` in the environment:
-    XLA sizes its thread pool by it, and collectives over more devices than threads wait for each other for ever. In a dry
-    run the topology says how many devices there are, and this changes nothing.
+    Call it before the first use of JAX's devices. It sets the number of JAX's CPU devices, and `NPROC` in the environment,
+    the size of XLA's thread pool: collectives over more devices than threads deadlock. In a dry run the topology sets the
+    number of devices, and this does nothing.
 
-    Raises RuntimeError where JAX's backends have been started already.
+    Raises RuntimeError if JAX's backends have been started already.
     """
     if _dry is not None:
         return
@@ -193,12 +193,12 @@ def simulate_devices(n_devices: int) -> None:
 
 @dataclass(frozen=True)
 class Dry:
-    """What a script is run dry for.
+    """The dry run of a script.
 
     **Arguments:**
 
     - `options`: further arguments of the dry run.
-    - `zeros`: the methods that have returned zeros, as they were called before the first `fit`.
+    - `zeros`: the methods that have returned zeros, because they were called before the first `fit`.
     """
 
     machine: Machine
@@ -207,14 +207,14 @@ class Dry:
 
 
 class Shape(jax.ShapeDtypeStruct):
-    """The shape of a model's array, as a dry run holds it; NumPy reads zeros from it."""
+    """The shape of a model's array in a dry run. NumPy reads zeros from it."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.zeros(self.shape, dtype or self.dtype)
 
 
 def as_shapes(model: PyTree) -> PyTree:
-    """The model of a dry run: its shapes, which a script can still hand to NumPy."""
+    """The shapes of a model in a dry run, which a script can still pass to NumPy."""
     return jax.tree.map(lambda x: Shape(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, model)
 
 
@@ -222,13 +222,13 @@ _dry: Dry | None = None
 
 
 def dry() -> Dry | None:
-    """What the script at hand is run dry for; None where it is run for real."""
+    """The current dry run; None in a real run."""
     return _dry
 
 
 @contextmanager
 def described(topology: str, *, memory: int | None = None) -> Iterator[Machine]:
-    """Deployers made inside are for a machine that need not be there, and make no array of a model.
+    """A context whose deployers compile for a machine that need not exist, and create no arrays of a model.
 
     ```python
     with redeqx.described("v4:2x2x2"):
@@ -241,9 +241,9 @@ def described(topology: str, *, memory: int | None = None) -> Iterator[Machine]:
     **Arguments:**
 
     - `topology`: `"v4:2x2x2"`, `"gpu:a100-40gb:4"`, `"gpu:h100-80gb:2x8"` (hosts x devices), `"cpu:8"`, `"this"`.
-    - `memory`: bytes a device, in place of those that it is known to have.
+    - `memory`: bytes of a device, instead of the known ones.
 
-    Raises ValueError for an unknown topology, ImportError where its compiler is not installed.
+    Raises ValueError for an unknown topology, ImportError if its compiler is not installed.
     """
     machine = describe(topology, memory=memory)
     with dry_for(machine):
@@ -252,7 +252,7 @@ def described(topology: str, *, memory: int | None = None) -> Iterator[Machine]:
 
 @contextmanager
 def dry_for(machine: Machine, **options: Any) -> Iterator[Dry]:
-    """Deployers made inside are for that machine, and make no array of a model."""
+    """A context whose deployers compile for that machine, and create no arrays of a model."""
     global _dry
     before, _dry = _dry, (run := Dry(machine, options))
     try:

@@ -1,7 +1,7 @@
 """The mesh and its three axes.
 
-Owns the names of the mesh axes: nobody else spells "data", "fsdp" or "model". An *axis* is always one of the mesh's; the
-sides of a tensor are its *dims*.
+Owns the names of the mesh axes: no other module spells "data", "fsdp" or "model". *Axis* always means a mesh axis; a tensor
+has *dims*.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ BATCH_AXES = (DATA, FSDP)  # the axes that split the rows of a batch; the model 
 
 
 def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over devices, of axes `("data", "fsdp", "model")`; what the shards leave over is data parallelism.
+    """A mesh with axes `("data", "fsdp", "model")`. The data axis gets the devices that the two others leave.
 
     **Arguments:**
 
-    - `n_model_shards`: devices among which one layer's tensors are split (tensor parallelism).
-    - `n_fsdp_shards`: devices among which parameters and optimizer state are split while the batch stays split too.
+    - `n_model_shards`: the number of devices over which a layer's tensors are split (tensor parallelism).
+    - `n_fsdp_shards`: the number of devices over which parameters and optimizer state are split, together with the batch.
     - `devices`: all of JAX's by default.
 
-    Raises ValueError where their product does not divide the number of devices.
+    Raises ValueError if the product does not divide the number of devices.
     """
     n_devices = jax.device_count() if devices is None else len(devices)
     for name, value in (("n_model_shards", n_model_shards), ("n_fsdp_shards", n_fsdp_shards)):
@@ -45,31 +45,31 @@ def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence
             f"{n_devices % n_shards}. Choose a product among {divisors}."
         )
     shape = (n_devices // n_shards, n_fsdp_shards, n_model_shards)
-    # Auto: the plan pins parameters and inputs, XLA's partitioner derives the rest. (Newer JAX defaults to Explicit.)
+    # Auto: the plan sets the shardings of parameters and inputs, XLA derives the rest. (Newer JAX defaults to Explicit.)
     types = (AxisType.Auto,) * len(AXES)
     try:
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
-    except NotImplementedError:  # as 8 x 8 shards on a torus of 4 x 4 x 4 chips, whose sides are then shared by two axes
+    except NotImplementedError:  # for example 8 x 8 shards on a torus of 4 x 4 x 4 chips: two axes share a side
         return Mesh(create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES, axis_types=types)
 
 
 def n_batch_shards(mesh: Mesh) -> int:
-    """In how many parts the rows of a batch are split: data x fsdp."""
+    """The number of parts into which the rows of a batch are split: data x fsdp."""
     return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of a value that every device holds whole."""
+    """The sharding of a replicated value."""
     return NamedSharding(mesh, P())
 
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
-    """What this process has whole, on a mesh that may span others, which have the same; each device gets its part."""
+    """Place a value on a mesh, which may span several processes that all have the same value."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(put(jax.random.key_data(value), sharding), impl=jax.random.key_impl(value))
-    # Not `device_put`, which would first compare the whole of it over the processes, by a collective.
+    # Not `device_put`, which first compares the value over all processes, by a collective.
     host = np.asarray(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

@@ -335,11 +335,21 @@ def lose_last(index):
     index.write_text(json.dumps(held))
 
 
+EVALUATED = {"eval_examples": DATA[:4], "save_argmin_ckpt_by_metrics": ["loss"], "keep_last": 2}
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """A folder with a run that stopped after two epochs and a whole one, and the arrays of the latter."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    fit(make_trainer(folder / "stopped"), 2, **EVALUATED)
+    return folder, arrays(fit(make_trainer(folder / "whole"), **EVALUATED))
+
+
 @pytest.mark.parametrize("change", [lose, lose_last])
-def test_without_an_index_the_newest_that_is_complete_is_taken(change, tmp_path):
-    options = {"eval_examples": DATA[:4], "save_argmin_ckpt_by_metrics": ["loss"], "keep_last": 2}
-    whole = fit(make_trainer(tmp_path / "whole"), **options)
-    fit(make_trainer(tmp_path / "run"), 2, **options)
+def test_without_an_index_the_newest_that_is_complete_is_taken(change, evaluated, tmp_path):
+    folder, whole = evaluated
+    shutil.copytree(folder / "stopped", tmp_path / "run")
     index = tmp_path / "run" / "ckpts" / "index.json"
     before = json.loads(index.read_text())
     change(index)
@@ -348,10 +358,10 @@ def test_without_an_index_the_newest_that_is_complete_is_taken(change, tmp_path)
     with pytest.warns(
         UserWarning, match=r"index.json`: expected the name of the `last` checkpoint, got (none|no such file)"
     ):
-        fit(trainer, **options)
-    ends_as_the_whole_run(trainer, (None, arrays(whole)))
+        fit(trainer, **EVALUATED)
+    ends_as_the_whole_run(trainer, (None, whole))
     for name in ("ckpts/index.json", "metrics.jsonl"):
-        assert (tmp_path / "run" / name).read_text() == (tmp_path / "whole" / name).read_text()
+        assert (tmp_path / "run" / name).read_text() == (folder / "whole" / name).read_text()
 
 
 def test_without_an_index_the_newest_may_be_damaged(workdir, original):

@@ -192,13 +192,13 @@ def test_numbers_get_jax_s_width(given, dtype):
             {"temperature": 0.5},
             TypeError,
             "`collate_fn` output `temperature`: expected an array of 3 rows, got float. "
-            "Return `np.array(...)` with a row an example.",
+            "Return `np.array(...)` with one row for each example.",
         ),
         (
             "abc",
             TypeError,
             "`collate_fn` output `value`: expected an array of 3 rows, got str. "
-            "Return `np.array(...)` with a row an example.",
+            "Return `np.array(...)` with one row for each example.",
         ),
         (
             (np.zeros(3), np.float32(1.0)),
@@ -464,15 +464,15 @@ class WithState:
     ("state", "found"),
     [
         ({"rng": np.arange(2)}, "dict (Object of type ndarray is not JSON serializable)"),
-        (random.Random(0).getstate(), "tuple (which it gives back as another value)"),
-        ({"of_worker": {0: 3}}, "dict (which it gives back as another value)"),
+        (random.Random(0).getstate(), "tuple (which comes back as another value)"),
+        ({"of_worker": {0: 3}}, "dict (which comes back as another value)"),
     ],
 )
 def test_a_state_that_json_would_not_give_back_is_refused(state, found):
     with pytest.raises(TypeError) as raised:
         next(slices(WithState(state), 2))
     assert str(raised.value) == (
-        f"`train_examples.get_state()`: expected a state that JSON holds, got {found}. "
+        f"`train_examples.get_state()`: expected a state that JSON can store, got {found}. "
         "Return numbers, strings, lists, dicts with string keys, or bytes."
     )
 
@@ -508,7 +508,7 @@ def test_what_is_no_examples_is_refused(given):
         check_examples(given)
     assert str(raised.value) == (
         "`train_examples`: expected examples with `len()` and integer items, an iterable, or a function of the epoch, got "
-        f"{type(given).__name__}. Pass a list with an entry an example."
+        f"{type(given).__name__}. Pass a list with one entry for each example."
     )
 
 

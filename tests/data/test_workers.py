@@ -227,7 +227,7 @@ def test_other_arguments_are_refused(kwargs, kind, message):
 # --- scripts ---------------------------------------------------------------------------------------------------------
 
 _SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys
 import numpy as np
 from redeqx.data import Workers
 
@@ -238,9 +238,9 @@ def collate_fn(examples):
 
 def main():
     with Workers(collate_fn, 1, "processes") as workers:
-        print("worker", workers.start([1, 2])()["pid"], flush=True)
-        time.sleep(float(sys.argv[1]))
-        print("again", workers.start([1, 2])()["pid"], flush=True)
+        while True:
+            print("worker", workers.start([1, 2])()["pid"], flush=True)
+            sys.stdin.readline()
 """
 
 
@@ -258,11 +258,13 @@ def run(command):
 
 
 def begun(command):
-    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def test_a_script_that_would_run_again_in_its_processes_is_refused(tmp_path):
-    done = run([*script(tmp_path, "main()\n"), "0"])
+    done = run(script(tmp_path, "main()\n"))
     assert done.stdout == "imported\n"
     expected = 'script.py`: expected a script whose work stands under `if __name__ == "__main__":`, as each process of '
     assert expected in done.stderr and "got one that would run again. Add that line, or pass" in done.stderr
@@ -278,19 +280,18 @@ def test_processes_outlive_the_signals_that_are_this_processs_and_not_this_proce
     """A signal to the whole job is for the run to handle; where the run is killed, none of its processes stays."""
     end = "if __name__ == '__main__':\n    signal.signal(signal.SIGTERM, lambda *_: None)\n    main()\n"
     command = script(tmp_path, end)
-    with begun([*command, "1"]) as run:
-        assert run.stdout is not None
-        lines = iter(run.stdout.readline, "")
-        worker = next(line for line in lines if line.startswith("worker"))
+    with begun(command) as run:
+        assert run.stdout is not None and run.stdin is not None
+        lines = (line for line in iter(run.stdout.readline, "") if line != "imported\n")
+        worker = next(lines)
         os.killpg(run.pid, signal.SIGTERM)
-        assert next(line for line in lines if line != "imported\n") == worker.replace("worker", "again")
-        assert run.wait(60) == 0
-    with begun([*command, "100"]) as run:
-        assert run.stdout is not None
-        pid = int(next(line for line in iter(run.stdout.readline, "") if line.startswith("worker")).split()[1])
+        run.stdin.write("\n")
+        run.stdin.flush()
+        assert next(lines) == worker
         run.kill()
         run.wait(60)
         assert run.stdout.read() == ""  # returns when the last process that holds the pipe has ended
+    pid = int(worker.split()[1])
     assert not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
 
 
