@@ -462,7 +462,7 @@ def test_a_record_without_files(saved, files):
         ("[]", "a JSON object, got []"),
         ("[" * 10**5, "JSON, got maximum recursion depth"),
         ('{"format": "redeqx", "format": "redeqx"}', "JSON, got a name that occurs twice"),
-        ("{}", "the record of a redeqx checkpoint, got another file"),
+        ("{}", "the manifest of a redeqx checkpoint, got another file"),
         (f'{{"format": "redeqx", "version": {NESTED}}}', "version 1, which this release reads, got [[[...]]]"),
         (f'{{"format": "redeqx", "version": {NINES}}}', "version 1, which this release reads, got 99999"),
         (f'{{"format": "redeqx", "version": 1, "crc32": {NESTED}}}', "a manifest of crc32 [[[...]]], got "),
