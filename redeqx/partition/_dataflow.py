@@ -142,7 +142,7 @@ def parts_taken(traced: Any, splits: Sequence[int | None], n_shards: int) -> Map
     decided = {i: Split(dim, "") for i, dim in enumerate(splits)}
     run = Pass([""] * len(leaves), leaves, n_shards, {}, _follow, decided=decided)
     _run(run, traced)
-    return run.exchanged
+    return run.resharded
 
 
 def _run(run: Pass, closed: Any) -> None:

@@ -15,13 +15,13 @@ from jax.extend import core as jex
 from ._rules import Split, follow
 
 # What a plan costs, in bytes that a device sends in a step.
-# Of a collective in a ring of n, for each byte of the whole array. A reduce-scatter is an all-gather backwards; `exchange`
+# Of a collective in a ring of n, for each byte of the whole array. A reduce-scatter is an all-gather backwards; `reshard`
 # brings the equal parts of a split dim, as of a fused projection, onto all devices again (`transforms`), and `join` puts
 # split parts one after the other; both forward and backward.
 _MOVES: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
-    "exchange": lambda n: 2 / n,
+    "reshard": lambda n: 2 / n,
     "join": lambda n: 1.0,
 }
 # Of each byte that a leaf keeps whole: itself, its gradient and two moments of it. An axis is raised for memory, so each
@@ -106,7 +106,7 @@ class Pass:
         equation whose line it has: its own, and a call around it with its own derivative, whose line that derivative has.
     - `calls`: the calls that are being followed.
     - `errors`: the primitive and the error of each equation, by its id, whose form is not known.
-    - `exchanged`: values that are split along a dim of which equal parts are taken, and that dim.
+    - `resharded`: values that are split along a dim of which equal parts are taken, and that dim.
     """
 
     names: Sequence[str]
@@ -121,7 +121,7 @@ class Pass:
     broken: set[int] = field(default_factory=set)
     recurrent: set[int] = field(default_factory=set)
     follows: Mapping[int, tuple[int, Sequence[int | None]]] = field(default_factory=dict)
-    exchanged: dict[Any, int] = field(default_factory=dict)
+    resharded: dict[Any, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
     calls: tuple[Any, ...] = ()
@@ -303,9 +303,9 @@ class Pass:
             if out is None:
                 return self.gather(eqn.invars[0].aval, flow).seen(source, new)
             if flow.data:
-                self.pay("exchange", aval)
+                self.pay("reshard", aval)
                 self.doubt(cause)
-                self.exchanged[eqn.invars[0]] = dim
+                self.resharded[eqn.invars[0]] = dim
             return replace(flow.seen(source, new), dim=out, cause=cause, views=())
         return flow.seen(source, new)
 

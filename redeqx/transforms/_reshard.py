@@ -28,7 +28,7 @@ from ..tracing import Rule, Site, plain
 
 @dataclass(frozen=True)
 class Reshard(Rule):
-    """Takes equal parts of split dims by an exchange between the shards.
+    """Takes equal parts of split dims by permutes between the shards.
 
     **Arguments:**
 
@@ -70,14 +70,14 @@ class _ReshardOf(Rule):
         return None if dim is None or taken is None else (dim, taken)
 
     def _parts(self, x: jax.Array, dim: int, n_parts: int) -> jax.Array:
-        """Several slices of one value share its exchange."""
+        """Slices of one value share its permutes."""
         found = self.made.get((id(x), n_parts))
         if found is None:  # `x` is kept, or another could get its id
-            found = self.made[id(x), n_parts] = (x, _exchange(x, dim, n_parts, self.mesh))
+            found = self.made[id(x), n_parts] = (x, _reshard(x, dim, n_parts, self.mesh))
         return found[1]
 
 
-def _exchange(x: jax.Array, dim: int, n_parts: int, mesh: Mesh) -> jax.Array:
+def _reshard(x: jax.Array, dim: int, n_parts: int, mesh: Mesh) -> jax.Array:
     """`x` with dim `dim`, split over the model axis, as `[n_parts, its size / n_parts]`, the latter split."""
     n_shards = mesh.shape[MODEL]
     again = math.lcm(n_parts, n_shards)
@@ -92,7 +92,7 @@ def _exchange(x: jax.Array, dim: int, n_parts: int, mesh: Mesh) -> jax.Array:
 
     units = [(unit // n_parts, unit % n_shards, round_of(unit)) for unit in range(n_parts * n_shards)]
 
-    def exchange(x: jax.Array) -> jax.Array:
+    def permute(x: jax.Array) -> jax.Array:
         shard = jax.lax.axis_index(MODEL)
         held = x.reshape(*x.shape[:dim], n_parts, -1, *x.shape[dim + 1 :])
         came = []
@@ -105,7 +105,7 @@ def _exchange(x: jax.Array, dim: int, n_parts: int, mesh: Mesh) -> jax.Array:
         return jnp.concatenate([jax.lax.dynamic_index_in_dim(rounds, its, dim) for its in order], dim)
 
     before, after = P(*[None] * dim, MODEL), P(*[None] * dim, None, MODEL)
-    return jax.shard_map(exchange, mesh=mesh, in_specs=before, out_specs=after, axis_names={MODEL})(x)
+    return jax.shard_map(permute, mesh=mesh, in_specs=before, out_specs=after, axis_names={MODEL})(x)
 
 
 # --- what takes parts ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import redeqx
 from redeqx._tree import named_leaves
 from redeqx.machine._mesh import replicated
-from redeqx.training._step import Parts, _accumulate, as_sums
+from redeqx.training._step import Parts, _accumulate, as_sums, rules_of
 
 
 class Recorder:
@@ -606,3 +606,19 @@ def test_arrays_that_init_made_are_taken_over():
     model = at.init(linear)
     make_trainer(at, model=model).train(make_examples(4), 1)
     assert model.weight.is_deleted()  # not held twice
+
+
+@pytest.mark.parametrize(
+    ("n_model_shards", "n_fsdp_shards", "expected"),
+    [
+        (1, 1, []),
+        (1, 8, ["GatherAtUse"]),
+        (4, 1, ["FixGroupedConvolutions", "Reshard"]),
+        (2, 2, ["GatherAtUse", "FixGroupedConvolutions", "Reshard"]),
+    ],
+)
+def test_a_mesh_has_the_rules_that_it_needs_in_their_order(n_model_shards, n_fsdp_shards, expected):
+    """Without any the step traces the loss itself."""
+    model = eqx.nn.Linear(256, 256, key=jax.random.key(0))
+    plan = deployer(n_model_shards, n_fsdp_shards).plan(model)
+    assert [type(rule).__name__ for rule in rules_of(Parts.of(model), plan)] == expected
