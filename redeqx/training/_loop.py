@@ -326,7 +326,6 @@ class Fit:
             later = (options.epochs - epoch - 1) * n_slices(n, self.size.examples, options.drop_remainder)
             n_steps = engine.step + left + later
             line.n_steps = n_steps if line.n_steps is None else min(n_steps, line.n_steps)
-        began_at = engine.step
         with closing(engine.batches(self.steps(epoch, start, examples), self.size)) as upcoming:
             if start is first:
                 # Before anything else is placed or evaluated: the plan is the loss's.
@@ -349,11 +348,6 @@ class Fit:
                     if self._is_over():
                         return
         engine.flush(line)
-        if options.epochs is None and engine.step == began_at and not start.examples:
-            raise ValueError(
-                f"`max_steps`: expected epochs of at least one step, got none in epoch {epoch + 1}. "
-                "Pass more examples, a smaller batch, or no `drop_remainder`."
-            )
         engine.progress.position = Position(start.fit, epoch + 1)
         tags = self._evaluate(line) if options.evaluates else set()
         if _is_due(epoch + 1, options.save_ckpt_every_k_epochs):

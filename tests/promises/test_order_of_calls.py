@@ -266,24 +266,33 @@ def test_a_checkpoint_from_elsewhere_is_a_beginning_and_the_run_is_gone_on_with(
 # --- what is passed on --------------------------------------------------------------------------------------------------
 
 
-class SaveAt:
-    """A tracker that saves when a step is logged."""
+class SaveAt(redeqx.Callback):
+    """Saves after a step."""
 
     def __init__(self, step):
-        self.step, self.trainer, self.saved = step, None, None
+        self.step, self.saved = step, None
+
+    def on_step(self, trainer, metrics):
+        if trainer.step == self.step:
+            self.saved = trainer.save_ckpt("hook").name
+
+
+class LateSaveAt:
+    """A tracker that saves when a step is logged: others are taken by then, and unread."""
+
+    def __init__(self, step):
+        self.step, self.trainer = step, None
 
     def log(self, metrics, step):
-        if step == self.step and "loss" in metrics and self.saved is None:
-            self.saved = self.trainer.save_ckpt("hook").name
-            (self.trainer.deployer.workdir / "trained").write_text(str(self.trainer.step))
+        if step == self.step and "loss" in metrics:
+            self.trainer.save_ckpt("hook")
 
 
 @pytest.mark.parametrize("step", [1, 4, 6, *(pytest.param(step, marks=pytest.mark.sweep) for step in (2, 3, 5))])
-def test_a_checkpoint_saved_by_a_tracker_goes_on_to_the_same_bits(step, tmp_path):
-    hook = SaveAt(step)
-    hook.trainer = whole = make_trainer(tmp_path, loggers=[hook])
-    fit(whole, save_end=False)
-    assert index(tmp_path)["last"] == hook.saved  # nothing was saved after it
+def test_a_checkpoint_saved_by_a_callback_goes_on_to_the_same_bits(step, tmp_path):
+    hook, whole = SaveAt(step), make_trainer(tmp_path)
+    fit(whole, save_end=False, callbacks=[hook])
+    assert index(tmp_path)["last"] == hook.saved == f"step_{step:08d}"  # nothing was saved after it
     again = make_trainer(tmp_path)
     fit(again)
     assert again.step == whole.step == 6
@@ -292,7 +301,7 @@ def test_a_checkpoint_saved_by_a_tracker_goes_on_to_the_same_bits(step, tmp_path
 
 def test_a_tracker_does_not_save_a_step_that_is_not_finite(tmp_path):
     examples = [*DATA[:8], *np.full((8, 6), np.nan, np.float32), *DATA[:8]]
-    hook = SaveAt(1)  # step 2 is taken by then, and unread
+    hook = LateSaveAt(1)  # step 2 is taken by then, and unread
     hook.trainer = trainer = make_trainer(tmp_path, loggers=[hook])
     with pytest.raises(ValueError, match="`loss` at step 2: expected the loss to be finite, got nan"):
         trainer.train(examples, batch_size=BATCH)
@@ -322,18 +331,15 @@ def test_an_interrupted_fit_goes_on_in_the_same_process():
     class Interrupted(Exception):
         pass
 
-    class InterruptAt:
-        at = 4
-
-        def log(self, metrics, step):
-            if step == self.at:
-                self.at = None
+    class Interrupts(redeqx.Callback):
+        def on_step(self, trainer, metrics):
+            if trainer.step == 4:
                 raise Interrupted
 
-    whole, trainer = make_trainer(), make_trainer(loggers=[InterruptAt()])
+    whole, trainer = make_trainer(), make_trainer()
     fit(whole)
     with pytest.raises(Interrupted):
-        fit(trainer)
+        fit(trainer, callbacks=[Interrupts()])
     fit(trainer)
     assert trainer.step == 6
     assert bits((trainer.model, trainer.opt_state)) == bits((whole.model, whole.opt_state))
@@ -356,25 +362,31 @@ def test_epochs_of_a_function_may_differ_in_length(tmp_path):
     class Stop(Exception):
         pass
 
+    class StopAt(redeqx.Callback):
+        def __init__(self, step):
+            self.step = step
+
+        def on_step(self, trainer, metrics):
+            if trainer.step == self.step:
+                raise Stop
+
+    def killed_after_save(workdir, at):
+        options = {"save_every_n_steps": 1, "callbacks": [StopAt(at + 1)]}
+        make_trainer(workdir).fit(curriculum, batch_size=BATCH, n_epochs=3, **options)
+
     for at in (1, 2, 4):  # at the end of an epoch, and within two
-
-        class StopAt:
-            def log(self, metrics, step, at=at):
-                if step == at + 1 and "loss" in metrics:
-                    raise Stop
-
         workdir = tmp_path / str(at)
         with pytest.raises(Stop):
-            make_trainer(workdir, loggers=[StopAt()]).fit(curriculum, batch_size=BATCH, n_epochs=3, save_every_n_steps=1)
+            killed_after_save(workdir, at)
         again = make_trainer(workdir)
         again.fit(curriculum, batch_size=BATCH, n_epochs=3)
         assert bits((again.model, again.opt_state)) == whole
 
     again = make_trainer(tmp_path / "4")
-    # The epoch that was stopped within must be as long again; its checkpoint is of step 4 or 5, in the third.
+    # The epoch that was stopped within must be as long again; its checkpoint is of step 4, in the third.
     (workdir / "ckpts").rename(tmp_path / "kept")
     with pytest.raises(Stop):
-        make_trainer(workdir, loggers=[StopAt()]).fit(curriculum, batch_size=BATCH, n_epochs=3, save_every_n_steps=1)
+        killed_after_save(workdir, 4)
     with pytest.raises(ValueError, match="`train_examples`: expected 20, as in the run that is resumed, got 19"):
         again.fit(lambda epoch: DATA[:19], batch_size=BATCH, n_epochs=3)
 

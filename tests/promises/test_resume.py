@@ -38,19 +38,19 @@ class Killed(Exception):
     pass
 
 
-class KillAt:
-    """A tracker that ends the run when a step is logged: nothing after that is written, as if the process had died."""
+class KillAt(redeqx.Callback):
+    """Ends the run after a step: nothing after that is written, as if the process had died."""
 
     def __init__(self, step):
         self.step = step
 
-    def log(self, metrics, step):
-        if step == self.step and "loss" in metrics:
+    def on_step(self, trainer, metrics):
+        if trainer.step == self.step:
             raise Killed
 
 
-def make_trainer(workdir, *, shards=(2, 2), loggers=(), seed=5):
-    deployer = redeqx.Deployer(seed, *shards, workdir=workdir, verbose=False, loggers=loggers)
+def make_trainer(workdir, *, shards=(2, 2), seed=5):
+    deployer = redeqx.Deployer(seed, *shards, workdir=workdir, verbose=False)
     return redeqx.Trainer(
         deployer,
         model=Model(jax.random.key(1)),
@@ -60,10 +60,10 @@ def make_trainer(workdir, *, shards=(2, 2), loggers=(), seed=5):
     )
 
 
-def fit(trainer, examples=DATA, **kwargs):
+def fit(trainer, examples=DATA, *callbacks, **kwargs):
     rows = BATCH // trainer.deployer.n_batch_shards
     options = {"eval_examples": DATA[:5], "save_every_n_steps": 2, "save_argmin_ckpt_by_metrics": ["loss"]}
-    return trainer.fit(examples, rows, 3, **options, **kwargs)
+    return trainer.fit(examples, rows, 3, callbacks=callbacks, **options, **kwargs)
 
 
 def arrays(trainer):
@@ -87,7 +87,7 @@ def uninterrupted(tmp_path_factory):
 @pytest.mark.parametrize("step", [1, 4, 6, 8], ids=["before any save", "mid-epoch", "end of an epoch", "in the last epoch"])
 def test_killed_and_resumed_ends_with_the_same_bits(step, uninterrupted, tmp_path):
     with pytest.raises(Killed):
-        fit(make_trainer(tmp_path, loggers=[KillAt(step)]))
+        fit(make_trainer(tmp_path), DATA, KillAt(step))
     trainer = make_trainer(tmp_path)
     fit(trainer)
     params, metrics, index = uninterrupted
@@ -96,25 +96,24 @@ def test_killed_and_resumed_ends_with_the_same_bits(step, uninterrupted, tmp_pat
     assert json.loads((tmp_path / "ckpts/index.json").read_text()) == index
 
 
-class SignalAt:
-    """A tracker that tells the run to stop, as a scheduler does, when a step is logged."""
+class SignalAt(redeqx.Callback):
+    """Asks the run to stop after a step, as a scheduler does."""
 
     def __init__(self, step):
         self.step = step
 
-    def log(self, metrics, step):
-        if step == self.step and "loss" in metrics:
+    def on_step(self, trainer, metrics):
+        if trainer.step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("step", [1, 5, 9, *(pytest.param(step, marks=pytest.mark.sweep) for step in (2, 3, 4, 6, 7, 8))])
 def test_told_to_stop_and_resumed_ends_with_the_same_bits(step, uninterrupted, tmp_path):
     """At any step, also where it is the last of an epoch or of the run."""
-    stopped = make_trainer(tmp_path, loggers=[SignalAt(step)])
-    with pytest.raises(SystemExit) as caught:
-        fit(stopped)
-    assert caught.value.code == 75
-    assert step <= stopped.step <= step + 2  # metrics are read two steps late
+    stopped = make_trainer(tmp_path)
+    with pytest.raises(redeqx.Preempted) as caught:
+        fit(stopped, DATA, SignalAt(step))
+    assert (caught.value.code, caught.value.step, stopped.step) == (75, step, step)
     assert stopped._engine.checkpoints.record(stopped._engine.checkpoints.resolve("last"))["step"] == stopped.step
     trainer = make_trainer(tmp_path)
     fit(trainer)
@@ -136,22 +135,22 @@ def test_finished_run_is_not_trained_again(uninterrupted, tmp_path):
 def test_second_fit_of_one_trainer_resumes_too(tmp_path):
     """The script is run again from its top: the first fit is known to be done, the second goes on."""
 
-    def run(workdir, loggers=()):
-        trainer = make_trainer(workdir, loggers=loggers)
-        fit(trainer, save_last_ckpt=True)
-        fit(trainer, save_last_ckpt=True)
+    def run(workdir, *callbacks):
+        trainer = make_trainer(workdir)
+        fit(trainer, DATA, *callbacks, save_last_ckpt=True)
+        fit(trainer, DATA, *callbacks, save_last_ckpt=True)
         return arrays(trainer)
 
     expected = run(tmp_path / "a")
     with pytest.raises(Killed):
-        run(tmp_path / "b", [KillAt(14)])
+        run(tmp_path / "b", KillAt(14))
     assert_same_bits(run(tmp_path / "b"), expected)
 
 
 @pytest.mark.parametrize("shards", [(1, 1), (4, 2)])
 def test_resumes_on_another_mesh(shards, uninterrupted, tmp_path):
     with pytest.raises(Killed):
-        fit(make_trainer(tmp_path, loggers=[KillAt(5)]))
+        fit(make_trainer(tmp_path), DATA, KillAt(5))
     trainer = make_trainer(tmp_path, shards=shards)
     fit(trainer)
     for found, expected in zip(arrays(trainer), uninterrupted[0], strict=True):
@@ -193,7 +192,7 @@ def test_stream_with_state_goes_on_where_it_stood(tmp_path):
     whole = make_trainer(tmp_path / "whole")
     fit(whole, Stream([]))
     with pytest.raises(Killed):
-        fit(make_trainer(tmp_path / "killed", loggers=[KillAt(5)]), Stream([]))
+        fit(make_trainer(tmp_path / "killed"), Stream([]), KillAt(5))
     reads = []
     trainer = make_trainer(tmp_path / "killed")
     fit(trainer, Stream(reads))

@@ -40,6 +40,7 @@ parser.add_argument("--fault", default="none")
 parser.add_argument("--at", type=int, default=8, help="the step before which the fault happens")
 parser.add_argument("--in", type=int, default=1, dest="culprit", help="the process that has it")
 parser.add_argument("--params-only", action="store_true", help="save no optimizer state")
+parser.add_argument("--stop-at", type=int, help="the step after which that process stops the fit")
 parser.add_argument("--skip", action="store_true", help="skip steps that are not finite")
 args = parser.parse_args()
 jax.config.update("jax_platforms", "cpu")
@@ -227,6 +228,14 @@ trainer = redeqx.Trainer(
     loss_fn=loss_fn,
     **options,
 )
+
+
+class Stop(redeqx.Callback):
+    def on_step(self, trainer, metrics):
+        if trainer.step == args.stop_at and is_culprit:
+            trainer.stop()
+
+
 if args.fault == "forks" and is_culprit:
     forks()
 if args.fault == "ends" and is_culprit:
@@ -249,6 +258,7 @@ metrics = trainer.fit(
     save_every_n_steps=args.save_every if args.workdir else None,
     save_last_ckpt=args.workdir is not None,
     save_opt_states=not args.params_only,
+    callbacks=[] if args.stop_at is None else [Stop()],
     **options,
 )
 predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(lambda x: model(x, None))(batch["x"]))

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 import redeqx
 from redeqx.training._callbacks import Callbacks
+from tests._processes import train
 
 DATA = np.random.default_rng(0).normal(size=(22, 6)).astype(np.float32)  # three steps an epoch of 8, 8 and 6
 
@@ -170,6 +171,14 @@ def test_a_stopped_fit_ends_as_at_its_end_and_goes_on_in_the_next_run(step, tmp_
 def test_stop_outside_of_a_fit_is_refused():
     with pytest.raises(ValueError, match="`stop`: expected inside of `fit`, got called outside"):
         make_trainer().stop()
+
+
+@pytest.mark.parametrize(("culprit", "step"), [(0, 4), pytest.param(1, 14, marks=pytest.mark.sweep)])
+def test_process_0_decides_whether_a_fit_stops(culprit, step, tmp_path):
+    run = train(tmp_path, "--stop-at", 4, "--in", culprit, n_devices=2)
+    assert run.code == 0, run.text
+    index = json.loads((tmp_path / "ckpts/index.json").read_text())
+    assert index["last"] == f"step_{step:08d}"
 
 
 class Scores:

@@ -112,7 +112,7 @@ def test_max_steps_ends_a_fit_and_a_later_run_with_more_goes_on(tmp_path):
 
 
 def test_epochs_without_a_step_do_not_go_on_for_ever():
-    with pytest.raises(ValueError, match="`max_steps`: expected epochs of at least one step, got none in epoch 1"):
+    with pytest.raises(ValueError, match="`train_examples`: expected at least 8 examples, a batch of them"):
         make_trainer().fit(DATA[:7], batch_size=8, max_steps=1, drop_remainder=True)
 
 
