@@ -1,6 +1,6 @@
 """What a person sees of a run: the console, metrics.jsonl, TensorBoard and other trackers.
 
-Knows nothing of how numbers are made. Open `_console.py`.
+Knows nothing of how numbers are computed. Open `_console.py` first.
 """
 
 from ._console import Console as Console, ProgressLine as ProgressLine, Tracker as Tracker

@@ -1,7 +1,6 @@
-"""What a run says and records: header, live line, plain lines, metrics.jsonl, TensorBoard, other trackers.
+"""What a run prints and records: header, live line, plain lines, metrics.jsonl, TensorBoard, other trackers.
 
-It is given plain strings and Python numbers. When a step is done, what a metric means and where a run stands is for the
-rooms above; devices, meshes and models are unknown here.
+It takes strings and Python numbers, and knows nothing of devices, meshes, models or of what a metric means.
 """
 
 import importlib.util
@@ -36,14 +35,14 @@ SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad norm"}
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Anything that takes metrics: a `wandb` run does, and so does a class of three lines."""
+    """An object that records metrics: a `wandb` run, or a class of three lines."""
 
     def log(self, metrics: dict[str, float], step: int) -> Any: ...
 
 
 class Terminal(RichConsole):
-    """A stream to print to. Once nobody reads it any more it takes what is printed and drops it: a run does not end with the
-    `tee` or the `ssh` that showed it."""
+    """A stream to print to. When its reader has gone, it drops what is printed: a run does not end with the `tee` or `ssh`
+    that showed it."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -59,9 +58,9 @@ class Console:
     - `verbose`: whether to print. Files and trackers do not depend on it.
     - `run_tensorboard`: whether to write TensorBoard events too. Needs `workdir` and tensorboardX.
     - `loggers`: further trackers; each one's `log(metrics, step)` is called for all that is recorded.
-    - `is_main`: whether this process speaks for the run. The others print, write and track nothing.
+    - `is_main`: whether this process prints and records for the run. The others do nothing.
     - `file`: the text stream to print to; standard output by default.
-    - `terminal`: whether that is a terminal, which gets colours and a live line; asked of the stream by default.
+    - `terminal`: whether that is a terminal, with colours and a live line; by default as the stream reports.
 
     Raises ValueError for TensorBoard without a `workdir`, ImportError for TensorBoard without tensorboardX, and
     TypeError for a logger without `log`.
@@ -124,7 +123,7 @@ class Console:
             self._say(Text.assemble((f"  {name:<{width}}  ", "dim"), indented))
 
     def summary(self, rows: Mapping[str, str], *, title: str = "done") -> None:
-        """Prints what a run came to, as `header` does."""
+        """Prints the results of a run, as `header` does."""
         self.header(rows, title=title)
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -196,10 +195,10 @@ class Console:
             logger.log(dict(numbers), step)
 
     def rewind(self, step: int) -> None:
-        """Forgets what was recorded after `step`, for a run that goes on from there.
+        """Deletes what was recorded after `step`, for a run that resumes from there.
 
-        The new `metrics.jsonl` replaces the old one in one piece. A last line torn by a kill is dropped; any other line
-        that cannot be read is dropped with a warning.
+        The new `metrics.jsonl` replaces the old one atomically. An incomplete last line is dropped; any other line that
+        cannot be read is dropped with a warning.
         """
         if not self._is_main or self._workdir is None:
             return
@@ -243,25 +242,24 @@ class Console:
     def progress(
         self, *, n_epochs: int | None = None, n_steps: int | None = None, first_step: int = 0, title: str = ""
     ) -> "ProgressLine":
-        """A context manager that shows how a loop comes along, to be told of each finished step.
+        """A context manager that shows a loop's progress; call `update` after each step.
 
-        One inside another (an evaluation inside a fit) has no line of its own: what compiles there, the outer one says.
+        One inside another (an evaluation inside a fit) has no line of its own: the outer one reports what compiles.
 
         **Arguments:**
 
         - `n_epochs`, `n_steps`: the totals, or `None` where unknown; then no time left is shown.
         - `first_step`: steps done before the loop begins, as after a resume; counted in `n_steps`.
-        - `title`: begins the line.
+        - `title`: printed at the beginning of the line.
         """
         return ProgressLine(self, n_epochs=n_epochs, n_steps=n_steps, first_step=first_step, title=title)
 
 
 class ProgressLine:
-    """How a loop comes along; `Console.progress` makes it.
+    """The progress of a loop; `Console.progress` makes it.
 
-    On a terminal it is a line redrawn a few times a second by a thread of rich's, so that time is seen to pass while a
-    model compiles. Elsewhere it is plain lines: the first step, then at growing intervals, and the last. `n_epochs` and
-    `n_steps` may be set once they are known.
+    On a terminal it is a line that a thread redraws a few times a second, also while a model compiles. Elsewhere it is plain
+    lines: the first step, then at growing intervals, and the last. `n_epochs` and `n_steps` may be set once they are known.
     """
 
     def __init__(self, console: Console, *, n_epochs: int | None, n_steps: int | None, first_step: int, title: str):
@@ -329,13 +327,13 @@ class ProgressLine:
         n_tokens: int | None = None,
         epoch: int | None = None,
     ) -> None:
-        """Tells that a step is finished. Costs microseconds, unless a plain line is due.
+        """Shows a finished step. Costs microseconds, unless a plain line is due.
 
         **Arguments:**
 
         - `step`: steps done, those before a resume included.
         - `metrics`: what to show; `loss`, `learning_rate`, `grad_norm` and others by name.
-        - `n_examples`, `n_tokens`: what this step consumed, over all devices; `n_tokens` where the batch tells.
+        - `n_examples`, `n_tokens`: the size of this step's batch, over all devices; `n_tokens` where it is known.
         - `epoch`: the epoch that the step belongs to; the first is 1.
         """
         now = time.perf_counter()
@@ -352,7 +350,7 @@ class ProgressLine:
 
     @contextmanager
     def compiling(self, what: str) -> Iterator[None]:
-        """Says that `what` compiles, and how long it took. Neither that time nor the step after it counts in a rate."""
+        """Prints that `what` compiles, and how long it took. Neither that time nor the next step counts in a rate."""
         if self._outer is not None:
             with self._outer.compiling(what):
                 yield
@@ -368,7 +366,7 @@ class ProgressLine:
 
     @contextmanager
     def pause(self, doing: str) -> Iterator[None]:
-        """Says what else is going on ("evaluating", "saving"); its time counts in no rate."""
+        """Shows other work ("evaluating", "saving"), whose time counts in no rate."""
         if self._outer is not None:
             with self._outer.pause(doing):
                 yield

@@ -374,8 +374,9 @@ def is_states(value: Any) -> bool:
 def _is_array(described: Any) -> bool:
     if not isinstance(described, list) or not described or not isinstance(described[0], str):
         return False
+    name, *shape = described
     try:
-        kind = np.dtype(described[0]).kind
+        is_dtype = len(name) < 32 and str(dtype := np.dtype(name)) == name and dtype.kind in "biufcV"
     except (TypeError, ValueError, SyntaxError):
         return False
-    return kind in "biufcV" and all(type(n) is int and 0 <= n < 2**48 for n in described[1:])
+    return is_dtype and all(type(n) is int and n >= 0 for n in shape) and math.prod(shape) < 2**48

@@ -522,6 +522,33 @@ VALUES = {
         {"argmin_loss": {"value": True, "step": 2}},
     ],
     "n_skipped": [-1, True, 10**30, 0.0, None],
+    "n_examples": [-1, True, 10**30, 0.0, None],
+    "first_step": [-1, True, 10**30, 0.0, None],
+    "train_metrics": [None, [], 3],
+    "callbacks": [
+        None,
+        [],
+        {"EMA_0": []},
+        {"EMA_0": {"values": {}}},
+        {"EMA_0": {"values": [], "arrays": {}}},
+        *(
+            {"EMA_0": {"values": {}, "arrays": {"x": array}}}
+            for array in (
+                None,
+                [],
+                [3],
+                ["object", 2],
+                ["no dtype"],
+                ["f4,f4", 2],
+                ["float32", -1],
+                ["float32", 2.0],
+                ["float32", True],
+                ["float32", 2**40, 2**40],
+                ["(9,)f4"],
+                ["float32" * 9],
+            )
+        ),
+    ],
 }
 
 
