@@ -24,11 +24,11 @@ from .hf import (
     ConfigReader,
     Field,
     FolderConfig,
-    Name,
-    Names,
     Only,
     Pretrained,
+    StoredTensor,
     Tokens,
+    WeightMap,
     Written,
     layers,
     reshaped,
@@ -40,6 +40,7 @@ from .nn import (
     Cache,
     Stack,
     causal_mask,
+    check_choice,
     check_heads,
     check_rates,
     check_sizes,
@@ -50,7 +51,7 @@ from .nn import (
     normal_linear,
 )
 
-Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
+Carry = tuple[Array, Cache | None]  # what one block passes to the next: the residual stream [seq, d], and the cache
 
 _FIRST_POSITION = 2  # row of position 0: fairseq counts from the row after that of the padding token, which is 1
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
@@ -86,15 +87,15 @@ class BartConfig(FolderConfig):
     - `dropout`: the rate of what is embedded and of what is added to the residual stream, in [0, 1).
     - `attention_dropout`, `activation_dropout`: the rates of attention weights, and inside the MLPs.
     - `is_scaled`: whether what is looked up in the embedding is multiplied by `sqrt(d_model)`.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where text begins and ends, and what fills it up.
-    - `decoder_start_token_id`: what the decoder is given first.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
+    - `decoder_start_token_id`: the decoder's first token.
     - `forced_bos_token_id`, `forced_eos_token_id`: what generation takes as the first token, and as the last that it has
         room for; None for whatever the model says.
     - `init_std`: standard deviation of the first weights. The published 0.02 is for widths of 768 and more: narrow models
         learn sooner from a larger one.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `generation`: what a folder says of generation, the defaults of `generate`.
-    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+    - `generation`: the folder's defaults for the arguments of `generate`.
+    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, rates outside [0, 1), and another activation.
     """
@@ -130,9 +131,7 @@ class BartConfig(FolderConfig):
         check_heads(self)
         check_heads(self, heads="n_decoder_heads")
         check_rates(self, "dropout", "attention_dropout", "activation_dropout")
-        if self.activation not in _ACTIVATIONS:
-            known = " or ".join(map(repr, _ACTIVATIONS))
-            raise ValueError(f"`activation`: expected {known}, got {self.activation!r}. Pass one of them.")
+        check_choice(self, "activation", _ACTIVATIONS)
 
     def without_dropout(self) -> "BartConfig":
         """The same with all three rates 0."""
@@ -320,7 +319,7 @@ class Bart(EncoderDecoder, Pretrained):
     logits = model(ids, model.shift_right(labels), mask=mask, key=key)
     ```
 
-    `eqx.nn.inference_mode(model)` takes dropout out, and no key is needed then.
+    `eqx.nn.inference_mode(model)` turns dropout off; then no key is needed.
     """
 
     config_class = BartConfig
@@ -383,15 +382,15 @@ class Bart(EncoderDecoder, Pretrained):
         return x * self.config.d_model**0.5 if self.config.is_scaled else x
 
     @staticmethod
-    def names(config: BartConfig) -> Names:
+    def weight_map(config: BartConfig) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
         vocab = config.vocab_size
         copies = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
-        return Names(
+        return WeightMap(
             tensors=[
                 same("model.shared.weight", "embedding.weight"),
-                *_side_names("encoder", config.n_layers, is_decoder=False),
-                *_side_names("decoder", config.n_decoder_layers, is_decoder=True),
+                *_side_tensors("encoder", config.n_layers, is_decoder=False),
+                *_side_tensors("decoder", config.n_decoder_layers, is_decoder=True),
                 reshaped("final_logits_bias", "logits_bias", (1, vocab), (vocab,)),
             ],
             ignored=("model.encoder.version", "model.decoder.version"),
@@ -402,10 +401,10 @@ class Bart(EncoderDecoder, Pretrained):
         )
 
 
-def _side_names(side: str, n_layers: int, *, is_decoder: bool) -> list[Name]:
+def _side_tensors(side: str, n_layers: int, *, is_decoder: bool) -> list[StoredTensor]:
     """The tensors of the encoder or of the decoder, which bear the same name here and there."""
 
-    def attention(disk: str, leaf: str) -> list[Name]:
+    def attention(disk: str, leaf: str) -> list[StoredTensor]:
         roles = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "output"}
         return [name for role, part in roles.items() for name in same_layer(f"{disk}.{role}", f"{leaf}.{part}")]
 

@@ -24,11 +24,11 @@ from .hf import (
     ConfigReader,
     Field,
     FolderConfig,
-    Name,
-    Names,
     Only,
     Pretrained,
+    StoredTensor,
     Tokens,
+    WeightMap,
     Written,
     is_on_disk,
     layers,
@@ -39,6 +39,7 @@ from .hf import (
 from .nn import (
     Attention,
     Stack,
+    check_choice,
     check_heads,
     check_length,
     check_rates,
@@ -77,11 +78,11 @@ class BertConfig(FolderConfig):
     - `layer_norm_eps`: added to the variance.
     - `has_pooler`: whether a `Bert` by itself can `pool`. A classifier always can, a masked language model never, whatever
         this says.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where text begins and ends, and what fills it up.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
     - `init_std`: standard deviation of the first weights. The published 0.02 is for widths of 768 and more: narrow models
         learn sooner from a larger one.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, rates outside [0, 1), and another activation.
     """
@@ -115,9 +116,7 @@ class BertConfig(FolderConfig):
         check_rates(self, "dropout", "attention_dropout")
         if self.classifier_dropout is not None:
             check_rates(self, "classifier_dropout")
-        if self.activation not in _ACTIVATIONS:
-            known = " or ".join(map(repr, _ACTIVATIONS))
-            raise ValueError(f"`activation`: expected {known}, got {self.activation!r}. Pass one of them.")
+        check_choice(self, "activation", _ACTIVATIONS)
 
     def without_dropout(self) -> "BertConfig":
         """The same with all three rates 0."""
@@ -236,7 +235,7 @@ class Bert(Pretrained):
     pooled = model.pool(hidden)  # [d]
     ```
 
-    `eqx.nn.inference_mode(model)` takes dropout out, and no key is needed then.
+    `eqx.nn.inference_mode(model)` turns dropout off; then no key is needed.
 
     `Bert.from_pretrained` also reads the folders of the models with a head, without it; the model can pool where the folder
     has the pooler's weights. For a folder that was saved without them, `transformers` draws new ones.
@@ -326,11 +325,11 @@ class Bert(Pretrained):
         return replace(super().read_config(folder), has_pooler=is_on_disk(folder, cls.weights_name, *names))
 
     @staticmethod
-    def names(config: BertConfig) -> Names:
+    def weight_map(config: BertConfig) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
         pooler = () if config.has_pooler else ("pooler.*",)
-        return Names(
-            tensors=_names(config),
+        return WeightMap(
+            tensors=_tensors(config),
             # A counter in old files, heads of every kind, and a pooler that is not wanted.
             ignored=("embeddings.position_ids", "cls.*", "classifier.*", *pooler),
             aliases=(*_OLD_NORMS, (r"^bert\.", "")),
@@ -340,7 +339,7 @@ class Bert(Pretrained):
 _OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))  # as TensorFlow has them
 
 
-def _names(config: BertConfig) -> list[Name]:
+def _tensors(config: BertConfig) -> list[StoredTensor]:
     block = [
         *same_layer("attention.self.query", "attention.query"),
         *same_layer("attention.self.key", "attention.key"),
@@ -427,11 +426,11 @@ class BertForMaskedLM(Pretrained):
             return hidden @ self.bert.embedding.weight.T + self.logits_bias
 
     @staticmethod
-    def names(config: BertConfig) -> Names:
+    def weight_map(config: BertConfig) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
-        return Names(
+        return WeightMap(
             tensors=[
-                *within("bert.", "bert.", _names(replace(config, has_pooler=False))),
+                *within("bert.", "bert.", _tensors(replace(config, has_pooler=False))),
                 *same_layer("cls.predictions.transform.dense", "transform"),
                 *same_layer("cls.predictions.transform.LayerNorm", "norm"),
                 same("cls.predictions.bias", "logits_bias"),
@@ -503,10 +502,10 @@ class BertForSequenceClassification(Pretrained):
             return linear(self.classifier, pooled)
 
     @staticmethod
-    def names(config: BertConfig) -> Names:
+    def weight_map(config: BertConfig) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
-        names = _names(replace(config, has_pooler=True))
-        return Names(
+        names = _tensors(replace(config, has_pooler=True))
+        return WeightMap(
             tensors=[*within("bert.", "bert.", names), *same_layer("classifier", "classifier")],
             ignored=("bert.embeddings.position_ids",),
             aliases=_OLD_NORMS,

@@ -23,12 +23,12 @@ from .hf import (
     ConfigReader,
     Field,
     FolderConfig,
-    Name,
-    Names,
     Only,
     Pretrained,
     Row,
+    StoredTensor,
     Tokens,
+    WeightMap,
     Written,
     layers,
     same,
@@ -41,6 +41,7 @@ from .nn import (
     causal_mask,
     check_heads,
     check_length,
+    check_patches,
     check_rates,
     check_sizes,
     embed,
@@ -107,7 +108,7 @@ class CLIPTextConfig(FolderConfig):
         first `eos_token_id`; the 2 of old folders, which no tokenizer gave, means its largest id.
     - `init_std`: standard deviation of the first embeddings and positions; that of other weights follows from their sizes.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, a rate outside [0, 1), and an activation that is
     none of the two.
@@ -198,11 +199,7 @@ class CLIPVisionConfig(FolderConfig):
         check_heads(self)
         check_rates(self, "attention_dropout")
         _check_activation(self)
-        if self.patch_size > self.image_size:
-            raise ValueError(
-                f"`patch_size`: expected at most `image_size`={self.image_size}, got {self.patch_size}. Choose smaller "
-                "patches."
-            )
+        check_patches(self)
 
     @property
     def n_patches(self) -> int:
@@ -256,7 +253,7 @@ class CLIPConfig(FolderConfig):
     - `text`, `vision`: the halves.
     - `d_projection`: the width of the space.
     - `init_logit_scale`: the first value of the logarithm by whose exponential similarities are scaled.
-    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
 
     Raises ValueError for a `d_projection` below 1.
     """
@@ -436,17 +433,17 @@ class CLIPText(Pretrained):
         return hidden[jnp.argmax(ids if eos == 2 else ids == eos)]
 
     @staticmethod
-    def names(config: CLIPTextConfig) -> Names:
+    def weight_map(config: CLIPTextConfig) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
-        return Names(
-            tensors=_text_names(config),
+        return WeightMap(
+            tensors=_text_tensors(config),
             ignored=("embeddings.position_ids", "vision_model.*", *_WHOLE),
             # As transformers wrote it before its version 5, and as a whole CLIP has it.
             aliases=((r"^text_model\.", ""),),
         )
 
 
-def _text_names(config: CLIPTextConfig) -> list[Name]:
+def _text_tensors(config: CLIPTextConfig) -> list[StoredTensor]:
     return [
         same("embeddings.token_embedding.weight", "embedding.weight"),
         same("embeddings.position_embedding.weight", "positions"),
@@ -524,16 +521,16 @@ class CLIPVision(Pretrained):
         return self.norm(hidden[0])
 
     @staticmethod
-    def names(config: CLIPVisionConfig) -> Names:
+    def weight_map(config: CLIPVisionConfig) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
-        return Names(
-            tensors=_vision_names(config),
+        return WeightMap(
+            tensors=_vision_tensors(config),
             ignored=("embeddings.position_ids", "text_model.*", *_WHOLE),
             aliases=((r"^vision_model\.", ""),),  # as for the text half
         )
 
 
-def _vision_names(config: CLIPVisionConfig) -> list[Name]:
+def _vision_tensors(config: CLIPVisionConfig) -> list[StoredTensor]:
     return [
         same("embeddings.patch_embedding.weight", "patches.weight"),
         same("embeddings.class_embedding", "class_token"),
@@ -625,13 +622,13 @@ class CLIP(Pretrained):
         return jnp.exp(self.logit_scale) * (images @ texts.T)
 
     @staticmethod
-    def names(config: CLIPConfig) -> Names:
+    def weight_map(config: CLIPConfig) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
-        return Names(
+        return WeightMap(
             tensors=[
-                *within("text_model.", "text.", _text_names(config.text)),
+                *within("text_model.", "text.", _text_tensors(config.text)),
                 *same_layer("text_projection", "text_projection", use_bias=False),
-                *within("vision_model.", "vision.", _vision_names(config.vision)),
+                *within("vision_model.", "vision.", _vision_tensors(config.vision)),
                 *same_layer("visual_projection", "vision_projection", use_bias=False),
                 same("logit_scale", "logit_scale"),
             ],

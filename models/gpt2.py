@@ -21,10 +21,10 @@ from .hf import (
     ConfigReader,
     Field,
     FolderConfig,
-    Names,
     Only,
     Pretrained,
     Tokens,
+    WeightMap,
     Written,
     fused,
     layers,
@@ -48,7 +48,7 @@ from .nn import (
     normal_linear,
 )
 
-Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
+Carry = tuple[Array, Cache | None]  # what one block passes to the next: the residual stream [seq, d], and the cache
 
 
 # Second names of keys, which transformers takes as well.
@@ -72,14 +72,14 @@ class GPT2Config(FolderConfig):
     - `n_layers`, `n_heads`: blocks, and heads in each; `n_heads` divides `d_model`.
     - `embedding_dropout`, `attention_dropout`, `residual_dropout`: rates in [0, 1).
     - `layer_norm_eps`: added to the variance.
-    - `is_tied`: whether the logits are taken with the embedding, and not with a head of their own.
+    - `is_tied`: whether the output head shares the embedding's weight.
     - `has_cross_attention`: whether each block also attends to a memory, as a captioning decoder's do.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where generated text begins and ends, and what fills it up.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
     - `init_std`: standard deviation of the first weights; half of it for positions. The published 0.02 is for widths of
         768 and more: narrow models learn sooner from a larger one.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `generation`: what a folder says of generation, the defaults of `generate`.
-    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+    - `generation`: the folder's defaults for the arguments of `generate`.
+    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, and rates outside [0, 1).
     """
@@ -253,7 +253,7 @@ class GPT2(Decoder, Pretrained):
     logits = jax.vmap(lambda ids, key: model(ids, key=key))(ids, keys)
     ```
 
-    `eqx.nn.inference_mode(model)` takes dropout out, and no key is needed then.
+    `eqx.nn.inference_mode(model)` turns dropout off; then no key is needed.
     """
 
     config_class = GPT2Config
@@ -261,13 +261,12 @@ class GPT2(Decoder, Pretrained):
     architectures = ("GPT2LMHeadModel", "GPT2Model")
 
     embedding: eqx.nn.Embedding
-    # An array and not an `eqx.nn.Embedding`: it is mostly added as a slice, so it must not be split along its rows as a
-    # lookup table is.
+    # An array and not an `eqx.nn.Embedding`: it is mostly read as a slice, so a plan must not split its rows.
     positions: Float[Array, "n_positions d"]
     dropout: eqx.nn.Dropout
     stack: Stack[Block]
     norm: eqx.nn.LayerNorm
-    head: eqx.nn.Linear | None  # None where the logits are taken with the embedding
+    head: eqx.nn.Linear | None  # None if the output head shares the embedding's weight
     config: GPT2Config = eqx.field(static=True)
 
     def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
@@ -302,7 +301,7 @@ class GPT2(Decoder, Pretrained):
         **Arguments:**
 
         - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
-        - `mask`: which of them are tokens, and not padding on either side; None for all. Positions count tokens.
+        - `mask`: False for padding, which may be on either side; None if there is none. Positions count tokens.
         - `memory`, `memory_mask`: what the cross-attentions attend to, and which rows of it; None where there are none.
         - `key`: for dropout; not needed in inference.
 
@@ -366,7 +365,7 @@ class GPT2(Decoder, Pretrained):
         return norm(self.norm, x), cache
 
     @staticmethod
-    def names(config: GPT2Config) -> Names:
+    def weight_map(config: GPT2Config) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf. Its matrices are `[in, out]`, query, key and value in one."""
         block = [
             *same_layer("ln_1", "attention_norm"),
@@ -383,7 +382,7 @@ class GPT2(Decoder, Pretrained):
                 *fused("crossattention.c_attn", ("cross_attention.key", "cross_attention.value"), is_transposed=True),
                 *same_layer("crossattention.c_proj", "cross_attention.output", is_transposed=True),
             ]
-        return Names(
+        return WeightMap(
             tensors=[
                 same("transformer.wte.weight", "embedding.weight"),
                 same("transformer.wpe.weight", "positions"),

@@ -4,7 +4,7 @@ Source: Wang and Komatsuzaki 2021, *GPT-J-6B: A 6 Billion Parameter Autoregressi
 github.com/kingoflolz/mesh-transformer-jax. It differs from that code in the first weights, which are drawn as
 `transformers` draws them.
 
-Dims: seq = tokens of one example, d = width of the model, heads x size = d, pairs = half of the dims of a head that turn.
+Dims: seq = tokens of one example, d = width of the model, heads x size = d, pairs = half of the rotary dims of a head.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ from .hf import (
     ConfigReader,
     Field,
     FolderConfig,
-    Names,
     Only,
     Pretrained,
     Tokens,
+    WeightMap,
     Written,
     layers,
     same,
@@ -48,7 +48,7 @@ from .nn import (
     token_positions,
 )
 
-Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
+Carry = tuple[Array, Cache | None]  # what one block passes to the next: the residual stream [seq, d], and the cache
 Rotation = tuple[Float[Array, "seq 1 pairs"], Float[Array, "seq 1 pairs"]]  # cosines and sines
 
 
@@ -72,15 +72,15 @@ class GPTJConfig(FolderConfig):
     - `d_model`: the width.
     - `d_mlp`: the MLP's inner width; None for four times `d_model`.
     - `n_layers`, `n_heads`: blocks, and heads in each; `n_heads` divides `d_model`.
-    - `rotary_size`: how many dims of each head turn with the position, the first ones; even.
+    - `rotary_size`: how many dims of each head are rotary, the first ones; even.
     - `embedding_dropout`, `attention_dropout`, `residual_dropout`: rates in [0, 1).
     - `layer_norm_eps`: added to the variance.
     - `is_tied`: whether the head's weight is the embedding's. Its bias is its own in either case.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where generated text begins and ends, and what fills it up.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
     - `init_std`: standard deviation of the first weights.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `generation`: what a folder says of generation, the defaults of `generate`.
-    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+    - `generation`: the folder's defaults for the arguments of `generate`.
+    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, a `rotary_size` that is odd or larger than a
     head, and rates outside [0, 1).
@@ -150,20 +150,20 @@ class GPTJConfig(FolderConfig):
 
 
 def rotation(positions: Int[Array, " seq"], size: int) -> Rotation:
-    """Cosines and sines of the angles by which `size / 2` pairs of dims turn at each position; later pairs turn slower."""
+    """Cosines and sines of the rotary angles of `size / 2` pairs of dims; later pairs have lower frequencies."""
     frequencies = 10000.0 ** (-jnp.arange(0, size, 2) / size)
     angles = rearrange(positions[:, None] * frequencies, "seq pairs -> seq 1 pairs")
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def turned(x: Float[Array, "seq heads size"], rotation: Rotation) -> Float[Array, "seq heads size"]:
-    """`x` with the first dims of each head turned: dims 0 and 1 are a pair, 2 and 3 the next."""
+def apply_rotary(x: Float[Array, "seq heads size"], rotation: Rotation) -> Float[Array, "seq heads size"]:
+    """Rotates the first dims of each head: dims 0 and 1 are a pair, 2 and 3 the next."""
     cos, sin = rotation
-    n_turned = 2 * cos.shape[-1]
-    a, b = rearrange(x[..., :n_turned], "seq heads (pairs two) -> two seq heads pairs", two=2)
+    n_rotary = 2 * cos.shape[-1]
+    a, b = rearrange(x[..., :n_rotary], "seq heads (pairs two) -> two seq heads pairs", two=2)
     both = jnp.stack([a * cos - b * sin, b * cos + a * sin])
     both = rearrange(both, "two seq heads pairs -> seq heads (pairs two)").astype(x.dtype)
-    return jnp.concatenate([both, x[..., n_turned:]], axis=-1)
+    return jnp.concatenate([both, x[..., n_rotary:]], axis=-1)
 
 
 def _attention(config: GPTJConfig, key: PRNGKeyArray) -> Attention:
@@ -224,8 +224,8 @@ class Block(eqx.Module):
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         normed = norm(self.norm, x)
         with jax.named_scope("attention"):
-            turn = lambda x: turned(x, rotation)  # noqa: E731
-            mixed, cache = self.attention(normed, mask=mask, turn=turn, cache=cache, key=keys[0])
+            rotary = lambda x: apply_rotary(x, rotation)  # noqa: E731
+            mixed, cache = self.attention(normed, mask=mask, rotary=rotary, cache=cache, key=keys[0])
         with jax.named_scope("mlp"):
             computed = self.mlp(normed)
         return x + (self.dropout(mixed, key=keys[1]) + self.dropout(computed, key=keys[2])), cache
@@ -240,7 +240,7 @@ class GPTJ(Decoder, Pretrained):
     logits = jax.vmap(lambda ids, key: model(ids, key=key))(ids, keys)
     ```
 
-    `eqx.nn.inference_mode(model)` takes dropout out, and no key is needed then.
+    `eqx.nn.inference_mode(model)` turns dropout off; then no key is needed.
     """
 
     config_class = GPTJConfig
@@ -284,12 +284,12 @@ class GPTJ(Decoder, Pretrained):
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
         with jax.named_scope("embedding"):
             x = self.dropout(embed(self.embedding, ids), key=dropout_key)
-        turns = rotation(token_positions(mask, seq, cache), self.config.rotary_size)
-        x, cache = self.stack((x, cache), causal_mask(mask, seq, cache), turns, key=stack_key)
+        angles = rotation(token_positions(mask, seq, cache), self.config.rotary_size)
+        x, cache = self.stack((x, cache), causal_mask(mask, seq, cache), angles, key=stack_key)
         return norm(self.norm, x), cache
 
     @staticmethod
-    def names(config: GPTJConfig) -> Names:
+    def weight_map(config: GPTJConfig) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
         block = [
             *same_layer("ln_1", "norm"),
@@ -300,7 +300,7 @@ class GPTJ(Decoder, Pretrained):
             *same_layer("mlp.fc_in", "mlp.up"),
             *same_layer("mlp.fc_out", "mlp.down"),
         ]
-        return Names(
+        return WeightMap(
             tensors=[
                 *same_layer("transformer.wte", "embedding", use_bias=False),
                 *layers("transformer.h.{}.", "stack.blocks.", config.n_layers, block),

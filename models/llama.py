@@ -4,7 +4,7 @@ Sources: Touvron et al. 2023, *LLaMA* (arXiv:2302.13971) and *Llama 2* (arXiv:23
 Herd of Models* (arXiv:2407.21783); Jiang et al. 2023, *Mistral 7B* (arXiv:2310.06825); *Qwen2* (arXiv:2407.10671); *Qwen3*
 (arXiv:2505.09388). They are one model with a few differences, which `LlamaConfig.model_type` names: Mistral sees a window of
 the last tokens, Qwen2 adds biases to query, key and value, Qwen3 norms each head's queries and keys. As in transformers, and
-unlike Meta's code, a head's first half of dims turns with its second half, and not each even dim with the odd one after it.
+unlike Meta's code, the first half of a head's dims is paired with the second half, not each even dim with the next.
 
 Dims: seq = tokens of one example, d = width of the model, heads x size = width of the queries, groups x size = that of keys
 and values; kinds = ways in which layers are masked (one, or two where only some have a window).
@@ -27,11 +27,11 @@ from .hf import (
     Field,
     FolderConfig,
     ModelType,
-    Names,
     Only,
     Pretrained,
     Row,
     Tokens,
+    WeightMap,
     layers,
     rope_from_hf,
     same,
@@ -43,6 +43,7 @@ from .nn import (
     Llama3Scaling,
     Scaling,
     Stack,
+    apply_rotary,
     causal_mask,
     check_heads,
     check_rates,
@@ -54,10 +55,9 @@ from .nn import (
     normal_linear,
     rotation,
     token_positions,
-    turn,
 )
 
-# What one block hands to the next: the residual stream [seq, d], the cache, and the number of the layer whose turn it is.
+# What one block passes to the next: the residual stream [seq, d], the cache, and the index of the layer.
 Carry = tuple[Array, Cache | None, Array]
 
 _ARCHITECTURES = {
@@ -161,12 +161,12 @@ class LlamaConfig(FolderConfig):
     - `mlp_bias`: whether the MLP's three layers have biases; of LLaMA.
     - `attention_dropout`: rate in [0, 1).
     - `norm_eps`: added to the mean square.
-    - `is_tied`: whether the logits are taken with the embedding, and not with a head of their own.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where generated text begins and ends, and what fills it up.
+    - `is_tied`: whether the output head shares the embedding's weight.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
     - `init_std`: standard deviation of the first weights.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `generation`: what a folder says of generation, the defaults of `generate`.
-    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+    - `generation`: the folder's defaults for the arguments of `generate`.
+    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
 
     Raises ValueError for sizes below 1, heads that do not divide, rates outside [0, 1), and what the `model_type` has not.
     """
@@ -463,8 +463,8 @@ class Block(eqx.Module):
         mask = jax.lax.dynamic_index_in_dim(masks, kinds[layer], keepdims=False)
         with jax.named_scope("attention"):
             normed = norm(self.attention_norm, x)
-            turned = functools.partial(turn, cos=cos, sin=sin)
-            mixed, cache = self.attention(normed, mask=mask, turn=turned, cache=cache, key=key)
+            rotary = functools.partial(apply_rotary, cos=cos, sin=sin)
+            mixed, cache = self.attention(normed, mask=mask, rotary=rotary, cache=cache, key=key)
             x = x + mixed
         with jax.named_scope("mlp"):
             x = x + self.mlp(norm(self.mlp_norm, x))
@@ -489,7 +489,7 @@ class Llama(Decoder, Pretrained):
     embedding: eqx.nn.Embedding
     stack: Stack[Block]
     norm: eqx.nn.RMSNorm
-    head: eqx.nn.Linear | None  # None where the logits are taken with the embedding
+    head: eqx.nn.Linear | None  # None if the output head shares the embedding's weight
     config: LlamaConfig = eqx.field(static=True)
 
     def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
@@ -533,7 +533,7 @@ class Llama(Decoder, Pretrained):
         return _ARCHITECTURES[config.model_type]
 
     @staticmethod
-    def names(config: LlamaConfig) -> Names:
+    def weight_map(config: LlamaConfig) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
         has_bias = config.attention_bias or config.model_type == "qwen2"
         projections = [("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")]
@@ -557,7 +557,7 @@ class Llama(Decoder, Pretrained):
                 *same_layer("self_attn.q_norm", "attention.query_norm", use_bias=False),
                 *same_layer("self_attn.k_norm", "attention.key_norm", use_bias=False),
             ]
-        return Names(
+        return WeightMap(
             tensors=[
                 same("model.embed_tokens.weight", "embedding.weight"),
                 *layers("model.layers.{}.", "stack.blocks.", config.n_layers, block),

@@ -21,10 +21,10 @@ from .hf import (
     ConfigReader,
     Field,
     FolderConfig,
-    Names,
     Only,
     Pretrained,
     Tokens,
+    WeightMap,
     Written,
     layers,
     same,
@@ -35,6 +35,7 @@ from .nn import (
     Cache,
     Stack,
     causal_mask,
+    check_choice,
     check_heads,
     check_rates,
     check_sizes,
@@ -46,7 +47,7 @@ from .nn import (
     normal_linear,
 )
 
-Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
+Carry = tuple[Array, Cache | None]  # what one block passes to the next: the residual stream [seq, d], and the cache
 
 _OFFSET = 2  # rows of the table of positions before the first token's: fairseq counts from the padding id, 1, and skips it
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": lambda x: jax.nn.gelu(x, approximate=False)}
@@ -71,12 +72,12 @@ class OPTConfig(FolderConfig):
     - `has_bias`: whether the linear layers of the blocks have biases.
     - `has_norm_weights`: whether the norms have scales and biases.
     - `attention_dropout`, `residual_dropout`: rates in [0, 1).
-    - `is_tied`: whether the logits are taken with the embedding, and not with a head of their own.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where generated text begins and ends, and what fills it up.
+    - `is_tied`: whether the output head shares the embedding's weight.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
     - `init_std`: standard deviation of the first weights. The paper's is 0.006.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `generation`: what a folder says of generation, the defaults of `generate`.
-    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+    - `generation`: the folder's defaults for the arguments of `generate`.
+    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, an unknown activation, and rates outside [0, 1).
     """
@@ -109,9 +110,7 @@ class OPTConfig(FolderConfig):
         check_sizes(self, "vocab_size", "n_positions", "d_model", "n_layers", "n_heads", *widths)
         check_heads(self)
         check_rates(self, "attention_dropout", "residual_dropout")
-        if self.activation not in _ACTIVATIONS:
-            known = " or ".join(map(repr, _ACTIVATIONS))
-            raise ValueError(f"`activation`: expected {known}, got {self.activation!r}. Pass one of them.")
+        check_choice(self, "activation", _ACTIVATIONS)
 
     def without_dropout(self) -> "OPTConfig":
         """The same with both rates 0."""
@@ -287,7 +286,7 @@ class OPT(Decoder, Pretrained):
     logits = jax.vmap(lambda ids, key: model(ids, key=key))(ids, keys)
     ```
 
-    `eqx.nn.inference_mode(model)` takes dropout out, and no key is needed then.
+    `eqx.nn.inference_mode(model)` turns dropout off; then no key is needed.
     """
 
     config_class = OPTConfig
@@ -296,13 +295,12 @@ class OPT(Decoder, Pretrained):
 
     embedding: eqx.nn.Embedding
     project_in: eqx.nn.Linear | None  # None where the embedding has the model's width
-    # An array and not an `eqx.nn.Embedding`: it is mostly added as a slice, so it must not be split along its rows as a
-    # lookup table is.
+    # An array and not an `eqx.nn.Embedding`: it is mostly read as a slice, so a plan must not split its rows.
     positions: Float[Array, "rows d"]
     stack: Stack[Block]
     norm: eqx.nn.LayerNorm | None
     project_out: eqx.nn.Linear | None
-    head: eqx.nn.Linear | None  # None where the logits are taken with the embedding
+    head: eqx.nn.Linear | None  # None if the output head shares the embedding's weight
     config: OPTConfig = eqx.field(static=True)
 
     def __init__(self, config: OPTConfig, *, key: PRNGKeyArray):
@@ -345,7 +343,7 @@ class OPT(Decoder, Pretrained):
         return x, cache
 
     @staticmethod
-    def names(config: OPTConfig) -> Names:
+    def weight_map(config: OPTConfig) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
         use_bias, is_projected = config.has_bias, config.d_embedding not in (None, config.d_model)
         has_final_norm = config.is_pre_norm and config.has_final_norm
@@ -360,7 +358,7 @@ class OPT(Decoder, Pretrained):
             *same_layer("fc1", "mlp.up", use_bias=use_bias),
             *same_layer("fc2", "mlp.down", use_bias=use_bias),
         ]
-        return Names(
+        return WeightMap(
             tensors=[
                 same("model.decoder.embed_tokens.weight", "embedding.weight"),
                 *([same("model.decoder.project_in.weight", "project_in.weight")] if is_projected else []),

@@ -30,11 +30,11 @@ from .hf import (
     Field,
     FolderConfig,
     ModelType,
-    Name,
-    Names,
     Only,
     Pretrained,
+    StoredTensor,
     Tokens,
+    WeightMap,
     is_tied_on_disk,
     layers,
     same,
@@ -53,7 +53,7 @@ from .nn import (
     normal_linear,
 )
 
-Carry = tuple[Array, Cache | None]  # what one block hands to the next: the residual stream [seq, d], and the cache
+Carry = tuple[Array, Cache | None]  # what one block passes to the next: the residual stream [seq, d], and the cache
 
 _MLPS = ("relu", "gated-gelu", "gated-silu")
 # What each `model_type` means by keys that a `config.json` leaves out, where that is not the config's own default.
@@ -94,15 +94,15 @@ class T5Config(FolderConfig):
         the buckets (a quarter each way in the encoder) are of one distance each, the others of ever longer ranges.
     - `dropout`: the one rate of all dropouts, in [0, 1).
     - `layer_norm_eps`: added to the mean square.
-    - `is_tied`: whether the logits are taken with the embedding, and not with a head of their own, as in version 1.1.
+    - `is_tied`: whether the output head shares the embedding's weight, as in version 1.1.
     - `is_scaled`: whether logits are multiplied by `d_model ** -0.5`; not in version 1.1.
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: where text begins (nothing marks it) and ends, and what fills it up.
-    - `decoder_start_token_id`: what the decoder is given first.
+    - `decoder_start_token_id`: the decoder's first token.
     - `init_factor`: of the standard deviations of the first weights.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `model_type`: `"t5"`, or `"mt5"`, whose logits transformers never scales.
-    - `generation`: what a folder says of generation, the defaults of `generate`.
-    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+    - `generation`: the folder's defaults for the arguments of `generate`.
+    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
 
     Raises ValueError for sizes below 1, rates outside [0, 1), buckets that no distance fits, and an MLP of another kind.
     """
@@ -432,7 +432,7 @@ class T5(EncoderDecoder, Pretrained):
     logits = model(ids, model.shift_right(labels), mask=mask, key=key)
     ```
 
-    `eqx.nn.inference_mode(model)` takes dropout out, and no key is needed then. Examples may be of any length.
+    `eqx.nn.inference_mode(model)` turns dropout off; then no key is needed. Examples may be of any length.
     """
 
     config_class = T5Config
@@ -446,7 +446,7 @@ class T5(EncoderDecoder, Pretrained):
     embedding: eqx.nn.Embedding
     encoder: Side
     decoder: Side
-    head: eqx.nn.Linear | None  # None where the logits are taken with the embedding
+    head: eqx.nn.Linear | None  # None if the output head shares the embedding's weight
     config: T5Config = eqx.field(static=True)
 
     def __init__(self, config: T5Config, *, key: PRNGKeyArray):
@@ -509,14 +509,14 @@ class T5(EncoderDecoder, Pretrained):
         return replace(config, is_tied=is_tied_on_disk(folder, cls.weights_name, "lm_head.weight", "shared.weight"))
 
     @staticmethod
-    def names(config: T5Config) -> Names:
+    def weight_map(config: T5Config) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf. Relative positions are in the first layer of each stack."""
         copies = {"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"}
-        return Names(
+        return WeightMap(
             tensors=[
                 same("shared.weight", "embedding.weight"),
-                *_side_names("encoder", config, is_decoder=False),
-                *_side_names("decoder", config, is_decoder=True),
+                *_side_tensors("encoder", config, is_decoder=False),
+                *_side_tensors("decoder", config, is_decoder=True),
                 *([] if config.is_tied else [same("lm_head.weight", "head.weight")]),
             ],
             # A table that the first files carry, and that nothing reads.
@@ -528,7 +528,7 @@ class T5(EncoderDecoder, Pretrained):
 class T5Encoder(Pretrained):
     """T5's encoder alone, from token ids to a vector each. Called on one example; `jax.vmap` it over a batch.
 
-    `eqx.nn.inference_mode(model)` takes dropout out, and no key is needed then. `T5Encoder.from_pretrained` reads the
+    `eqx.nn.inference_mode(model)` turns dropout off; then no key is needed. `T5Encoder.from_pretrained` reads the
     encoder of a whole T5 too.
     """
 
@@ -575,19 +575,19 @@ class T5Encoder(Pretrained):
         return {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel"}[config.model_type]
 
     @staticmethod
-    def names(config: T5Config) -> Names:
+    def weight_map(config: T5Config) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
-        return Names(
-            tensors=[same("shared.weight", "embedding.weight"), *_side_names("encoder", config, is_decoder=False)],
+        return WeightMap(
+            tensors=[same("shared.weight", "embedding.weight"), *_side_tensors("encoder", config, is_decoder=False)],
             ignored=("decoder.*", "lm_head.weight"),
             copies={"encoder.embed_tokens.weight": "shared.weight"},
         )
 
 
-def _side_names(side: str, config: T5Config, *, is_decoder: bool) -> list[Name]:
+def _side_tensors(side: str, config: T5Config, *, is_decoder: bool) -> list[StoredTensor]:
     """The tensors of the encoder or of the decoder, which bear the same name here and there."""
 
-    def attention(layer: str, disk: str, norm: str, leaf: str) -> list[Name]:
+    def attention(layer: str, disk: str, norm: str, leaf: str) -> list[StoredTensor]:
         roles = {"q": "query", "k": "key", "v": "value", "o": "output"}
         projections = [same(f"{layer}.{disk}.{role}.weight", f"{leaf}.{name}.weight") for role, name in roles.items()]
         return [same(f"{layer}.layer_norm.weight", f"{norm}.weight"), *projections]

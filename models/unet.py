@@ -35,7 +35,7 @@ from .diffusion import (
     sizes,
     upsample,
 )
-from .hf import ConfigReader, Field, FolderConfig, Names, Only, Pretrained, Row
+from .hf import ConfigReader, Field, FolderConfig, Only, Pretrained, Row, WeightMap
 from .nn import Attention, check_rates, check_sizes, linear, norm
 
 _TRANSFORMER_EPS = 1e-6  # of the group norm before attention; the config's is of all others
@@ -106,7 +106,7 @@ class UNetConfig(FolderConfig):
     - `conv_in_kernel`, `conv_out_kernel`: pixels of the first and the last convolution.
     - `sample_size`: pixels of the samples that it was trained on, for pipelines; others can be denoised too.
     - `remat`: whether the backward pass recomputes each residual block and each transformer.
-    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
 
     Raises ValueError for sizes below 1, tuples of another length than `block_channels`, groups and heads that do not
     divide their channels, and rates outside [0, 1).
@@ -553,9 +553,9 @@ class UNet(Pretrained):
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
 
     @staticmethod
-    def names(config: UNetConfig) -> Names:
+    def weight_map(config: UNetConfig) -> WeightMap:
         """Where each tensor of a `UNet2DConditionModel` folder is in the tree."""
-        return _names(config)
+        return _weight_map(config)
 
 
 def _same_size(in_channels: int, out_channels: int, kernel: int, *, key: PRNGKeyArray) -> eqx.nn.Conv2d:
@@ -563,7 +563,7 @@ def _same_size(in_channels: int, out_channels: int, kernel: int, *, key: PRNGKey
 
 
 @functools.cache
-def _names(config: UNetConfig) -> Names:
+def _weight_map(config: UNetConfig) -> WeightMap:
     shapes = eqx.filter_eval_shape(UNet, config, key=jax.eval_shape(lambda: jax.random.key(0)))
     convolutions = r"(?!)" if config.use_linear_projection else r"\.proj_(in|out)\."
-    return Names(mirrored(shapes, convolutions=convolutions))
+    return WeightMap(mirrored(shapes, convolutions=convolutions))

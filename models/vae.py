@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._kinds import NUMBER, POSITIVE
 from .diffusion import Resnet, apply, check_groups, diffusers, mirrored, size_of_sample, sizes, upsample
-from .hf import ConfigReader, Field, FolderConfig, Names, Only, Pretrained, Row
+from .hf import ConfigReader, Field, FolderConfig, Only, Pretrained, Row, WeightMap
 from .nn import Attention, check_sizes
 
 _EPS = 1e-6  # of every norm here
@@ -54,7 +54,7 @@ class VAEConfig(FolderConfig):
     - `has_quant_conv`, `has_post_quant_conv`: whether a 1x1 convolution follows the encoder, precedes the decoder.
     - `sample_size`: pixels of the images that it was trained on, for pipelines; any size can be encoded.
     - `remat`: whether the backward pass recomputes each residual block.
-    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
 
     Raises ValueError for sizes below 1, and for groups that do not divide the channels.
     """
@@ -330,9 +330,9 @@ class VAE(Pretrained):
             return self.decoder(latents if self.post_quant_conv is None else self.post_quant_conv(latents))
 
     @staticmethod
-    def names(config: VAEConfig) -> Names:
+    def weight_map(config: VAEConfig) -> WeightMap:
         """Where each tensor of an `AutoencoderKL` folder is in the tree."""
-        return _names(config)
+        return _weight_map(config)
 
 
 # The spelling of folders that were written before diffusers 0.17, Stable Diffusion's own among them.
@@ -340,6 +340,6 @@ _OLD = (("query", "to_q"), ("key", "to_k"), ("value", "to_v"), ("proj_attn", "to
 
 
 @functools.cache
-def _names(config: VAEConfig) -> Names:
+def _weight_map(config: VAEConfig) -> WeightMap:
     shapes = eqx.filter_eval_shape(VAE, config, key=jax.eval_shape(lambda: jax.random.key(0)))
-    return Names(mirrored(shapes), aliases=tuple((rf"(attentions\.\d+)\.{old}\.", rf"\1.{new}.") for old, new in _OLD))
+    return WeightMap(mirrored(shapes), aliases=tuple((rf"(attentions\.\d+)\.{old}\.", rf"\1.{new}.") for old, new in _OLD))

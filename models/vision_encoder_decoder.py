@@ -20,7 +20,7 @@ from redeqx._tree import map_named, named_leaves
 
 from .generation import Generation, shift_right
 from .gpt2 import GPT2, GPT2Config
-from .hf import ConfigReader, FolderConfig, Names, Pretrained, Tokens, is_on_disk, same_layer, within
+from .hf import ConfigReader, FolderConfig, Pretrained, Tokens, WeightMap, is_on_disk, same_layer, within
 from .nn import Cache, linear, normal_linear
 from .vit import ViT, ViTConfig
 
@@ -33,10 +33,10 @@ class VisionEncoderDecoderConfig(FolderConfig):
 
     - `encoder`, `decoder`: the halves; the decoder has a cross-attention. Where their widths differ, what the encoder makes
         is projected.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where text begins and ends, and what fills it up.
-    - `decoder_start_token_id`: what the decoder is given first.
-    - `generation`: what a folder says of generation, the defaults of `generate`.
-    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
+    - `decoder_start_token_id`: the decoder's first token.
+    - `generation`: the folder's defaults for the arguments of `generate`.
+    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
 
     Raises ValueError for a decoder without a cross-attention.
     """
@@ -121,7 +121,7 @@ class VisionEncoderDecoder(Pretrained):
     logits = jax.vmap(model)(pixels, jax.vmap(model.shift_right)(labels))  # [batch, target, vocab]
     ```
 
-    `eqx.nn.inference_mode(model)` takes dropout out; else a `key` is needed.
+    `eqx.nn.inference_mode(model)` turns dropout off; otherwise a `key` is needed.
     """
 
     config_class = VisionEncoderDecoderConfig
@@ -290,11 +290,11 @@ class VisionEncoderDecoder(Pretrained):
         return replace(config, encoder=replace(config.encoder, has_pooler=has_pooler))
 
     @staticmethod
-    def names(config: VisionEncoderDecoderConfig) -> Names:
+    def weight_map(config: VisionEncoderDecoderConfig) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
-        encoder, decoder = ViT.names(config.encoder), GPT2.names(config.decoder)
+        encoder, decoder = ViT.weight_map(config.encoder), GPT2.weight_map(config.decoder)
         projection = [] if config.encoder.d_model == config.decoder.d_model else ["projection"]
-        return Names(
+        return WeightMap(
             tensors=[
                 *within("encoder.", "encoder.", encoder.tensors),
                 *(name for leaf in projection for name in same_layer("enc_to_dec_proj", leaf)),

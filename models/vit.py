@@ -25,10 +25,10 @@ from .hf import (
     ConfigReader,
     Field,
     FolderConfig,
-    Name,
-    Names,
     Only,
     Pretrained,
+    StoredTensor,
+    WeightMap,
     Written,
     is_on_disk,
     layers,
@@ -36,7 +36,7 @@ from .hf import (
     same_layer,
     within,
 )
-from .nn import Attention, Stack, check_heads, check_rates, check_sizes, linear, norm, normal_linear
+from .nn import Attention, Stack, check_heads, check_patches, check_rates, check_sizes, linear, norm, normal_linear
 
 
 def _side(reader: ConfigReader, key: str, default: int) -> int:
@@ -67,7 +67,7 @@ class ViTConfig(FolderConfig):
     - `init_std`: standard deviation of the first weights. The published 0.02 is for widths of 768 and more: narrow models
         learn sooner from a larger one.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `extra`: keys of a folder's `config.json` that change nothing here, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
 
     Raises ValueError for sizes below 1, a patch larger than the image, heads that do not divide the width, and rates outside
     [0, 1).
@@ -94,11 +94,7 @@ class ViTConfig(FolderConfig):
         check_sizes(self, "image_size", "patch_size", "n_channels", "d_model", "d_ff", "n_layers", "n_heads", "n_classes")
         check_heads(self)
         check_rates(self, "dropout", "attention_dropout")
-        if self.patch_size > self.image_size:
-            raise ValueError(
-                f"`patch_size`: expected at most `image_size`={self.image_size}, got {self.patch_size}. Choose smaller "
-                "patches."
-            )
+        check_patches(self)
 
     @property
     def n_patches(self) -> int:
@@ -284,10 +280,10 @@ class ViT(Pretrained):
         return replace(super().read_config(folder), has_pooler=has_pooler)
 
     @staticmethod
-    def names(config: ViTConfig) -> Names:
+    def weight_map(config: ViTConfig) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
-        return Names(
-            tensors=_names(config),
+        return WeightMap(
+            tensors=_tensors(config),
             # Of classifiers, and a pooler that is not wanted.
             ignored=("classifier.*", *(() if config.has_pooler else ("pooler.*",))),
             aliases=((r"^vit\.", ""),),
@@ -305,7 +301,7 @@ _MODULES = (
 )
 
 
-def _names(config: ViTConfig) -> list[Name]:
+def _tensors(config: ViTConfig) -> list[StoredTensor]:
     d, n_tokens, use_bias = config.d_model, 1 + config.n_patches, config.has_qkv_bias
     block = [
         *same_layer("layernorm_before", "attention_norm"),
@@ -374,8 +370,8 @@ class ViTForImageClassification(Pretrained):
             return linear(self.classifier, hidden[0])
 
     @staticmethod
-    def names(config: ViTConfig) -> Names:
+    def weight_map(config: ViTConfig) -> WeightMap:
         """Where a Hugging Face folder keeps each leaf."""
-        names = _names(replace(config, has_pooler=False))
+        names = _tensors(replace(config, has_pooler=False))
         tensors = [*within("vit.", "vit.", names), *same_layer("classifier", "classifier")]
-        return Names(tensors=tensors, modules=_MODULES)
+        return WeightMap(tensors=tensors, modules=_MODULES)

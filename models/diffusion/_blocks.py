@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from redeqx._tree import is_array_like, named_leaves
 
 from .._kinds import SIZE, kind_of
-from ..hf import ConfigReader, Name, Row, Written, fused, reshaped, same
+from ..hf import ConfigReader, Row, StoredTensor, Written, fused, reshaped, same
 
 DIFFUSERS = "0.36.0"  # `_diffusers_version` of the configs written here: the oldest that the parity tests admit
 
@@ -147,7 +147,7 @@ _SPELLING = (
 )
 
 
-def mirrored(model: Any, *, convolutions: str = r"(?!)") -> list[Name]:
+def mirrored(model: Any, *, convolutions: str = r"(?!)") -> list[StoredTensor]:
     """The table of a model whose tree mirrors its folder.
 
     **Arguments:**
@@ -155,7 +155,7 @@ def mirrored(model: Any, *, convolutions: str = r"(?!)") -> list[Name]:
     - `model`: of arrays or of shapes alone.
     - `convolutions`: a pattern of the paths of linear layers that are convolutions of 1x1 on disk.
     """
-    names: list[Name] = []
+    names: list[StoredTensor] = []
     for leaf, array in named_leaves(model).items():
         if not is_array_like(array):
             continue

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._kinds import COUNT, RATE, Kind
 from ..hf import ConfigReader, Field, FolderConfig, Only, read_config
-from ..nn import check_sizes
+from ..nn import check_choice, check_sizes
 from ._blocks import diffusers
 
 CONFIG = "scheduler_config.json"
@@ -49,7 +49,7 @@ class Scheduler(FolderConfig):
     - `prediction_type`: what a model predicts: "epsilon", the noise; "sample"; or "v_prediction", the velocity between.
     - `clip_range`: to which the predicted sample is clipped either way; None for not at all, as latents have no range.
     - `timestep_spacing`, `steps_offset`: how fewer steps are spread over the timesteps (see `timesteps`).
-    - `extra`: keys of a folder's `scheduler_config.json` that change nothing here, kept to be written back.
+    - `extra`: keys of a folder's `scheduler_config.json` that do not change the scheduler, kept to be written back.
 
     Raises ValueError for a name that is none of these, and for sizes below 1.
     """
@@ -69,15 +69,9 @@ class Scheduler(FolderConfig):
 
     def __post_init__(self):
         check_sizes(self, "n_train_steps")
-        self._check("beta_schedule", _BETAS)
-        self._check("prediction_type", _PREDICTIONS)
-        self._check("timestep_spacing", _SPACINGS)
-
-    def _check(self, name: str, known: tuple[str, ...]) -> None:
-        if getattr(self, name) not in known:
-            raise ValueError(
-                f"`{name}`: expected {' or '.join(map(repr, known))}, got {getattr(self, name)!r}. Pass one of them."
-            )
+        check_choice(self, "beta_schedule", _BETAS)
+        check_choice(self, "prediction_type", _PREDICTIONS)
+        check_choice(self, "timestep_spacing", _SPACINGS)
 
     rows = (
         *diffusers(lambda config: config.class_name),
@@ -262,7 +256,7 @@ class DDPM(Scheduler):
 
     def __post_init__(self):
         super().__post_init__()
-        self._check("variance_type", _VARIANCES)
+        check_choice(self, "variance_type", _VARIANCES)
 
     rows = (*Scheduler.rows, Only("variance_type", *_VARIANCES, name="variance_type"))
 

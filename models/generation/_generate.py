@@ -24,7 +24,7 @@ _NEVER = -1e9  # the score of what cannot be; finite, as in transformers, so tha
 
 @dataclass(frozen=True)
 class _Rules:
-    """What is fixed about one generation: static under jit."""
+    """The options of one generation, static under jit."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -76,7 +76,7 @@ def generate(
     ignore: Sequence[str] = (),
     key: PRNGKeyArray | None = None,
 ) -> Int[Array, "batch new"] | Int[Array, "batch sequences new"]:
-    """The tokens with which a model goes on, `[batch, max_new_tokens]`; after an end-of-text token comes padding.
+    """The tokens that a model generates, `[batch, max_new_tokens]`, padded after an end-of-text token.
 
     The whole batch is one program, which ends when all rows have. It is compiled once for each shape of the inputs: pad
     prompts on the left to a common length. In `pred_fn` it runs on the model's mesh.
@@ -86,7 +86,7 @@ def generate(
 
     **Arguments:**
 
-    - `model`: a decoder (GPT-2, LLaMA, ...) or an encoder-decoder (T5, BART, ...) of redeqx.models. Dropout is taken out.
+    - `model`: a decoder (GPT-2, LLaMA, ...) or an encoder-decoder (T5, BART, ...) of redeqx.models. Dropout is turned off.
     - `inputs`: a batch of prompts `[batch, prompt]`; of encoder-decoders what the encoder takes, token ids or images.
     - `mask`: which of the inputs are tokens, and not padding: on the left of a decoder's prompts (checked where it is a
         numpy array; under jit nobody can).

@@ -1,6 +1,6 @@
-"""`Decoder` and `EncoderDecoder`: being called, and decoding with a cache, as every language model of this folder does.
+"""`Decoder` and `EncoderDecoder`: the call and the cached decoding that all language models here share.
 
-What a family's embedding, blocks and head compute is its own file's. `generate` needs `encode`, `init_cache` and `decode`.
+Each family's own file defines its embedding, blocks and head. `generate` needs `encode`, `init_cache` and `decode`.
 """
 
 from abc import abstractmethod
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
 from ..nn import Cache, check_length
 
-NO_LABEL = -100  # where a label does not count
+NO_LABEL = -100  # a label that is ignored
 
 
 class Decoder(eqx.Module):
@@ -141,7 +141,7 @@ class EncoderDecoder(eqx.Module):
     def encode(
         self, ids: Int[Array, " source"], *, mask: Bool[Array, " source"] | None = None, key: PRNGKeyArray | None = None
     ) -> Float[Array, "source d"]:
-        """What the encoder makes of `ids`, for the decoder to attend to; the arguments are those of a call."""
+        """The encoder's output for `ids`, to which the decoder attends. The arguments are those of a call."""
 
     def init_cache(
         self, length: int, memory: Float[Array, "source d"], memory_mask: Bool[Array, " source"] | None = None

@@ -27,8 +27,8 @@ from ._reader import ConfigReader as ConfigReader
 from ._rope import rope_from_hf as rope_from_hf
 from ._save import save_pretrained as save_pretrained
 from ._weight_map import (
-    Name as Name,
-    Names as Names,
+    StoredTensor as StoredTensor,
+    WeightMap as WeightMap,
     fused as fused,
     layers as layers,
     reshaped as reshaped,

@@ -22,12 +22,12 @@ from redeqx.errors import brief_name
 from redeqx.machine import as_shapes, dry
 
 from ._files import CONFIG, read_config, weights_of
-from ._weight_map import Names
+from ._weight_map import WeightMap
 
 
 def load(
     shapes: Any,
-    names: Names,
+    weight_map: WeightMap,
     folder: Path,
     *,
     stem: str,
@@ -40,7 +40,7 @@ def load(
     **Arguments:**
 
     - `shapes`: the model, of shapes alone.
-    - `names`: which tensor holds which leaves.
+    - `weight_map`: which tensor holds which leaves.
     - `stem`: what the files of weights begin with.
     - `dtype`, `deployer`, `plan`: as for `from_pretrained`.
     """
@@ -55,10 +55,12 @@ def load(
         kept = jnp.dtype(dtype or fields.get("dtype") or fields.get("torch_dtype") or "float32")
         return as_shapes(map_named(lambda _, leaf: _cast(leaf, kept), shapes))
     _check_index(source, folder / f"{stem}{INDEX}")
-    tensors = _match(source, names, wanted, folder / CONFIG)
+    tensors = _match(source, weight_map, wanted, folder / CONFIG)
     if dtype is None:
-        _check_dtypes(source, names)
-    held = {leaf: [parts[i] for parts in tensors[name.disk]] for name in names.tensors for i, leaf in enumerate(name.leaves)}
+        _check_dtypes(source, weight_map)
+    held = {
+        leaf: [parts[i] for parts in tensors[name.disk]] for name in weight_map.tensors for i, leaf in enumerate(name.leaves)
+    }
     dtypes = {leaf: _dtype(parts, dtype) for leaf, parts in held.items()}
     shapes = map_named(
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) if is_array_like(leaf) else leaf, shapes
@@ -67,7 +69,7 @@ def load(
         return as_shapes(shapes)
     if deployer is not None and plan is None:
         plan = deployer.plan(shapes)
-    stacked = {leaf for name in names.tensors if name.n_layers is not None for leaf in name.leaves}
+    stacked = {leaf for name in weight_map.tensors if name.n_layers is not None for leaf in name.leaves}
 
     def read(name: str, leaf: Any) -> Any:
         if not is_array_like(leaf):
@@ -81,7 +83,7 @@ def load(
 
 
 def _check_index(source: Source, index: Path) -> None:
-    """Raises ValueError where a folder has two sets of weights that differ: a file, which is read, and shards."""
+    """Raises ValueError if a folder has both a single file, which is read, and shards that differ from it."""
     if source.path == index or not index.is_file():
         return
     try:
@@ -100,12 +102,12 @@ def _check_index(source: Source, index: Path) -> None:
             )
 
 
-def _check_dtypes(source: Source, names: Names) -> None:
-    """Raises ValueError for floats that no model computes with as they are, where nobody says what they are to become."""
-    wanted = {disk for name in names.tensors for disk in name.on_disk}
+def _check_dtypes(source: Source, weight_map: WeightMap) -> None:
+    """Raises ValueError for floats that need a cast before a model can compute with them."""
+    wanted = {disk for name in weight_map.tensors for disk in name.on_disk}
     kept: dict[str, str] = {}
     for name in source.names():
-        if names.current(name) in wanted:
+        if weight_map.current(name) in wanted:
             kept.setdefault(str(source.view(name).dtype), name)
     narrow = next((dtype for dtype in kept if dtype.startswith("float8")), None)
     if narrow is not None:
@@ -125,21 +127,21 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:
-    """A shape whose floats are of that dtype; anything else as it is."""
+    """The same shape with `dtype` if it is floating; anything else unchanged."""
     if not is_array_like(leaf) or not _is_float(leaf):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
 def _dtype(parts: Sequence[np.ndarray], dtype: Any) -> Any:
-    """The dtype of a leaf: that of the files (the widest, where layers differ) or, of floats, the wanted one."""
+    """The dtype of a leaf: `dtype` for floats if given, otherwise that of the file (the widest if layers differ)."""
     if dtype is not None and all(jnp.issubdtype(part.dtype, jnp.floating) for part in parts):
         return dtype
     return functools.reduce(jnp.promote_types, [part.dtype for part in parts])
 
 
 def _read(view: np.ndarray, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
-    """A leaf from a view of its file, each device reading its own slice of it."""
+    """Reads a leaf from a view of its file; each device reads only its own slice."""
 
     def piece(index: Any) -> np.ndarray:
         # A copy: JAX on CPU would otherwise share the file's pages, and follow whatever happens to the file.
@@ -149,7 +151,7 @@ def _read(view: np.ndarray, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> j
 
 
 def _read_stack(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
-    """A stacked leaf, layer by layer, so that the host holds one layer's tensor at a time and never the stack."""
+    """Reads a stacked leaf layer by layer, so that the host holds one layer's tensor at a time."""
     one, whole = sharding, sharding
     if isinstance(sharding, NamedSharding):
         spec = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))
@@ -159,7 +161,7 @@ def _read_stack(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, shardin
     layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     for i, view in enumerate(views):
         stack = _put(stack, _read(view, layer, one), np.int32(i), whole)
-        stack.block_until_ready()  # else the host would run ahead, and hold all the layers that wait
+        stack.block_until_ready()  # otherwise the host runs ahead and holds every layer in flight
     return jax.device_put(stack, sharding)
 
 
@@ -170,32 +172,34 @@ def _put(stack: jax.Array, layer: jax.Array, i: Any, sharding: Sharding) -> jax.
 
 
 def _match(
-    source: Source, names: Names, wanted: Mapping[str, Any], config_path: Path
+    source: Source, weight_map: WeightMap, wanted: Mapping[str, Any], config_path: Path
 ) -> dict[str, list[Sequence[np.ndarray]]]:
-    """The views of each table entry's tensors, one sequence of leaves a layer, once all of them are known to be right.
+    """Views of each stored tensor's leaves, one sequence a layer, after checking names, shapes and dtypes.
 
     Raises ValueError that lists what is missing, unknown, of another shape, or tied but different.
     """
     spelt: dict[str, str] = {}
     problems = []
     for name in source.names():
-        current = names.current(name)
+        current = weight_map.current(name)
         if current in spelt:
             one, other, both = map(brief_name, (current, spelt[current], name))
             problems.append(f"`{both}`: expected one tensor `{one}`, got `{other}` too.")
         spelt[current] = name
-    needed = {disk for name in names.tensors for disk in name.on_disk}
+    needed = {disk for name in weight_map.tensors for disk in name.on_disk}
     extra = [
         name
         for name in spelt
-        if name not in needed and name not in names.copies and not any(fnmatch.fnmatchcase(name, g) for g in names.ignored)
+        if name not in needed
+        and name not in weight_map.copies
+        and not any(fnmatch.fnmatchcase(name, g) for g in weight_map.ignored)
     ]
     found: dict[str, list[Sequence[np.ndarray]]] = {}
-    for name in names.tensors:
+    for name in weight_map.tensors:
         found[name.disk] = []
         shapes = [wanted[leaf].shape[name.n_layers is not None :] for leaf in name.leaves]
         for disk in name.on_disk:
-            if disk not in spelt and disk in names.zeros and spelt:
+            if disk not in spelt and disk in weight_map.zeros and spelt:
                 dtype = source.view(next(iter(spelt.values()))).dtype  # so that a file of one dtype stays one
                 found[name.disk].append([np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes])
                 continue
@@ -218,9 +222,9 @@ def _match(
         there = brief_name(spelt[name])
         problems.append(f"`{there}`: expected no tensor of this name, got {shape}.{nearest(brief_name(name), missing)}")
     remedy = "This family ties them always: bring the model as a module of your own."
-    if names.untied_by is not None:
-        remedy = f"Set `{names.untied_by}` to false there."
-    for copy, original in names.copies.items():
+    if weight_map.untied_by is not None:
+        remedy = f"Set `{weight_map.untied_by}` to false there."
+    for copy, original in weight_map.copies.items():
         if copy in spelt and original in spelt:
             a, b = source.view(spelt[copy]), source.view(spelt[original])
             if a.shape != b.shape or not _equal(a, b):
@@ -237,7 +241,7 @@ def _match(
 
 
 def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
-    """Whether a tensor of a folder is absent or the same as another; for models whose config does not tell."""
+    """Whether a tensor of a folder is absent or equal to another, for models whose config does not say."""
     source = weights_of(folder, stem)
     if source is None or not {copy, original} <= set(source.names()):
         return True
@@ -246,12 +250,12 @@ def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
 
 
 def is_on_disk(folder: Path, stem: str, *names: str) -> bool:
-    """Whether a folder has a tensor of one of these names; for models whose config does not tell."""
+    """Whether a folder has a tensor of one of these names, for models whose config does not say."""
     source = weights_of(folder, stem)
     return source is not None and not set(names).isdisjoint(source.names())
 
 
 def _equal(a: np.ndarray, b: np.ndarray, rows: int = 1024) -> bool:
-    """Whether two views hold the same values; read a few rows at a time."""
+    """Whether two views hold the same values. Reads a few rows at a time."""
     a, b = np.atleast_1d(a), np.atleast_1d(b)
     return all(np.array_equal(a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows))

@@ -14,11 +14,11 @@ from redeqx.errors import brief
 from ._files import CONFIG, companions, read_config, read_generation, type_key, weights_of
 from ._load import load
 from ._reader import ConfigReader
-from ._weight_map import Names
+from ._weight_map import WeightMap
 
 
 class Pretrained(eqx.Module):
-    """A model that a Hugging Face folder holds. A family's models say which folders, and where each leaf is in them."""
+    """The base of a model that a Hugging Face folder can hold. A subclass names its model types and maps its weights."""
 
     config_class: ClassVar[Any]  # with `from_hf(ConfigReader)`, `to_hf()` and `extra`
     model_types: ClassVar[tuple[str, ...]]  # of `config.json`; of diffusers, its `_class_name`
@@ -28,8 +28,8 @@ class Pretrained(eqx.Module):
     config: eqx.AbstractVar[Any]
 
     @staticmethod
-    def names(config: Any) -> Names:
-        """The table of a model of this config."""
+    def weight_map(config: Any) -> WeightMap:
+        """Which tensor of a folder holds which leaves, for a model of this config."""
         raise NotImplementedError
 
     @classmethod
@@ -58,8 +58,8 @@ class Pretrained(eqx.Module):
                     raise ValueError(f"`{name}`: expected a field of {type(config).__name__}.{nearest(name, fields)}")
             config = replace(config, **changes)
         shapes = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
-        names, stem = cls.names(config), cls.weights_name
-        return load(shapes, names, folder, stem=stem, dtype=dtype, deployer=deployer, plan=plan), config
+        weight_map, stem = cls.weight_map(config), cls.weights_name
+        return load(shapes, weight_map, folder, stem=stem, dtype=dtype, deployer=deployer, plan=plan), config
 
     @classmethod
     def read_config(cls, folder: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Configurations: `config.json` read key by key, each of its kind, and the checks that every family's config makes."""
+"""`ConfigReader`: reads a `config.json` key by key, and checks the type and the range of each value."""
 
 import copy
 import re
@@ -19,7 +19,7 @@ Config = TypeVar("Config")
 
 
 class Extra(dict[str, Any]):
-    """What changes nothing in a model and is written back: keys of `config.json`, and the folder's further `files`.
+    """What does not change a model but is written back: keys of `config.json`, and further files of the folder.
 
     **Arguments:**
 
@@ -33,9 +33,9 @@ class Extra(dict[str, Any]):
 
 
 class ConfigReader:
-    """The keys of one `config.json`. Each is read by name with the value that it has where the file leaves it out.
+    """Reads the keys of one `config.json`, each with the default of an absent key.
 
-    What nobody reads changes nothing in the model; `rest` hands it on, so that it is written back.
+    Keys that are never read do not change the model. `rest` returns them, so that they are written back.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class ConfigReader:
         - `fields`: the parsed file.
         - `path`: of the file, for errors.
         - `generation`: the folder's `generation_config.json`, where there is one.
-        - `n_tensors`: how many tensors the folder has, where they are there: no model has more layers.
-        - `files`: further files of the folder, by name, which are handed on too.
+        - `n_tensors`: number of tensors in the folder, if it has any: no model has more layers.
+        - `files`: content of further files of the folder, by name, for `rest`.
         """
         self._fields = dict(fields)
         self._read = {"architectures", "dtype", "torch_dtype", "model_type", "_class_name"}
@@ -62,7 +62,7 @@ class ConfigReader:
         self.path = path
 
     def aliased(self, aliases: Mapping[str, str]) -> "ConfigReader":
-        """The same keys, those with a second name under their first one; the second is then not written back.
+        """The same reader, with each key that has a second name under its first name. Second names are not written back.
 
         **Arguments:**
 
@@ -85,11 +85,11 @@ class ConfigReader:
         return keys
 
     def part(self, name: str) -> "ConfigReader":
-        """The keys of an object within the file: of one half of a model. Raises where the key is absent or no object."""
+        """A reader of an object within the file. Raises if the key is absent or not an object."""
         return self.within(name, self.get(name, kind=OBJECT))
 
     def within(self, name: str, fields: Mapping[str, Any]) -> "ConfigReader":
-        """The keys of an object that the file has under a name."""
+        """A reader of an object that the file holds under a name."""
         return ConfigReader(fields, f"{self.path}: {name}", n_tensors=self._n_tensors, files=self._files)
 
     def get(self, name: str, default: Any = _MISSING, kind: Kind | None = None) -> Any:
@@ -115,11 +115,11 @@ class ConfigReader:
         return (kind or kind_of(default)).checked(self.path, name, value)
 
     def layers(self, name: str, default: Any) -> int:
-        """As `get`, of a number of layers: at most as many as there are tensors, for each has one at least."""
+        """As `get`, for a number of layers: at most the number of tensors, because each layer has at least one."""
         return self.check_layers(name, self.get(name, default, SIZE))
 
     def check_layers(self, name: str, n_layers: int) -> int:
-        """A number of layers, once it is known to be no more than there are tensors. Raises ValueError otherwise."""
+        """Returns a number of layers. Raises ValueError if it exceeds the number of tensors."""
         most = _MOST_LAYERS if self._n_tensors is None else self._n_tensors
         if n_layers > most:
             there = "" if self._n_tensors is None else ", the number of tensors in the folder"
@@ -127,15 +127,15 @@ class ConfigReader:
         return n_layers
 
     def has(self, name: str) -> bool:
-        """Whether the file has a key, be its value null: some keys mean by null what no other value says."""
+        """Whether the file has a key, even if its value is null: for some keys null differs from absence."""
         return name in self._fields
 
     def only(self, name: str, *accepted: Any, default: Any = _MISSING) -> Any:
-        """The value of a key of which this family implements some values only; the first of `accepted` where it is absent.
+        """The value of a key of which this family implements only some values.
 
         **Arguments:**
 
-        - `default`: what an absent key means, where that is not the first of `accepted`.
+        - `default`: the value of an absent key; the first of `accepted` if not given.
 
         Raises ValueError for any other value, naming the key.
         """
@@ -146,7 +146,7 @@ class ConfigReader:
         return value
 
     def refuse(self, name: str, value: Any, expected: str) -> ValueError:
-        """The error for a key whose value this family does not implement; for checks that `only` cannot say."""
+        """The error for a value that this family does not implement, for checks that `only` cannot express."""
         return ValueError(
             f"`{self.path}`: `{name}`: expected {expected}, which is what this family implements, got {brief(value)}. "
             "Load another checkpoint, or bring the model as a module of your own."

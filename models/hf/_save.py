@@ -20,14 +20,14 @@ from redeqx.machine import dry
 from ..generation import GENERATION
 from ._files import CONFIG, replace_file, replace_json, write_companions
 from ._pretrained import Pretrained
-from ._weight_map import Name, Names
+from ._weight_map import StoredTensor, WeightMap
 
 
 @dataclass(frozen=True)
 class _Saved:
     """A tensor to be written: its shape and dtype now, its values when they are asked for."""
 
-    name: Name
+    name: StoredTensor
     layer: int | None
     leaves: Sequence[Any]
     shape: tuple[int, ...]
@@ -49,9 +49,9 @@ def _layer(stack: jax.Array, i: Any) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
 
 
-def _check_placed(leaves: Mapping[str, Any], names: Names, what: str) -> None:
+def _check_placed(leaves: Mapping[str, Any], weight_map: WeightMap, what: str) -> None:
     """Raises ValueError for an array that the table has no tensor for, or the other way round: nothing is left out."""
-    placed = {leaf for name in names.tensors for leaf in name.leaves}
+    placed = {leaf for name in weight_map.tensors for leaf in name.leaves}
     arrays = [path for path, leaf in leaves.items() if is_array_like(leaf)]
     if adapters := [path for path in arrays if re.search(r"(^|\.)lora_[ab]$", path) and path not in placed]:
         raise ValueError(
@@ -81,15 +81,15 @@ def _check_shapes(model: Any, config: Any) -> None:
             )
 
 
-def to_disk(model: Any, names: Names) -> dict[str, _Saved]:
+def to_disk(model: Any, weight_map: WeightMap) -> dict[str, _Saved]:
     """The tensors of a folder, by name, none of them read yet.
 
     Raises TypeError for a model of shapes alone, ValueError for a leaf that has no place in the table.
     """
     leaves = named_leaves(model)
-    _check_placed(leaves, names, type(model).__name__)
+    _check_placed(leaves, weight_map, type(model).__name__)
     tensors: dict[str, _Saved] = {}
-    for name in names.tensors:
+    for name in weight_map.tensors:
         parts = [leaves[leaf] for leaf in name.leaves]
         for path, part in zip(name.leaves, parts, strict=True):
             if isinstance(part, jax.ShapeDtypeStruct):
@@ -136,7 +136,7 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
     cls, folder = type(model), Path(folder)
     if dry() is not None:
         return folder
-    tensors = to_disk(model, cls.names(config))
+    tensors = to_disk(model, cls.weight_map(config))
     _check_shapes(model, config)
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, _Saved]] = [{}]

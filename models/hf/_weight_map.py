@@ -1,7 +1,7 @@
-"""Name tables: a tensor on disk <-> leaves of the tree <-> how one becomes the other.
+"""Weight maps: which tensor on disk holds which leaves of the tree, and how one is converted to the other.
 
-Owns the entries of a table and the words to write one with. A table is a family's; folders of weights and of adapters use
-it in both directions.
+Owns `WeightMap` and the functions to write one with. Each family has its own; folders of weights and of adapters use it to
+load and to save.
 """
 
 import re
@@ -12,7 +12,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Name:
+class StoredTensor:
     """One tensor on disk, and the leaves of the tree that it holds.
 
     **Arguments:**
@@ -38,25 +38,24 @@ class Name:
 
 
 @dataclass(frozen=True)
-class Names:
-    """The table of one model.
+class WeightMap:
+    """The weight map of one model.
 
     **Arguments:**
 
     - `tensors`: every tensor that is written.
-    - `ignored`: globs of names that files carry and that are no weights: masks, position counters.
-    - `copies`: tensors that may stand in a file beside the one that they are tied to; read only to see that they are the
-        same, never written.
-    - `untied_by`: the key of `config.json` whose value false makes them tensors of their own; None where this family has no
-        such model.
-    - `aliases`: `(pattern, replacement)` of regular expressions that turn the spelling of old files into today's; all are
+    - `ignored`: globs of tensors in files that are not weights: masks, position counters.
+    - `copies`: tensors that a file may repeat beside the tensor to which they are tied. They are never written,
+        and read only to check that both are equal.
+    - `untied_by`: the key of `config.json` that unties them if it is false; None if the family always ties them.
+    - `aliases`: `(pattern, replacement)` of regular expressions that rename tensors of old files to today's names; all are
         applied, in order.
-    - `zeros`: tensors that a file may lack; they are zeros then.
-    - `modules`: `(pattern, replacement)` that turn names on disk into those of transformers' modules in memory, where they
-        differ; adapters of PEFT bear the latter.
+    - `zeros`: tensors that default to zeros if a file lacks them.
+    - `modules`: `(pattern, replacement)` from names on disk to the names of transformers' modules in memory, where these
+        differ; PEFT names its adapters by the latter.
     """
 
-    tensors: Sequence[Name]
+    tensors: Sequence[StoredTensor]
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     untied_by: str | None = None
@@ -65,11 +64,11 @@ class Names:
     modules: tuple[tuple[str, str], ...] = ()
 
     def in_memory(self, disk: str) -> str:
-        """What transformers calls a module in memory, from its name on disk."""
+        """The name of a transformers module in memory, from its name on disk."""
         return _rename(disk, self.modules)
 
     def current(self, name: str) -> str:
-        """Today's spelling of a name in a file."""
+        """Today's name of a tensor in a file."""
         return _rename(name, self.aliases)
 
 
@@ -79,27 +78,27 @@ def _rename(name: str, renamings: Iterable[tuple[str, str]]) -> str:
     return name
 
 
-def same(disk: str, leaf: str) -> Name:
-    """A tensor that is the leaf."""
-    return Name(disk, (leaf,))
+def same(disk: str, leaf: str) -> StoredTensor:
+    """A tensor that equals its leaf."""
+    return StoredTensor(disk, (leaf,))
 
 
-def transposed(disk: str, leaf: str) -> Name:
+def transposed(disk: str, leaf: str) -> StoredTensor:
     """A matrix that is `[in, out]` on disk."""
-    return Name(disk, (leaf,), lambda tensor: (tensor.T,), lambda leaf: leaf.T)
+    return StoredTensor(disk, (leaf,), lambda tensor: (tensor.T,), lambda leaf: leaf.T)
 
 
-def reshaped(disk: str, leaf: str, on_disk: tuple[int, ...], in_tree: tuple[int, ...]) -> Name:
+def reshaped(disk: str, leaf: str, on_disk: tuple[int, ...], in_tree: tuple[int, ...]) -> StoredTensor:
     """A tensor whose dims of size 1 (or whose grouping of dims) differ: a convolution's bias, a class token."""
-    return Name(disk, (leaf,), lambda t: (_view(t, in_tree, on_disk),), lambda leaf: leaf.reshape(on_disk))
+    return StoredTensor(disk, (leaf,), lambda t: (_view(t, in_tree, on_disk),), lambda leaf: leaf.reshape(on_disk))
 
 
 def _view(tensor: np.ndarray, shape: tuple[int, ...], expected: tuple[int, ...]) -> np.ndarray:
-    """`tensor` reshaped, or as it is where it has not the expected shape; the check of shapes then says so."""
+    """`tensor` reshaped; unchanged if its shape is not the expected one, so that the check of shapes reports it."""
     return tensor.reshape(shape) if tensor.shape == expected else tensor
 
 
-def same_layer(disk: str, leaf: str, *, use_bias: bool = True, is_transposed: bool = False) -> list[Name]:
+def same_layer(disk: str, leaf: str, *, use_bias: bool = True, is_transposed: bool = False) -> list[StoredTensor]:
     """The `weight` and `bias` of a layer (linear, norm, embedding).
 
     **Arguments:**
@@ -110,8 +109,8 @@ def same_layer(disk: str, leaf: str, *, use_bias: bool = True, is_transposed: bo
     return [weight, *([same(f"{disk}.bias", f"{leaf}.bias")] if use_bias else [])]
 
 
-def fused(disk: str, layers: Sequence[str], *, use_bias: bool = True, is_transposed: bool = False) -> list[Name]:
-    """The weight and bias of several layers of equal size held as one, their outputs side by side."""
+def fused(disk: str, layers: Sequence[str], *, use_bias: bool = True, is_transposed: bool = False) -> list[StoredTensor]:
+    """The weight and bias of several layers of equal size, stored as one layer with concatenated outputs."""
     n, axis = len(layers), -1 if is_transposed else 0
 
     def cut(tensor: np.ndarray, axis: int) -> list[np.ndarray]:
@@ -119,14 +118,14 @@ def fused(disk: str, layers: Sequence[str], *, use_bias: bool = True, is_transpo
         parts = [slice(i * size, (i + 1) * size) for i in range(n)]
         return [tensor[..., part] if axis == -1 else tensor[part] for part in parts]
 
-    turn = np.transpose if is_transposed else lambda tensor: tensor
-    weight = Name(
+    transpose = np.transpose if is_transposed else lambda tensor: tensor
+    weight = StoredTensor(
         f"{disk}.weight",
         tuple(f"{layer}.weight" for layer in layers),
-        lambda tensor: [turn(part) for part in cut(tensor, axis)],
-        lambda *leaves: np.concatenate([turn(leaf) for leaf in leaves], axis),
+        lambda tensor: [transpose(part) for part in cut(tensor, axis)],
+        lambda *leaves: np.concatenate([transpose(leaf) for leaf in leaves], axis),
     )
-    bias = Name(
+    bias = StoredTensor(
         f"{disk}.bias",
         tuple(f"{layer}.bias" for layer in layers),
         lambda tensor: cut(tensor, 0),
@@ -135,7 +134,7 @@ def fused(disk: str, layers: Sequence[str], *, use_bias: bool = True, is_transpo
     return [weight, bias] if use_bias else [weight]
 
 
-def layers(disk: str, leaf: str, n_layers: int, block: Iterable[Name]) -> list[Name]:
+def layers(disk: str, leaf: str, n_layers: int, block: Iterable[StoredTensor]) -> list[StoredTensor]:
     """The tensors of a stack of `n_layers` blocks.
 
     **Arguments:**
@@ -150,6 +149,6 @@ def layers(disk: str, leaf: str, n_layers: int, block: Iterable[Name]) -> list[N
     ]
 
 
-def within(disk: str, leaf: str, names: Iterable[Name]) -> list[Name]:
-    """The tensors of a part of a model, whose names and paths begin with a prefix each."""
+def within(disk: str, leaf: str, names: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """The tensors of a submodule, each name and path with its prefix."""
     return [replace(name, disk=disk + name.disk, leaves=tuple(leaf + path for path in name.leaves)) for name in names]

@@ -21,7 +21,7 @@ from redeqx.checkpoint import Source, write_tensors
 from redeqx.errors import brief, check_alive
 
 from .._kinds import INTEGER, NUMBER
-from ..hf import ConfigReader, Name, Names, Pretrained, read_config, replace_file, replace_json
+from ..hf import ConfigReader, Pretrained, StoredTensor, WeightMap, read_config, replace_file, replace_json
 from ._adapters import LoraLinear, adapters_of, at_least_float32, check_plain, linears_of, put, within
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
@@ -94,12 +94,12 @@ def _modules(model: PyTree, linears: Mapping[str, eqx.nn.Linear]) -> list[_Modul
             _Module(path, path, (path,), (slice(None),), *reversed(layer.weight.shape[-2:]), stacked=layer.weight.shape[:-2])
             for path, layer in linears.items()
         ]
-    names = type(model).names(model.config)
-    modules = [_module(name, names, linears) for name in names.tensors]
+    weight_map = type(model).weight_map(model.config)
+    modules = [_module(name, weight_map, linears) for name in weight_map.tensors]
     return [module for module in modules if module is not None]
 
 
-def _module(name: Name, names: Names, linears: Mapping[str, eqx.nn.Linear]) -> _Module | None:
+def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, eqx.nn.Linear]) -> _Module | None:
     """The module whose weight a table's entry is; None where it is not that of linear layers."""
     paths = tuple(leaf.removesuffix(".weight") for leaf in name.leaves)
     if not name.disk.endswith(".weight") or any(within(p, "weight") not in name.leaves or p not in linears for p in paths):
@@ -122,7 +122,7 @@ def _module(name: Name, names: Names, linears: Mapping[str, eqx.nn.Linear]) -> _
             n_out, n_in = reversed(on_disk) if is_transposed else on_disk
             rows = tuple(np.array(o[:, 0]) for o, _, _ in parts)
             disk = name.disk.removesuffix(".weight")
-            return _Module(names.in_memory(disk), disk, paths, rows, n_in, n_out, (), name.n_layers, is_transposed)
+            return _Module(weight_map.in_memory(disk), disk, paths, rows, n_in, n_out, (), name.n_layers, is_transposed)
     return None
 
 
@@ -217,7 +217,7 @@ def _targets(model: PyTree, saved: Mapping[_Module, Any]) -> list[str]:
     """`target_modules`: the last parts of the adapted modules' names where those pick no other module, else whole names."""
     adapted = {name for module in saved for name in module.names}
     if isinstance(model, Pretrained):
-        table = type(model).names(model.config).tensors
+        table = type(model).weight_map(model.config).tensors
         layers = {disk.rpartition(".")[0] for name in table for disk in name.on_disk} | adapted
     else:
         layers = set(linears_of(model))
@@ -380,7 +380,7 @@ def _current(model: PyTree, module: str) -> str:
     """Today's spelling of a module's name, as of tensors in old files."""
     if not isinstance(model, Pretrained):
         return module
-    return type(model).names(model.config).current(f"{module}.weight").removesuffix(".weight")
+    return type(model).weight_map(model.config).current(f"{module}.weight").removesuffix(".weight")
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:

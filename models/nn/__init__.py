@@ -11,8 +11,10 @@ from ._attention import (
     token_positions as token_positions,
 )
 from ._checks import (
+    check_choice as check_choice,
     check_heads as check_heads,
     check_length as check_length,
+    check_patches as check_patches,
     check_rates as check_rates,
     check_sizes as check_sizes,
 )
@@ -30,7 +32,7 @@ from ._rope import (
     Llama3Scaling as Llama3Scaling,
     Scaling as Scaling,
     YarnScaling as YarnScaling,
+    apply_rotary as apply_rotary,
     rotation as rotation,
-    turn as turn,
 )
 from ._stack import Stack as Stack

@@ -1,7 +1,7 @@
 """Attention as every family of this folder computes it, and the cache of keys and values that decoding fills.
 
-Owns the four projections, grouped key/value heads, masks and the cache. What turns queries and keys (rotary positions),
-what is added to the scores (relative positions), and how weights are drawn belongs to a family's own file.
+Owns the four projections, grouped key/value heads, masks and the cache. Rotary positions, relative positions and how
+weights are initialised belong to a family's own file.
 
 Dims: seq = queries, source = what is attended to, heads x size = width of the queries, groups x size = that of keys and
 values (kv_heads), length = slots of a cache.
@@ -33,7 +33,7 @@ class Cache(eqx.Module):
     values: Float[Array, "*layers groups length size"]
     mask: Bool[Array, "*length"]  # slots that hold a token; padding and empty slots do not
     index: Int[Array, ""]  # the first slot of the tokens at hand: as many have been filled before
-    layer: Int[Array, ""]  # the layer whose turn it is
+    layer: Int[Array, ""]  # the layer that writes next
     memory: tuple[Array, Array] | None = None  # keys and values of a cross-attention, [layers groups source size] each
     memory_mask: Bool[Array, " source"] | None = None  # positions of the source that hold something; None for all
 
@@ -70,7 +70,7 @@ class Cache(eqx.Module):
     def write(
         self, keys: Float[Array, "groups seq size"], values: Float[Array, "groups seq size"]
     ) -> tuple["Cache", Float[Array, "groups length size"], Float[Array, "groups length size"]]:
-        """The cache with the tokens at hand in it, at the layer whose turn it is; and all keys and values of that layer."""
+        """The cache with the tokens at hand in it, at the layer that writes next; and all keys and values of that layer."""
         start = (self.layer, 0, self.index, 0)
         all_keys = jax.lax.dynamic_update_slice(self.keys, keys[None].astype(self.keys.dtype), start)
         all_values = jax.lax.dynamic_update_slice(self.values, values[None].astype(self.values.dtype), start)
@@ -79,7 +79,7 @@ class Cache(eqx.Module):
         return cache, pick(all_keys), pick(all_values)
 
     def read_memory(self) -> tuple[Float[Array, "groups source size"], Float[Array, "groups source size"]]:
-        """The cross-attention's keys and values at the layer whose turn it was: its self-attention has written already."""
+        """The cross-attention's keys and values at the layer that wrote last: its self-attention has written already."""
         assert self.memory is not None
         keys, values = self.memory
         pick = lambda array: jax.lax.dynamic_index_in_dim(array, self.layer - 1, keepdims=False)  # noqa: E731
@@ -168,7 +168,7 @@ class Attention(eqx.Module):
     n_kv_heads: int = eqx.field(static=True)
     dropout: eqx.nn.Dropout = eqx.nn.Dropout(0.0)
     scale: float | None = eqx.field(static=True, default=None)  # of the scores; size ** -0.5 where None
-    query_norm: eqx.nn.RMSNorm | None = None  # over each head's queries, and keys, before they turn
+    query_norm: eqx.nn.RMSNorm | None = None  # over each head's queries, and keys, before rotary positions
     key_norm: eqx.nn.RMSNorm | None = None
 
     def project_memory(
@@ -185,7 +185,7 @@ class Attention(eqx.Module):
         memory: Float[Array, "source width"] | None = None,
         mask: Bool[Array, "seq source"] | Bool[Array, "1 source"] | None = None,
         bias: Float[Array, "heads seq source"] | None = None,
-        turn: Callable[[Array], Array] | None = None,
+        rotary: Callable[[Array], Array] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "seq d"], Cache | None]:
@@ -196,14 +196,14 @@ class Attention(eqx.Module):
         - `memory`: what is attended to; `x` itself where None, or the cache's memory by `attend_memory`.
         - `mask`: which positions are seen; None for all.
         - `bias`: added to the scores before the softmax.
-        - `turn`: applied to queries and keys `[seq, heads, size]`, as rotary positions are.
+        - `rotary`: applied to queries and keys, `[seq, heads, size]` each.
         - `cache`: then keys and values are written to it, and `source` is its slots.
         - `key`: for dropout of attention weights.
         """
         keys, values = self._keys_and_values(x if memory is None else memory)
         queries = self._queries(x)
-        if turn is not None:
-            queries, keys = turn(queries), turn(keys)
+        if rotary is not None:
+            queries, keys = rotary(queries), rotary(keys)
         keys, values = (rearrange(array, "source groups size -> groups source size") for array in (keys, values))
         if cache is not None:
             cache, keys, values = cache.write(keys, values)
@@ -239,25 +239,25 @@ class Attention(eqx.Module):
         if mask is not None:
             mask = jnp.broadcast_to(mask, (queries.shape[0], keys.shape[1]))[None]
         drops = not self.dropout.inference and self.dropout.p > 0
-        # One query, as in decoding, is no matter for a fused kernel, and that wants another order of a whole cache.
+        # The fused kernel does not pay for one query, as in decoding, and it needs a transposed copy of the whole cache.
         if drops or queries.shape[0] == 1:
-            mixed = self._spelt_out(queries, keys, values, mask, bias, scale, key)
+            mixed = self._unfused(queries, keys, values, mask, bias, scale, key)
         else:
             keys, values = (rearrange(array, "groups source size -> source groups size") for array in (keys, values))
             mixed = jax.nn.dot_product_attention(queries, keys, values, bias, mask, scale=scale)
         return linear(self.output, rearrange(mixed, "seq heads size -> seq (heads size)"))
 
-    def _spelt_out(self, queries, keys, values, mask, bias, scale, key) -> Float[Array, "seq heads size"]:
-        """Attention by its definition, for `jax.nn.dot_product_attention` drops no weights; softmax in float32, as there."""
+    def _unfused(self, queries, keys, values, mask, bias, scale, key) -> Float[Array, "seq heads size"]:
+        """Attention as defined: `jax.nn.dot_product_attention` has no dropout. Softmax is in float32, as there."""
         n_queries, groups = queries.shape[0], self.n_kv_heads
         grouped = rearrange(queries, "seq (groups n) size -> groups size (n seq)", groups=groups)
-        # Products of matrices, keys first: in any other order XLA's CPU compiler transposes a whole cache for each token.
+        # Matmuls with the keys first: in any other order XLA on CPU transposes the whole cache for each token.
         scores = jnp.matmul(keys, grouped, preferred_element_type=jnp.float32) * scale
         scores = rearrange(scores, "groups source (n seq) -> (groups n) seq source", seq=n_queries)
         if bias is not None:
             scores = scores + bias
         if mask is not None:
-            # Finite, as in the fused one: where nothing is seen, all weigh the same, and nothing is NaN.
+            # Finite, as in the fused kernel: a fully masked row has equal weights and is not NaN.
             scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
         weights = self.dropout(jax.nn.softmax(scores).astype(values.dtype), key=key)
         weights = rearrange(weights, "(groups n) seq source -> groups (n seq) source", groups=groups)

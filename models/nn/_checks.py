@@ -1,5 +1,6 @@
 """Checks that the configs of all families share: sizes, heads, dropout rates, and the length of an example."""
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -24,6 +25,22 @@ def check_rates(config: Any, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(config, name) < 1:
             raise ValueError(f"`{name}`: expected a rate in [0, 1), got {getattr(config, name)}. Pass 0 for none.")
+
+
+def check_choice(config: Any, name: str, choices: Iterable[str]) -> None:
+    """Raises ValueError for a field that is none of the choices."""
+    choices, value = tuple(choices), getattr(config, name)
+    if value not in choices:
+        raise ValueError(f"`{name}`: expected {' or '.join(map(repr, choices))}, got {value!r}. Pass one of them.")
+
+
+def check_patches(config: Any) -> None:
+    """Raises ValueError for a patch larger than the image."""
+    if config.patch_size > config.image_size:
+        raise ValueError(
+            f"`patch_size`: expected at most `image_size`={config.image_size}, got {config.patch_size}. "
+            "Choose smaller patches."
+        )
 
 
 def check_length(what: str, length: int, n_positions: int) -> None:

@@ -1,6 +1,6 @@
-"""Rotary positions, and how they are stretched over longer texts than a model was trained on.
+"""Rotary positions, and their scalings for texts longer than those of the training.
 
-Owns the angles, their scalings and the keys of `config.json` that say them. Source: Su et al. 2021, *RoFormer*
+Owns the angles and their scalings. Source: Su et al. 2021, *RoFormer*
 (arXiv:2104.09864).
 
 Dims: seq = tokens of one example, size = width of a head, half = size / 2.
@@ -120,7 +120,7 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 def rotation(
     positions: Int[Array, " seq"], size: int, theta: float, scaling: Scaling | None = None
 ) -> tuple[Float[Array, "seq 1 half"], Float[Array, "seq 1 half"]]:
-    """Cosine and sine of the angles by which the tokens at these positions turn; in float32, for angles grow large.
+    """Cosine and sine of the rotary angles at these positions, in float32 because angles grow large.
 
     **Arguments:**
 
@@ -136,10 +136,12 @@ def rotation(
     return growth * jnp.cos(angles), growth * jnp.sin(angles)
 
 
-def turn(
+def apply_rotary(
     x: Float[Array, "seq heads size"], cos: Float[Array, "seq 1 half"], sin: Float[Array, "seq 1 half"]
 ) -> Float[Array, "seq heads size"]:
-    """Each head of each token turned: the first half of its dims with the second. Source: Su et al. 2021
-    (arXiv:2104.09864), who turn each even dim with the next."""
+    """Rotates each head of each token, pairing the first half of its dims with the second half.
+
+    Source: Su et al. 2021 (arXiv:2104.09864), where each even dim is paired with the next.
+    """
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

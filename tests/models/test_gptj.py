@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redeqx.models.gptj import GPTJ, GPTJConfig, rotation, turned
+from redeqx.models.gptj import GPTJ, GPTJConfig, apply_rotary, rotation
 from redeqx.models.hf._reader import ConfigReader
 from tests.models.families._case import is_shape, random_model
 
@@ -41,7 +41,7 @@ def test_a_token_sees_only_those_before_it():
 def test_pairs_of_neighbours_turn_and_the_rest_stays():
     rng, positions = np.random.default_rng(0), np.array([0, 1, 5, 2047])
     x = rng.normal(size=(4, 2, 16)).astype(np.float32)
-    found = np.asarray(turned(jnp.asarray(x), rotation(jnp.asarray(positions), 6)))
+    found = np.asarray(apply_rotary(jnp.asarray(x), rotation(jnp.asarray(positions), 6)))
     np.testing.assert_array_equal(found[..., 6:], x[..., 6:])
     angles = positions[:, None] * 10000.0 ** (-np.array([0, 2, 4]) / 6)  # in float64
     pairs = (x[..., 0:6:2] + 1j * x[..., 1:6:2]) * np.exp(1j * angles)[:, None]

@@ -15,7 +15,7 @@ import redeqx
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.llama import Llama, LlamaConfig
-from redeqx.models.nn._rope import LinearScaling, Llama3Scaling, YarnScaling, rotation, turn
+from redeqx.models.nn._rope import LinearScaling, Llama3Scaling, YarnScaling, apply_rotary, rotation
 from tests.models.families._case import is_shape, random_model
 
 CONFIG = LlamaConfig(
@@ -79,16 +79,16 @@ def test_a_token_sees_as_many_before_it_as_layers_and_window_allow():
 def test_turning_keeps_lengths_and_sees_only_distances():
     x, y = jax.random.normal(jax.random.key(0), (2, 1, 3, 8))
     at = lambda i: rotation(jnp.array([i]), 8, CONFIG.rope_theta)  # noqa: E731
-    np.testing.assert_array_equal(turn(x, *at(0)), x)
-    np.testing.assert_allclose(jnp.sum(turn(x, *at(9)) ** 2, -1), jnp.sum(x**2, -1), rtol=1e-5)
-    products = [jnp.sum(turn(x, *at(i + 4)) * turn(y, *at(i)), -1) for i in (0, 3, 17)]
+    np.testing.assert_array_equal(apply_rotary(x, *at(0)), x)
+    np.testing.assert_allclose(jnp.sum(apply_rotary(x, *at(9)) ** 2, -1), jnp.sum(x**2, -1), rtol=1e-5)
+    products = [jnp.sum(apply_rotary(x, *at(i + 4)) * apply_rotary(y, *at(i)), -1) for i in (0, 3, 17)]
     for product in products[1:]:
         np.testing.assert_allclose(product, products[0], atol=1e-5)
     # The first dim of a head turns with the first of its second half, by one radian a position.
     unit = jnp.zeros((1, 1, 8)).at[0, 0, 0].set(1.0)
     wanted = np.zeros(8)
     wanted[[0, 4]] = math.cos(1), math.sin(1)
-    np.testing.assert_allclose(turn(unit, *at(1))[0, 0], wanted, atol=1e-6)
+    np.testing.assert_allclose(apply_rotary(unit, *at(1))[0, 0], wanted, atol=1e-6)
 
 
 def test_scalings_keep_high_frequencies_and_divide_low_ones():
@@ -271,7 +271,7 @@ def test_the_attention_factor_of_yarn_grows_queries_and_keys_alike_in_all_direct
     cos, sin = rotation(jnp.arange(40), 8, 10000.0, scaling)
     np.testing.assert_allclose(cos**2 + sin**2, np.full((40, 1, 4), 1.5**2), rtol=1e-5)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 2, 8)), jnp.float32)
-    norms = np.linalg.norm(turn(x, cos, sin), axis=-1)
+    norms = np.linalg.norm(apply_rotary(x, cos, sin), axis=-1)
     np.testing.assert_allclose(norms, 1.5 * np.linalg.norm(x, axis=-1), rtol=1e-5)
 
 

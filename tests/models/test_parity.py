@@ -74,9 +74,9 @@ def test_round_trip(case, folder_of, tmp_path):
     save_pretrained(model, config, tmp_path)
     theirs, ours = load_file(weights_file(folder)), load_file(weights_file(tmp_path))
     assert ours.keys() <= theirs.keys()
-    names = type(model).names(config)
+    weight_map = type(model).weight_map(config)
     for name in theirs.keys() - ours.keys():  # a tied tensor's second copy, or no weight
-        assert name in names.copies or any(fnmatch.fnmatchcase(name, pattern) for pattern in names.ignored), name
+        assert name in weight_map.copies or any(fnmatch.fnmatchcase(name, pattern) for pattern in weight_map.ignored), name
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype
         found, wanted = (np.ravel(x).view(np.uint8) for x in (tensor, theirs[name]))
@@ -115,7 +115,7 @@ def test_gradients(case, folder_of, tmp_path):
         return (call_rows(case, model, case.inputs) * weights).sum()
 
     grads = gradient(model)
-    ours = to_disk(eqx.combine(grads, model), type(model).names(config))
+    ours = to_disk(eqx.combine(grads, model), type(model).weight_map(config))
     scale = max(np.abs(tensor).max() for tensor in theirs.values())
     for name, tensor in ours.items():
         error = np.linalg.norm(np.asarray(tensor) - theirs[name])

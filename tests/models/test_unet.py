@@ -121,7 +121,7 @@ def test_presets_have_the_published_number_of_parameters(config, n):
 
 
 def test_each_leaf_has_one_name_on_disk(model):
-    names = UNet.names(CONFIG).tensors
+    names = UNet.weight_map(CONFIG).tensors
     assert sorted(leaf for name in names for leaf in name.leaves) == sorted(named_leaves(eqx.filter(model, eqx.is_array)))
     on_disk = {name.disk for name in names}
     assert len(on_disk) == len(names)

@@ -104,7 +104,7 @@ def test_the_preset_has_the_published_number_of_parameters():
 
 
 def test_each_leaf_has_one_name_on_disk(model):
-    names = VAE.names(CONFIG).tensors
+    names = VAE.weight_map(CONFIG).tensors
     assert sorted(leaf for name in names for leaf in name.leaves) == sorted(named_leaves(eqx.filter(model, eqx.is_array)))
     assert len({name.disk for name in names}) == len(names)
 

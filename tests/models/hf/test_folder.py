@@ -20,7 +20,7 @@ import redeqx
 from redeqx.models import Decoder, EncoderDecoder, from_pretrained, lora, save_pretrained
 from redeqx.models.bert import Bert
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.models.hf._weight_map import Names
+from redeqx.models.hf._weight_map import WeightMap
 from redeqx.models.t5 import T5
 
 CONFIG = GPT2Config(40, 12, d_model=16, n_layers=3, n_heads=2)
@@ -155,9 +155,9 @@ def test_tokenizers_and_templates_are_written_back(folder, tmp_path):
 
 
 def test_names_in_memory_are_those_on_disk_but_where_a_table_says_otherwise():
-    names = Names(tensors=[], modules=((r"layer\.(\{\}|\d+)\.", r"layers.\1."),))
-    assert names.in_memory("encoder.layer.{}.query") == "encoder.layers.{}.query"
-    assert names.in_memory("encoder.norm") == "encoder.norm"
+    weight_map = WeightMap(tensors=[], modules=((r"layer\.(\{\}|\d+)\.", r"layers.\1."),))
+    assert weight_map.in_memory("encoder.layer.{}.query") == "encoder.layers.{}.query"
+    assert weight_map.in_memory("encoder.norm") == "encoder.norm"
 
 
 def test_dtypes(folder, tmp_path):
