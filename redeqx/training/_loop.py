@@ -123,6 +123,7 @@ class Fit:
         """Train to the end of the fit; returns the metrics of its last evaluation, or else of its last step."""
         options, engine = self.options, self.engine
         engine.run.peers.agree("fit", options.plain)
+        engine.warned.clear()
         with nullcontext() if engine.checkpoints is None else engine.checkpoints.writing():
             while True:
                 try:

@@ -52,7 +52,7 @@ def test_a_peer_that_hangs_is_named(tmp_path):
         assert f"process 1 of 2 is behind, after step {last_whole(tmp_path)}; the last committed step is " in line
     stacks = [line for line in run.lines if line.startswith("[1] ")]
     assert any("in hangs" in line for line in stacks), run.text  # what the thread is at
-    assert any(line.startswith("[0] ") and "in _updates" in line for line in run.lines)
+    assert any(line.startswith("[0] ") and "in updates" in line for line in run.lines)
 
 
 @pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.sweep)])
