@@ -131,7 +131,7 @@ def test_a_detail_that_fails_costs_no_verdict(monkeypatch):
         "train step: temporaries at the peak", "train step: collectives", "train step: bytes read and written",
         "train step: FLOPs", "FLOPs without recomputation", "bytes a device",
     ):  # fmt: skip
-        assert f"{what} " in text and "IndexError: list index out of range (test_dry_run.py:" in text, what
+        assert f"{what} " in text and "IndexError: list index out of range (test_forecast.py:" in text, what
     assert text.splitlines()[-1] == str(expected).splitlines()[-1] and "MiB" in text.splitlines()[-1]
     plain = json.loads(json.dumps(run.to_json()))
     assert plain["needs"] == expected.needs and plain["steps"]["train"]["failed"].keys() == run.steps["train"].failed.keys()
