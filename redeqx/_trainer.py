@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from ._deployer import Deployer
 from ._predictor import Predictor
-from .data import BatchSize, Slice, check_examples, size_of
+from .data import BatchSize, Slice, Workers, check_examples, size_of
 from .dry_run import DryRun, DryRunDone, dry_run
 from .errors import (
     check_alive,
@@ -69,6 +69,11 @@ class Trainer:
     - `on_nonfinite`: what happens to a step whose loss or gradient is not finite: `"raise"` ends training; `"skip"` leaves
         parameters and optimizer state as they were, to the bit, and continues with the next examples. `n_skipped` counts.
     - `max_skipped`: how many steps may be skipped in a row; more raise.
+    - `n_collate_workers`: how many calls of `collate_fn` run at once, ahead of the device; 0 is one, in the thread that
+        prepares batches. The examples and their order stay the same.
+    - `collate_in`: where these calls run: `"threads"`, for a `collate_fn` that spends its time in NumPy, I/O or a tokenizer;
+        or `"processes"`, for one written in Python. Processes need a `collate_fn` and examples that pickle, and a script
+        whose work stands under `if __name__ == "__main__":`.
 
     Raises ValueError where no leaf is trainable.
     """
@@ -90,6 +95,8 @@ class Trainer:
         plan: Plan | None = None,
         on_nonfinite: str = "raise",
         max_skipped: int = 10,
+        n_collate_workers: int = 0,
+        collate_in: str = "threads",
     ):
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f"`on_nonfinite`: expected 'raise' or 'skip', got {on_nonfinite!r}. Pass one of the two.")
@@ -115,6 +122,7 @@ class Trainer:
             parts=parts,
             loss_fn=explained(loss_fn, "loss_fn"),
             collate_fn=collate_fn,
+            workers=Workers(collate_fn, n_collate_workers, collate_in),
             optimizer=optimizer,
             has_state=has_state,
             grad_fn=None if grad_fn is None else explained(grad_fn, "grad_fn"),
@@ -358,6 +366,7 @@ class Trainer:
             save_float_dtype=save_float_dtype,
         )
 
+    @plainly
     def load_ckpt(self, name: str | Path = "last", *, load_opt_states: bool = True) -> None:
         """Loads a checkpoint onto this trainer's mesh, whichever mesh it was saved on.
 

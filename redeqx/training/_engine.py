@@ -3,6 +3,7 @@
 Epochs, schedules of evaluations and saves, and callbacks are the loop's, in `_loop.py`.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -93,6 +94,7 @@ class Engine:
         self._max_skipped = max_skipped
         self._n_skipped_in_a_row = 0
         self._n_passes = 0  # over examples
+        weakref.finalize(self, recipe.workers.close)
         self.checkpoints = None
         if run.workdir is not None:
             self.checkpoints = Checkpoints(run.workdir / "ckpts", run.peers, run.console.info, run=run)
@@ -239,7 +241,7 @@ class Engine:
         """The batch of each step, prepared ahead by a thread; to be closed."""
         self._n_passes += 1
         check = None if self.run.peers.n == 1 else partial(_check_rows, self.run.peers, self._n_passes)
-        return batches(steps, self.recipe.collate_fn, size, self.run.mesh, check)
+        return batches(steps, self.recipe.collate_fn, size, self.run.mesh, check, self.recipe.workers)
 
     @contextmanager
     def updating(self) -> Iterator[None]:

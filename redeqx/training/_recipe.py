@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..data import collated_shapes
+from ..data import Workers, collated_shapes
 from ..partition import Overrides, Plan, make_plan, mark_read
 from ..tracing import Rule, Trace
 from ._program import Program, make_program
@@ -34,6 +34,7 @@ class Recipe:
 
     - `parts`: how the model is taken apart.
     - `loss_fn`, `grad_fn`, `collate_fn`, `optimizer`, `lr_schedule_fn`, `compute_dtype`: as given to the Trainer.
+    - `workers`: call `collate_fn`; they end with the recipe.
     - `has_state`: whether the model has stateful layers.
     - `accumulate`: micro-batches an update.
     - `plan`: the user's own plan; None makes one from the loss.
@@ -43,6 +44,7 @@ class Recipe:
     parts: Parts
     loss_fn: Callable[..., Any]
     collate_fn: Callable[[list], PyTree]
+    workers: Workers
     optimizer: optax.GradientTransformation
     has_state: bool = False
     grad_fn: Callable[..., Any] | None = None

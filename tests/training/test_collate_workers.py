@@ -1,0 +1,51 @@
+"""Workers that collate: the same run as without, and none of them left behind."""
+
+import gc
+import multiprocessing
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+
+EXAMPLES = list(np.random.default_rng(0).normal(size=(44, 4)).astype(np.float32))
+
+
+def loss_fn(model, batch, key):
+    return jnp.mean(jax.vmap(model)(batch) ** 2)
+
+
+def make_trainer(**options):
+    deployer = redeqx.Deployer(verbose=False)
+    model = eqx.nn.MLP(4, 4, 8, 1, key=deployer.next_key())
+    return redeqx.Trainer(deployer, model=model, optimizer=optax.adam(1e-2), collate_fn=np.stack, loss_fn=loss_fn, **options)
+
+
+def trained(**options):
+    trainer = make_trainer(**options)
+    metrics = trainer.fit(EXAMPLES, batch_size=8, n_epochs=2, eval_examples=EXAMPLES)
+    return trainer, metrics, [np.asarray(x) for x in jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))]
+
+
+@pytest.mark.parametrize("where", ["threads", "processes"])
+def test_a_fit_is_the_same_and_its_workers_end_with_the_trainer(where):
+    _, metrics, expected = trained()
+    trainer, found, leaves = trained(n_collate_workers=2, collate_in=where)
+    assert found == metrics
+    assert all(np.array_equal(a, b) for a, b in zip(leaves, expected, strict=True))
+    names = {process.name for process in multiprocessing.active_children()}
+    assert ("redeqx-collate" in names) == (where == "processes")
+    del trainer
+    gc.collect()
+    assert "redeqx-collate" not in {process.name for process in multiprocessing.active_children()}
+
+
+def test_what_is_wrong_is_said_before_any_work():
+    with pytest.raises(ValueError, match="`n_collate_workers`: expected at least 0, got -1"):
+        make_trainer(n_collate_workers=-1)
+    with pytest.raises(ValueError, match='`collate_in`: expected "threads" or "processes", got \'fork\''):
+        make_trainer(n_collate_workers=1, collate_in="fork")
