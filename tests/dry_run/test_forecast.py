@@ -366,7 +366,7 @@ def test_proposals_speak_of_the_scans_that_are_there():
         size = trainer._engine.batch_size(None, 32)
         job = trainer._job(in_order(rows, size), size)
         loops = _dry_run._loops(job, run)
-        assert [text.endswith(f"test_dry_run.py:{line}") for text in loops] == [True] * expected
+        assert [text.endswith(f"test_forecast.py:{line}") for text in loops] == [True] * expected
         code = [setting.code() for setting in _dry_run._candidates(job, run.machine, loops)]
         assert len(code) > 3 and any("jax.checkpoint on the body of the scan at " in each for each in code) == bool(expected)
         assert all("batch_size=32, accumulate_grad_batches=" in each and "per_device" not in each for each in code)
