@@ -1,7 +1,7 @@
 """How a model is split over the mesh: the plan, with a reason for each leaf.
 
-Owns the two rules, the traversal of a model's layers in field order, the dataflow that reads their order from a traced loss,
-and the plan. Knows nothing of optimizers, batches or files. Open `_plan.py` first, then `_rules.py`.
+Owns the two rules, the field-order traversal of a model's layers, the dataflow analysis that reads the order of the layers
+from a traced loss, and the plan. Knows nothing of optimizers, batches or files. Open `_plan.py` first, then `_rules.py`.
 """
 
 from ._dataflow import parts_taken as parts_taken

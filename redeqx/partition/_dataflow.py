@@ -1,16 +1,19 @@
-"""The order of the two rules, read from the traced loss instead of guessed from the fields of a model.
+"""Applies the two rules in the order in which the traced loss computes, instead of the order of a model's fields.
 
-Both rules are one fact: a matmul whose input arrives whole is split along its output (a column), one whose input arrives
-split is split along what it contracts (a row), and its output is whole again. So the jaxpr of the loss is followed,
-abstractly, equation by equation: of each value, which dim is split over the model axis and by which leaf, and, of each value
-that is a parameter seen otherwise (turned, sliced, scaled), which dims of the parameter its dims are. The first use of a
-parameter on data decides it. Names and types play no part: raw arrays, `einsum`, stacks under `scan`, and calls in another
-order than that of the fields are all one.
+Both rules follow from one fact. A matmul whose input is replicated is split along its output dim (a column split). A matmul
+whose input is split is split along the contracted dim (a row split), and its output is replicated again.
 
-A first pass follows the rules. Where values met that were split differently, or whole beside split, the leaves that caused
-it are tried otherwise, and what costs less stays: bytes sent, bytes held and work done more than once (`_flow`).
+So this module follows the jaxpr of the loss, abstractly, equation by equation. For each value it tracks which dim is split
+over the model axis, and which leaf caused that. For each value that is a view of a parameter (transposed, sliced, scaled) it
+tracks which dims of the parameter its dims are. The first use of a parameter with data decides the parameter's split. Names
+and types do not matter: raw arrays, `einsum`, stacks under `scan`, and calls in another order than that of the fields are
+all followed alike.
 
-What cannot be followed stays whole, with a reason that names the primitive.
+A first pass follows the rules. Where values with different splits meet, or a split one meets a replicated one, the leaves
+that caused it are tried with other splits. The cheapest choice wins; the cost is of bytes sent, bytes held and repeated work
+(`_flow`).
+
+What cannot be followed stays replicated, with a reason that names the primitive.
 """
 
 import math
@@ -28,23 +31,22 @@ from ..tracing import Trace, called, insides, scan_counts, view
 from ._flow import Flow, Pass, View
 from ._rules import Split
 
-MAX_TRIALS = 64  # other choices to follow the loss with
-# Elements: leaves smaller than that may stay whole where it costs less, as long as no more of the model stays whole than the
-# walk leaves.
+MAX_TRIALS = 64  # alternative splits to try; each follows the whole loss again
+# Elements. Smaller leaves may stay replicated where that costs less, as long as no more of the model is replicated than the
+# field-order traversal (`_layers.walk`) replicates.
 SMALL = 2**14
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the dataflow says of each leaf that data meets, by its name.
+    """The result of the dataflow analysis for each leaf that is used with data, by the leaf's name.
 
     **Arguments:**
 
-    - `splits`: the dim of the leaf that the model axis splits, counted from its first, and why.
-    - `stacked`: over how many leading dims loops take slices of it.
+    - `splits`: the dim that the model axis splits, counted from the leaf's first dim, and why.
+    - `stacked`: the number of leading dims over which loops slice the leaf.
     - `cost`: of a step, in bytes.
-    - `errors`: how often the form of a primitive was not known, by the primitive and the error; its values count as
-        replicated.
+    - `errors`: how often a primitive had an unknown form, by the primitive and the error. Its values count as replicated.
     """
 
     splits: Mapping[str, Split]
@@ -59,13 +61,15 @@ def order(
     followers: Mapping[str, tuple[str, Sequence[int | None]]] = MappingProxyType({}),
     max_whole: int | None = None,
 ) -> Order:
-    """The order of the rules in a traced loss, whose inputs after the model are data, keys apart.
+    """Applies the rules in the order of a traced loss. All inputs after the model count as data, except PRNG keys.
 
     **Arguments:**
 
     - `n_shards`: size of the model axis.
-    - `followers`: leaves that are cut along with a weight, by name: its name, and for each of their dims that of the weight.
-    - `max_whole`: elements that may stay whole only since that costs less, and not since they must; any number by default.
+    - `followers`: leaves that are split like a weight, by name: the weight's name, and for each dim of the leaf the weight's
+        dim (None for a dim of its own).
+    - `max_whole`: a leaf that could be split is replicated to save cost only while at most so many elements of the model are
+        replicated in all. No limit by default.
     """
     sizes = [math.prod(leaf.shape) for leaf in trace.leaves]
     index = {name: i for i, name in enumerate(trace.names)}
@@ -77,7 +81,7 @@ def order(
         run.hold()
         return run
 
-    # Leaves whose names differ in indices alone, as those of a list of blocks, are decided alike where they were so far.
+    # Leaves whose names differ only in indices (those of a list of blocks) are changed together, if their splits are equal.
     alike: dict[str, list[int]] = {}
     patterns = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in trace.names]
     for i, pattern in enumerate(patterns):
@@ -100,7 +104,7 @@ def order(
         best = trial
         return True
 
-    if best.recurrent:  # together, for each alone would still meet the others' split outputs
+    if best.recurrent:  # all at once: a single replicated one would still meet the split outputs of the others
         attempt(dict.fromkeys(best.recurrent))
     while n_shards > 1 and n_trials < MAX_TRIALS:
         leaf = next((leaf for leaf in best.doubts if patterns[leaf] not in tried), None)
@@ -120,10 +124,15 @@ def order(
 
 
 def products(trace: Trace, n_shards: int, dims: Mapping[str, int | None]) -> Sequence[tuple[Any, int | None, Any]]:
-    """The matmuls and convolutions of a traced loss, where the model axis splits these dims of the leaves.
+    """The matmuls and convolutions of a traced loss, for given splits of the leaves over the model axis.
 
-    Each equation comes with how many shards of that axis compute all of it, None where it is of parameters alone, and so
-    computed by every device; and with the equation whose line of code it has (as `Pass.products`).
+    Returns tuples of the equation; the number of shards of that axis that each compute all of it, or None for a product of
+    parameters alone, which every device computes; and the equation that tells its line of code (as in `Pass.products`).
+
+    **Arguments:**
+
+    - `n_shards`: size of the model axis.
+    - `dims`: the dim of each leaf that the model axis splits, by name; None for a replicated leaf.
     """
     decided = {i: Split(dims.get(name), "") for i, name in enumerate(trace.names)}
     run = Pass(trace.names, trace.leaves, n_shards, {}, _follow, decided=decided)
@@ -132,11 +141,12 @@ def products(trace: Trace, n_shards: int, dims: Mapping[str, int | None]) -> Seq
 
 
 def parts_taken(traced: Any, splits: Sequence[int | None], n_shards: int) -> Mapping[Any, int]:
-    """The values of a closed jaxpr that are split along a dim of which equal parts are taken, and that dim.
+    """The values of a closed jaxpr that are split along a dim and then sliced into equal parts of that dim, each with the
+    dim.
 
     **Arguments:**
 
-    - `splits`: for each of its first inputs, the weights, the dim that the model axis splits.
+    - `splits`: the dim that the model axis splits, for each of the jaxpr's first inputs, which are the weights.
     """
     leaves = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in traced.jaxpr.invars[: len(splits)]]
     decided = {i: Split(dim, "") for i, dim in enumerate(splits)}
@@ -146,7 +156,7 @@ def parts_taken(traced: Any, splits: Sequence[int | None], n_shards: int) -> Map
 
 
 def _run(run: Pass, closed: Any) -> None:
-    """Follow a jaxpr whose inputs are the leaves, then data and keys."""
+    """Follow a jaxpr whose inputs are the leaves, followed by data and PRNG keys."""
     ins = [Flow(views=(View(i, tuple(range(len(leaf.shape)))),), grad=True) for i, leaf in enumerate(run.leaves)]
     rest = closed.jaxpr.invars[len(ins) :]
     ins += [Flow(data=not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) for var in rest]
@@ -154,7 +164,7 @@ def _run(run: Pass, closed: Any) -> None:
 
 
 def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """What is known of an equation's outputs."""
+    """The `Flow` of each output of an equation."""
     name = eqn.primitive.name
     try:
         if (inner := called(eqn)) is not None:
@@ -172,7 +182,7 @@ def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
         if _is_elementwise(eqn):
             return run.meet(eqn, ins)
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        # A form of the primitive that is not known here, as of another version of JAX: a plan is no reason to fail.
+        # An unknown form of the primitive, for example of another version of JAX. Do not fail: its values are replicated.
         run.errors[id(eqn)] = f"{name}: {type(error).__name__}"
     return run.give_up(eqn, ins)
 
@@ -194,13 +204,13 @@ def _dot(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 def _conv(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """By channels, and by the batch; space is never split."""
+    """A convolution: split by channels or by the batch, never by spatial dims."""
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
     (rows, inputs), (kernel_out, kernel_in) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
     out_rows, outputs = numbers.out_spec[:2]
     if eqn.params["batch_group_count"] > 1 or (groups > 1 and groups % run.n):
         return run.give_up(eqn, ins)
-    if groups > 1:  # whole groups on each shard: channels in, kernels and channels out are split together
+    if groups > 1:  # each shard has whole groups: input channels, kernels and output channels are split together
         return run.contract(eqn, ins, [], [{rows: out_rows, inputs: outputs}, {kernel_out: outputs}])
     return run.contract(eqn, ins, [(inputs, kernel_in)], [{rows: out_rows}, {kernel_out: outputs}])
 
@@ -220,7 +230,7 @@ def _reduce(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 def _along(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """What needs one dim whole, and leaves the others as they are: running sums, sorts."""
+    """A cumulative sum or a sort: one dim must not be split; the splits of the other dims stay."""
     axis = eqn.params.get("axis", eqn.params.get("dimension", -1)) % max(1, len(eqn.invars[0].aval.shape))
     if any(run.split(flow)[0] == axis or run.is_open(flow) for flow in ins):
         return run.give_up(eqn, ins)
@@ -228,7 +238,7 @@ def _along(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """A lookup: of rows of an embedding, of a label's logit."""
+    """A lookup, such as rows of an embedding or the logit of a label."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     table, indices = ins
     shape, aval = eqn.invars[0].aval.shape, eqn.outvars[0].aval
@@ -237,11 +247,12 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     others = [i for i in range(len(aval.shape)) if i not in numbers.offset_dims]
     of_indices = dict(zip(range(len(eqn.invars[1].aval.shape) - 1), others, strict=False))
     batches = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    places |= {int(dim): of_indices[of] for dim, of in batches}  # some are numpy's integers
+    places |= {int(dim): of_indices[of] for dim, of in batches}  # some of them are NumPy integers
     looked_up = [dim for dim in numbers.start_index_map if sizes[dim] == 1 != shape[dim]]
     kept = [dim for dim, place in places.items() if aval.shape[place] == shape[dim] > 1]
-    # Positions, and the like: a part of it, in another order. Or a matrix for each token, as of experts: a weight itself,
-    # whose product decides; split by rows each would be summed over the shards.
+    # The result is still a view of the parameter in two cases. Either the indices do not depend on data: this selects a part
+    # of the table in some order, such as positions. Or the lookup selects a matrix for each token, such as an expert's: that
+    # is a weight, and its product decides the split. If the table's rows were split, each matrix would need an all-reduce.
     of_weights = bool(looked_up) and len(kept) > 1 and any(run.could_split(table, shape, dim) for dim in kept)
     if run.is_open(table) and (not indices.data or of_weights):
         source: list[int | None] = [None] * len(aval.shape)
@@ -249,7 +260,8 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
             source[place] = dim if aval.shape[place] == shape[dim] else None
         return [table.seen(source)]
     if run.is_open(table):
-        # What the model itself picks, as an expert's bias, may be split as what it is added to; not so words.
+        # What the model itself selects (an expert's bias) may be split like the value that it is added to. An embedding,
+        # whose indices come from the batch, may not.
         options = [*looked_up, *kept] if indices.grad else looked_up
         if not looked_up:
             run.decide(table, None, "whole: slices of it are taken where data says")
@@ -261,7 +273,7 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
             run.decide(table, dim, f"embedding: {shape[dim]} rows over {run.n} shards")
     dim, cause = run.split(table)
     by, by_cause = run.split(indices)
-    if dim is not None and dim in looked_up:  # each shard looks up what it has
+    if dim is not None and dim in looked_up:  # each shard looks up the rows that it holds
         run.pay("all-reduce", aval)
         dim = None
     elif dim is not None and (dim not in places or aval.shape[places[dim]] != shape[dim]):
@@ -282,7 +294,7 @@ def _why_table_is_whole(run: Pass, table: Flow, n_rows: int) -> str:
 
 
 def _chosen(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """Data chooses among values: among parameters it chooses a parameter, as of a branch under `vmap`."""
+    """Data selects among values. If all of them are parameters, so is the result: a branch under `vmap` does this."""
     cases = ins[1:]
     if any(flow.views for flow in cases) and not any(flow.data for flow in cases):
         return run.meet(eqn.replace(invars=eqn.invars[1:]), cases)
@@ -290,11 +302,11 @@ def _chosen(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 def _joined(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """Arrays one after the other along a dim: where that one is split, the parts change places."""
+    """A concatenation. Along a split dim, the parts move between devices."""
     axis, aval = eqn.params["dimension"], eqn.outvars[0].aval
     splits = [run.split(flow) for flow in ins]
     if not any(flow.data for flow in ins):
-        same = len({view.leaf for flow in ins for view in flow.views}) == 1  # a parameter and turns of itself
+        same = len({view.leaf for flow in ins for view in flow.views}) == 1  # views of one parameter, as in `jnp.roll`
         view = ins[0].views[0] if same and ins[0].views else None
         kept = view and View(view.leaf, tuple(None if i == axis else dim for i, dim in enumerate(view.dims)))
         return [Flow(views=(kept,) if kept else ())]
@@ -309,7 +321,7 @@ def _joined(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 def _updated(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """A part of an array written anew, as a cache is; a dim stays split that the part has whole."""
+    """An update of a slice, as of a cache. A split dim stays split if the update spans all of it."""
     whole, part = (eqn.invars[i].aval.shape for i in (0, 1))
     (dim, cause), (of_part, by_part) = run.split(ins[0]), run.split(ins[1])
     dim, cause = (dim, cause) if dim is not None else (of_part, by_part)
@@ -327,7 +339,7 @@ def _branches(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 def _common(run: Pass, aval: Any, flows: Sequence[Flow]) -> Flow:
-    """A value that comes from either of several: split where all are."""
+    """The value that one of several branches returns: split if all of them return it split along the same dim."""
     splits = {run.split(flow) for flow in flows}
     if len({dim for dim, _ in splits}) == 1:
         dim, cause = splits.pop()
@@ -338,10 +350,10 @@ def _common(run: Pass, aval: Any, flows: Sequence[Flow]) -> Flow:
 
 
 def _loop(run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]) -> list[Flow]:
-    """The outputs of a loop's body, whose carry is split at its end as at its beginning.
+    """The outputs of a loop. Its carry has the same split at the start and at the end of each iteration.
 
-    A carry that begins as a constant may be split from the start, as the body splits it, and one that begins split may be
-    gathered first: where that costs less, it is.
+    A carry that starts as a constant may start with the split that the body gives it. A carry that starts split may be
+    gathered before the loop. Each is done if it costs less.
     """
     key = (id(closed.jaxpr), tuple(consts), tuple(carry), tuple(slices))
     return run.once(key, lambda: _follow_loop(run, closed, consts, carry, slices))
@@ -351,7 +363,7 @@ def _follow_loop(
     run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]
 ) -> list[Flow]:
     start = run.standing()
-    if any(run.is_open(flow) for flow in carry):  # weights that the loop changes: the first iteration decides them
+    if any(run.is_open(flow) for flow in carry):  # parameters in the carry: the first iteration decides their splits
         run.evaluate(closed, [*consts, *carry, *slices])
         begun = {view.leaf for flow in carry for view in flow.views} & run.decided.keys()
         start.decided |= {leaf: run.decided[leaf] for leaf in begun}
@@ -383,7 +395,7 @@ def _follow_loop(
 def _iterate(
     run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]
 ) -> tuple[list[Flow], list[Flow]]:
-    """The outputs of a loop, and what its body makes of the carry before that is brought to how it was."""
+    """The outputs of a loop, and the carry that its body returns, before it is resharded like the carry that it receives."""
     start, carried = run.standing(), list(carry)
     while True:
         outs = run.evaluate(closed, [*consts, *carried, *slices])
@@ -423,7 +435,7 @@ def _scan(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 def _while(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """Counted as one iteration; its condition is a scalar that all devices compute."""
+    """A while loop: its cost is that of one iteration. Its condition is a scalar that all devices compute."""
     condition, body = insides(eqn)
     n_carry = body.kinds.count("carry")
     operands = [ins[i] for i in body.operands]
@@ -432,15 +444,15 @@ def _while(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     return outs
 
 
-# --- values seen otherwise -------------------------------------------------------------------------------------------
-# Each function gives, for every dim of an equation's output, the dim of its operand that is split by splitting it (None for
-# none), and the dims of the output that are equal parts of a dim of the operand.
+# --- views -----------------------------------------------------------------------------------------------------------
+# A view has two properties. `source`: for each dim of the output, the dim of the operand that is split if this dim is split
+# (None where there is none). `parts`: the dims of the output that are an equal part of a dim of the operand, and that dim.
 
 _Seen = tuple[Sequence[int | None], Mapping[int, int]]
 
 
 def _seen(eqn: Any, n: int) -> _Seen | None:
-    """None where the equation is no view; `n` counts the shards."""
+    """`source` and `parts` of a view; None for an equation that is not one. `n` is the number of shards."""
     shapes = [var.aval.shape for var in (*eqn.invars[:1], *eqn.outvars[:1])]
     name = eqn.primitive.name
     if name == "rev":
@@ -458,10 +470,10 @@ def _seen(eqn: Any, n: int) -> _Seen | None:
 
 
 def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """Dims that are taken apart or joined: the first of those on the one side is split by the first on the other.
+    """A reshape. Of dims that are merged or separated, a split of the first operand dim is a split of the first output dim.
 
-    Where the shards do not divide that alone, it may be split together with the next, as two key/value heads over four
-    shards with the queries of each.
+    Where that output dim does not divide over the shards, it may be split together with the next one. An example is two
+    key/value heads over four shards, split together with the queries of each head.
     """
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     source: list[int | None] = [None] * len(after)
@@ -500,7 +512,7 @@ def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 def _divided(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """`jnp.split`: each part as a slice would be."""
+    """`jnp.split`: each part is followed like a slice."""
     outs = []
     for var in eqn.outvars:
         before, after = eqn.invars[0].aval.shape, var.aval.shape
@@ -530,7 +542,7 @@ _EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    """Whether each entry of the outputs comes from the entries in its place, by the shapes: a scalar goes with all."""
+    """Whether each output entry depends only on the input entries at its place, by the shapes. Scalars are broadcast."""
     if not eqn.outvars or eqn.effects:
         return False
     shape = eqn.outvars[0].aval.shape
@@ -546,7 +558,7 @@ def _is_elementwise(eqn: Any) -> bool:
     )
 
 
-# Primitives whose operands may have their output's shape, though entries are mixed.
+# Primitives that are not elementwise, although their operands may have the shape of their output.
 _NOT_ELEMENTWISE = {
     "fft",
     "cholesky",

@@ -1,7 +1,7 @@
-"""What is known of a value of the traced loss, and how the uses of a parameter decide its split.
+"""Tracks how each value of the traced loss is split, and decides the split of a parameter from its uses.
 
-Owns the two rules as they meet values (`Pass.contract`, `Pass.meet`), and what a choice costs. Which primitive does what is
-`_dataflow`'s.
+Owns the two rules as applied to values (`Pass.contract`, `Pass.meet`), and the cost of a choice. `_dataflow` knows what each
+primitive does.
 """
 
 import math
@@ -14,31 +14,31 @@ from jax.extend import core as jex
 
 from ._rules import Split, follow
 
-# What a plan costs, in bytes that a device sends in a step.
-# Of a collective in a ring of n, for each byte of the whole array. A reduce-scatter is an all-gather backwards; `reshard`
-# brings the equal parts of a split dim, as of a fused projection, onto all devices again (`transforms`), and `join` puts
-# split parts one after the other; both forward and backward.
+# The cost of a plan is measured in bytes that a device sends in a step.
+# The cost of a collective over a ring of n devices, for each byte of the full array. An all-gather in the forward pass is a
+# reduce-scatter in the backward pass. `reshard` splits each of the equal parts of a split dim over all devices again, as of
+# a fused projection (`transforms`). `join` concatenates along a split dim. These two count both passes.
 _MOVES: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
     "reshard": lambda n: 2 / n,
     "join": lambda n: 1.0,
 }
-# Of each byte that a leaf keeps whole: itself, its gradient and two moments of it. An axis is raised for memory, so each
-# counts as two that are sent.
+# The cost of each byte of a replicated leaf: the leaf, its gradient and two moments make 4 bytes. Users enlarge an axis to
+# save memory, so each of these counts as two bytes sent.
 _HELD = 8
-_FLOPS_A_BYTE = 1000  # floating point operations in the time of one byte: a published figure of accelerators, about
-_PASSES = 3  # of a matmul in a step: one forward, two backward
+_FLOPS_A_BYTE = 1000  # FLOPs in the time that sending one byte takes: roughly, by published figures of accelerators
+_PASSES = 3  # matmuls in a step for each one of the loss: one forward, two backward
 
 
 @dataclass(frozen=True)
 class View:
-    """A value that is a parameter seen otherwise.
+    """A value that is a view of a parameter: transposed, sliced or scaled.
 
     **Arguments:**
 
-    - `leaf`: which one.
-    - `dims`: for each dim of the value the dim of the leaf that is split by splitting it; None for others.
+    - `leaf`: the index of the parameter among the leaves.
+    - `dims`: for each dim of the value, the dim of the leaf that is split if this dim is split; None where there is none.
     """
 
     leaf: int
@@ -51,17 +51,18 @@ class View:
 
 @dataclass(frozen=True)
 class Flow:
-    """What is known of a value.
+    """The tracked state of a value.
 
     **Arguments:**
 
-    - `dim`: which of its dims the model axis splits; None where it is whole.
-    - `cause`: the leaf that split it, or made it whole.
-    - `views`: the parameters that it is, which know for themselves how they are split.
-    - `tail`: the dim after it that is split with it, where the shards do not divide `dim` alone.
-    - `spread`: dims along which all its entries are alike, so that a shard of it costs nothing.
-    - `data`: whether it depends on data; a parameter that data chooses among others still is a parameter.
-    - `grad`: whether a gradient flows back through it.
+    - `dim`: the dim that the model axis splits; None for a replicated value.
+    - `cause`: the leaf that caused the split, or the replication.
+    - `views`: the parameters that the value is a view of. The splits of these parameters then determine its split, and `dim`
+        and `cause` do not count.
+    - `tail`: a later dim that is split together with `dim`, where `dim` alone does not divide over the shards.
+    - `spread`: dims along which all entries are equal (broadcast), so that slicing costs nothing, also in the gradient.
+    - `data`: whether the value depends on data. A parameter that data selects among others still counts as a parameter.
+    - `grad`: whether a gradient flows back through the value.
     """
 
     dim: int | None = None
@@ -83,30 +84,32 @@ class Flow:
 
 @dataclass
 class _Memo:
-    """What loops were followed to, which stays known when a `Pass` is restored."""
+    """The results of loops that were followed. They are kept when a `Pass` is restored."""
 
     followed: dict[Any, tuple[list[Flow], dict[str, Any], float]] = field(default_factory=dict)
 
 
 @dataclass
 class Pass:
-    """The loss followed once, from its first equation to its last.
+    """One pass over the loss, from its first equation to its last.
 
     **Arguments:**
 
-    - `forced`: the dim of some leaves, whatever the rules say.
-    - `follow`: from an equation and what is known of its inputs to what is known of its outputs.
-    - `decided`: the split of each leaf that data met, with the reason.
-    - `options`: the dims of a leaf that could be split instead.
-    - `doubts`: leaves whose choice cost more than the rules' own collectives, in their order.
-    - `broken`: those among them whose output was needed whole.
-    - `recurrent`: those among them that a loop feeds its own output.
-    - `follows`: leaves that are cut along with another, and for each of their dims that of the other, stacked ones left out.
-    - `products`: each product that was followed, how many shards compute all of it (None for parameters alone), and the
-        equation whose line it has: its own, and a call around it with its own derivative, whose line that derivative has.
+    - `forced`: the dim to split of some leaves, whatever the rules say.
+    - `follow`: a function from an equation and the flows of its inputs to the flows of its outputs.
+    - `decided`: the split of each leaf that was used with data, with the reason.
+    - `options`: the dims along which a leaf could be split instead.
+    - `doubts`: leaves whose split caused more collectives than the rules need, in the order of the loss.
+    - `broken`: the leaves whose split output had to be gathered.
+    - `recurrent`: those of `doubts` whose output a loop passes on to its next iteration.
+    - `follows`: leaves that are split like another leaf: that leaf, and its dim for each of their dims. Stacked dims do not
+        count.
+    - `products`: each product that was followed; the number of shards that each compute all of it (None for a product of
+        parameters alone); and the equation that tells its line of code. A product inside a call with a custom derivative is
+        listed twice, by its own line and by the line of the call, which the derivative's products have.
     - `calls`: the calls that are being followed.
-    - `errors`: the primitive and the error of each equation, by its id, whose form is not known.
-    - `resharded`: values that are split along a dim of which equal parts are taken, and that dim.
+    - `errors`: the primitive and the error of each equation of an unknown form, by the equation's id.
+    - `resharded`: values that are split along a dim and then sliced into equal parts of that dim, with the dim.
     """
 
     names: Sequence[str]
@@ -125,26 +128,26 @@ class Pass:
     errors: dict[int, str] = field(default_factory=dict)
     products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
     calls: tuple[Any, ...] = ()
-    rows: dict[Any, int] = field(default_factory=dict)  # how many weights are split as rows since a value arrived split
+    rows: dict[Any, int] = field(default_factory=dict)  # for each split value: the number of row-split weights that read it
     cost: float = 0.0
     times: int = 1
-    reduced: set[Any] = field(default_factory=set)  # values whose gradient's sum is paid for
+    reduced: set[Any] = field(default_factory=set)  # values whose gradient's all-reduce is already counted
     memo: "_Memo" = field(default_factory=lambda: _Memo())
 
     def standing(self) -> "Pass":
-        """A copy of all that it found so far."""
+        """A snapshot of everything found so far."""
         found = {name: type(value)(value) for name, value in vars(self).items() if isinstance(value, dict | set)}
         return replace(self, **found)
 
     def restore(self, other: "Pass") -> None:
-        """Forget what was found since."""
+        """Return to a snapshot."""
         vars(self).update(vars(other.standing()))
 
     def once(self, key: Any, follow: Callable[[], list[Flow]]) -> list[Flow]:
-        """What `follow` returns, and what it finds, remembered for the same key in the same state.
+        """Memoizes `follow`: what it returns, and what it adds to this pass, for the same key in the same state.
 
-        A loop is followed in several ways. One in another is followed again for each way of that one: without this, the cost
-        would be exponential in the depth.
+        A loop is followed several times, with different splits of its carry, and so are the loops inside it. Without this
+        memo the time would be exponential in the depth.
         """
         calls = tuple(map(id, self.calls))
         state = (frozenset(self.decided.items()), tuple(self.doubts), frozenset(self.stacked.items()), self.times, calls)
@@ -165,11 +168,11 @@ class Pass:
                 for was in (vars(before)[name],)
             }
             self.memo.followed[key, state] = outs, found, self.cost - before.cost
-        self.reduced, self.rows = set(), {}  # they are of the values inside
+        self.reduced, self.rows = set(), {}  # they hold values of the loop's body
         return outs
 
     def evaluate(self, closed: Any, ins: Sequence[Flow]) -> list[Flow]:
-        """What is known of a closed jaxpr's outputs."""
+        """The flows of a closed jaxpr's outputs."""
         jaxpr = closed.jaxpr
         env: dict[Any, Flow] = dict.fromkeys(jaxpr.constvars, Flow())
         env.update(zip(jaxpr.invars, ins, strict=True))
@@ -181,10 +184,10 @@ class Pass:
             env.update(zip(eqn.outvars, (replace(out, data=False) if out.views else out for out in outs), strict=True))
         return [Flow() if isinstance(atom, jex.Literal) else env[atom] for atom in jaxpr.outvars]
 
-    # --- what a value is -----------------------------------------------------------------------------------------------
+    # --- the state of a value ------------------------------------------------------------------------------------------
 
     def split(self, flow: Flow) -> tuple[int | None, int | None]:
-        """The dim that is split, and the leaf that did it."""
+        """The dim that is split, and the leaf that caused it."""
         if not flow.views:
             return flow.dim, flow.cause
         for view in flow.views:
@@ -194,24 +197,24 @@ class Pass:
         return None, None
 
     def is_open(self, flow: Flow) -> bool:
-        """Whether it is a parameter that nothing has decided yet."""
+        """Whether the value is a view of a parameter whose split is not decided yet."""
         return any(view.leaf not in self.decided for view in flow.views)
 
     def name(self, leaf: int | None) -> str:
         return "" if leaf is None else f"`{self.names[leaf].removesuffix('.weight')}`"
 
-    # --- what happens to it --------------------------------------------------------------------------------------------
+    # --- costs and decisions -------------------------------------------------------------------------------------------
 
     def pay(self, kind: str, aval: Any) -> None:
         self.cost += self.times * _MOVES[kind](self.n) * math.prod(aval.shape) * aval.dtype.itemsize
 
     def compute_whole(self, aval: Any, n_summed: int) -> None:
-        """A product that every device computes whole, where each could do its share."""
+        """Add the cost of a product that every device computes in full, instead of its share."""
         flops = 2 * _PASSES * math.prod(aval.shape) * n_summed
         self.cost += self.times * (1 - 1 / self.n) * flops / _FLOPS_A_BYTE
 
     def hold(self) -> None:
-        """The leaves that stay whole."""
+        """Add the cost of the replicated leaves."""
         for i, split in self.decided.items():
             if split.dim is None:
                 self.cost += (1 - 1 / self.n) * _HELD * math.prod(self.leaves[i].shape) * self.leaves[i].dtype.itemsize
@@ -220,7 +223,7 @@ class Pass:
         self.doubts.update(dict.fromkeys(leaf for leaf in leaves if leaf is not None))
 
     def decide(self, flow: Flow, dim: int | None, reason: str) -> None:
-        """Each open parameter that a value is gets split where dim `dim` of the value is."""
+        """Decide the split of each undecided parameter that the value is a view of: along dim `dim` of the value."""
         for view in flow.views:
             if view.leaf not in self.decided:
                 self.decided[view.leaf] = Split(None if dim is None else view.dims[dim], reason)
@@ -233,7 +236,7 @@ class Pass:
         self.decide(flow, None if dim is None else flow.views[0].dims.index(dim), split.reason)
 
     def choose(self, flow: Flow, shape: Sequence[int], dims: Sequence[int]) -> int | None:
-        """The first of some dims of an open parameter that can be split, or the one that is forced."""
+        """The first of these dims along which an undecided parameter can be split, or the forced one; None without one."""
         view = next(view for view in flow.views if view.leaf not in self.decided)
         possible = [i for i in dims if shape[i] and shape[i] % self.n == 0 and self.divides(view, i)]
         self.options[view.leaf] = tuple(dim for i in possible if (dim := view.dims[i]) is not None)
@@ -243,11 +246,11 @@ class Pass:
         return possible[0] if possible else None
 
     def could_split(self, flow: Flow, shape: Sequence[int], dim: int) -> bool:
-        """Whether an open parameter could be split along a dim of its value."""
+        """Whether an undecided parameter could be split along a dim of the value."""
         return shape[dim] % self.n == 0 and any(self.divides(view, dim) for view in flow.views)
 
     def divides(self, view: View, dim: int) -> bool:
-        """Whether the leaf can be split where dim `dim` of its view is, which may be a part of one of its own."""
+        """Whether the leaf can be split along dim `dim` of the view. That may be only a part of a dim of the leaf."""
         of = view.dims[dim]
         return of is not None and self.leaves[view.leaf].shape[of] % self.n == 0
 
@@ -258,13 +261,13 @@ class Pass:
         if self.is_forced(flow):
             return "whole: costs less than any split of it, which what follows would have to undo"
         for view in flow.views:
-            if len(own := self.leaves[view.leaf].shape) == 1 and own[0] % self.n:  # a vector that holds weights
+            if len(own := self.leaves[view.leaf].shape) == 1 and own[0] % self.n:  # a flat vector of weights
                 padded = -(-own[0] // self.n) * self.n
                 return f"whole: {own[0]} entries do not divide over {self.n} shards; a vector padded to {padded} would"
         return f"whole: no dim of {' x '.join(str(shape[i]) for i in sorted(dims))} divides over {self.n} shards"
 
     def gather(self, aval: Any, flow: Flow) -> Flow:
-        """The value, whole."""
+        """The value after an all-gather; the value itself if it is not split."""
         dim, cause = self.split(flow)
         if dim is None:
             return flow
@@ -274,29 +277,31 @@ class Pass:
         return replace(flow, dim=None, views=(), tail=None)
 
     def cut(self, atom: Any, flow: Flow, dim: int) -> None:
-        """A whole value is read by shards: that is free, but its gradient is gathered."""
+        """Add the cost of slicing a replicated value: slicing is free, but its gradient needs an all-gather."""
         if flow.data and flow.grad and dim not in flow.spread:
             self.pay("all-gather", atom.aval)
 
     def sum_gradient(self, atom: Any, flow: Flow) -> None:
-        """A whole value is read by all shards for different ends: its gradient is summed, once for all of them."""
+        """Add the cost of a replicated value that each shard uses for another part of the output: one all-reduce of its
+        gradient, however many equations read it."""
         if flow.data and flow.grad and atom not in self.reduced:
             self.reduced.add(atom)
             self.pay("all-reduce", atom.aval)
 
     def see(self, eqn: Any, flow: Flow, source: Sequence[int | None], parts: Mapping[int, int]) -> Flow:
-        """A value seen otherwise.
+        """The flow of an equation's output that is a view of its operand.
 
         **Arguments:**
 
-        - `source`: for each dim of the output the dim of the operand that is split by splitting it, None for none.
-        - `parts`: dims of the output that are equal parts of a dim of the operand, and of which.
+        - `source`: for each dim of the output, the dim of the operand that is split if this dim is split; None where there
+            is none.
+        - `parts`: the dims of the output that are an equal part of a dim of the operand, and that dim.
         """
         dim, cause = self.split(flow)
         aval = eqn.outvars[0].aval
         repeated = eqn.primitive.name in ("broadcast_in_dim", "expand_dims")
         if flow.views and len(eqn.invars[0].aval.shape) == 1 and aval.shape and aval.shape[0] % self.n == 0:
-            source = [0 if i == 0 else of for i, of in enumerate(source)]  # parts of a vector change places
+            source = [0 if i == 0 else of for i, of in enumerate(source)]  # parts of a vector, maybe in another order
         new = [i for i, d in enumerate(source) if repeated and (d is None or eqn.invars[0].aval.shape[d] != aval.shape[i])]
         if dim is not None and dim not in source:
             out = next((i for i, of in parts.items() if of == dim), None)
@@ -310,14 +315,14 @@ class Pass:
         return flow.seen(source, new)
 
     def meet(self, eqn: Any, ins: Sequence[Flow]) -> list[Flow]:
-        """An elementwise equation: a dim that is split in one operand is split in all."""
+        """An elementwise equation: a dim that is split in one operand is split in all operands."""
         shape = eqn.outvars[0].aval.shape
         full = [i for i, atom in enumerate(eqn.invars) if len(atom.aval.shape) == len(shape) > 0]
         spreads = {
             i: ins[i].spread | {dim for dim, size in enumerate(eqn.invars[i].aval.shape) if size != shape[dim]} for i in full
         }
         alike = frozenset(range(len(shape))).intersection(*spreads.values())
-        if not any(ins[i].data for i in full):  # parameters alone: what comes out is one, seen otherwise
+        if not any(ins[i].data for i in full):  # parameters alone: the output is a view of them
             views = tuple(
                 View(view.leaf, tuple(None if dim in spreads[i] else of for dim, of in enumerate(view.dims)))
                 for i in full
@@ -340,7 +345,7 @@ class Pass:
         return [Flow(dim=dim, cause=cause, spread=alike, tail=tail) for _ in eqn.outvars]
 
     def decide_beside(self, eqn: Any, flow: Flow, shape: Sequence[int], dim: int | None, cause: int | None) -> None:
-        """A parameter that is added to data, or multiplies it entry by entry, as a bias or a scale."""
+        """Decide the split of a parameter that is combined with data elementwise, such as a bias or a scale."""
         with_ = "added to" if eqn.primitive.name in ("add", "add_any", "sub") else "meets entry by entry"
         if dim is None:
             self.decide(flow, None, f"whole: {with_} a value that is whole")
@@ -350,8 +355,8 @@ class Pass:
             self.decide(flow, None, f"whole: {with_} a value that is split along another dim, by {self.name(cause)}")
 
     def give_up(self, eqn: Any, ins: Sequence[Flow]) -> list[Flow]:
-        """An equation that is not followed gets whole values and gives whole values."""
-        if not any(flow.data for flow in ins):  # as a decomposition of a weight, which may become products
+        """An equation that is not followed: its inputs are gathered, and its outputs count as replicated."""
+        if not any(flow.data for flow in ins):  # a decomposition of a weight, say, which XLA may expand to products
             self.products.update({(id(eqn), id(at)): (eqn, None, at) for at in (eqn, *self.calls)})
         for atom, flow in zip(eqn.invars, ins, strict=True):
             self.gather(atom.aval, flow)
@@ -365,9 +370,9 @@ class Pass:
 
         **Arguments:**
 
-        - `pairs`: dims of the operands that are summed over together.
-        - `outs`: for each operand, from those of its dims that are in the output to where they are; a dim of both operands
-            in one place is a batch.
+        - `pairs`: the contracted dims, one of each operand.
+        - `outs`: for each operand, the output dim of each of its dims that is not contracted. A batch dim is one that both
+            operands map to the same output dim.
         """
         summed = [dict(pairs), {b: a for a, b in pairs}]
         places = [{place: dim for dim, place in out.items()} for out in outs]
@@ -376,17 +381,17 @@ class Pass:
             """The dim of the other operand that is split together with this one."""
             return summed[side].get(dim, places[1 - side].get(outs[side].get(dim, -1)))
 
-        for side in (1, 0):  # the second operand is the weight of most matmuls; where both are, it is decided first
+        for side in (1, 0):  # in most matmuls the second operand is the weight; if both are weights, it is decided first
             if self.is_open(ins[side]):
                 self.decide_weight(eqn, ins, side, partner, summed, outs)
         flows = list(ins)
         for side in (0, 1):
-            if flows[side].tail in summed[side]:  # brought together for this product, and split by `dim` alone in it
+            if flows[side].tail in summed[side]:  # gathered along `tail`; in the product `dim` alone is split
                 self.pay("all-gather", eqn.invars[side].aval)
                 flows[side] = replace(flows[side], tail=None)
         (dim0, cause0), (dim1, cause1) = map(self.split, flows)
         if dim0 is not None and dim1 is not None and partner(0, dim0) != dim1:
-            # Split along dims that do not go together: data is gathered rather than a weight, else what is smaller.
+            # The split dims do not correspond. Gather the data rather than a weight; of two equals, the smaller one.
             sizes = [(bool(flow.views), math.prod(atom.aval.shape)) for atom, flow in zip(eqn.invars, flows, strict=False)]
             side = sizes.index(min(sizes))
             self.doubt(cause0, cause1)
@@ -420,10 +425,10 @@ class Pass:
     def decide_weight(
         self, eqn: Any, ins: Sequence[Flow], side: int, partner: Any, summed: Sequence[Mapping], outs: Sequence[Mapping]
     ) -> None:
-        """The rules: a column where the other operand is whole, a row where it is split along what is summed over."""
+        """The two rules: a column split if the other operand is replicated, a row split if its contracted dim is split."""
         weight, data, shape = ins[side], ins[1 - side], eqn.invars[side].aval.shape
         if not data.data:
-            return  # parameters alone make no activation
+            return  # a product of parameters alone is no activation
         if (leaf := weight.views[0].leaf) in self.follows and self.follows[leaf][0] in self.decided:
             self.decide_as_declared(weight, leaf)
             return
@@ -448,7 +453,7 @@ class Pass:
         if row:
             atom = eqn.invars[1 - side]
             self.rows[atom] = self.rows.get(atom, 0) + 1
-            if self.rows[atom] > 1:  # whole, it would be read by columns, and summed over once
+            if self.rows[atom] > 1:  # were the input replicated, columns would read it, with one all-reduce in all
                 self.doubt(cause)
         dim = self.choose(weight, shape, [meets, *free])
         kind = "row: its input arrives split by" if row else "follows: its input arrives split, alike, by"

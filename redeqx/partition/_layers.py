@@ -1,10 +1,11 @@
-"""The walk: the layers of a model, found by type in the order of its fields, and their sizes handed to the two rules.
+"""The field-order traversal ("the walk"): finds a model's layers by type, in field order, and applies the two rules to them.
 
-Owns what counts as a layer and as an attention. What a split means on a mesh is `_plan`'s.
+Owns what counts as a layer and as an attention. `_plan` turns the splits into specs on a mesh.
 
-A subclass of a known layer is that layer. Arrays that it adds, as an adapter does, are whole unless its class says which of
-their dims go with the weight's, by a class attribute `follows_weight`: from the field's name, for each dim of the array, the
-dim of `weight` (both without stacked dims) that it is cut along with, None for one of its own.
+A subclass of a known layer counts as that layer. Arrays that the subclass adds (an adapter's) are replicated, unless its
+class attribute `follows_weight` declares how they relate to the weight. It maps the name of the array's field to a tuple.
+For each dim of the array the tuple holds the dim of `weight` with which it is split (both counted without stacked dims), or
+None for a dim of its own.
 
 ```python
 class LoraLinear(eqx.nn.Linear):
@@ -29,7 +30,7 @@ from . import _rules
 
 @dataclass(frozen=True)
 class _Attention:
-    """Where an attention class keeps its projections and its numbers of heads."""
+    """The names of an attention class's fields for the projections and the numbers of heads."""
 
     query: str
     key: str
@@ -62,7 +63,7 @@ _ATTENTIONS: dict[type, _Attention] = {
     eqx.nn.MultiheadAttention: _Attention("query_proj", "key_proj", "value_proj", "output_proj", "num_heads", None)
 }
 
-# The last resort, for classes that nobody registered: the names that published code gives to the four projections.
+# The fallback for classes that are not registered: common field names of the four projections in published code.
 _QUERY_NAMES = ("query", "q", "q_proj", "query_proj", "wq", "to_q", "w_q", "linear_q")
 _KEY_NAMES = ("key", "k", "k_proj", "key_proj", "wk", "to_k", "w_k", "linear_k")
 _VALUE_NAMES = ("value", "v", "v_proj", "value_proj", "wv", "to_v", "w_v", "linear_v")
@@ -81,17 +82,17 @@ def register_attention(
     heads: str | Callable[[Any], int] | None = None,
     kv_heads: str | Callable[[Any], int] | None = None,
 ) -> None:
-    """Tell the walk that `cls` is an attention, and which of its fields are the four projections.
+    """Registers `cls` as an attention, with the names of its four projections.
 
     **Arguments:**
 
     - `cls`: the class of an Equinox module.
-    - `query`, `key`, `value`, `output`: names of fields that hold an `eqx.nn.Linear` each.
-    - `heads`, `kv_heads`: the field (or a function of the module) that says how many heads there are; a shard gets whole
-        heads only. Without `heads` the usual names are tried (`num_heads`, `n_heads`, ...), without `kv_heads` too, and
-        then there are as many as `heads`.
+    - `query`, `key`, `value`, `output`: names of fields that each hold an `eqx.nn.Linear`.
+    - `heads`, `kv_heads`: the number of query heads and of key/value heads: the name of a field, or a function of the
+        module. A head is never split over two shards. By default common field names are tried (`num_heads`, `n_heads`, ...).
+        Without a field for the key/value heads, their number is that of the query heads.
 
-    Raises TypeError where `cls` is no `eqx.Module`, ValueError where it has no such field.
+    Raises TypeError if `cls` is not a subclass of `eqx.Module`, ValueError if it lacks one of the four fields.
     """
     if not (isinstance(cls, type) and issubclass(cls, eqx.Module)):
         raise TypeError(f"`cls`: expected a subclass of eqx.Module, got {cls!r}. Register the class, not an instance.")
@@ -105,7 +106,7 @@ def register_attention(
 
 
 def _attention_of(node: Any) -> _Attention | None:
-    """How `node` is an attention: by its type, else by the names of its fields; None if it is none."""
+    """The attention that `node` is, by its type or else by its field names; None if it is not an attention."""
     if not isinstance(node, eqx.Module):
         return None
     for cls in type(node).__mro__:
@@ -130,7 +131,7 @@ _LAYERS = (eqx.nn.Linear, eqx.nn.Embedding, *_CONVS, *NORMS)
 
 
 def _n_stacked(layer: Any) -> int:
-    """Over how many leading dims a known layer is stacked (`eqx.filter_vmap` over its constructor)."""
+    """The number of leading dims over which a known layer is stacked (`eqx.filter_vmap` over its constructor)."""
     weight = layer.weight
     if not is_array_like(weight):
         return 0
@@ -142,7 +143,10 @@ def _n_stacked(layer: Any) -> int:
 
 
 def walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[str, int]]:
-    """The split of each leaf of each known layer, and the number of stacked dims of each leaf, by name."""
+    """The split of each leaf of each known layer, and the number of stacked dims of each leaf, both by name.
+
+    Dims are those of one layer, without the stacked dims.
+    """
 
     def stop(node: Any) -> bool:
         return isinstance(node, _LAYERS) or _attention_of(node) is not None
@@ -150,7 +154,7 @@ def walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[st
     nodes = jtu.tree_flatten_with_path(model, is_leaf=stop)[0]
     splits: dict[str, _rules.Split] = {}
     stacked: dict[str, int] = {}
-    layers: dict[str, Any] = {}  # path -> Linear or Conv, whose weight rule 1 decides
+    layers: dict[str, Any] = {}  # path -> Linear or Conv
     sequence: list[_rules.Layer | None] = []  # rule 1's layers in calling order
     siblings: dict[str, list[int]] = {}  # module -> positions of its fields in `sequence`
 
@@ -214,7 +218,7 @@ def walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[st
 
 
 def _children(node: eqx.Module) -> list[tuple[Any, Any]]:
-    """The direct children of a module with their keys, leaves unflattened."""
+    """The direct children of a module with their keys, not flattened."""
     flat = jtu.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
     return [(path[0], child) for path, child in flat]
 
@@ -234,7 +238,7 @@ def _set_layer(splits: dict[str, _rules.Split], name: str, split: _rules.Split, 
 
 
 def _set_followers(splits: dict[str, _rules.Split], name: str, weight: _rules.Split, node: Any) -> None:
-    """The splits of the arrays that a layer's class adds, as its `follows_weight` says."""
+    """Set the splits of the arrays that a layer's class adds, by its `follows_weight`."""
     for field, dims in getattr(node, "follows_weight", {}).items():
         if is_array_like(node.weight) and is_array_like(getattr(node, field)):
             _check_follows(_within(name, field), node, field, dims)
@@ -242,7 +246,7 @@ def _set_followers(splits: dict[str, _rules.Split], name: str, weight: _rules.Sp
 
 
 def followers(model: PyTree) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-    """The arrays that layers' classes add and declare by `follows_weight`: each one's weight and declaration, by name."""
+    """The arrays that layer classes declare by `follows_weight`: for each array's name, the weight's name and the tuple."""
 
     def declares(node: Any) -> bool:
         return isinstance(node, eqx.Module) and hasattr(type(node), "follows_weight")
@@ -256,7 +260,7 @@ def followers(model: PyTree) -> dict[str, tuple[str, tuple[int | None, ...]]]:
 
 
 def _check_follows(name: str, node: Any, field: str, dims: Sequence[int | None]) -> None:
-    """Raises ValueError where an array is not of the sizes that its class declares by `follows_weight`."""
+    """Raises ValueError if the shape of an array contradicts its class's `follows_weight`."""
     n_stacked = max(_n_stacked(node), 0)
     shape, weight = tuple(getattr(node, field).shape), tuple(node.weight.shape)
     own, of_weight = shape[n_stacked:], weight[n_stacked:]
@@ -269,12 +273,12 @@ def _check_follows(name: str, node: Any, field: str, dims: Sequence[int | None])
 
 
 def _within(module: str, leaf: str) -> str:
-    """The name of a module's leaf; a model that is one layer has no name of its own."""
+    """The name of a module's leaf. A model that is itself a layer adds no prefix."""
     return leaf if module == render(()) else f"{module}.{leaf}"
 
 
 def _inherit_stacks(model: PyTree, stacked: dict[str, int]) -> None:
-    """Leaves of no known layer are stacked as the known layers beside them are: those of the nearest module around."""
+    """Leaves outside of known layers get the stacked dims of the known layers in the nearest enclosing module."""
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     for name, leaf in leaves.items():
         parts = name.split(".")

@@ -1,7 +1,7 @@
 """The plan: how every leaf of a model is split over the mesh, and why.
 
-Owns the specs (what was found, put on the mesh's axes), the reasons, and the placing of a model by them. Which layers there
-are is `_layers`, in which order a loss computes `_dataflow`, how one is split `_rules`; a step uses a plan by `transforms`.
+Owns the specs on the mesh's axes, the reasons, and the placement of a model on the mesh. `_layers` finds the layers,
+`_dataflow` the order in which a loss uses them, and `_rules` how each is split. `transforms` applies a plan within a step.
 """
 
 import fnmatch
@@ -26,18 +26,18 @@ from . import _rules
 from ._dataflow import Order, order, products
 from ._layers import followers, walk
 
-# Below this many elements the fsdp axis leaves a leaf alone: gathering it would cost more in latency than it saves.
+# The fsdp axis does not split leaves with fewer elements: the latency of gathering one would outweigh the memory saved.
 MIN_FSDP_SIZE = 2**12
-# A leaf this large (and at least 1 % of its model) that no axis splits is worth a warning.
+# A replicated leaf with this many elements, and at least 1 % of its model, is worth a warning.
 LARGE_SIZE = 2**20
-_INDEX = re.compile(r"(?<![^.`])\d+(?![^.`])")  # of a list, in a name
+_INDEX = re.compile(r"(?<![^.`])\d+(?![^.`])")  # a list index in a name
 _N_SHOWN = 3
 
 Overrides = Mapping[str, P | Sequence[str | Sequence[str] | None] | None]
 
 
 def _common(texts: Sequence[str]) -> str:
-    """Texts with dotted names that differ in some indices, as one: `*` for those."""
+    """Merges texts that differ only in the indices of dotted names: each differing index becomes `*`."""
     parts = zip(*(text.split(".") for text in texts), strict=True)
     return ".".join(alike[0] if len(set(alike)) == 1 else "*" for alike in parts)
 
@@ -53,19 +53,19 @@ def _n_shards(spec: P, mesh: Mesh) -> int:
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """How one leaf is split: its spec on the mesh, one entry a dim, and the reason."""
+    """How one leaf is split: its spec on the mesh, with one entry for each dim, and the reason."""
 
     shape: tuple[int, ...]
     dtype: Any
     spec: P
     reason: str
-    n_shards: int  # distinct pieces that the spec cuts the leaf into
-    is_read: bool | None = None  # whether the loss reads it; None where no loss was traced
-    is_stored_split: bool = False  # whether the model axis splits how it is stored alone: a layer computes with all of it
+    n_shards: int  # the number of distinct shards of the leaf
+    is_read: bool | None = None  # whether the loss reads it; None if no loss was traced
+    is_stored_split: bool = False  # whether the model axis splits only its storage: layers compute with all of it
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the whole leaf."""
+        """Bytes of the unsharded leaf."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -73,13 +73,13 @@ class LeafPlan:
 class Plan:
     """The split of every array leaf of a model, by name.
 
-    `plan["blocks.mlp.up.weight"]` is the leaf's `LeafPlan`; `plan.explain()` the table with a reason for each.
+    `plan["blocks.mlp.up.weight"]` is the `LeafPlan` of one leaf; `plan.explain()` returns a table with the reason for each.
     """
 
     mesh: Mesh
     leaves: Mapping[str, LeafPlan]
     warnings: tuple[str, ...] = ()
-    # For each line of the loss with a matmul, over how many devices it is repeated; None where no loss was traced.
+    # For each line of the loss with a matmul, the number of devices that repeat its work; None if no loss was traced.
     repeats: Mapping[str, float] | None = None
 
     def __getitem__(self, name: str) -> LeafPlan:
@@ -88,20 +88,20 @@ class Plan:
         return self.leaves[name]
 
     def sharding(self, name: str) -> NamedSharding:
-        """Where the leaf of that name lives between steps."""
+        """The sharding in which a leaf is stored between steps."""
         return NamedSharding(self.mesh, self[name].spec)
 
     def model_dim(self, name: str) -> int | None:
-        """The dim that the model axis splits where a layer computes with the leaf, None where that is none."""
+        """The dim that the model axis splits while a layer computes with the leaf; None if there is none."""
         return next((dim for dim, entry in enumerate(self.spec_in_use(name)) if MODEL in _axes(entry)), None)
 
     def spec_in_use(self, name: str) -> P:
-        """How a layer computes with the leaf: its spec without the axes that only store it split."""
+        """The spec of a leaf while a layer computes with it: its storage spec without the axes that split only storage."""
         stored = {FSDP, MODEL} if self[name].is_stored_split else {FSDP}
         return P(*(tuple(axis for axis in _axes(entry) if axis not in stored) or None for entry in self[name].spec))
 
     def on(self, mesh: Mesh) -> "Plan":
-        """The same specs on another mesh of the same axes."""
+        """The same specs on another mesh with the same axes."""
         leaves = {name: replace(leaf, n_shards=_n_shards(leaf.spec, mesh)) for name, leaf in self.leaves.items()}
         return replace(self, mesh=mesh, leaves=leaves)
 
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the whole model."""
+        """Bytes of the unsharded model."""
         return sum(leaf.n_bytes for leaf in self.leaves.values())
 
     @property
@@ -120,14 +120,14 @@ class Plan:
         return sum(leaf.n_bytes // leaf.n_shards for leaf in self.leaves.values())
 
     def summary(self) -> str:
-        """One line: how many leaves are split by which axis, and how many stay whole."""
+        """One line with the number of leaves that each axis splits, and of those that are replicated."""
         axes = [{axis for entry in leaf.spec for axis in _axes(entry)} for leaf in self.leaves.values()]
         counts = {axis: sum(axis in of for of in axes) for axis in (MODEL, FSDP) if self.mesh.shape[axis] > 1}
         split = ", ".join(f"{n} split over {axis}" for axis, n in counts.items()) or "one shard"
         return f"{len(axes)} leaves: {split}, {sum(not of for of in axes)} whole"
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """The table's rows, (path, shape, spec, reason). Leaves that differ only in a list index share one row."""
+        """The rows of the table: (path, shape, spec, reason). Leaves that differ only in a list index share one row."""
         merged: dict[tuple[str, ...], list[tuple[str, str]]] = {}
         for name, leaf in self.leaves.items():
             shape = " x ".join(map(str, leaf.shape)) or "scalar"
@@ -141,7 +141,7 @@ class Plan:
         return rows
 
     def explain(self) -> str:
-        """The plan as a table: path, shape, mesh axis of each dim, reason; then totals and warnings."""
+        """The plan as a table of path, shape, mesh axis of each dim and reason, followed by totals and warnings."""
         table = [("leaf", "shape", "split", "reason"), *self.rows()]
         widths = [max(len(row[i]) for row in table) for i in range(3)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in table]
@@ -153,35 +153,39 @@ class Plan:
 
 
 def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, trace: Trace | None = None) -> Plan:
-    """The plan of a model: in the order that a traced loss computes in, else in that of the walk over its layers.
+    """The plan of a model, from the dataflow of a traced loss, or else from a traversal of its layers in field order.
 
-    The walk decides what the loss does not read. Where both apply and differ, the reason says both.
+    With a trace, the traversal ("the walk" in reasons) still decides the leaves that the loss does not read. Where the two
+    differ, the reason of a leaf names both.
 
     **Arguments:**
 
     - `model`: an Equinox module, of arrays or of their shapes (`eqx.filter_eval_shape`).
-    - `mesh`: as `make_mesh` gives it.
-    - `overrides`: specs by path, or by glob over paths (`"blocks.*.weight"`); early patterns win. A spec is one mesh axis
-        or None a dim; None alone keeps the leaf whole.
+    - `mesh`: as returned by `make_mesh`.
+    - `overrides`: specs by path or by glob over paths (`"blocks.*.weight"`); early patterns win. A spec has one mesh axis or
+        None for each dim; None in place of a spec replicates the leaf.
     - `trace`: of a loss of this model.
 
-    Raises ValueError for an override that matches nothing, names an unknown axis or does not divide.
+    Raises ValueError if an override matches no leaf, has more entries than the leaf has dims, names an unknown axis or one
+    axis twice, or does not divide a dim evenly.
     """
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     splits, stacked = walk(model, mesh.shape[MODEL])
     splits = {name: _past_stack(split, stacked.get(name, 0)) for name, split in splits.items() if name in leaves}
-    stored: set[str] = set()  # leaves that are stored split, and computed with whole
+    stored: set[str] = set()  # leaves that are stored split and gathered for use
     if trace is not None:
         sizes = {name: math.prod(leaf.shape) for name, leaf in leaves.items()}
-        # A model axis is raised for memory: what the loss shows may send less, but not by leaving more of the model whole.
+        # Users enlarge the model axis to save memory. So the dataflow may not save bytes sent by replicating more of the
+        # model than the traversal does.
         max_whole = _n_whole(splits, sizes)
         found = order(trace, mesh.shape[MODEL], followers(model), max_whole)
         stored = _reorder(splits, stacked, found, sizes, max_whole)
     chosen = _resolve_overrides(overrides or {}, leaves, mesh)
     unknown = _rules.Split(None, "whole: no layer that the walk knows")
-    decides: dict[int, str] = {}  # of leaves that are the same array, the one that the others follow: one that rules know
+    # For each array, by its id, the leaf whose split all leaves that hold the array get; one with a split if there is one.
+    decides: dict[int, str] = {}
     for name in sorted(leaves, key=lambda name: name not in splits):
-        if not isinstance(leaves[name], jax.ShapeDtypeStruct):  # one shape may stand for several arrays
+        if not isinstance(leaves[name], jax.ShapeDtypeStruct):  # the same shape object may stand for several arrays
             decides.setdefault(id(leaves[name]), name)
     planned: dict[str, LeafPlan] = {}
     warnings = []
@@ -204,7 +208,7 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
 
 
 def _why_whole(whole: Mapping[str, LeafPlan], total: int) -> list[str]:
-    """A warning for each large leaf that stays whole, and one for all others where together they are much of the model."""
+    """A warning for each large replicated leaf, and one for the others if they are a large part of the model together."""
     sizes = {name: math.prod(leaf.shape) for name, leaf in whole.items()}
     large = [name for name, size in sizes.items() if size >= max(LARGE_SIZE, total // 100)]
     found = [
@@ -228,22 +232,22 @@ def _why_whole(whole: Mapping[str, LeafPlan], total: int) -> list[str]:
 
 
 def _past_stack(split: _rules.Split, n_stacked: int) -> _rules.Split:
-    """The split of a stacked leaf, from that of the layer in it: dims are counted from the leaf's first."""
+    """The split of a stacked leaf, from that of one layer in it: its dim counted from the leaf's first dim."""
     return split if split.dim is None else replace(split, dim=n_stacked + split.dim)
 
 
 def _n_whole(splits: Mapping[str, _rules.Split], sizes: Mapping[str, int]) -> int:
-    """How many elements of the model no split cuts."""
+    """The number of elements in leaves that are not split."""
     return sum(n for name, n in sizes.items() if name not in splits or splits[name].dim is None)
 
 
 def _reorder(
     splits: dict[str, _rules.Split], stacked: dict[str, int], found: Order, sizes: Mapping[str, int], max_whole: int
 ) -> set[str]:
-    """Puts what the dataflow found in the place of what the walk guessed.
+    """Replaces the splits of the field-order traversal by those of the dataflow analysis.
 
-    Where that leaves more than `max_whole` elements whole, the largest leaves are stored split as the walk has them, and
-    gathered where they are used; returns their names.
+    If that replicates more than `max_whole` elements, the largest leaves are stored with the traversal's split and gathered
+    for use. Returns their names.
     """
     stored = set()
     guesses = dict(splits)
@@ -264,7 +268,7 @@ def _reorder(
 
 
 def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mesh) -> tuple[P, str]:
-    """The spec and reason of a leaf: what the rules split over the model axis, the fsdp axis along the largest free dim."""
+    """The spec and reason of a leaf: the model axis on the dim of `split`, the fsdp axis on the largest free dim."""
     axes: list[tuple[str, ...]] = [()] * len(shape)
     if split.dim is not None:
         axes[split.dim] = (MODEL,)
@@ -272,7 +276,7 @@ def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mes
     if n_fsdp > 1 and math.prod(shape) >= MIN_FSDP_SIZE:
         dim = _rules.largest_free_dim(shape, {*range(n_stacked), split.dim}, n_fsdp)
         if dim is None and split.dim is not None and shape[split.dim] % (mesh.shape[MODEL] * n_fsdp) == 0:
-            dim = split.dim  # both axes on one dim, as for a long bias
+            dim = split.dim  # both axes on one dim, for example of a long bias
         if dim is None:
             reason += f"; no free dim for {n_fsdp} fsdp shards"
         else:
@@ -282,12 +286,12 @@ def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mes
 
 
 def _repeats(products: Iterable[tuple[Any, int | None, Any]], mesh: Mesh) -> dict[str, float]:
-    """For each line of code with products, over how many devices they are repeated, by their work."""
+    """For each line of code with products, the number of devices that repeat them, averaged by their FLOPs."""
     works: dict[str, list[float]] = {}
-    unknown: set[str] = set()  # lines whose work the compiler changes: what is no product, and of parameters alone, for one
+    unknown: set[str] = set()  # lines whose work differs in the compiled program, such as decompositions of weights
     for eqn, n, at in products:
         flops = product_flops(eqn)
-        # Compilers expand grouped convolutions to whole ones, whose work is not the trace's on any number of devices.
+        # XLA expands grouped convolutions to ungrouped ones: their FLOPs differ from those of the trace on any device.
         if flops is None or eqn.params.get("feature_group_count", 1) * eqn.params.get("batch_group_count", 1) > 1:
             unknown.add(line_of(at))
             continue
@@ -298,7 +302,7 @@ def _repeats(products: Iterable[tuple[Any, int | None, Any]], mesh: Mesh) -> dic
 
 
 def mark_read(plan: Plan, trace: Trace) -> Plan:
-    """The plan with a note on each leaf that a traced loss does not read."""
+    """The plan with a note on each leaf that a traced loss does not read, and with `Plan.repeats`."""
     reads, note = trace.reads(), "; the loss does not read it"
     marked = {
         name: replace(leaf, is_read=reads[name], reason=leaf.reason + ("" if reads[name] else note))
@@ -309,10 +313,10 @@ def mark_read(plan: Plan, trace: Trace) -> Plan:
 
 
 def place(model: PyTree, plan: Plan) -> PyTree:
-    """The model with every array on the plan's mesh, split by the plan's specs.
+    """The model with every array on the plan's mesh, sharded by the plan's specs.
 
-    Arrays that already live there are taken as they are (`deployer.init` made them); all others are copied, so that a step
-    which donates its arguments never deletes the caller's own.
+    Arrays that already have that sharding (from `deployer.init`) are used as they are. All others are copied, so that a step
+    that donates its arguments never deletes an array of the caller.
     """
 
     def put(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -321,8 +325,8 @@ def place(model: PyTree, plan: Plan) -> PyTree:
         sharding = plan.sharding(render(path))
         if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
             return leaf
-        # Copied first: of keys, and of arrays that were put on one of the mesh's devices by hand, `device_put` hands on the
-        # caller's own buffer whatever `may_alias` says.
+        # Copied first: for PRNG keys, and for arrays that are already on one of the mesh's devices, `device_put` may return
+        # the caller's own buffer in spite of `may_alias=False`.
         if not sharding.is_fully_addressable:
             return put_on_mesh(leaf, sharding)
         copied = leaf.copy() if isinstance(leaf, jax.Array) else leaf
@@ -332,8 +336,10 @@ def place(model: PyTree, plan: Plan) -> PyTree:
 
 
 def shardings_like(state: PyTree, plan: Plan) -> PyTree:
-    """Where the leaves of an optimizer state (or gradients, or averages) live: with the parameter whose name and shape they
-    have, so `0.mu.head.weight` with `head.weight`; whole where there is none.
+    """The shardings of the leaves of an optimizer state (or of gradients, or of averages).
+
+    A leaf gets the sharding of the parameter whose name ends its own and whose shape it has: `0.mu.head.weight` that of
+    `head.weight`. It is replicated if there is none.
 
     **Arguments:**
 
@@ -352,7 +358,7 @@ def shardings_like(state: PyTree, plan: Plan) -> PyTree:
 
 
 def _resolve_overrides(overrides: Overrides, leaves: Mapping[str, Any], mesh: Mesh) -> dict[str, tuple[P, str]]:
-    """The spec and reason of each leaf that an override names, checked."""
+    """The spec and reason of each leaf that an override matches. Raises ValueError for an invalid override."""
     chosen: dict[str, tuple[P, str]] = {}
     for pattern, given in overrides.items():
         matched = fnmatch.filter(leaves, pattern)

@@ -1,11 +1,11 @@
-"""The two rules, on the sizes of layers: no arrays, no devices, no trees.
+"""The two rules, as functions of layer sizes: without arrays, devices or trees.
 
 1. Fully connected: consecutive layers alternate between dim 0 and dim 1.
 2. Attention: query, key and value along dim 0, output along dim 1.
 
-From Redco (arXiv:2310.16355), after Megatron-LM (arXiv:1909.08053). Both are one fact: a layer whose input arrives whole
-splits its output (dim 0, a "column" split), one whose input arrives split splits what it contracts (dim 1, a "row" split),
-and its output is whole again. Dims are those of Equinox's `[out, in]` weights.
+From Redco (arXiv:2310.16355), after Megatron-LM (arXiv:1909.08053). Both follow from one fact. A layer whose input is
+replicated splits its output dim (dim 0, a "column" split). A layer whose input is split splits its contracted dim (dim 1, a
+"row" split), and its output is replicated again. Dims are those of Equinox's `[out, in]` weights.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -17,7 +17,7 @@ IN = 1
 
 @dataclass(frozen=True)
 class Split:
-    """The dim that one weight splits over the model axis, None where it stays whole, and why."""
+    """The dim of one weight that the model axis splits, or None if the weight is replicated, and why."""
 
     dim: int | None
     reason: str
@@ -25,14 +25,14 @@ class Split:
 
 @dataclass(frozen=True)
 class Layer:
-    """A fully connected layer (or convolution, by its channels) as the rules see it.
+    """The sizes of a fully connected layer, or of a convolution by its channels.
 
     **Arguments:**
 
     - `name`: its path, for the reasons.
-    - `in_size`, `out_size`: features (or channels).
-    - `parent`: the module that holds it as a field; None for an element of a list, which follows the one before it.
-    - `groups`: of a grouped convolution.
+    - `in_size`, `out_size`: the numbers of features (or channels).
+    - `parent`: the module that holds it as a field; None for an element of a list, which is called after the one before it.
+    - `groups`: the number of groups of a convolution.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Layer:
 
 
 def in_calling_order(siblings: Sequence[Layer]) -> list[Layer]:
-    """The layers that are fields of one module, from field order into the order that their sizes suggest.
+    """Reorders the layers that are fields of one module from field order into the calling order that their sizes suggest.
 
-    Where sizes allow two orders (`down: f -> d` declared before `up: d -> f`) the chain begins with the layer that widens. A
-    longer chain that field order makes already, like an autoencoder's, stays as it is.
+    If the sizes allow two orders (`down: f -> d` is declared before `up: d -> f`), the chain starts with the layer that
+    widens. All other chains, such as a deep autoencoder's, stay in field order.
     """
     if len(siblings) > 1:
         first, second = siblings[:2]
@@ -64,12 +64,12 @@ def alternate(layers: Iterable[Layer | None], n_shards: int) -> dict[str, Split]
 
     **Arguments:**
 
-    - `layers`: in calling order; None stands for anything after which activations are whole (attention, an embedding).
+    - `layers`: in calling order; None stands for anything whose output is replicated (an attention, an embedding).
     - `n_shards`: size of the model axis.
     """
     splits: dict[str, Split] = {}
     previous: Layer | None = None
-    arrived: str | None = None  # the layer that had split the previous layer's input, None where that was whole
+    arrived: str | None = None  # the layer that split the previous layer's input; None if that input was replicated
     for layer in layers:
         if layer is None:
             previous = None
@@ -106,15 +106,16 @@ def attention(
 ) -> dict[str, Split]:
     """Rule 2: the splits of one attention's four projections, by the layers' names.
 
-    A shard holds whole heads, so it is the heads that must divide. Key and value heads that do not (fewer than shards, in
-    grouped-query attention) stay whole, since queries on every shard read them; split along their inputs they cost 2.6 times
-    the bytes (8 heads over 2 key/value heads, 4 shards, compiled on CPU). Where the query heads do not divide, the attention
-    itself is computed whole and its projections take the other dim.
+    A head is never split over two shards, so the number of heads must divide evenly. If the key/value heads do not (there
+    are fewer of them than shards, in grouped-query attention), key and value are replicated, since the queries of every
+    shard read them. Splitting them along their inputs sends 2.6 times the bytes (8 query heads, 2 key/value heads, 4 shards,
+    compiled on CPU). If the query heads do not divide evenly, every shard computes the attention itself in full, and its
+    projections are split along the other dim.
 
     **Arguments:**
 
-    - `heads`, `kv_heads`: the numbers of query heads and of key/value heads; None where unknown, and then only the sizes
-        of the arrays are asked.
+    - `heads`, `kv_heads`: the numbers of query heads and of key/value heads; None if unknown, and then the numbers of
+        features must divide evenly instead.
     """
     known = "" if heads is not None else " (number of heads unknown)"
     units = query.out_size if heads is None else heads
@@ -147,14 +148,19 @@ def _other(layer: Layer, dim: int, why: str, n_shards: int) -> Split:
 
 
 def bias(weight: Split) -> Split:
-    """A bias follows dim 0 of its layer's weight."""
+    """The split of a bias: it follows dim 0 of its layer's weight."""
     if weight.dim == OUT:
         return Split(OUT, "follows dim 0 of its weight")
     return Split(None, "whole: added to an output that is whole")
 
 
 def follow(weight: Split, dims: Sequence[int | None]) -> Split:
-    """The split of an array whose dims follow those of a weight."""
+    """The split of an array that is split like a weight.
+
+    **Arguments:**
+
+    - `dims`: for each dim of the array, the dim of the weight with which it is split; None for a dim of its own.
+    """
     if weight.dim is None:
         return Split(None, "whole: follows its weight, which is whole")
     if weight.dim not in dims:
@@ -163,7 +169,7 @@ def follow(weight: Split, dims: Sequence[int | None]) -> Split:
 
 
 def embedding(n_rows: int, n_shards: int) -> Split:
-    """An embedding splits its rows, the vocabulary; never its features, which would gather every lookup."""
+    """The split of an embedding: along its rows, the vocabulary. Split features would need a gather after every lookup."""
     if n_rows % n_shards == 0:
         return Split(OUT, f"embedding: {n_rows} rows over {n_shards} shards")
     padded = -(-n_rows // n_shards) * n_shards
@@ -171,16 +177,17 @@ def embedding(n_rows: int, n_shards: int) -> Split:
 
 
 def largest_free_dim(shape: tuple[int, ...], taken: Collection[int | None], n_shards: int) -> int | None:
-    """The largest dim that is not taken and divides, the first of equals: what the fsdp axis splits. None if there is none.
+    """The dim that the fsdp axis splits: the largest one that is not taken and divides evenly, the first of equal ones.
+    None if there is none.
 
     **Arguments:**
 
-    - `taken`: the dim that the model axis splits (None where it splits none), and those over which layers are stacked.
+    - `taken`: the dim that the model axis splits (None if it splits none), and the dims over which layers are stacked.
     """
     free = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] and shape[dim] % n_shards == 0]
     return max(free, key=lambda dim: shape[dim], default=None)
 
 
 def tie(split: Split, name: str) -> Split:
-    """The split of a leaf that is the same array as the leaf called `name`."""
+    """The split of a leaf that is the same array as the leaf `name`."""
     return replace(split, reason=f"tied: the same array as `{name}`")
