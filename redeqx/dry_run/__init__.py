@@ -1,4 +1,4 @@
-"""Forecasts: a training step compiled for devices that need not be there, and whether it fits.
+"""Dry runs: compile a training step for described devices, and report whether it fits into their memory.
 
 Owns the compilation, the search for settings that fit, and the report. Open `_forecast.py` first.
 """

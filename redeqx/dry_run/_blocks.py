@@ -1,9 +1,10 @@
-"""Equal blocks in the lists of a model, and what a step of all of them takes, from steps of fewer.
+"""Finds equal blocks in a model's lists, and extrapolates the step of all blocks from steps with fewer.
 
-Layers that a loss computes one after the other, each written out, take compilers minutes and gigabytes of the host. Each of
-them adds the same to a program: two programs of a few blocks say what one of all takes. What may be extrapolated is decided
-by the traced program, whose equations and matmuls must grow by exactly as much with each block. (Stacking the blocks into a
-scan would compile as fast, but is another program: for eight blocks of a GPT on v5e it took 1.6 times the memory.)
+A loss that computes its blocks in an unrolled loop takes minutes and gigabytes of host memory to compile. Each block adds
+the same amount to the program, so two programs with a few blocks determine the numbers of the full one. The traced programs
+decide whether this holds: the matmuls must grow by exactly the same number with each block, the equations nearly so.
+(Stacking the blocks into a scan would compile as fast, but it is another program: for eight blocks of a GPT on v5e it took
+1.6 times the memory.)
 """
 
 import re
@@ -21,13 +22,13 @@ from .._tree import is_array_like, map_named, named_leaves, render
 from ..tracing import matmul_flops
 from ._report import Step
 
-_LEAST = 12  # blocks; fewer are compiled as they are
+_LEAST = 12  # fewer blocks than that are all compiled
 _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """`n` equal blocks, one after the other, in the list at `path` of a model, from its entry `start` on."""
+    """`n` consecutive equal blocks in the list at `path` of a model, from index `start` on."""
 
     path: str
     start: int
@@ -35,7 +36,8 @@ class Blocks:
 
 
 def equal_blocks(model: PyTree) -> list[Blocks]:
-    """The longest run of equal blocks of each list of a model: of one class, with arrays of the same names and shapes."""
+    """The longest run of equal blocks in each list of a model: blocks of one class whose arrays have equal names, shapes and
+    dtypes. Runs of fewer than `_LEAST` blocks are left out."""
     found = []
     for path, items in jtu.tree_flatten_with_path(model, is_leaf=lambda x: _longest_run(x)[1] >= _LEAST)[0]:
         start, n = _longest_run(items)
@@ -57,14 +59,14 @@ def _longest_run(items: Any) -> tuple[int, int]:
 
 
 def _signature(item: Any) -> Any:
-    """What equal blocks have in common; None for what has no arrays, and for an array."""
+    """The class and the arrays' names, shapes and dtypes of a block; None for an array, and for an item without arrays."""
     leaves = {} if is_array_like(item) else named_leaves(item)
     arrays = [(name, leaf.shape, leaf.dtype) for name, leaf in leaves.items() if is_array_like(leaf)]
     return (type(item), arrays) if arrays else None
 
 
 def with_fewer(model: PyTree, counts: Mapping[Blocks, int]) -> tuple[PyTree, dict[str, str]]:
-    """The model with only so many of the blocks, and for each of its leaves the name that it has in the whole model."""
+    """The model with only `counts[blocks]` of each run of blocks, and the name of each of its leaves in the full model."""
     of_path = {blocks.path: blocks for blocks in counts}
 
     def cut(path: tuple[Any, ...], x: Any) -> Any:
@@ -80,11 +82,11 @@ def with_fewer(model: PyTree, counts: Mapping[Blocks, int]) -> tuple[PyTree, dic
     return fewer, named_leaves(names)
 
 
-# --- what grows with them ----------------------------------------------------------------------------------------------
+# --- extrapolation -----------------------------------------------------------------------------------------------------
 
 
 def content(jaxpr: Any) -> Counter[str]:
-    """What a jaxpr consists of: its equations and, among them, its matmuls; and the FLOPs of those, by dtype."""
+    """The numbers of equations and of matmuls in a jaxpr, and the matmuls' FLOPs by dtype."""
     found = Counter({f"FLOPs {dtype}": n for dtype, n in matmul_flops(jaxpr).items()})
     todo = [jaxpr]
     while todo:
@@ -97,7 +99,8 @@ def content(jaxpr: Any) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Shares:
-    """How much a whole takes by a base and by programs with more blocks of one list: `base + sum(times * (more - base))`."""
+    """Extrapolates a number of the full program from a base program and from programs with more blocks of one list each:
+    `base + sum(times * (more - base))`."""
 
     times: tuple[Fraction, ...]
 
@@ -105,7 +108,8 @@ class Shares:
         return base + sum((times * (each - base) for times, each in zip(self.times, more, strict=True)), Fraction(0))
 
     def holds(self, whole: Counter[str], base: Counter[str], more: Sequence[Counter[str]]) -> bool:
-        """Whether traced programs add up to the whole: matmuls exactly, equations nearly (a long `jnp.stack` is a tree)."""
+        """Whether extrapolating the traced programs gives the full one: exactly for matmuls and FLOPs, within 1 % for
+        equations, since a long `jnp.stack` is a tree."""
 
         def is_sum(what: str) -> bool:
             off = abs(self.of(base[what], [each[what] for each in more]) - whole[what])
@@ -114,7 +118,7 @@ class Shares:
         return all(map(is_sum, whole))
 
     def step(self, base: Step, more: Sequence[Step], flops: Mapping[str, int]) -> Step:
-        """The step of all blocks."""
+        """The extrapolated step of all blocks. If the compiler refused a step, `needs` is the largest of all."""
         every = [base, *more]
         seconds = sum(step.compile_seconds for step in every)
         failed = {what: why for step in every for what, why in step.failed.items()}
@@ -147,7 +151,7 @@ class Shares:
         key: Callable[[_Item], Any],
         add: Callable[[_Item, int], Iterable[_Item]],
     ) -> tuple[_Item, ...]:
-        """The items of all blocks: those of the base, and of each kind as many more as the others have."""
+        """The extrapolated items: those of the base, and more of each kind in the extrapolated number."""
         counts = [Counter[Any]() for _ in lists]
         last: dict[Any, _Item] = {}
         for count, items in zip(counts, lists, strict=True):
@@ -170,7 +174,7 @@ def _more_often(item: Any, n: int) -> Iterable[Any]:
 
 
 def renamed(step: Step, names: Mapping[str, str]) -> Step:
-    """A step of fewer blocks whose operations name their weights as the whole model does."""
+    """A step of fewer blocks, with the weights' names in operations replaced by those in the full model."""
     changed = {name: whole for name, whole in names.items() if name != whole}
     if not changed:
         return step

@@ -1,8 +1,8 @@
-"""A training run, compiled for devices that need not be there, and a search for what would make it fit.
+"""Compiles a training run for described devices, without having them, and searches for settings that make it fit.
 
-Nothing is allocated: models, optimizer states and batches are shapes with shardings, and what is known of a step is read
-from its compiled program. Which machines there are is `machine`; what a program holds and sends, `compiled` and `compiled`;
-what is said of it, `_report`.
+Nothing is allocated: models, optimizer states and batches are shapes with shardings, and all numbers of a step are read from
+its compiled program. `machine` describes the devices, `compiled` reads what a program holds and sends, and `_report` prints
+the result.
 """
 
 import re
@@ -33,7 +33,7 @@ EXIT_FAILED, EXIT_DOES_NOT_FIT = 1, 3
 
 
 class DryRunDone(SystemExit):
-    """Ends a script that is run dry, once its report is known."""
+    """Ends the script of a dry run when its report is complete."""
 
     def __init__(self, run: DryRun):
         is_whole = all(f"{name} step" not in run.failed for name in ("eval", "predict"))
@@ -54,12 +54,13 @@ def dry_run(
 
     **Arguments:**
 
-    - `optimization`: the compiler's level, `"O0"` to `"O3"`, or `"UNKNOWN"`, that of a run. By default that, but for TPUs
-        `"O2"`, which takes the same memory in half the time; `"O1"` is faster still, and takes less.
-    - `search`: whether to try other settings where the job's own does not fit. Each is one more compilation.
-    - `exact`: whether to compile all of a list of equal blocks that the loss computes one by one. By default a few of them
-        are compiled, and what all take is extrapolated.
-    - `say`: is told what is under way.
+    - `optimization`: the compiler's optimization level, `"O0"` to `"O3"`, or `"UNKNOWN"`, the level of a run. The default is
+        `"UNKNOWN"`, but for TPUs `"O2"`: it compiles in half the time, to a program that takes the same memory. `"O1"`
+        compiles still faster, to a program that takes less memory.
+    - `search`: whether to try other settings if the job's own does not fit. Each is compiled too.
+    - `exact`: whether to compile all blocks of a list of equal blocks that the loss computes in an unrolled loop. By default
+        only a few are compiled, and the numbers of all are extrapolated.
+    - `say`: called with messages about the progress.
     """
     say(f"compiling for {machine.name}")
     run = _compiled(job, machine, job.setting, optimization, exact=exact, say=say)
@@ -75,19 +76,19 @@ def dry_run(
     try:
         for setting in _candidates(job, machine, loops):
             say(f"it does not fit; trying {setting.code()}")
-            # What is no layout of this model (heads that do not divide, say) has failed too.
+            # A setting that is no valid layout of this model (heads that do not divide, say) raises: it is listed as failed.
             other = attempt(f"proposal {setting.code()}", partial(compiled, setting), None, failed)
             if other is not None:
                 tried.append(Tried(setting, other.needs, other.fits, other.steps["train"].is_refused))
             if sum(each.fits for each in tried) == 2:
                 break
-    except KeyboardInterrupt:  # the verdict is known
+    except KeyboardInterrupt:  # report the verdict, which is known by now
         failed["proposals"] = "interrupted"
     return replace(run, tried=tuple(tried), failed={**run.failed, **failed})
 
 
 def _loops(job: Job, run: DryRun) -> tuple[str, ...]:
-    """The lines of the loss's scans that keep what their backward pass reads, and could recompute it."""
+    """The lines of the loss's scans that store values for their backward pass, and could recompute them instead."""
     if not job.can_remat:
         return ()
     found: dict[str, None] = {}
@@ -101,15 +102,15 @@ def _loops(job: Job, run: DryRun) -> tuple[str, ...]:
     return tuple(found)
 
 
-_MODELS = ("redeqx/models/", "models/nn/")  # as a script imports them, and in a checkout
+_MODELS = ("redeqx/models/", "models/nn/")  # as imported by a script, and in a checkout
 
 
 def _candidates(job: Job, machine: Machine, loops: tuple[str, ...] = ()) -> Iterator[Setting]:
-    """Settings that need less memory for the same update, from those that cost least; later ones join what came before.
+    """Settings that need less memory for the same update, in the order of their cost. Later ones combine earlier ones.
 
     **Arguments:**
 
-    - `loops`: the scans of the loss that could recompute.
+    - `loops`: the lines of the loss's scans that could recompute.
     """
     own = job.setting
     n_devices = len(machine.devices)
@@ -129,7 +130,7 @@ def _candidates(job: Job, machine: Machine, loops: tuple[str, ...] = ()) -> Iter
     split = []
     n_model = own.n_model_shards * 2
     while n_devices % n_model == 0 and n_model <= n_devices:
-        # The model axis shares its rows: fewer batch shards, each with more of them.
+        # Devices along the model axis share rows: there are fewer batch shards, each with more rows.
         factor = max(1, (n_data * own.n_fsdp_shards) // (n_devices // n_model))
         split.append(
             replace(
@@ -184,7 +185,7 @@ def _compiled(
         step = Step(needs=resident, compile_seconds=0.0, is_refused=True)
         return DryRun(machine, setting, plan, held, {"train": step}, {}, {})
 
-    # All are traced before any is compiled: a mistake of the script shows at once.
+    # All steps are traced before one is compiled, so that an error of the script is raised early.
     traced = _traced(job, program, setting, only_train)
     failed: dict[str, str] = {}
     fewer = None
@@ -205,7 +206,7 @@ def _compiled(
         return run
     say(f"train step: {run.verdict()}")
     steps = dict(run.steps)
-    beside = held.get("optimizer state", 0)  # which an evaluation is not given, and which stays
+    beside = held.get("optimizer state", 0)  # not an input of an evaluation, but still in memory
     for name in [name for name in traced if name != "train"]:
         step = attempt(f"{name} step", partial(compiled, name, beside), None, failed)
         if step is not None:
@@ -237,7 +238,14 @@ def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> d
 
 @dataclass(frozen=True)
 class _Fewer:
-    """Programs of a few of a model's equal blocks, each with the whole model's names of its leaves, which add up to all."""
+    """Programs with fewer of a model's equal blocks, from which the full program is extrapolated.
+
+    **Arguments:**
+
+    - `programs`: for each one, its traced steps by name, and the name of each of its leaves in the full model.
+    - `shares`: how to extrapolate.
+    - `what`: the numbers of blocks, in words.
+    """
 
     programs: list[tuple[dict[str, Any], dict[str, str]]]
     shares: Shares
@@ -247,7 +255,10 @@ class _Fewer:
 def _fewer(
     job: Job, plan: Plan, setting: Setting, traced: dict[str, Any], only_train: bool, say: Callable[[str], None]
 ) -> _Fewer | None:
-    """What to compile in place of a list of blocks that are computed one by one; None where the model has none."""
+    """The programs to compile instead of the full one, where the loss computes equal blocks in an unrolled loop.
+
+    None if the model has no such blocks or too few, if a `scan` computes them, or if the program does not grow evenly.
+    """
     every = equal_blocks(job.model) if job.with_model is not None else []
     if not every:
         return None
@@ -264,18 +275,18 @@ def _fewer(
     lists = ", ".join(f"the {blocks.n} of `{blocks.path}`" for blocks in every)
     warning = _UNROLLED.format(lists=lists, n=whole["train"]["equations"])
     problem = ""
-    for few in (2, 4, 6):  # where layers alternate, a multiple of their period
+    for few in (2, 4, 6):  # must be a multiple of the period if layers alternate
         if any(blocks.n <= 2 * few for blocks in every):
             break
         base = dict.fromkeys(every, few)
         try:
             programs = [program(base), *(program({**base, blocks: 2 * few}) for blocks in every)]
-        except Exception as error:  # a loss that needs all of its blocks
+        except Exception as error:  # a loss that needs all blocks
             problem = reason(error)
             break
         found = [{name: content(step.jaxpr.jaxpr) for name, step in steps.items()} for steps, _ in programs]
         if all(each["train"]["matmuls"] == found[0]["train"]["matmuls"] for each in found):
-            return None  # they are in a loop
+            return None  # they are computed in a `scan`
         shares = Shares(tuple(Fraction(blocks.n - few, few) for blocks in every))
         if all(shares.holds(whole[name], found[0][name], [each[name] for each in found[1:]]) for name in traced):
             what = f"{few} and {2 * few} of {lists}"
@@ -293,7 +304,7 @@ _UNROLLED = (
 
 
 def _groups(batch: PyTree, micro_batch_size: int, mesh: Mesh) -> tuple[PyTree, ...]:
-    """The shapes of a batch as a step takes it, as `place_batch` lays it out."""
+    """The shapes of a batch as a step receives it: in the layout of `place_batch`."""
     n_rows = jax.tree.leaves(batch)[0].shape[0]
 
     def shapes(group: Group) -> PyTree:
@@ -305,13 +316,13 @@ def _groups(batch: PyTree, micro_batch_size: int, mesh: Mesh) -> tuple[PyTree, .
     return tuple(map(shapes, cut_rows(n_rows, micro_batch_size, mesh.size)))
 
 
-# How the TPU compiler says so: before it lays out memory, and after it has tried to.
+# The TPU compiler's error messages: one from before it assigns memory, one from after an attempt to.
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM|Exceeded hbm capacity by ([\d.]+)([KMGT]?)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def _step(traced: Any, machine: Machine, optimization: str | None, beside: int) -> Step:
-    """One traced step, compiled; `beside` are bytes that stay in memory while it runs."""
+    """Compiles one traced step. `beside`: bytes that are in memory while it runs, but are not its arguments."""
     failed: dict[str, str] = {}
     flops = attempt(FLOPS, lambda: matmul_flops(traced.jaxpr.jaxpr), {}, failed)
     lowered = traced.lower()
@@ -340,7 +351,7 @@ def _step(traced: Any, machine: Machine, optimization: str | None, beside: int) 
     try:
         text = compiled.as_text()
         module = Module.of(text)
-    except Exception as error:  # a libtpu newer than jaxlib, say: `jax[tpu]` brings the one that fits
+    except Exception as error:  # a libtpu newer than jaxlib, say: `jax[tpu]` installs a matching one
         failed.update(dict.fromkeys((TEMPORARIES, COLLECTIVES, MOVED), reason(error)))
         return step
     return replace(
@@ -354,8 +365,8 @@ def _step(traced: Any, machine: Machine, optimization: str | None, beside: int) 
 def _options(machine: Machine) -> dict[str, Any] | None:
     if machine.devices[0].platform not in ("cuda", "gpu") or machine.name == "this":
         return None
-    # Autotuning would time kernels on the GPU that is not there. Untuned, some of Triton's matmuls do not compile: cuBLAS's
-    # take as much memory.
+    # Autotuning would time kernels on a GPU, and there is none. Without it some Triton matmuls do not compile; cuBLAS's
+    # take the same memory.
     return {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 

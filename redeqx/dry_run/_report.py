@@ -1,7 +1,7 @@
-"""What a dry run comes to: the verdict, and the tables that it prints.
+"""The result of a dry run: the verdict, and the tables of its report.
 
-Owns the words and the arithmetic on what `_forecast` has compiled: what a device holds, what a step computes and sends, what
-that takes at the published rates of its devices.
+Owns the text of the report, and the arithmetic on the programs that `_forecast` has compiled: what a device holds, what a
+step computes and sends, and the time of that at the published rates of the devices.
 """
 
 import io
@@ -29,16 +29,17 @@ from ..monitor import Console
 from ..partition import Plan
 from ..training import Setting
 
-_N_ROWS = 10  # of a table
+_N_ROWS = 10  # the most rows of a table
 _T = TypeVar("_T")
 
-# Details of a step, as `Step.failed` names them, and of a run.
+# The names in `Step.failed` of the details of a step, and the name in `DryRun.failed` of a detail of a run.
 TEMPORARIES, COLLECTIVES, MOVED, FLOPS = "temporaries at the peak", "collectives", "bytes read and written", "FLOPs"
 MODEL_FLOPS = "FLOPs without recomputation"
 
 
 def attempt(what: str, make: Callable[[], _T], default: _T, failed: dict[str, str]) -> _T:
-    """What `make` returns. Where it raises, `default`, and `failed` keeps why: no detail may cost a report its verdict."""
+    """Returns `make()`. If it raises, returns `default` and adds the reason to `failed`: a detail that cannot be computed
+    must not prevent the verdict."""
     try:
         return make()
     except Exception as error:
@@ -60,13 +61,14 @@ class Step:
 
     **Arguments:**
 
-    - `needs`: bytes, with what of the run's state it is not given but stays in memory.
-    - `is_refused`: whether the compiler itself refused; `needs` is then what it said, and nothing else is known.
-    - `arguments`, `temporaries`, `outputs`, `code`: bytes as the compiler says; outputs that replace arguments left out.
-    - `largest`: what it holds at its peak.
-    - `flops`: of all devices together, by dtype: matmuls and convolutions, recomputation included.
-    - `bytes_moved`: read from and written to memory.
-    - `failed`: for each detail that could not be computed, the reason.
+    - `needs`: bytes in memory, with those of the run's state that is not an argument of the step.
+    - `is_refused`: whether the compiler raised an out-of-memory error. Then `needs` is from its message, or the sum of the
+        arrays that stay in memory where they alone do not fit, and the sizes below are not known.
+    - `arguments`, `temporaries`, `outputs`, `code`: bytes reported by the compiler, without outputs that replace arguments.
+    - `largest`: the temporaries in memory at the peak, those of at least 1 KiB.
+    - `flops`: of matmuls and convolutions, recomputation included, by dtype, for all devices together.
+    - `bytes_moved`: bytes read from and written to memory.
+    - `failed`: the reason for each detail that could not be computed.
     """
 
     needs: int
@@ -85,13 +87,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A roofline: what a step takes at the published rates of its devices, in seconds. A bound from below, not a forecast.
+    """A roofline estimate: the time of a step at the published rates of its devices, in seconds. It is a lower bound, not a
+    forecast.
 
     **Arguments:**
 
-    - `compute`, `memory`, `communication`: if that alone were to be done, with nothing overlapping.
-    - `step`: the longer of the first two, and the third.
-    - `mfu`: the model's own matmuls over what the devices could compute in that time.
+    - `compute`, `memory`, `communication`: the time of each alone, without overlap.
+    - `step`: the larger of `compute` and `memory`, plus `communication`.
+    - `mfu`: model FLOPs utilization: the FLOPs without recomputation, over those that the devices could compute in `step`.
     """
 
     compute: float
@@ -103,7 +106,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Tried:
-    """Another setting of a run that does not fit: bytes that it needs, or at least needs where it was not compiled."""
+    """Another setting for a run that does not fit: the bytes that it needs on each device, as `Step.needs`. With `is_bound`
+    they are a lower bound."""
 
     setting: Setting
     needs: int
@@ -113,18 +117,19 @@ class Tried:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What is known of a run before it runs. `print` it; `to_json` for programs.
+    """The forecast of a run: its memory, computation and communication. `print` it for the report; `to_json` returns it as
+    plain values.
 
     **Arguments:**
 
-    - `held`: bytes a device of what lives through the run, by what it is.
-    - `steps`: `"train"`, and of the evaluation `"eval"` and `"predict"`.
+    - `held`: bytes on each device that stay in memory through the run, by what they are.
+    - `steps`: the `"train"` step, and the `"eval"` and `"predict"` steps of the evaluation.
     - `files`: bytes of each file of a checkpoint.
-    - `model_flops`: of a step's matmuls without recomputation, all devices together, by dtype.
-    - `tried`: settings that were tried where this one does not fit.
-    - `failed`: for each part of the report that could not be computed, the reason; a step in it is not in `steps`.
-    - `extrapolated`: the blocks that were compiled in place of all; empty where all were. What is known of the steps is then
-        extrapolated from them, but for their FLOPs.
+    - `model_flops`: FLOPs of a step's matmuls without recomputation, by dtype, for all devices together.
+    - `tried`: the other settings that were tried, if this one does not fit.
+    - `failed`: the reason for each part of the report that could not be computed. A step in it is not in `steps`.
+    - `extrapolated`: the blocks that were compiled instead of all; empty if all were. The numbers of the steps are then
+        extrapolated from these, except for their FLOPs.
     """
 
     machine: Machine
@@ -140,17 +145,17 @@ class DryRun:
 
     @property
     def needs(self) -> int:
-        """Bytes a device, at the peak of the step that needs most."""
+        """Bytes on each device at the peak of the step that needs most."""
         return max(step.needs for step in self.steps.values())
 
     @property
     def fits(self) -> bool:
-        """Whether every device's memory holds the run; also where it is not known how much memory there is."""
+        """Whether the run fits into the memory of each device. True if the size of that memory is not known."""
         return _fits(self.machine, self.steps)
 
     @property
     def estimate(self) -> Estimate | None:
-        """Of the train step; None where the devices' figures are not known, or not what the compiler made."""
+        """The estimate of the train step; None if the devices' published rates or the step's numbers are not known."""
         step, chip = self.steps["train"], self.machine.chip
         if chip is None or step.is_refused or step.failed or MODEL_FLOPS in self.failed:
             return None
@@ -166,10 +171,10 @@ class DryRun:
         ideal = sum((flops / n / _rate(chip, dtype) for dtype, flops in self.model_flops.items()), 0.0)
         return Estimate(compute, memory, communication, seconds, ideal / seconds if seconds else 0.0)
 
-    # --- what it says ------------------------------------------------------------------------------------------------
+    # --- the report --------------------------------------------------------------------------------------------------
 
     def show(self, console: Console) -> None:
-        """Prints the report, the verdict last. A part that fails is named there with the reason, and costs nothing else."""
+        """Prints the report, with the verdict last. A part that fails is listed with the reason; all others are printed."""
         verdict = self.verdict()
         failed = {f"{name} step: {what}": why for name, step in self.steps.items() for what, why in step.failed.items()}
         failed.update(self.failed)
@@ -180,7 +185,7 @@ class DryRun:
         console.header({"verdict": verdict}, title="fits" if self.fits else "does not fit")
 
     def _parts(self) -> dict[str, Callable[[Console], None]]:
-        """What prints each part of the report, by the part's name."""
+        """For each part of the report, by its name, the function that prints it."""
         parts: dict[str, Callable[[Console], None]] = {
             "devices": lambda console: console.header(self._head(), title=f"dry run on {self.machine.name}"),
             "bytes a device": self._show_memory,
@@ -236,7 +241,7 @@ class DryRun:
         return text.getvalue()
 
     def verdict(self) -> str:
-        """Whether it fits, by how much, and what to do where it does not."""
+        """Whether the run fits, how much memory it leaves, and what to do if it does not fit."""
         missing = [name for name in ("eval step", "predict step") if name in self.failed]
         text = self._verdict() + (f"; extrapolated from {self.extrapolated}" if self.extrapolated else "")
         return text + (f"; not counted, as it failed to compile: the {' and the '.join(missing)}" if missing else "")
@@ -259,7 +264,7 @@ class DryRun:
         return text + (". Nothing that was tried fits: more devices, or a smaller model" if self.tried else "")
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values: bytes, seconds, counts."""
+        """The report as plain values: bytes, seconds, counts."""
         steps = {name: self._plain_step(step) for name, step in self.steps.items()}
         return {
             "topology": self.machine.name,
@@ -340,7 +345,8 @@ class DryRun:
         return {what: size for what, size in rows.items() if size}
 
     def _like_weights(self, step: Step) -> int:
-        """Bytes at a step's peak of arrays in the shape of a weight as it lives or is used, or of a layer's slice of one."""
+        """Bytes, at a step's peak, of arrays with the shape of a weight's shard (as stored or as used), or of a
+        layer's slice of a stacked weight."""
         shapes = set()
         for name, leaf in self.plan.leaves.items():
             for spec in (leaf.spec, self.plan.spec_in_use(name)):
@@ -365,7 +371,7 @@ class DryRun:
         return rows + [(*key[:2], f"{n:,}", _size(moved), *key[2:]) for key, (n, moved) in most]
 
     def _work(self) -> dict[str, str]:
-        """What a train step computes, moves and sends; with times where the devices' figures are known."""
+        """What a train step computes, moves and sends, with times if the devices' published rates are known."""
         step, estimate = self.steps["train"], self.estimate
         n = len(self.machine.devices)
         sent = sum(each.moved for each in step.collectives)
@@ -382,11 +388,11 @@ class DryRun:
         return {**rows, "step": f"at least {estimate.step:.3g} s where nothing overlaps, MFU at most {estimate.mfu:.0%}"}
 
 
-# The detail that each row of the work is from.
+# The detail in `Step.failed` that each row of `_work` needs.
 _ROWS = {"matmuls": FLOPS, "memory": MOVED, "collectives": COLLECTIVES}
 
 
-# --- words -----------------------------------------------------------------------------------------------------------------
+# --- helpers ---------------------------------------------------------------------------------------------------------------
 
 
 def _fits(machine: Machine, steps: Mapping[str, Step]) -> bool:
@@ -400,7 +406,7 @@ def _rate(chip: Chip, dtype: str) -> float:
 
 
 def _where(of: Any, names: set[str]) -> tuple[str, str]:
-    """The layer and the line that an array or a collective comes from; the operation, where no layer's name is in it."""
+    """The layer and the line that an array or a collective comes from. Without a layer's name it is the operation's name."""
     parts = re.split(r"[/()\s;:]+", of.op_name)
     layer = next((part for part in reversed(parts) if part in names), "")
     if not layer:
@@ -409,10 +415,15 @@ def _where(of: Any, names: set[str]) -> tuple[str, str]:
 
 
 def own_line(source: Sequence[str]) -> str:
-    """Of the lines that something comes from, the innermost first, the innermost that is of the script or of a model."""
+    """The innermost line of the script or of a model.
+
+    **Arguments:**
+
+    - `source`: the lines of a stack trace, innermost first.
+    """
     lines = [line for line in source if not is_ours(line) and not line.startswith(_LIBRARIES)]
     line = (lines or list(source[:1]) or [""])[0]
-    # As it is imported: `redeqx/models/opt.py:318`.
+    # Relative to the import path: `redeqx/models/opt.py:318`.
     folder = max((path for path in sys.path if path and line.startswith(path + os.sep)), key=len, default="")
     return line.removeprefix(folder + os.sep) if folder else line
 
@@ -438,7 +449,7 @@ def _plain(of: Any, names: set[str]) -> dict[str, Any]:
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape whichever way it is turned."""
+    """A shape up to the order of its dims, without dims of size 1."""
     return tuple(sorted(size for size in shape if size != 1))
 
 
