@@ -1,10 +1,13 @@
-"""Whether each device computes its share of a step and no more: the products of the compiled program against the trace's.
+"""Checks that each device computes only its share of a step: compares the compiled program's products with the trace's.
 
-XLA splits what it can. Where it finds no way, as in a sort, a running sum or a scatter over the rows of the whole batch, it
-brings the rows together and every device computes what follows for all of them, without a word. So the matmuls and
-convolutions of the program that runs are counted by the line of code that they come from, and compared with those of the
-traced step. What a plan means to repeat is no fault: a product of parameters alone on every device, one that the model axis
-does not split on each of its shards. What the loss does not compute, as an optimizer's matmuls, is not judged.
+XLA splits what it can. Where it cannot (a sort, a cumulative sum or a scatter over all rows of the batch), it gathers the
+rows, and every device computes what follows for all of them, without a warning. So this module counts the FLOPs of matmuls
+and convolutions in the compiled program by the line of code that they come from, and compares them with those of the traced
+step.
+
+Work that the plan repeats on purpose is allowed for: every device computes a product of parameters alone, and every shard of
+the model axis computes a product that this axis does not split. Work outside the loss, such as an optimizer's matmuls, is
+not checked.
 """
 
 import math
@@ -28,28 +31,29 @@ from ..machine import n_batch_shards
 from ..tracing import all_inside, product_flops
 from ._hlo import Instruction, Module, arrays_of
 
-MAX_RATIO = 1.5  # of the work of a device to its share
+MAX_RATIO = 1.5  # of a device's work to its share of the step; more than that is reported
 _N_LINES = 5
 
-# Whose frames are passed over in looking for the line that a user can change: our own modules too, the models apart.
+# Libraries whose frames are skipped in the search for a line that the user can change. redeqx's own modules are skipped
+# too (`is_ours`), except for the models.
 _LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (jax, equinox, einops, jaxtyping))
 
 
 class _Count(NamedTuple):
-    """FLOPs by line of code, of all executions, and with each loop taken once."""
+    """FLOPs by line of code: of all executions, and with one iteration of each loop."""
 
     all: Counter[str]
     once: Counter[str]
 
 
 def line_of(eqn: Any) -> str:
-    """The line of code, `file.py:12`, that an equation comes from; empty where that is not known."""
+    """The line of code, `file.py:12`, that an equation comes from; empty if it is not known."""
     traceback = eqn.source_info.traceback
     return "" if traceback is None else _line((frame.file_name, frame.line_num) for frame in traceback.frames)
 
 
 def _line(frames: Iterable[tuple[str, int]]) -> str:
-    """The innermost frame that is no library's."""
+    """The innermost frame outside of libraries."""
     return next((f"{name}:{line}" for name, line in frames if _is_code(name)), "")
 
 
@@ -59,16 +63,16 @@ def _is_code(name: str) -> bool:
 
 
 def excess(traced: Any, module: Module, repeats: Mapping[str, float]) -> tuple[float, list[tuple[str, float]]] | None:
-    """How many times its share of a step's work each device does, and the lines that it is at, the largest first, each with
-    its own ratio; None where that is at most `MAX_RATIO`.
+    """The ratio of each device's work to its share of a step, and the lines that cause it, the largest first, each with its
+    own ratio. None if the ratio is at most `MAX_RATIO`.
 
     **Arguments:**
 
     - `traced`: the jaxpr of the step.
     - `module`: the program compiled from it, as one device runs it.
-    - `repeats`: for each line of the loss with a product, by how many devices the plan means it to be repeated.
+    - `repeats`: for each line of the loss with a product, the number of devices on which the plan repeats it.
     """
-    unknown: set[str] = set()  # lines in loops whose length only the compiler may know
+    unknown: set[str] = set()  # lines in `while` loops, whose length is not in the trace
     whole, done = _of_jaxpr(traced, unknown), _of_module(module)
     shares: dict[str, float] = {}
     works: dict[str, float] = {}
@@ -85,7 +89,7 @@ def excess(traced: Any, module: Module, repeats: Mapping[str, float]) -> tuple[f
 
 
 def message(ratio: float, lines: Iterable[tuple[str, float]], n_devices: int) -> str:
-    """What a user is told of it."""
+    """The text of the warning."""
     where = "; ".join(f"{_shown(line)} ({times:.1f} times)" for line, times in lines)
     return (
         f"`loss_fn`: expected each of {n_devices} devices to compute 1/{n_devices} of a step, got {ratio:.1f} times that: "
@@ -100,7 +104,7 @@ def _shown(line: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else line
 
 
-# --- of a trace ----------------------------------------------------------------------------------------------------------
+# --- counts of a trace ---------------------------------------------------------------------------------------------------
 
 
 def _of_jaxpr(jaxpr: Any, unknown: set[str]) -> _Count:
@@ -132,7 +136,7 @@ def _add(count: _Count, other: _Count, times: int) -> None:
     count.once.update(other.once)
 
 
-# --- of a compiled program ---------------------------------------------------------------------------------------------
+# --- counts of a compiled program --------------------------------------------------------------------------------------
 
 
 def _of_module(module: Module) -> _Count:
@@ -168,7 +172,7 @@ def _frame(text: str) -> tuple[str, int]:
 
 
 def _flops(instruction: Instruction, types: Mapping[str, str]) -> int:
-    """Of a matmul or a convolution, also one that a library is called for; 0 of all else."""
+    """The FLOPs of a matmul or a convolution, also of a call to a library such as cuBLAS; 0 for other instructions."""
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return 0
     rest = instruction.rest
@@ -177,7 +181,7 @@ def _flops(instruction: Instruction, types: Mapping[str, str]) -> int:
         return 0
     (_, lhs), (_, rhs) = shapes[0][0], shapes[1][0]
     n_out = math.prod(arrays_of(instruction.type)[0][1])
-    # As XLA writes it, and as it is in the settings of a call to cuBLAS.
+    # In XLA's own syntax, and in the settings of a call to cuBLAS.
     if contracted := re.search(r'lhs_contracting_(?:dims=\{|dimensions":\[)([\d,"]*)', rest):
         return 2 * n_out * _product(lhs, (int(dim) for dim in re.findall(r"\d+", contracted.group(1))))
     if labels := re.search(r"dim_labels=\w+_(\w+)->", rest):
@@ -189,20 +193,23 @@ def _product(shape: tuple[int, ...], dims: Iterable[int]) -> int:
     return math.prod(shape[dim] for dim in dims)
 
 
-# --- of the program that runs ------------------------------------------------------------------------------------------
+# --- the check of a run ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def checked(step: Any, args: tuple[Any, ...], plan: Any, groups: PyTree[jax.Array]) -> Iterator[None]:
-    """Around the first call of a jitted step of training: warns, on one process, where each device computes much more than
+    """A context for the first call of a jitted training step. Warns, in process 0, if each device computes much more than
     its share.
 
-    Nothing is traced, lowered or compiled twice: the call finds the first two in JAX's caches, and leaves the third there.
+    Nothing is traced, lowered or compiled twice: the call finds the trace and the lowered program in JAX's caches, and the
+    check finds the compiled program there.
 
     **Arguments:**
 
-    - `groups`: the step's micro-batches, `[n, rows, ...]`; rows that do not divide over the batch's shards are computed by
-        every device, and then nothing is judged.
+    - `step`, `args`: the jitted step and the arguments of the call.
+    - `plan`: of the model.
+    - `groups`: the step's micro-batches, `[n, rows, ...]`. Where the rows do not divide over the batch shards, every device
+        computes all of them, and nothing is checked.
     """
     is_split = all(x.shape[1] % n_batch_shards(plan.mesh) == 0 for x in jax.tree.leaves(groups))
     if plan.repeats is None or plan.mesh.size == 1 or not is_split or jax.process_index():
