@@ -156,8 +156,8 @@ def _machine(topology: str, memory: int | None) -> Machine:
     if kind == "cpu" and size.isdecimal() and int(size):
         simulate_devices(int(size))
     if topology != "this":
-        jax.config.update("jax_platforms", "cpu")  # the script's own arrays; the machine is compiled for beside it
-        # A model that is made for real and is too large ends in an error, not in the machine's death.
+        jax.config.update("jax_platforms", "cpu")  # for the script's own arrays; the steps are compiled for `topology`
+        # A script that allocates a model too large for this host raises an error, instead of exhausting the host's memory.
         limit, most = resource.getrlimit(resource.RLIMIT_DATA)
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         resource.setrlimit(resource.RLIMIT_DATA, (there if limit < 0 else min(there, limit), most))
@@ -175,7 +175,7 @@ def _run(script: str, args: list[str], is_module: bool) -> None:
 
 
 def _print_own_traceback(error: BaseException) -> None:
-    """What Python itself would print, without the frames that lead to the script."""
+    """Prints the traceback as Python does, without the frames above the script's."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         frames = frames.tb_next

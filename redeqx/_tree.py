@@ -1,6 +1,6 @@
-"""Names of leaves: a PyTree path rendered as a tensor name, one way everywhere.
+"""Names of leaves: renders a PyTree path as a tensor name, in one form everywhere.
 
-Plans, errors and checkpoints all say `blocks.3.attn.query.weight`. This room knows paths and names, nothing of meshes.
+Plans, errors and checkpoints all write `blocks.3.attn.query.weight`. This module knows paths and names, but no meshes.
 """
 
 import difflib
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-MOST_LISTED = 10  # names that one error tells
+MOST_LISTED = 10  # the most names in one error message
 
 
 def render(path: tuple[Any, ...]) -> str:
@@ -20,7 +20,7 @@ def render(path: tuple[Any, ...]) -> str:
 
     **Arguments:**
 
-    - `path`: keys as `jax.tree_util.tree_flatten_with_path` gives them.
+    - `path`: keys as returned by `jax.tree_util.tree_flatten_with_path`.
     """
     parts = []
     for key in path:
@@ -36,10 +36,10 @@ def render(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """Every leaf by its name, in the tree's order.
+    """All leaves by name, in the tree's order.
 
-    Raises ValueError where two leaves have the same name (dict keys that hold dots), since a checkpoint would then keep
-    only one of them.
+    Raises ValueError if two leaves have the same name (by dict keys with dots), since a checkpoint would keep only one of
+    them.
     """
     leaves: dict[str, Any] = {}
     for path, leaf in jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
@@ -53,23 +53,23 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
 
 
 def map_named(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None):
-    """`jax.tree.map` whose function gets the leaf's name first."""
+    """`jax.tree.map`, for a function whose first argument is the leaf's name."""
     return jtu.tree_map_with_path(lambda path, *leaves: fn(render(path), *leaves), tree, *rest, is_leaf=is_leaf)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`" Did you mean `x`?"` for the most similar of `names`, or nothing where none is similar; ends an error message."""
+    """The end of an error message: `" Did you mean `x`?"` with the most similar of `names`, empty if none is similar."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
 def listed(lines: Sequence[str], most: int = MOST_LISTED) -> list[str]:
-    """What an error names of so many: the first, and how many more there are."""
+    """The lines that an error message shows of a long list: the first `most`, and the number of the others."""
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def is_array_like(leaf: Any) -> bool:
-    """Whether a leaf is an array or the shape of one (`jax.ShapeDtypeStruct`), as abstract models hold."""
+    """Whether a leaf is an array, or the shape of one (`jax.ShapeDtypeStruct`) as in abstract models."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or (hasattr(leaf, "__array__") and hasattr(leaf, "dtype"))
 
 
