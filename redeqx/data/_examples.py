@@ -1,6 +1,6 @@
-"""From raw examples to the batch of each step: order, position and collation.
+"""Turns raw examples into the batch of each step: order, position and collation.
 
-Owns the order of examples (a permutation of each epoch that depends on the seed alone), the position of an iterable, and the
+Owns the order of examples (in each epoch a permutation that depends only on the seed), the position of an iterable, and the
 checks of what `collate_fn` returns. It uses only `len()` and integer items of examples, or iterates over them. `_rows` cuts
 and places rows, `_prefetch` prepares the next batch in a thread while a step runs, `_workers` collates several at once.
 """
@@ -30,7 +30,7 @@ from ._workers import Workers, drawn_ahead
 
 
 def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = None) -> list[Any]:
-    """These items of the examples. An error in reading one has a note with its number.
+    """The items of the examples at these indices. If reading one raises, the error gets a note with the example's number.
 
     **Arguments:**
 
@@ -124,9 +124,14 @@ def n_tokens(batch: PyTree[np.ndarray]) -> int | None:
 
 @dataclass(frozen=True)
 class Slice:
-    """The examples of one step, the number of examples of the epoch up to its end, and the iterator's state there.
+    """The examples of one step, with the position after it.
 
-    `examples` are read on access: each of several processes reads only its own.
+    `examples` are read on access, so that each process reads only its own.
+
+    **Arguments:**
+
+    - `position`: the number of examples of the epoch up to the end of this step.
+    - `state`: the iterator's state at the end of this step.
     """
 
     examples: Sequence[Any]
@@ -179,8 +184,8 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
 def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
     """The examples of an epoch: `given`, or what it returns if it is a function of the epoch.
 
-    `set_epoch` of an iterable is called: an iterable of `datasets` shuffles by it, and starts the epoch at its beginning
-    even if a state was loaded in the epoch before.
+    If an iterable has `set_epoch`, it is called. An iterable of `datasets` shuffles by it, and then starts the epoch at its
+    beginning even if a state was loaded in the epoch before.
     """
     if not is_function(given):
         if size_of(given) is None and hasattr(given, "set_epoch"):
@@ -210,11 +215,12 @@ def slices(
 
     **Arguments:**
 
-    - `seed`: of the order, which is a permutation. None keeps the order, and so does every iterable.
-    - `position`, `state`: of a `Slice`, to continue after it.
+    - `seed`: of the permutation. None keeps the order. The order of an iterable is always kept.
+    - `position`, `state`: those of the `Slice` after which to continue.
     - `drop_remainder`: whether to drop a last slice of fewer than `batch_size` examples.
 
-    Raises ValueError for an iterable without examples, TypeError for one whose state is not JSON.
+    Raises ValueError for an iterable without examples, and with `drop_remainder` for fewer examples than a batch; TypeError
+    for an iterable whose state is not JSON.
     """
     n = size_of(examples)
     if n is not None:
@@ -248,8 +254,8 @@ def n_slices(n: int, batch_size: int, drop_remainder: bool = False) -> int:
 
 
 def sample_of(examples: Any) -> int | None:
-    """A checksum of the first, the middle and the last example, to notice other examples. None for iterables, for items that
-    are drawn anew at each access, and for items that are not made of numbers and text."""
+    """A checksum of the first, the middle and the last example, to detect other examples. None for iterables, for items that
+    differ at each access, and for items that do not consist of numbers and text."""
     n = size_of(examples)
     if not n:
         return None
@@ -300,7 +306,7 @@ def _state_of(iterable: Any, iterator: Any, name: str) -> Any:
 
 
 def _to_json(state: Any, where: str) -> Any:
-    """A state as JSON returns it. Bytes, which grain's DataLoader has, become text in base 64."""
+    """A state as JSON returns it. Bytes, the state of grain's DataLoader, become text in base 64."""
     if isinstance(state, bytes):
         return {_BYTES: base64.b64encode(state).decode("ascii")}
     try:
@@ -321,7 +327,7 @@ def _from_json(state: Any) -> Any:
 
 
 def _resumed(iterable: Any, position: int, state: Any) -> Iterator[Any]:
-    """An iterator from `position` on: by its state if it has one, else by skipping the examples before."""
+    """An iterator from `position` on: by `state` if it can be set, else by skipping the examples before."""
     if position and state is not None:
         iterator = iter(iterable)
         for holder in (iterator, iterable):
@@ -346,9 +352,9 @@ class Batch:
 
     - `groups`: as `place_batch` returns them.
     - `n_micro_batches`: the number of micro-batches of the first group that count. Those after them are repetitions.
-    - `n_examples`, `n_tokens`: of the step; `n_tokens` is None if the batch has no tokens.
-    - `position`, `state`: of its `Slice`.
-    - `rows`, `places`: this process's rows as collated, and the number of each one's example.
+    - `n_examples`, `n_tokens`: the numbers in the whole step; `n_tokens` is None if the batch has no tokens.
+    - `position`, `state`: those of the step's `Slice`.
+    - `rows`, `places`: this process's collated rows, and the number of each row's example.
     """
 
     groups: tuple[PyTree, ...]
@@ -387,7 +393,7 @@ def batches(
     **Arguments:**
 
     - `check`: called by that thread with the number of each step and its collated rows.
-    - `workers`: call `collate_fn`, several steps at once; by default the thread itself calls it.
+    - `workers`: they call `collate_fn`, for several steps at once. By default the thread itself calls it.
     """
     workers = workers or Workers(collate_fn)
 
@@ -404,7 +410,7 @@ def batches(
         # A remainder of full micro-batches runs in the program of a full step.
         is_full = len(given.cut) == 1 and given.cut[0].rows == size.micro_batch
         n_rows = len(given.step.examples)
-        tokens = n_tokens(batch)  # of this process's rows; the others' are as long
+        tokens = n_tokens(batch)  # of this process's rows; those of other processes have the same length
         return Batch(
             place_batch(batch, given.cut, mesh, given.rows, size.n_micro_batches if is_full else 0),
             given.cut[0].n,
