@@ -1,4 +1,4 @@
-"""The order of the rules as the traced loss tells it: exact splits of every structure, reasons, and equal training."""
+"""The rules in the order of a traced loss: exact splits of every structure, reasons, and equal training."""
 
 from collections import Counter
 
@@ -41,7 +41,7 @@ def of_structure(name, n=4):
     return found(made.model, batched(made.loss), batch, n=n)
 
 
-# --- every structure --------------------------------------------------------------------------------------------------
+# --- all structures ---------------------------------------------------------------------------------------------------
 
 BLOCK = {
     "norm.weight": None, "norm.bias": None, "norm2.weight": None, "norm2.bias": None,
@@ -63,7 +63,7 @@ EXPECTED = {
     "transposed_autoencoder": {"weight": 0},
     "square_residual": {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": None},
     "block": BLOCK,
-    "parallel_block": {name: dim for name, dim in BLOCK.items() if not name.startswith("norm2")},  # which it does not call
+    "parallel_block": {name: dim for name, dim in BLOCK.items() if not name.startswith("norm2")},  # it does not call `norm2`
     "scanned_stack": {name: dim if dim is None else dim + 1 for name, dim in BLOCK.items()},
     "patches_and_blocks": {
         **{f"blocks.{i}.{name}": dim for i in range(2) for name, dim in BLOCK.items()},
@@ -113,7 +113,7 @@ def test_the_reasons_name_the_layer_that_caused_them():
     assert of_structure("gru")["cell.weight_hh"].reason.startswith("whole: costs less than any split of it")
 
 
-# --- what a loss may be wrapped in ----------------------------------------------------------------------------------------
+# --- transforms around a loss ---------------------------------------------------------------------------------------------
 
 
 def two(w1, w2, x):
@@ -179,7 +179,7 @@ def test_weights_stacked_under_scan_and_taken_by_index():
 
 
 def test_what_loops_move_is_counted_as_often_as_they_run():
-    """Twelve times, whether in one loop or in two, one inside the other."""
+    """Twelve iterations cost the same in one loop and in two nested loops."""
     model = {"w1": zeros(D, F), "w2": zeros(F, D)}
 
     def cost(*lengths):
@@ -198,7 +198,7 @@ def test_what_loops_move_is_counted_as_often_as_they_run():
 
 
 def test_a_recurrent_weight_sees_what_the_iteration_before_left():
-    """The carry begins whole and is whole at the end of the body, so each iteration begins with a column."""
+    """The carry is replicated at the start and at the end of the body, so each iteration starts with a column split."""
     model = {"w1": zeros(D, F), "w2": zeros(F, D)}
 
     def loss(model, x):
@@ -232,7 +232,7 @@ def test_state_of_layers_is_data_like_any_other():
     }  # fmt: skip
 
 
-# --- what does not divide, what is not followed ---------------------------------------------------------------------
+# --- uneven dims, and primitives that are not followed ------------------------------------------------------------------
 
 
 def test_what_does_not_divide_takes_the_other_dim_or_none():
@@ -250,7 +250,7 @@ def test_what_does_not_divide_takes_the_other_dim_or_none():
 
 @pytest.mark.parametrize(("groups", "expected"), [(8, 0), (4, 0), (2, None), (6, None)])
 def test_groups_of_a_convolution_stay_whole_on_their_shard(groups, expected):
-    """Over 4 shards; its 24 channels would divide whatever the groups."""
+    """Over 4 shards. The 24 channels divide evenly; the groups must do so too."""
     model = {"up": zeros(D, 24), "kernel": zeros(24, 24 // groups, 3), "down": zeros(24, D)}
 
     def loss(model, x):
@@ -258,12 +258,12 @@ def test_groups_of_a_convolution_stay_whole_on_their_shard(groups, expected):
         x = jax.lax.conv_general_dilated(x, model["kernel"], (1,), "SAME", feature_group_count=groups)
         return jnp.einsum("bct,cd->btd", x, model["down"]).sum()
 
-    # What is split by groups arrives split at what follows, what is not arrives whole.
+    # The output of a convolution that is split by groups is split, otherwise it is replicated.
     assert dims(model, loss, zeros(8, 9, D)) == {"up": 1, "kernel": expected, "down": 1 if expected is None else 0}
 
 
 def test_what_a_scan_hands_on_is_split_past_the_dim_of_its_iterations():
-    """The hidden values of all layers, [layers, rows, features], read by one matmul after the scan."""
+    """One matmul after the scan reads the hidden values of all layers, [layers, rows, features]."""
     model = {"up": zeros(4, D, F), "head": zeros(F, D)}
 
     def loss(model, x):
@@ -280,7 +280,7 @@ def test_an_embedding_that_does_not_divide():
 
 
 def test_positions_go_with_what_they_are_added_to():
-    """A table that data does not look up, as T5's biases of heads, is a parameter seen otherwise."""
+    """A lookup whose indices do not depend on data, as in T5's per-head biases, returns a view of the parameter."""
     model = {"q": zeros(D, 8, 4), "table": zeros(32, 8), "positions": zeros(SEQ, D)}
     buckets = np.abs(np.arange(SEQ)[:, None] - np.arange(SEQ)) // 2
 
@@ -306,7 +306,7 @@ def test_what_is_not_followed_stays_whole_and_says_so(compute, primitive):
 
     splits = found({"up": zeros(D, D), "w": zeros(D, D)}, loss, zeros(D, D))
     assert splits["up"].dim is not None or splits["up"].reason.startswith("whole: costs less")
-    if primitive != "cholesky":  # which gets a sum that the weight is part of
+    if primitive != "cholesky":  # its input is a sum of the weight and data
         assert splits["w"].reason == f"whole: `{primitive}` computes with it, which is not followed"
 
 
@@ -320,18 +320,18 @@ def test_layers_of_a_list_are_decided_alike():
 
     def loss(model, x):
         for layer in model:
-            x = x + jax.vmap(layer)(jax.lax.top_k(x, D)[0])  # which needs its input whole
+            x = x + jax.vmap(layer)(jax.lax.top_k(x, D)[0])  # `top_k` needs its input replicated
         return x.sum()
 
     split = dims(model, loss, zeros(8, D))
     assert len({split[f"{i}.weight"] for i in range(6)}) == 1
 
 
-# --- in a plan ----------------------------------------------------------------------------------------------------------
+# --- plans from a trace -------------------------------------------------------------------------------------------------
 
 
 class Backwards(eqx.Module):
-    """Two layers of one size, called in the reverse of their order."""
+    """Two layers of one size, called in reverse field order."""
 
     second: eqx.nn.Linear
     first: eqx.nn.Linear
@@ -366,7 +366,7 @@ def test_the_trainer_takes_the_order_of_its_first_batch():
 
 
 def test_grouped_heads_of_a_family():
-    """Two key/value heads over four shards: each is read with a half of its queries."""
+    """Two key/value heads over four shards: each shard reads one of them with half of its queries."""
     config = LlamaConfig(vocab_size=128, n_positions=16, d_model=64, d_mlp=128, n_layers=2, n_heads=8, n_kv_heads=2)
     model = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
     deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
@@ -382,14 +382,14 @@ TRAINED = ["einsum_attention", "fused_qkv", "odd_heads", "grouped_query", "state
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_is_the_same_under_every_plan(x64, name):
-    """In float64, where sums in another order differ less than a wrong one does."""
+    """In float64, so that another order of summation differs by less than an error would."""
     made = STRUCTURES[name](jax.random.key(0))
     model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, made.model)
     examples = list(np.random.default_rng(0).normal(size=(16, *made.example.shape)))
     whole = {path: None for path, leaf in named_leaves(model).items() if is_array_like(leaf)}
     loss_fn, results = batched(made.loss), {}
     for kind in ("whole", "walk", "dataflow"):
-        deployer = redeqx.Deployer(n_model_shards=4, verbose=False)  # one each, so that the order of examples is the same
+        deployer = redeqx.Deployer(n_model_shards=4, verbose=False)  # a new one, so that the order of examples is the same
         given = (loss_fn, np.stack(examples)) if kind == "dataflow" else (None, None)
         plan = deployer.plan(model, *given, overrides=whole if kind == "whole" else None)
         trainer = redeqx.Trainer(
@@ -419,7 +419,7 @@ class Attending(eqx.Module):
 
 
 class OwnStack(eqx.Module):
-    """What a user writes who knows nothing of ours."""
+    """A stack as a user writes it without `redeqx.models`."""
 
     blocks: Attending
 
@@ -433,7 +433,7 @@ class OwnStack(eqx.Module):
 
 @pytest.mark.parametrize(("n_model_shards", "n_fsdp_shards"), [(4, 1), (1, 8), (2, 2)])
 def test_a_users_own_scan_sends_what_our_stack_sends(n_model_shards, n_fsdp_shards):
-    """Array by array: kinds, sizes, axes, and how often in the forward and in the backward pass."""
+    """Compares each array sent: kind, size, axes, and the number of times in the forward and in the backward pass."""
     sent = []
     for model in (OwnStack(3, jax.random.key(0)), Stack(Attending, 3, key=jax.random.key(0))):
         deployer = redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False)

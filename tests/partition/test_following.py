@@ -1,4 +1,4 @@
-"""How the dataflow follows a loss: every form of a primitive that our models have, and loops in loops at a bounded cost."""
+"""How the dataflow follows a loss: every form of a primitive in our models, and nested loops in bounded time."""
 
 import sys
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_an_unknown_form_is_counted_and_its_values_are_replicated(monkeypatch):
 
 
 def fresh_carries(depth, weights, x):
-    """Each loop begins with zeros of its own, which its body may split: two ways for each loop."""
+    """Each loop starts with its own zeros, which its body may split: each loop is followed with two splits of its carry."""
 
     def level(n):
         if n == 0:
@@ -62,7 +62,7 @@ def fresh_carries(depth, weights, x):
 
 
 def two_carries(depth, weights, x):
-    """Of the carries one arrives replicated, and one split."""
+    """One carry arrives replicated, the other one split."""
 
     def level(n, x, s):
         if n == 0:
@@ -97,4 +97,4 @@ def test_loops_in_loops_cost_no_power_of_their_depth(loss, monkeypatch):
         counts.append(n_followed)
         splits.append({name: split.dim for name, split in found.splits.items()})
     assert splits == [{"0": 1, "1": 0}] * 5
-    assert counts[4] - counts[3] <= counts[1]  # each level adds at most as much as the second did; it was four times all
+    assert counts[4] - counts[3] <= counts[1]  # a level adds at most as much as the second; without the memo, 4 x all

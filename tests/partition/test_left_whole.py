@@ -1,6 +1,7 @@
-"""How much of a model a plan leaves whole on every shard of the model axis: no more than the walk over its fields does.
+"""A traced plan replicates no larger part of a model over the model axis than the field-order traversal does.
 
-Models whose weights no plain matmul takes: chosen by data under `vmap`, looked up, in loops, in flat vectors, recurrent.
+The models use their weights in ways other than a plain matmul: selected by data under `vmap`, looked up, in loops, in flat
+vectors, recurrent.
 """
 
 import math
@@ -24,7 +25,7 @@ MODELS = {}
 
 
 def model(fn):
-    """Registers a function of a key, which returns a model, a loss of it and one example, and the shape of an example."""
+    """Registers a function from a key to a model, its loss on one example, and the shape of an example."""
     MODELS[fn.__name__] = fn
     return fn
 
@@ -37,12 +38,12 @@ def mlp(key, d=D, f=F):
     return eqx.nn.MLP(d, d, f, 1, key=key)
 
 
-# --- chosen by data ---------------------------------------------------------------------------------------------------
+# --- selected by data -------------------------------------------------------------------------------------------------
 
 
 @model
 def branches_under_vmap(key):
-    """JAX turns the branch into a choice among the weights."""
+    """Under `vmap` the branch becomes a `select_n` among the weights."""
     keys = jax.random.split(key)
     model = {"a": mlp(keys[0]), "b": mlp(keys[1])}
     return model, lambda m, x: jax.lax.cond(x.sum() > 0, lambda x: m["a"](x), lambda x: m["b"](x), x), (D,)
@@ -60,7 +61,7 @@ def switch_under_vmap(key):
 
 @model
 def experts_by_index(key):
-    """Weights and biases picked for each token; six experts do not divide over four shards."""
+    """Weights and biases are looked up for each token. Six experts do not divide evenly over four shards."""
     keys = jax.random.split(key, 3)
     model = {"router": normal(keys[0], D, 6), "up": normal(keys[1], 6, D, F), "bias": jnp.ones((6, F)),
              "down": normal(keys[2], 6, F, D)}  # fmt: skip
@@ -99,14 +100,14 @@ def ravelled(key):
 
 @model
 def fori_loop(key):
-    """A square layer, whose output the next round needs whole."""
+    """A square layer whose output must be replicated for the next iteration."""
     model = eqx.nn.Linear(D, D, key=key)
     return model, lambda m, x: jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(m(x)), x), (D,)
 
 
 @model
 def while_loop(key):
-    """Not differentiable in reverse: to a fixed point, then a step that is."""
+    """A while loop has no reverse-mode derivative: it iterates without a gradient, and one more step has one."""
     model = mlp(key)
 
     def loss(m, x):
@@ -150,7 +151,7 @@ def recurrent(cell, sizes, in_decoder=False):
             return new, x
 
         def loss(m, x):
-            if in_decoder:  # the first cell reads, the second writes
+            if in_decoder:  # the first cell encodes, the second decodes
                 encoded, _ = jax.lax.scan(lambda s, x: step(m["cells"][:1], s, x), begin[:1], x)
                 _, y = jax.lax.scan(lambda s, x: step(m["cells"][1:], s, x), encoded, x[:, : sizes[0]])
             else:
@@ -168,12 +169,12 @@ MODELS["two LSTMs"] = recurrent(eqx.nn.LSTMCell, [F, D])
 MODELS["GRU encoder and decoder"] = recurrent(eqx.nn.GRUCell, [D, D], in_decoder=True)
 
 
-# --- computed with in ways that are not followed ----------------------------------------------------------------------
+# --- primitives that are not followed ---------------------------------------------------------------------------------
 
 
 @model
 def layers_of_mixed_weights(key):
-    """As orthogonal layers have it; `qr` is not followed."""
+    """Orthogonal layers: their `qr` is not followed."""
     model = [eqx.nn.Linear(160, 160, use_bias=False, key=key) for key in jax.random.split(key)]
 
     def loss(m, x):
@@ -205,7 +206,7 @@ def test_no_larger_share_is_left_whole_than_the_walk_leaves(name, n):
     mesh = make_mesh(n)
     walk, plan = make_plan(model, mesh), make_plan(model, mesh, trace=Trace.of(loss, model, batch))
     assert whole(plan) <= whole(walk)
-    # Far less even, where the walk knows none of the weights: biases of what is summed alone.
+    # At most 5 %, even if the traversal knows none of the weights: only biases of summed outputs are replicated.
     assert whole(plan) <= 0.05 * plan.n_parameters
     for leaf in plan.leaves.values():
         assert leaf.n_shards > 1 or leaf.reason.startswith("whole: ")
@@ -222,7 +223,7 @@ def test_what_is_left_whole_says_why():
 
 
 def test_large_weights_are_split_though_whole_would_send_less():
-    """Two GRUs over many steps: whole, they would send nothing between the shards."""
+    """Two GRUs over many steps: replicated, they would send nothing between the shards."""
 
     def dims(n, length):
         model, loss, _ = recurrent(eqx.nn.GRUCell, [n, n])(jax.random.key(0))

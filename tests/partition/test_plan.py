@@ -1,4 +1,4 @@
-"""Plans: the exact spec of every leaf, with its reason; overrides; and models and optimizer states placed by a plan."""
+"""Plans: the exact spec and reason of every leaf; overrides; and models and optimizer states placed by a plan."""
 
 import itertools
 import re
@@ -27,12 +27,12 @@ D = 16
 
 
 def shapes(make, *args, **kwargs):
-    """The model as shapes alone: plans need no arrays."""
+    """The model as shapes: a plan needs no arrays."""
     return eqx.filter_eval_shape(lambda key: make(*args, **kwargs, key=key), KEY)
 
 
 def zeros(model):
-    """The model of shapes as arrays, without drawing any."""
+    """The model of shapes, with arrays of zeros."""
     return jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)) if is_array_like(leaf) else leaf, model)
 
 
@@ -44,7 +44,7 @@ def plan_of(model, n_model_shards=4, n_fsdp_shards=1, overrides=None):
     plan = make_plan(model, make_mesh(n_model_shards, n_fsdp_shards), overrides)
     arrays = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     assert plan.leaves.keys() == arrays.keys()
-    for name, leaf in plan.leaves.items():  # of every plan in this file
+    for name, leaf in plan.leaves.items():  # checked for every plan in this file
         assert leaf.reason and leaf.shape == arrays[name].shape == tuple(leaf.shape) and len(leaf.spec) == len(leaf.shape)
         assert np.prod(plan.sharding(name).shard_shape(leaf.shape), dtype=int) * leaf.n_shards == np.prod(
             leaf.shape, dtype=int
@@ -177,7 +177,7 @@ def test_stacked_layers():
             "conv.weight": P(*lead, M, None, None),
             "conv.bias": P(*lead, M, None),
             "gain": P(*lead, None),
-            # the convolution's output arrives split: sizes match, and dicts are flattened by key
+            # dicts are flattened in key order, so the split output of the convolution is the input here: the sizes match
             "mlp.layers.0.weight": P(*lead, None, M),
             "mlp.layers.0.bias": P(*lead, None),
             "mlp.layers.1.weight": P(*lead, M, None),
@@ -208,7 +208,7 @@ def test_multihead_attention():
 
 
 class Attention(eqx.Module):
-    """Fields in an order, and under names, that say little."""
+    """An attention whose field names and field order do not tell its roles."""
 
     mix: eqx.nn.Linear
     c: eqx.nn.Linear
@@ -258,7 +258,7 @@ def test_a_subclass_of_a_registered_attention_is_one():
         pass
 
     assert specs(plan_of(Sub(8, 8))) == {**attention_specs(COLUMN, COLUMN, COLUMN, ROW, names=ABC), **REST}
-    # Heads decide, not sizes, by which four linear layers would be split as well.
+    # The numbers of heads decide, not the sizes of the layers.
     assert specs(plan_of(Sub(8, 2))) == {**attention_specs(COLUMN, WHOLE, WHOLE, ROW, names=ABC), **REST}
     assert specs(plan_of(Sub(6, 6))) == {**attention_specs(ROW, ROW, ROW, COLUMN, names=ABC), **REST}
 
@@ -336,13 +336,13 @@ def test_a_registered_field_that_holds_no_linear():
         plan_of({"layer": Wrong(4, 4)})
 
 
-# --- whole models -------------------------------------------------------------------------------------------------------
+# --- complete models ----------------------------------------------------------------------------------------------------
 
 GPT2_CONFIG = GPT2Config(vocab_size=64, n_positions=16, d_model=64, n_layers=2, n_heads=4)
 
 
 def gpt2_specs(block, *lead):
-    """A block's specs by hand, under the name of the block."""
+    """The expected specs of a block, written by hand, with the block's name as prefix."""
     column, row = P(*lead, M, None), P(*lead, None, M)
     table = {"attention_norm.weight": P(*lead, None), "attention_norm.bias": P(*lead, None)}
     for name in ("attention.query", "attention.key", "attention.value"):
@@ -368,7 +368,7 @@ def test_gpt2_unstacked():
 
     plan = plan_of(eqx.filter_eval_shape(make, KEY))
     assert specs(plan) == {**AROUND, **gpt2_specs("stack.blocks.0"), **gpt2_specs("stack.blocks.1")}
-    # Blocks that differ only in their number share a row.
+    # Blocks that differ only in their index share a row.
     rows = {row[0]: row[1:] for row in plan.rows()}
     assert rows["stack.blocks.*.mlp.down.weight  (2x)"] == (
         "64 x 256",
@@ -381,7 +381,7 @@ def test_gpt2_unstacked():
 @pytest.mark.parametrize("n_model_shards, n_fsdp_shards", [(1, 8), (2, 2)])
 def test_gpt2_with_fsdp(n_model_shards, n_fsdp_shards):
     plan = plan_of(shapes(GPT2, GPT2_CONFIG), n_model_shards, n_fsdp_shards)
-    column, row = P(None, M, F), P(None, F, M)  # never the layers' dim, and never what the model axis has
+    column, row = P(None, M, F), P(None, F, M)  # never the stacked dim, and never the dim of the model axis
     split = {"stack.blocks.mlp.up.weight": column, "stack.blocks.mlp.down.weight": row, "embedding.weight": P(M, F)}
     split |= {f"stack.blocks.attention.{name}.weight": column for name in ("query", "key", "value")}
     split |= {"stack.blocks.attention.output.weight": row}
@@ -586,7 +586,7 @@ def test_overrides_that_cannot_be(overrides, message):
         plan_of({**two_layers(), "odd": linear(5, 6)}, overrides=overrides)
 
 
-# --- what a plan tells ----------------------------------------------------------------------------------------------------
+# --- reports of a plan ----------------------------------------------------------------------------------------------------
 
 
 def test_a_large_leaf_left_whole_is_a_warning():
@@ -596,8 +596,8 @@ def test_a_large_leaf_left_whole_is_a_warning():
         f"`table`: (1030, 1025), 4.0 MiB, stays whole on every device ({reason}). "
         "Split it with `overrides={'table': ...}`.",
     )
-    assert plan_of(model, n_model_shards=1).warnings == ()  # nothing is to be split
-    assert plan_of(model, overrides={"table": None}).warnings == ()  # as asked for
+    assert plan_of(model, n_model_shards=1).warnings == ()  # no axis splits anything
+    assert plan_of(model, overrides={"table": None}).warnings == ()  # requested by the override
     assert plan_of(model, 1, 2).warnings == ()  # split by fsdp
     model["rest"] = jax.ShapeDtypeStruct((2**14, 2**14), jnp.float32)
     assert all("`rest`" in warning for warning in plan_of(model).warnings)  # less than 1 % of the model
@@ -663,7 +663,7 @@ def test_leaves_that_the_loss_does_not_read_are_marked():
 
 
 def test_place_copies_the_caller_s_arrays():
-    """So that a step which donates what it was given never deletes them."""
+    """So that a step that donates its arguments never deletes the caller's arrays."""
     model = {
         "mlp": eqx.nn.MLP(8, 8, 32, depth=1, key=KEY),
         "table": np.arange(8.0, dtype=np.float32),
@@ -729,7 +729,7 @@ def test_optimizer_states_live_with_their_parameters(name):
         assert owned == dict.fromkeys(plan.leaves, COPIES[name])
     elif name == "multi_transform":
         assert owned == {"up.weight": 2, "up.bias": 2, "down.weight": 1, "down.bias": 1}
-    else:  # adafactor keeps the rows' and columns' averages of a matrix, whole, and a bias' second moment with the bias
+    else:  # adafactor: row and column averages of a matrix are replicated, a bias' moment is stored like the bias
         assert owned == {"up.bias": 1, "down.bias": 1} or owned.keys() == plan.leaves.keys()
 
 
@@ -784,7 +784,7 @@ def test_adapters_of_attentions_and_of_stacks():
     config = GPT2Config(vocab_size=48, n_positions=16, d_model=32, n_layers=2, n_heads=4)
     base = shapes(GPT2, config)
     plain, plan = plan_of(base), plan_of(adapted(base))
-    assert {name: leaf for name, leaf in specs(plan).items() if ".lora_" not in name} == specs(plain)  # nothing else moved
+    assert {name: leaf for name, leaf in specs(plan).items() if ".lora_" not in name} == specs(plain)  # nothing else changed
     column, row, whole = P(None, M, None), P(None, None, M), P(None, None, None)
     blocks = "stack.blocks"
     assert {name.removeprefix(f"{blocks}."): leaf for name, leaf in specs(plan).items() if ".lora_" in name} == {
@@ -797,7 +797,7 @@ def test_adapters_of_attentions_and_of_stacks():
         "mlp.down.lora_a": row,
         "mlp.down.lora_b": whole,
     }
-    plan = plan_of(adapted(shapes(eqx.nn.MultiheadAttention, 6, 24)))  # heads that do not divide: flipped, as their layers
+    plan = plan_of(adapted(shapes(eqx.nn.MultiheadAttention, 6, 24)))  # uneven heads: adapters flip like their layers
     assert specs(plan)["query_proj.lora_a"] == ROW and specs(plan)["output_proj.lora_b"] == COLUMN
 
 
@@ -808,7 +808,7 @@ def test_the_fsdp_axis_splits_large_adapters_too():
 
 
 class Scaled(eqx.nn.Linear):
-    """A user's own: a gain for each output, and a table that its class says nothing of."""
+    """A user's layer: a gain for each output, and a table that `follows_weight` does not mention."""
 
     gain: jax.Array | None
     table: jax.Array

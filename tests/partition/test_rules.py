@@ -1,4 +1,4 @@
-"""The two rules on sizes alone."""
+"""The two rules, as functions of sizes."""
 
 import itertools
 
@@ -45,7 +45,7 @@ UP, DOWN = (D, F), (F, D)
         ([], []),
         ([UP], [0]),
         ([UP, DOWN], [0, 1]),
-        ([DOWN, UP], [1, 0]),  # sizes allow both: the chain begins with the layer that widens
+        ([DOWN, UP], [1, 0]),  # sizes allow both orders: the chain starts with the layer that widens
         ([UP, UP, DOWN], [0, 1, 2]),
         ([UP, DOWN, UP], [0, 1, 2]),
         ([DOWN, UP, UP], [1, 2, 0]),
@@ -79,10 +79,10 @@ def test_gate_up_and_down_split_alike_in_every_order_of_their_fields():
         (elements(UP, (F, F), (F, F), DOWN), [OUT, IN, OUT, IN]),
         (elements((D, D), (D, D), (D, D)), [OUT, IN, OUT]),
         (elements((F, 16), (16, D), (D, 16), (16, F)), [OUT, IN, OUT, IN]),
-        (elements(UP, UP), [OUT, OUT]),  # sizes that do not fit: not consecutive
+        (elements(UP, UP), [OUT, OUT]),  # sizes do not match: not consecutive
         (elements(UP, (16, D)), [OUT, OUT]),
         (fields(UP, UP, DOWN), [OUT, OUT, IN]),  # siblings take the same input
-        ([*elements(UP), None, Layer("after", F, D)], [OUT, OUT]),  # after attention, activations are whole
+        ([*elements(UP), None, Layer("after", F, D)], [OUT, OUT]),  # after attention, activations are replicated
         ([None, *elements(UP, DOWN), None], [OUT, IN]),
         (elements((D, 6), (6, D)), [IN, OUT]),  # 6 outputs do not divide over 4, the 8 inputs do
         (elements((6, D), (D, 6)), [OUT, IN]),
@@ -165,7 +165,7 @@ def test_attention_of_unknown_heads_counts_features():
     assert splits["q"] == Split(None, "whole: 6 features do not divide over 4 shards, nor does the other dim")
 
 
-# --- what follows ---------------------------------------------------------------------------------------------------
+# --- followers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dim, expected", [(OUT, OUT), (IN, None), (None, None)])
