@@ -1,4 +1,4 @@
-"""Lists of equal blocks: where they are, and that a few of them say what all take."""
+"""Lists of equal blocks: finding them, and extrapolating the numbers of all blocks from a few."""
 
 import equinox as eqx
 import jax
@@ -17,7 +17,7 @@ D = 32
 class Block(eqx.Module):
     up: eqx.nn.Linear
     down: eqx.nn.Linear
-    index: int = eqx.field(static=True)  # as models have them: blocks are equal all the same
+    index: int = eqx.field(static=True)  # models often have one; the blocks count as equal
 
     def __init__(self, index, key):
         up, down = jax.random.split(key)
@@ -28,7 +28,7 @@ class Block(eqx.Module):
 
 
 class Deep(eqx.Module):
-    """`n` blocks between a first and a last layer, in one list."""
+    """A list of a first layer, `n` blocks and a last layer."""
 
     layers: list
     stacked: bool = eqx.field(static=True)
@@ -79,11 +79,11 @@ def test_fewer_blocks_keep_what_stands_around_them():
 
 
 def test_a_few_blocks_say_what_all_of_them_take():
-    """Memory, traffic and FLOPs of 16 blocks from 2 and 4 of them, under FSDP and tensor parallelism."""
+    """Memory, traffic and FLOPs of 16 blocks, extrapolated from 2 and 4 of them, under FSDP and tensor parallelism."""
     with redeqx.described("cpu:8"):
         model = eqx.filter_eval_shape(Deep, 16, key=jax.random.key(0))
         trainable = jax.tree.map(lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct), model)
-        trainable = eqx.tree_at(lambda m: m.layers[-1].bias, trainable, False)  # as a tree of the whole model
+        trainable = eqx.tree_at(lambda m: m.layers[-1].bias, trainable, False)  # a tree of the full model
         trainer, rows = trainer_of(model, trainable=trainable), np.zeros((512, 16), np.float32)
         run = trainer.dry_run(rows, 128)
         exact = trainer.dry_run(rows, 128, exact=True)
@@ -95,7 +95,7 @@ def test_a_few_blocks_say_what_all_of_them_take():
     assert found.bytes_moved == pytest.approx(expected.bytes_moved, rel=0.03)
     sent, expected_sent = (sum(each.moved for each in step.collectives) for step in (found, expected))
     assert sent == pytest.approx(expected_sent, rel=0.03)
-    assert "layers.17.weight" in str(run)  # the last layer has the name that it has in the whole model
+    assert "layers.17.weight" in str(run)  # the last layer has its name in the full model
 
 
 @pytest.mark.parametrize(
@@ -132,5 +132,5 @@ def test_a_fit_is_extrapolated_with_its_evaluation():
     assert run.extrapolated == "2 and 4 of the 12 of `layers`"
     held = run.held["parameters"]
     assert all(step.arguments >= held for step in run.steps.values())
-    # The step of an evaluation holds the parameters and the batch.
+    # The predict step holds the parameters and the batch.
     assert run.steps["predict"].arguments == pytest.approx(held, rel=0.05)

@@ -1,4 +1,4 @@
-"""A run compiled and not run: what the report says against what a run does, the command, and described machines."""
+"""Dry runs: the report compared with a real run, the command, and described machines."""
 
 import dataclasses
 import importlib.util
@@ -64,7 +64,7 @@ def deployer(n_model=1, n_fsdp=1, **options):
     return redeqx.Deployer(n_model_shards=n_model, n_fsdp_shards=n_fsdp, verbose=False, **options)
 
 
-# --- against a run -------------------------------------------------------------------------------------------------------
+# --- compared with a run -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_memory_is_what_the_real_step_takes(shards, accumulate):
     assert 2 * parameters <= run.held["optimizer state"] <= 2 * parameters + 64
     step = run.steps["train"]
     assert sum(buffer.bytes for buffer in step.largest) == pytest.approx(step.temporaries, rel=0.05)
-    assert run.machine.name == "this" and run.fits and run.estimate is None  # of CPUs no figures are known
+    assert run.machine.name == "this" and run.fits and run.estimate is None  # CPUs have no published rates
 
 
 def test_the_report_names_layers_axes_and_lines():
@@ -103,9 +103,9 @@ def test_the_report_names_layers_axes_and_lines():
 
 
 def test_flops_are_counted_and_recomputation_apart():
-    """Of a matmul in and one out, three products a layer in a step; remat computes the forward pass again."""
+    """A step computes three products for each matmul of the loss; remat computes the forward pass once more."""
     mlp = 2 * (2 * D * 4 * D)
-    attention = 4 * (2 * D * D) + 2 * (2 * SEQ * D)  # a token's projections, and its scores and their values
+    attention = 4 * (2 * D * D) + 2 * (2 * SEQ * D)  # a token's projections, scores and weighted values
     forward = 16 * SEQ * (LAYERS * (mlp + attention) + 2 * D * VOCAB)
     plain = make_trainer(deployer()).dry_run(examples(), 2)
     assert dict(plain.model_flops) == dict(plain.steps["train"].flops) == {"float32": 3 * forward}
@@ -115,7 +115,7 @@ def test_flops_are_counted_and_recomputation_apart():
 
 
 def test_a_detail_that_fails_costs_no_verdict(monkeypatch):
-    """Of a compiled step everything is a detail but its memory: what fails is named with the reason."""
+    """Only the memory of a compiled step is needed for the verdict. Other parts that fail are listed with the reason."""
     expected = make_trainer(deployer(2)).dry_run(examples(), 2)
 
     def fails(*args):
@@ -156,7 +156,7 @@ def test_an_evaluation_that_does_not_compile_costs_no_verdict(monkeypatch):
     real = _dry_run._step
 
     def step(traced, machine, optimization, beside):
-        if beside:  # not the train step
+        if beside:  # an eval or predict step
             raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such operation")
         return real(traced, machine, optimization, beside)
 
@@ -178,7 +178,7 @@ def test_nothing_of_the_trainer_changes():
     trainer.dry_run(examples(), 1)
     assert trainer.step == 0 and trainer.plan is None
     trainer.train(examples(8), 1)
-    first = trainer.dry_run(examples(), 1)  # once placed too
+    first = trainer.dry_run(examples(), 1)  # now with a model on the mesh
     assert first.fits
     other = make_trainer(deployer(2))
     assert eqx.tree_equal(before, jax.tree.map(np.asarray, eqx.filter(other.model, eqx.is_array)))
@@ -241,7 +241,7 @@ def test_models_are_shapes_and_nothing_is_written(tmp_path):
     n_bytes = 4 * run.plan.n_parameters
     assert n_bytes < run.files["model.safetensors"] < n_bytes + 8192
     assert 2 * n_bytes < run.files["optimizer.safetensors"] < 2 * n_bytes + 16384
-    # An evaluation is not given the optimizer's state, which stays.
+    # The optimizer state is not an argument of an evaluation, but stays in memory.
     assert run.steps["eval"].needs >= run.steps["eval"].arguments + run.held["optimizer state"]
     assert not (tmp_path / "run").exists()
     new = [array for array in jax.live_arrays() if id(array) not in before]
@@ -254,7 +254,7 @@ class Refuses:
 
 
 def test_before_its_fit_a_script_gets_zeros(tmp_path, capsys):
-    """An unchanged script may evaluate, predict, save and look at its model before it trains."""
+    """A script may evaluate, predict, save and read its model's values before it trains, without a change."""
 
     def loss(model, batch, key):
         logits = jax.vmap(model)(batch)
@@ -281,7 +281,7 @@ def test_before_its_fit_a_script_gets_zeros(tmp_path, capsys):
         assert [row.shape for row in alone.predict(examples(3), batch_size=8)] == [(SEQ, VOCAB)] * 3
         assert trainer.save_ckpt() == tmp_path / "run" / "ckpts" / "step_00000000"
         assert save_pretrained(trainer.model, CONFIG, tmp_path / "hf") == tmp_path / "hf"
-        trainer.load_ckpt("anything")  # it would have the shapes that the model has
+        trainer.load_ckpt("anything")  # not read: it would have the model's shapes
         weight = np.asarray(trainer.model.embedding.weight)
         assert weight.shape == (VOCAB, D) and weight.dtype == np.float32 and not weight.any()
         moments = [leaf for leaf in jax.tree.leaves(trainer.opt_state) if leaf.shape == (VOCAB, D)]
@@ -351,7 +351,7 @@ class Scanned(eqx.Module):
 
 
 def test_proposals_speak_of_the_scans_that_are_there():
-    """By the line of the script; where there is none, of other settings alone. A script's `batch_size` stays one."""
+    """A proposal names the scan's line in the script; without a scan none does. A script's `batch_size` is kept."""
     from redeqx.dry_run import _forecast as _dry_run
 
     with open(__file__, encoding="utf-8") as source:
@@ -410,7 +410,7 @@ def test_a_described_tpu_compiles_and_says_what_it_sends():
 
 @needs_tpu_compiler
 def test_a_mesh_whose_axes_share_a_side_of_the_torus():
-    """`jax.make_mesh` refuses 8 x 8 on 4 x 4 x 4 chips."""
+    """`jax.make_mesh` raises for 8 x 8 on 4 x 4 x 4 chips."""
     with redeqx.described("v4:4x4x4"):
         mesh = deployer(8, 8).mesh
     assert mesh.shape == {"data": 1, "fsdp": 8, "model": 8} and len({device.id for device in mesh.devices.flat}) == 64
