@@ -1,4 +1,4 @@
-"""A checkpoint written by an earlier release resumes, and ends with the bits that the earlier release ended with."""
+"""A run resumes from a checkpoint of an earlier release, and ends bitwise equal to a run of that release."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def loss_fn(model, batch, key):
 
 
 def cpu():
-    """The processor: another one may round otherwise."""
+    """The processor's model name: another processor may round differently."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 

@@ -1,6 +1,6 @@
-"""Every step, micro-batch, evaluation batch and evaluation draws anew: no two of them see the same random numbers.
+"""Each step, micro-batch and evaluation batch draws new random numbers: no two of them see the same.
 
-A model that is a slot an example: the gradient of a slot is what was drawn where that example was seen.
+The model has one slot for each example. The gradient of a slot is the number that was drawn with its example.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ import pytest
 
 import redeqx
 
-ROWS = 2  # of a micro-batch
+ROWS = 2  # rows of a micro-batch
 
 
 class Slots(eqx.Module):
@@ -23,7 +23,7 @@ class Slots(eqx.Module):
 
 def loss_fn(model, slots, key):
     drawn = jax.random.uniform(key)
-    # A metric for each slot, summed over the batches: the draw that its example saw.
+    # A metric for each slot: the number that was drawn with its example.
     seen = {f"slot {i}": (jnp.sum(drawn * (slots == i)), jnp.sum(slots == i)) for i in range(len(model.draws))}
     return redeqx.Loss(jnp.sum(model.draws[slots] * drawn), len(slots), seen)
 
@@ -40,7 +40,7 @@ class Counts:
 
 
 def make_trainer(n_slots, *, seed=0, accumulate=3):
-    """On one batch shard, where a micro-batch has `ROWS` rows."""
+    """A trainer on one batch shard, so that a micro-batch has `ROWS` rows."""
     counts = Counts()
     deployer = redeqx.Deployer(seed, n_model_shards=8, verbose=False, loggers=[counts])
     trainer = redeqx.Trainer(
@@ -55,14 +55,14 @@ def make_trainer(n_slots, *, seed=0, accumulate=3):
 
 
 def drawn(trainer, counts):
-    """What each example saw when the model was trained on it once, by the gradient of its slot, and alike by its metric."""
+    """The draw of each example, after one step on it: from the gradient of its slot, and checked against its metric."""
     found = [-len(step) * float(trainer.model.draws[slot]) for step in counts.seen for slot in sorted(step)]
     np.testing.assert_allclose(found, [step[slot] for step in counts.seen for slot in sorted(step)], rtol=1e-5)
     return found
 
 
 def assert_none_twice(draws, n_rows=ROWS):
-    """No draw is seen by more examples than a micro-batch has, and none is missing."""
+    """No more examples than a micro-batch's share a draw, and no draw is missing."""
     counts = Counter(float(np.float32(round(draw, 5))) for draw in draws)
     assert all(0 < draw < 1 for draw in counts)
     assert max(counts.values()) <= n_rows, counts
@@ -71,7 +71,7 @@ def assert_none_twice(draws, n_rows=ROWS):
 
 @pytest.mark.parametrize("n_left", [4, 5])
 def test_each_step_and_micro_batch_draws_anew(n_left):
-    """Two steps of three micro-batches, and one of two, or of two and a row more."""
+    """Two steps of three micro-batches, then one of two micro-batches, or of two and one more row."""
     trainer, counts = make_trainer(12 + n_left)
     trainer.train(list(range(12 + n_left)), ROWS)
     assert [len(step) for step in counts.seen] == [6, 6, n_left]
@@ -97,7 +97,7 @@ def test_each_evaluation_batch_draws_anew_and_otherwise_than_training():
     trained = drawn(trainer, counts)
     assert_none_twice(trained)
     assert not {round(draw, 5) for draw in draws} & {round(draw, 5) for draw in trained}
-    # An evaluation is a measurement: the same at each call.
+    # Repeated evaluations draw the same numbers.
     assert trainer.eval_metrics(list(range(12)), ROWS)["slot 5"] == evaluated["slot 5"]
 
 

@@ -1,4 +1,4 @@
-"""Whatever ends a run of two processes: both leave, in time, saying why; the last checkpoint is whole, and a run goes on."""
+"""After any fault in a run of two processes, both leave in time and report why, and the last checkpoint is complete."""
 
 import re
 from collections import Counter
@@ -11,12 +11,12 @@ from redeqx.checkpoint._reader import Source
 from tests._processes import train, trained_on
 
 N = 101  # examples
-# With a heartbeat of three seconds and a watch of four, so that the tests need not wait for the defaults.
+# A heartbeat of 3 s, and a hang limit of 4 s: the tests need not wait for the longer defaults.
 QUICK = ("--heartbeat", 3, "--hang", 4)
 
 
 def last_whole(workdir):
-    """The step of the newest checkpoint that the index names, its checksums verified."""
+    """The step of the newest checkpoint in the index, after its checksums are verified."""
     checkpoints = Checkpoints(workdir / "ckpts")
     return checkpoints.record(checkpoints.resolve("last"))["step"]
 
@@ -29,12 +29,12 @@ def debris(workdir):
 def test_a_peer_that_is_killed_is_left(tmp_path, culprit):
     run = train(tmp_path, "--fault", "kill", "--in", culprit, *QUICK)
     assert run.code == 137  # 128 + SIGKILL
-    assert run.seconds_after_fault() < 5  # with a launcher and a Python that end on busy cores; a second alone
+    assert run.seconds_after_fault() < 5  # one second on an idle machine; more on busy cores
     assert run.lines[-1] == (
         f"[{1 - culprit}] redeqx: process {culprit} of 2 is gone: its connection was closed; the last committed step is "
         f"{last_whole(tmp_path)}. Leaving with exit code 75: run it again to go on."
     )
-    assert "Terminating process" not in run.text  # JAX's client, had it heard that its coordinator is gone
+    assert "Terminating process" not in run.text  # JAX's client prints it when it loses its coordinator
 
 
 def test_a_peer_that_is_frozen_is_left_after_the_heartbeat(tmp_path):
@@ -51,7 +51,7 @@ def test_a_peer_that_hangs_is_named(tmp_path):
         (line,) = [line for line in run.lines if line.startswith(f"[{i}] redeqx: no step for 4 s: ") and "exit code" in line]
         assert f"process 1 of 2 is behind, after step {last_whole(tmp_path)}; the last committed step is " in line
     stacks = [line for line in run.lines if line.startswith("[1] ")]
-    assert any("in hangs" in line for line in stacks), run.text  # what the thread is at
+    assert any("in hangs" in line for line in stacks), run.text  # the thread's stack
     assert any(line.startswith("[0] ") and "in updates" in line for line in run.lines)
 
 
@@ -59,7 +59,7 @@ def test_a_peer_that_hangs_is_named(tmp_path):
 def test_an_exception_of_one_ends_all_and_is_printed_once_and_last(tmp_path, culprit):
     run = train(tmp_path, "--fault", "raise", "--in", culprit, *QUICK)
     assert run.code == 1
-    assert run.seconds_after_fault() < 5 + 3  # five, and what the launcher takes
+    assert run.seconds_after_fault() < 5 + 3  # five, and the time of the launcher
     *above, raised, note = run.lines
     assert raised == f"[{culprit}] RuntimeError: the loader is broken"
     assert note.startswith(f"[{culprit}] Raised in reading example ")
@@ -70,7 +70,7 @@ def test_an_exception_of_one_ends_all_and_is_printed_once_and_last(tmp_path, cul
 
 @pytest.mark.parametrize("fault", [*(pytest.param(name, marks=pytest.mark.sweep) for name in ("term", "usr1")), "twice"])
 def test_a_scheduler_s_signal_saves_the_same_step(tmp_path, fault):
-    """With the optimizer's state, though the others are saved without."""
+    """That checkpoint has the optimizer state, although the others are saved without it."""
     run = train(tmp_path, "--fault", fault, "--params-only", *QUICK)
     assert run.code == 75
     step = last_whole(tmp_path)
@@ -96,7 +96,7 @@ def test_ctrl_c_saves_the_same_step_and_shows_no_traceback(tmp_path):
 
 
 def test_a_second_ctrl_c_leaves_at_once(tmp_path):
-    """Though the loader hangs."""
+    """Even while the loader hangs."""
     run = train(tmp_path, "--fault", "int_twice", n_processes=1)
     assert run.code == 130
     assert run.seconds_after_fault() < 0.7 + 5
@@ -104,7 +104,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path):
 
 
 def test_what_becomes_of_forked_children_is_nothing_to_the_run(tmp_path):
-    """They end when they are terminated, and one that fails prints so, and does not end the run."""
+    """A child that is terminated ends. One that fails prints its error, and the run continues."""
     run = train(tmp_path, "--fault", "forks", limit=90.0)
     assert run.code == 0, run.text
     assert "[1] children -15 1" in run.lines
@@ -130,7 +130,7 @@ def test_a_disk_that_fails_ends_all_with_the_same_error(tmp_path, fault, culprit
     workdir.mkdir()
     run = train(workdir, "--fault", fault, "--in", culprit, *QUICK)
     assert run.code == 1
-    assert len({line[:4] for line in run.lines if "Traceback (most recent call last)" in line}) == 1  # of one process
+    assert len({line[:4] for line in run.lines if "Traceback (most recent call last)" in line}) == 1  # from one process
     assert why in run.lines[-1], run.text
     if fault != "vanished":
         assert re.search(r"expected to write \d+ bytes, got .* with \d+ bytes free", run.lines[-1])
@@ -181,7 +181,7 @@ def test_arguments_that_differ_are_named(tmp_path):
     ],
 )
 def test_a_process_that_would_train_something_else_is_refused(tmp_path, fault, why):
-    """Before its first step counts."""
+    """It is refused before its first step counts."""
     run = train(tmp_path, "--fault", fault, *QUICK)
     assert run.code == 1
     assert re.search("ValueError: " + why, run.lines[-1]), run.text
@@ -203,7 +203,7 @@ def test_process_0_decides_where_a_metric_differs(tmp_path):
 
 
 def test_two_processes_train_like_one(tmp_path):
-    """Eight devices either way: only the order of sums differs. The data's order and the random numbers are the same."""
+    """Both have eight devices: the order of data and the random numbers are equal, and only the order of sums differs."""
     two = train(tmp_path / "two", "--fsdp", 2)
     one = train(tmp_path / "one", "--fsdp", 2, n_processes=1, n_devices=8)
     assert (two.code, one.code) == (0, 0), two.text
@@ -227,8 +227,8 @@ def test_two_processes_train_like_one(tmp_path):
     ],
 )
 def test_a_run_goes_on_elsewhere(tmp_path, n_devices, mesh):
-    """Of two processes one is killed; one alone goes on, on as many devices or fewer, in another mesh."""
-    # Without dropout, whose masks depend on how the last, smaller step of an epoch is cut for the devices that there are.
+    """One of two processes is killed. A single process resumes the run, on as many devices or fewer, with another mesh."""
+    # Without dropout: its masks depend on how the devices share the last, smaller step of an epoch.
     killed = train(tmp_path / "run", "--fault", "kill", "--at", 10, "--dropout", 0, *QUICK)
     assert killed.code == 137
     step = last_whole(tmp_path / "run")
@@ -268,7 +268,7 @@ INDEXES = {"model.safetensors.index.json", "optimizer.safetensors.index.json"}
 
 
 def test_without_positions_each_process_writes_a_file_of_its_own(tmp_path, undisturbed):
-    """Another run goes on from them, in place again, and ends with the bits of one that was never stopped."""
+    """A second run resumes from these files, writes in place again, and ends bitwise equal to one that was never stopped."""
     first = train(tmp_path, "--fault", "sequential", "--epochs", 1)
     assert first.code == 0, first.text
     assert f"[0] {tmp_path}/ckpts: several processes cannot write one file there, so each writes its own" in first.lines
@@ -282,7 +282,7 @@ def test_without_positions_each_process_writes_a_file_of_its_own(tmp_path, undis
 
 
 def test_on_disks_of_their_own_each_process_keeps_a_part(tmp_path, undisturbed):
-    """All of them together go on: each gets what it has not from the others."""
+    """All processes together resume: each gets the parts that it lacks from the others."""
     first = train(tmp_path / "run", "--fault", "unshared", "--epochs", 1)
     assert first.code == 0, first.text
     (said,) = [line for line in first.lines if "not shared" in line]

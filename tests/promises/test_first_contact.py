@@ -1,4 +1,4 @@
-"""The mistakes of a first hour: each is named, with the next step, where the user's own line is in sight."""
+"""Common mistakes of new users: each error names the mistake and the next step, near the user's own line."""
 
 import json
 import os
@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "redeqx"
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """What each mistake raised, in a process without the annotations' checks, which would refuse some of them first."""
+    """What each mistake raises, in a process without jaxtyping's checks, which would raise first for some of them."""
     made = subprocess.run(
         [sys.executable, str(SCRIPT)],
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)}, capture_output=True, text=True, timeout=300, check=True,
@@ -45,7 +45,7 @@ DELETED = (
 )
 CHECKPOINT = "Pass a folder `step_...` of a workdir's `ckpts`, or a name such as `last`."
 
-# What each says, `TMP` standing for its folder.
+# The error of each mistake. `TMP` stands for its folder.
 MESSAGES = {
     "a function for a model": ("TypeError", f"{MODULE} the function `pred_fn`. {FUNCTION}"),
     "a function for a predictor's model": ("TypeError", f"{MODULE} the function `<lambda>`. {FUNCTION}"),
@@ -223,7 +223,7 @@ MESSAGES |= {
 BATCH = (
     "The leading dim is the batch, of {} rows; an Equinox module takes one row, so `jax.vmap(model)(...)` takes them all."
 )
-# JAX's words stay; what is added to them; and the names of the last frames of the script.
+# JAX's message, which stays; the note that is added; and the function names of the script's last frames.
 NOTES = {
     "wrong width": (
         "TypeError", "dot_general requires contracting dimensions to have the same shape, got (5,) and (4,).",

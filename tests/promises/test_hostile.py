@@ -1,5 +1,5 @@
-"""Files that someone made to harm: every one is read as what it says or refused in words, and nothing is allocated that it
-asks for."""
+"""Malicious files: each is either read correctly or refused with a clear error, and no memory is allocated at a file's
+request."""
 
 import json
 import os
@@ -25,13 +25,13 @@ from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.training import check_record
 
 DEEP = b"[" * 100_000
-NINES = "9" * 4000  # as many digits as Python still reads
-NESTED = "[" * 500 + "]" * 500  # which JSON's reader still takes
+NINES = "9" * 4000  # Python parses at most 4300 digits
+NESTED = "[" * 500 + "]" * 500  # a depth that the JSON parser accepts
 
 
 @contextmanager
 def little(mb=4.0):
-    """Whether what is done inside takes no memory to speak of."""
+    """Checks that the code in this context allocates less than `mb` megabytes at its peak."""
     tracemalloc.start()
     try:
         yield
@@ -42,7 +42,7 @@ def little(mb=4.0):
 
 
 def refusal(path, fn, *args, error=ValueError):
-    """What the error says that `fn` raises for a file: in the house's form, printable, and of a length to read."""
+    """The message of the error that `fn` raises for a file, checked by `said_well`."""
     with pytest.raises(error) as raised:
         fn(*args)
     message = str(raised.value)
@@ -70,7 +70,7 @@ def w(**changes):
 
 
 def shaped(text, offsets="[0, 8]"):
-    """A header whose shape is spelt as JSON alone can spell it."""
+    """A header whose shape is this JSON text, which `json.dumps` may not write."""
     return f'{{"w": {{"dtype": "F32", "shape": {text}, "data_offsets": {offsets}}}}}'
 
 
@@ -179,7 +179,7 @@ def test_a_sparse_file_costs_what_its_header_may(tmp_path):
 
 
 def test_what_is_no_regular_file(tmp_path):
-    os.mkfifo(tmp_path / "x.safetensors")  # to open it would be to wait for a writer
+    os.mkfifo(tmp_path / "x.safetensors")  # opening it would block until there is a writer
     assert "got 0 bytes" in refusal(tmp_path, TensorFile, tmp_path / "x.safetensors")
 
 
@@ -203,7 +203,7 @@ def test_a_mismatch_of_hostile_names_is_short(tmp_path):
     assert f"got {n + 300} that differ" in said and said.count("\n") == 12
 
 
-# --- many files, at random ------------------------------------------------------------------------------------------
+# --- random mutations -----------------------------------------------------------------------------------------------
 
 NASTY = [
     *(None, True, False, 0, 1, -1, 2, 8, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, int(NINES)),
@@ -238,7 +238,7 @@ def mutated_bytes(rng, content):
 
 
 def mutated(rng, value):
-    """A JSON value with one of its nodes replaced, removed, renamed, moved by one, or doubled."""
+    """A JSON value with one of its nodes replaced, removed, renamed or duplicated, or with one of its integers changed."""
     inside = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
     if not inside or rng.random() < 0.15:
         return value + int(rng.integers(-9, 10)) if type(value) is int and rng.random() < 0.5 else some(rng, NASTY)
@@ -258,7 +258,7 @@ def mutated(rng, value):
 
 
 def tensors_as_the_header_says(content):
-    """What a right file holds, read in the plainest way: `{name: (dtype's code, shape, bytes)}`."""
+    """The content of a valid file by a minimal reader: `{name: (dtype's code, shape, bytes)}`."""
     (length,) = struct.unpack("<Q", content[:8])
     fields, data = json.loads(content[8 : 8 + length].decode()), content[8 + length :]
     fields.pop("__metadata__", None)
@@ -268,7 +268,7 @@ def tensors_as_the_header_says(content):
 
 
 def outcome(path, content):
-    """Whether a file is read, as it is then all found to be what it says; else the refusal is found to be a clear one."""
+    """Whether a file is read. Checks that the result is what the header says, or else that the error is a clear one."""
     path.write_bytes(content)
     try:
         file = TensorFile(path)
@@ -284,7 +284,7 @@ def outcome(path, content):
 
 @pytest.fixture
 def original(tmp_path):
-    """A file of some tensors of several kinds: its path, header and data."""
+    """A file with tensors of several dtypes: its path, header and data."""
     codes = list(DTYPES)[::4]
     leaves = {f"blocks.{i}.{code}": np.arange(i * 3).reshape(i, 3).astype(DTYPES[code]) for i, code in enumerate(codes)}
     path = tmp_path / "x.safetensors"
@@ -303,7 +303,7 @@ def test_mutated_files(original, how):
         for i in range(600):
             if how == "bytes":
                 content = mutated_bytes(rng, file_of(header, data))
-            elif how == "header":  # its length is right
+            elif how == "header":  # with the right length
                 content = file_of(mutated_bytes(rng, header), data)
             else:
                 content = file_of(json.dumps(mutated(rng, json.loads(header))), data)
@@ -313,7 +313,7 @@ def test_mutated_files(original, how):
                 error.add_note(f"mutation {i}: {content[:2000]!r}")
                 raise
             n_read += is_read
-            if is_read and b"\\ud" not in content:  # who reads more than the library would let in what others keep out
+            if is_read and b"\\ud" not in content:  # safetensors must accept it too
                 assert len(deserialize(content)) == len(TensorFile(path).names), content
     assert 0 < n_read < 300, n_read
 
@@ -323,7 +323,7 @@ def test_mutated_files(original, how):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Checkpoints of steps 1 and 2, and one of another run beside."""
+    """Checkpoints of steps 1 and 2, next to those of another run."""
     checkpoints = Checkpoints(tmp_path / "run" / "ckpts")
     for here in (checkpoints, Checkpoints(tmp_path / "elsewhere" / "ckpts")):
         for step in (1, 2):
@@ -400,7 +400,7 @@ def test_a_json_file_of_a_terabyte(saved):
 
 
 def sign(folder, change):
-    """Change a checkpoint's record, and let its checksum be right."""
+    """Change a checkpoint's manifest, and correct its checksum."""
     path = folder / "trainer.json"
     record = json.loads(path.read_text())
     del record["crc32"]
@@ -497,12 +497,12 @@ def test_a_record_of_a_run(tmp_path):
 
 @pytest.mark.parametrize("name", RUN)
 def test_a_record_that_is_of_no_run(tmp_path, name):
-    """Its checksum is right, and yet something is missing, or is not what it should be."""
+    """The checksum is right, but a field is missing or invalid."""
     for change in (lambda run: run.pop(name), lambda run: run.update({name: {"deep": json.loads(NESTED)}})):
         run = dict(RUN)
         change(run)
         if run.get(name) and name == "data_state":
-            continue  # it is the user's own
+            continue  # any JSON value is valid there
         said = refusal(tmp_path / "trainer.json", check_record, tmp_path, run)
         assert name in said
 
@@ -566,7 +566,7 @@ def test_a_record_of_extreme_values_that_a_run_may_have(tmp_path):
 
 
 def test_a_record_as_deep_as_can_just_be_read(saved):
-    """Between what the reader of JSON takes and what its writer takes: no depth falls through."""
+    """At depths between the limits of the JSON parser and of the JSON writer, each manifest is refused."""
     folder, said = saved.folder / "step_00000002", set()
     for depth in range(700, 1000):
         text = '{"format": "redeqx", "version": 1, "crc32": 1, "x": ' + "[" * depth + "]" * depth + "}"
@@ -585,14 +585,14 @@ def test_links_out_of_a_checkpoint(saved, tmp_path):
             assert f"{name}`: expected what a save left there, got a link to " in refusal(folder, saved.record, folder)
             if name == "model.safetensors":
                 assert "got a link to " in refusal(folder, saved.load, folder, "model", {"w": np.zeros(3, np.float32)})
-        for target in (tmp_path / "nowhere", name):  # the latter is a link to itself
+        for target in (tmp_path / "nowhere", name):  # the second one is a link to itself
             (folder / name).unlink()
             (folder / name).symlink_to(target)
             refusal(folder, saved.record, folder)
         (folder / name).unlink()
         (folder / name).write_bytes(kept)
     (folder / "model.safetensors").rename(folder / "real")
-    (folder / "model.safetensors").symlink_to("real")  # leads nowhere else
+    (folder / "model.safetensors").symlink_to("real")  # a link within the checkpoint
     assert loaded(saved, "last") == ({"step": 2}, [2.0] * 3)
 
 
@@ -605,10 +605,10 @@ def test_links_out_of_the_folder_of_checkpoints(saved, tmp_path):
             assert f"step_{step:08}`: expected what a save left there, got a link to" in refusal(
                 saved.folder, saved.resolve, which
             )
-        if step == 1:  # passed over, not followed
+        if step == 1:  # it is skipped, not followed
             assert [path.name for path in saved.newest()] == ["step_00000002"]
     assert "got a link to " in refusal(saved.folder, saved.newest)
-    # Whoever names the place himself means it.
+    # A path that the user names is followed.
     assert loaded(saved, saved.folder / "step_00000002") == loaded(saved, other) == ({"step": 2}, [2.0] * 3)
     # A save neither writes nor removes through a link.
     saved.save(3, {"model": {"w": np.full(3, 3, np.float32)}}, {"step": 3}, ("last", "tag1", "tag2"), keep_last=0)
@@ -623,7 +623,7 @@ def test_a_linked_workdir_is_an_ordinary_one(saved, tmp_path):
 
 @pytest.mark.parametrize("file", ["index.json", "step_00000002/trainer.json"])
 def test_mutated_json(saved, file):
-    """A record's checksum is made right again, so that what is behind it is reached."""
+    """The checksum of a manifest is corrected, so that the checks after it run too."""
     path, folder = saved.folder / file, saved.folder / "step_00000002"
     text = path.read_bytes()
     rng = np.random.default_rng(1)
@@ -737,7 +737,7 @@ def test_an_index_of_hostile_names(folder):
 
 
 def test_a_folder_of_the_hubs_cache_is_read(folder):
-    """Its files are links to where their contents are kept."""
+    """Its files are links to blobs in another folder."""
     blobs = folder.parent / "blobs"
     blobs.mkdir()
     for i, path in enumerate(sorted(folder.iterdir())):
@@ -814,7 +814,7 @@ def test_mutated_indexes_of_shards(folder):
     assert 0 < n_read < 150, n_read
 
 
-# --- words ----------------------------------------------------------------------------------------------------------
+# --- error messages -------------------------------------------------------------------------------------------------
 
 
 def test_what_is_brief():

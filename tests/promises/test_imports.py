@@ -1,4 +1,4 @@
-"""The direction of imports, read from the source; and that importing redeqx changes nothing around it."""
+"""The direction of imports, read from the source; and importing redeqx changes no global setting."""
 
 import ast
 import json
@@ -37,16 +37,16 @@ LAYERS = (
     ("models.__init__",),
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
-# Their door is `redeqx` itself.
+# Their public interface is `redeqx` itself.
 FACADES = {"_deployer", "_load", "_predictor", "_trainer", "__init__", "__main__"}
-FILES = {  # the reference models lie behind a link in a checkout
+FILES = {  # in a checkout `redeqx/models` is a link to `models`
     path.relative_to(FOLDER).with_suffix("").parts: path
     for path in sorted([*FOLDER.rglob("*.py"), *(FOLDER / "models").rglob("*.py")])
 }
 
 
 def layer_of(parts):
-    """The entry of `LAYERS` that a module is of."""
+    """The entry of `LAYERS` to which a module belongs."""
     return ".".join((*parts, "__init__")[:2]) if parts[0] == "models" else parts[0]
 
 
@@ -55,7 +55,7 @@ def package_of(parts):
 
 
 def door_of(parts):
-    """The module by which other packages import from the package of this one."""
+    """The module from which other packages import what this module's package offers."""
     return ("__init__",) if parts[0] in FACADES else (*parts, "__init__")[:2] if parts[0] == "models" else parts[:1]
 
 
@@ -63,11 +63,11 @@ PACKAGES = sorted({layer_of(parts) for parts in FILES if len(parts) > 1 + (parts
 
 
 def imports_of(source, parts):
-    """What a file of redeqx imports of redeqx, each as the parts of a module's name; also what only type checkers read.
+    """The modules of redeqx that a file imports, each as the parts of its name; also imports for type checkers only.
 
     **Arguments:**
 
-    - `parts`: of the file's own name, as `("data", "_rows")`.
+    - `parts`: the parts of the file's own name, such as `("data", "_rows")`.
     """
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -83,7 +83,7 @@ def imports_of(source, parts):
             else:
                 base = [*parts[: len(parts) - node.level], *module]
             names = [alias.name for alias in node.names]
-            # `from . import _rules` names modules; `from ..data import slices` what a door offers.
+            # `from . import _rules` names modules; `from ..data import slices` a name that the package exports.
             files = {(*base, name) for name in names if {(*base, name), (*base, name, "__init__")} & FILES.keys()}
             found |= files if len(files) == len(names) else {*files, tuple(base) or ("__init__",)}
     return {("models", "__init__") if parts == ("models",) else parts for parts in found}
@@ -185,12 +185,12 @@ def test_no_private_name_of_another_package_is_imported(parts):
             assert is_own, f"{'.'.join(parts)} imports {private}, private to {modules}"
 
 
-# Private names of the standard library and of JAX that there is no public way to.
+# Private names of the standard library and of JAX that have no public equivalent.
 ALLOWED = {"_exit", "_current_frames", "_replace", "_asdict", "_fields"}
 
 
 def private_attributes(source):
-    """The underscored attributes that a file reads of anything but `self` and `cls`."""
+    """The underscored attributes that a file uses on objects other than `self` and `cls`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
@@ -200,7 +200,7 @@ def private_attributes(source):
 
 
 def names_in(source):
-    """The names that a file defines: of functions, classes and attributes of its own objects."""
+    """The names that a file defines: functions, classes, variables, and attributes of `self` and `cls`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name

@@ -13,10 +13,10 @@ from redeqx.models.gpt2 import GPT2, GPT2Config
 VOCAB, SEQ, BATCH = 64, 8, 16
 MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (2, 4)]  # (n_model_shards, n_fsdp_shards)
 EXAMPLES = [row.astype(np.int32) for row in np.random.default_rng(0).integers(0, VOCAB, (3 * BATCH, SEQ + 1))]
-REST = 5  # examples fewer: the last step of the epoch is smaller, and does not divide over the devices
+REST = 5  # examples to leave out: then the last step is smaller, and does not divide over the devices
 
-# Softmax does not change when all scores of a query do, so these have a gradient of zero in exact arithmetic, and what
-# they get is rounding: the same size on every mesh, another value.
+# Softmax is invariant to a shift of all scores of a query, so these have a gradient of zero in exact arithmetic. Their
+# computed gradient is rounding error: of the same size on every mesh, but with other values.
 ZERO_GRADIENT = ("stack.blocks.attention.key.bias",)
 
 
@@ -25,7 +25,7 @@ def collate_fn(examples):
 
 
 def loss_fn(model, batch, key):
-    """Weighed by tokens, of which each row has another number that counts."""
+    """A mean over tokens, where each row has another number of tokens that count."""
     inputs, labels = batch["ids"][:, :-1], batch["ids"][:, 1:]
     logits = jax.vmap(lambda ids, key: model(ids, key=key))(inputs, jax.random.split(key, len(inputs)))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -130,7 +130,7 @@ def test_parameters_do_not_depend_on_mesh_and_accumulation(n_model, n_fsdp, accu
 
 @pytest.mark.sweep
 def test_metrics_keep_their_names_in_steps_of_every_cut():
-    """A step of one micro-batch, and a last one of several: two programs, one order of metrics."""
+    """A step of one micro-batch and a last one of several are two programs. Their metrics have the same order."""
     logged = Log()
     trainer = make_trainer(1, 2, optax.sgd(0.0), loggers=[logged])
     trainer.train(EXAMPLES[:-REST], 4)
@@ -147,7 +147,7 @@ def test_adamw_logs_the_same_losses_on_every_mesh():
 
 
 def test_evaluation_does_not_depend_on_the_batch_size():
-    """With a remainder, and with fewer examples than one batch; the mean over tokens, not a mean of means."""
+    """Also with a remainder, and with fewer examples than a batch. The loss is the mean over tokens, not a mean of means."""
     trainer = make_trainer(2, 2, optax.sgd(0.1))
     losses = [trainer.eval_loss(EXAMPLES[:13], size) for size in (1, 2, 3, 8)]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5)

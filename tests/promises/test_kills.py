@@ -1,4 +1,4 @@
-"""SIGKILL of either or both of two processes, before every system call of a save and every word between them."""
+"""SIGKILL of one or both of two processes, before each system call of a save and each message between them."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class Trials:
-    """The script under way: trials in, what became of them out."""
+    """The running script: it reads trials, and writes their results."""
 
     def __init__(self, folder, way):
         environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "NPROC": "16"}
@@ -44,7 +44,7 @@ def trials(tmp_path, request):
 
 
 def check_whole(folder, steps):
-    """The index names a complete checkpoint of one of those steps, and so does every other folder that is called one."""
+    """The index names a complete checkpoint of one of those steps, and all other checkpoint folders are complete too."""
     checkpoints = Checkpoints(folder / "ckpts" / "ckpts")
     step = check_complete(checkpoints, checkpoints.index()["last"])
     assert step in steps
@@ -55,7 +55,7 @@ def check_whole(folder, steps):
 
 
 def check_whole_apart(folder, steps):
-    """As `check_whole`, of two folders: what an index of either names is complete in both together."""
+    """As `check_whole`, for two folders: a checkpoint that either index names is complete in both together."""
     each = [Checkpoints(folder / str(index) / "ckpts") for index in (0, 1)]
     both = Checkpoints(folder / "both")
     found = []
@@ -70,7 +70,7 @@ def check_whole_apart(folder, steps):
 
 
 def check_complete(checkpoints, name):
-    """The step of a checkpoint whose files and values are right."""
+    """The step of a checkpoint, after its files and values are checked."""
     saved = checkpoints.record(checkpoints.folder / name)["step"]
     source = Source.find(checkpoints.folder / name, "model")
     assert len(list(source.names())) == 4
@@ -81,7 +81,7 @@ def check_complete(checkpoints, name):
 
 
 def check_cleared(checkpoints):
-    """The next save takes up from there, and clears what the kill left."""
+    """The next save succeeds, and removes what the killed one left."""
     checkpoints.save(3, {"model": {"w": np.ones(3)}}, {"step": 3}, keep_last=1)
     left = sorted(entry.name for entry in checkpoints.folder.iterdir())
     assert left == ["index.json", "step_00000003"]
@@ -106,7 +106,7 @@ def test_killed_anywhere_the_index_names_a_complete_checkpoint(tmp_path, trials,
     else:
         assert {*both, *commit} <= set(hub) & set(other)
     kills = [[[0, i]] for i in range(len(hub))] + [[[1, i]] for i in range(len(other))]
-    # Both: the other one where it is about when the hub is there, and at its end.
+    # Both: the coordinator at each point, and the other process at about the same time.
     kills += [[[0, i], [1, len(other) * i // len(hub)]] for i in range(len(hub))]
     seen = set()
     for number, each in enumerate(kills):
@@ -114,7 +114,7 @@ def test_killed_anywhere_the_index_names_a_complete_checkpoint(tmp_path, trials,
         codes, _ = trials.run(name, each)
         killed = [index for index, _ in each]
         said = [(tmp_path / name / f"errors_{index}").read_text()[-2000:] for index in (0, 1)]
-        # The other leaves by itself, unless it had ended, or was killed first.
+        # The other process leaves by itself, unless it had ended or was killed before.
         assert all(codes[index] in (-9, 75) for index in killed), (each, codes, said)
         assert all(code in (-9, 75, 0) for code in codes), (each, codes, said)
         assert -9 in codes

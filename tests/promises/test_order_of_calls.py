@@ -1,4 +1,4 @@
-"""Whatever is called first, a trainer has one plan, one position and one state: those of the model that was trained."""
+"""In any order of calls, a trainer has one plan, one position and one state: those of the model that was trained."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ BATCH = 8  # three steps an epoch, the last one with four examples
 
 
 class Reversed(eqx.Module):
-    """Two layers, the last declared first: by its fields the plan is another than by the loss."""
+    """Two layers, the last one declared first: the plan by field order differs from that of the loss."""
 
     second: eqx.nn.Linear
     first: eqx.nn.Linear
@@ -145,7 +145,7 @@ def test_the_plan_is_the_loss_s_whatever_is_called_first(how, shards, tmp_path):
         "second predictor": lambda trainer: predictor.predict(DATA, batch_size=8),
     }
     if how == "sanity check":
-        # The order of examples is that of `train`: a fit of an iterable.
+        # A fit of an iterable, since it keeps the order of examples as `train` does.
         options = {"eval_examples": DATA, "eval_predictor": predictor, "eval_loss": False}
         trainer.fit(iter(DATA), batch_size=BATCH, eval_metric_fn=lambda examples, outputs: {"n": len(outputs)}, **options)
     else:
@@ -206,7 +206,7 @@ def test_the_end_is_saved_once(tmp_path):
     fit(make_trainer(tmp_path), save_last_ckpt=True)
     names = sorted(path.name for path in (tmp_path / "ckpts").glob("step_*"))
     assert names == ["step_00000003", "step_00000006"]
-    fit(make_trainer(tmp_path), save_last_ckpt=True)  # done already: nothing is written
+    fit(make_trainer(tmp_path), save_last_ckpt=True)  # already done: nothing is written
     assert sorted(path.name for path in (tmp_path / "ckpts").glob("step_*")) == names
 
 
@@ -229,7 +229,7 @@ def test_more_epochs_are_trained_in_the_next_run(how, tmp_path):
 
 
 def test_one_pass_before_a_fit_does_not_hide_the_earlier_run(tmp_path):
-    """A script that warms up by `train` and is started again goes on with its fit all the same."""
+    """A script that calls `train` before its `fit` still resumes the fit when it is started again."""
 
     def run(n_epochs):
         trainer = make_trainer(tmp_path)
@@ -239,7 +239,7 @@ def test_one_pass_before_a_fit_does_not_hide_the_earlier_run(tmp_path):
 
     run(1)
     again = run(2)
-    assert again.step == 9  # three of the pass, six of the two epochs
+    assert again.step == 9  # three of `train`, six of the two epochs
     whole = make_trainer()
     whole.train(DATA, batch_size=BATCH)
     fit(whole, 2)
@@ -258,12 +258,12 @@ def test_a_checkpoint_from_elsewhere_is_a_beginning_and_the_run_is_gone_on_with(
         return trainer
 
     tuned = run(1)
-    assert tuned.step == 6  # its own epoch was trained
+    assert tuned.step == 6  # it trained an epoch of its own
     assert "argmin_loss" in index(tmp_path / "tuned")  # the other run's best is not this one's
-    assert run(2).step == 9  # goes on with this run, and not from the beginning again
+    assert run(2).step == 9  # resumes this run, instead of starting again
 
 
-# --- what is passed on --------------------------------------------------------------------------------------------------
+# --- callbacks and trackers----------------------------------------------------------------------------------------------
 
 
 class SaveAt(redeqx.Callback):
@@ -278,7 +278,7 @@ class SaveAt(redeqx.Callback):
 
 
 class LateSaveAt:
-    """A tracker that saves when a step is logged: others are taken by then, and unread."""
+    """A tracker that saves when a step is logged. By then later steps have run, and their metrics are not read yet."""
 
     def __init__(self, step):
         self.step, self.trainer = step, None
@@ -301,7 +301,7 @@ def test_a_checkpoint_saved_by_a_callback_goes_on_to_the_same_bits(step, tmp_pat
 
 def test_a_tracker_does_not_save_a_step_that_is_not_finite(tmp_path):
     examples = [*DATA[:8], *np.full((8, 6), np.nan, np.float32), *DATA[:8]]
-    hook = LateSaveAt(1)  # step 2 is taken by then, and unread
+    hook = LateSaveAt(1)  # by then step 2 has run, and its loss is not read yet
     hook.trainer = trainer = make_trainer(tmp_path, loggers=[hook])
     with pytest.raises(ValueError, match="`loss` at step 2: expected the loss to be finite, got nan"):
         trainer.train(examples, batch_size=BATCH)
@@ -343,7 +343,7 @@ def test_an_interrupted_fit_goes_on_in_the_same_process():
     fit(trainer)
     assert trainer.step == 6
     assert bits((trainer.model, trainer.opt_state)) == bits((whole.model, whole.opt_state))
-    fit(trainer, 1)  # and the next is another
+    fit(trainer, 1)  # the next fit is a new one
     assert trainer.step == 9
 
 
@@ -374,7 +374,7 @@ def test_epochs_of_a_function_may_differ_in_length(tmp_path):
         options = {"save_every_n_steps": 1, "callbacks": [StopAt(at + 1)]}
         make_trainer(workdir).fit(curriculum, batch_size=BATCH, n_epochs=3, **options)
 
-    for at in (1, 2, 4):  # at the end of an epoch, and within two
+    for at in (1, 2, 4):  # at the end of an epoch, and within the others
         workdir = tmp_path / str(at)
         with pytest.raises(Stop):
             killed_after_save(workdir, at)
@@ -383,7 +383,7 @@ def test_epochs_of_a_function_may_differ_in_length(tmp_path):
         assert bits((again.model, again.opt_state)) == whole
 
     again = make_trainer(tmp_path / "4")
-    # The epoch that was stopped within must be as long again; its checkpoint is of step 4, in the third.
+    # The interrupted epoch must have the same length again; the checkpoint is of step 4, in the third epoch.
     (workdir / "ckpts").rename(tmp_path / "kept")
     with pytest.raises(Stop):
         killed_after_save(workdir, 4)
@@ -392,7 +392,7 @@ def test_epochs_of_a_function_may_differ_in_length(tmp_path):
 
 
 class OneAtATime:
-    """A `collate_fn` that notes its calls, and whether two of them ran at once."""
+    """A `collate_fn` that records its calls, and whether two of them ran at once."""
 
     def __init__(self):
         self.calls, self.lock, self.overlapped = [], threading.Lock(), False
@@ -457,7 +457,7 @@ def test_the_logged_learning_rate_is_the_optimizer_s_where_steps_were_skipped():
     trainer.train(np.concatenate([DATA[:8], bad, DATA[:8], bad, DATA[:8]]), batch_size=8)
     assert trainer.n_skipped == 2
     np.testing.assert_allclose([rates.seen[step] for step in (1, 2, 3, 4, 5)], [1.0, 0.9, 0.9, 0.8, 0.8], rtol=1e-6)
-    # Each update takes the learning rate that was logged for it from every bias.
+    # Each update subtracts the learning rate that was logged for it from every bias.
     np.testing.assert_allclose(np.asarray(trainer.model.first.bias)[0], before - (1.0 + 0.9 + 0.8), rtol=1e-5)
 
 

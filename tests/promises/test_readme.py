@@ -1,4 +1,4 @@
-"""What the README shows runs, and prints what it says that it prints."""
+"""The README's example runs and prints what the README shows, and its source tree is the real one."""
 
 import ast
 import os
@@ -13,7 +13,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
 
 
 def block(language, containing):
-    """The first fenced block of that language that contains a text."""
+    """The first fenced block of a language that contains a text."""
     blocks = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
     return next(text for text in blocks if containing in text)
 
@@ -32,8 +32,8 @@ def test_example_runs_and_prints_its_plan(tmp_path):
 
 
 def tree():
-    """The library, then the models, from top to bottom as the README shows them: of each package the first line of its
-    docstring."""
+    """The source tree as the README shows it: the library, then the models, from top to bottom, each package with the first
+    line of its docstring."""
     root = Path(__file__).parents[2]
     names = [name for layer in reversed(LAYERS) for name in sorted(layer) if not name.endswith("__init__")]
     lines = ["redeqx/"]

@@ -1,5 +1,5 @@
-"""A run that was stopped and started again ends with the same bits as one that was not: parameters, optimizer state, order
-of examples, and what was logged."""
+"""A run that was stopped and resumed ends bitwise equal to one that was not: parameters, optimizer state, order of examples
+and logged metrics."""
 
 import json
 import os
@@ -39,7 +39,7 @@ class Killed(Exception):
 
 
 class KillAt(redeqx.Callback):
-    """Ends the run after a step: nothing after that is written, as if the process had died."""
+    """Ends the run after a step. Nothing is written after that, as if the process had been killed."""
 
     def __init__(self, step):
         self.step = step
@@ -97,7 +97,7 @@ def test_killed_and_resumed_ends_with_the_same_bits(step, uninterrupted, tmp_pat
 
 
 class SignalAt(redeqx.Callback):
-    """Asks the run to stop after a step, as a scheduler does."""
+    """Signals the run to stop after a step, as a cluster's scheduler does."""
 
     def __init__(self, step):
         self.step = step
@@ -109,7 +109,7 @@ class SignalAt(redeqx.Callback):
 
 @pytest.mark.parametrize("step", [1, 5, 9, *(pytest.param(step, marks=pytest.mark.sweep) for step in (2, 3, 4, 6, 7, 8))])
 def test_told_to_stop_and_resumed_ends_with_the_same_bits(step, uninterrupted, tmp_path):
-    """At any step, also where it is the last of an epoch or of the run."""
+    """At any step, also at the last one of an epoch or of the run."""
     stopped = make_trainer(tmp_path)
     with pytest.raises(redeqx.Preempted) as caught:
         fit(stopped, DATA, SignalAt(step))
@@ -133,7 +133,7 @@ def test_finished_run_is_not_trained_again(uninterrupted, tmp_path):
 
 
 def test_second_fit_of_one_trainer_resumes_too(tmp_path):
-    """The script is run again from its top: the first fit is known to be done, the second goes on."""
+    """The script runs again from its start: the first fit is skipped, since it is done, and the second one resumes."""
 
     def run(workdir, *callbacks):
         trainer = make_trainer(workdir)
@@ -158,7 +158,7 @@ def test_resumes_on_another_mesh(shards, uninterrupted, tmp_path):
 
 
 class Stream:
-    """An iterable in its own order that tells where it stands, as grain's and torchdata's do."""
+    """An iterable in its own order whose iterator has a state, as in grain and torchdata."""
 
     def __init__(self, n_reads):
         self.n_reads = n_reads
@@ -197,7 +197,7 @@ def test_stream_with_state_goes_on_where_it_stood(tmp_path):
     trainer = make_trainer(tmp_path / "killed")
     fit(trainer, Stream(reads))
     assert_same_bits(arrays(trainer), arrays(whole))
-    assert reads[0] == BATCH  # after step 4, the first of its epoch
+    assert reads[0] == BATCH  # resumes after step 4, the first of its epoch
 
 
 def test_a_checkpoint_that_a_loop_of_its_own_saves_tells_what_it_was_chosen_by(tmp_path):
