@@ -1,6 +1,6 @@
-"""Generating tokens: `generate`, the methods that it needs of a model, and a folder's defaults for its arguments.
+"""Token generation: `generate`, the methods it needs from a model, and a folder's default options.
 
-Knows nothing of the families, nor of how a folder is read. Open `_generate.py` first.
+This package does not depend on the model families or on the code that reads folders. Start with `_generate.py`.
 """
 
 from ._config import GENERATION as GENERATION, Generation as Generation

@@ -1,7 +1,7 @@
-"""`generation_config.json`: what a folder says of generating, as the defaults of `generate`; the rest is refused there.
+"""Reads `generation_config.json`: the defaults of `generate`, and the keys that it refuses.
 
-Owns the keys: which are arguments of `generate`, which change no token, and which values of all others change none. Special
-tokens are fields of a family's config.
+This module defines which keys are arguments of `generate`, which keys never change a token, and which values of the other
+keys have no effect. Special tokens are fields of a family's config.
 """
 
 import re
@@ -16,7 +16,7 @@ from .._kinds import COUNT, FLAG, NOT_NEGATIVE, NUMBER, SIZE, TOKEN, Kind
 
 GENERATION = "generation_config.json"
 
-# Keys that are arguments of `generate`, under its names; `early_stopping` is one too, of two types.
+# Keys that are arguments of `generate`, with the argument's name. `early_stopping` is one too; it has two types.
 _ARGUMENTS: dict[str, tuple[str, Kind]] = {
     "max_new_tokens": ("max_new_tokens", SIZE),
     "min_new_tokens": ("min_new_tokens", COUNT),
@@ -28,20 +28,20 @@ _ARGUMENTS: dict[str, tuple[str, Kind]] = {
     "num_return_sequences": ("n_return", SIZE),
     "length_penalty": ("length_penalty", NUMBER),
 }
-# These count the prompt too; a key above comes before them.
+# These lengths include the prompt. A key of `_ARGUMENTS` takes precedence over them.
 _LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 _FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 
-# The values of other keys that leave all tokens as they are, besides null.
-_SAMPLING: dict[str, tuple[Any, ...]] = {  # of no effect without sampling
+# For each other key, the values that change no token. null never changes one.
+_SAMPLING: dict[str, tuple[Any, ...]] = {  # no effect without sampling
     "min_p": (0,),
     "top_h": (),
     "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
 }
-_BEAMS: dict[str, tuple[Any, ...]] = {"num_beam_groups": (1,), "diversity_penalty": (0,)}  # of no effect without beams
-_ONE_BY_ONE: dict[str, tuple[Any, ...]] = {"penalty_alpha": (0,), "dola_layers": ()}  # of no effect with either
+_BEAMS: dict[str, tuple[Any, ...]] = {"num_beam_groups": (1,), "diversity_penalty": (0,)}  # no effect without a beam search
+_ONE_BY_ONE: dict[str, tuple[Any, ...]] = {"penalty_alpha": (0,), "dola_layers": ()}  # no effect with sampling or beams
 _ALWAYS: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "encoder_repetition_penalty": (1,),
@@ -64,7 +64,7 @@ _ALWAYS: dict[str, tuple[Any, ...]] = {
     "assistant_ensemble_weight": (),
     "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid"),
 }
-# Caches, compilation, what else is returned, drafts that are verified: the tokens are the same.
+# Caches, compilation, additional outputs and verified drafts: these keys do not change the tokens.
 _NO_MATTER = frozenset(
     (
         *("use_cache", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size", "compile_config"),
@@ -91,14 +91,14 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Generation:
-    """What a folder says of generation: defaults of `generate`, and keys that it does not implement.
+    """A folder's options for generation: the defaults of `generate`, and keys that it does not implement.
 
     **Arguments:**
 
-    - `keys`: those of `generation_config.json`, in its spelling; null means that it does not say.
-    - `path`: of the file, for errors.
+    - `keys`: the keys of `generation_config.json`, in its spelling. null counts as absent.
+    - `path`: the path of the file, for error messages.
 
-    Raises TypeError and ValueError for a value of `generate`'s arguments that is of another type or out of range.
+    Raises TypeError or ValueError if a value for an argument of `generate` has the wrong type or is out of range.
     """
 
     keys: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -121,25 +121,25 @@ class Generation:
 
     @staticmethod
     def known() -> frozenset[str]:
-        """The keys that are of generation, and that old files of `config.json` hold beside the model's own."""
+        """The generation keys that an old `config.json` holds beside the model's own keys."""
         said = {*_ARGUMENTS, *_LENGTHS, "early_stopping", *_SAMPLING, *_BEAMS, *_ONE_BY_ONE, *_ALWAYS}
         return frozenset({*said, *_FORCED, "output_scores", "return_dict_in_generate"})
 
     def complete(
         self, given: Mapping[str, Any], *, n_given: int, ignore: Collection[str] = ()
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """The arguments of `generate`, those that are None as the folder says, and by themselves where it says nothing; and
-        by which key it says each of them.
+        """Fills in the arguments of `generate` that are None: with the folder's values, else with the built-in defaults.
 
-        What it says of sampling does not count in a search, nor of the least number of tokens beyond the greatest.
+        Returns the arguments, and the folder's key for each argument that comes from the folder. The folder's sampling
+        options are dropped if tokens are not sampled. Its minimum number of tokens is limited to the maximum.
 
         **Arguments:**
 
-        - `given`: the caller's.
-        - `n_given`: tokens before the first new one.
-        - `ignore`: keys that are taken for absent, though they are not implemented.
+        - `given`: the caller's arguments.
+        - `n_given`: the number of tokens before the first new one.
+        - `ignore`: keys that are treated as absent, although they are not implemented.
 
-        Raises ValueError for a key that is not implemented and would change which tokens come out.
+        Raises ValueError for a key that is not implemented and would change the generated tokens.
         """
         said = {name: value for name, value in self.keys.items() if value is not None}
         folder: dict[str, tuple[str, Any]] = {}
@@ -151,7 +151,7 @@ class Generation:
                 folder[argument] = name, kind.type(said[name])
         if "early_stopping" in said:
             folder["early_stopping"] = "early_stopping", said["early_stopping"]
-        for argument, nothing in (("top_k", 0), ("n_return", 1)):  # None, in our words
+        for argument, nothing in (("top_k", 0), ("n_return", 1)):  # `generate` writes these as None
             if argument in folder and folder[argument][1] == nothing:
                 del folder[argument]
         sample = folder.get("sample", ("", False))[1] if given["sample"] is None else given["sample"]
@@ -168,7 +168,7 @@ class Generation:
         return options, keys
 
     def told(self, error: ValueError, keys: Mapping[str, str]) -> ValueError:
-        """The error of a check of `generate`, with the file and the key where an argument is not the caller's."""
+        """Adds the file and the key to an error from a check of `generate`, where the argument came from the folder."""
         text = str(error)
         named = [argument for argument in re.findall(r"`(\w+)[`=]", text) if argument in keys]
         if not named and text.startswith("`key`") and "sample" in keys:
@@ -179,11 +179,11 @@ class Generation:
         return ValueError(f"{text} Here {where}.")
 
     def _check(self, *, sample: bool, n_beams: int, ignore: Collection[str]) -> None:
-        """Raises ValueError for a key that is not implemented and would change which tokens come out of such a search.
+        """Raises ValueError for a key that is not implemented and would change the tokens of this kind of search.
 
         **Arguments:**
 
-        - `ignore`: keys that are taken for absent.
+        - `ignore`: keys that are treated as absent.
         """
         neutral = dict(_ALWAYS)
         neutral |= _SAMPLING if sample else {}

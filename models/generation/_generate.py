@@ -1,7 +1,7 @@
-"""Generation: token after token from a decoder or an encoder-decoder, with a cache of keys and values, under one jit.
+"""Token generation with a key-value cache under one jit, for decoders and encoder-decoders.
 
-Greedy, sampled, or by beam search with the rules of `transformers` 5, so that both give the same tokens. The models' side is
-three methods: `encode` (of encoder-decoders), `init_cache` and `decode`.
+Decoding is greedy, by sampling, or by beam search. The rules are those of `transformers` 5, so that both produce the same
+tokens. A model provides three methods: `encode` (encoder-decoders only), `init_cache` and `decode`.
 
 Dims: batch, prompt = tokens given, beams, new = tokens generated, vocab.
 """
@@ -19,12 +19,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from ..nn import Cache
 from ._config import Generation
 
-_NEVER = -1e9  # the score of what cannot be; finite, as in transformers, so that sums of it stay comparable
+_NEVER = -1e9  # the score of an impossible candidate; finite, as in transformers, so that sums stay comparable
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """The options of one generation, static under jit."""
+    """The options of one generation. They are static under jit."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -45,7 +45,7 @@ class _Rules:
         return jnp.isin(token, jnp.array(self.eos, jnp.int32))
 
     def allowed(self, scores: Float[Array, "*rows vocab"], step: Any) -> Float[Array, "*rows vocab"]:
-        """Scores of the tokens that may come at a step, -inf for the others."""
+        """The scores, with -inf for tokens that are not allowed at this step."""
         if self.min_new_tokens and self.eos:
             too_short = step < self.min_new_tokens
             scores = jnp.where(too_short & self.ends(jnp.arange(scores.shape[-1])), -jnp.inf, scores)
@@ -76,38 +76,40 @@ def generate(
     ignore: Sequence[str] = (),
     key: PRNGKeyArray | None = None,
 ) -> Int[Array, "batch new"] | Int[Array, "batch sequences new"]:
-    """The tokens that a model generates, `[batch, max_new_tokens]`, padded after an end-of-text token.
+    """Generates tokens, `[batch, max_new_tokens]`. Each row is padded after its end-of-text token.
 
-    The whole batch is one program, which ends when all rows have. It is compiled once for each shape of the inputs: pad
-    prompts on the left to a common length. In `pred_fn` it runs on the model's mesh.
+    The whole batch runs as one program, which stops when all rows have ended. The program is compiled once for each input
+    shape, so pad prompts on the left to a common length. Inside `pred_fn` it runs on the model's mesh.
 
-    An argument that is None is what the model's folder says in `generation_config.json` (or, without one, by the old keys of
-    `config.json`), as for `transformers`; else what is given here in brackets.
+    An argument that is None takes its value from `generation_config.json` in the model's folder, or from the old keys of
+    `config.json` if there is no such file, as in `transformers`. If the folder does not set it either, the default in
+    parentheses below applies.
 
     **Arguments:**
 
     - `model`: a decoder (GPT-2, LLaMA, ...) or an encoder-decoder (T5, BART, ...) of redeqx.models. Dropout is turned off.
-    - `inputs`: a batch of prompts `[batch, prompt]`; of encoder-decoders what the encoder takes, token ids or images.
-    - `mask`: which of the inputs are tokens, and not padding: on the left of a decoder's prompts (checked where it is a
-        numpy array; under jit nobody can).
-    - `max_new_tokens`, `min_new_tokens`: tokens to generate, the end of the text included (the folder has to say; 0).
-    - `sample`: draw each token from its distribution, in place of taking the likeliest (False).
-    - `temperature`, `top_k`, `top_p`: of that distribution: logits are divided by the first (1.0), then cut to the `top_k`
-        likeliest tokens (all; transformers takes 50), then to the fewest likeliest ones that hold `top_p` of what is left
-        (all).
-    - `n_beams`: of a beam search; 1 for none (1).
-    - `n_return`: how many sequences to return for each prompt, `[batch, n_return, max_new_tokens]`: the best beams, or as
-        many samples (one, without that dim).
-    - `length_penalty`: of a beam search; the sum of log-probabilities is divided by `length ** length_penalty` (1.0).
-    - `early_stopping`: True ends a beam search with `n_beams` finished sequences; False when no running one is likely to be
-        better, `"never"` when none can be (False).
-    - `eos_token_id`, `pad_token_id`: as the config says where None; without a padding token the end-of-text token pads.
-    - `ignore`: keys of `generation_config.json` that are not implemented here and are to be left out all the same.
+    - `inputs`: a batch of prompts, `[batch, prompt]`. For an encoder-decoder, the inputs of its encoder: token ids or
+        images.
+    - `mask`: True for tokens, False for padding. A decoder's prompts are padded on the left; this is checked if the mask is
+        a numpy array, and cannot be checked under jit.
+    - `max_new_tokens`, `min_new_tokens`: the number of tokens to generate, including the end-of-text token (no default; 0).
+    - `sample`: whether to sample each token from its distribution instead of taking the most likely one (False).
+    - `temperature`, `top_k`, `top_p`: the sampling distribution. Logits are divided by `temperature` (1.0). Then only the
+        `top_k` most likely tokens are kept (all; transformers keeps 50). Then only the smallest set of most likely tokens
+        whose probabilities sum to at least `top_p` is kept (all).
+    - `n_beams`: the number of beams; 1 turns off beam search (1).
+    - `n_return`: the number of sequences to return for each prompt, `[batch, n_return, max_new_tokens]`: the best beams, or
+        independent samples (one, without that dim).
+    - `length_penalty`: for beam search; the sum of log-probabilities is divided by `length ** length_penalty` (1.0).
+    - `early_stopping`: when a beam search with `n_beams` finished sequences stops. True: at once. False: when no running
+        sequence is likely to be better. `"never"`: when no running sequence can be better (False).
+    - `eos_token_id`, `pad_token_id`: None takes them from the config. Without a padding token, the end-of-text token pads.
+    - `ignore`: keys of `generation_config.json` that are not implemented here, and that are to be ignored.
     - `key`: for sampling.
 
-    Raises ValueError for counts below 1, more tokens than the model has positions, sampling without a key, arguments that do
-    not go together, and what the folder says of generation that is not implemented; TypeError for a model that does not
-    generate.
+    Raises ValueError for counts below 1, for more tokens than the model has positions, for sampling without a key, for
+    arguments that contradict each other, and for options of the folder that are not implemented. Raises TypeError for a
+    model that cannot generate.
     """
     if not (hasattr(model, "decode") and hasattr(model, "init_cache")):
         raise TypeError(
@@ -157,7 +159,7 @@ def generate(
     rules = _Rules(
         eos=eos,
         pad=pad if pad is not None else eos[0] if eos else 0,
-        forced_first=first if n_given == 1 else None,  # where a decoder's text begins; after a prompt it has begun
+        forced_first=first if n_given == 1 else None,  # only if the decoder has no prompt yet
         forced_last=last,
         **{**options, "n_return": options["n_return"] or 1},
     )
@@ -167,7 +169,7 @@ def generate(
 
 
 def _check(options: Mapping[str, Any], n_given: int, n_positions: int | None, key: PRNGKeyArray | None) -> None:
-    """Raises ValueError for options out of range, and for those that do not go together."""
+    """Raises ValueError for options that are out of range or contradict each other."""
     for name in ("max_new_tokens", "n_beams", "n_return"):
         if options[name] is not None and options[name] < 1:
             raise ValueError(f"`{name}`: expected at least 1, got {options[name]}. Pass a positive number.")
@@ -229,11 +231,11 @@ def _generate(
 
 
 def _prefill(model: Any, inputs: Array, mask: Array | None, rules: _Rules) -> tuple[Float[Array, "batch vocab"], Cache]:
-    """The logits of the first new token of each row, and the cache that holds the prompts."""
+    """The logits of each row's first new token, and the cache that holds the prompts."""
 
     def begin(inputs: Array, mask: Array | None) -> tuple[Array, Cache]:
         if not hasattr(model, "encode"):
-            # The last token is never fed back: it needs no slot.
+            # The last token is never fed back, so it needs no slot.
             return model.decode(inputs, model.init_cache(inputs.shape[0] + rules.max_new_tokens - 1), mask=mask)
         memory = model.encode(inputs) if mask is None else model.encode(inputs, mask=mask)
         start = jnp.full(1, model.config.decoder_start_token_id, jnp.int32)
@@ -244,18 +246,18 @@ def _prefill(model: Any, inputs: Array, mask: Array | None, rules: _Rules) -> tu
 
 
 def _repeat(cache: Cache, n: int) -> Cache:
-    """The cache with `n` rows for each of the batch, as one more dim beside it; the memory stays one for all."""
+    """The cache with `n` rows for each example, in a new dim after the batch's. The rows share the example's memory."""
     inner = cache.axes(shares_memory=True)
 
     def repeat(axis: int | None, leaf: Any) -> Any:
         return leaf if axis is None else jnp.repeat(jnp.expand_dims(leaf, axis + 1), n, axis + 1)
 
-    # The axes first: None stands there for the whole of the memory, a pair.
+    # `axes` is the first tree: its None stands for a whole subtree, the pair of the memory.
     return jax.tree.map(repeat, inner, cache, is_leaf=lambda x: x is None)
 
 
 def _decoder(model: Any, cache: Cache) -> Callable[[Int[Array, "batch rows"], Cache], tuple[Array, Cache]]:
-    """One step of decoding for several rows an example: a token each to the logits of the next."""
+    """One decoding step for several rows of each example: from one token a row to the logits of the next."""
     inner, outer = cache.axes(shares_memory=True), cache.axes()
     decode = jax.vmap(lambda token, cache: model.decode(token[None], cache), (0, inner), (0, inner))
     return jax.vmap(decode, (0, outer), (0, outer))
@@ -280,9 +282,10 @@ def _choose(logits: Float[Array, "batch rows vocab"], step: Any, key: PRNGKeyArr
 
 
 def _nucleus(logits: Float[Array, "*rows vocab"], top_p: float) -> Float[Array, "*rows vocab"]:
-    """The fewest likeliest tokens whose probabilities reach `top_p`, and -inf for the others (arXiv:1904.09751)."""
+    """The logits of the smallest set of most likely tokens whose probabilities sum to `top_p` (arXiv:1904.09751); -inf for
+    the other tokens."""
     ordered = jnp.sort(logits, axis=-1, descending=True)
-    before = jnp.cumsum(jax.nn.softmax(ordered), -1) - jax.nn.softmax(ordered)  # held by likelier ones
+    before = jnp.cumsum(jax.nn.softmax(ordered), -1) - jax.nn.softmax(ordered)  # the probability of all likelier tokens
     least = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), -1, keepdims=True)
     return jnp.where(logits < least, -jnp.inf, logits)
 
@@ -312,7 +315,7 @@ def _one_by_one(
 
 
 class _Beams(eqx.Module):
-    """The state of a beam search. Running sequences are ordered by score, and so are finished ones."""
+    """The state of a beam search. Running and finished sequences are each sorted by score."""
 
     step: Int[Array, ""]
     logits: Float[Array, "batch beams vocab"]
@@ -320,14 +323,14 @@ class _Beams(eqx.Module):
     running: Int[Array, "batch beams new"]
     running_scores: Float[Array, "batch beams"]  # sums of log-probabilities
     finished: Int[Array, "batch beams new"]
-    finished_scores: Float[Array, "batch beams"]  # with the length penalty
-    is_finished: Bool[Array, "batch beams"]  # whether a place among the finished is taken
+    finished_scores: Float[Array, "batch beams"]  # including the length penalty
+    is_finished: Bool[Array, "batch beams"]  # whether this slot holds a finished sequence
     can_improve: Bool[Array, " batch"]
     goes_on: Bool[Array, ""]
 
 
 def _take(array: Array, beams: Int[Array, "batch k"], axis: int = 1) -> Array:
-    """Of each example the given beams; `axis` is that of the beams, the batch's is before it."""
+    """Selects the given beams of each example. `axis` is the beam axis; the batch axis precedes it."""
     shape = [1] * array.ndim
     shape[axis - 1], shape[axis] = beams.shape
     return jnp.take_along_axis(array, beams.reshape(shape), axis)
@@ -338,12 +341,12 @@ def _beam_search(
 ) -> Int[Array, "batch sequences new"]:
     n, new = rules.n_beams, rules.max_new_tokens
     batch, vocab = logits.shape
-    # As many candidates as leave `n` that go on, should all others end.
+    # Enough candidates that `n` can continue even if all others end.
     n_candidates = min(max(2, 1 + len(rules.eos)) * n, n * vocab)
     cache = _repeat(cache, n)
     decode, axes = _decoder(model, cache), cache.axes(shares_memory=True)
     empty = jnp.full((batch, n, new), rules.pad, jnp.int32)
-    # All beams begin alike: only the first counts, so that the first step does not take each token `n` times.
+    # All beams start equal. Only the first one counts, so that the first step does not select each token `n` times.
     first = jnp.full((batch, n), _NEVER).at[:, 0].set(0.0)
 
     def reorder(cache: Cache, beams: Int[Array, "batch beams"]) -> Cache:
@@ -351,7 +354,7 @@ def _beam_search(
         return jax.tree.map(pick, axes, cache, is_leaf=lambda x: x is None)
 
     def extend(state: _Beams) -> tuple[_Beams, Int[Array, "batch beams"], Int[Array, "batch beams"]]:
-        """The state with one token more; which beam each running one comes from, and its token."""
+        """The state after one more token; the beam that each running sequence continues; and its token."""
         step = state.step
         log_probs = rules.allowed(jax.nn.log_softmax(state.logits.astype(jnp.float32)), step)
         scores = (log_probs + state.running_scores[..., None]).reshape(batch, -1)
@@ -362,7 +365,7 @@ def _beam_search(
         ends = rules.ends(token) | (step + 1 == new)
 
         running_scores, kept = jax.lax.top_k(scores + jnp.where(ends, _NEVER, 0.0), n)
-        # Only the best `n` candidates may finish; the others are there to go on.
+        # Only the best `n` candidates may finish. The others can only continue.
         finishes = ends & (jnp.arange(n_candidates) < n)
         is_full = state.is_finished.all(-1) & (rules.early_stopping is True)
         shut = is_full | ~state.can_improve

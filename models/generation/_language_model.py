@@ -1,6 +1,6 @@
-"""`Decoder` and `EncoderDecoder`: the call and the cached decoding that all language models here share.
+"""`Decoder` and `EncoderDecoder`: the call and the cached decoding of all language models.
 
-Each family's own file defines its embedding, blocks and head. `generate` needs `encode`, `init_cache` and `decode`.
+A family's file defines its embedding, blocks and output head. `generate` uses `encode`, `init_cache` and `decode`.
 """
 
 from abc import abstractmethod
@@ -13,13 +13,13 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
 from ..nn import Cache, check_length
 
-NO_LABEL = -100  # a label that is ignored
+NO_LABEL = -100  # labels with this value are ignored
 
 
 class Decoder(eqx.Module):
-    """A causal language model. A family gives its fields, `_run` and `logits`.
+    """A causal language model. A family defines its fields, `_run` and `logits`.
 
-    Its config has `n_positions`, `n_layers`, `n_heads` and `d_model`.
+    The config must have `n_positions`, `n_layers`, `n_heads` and `d_model`.
     """
 
     config: eqx.AbstractVar[Any]
@@ -28,22 +28,23 @@ class Decoder(eqx.Module):
     def __call__(
         self, ids: Int[Array, " seq"], *, mask: Bool[Array, " seq"] | None = None, key: PRNGKeyArray | None = None
     ) -> Float[Array, "seq vocab"]:
-        """The logits of the token after each of `ids`, given it and those before it.
+        """The logits of the token that follows each of `ids`, given that token and all before it.
 
         **Arguments:**
 
         - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
-        - `mask`: which of them are tokens, and not padding on either side; None for all. Positions count tokens.
+        - `mask`: True for tokens, False for padding on either side; None if all are tokens. Positions count tokens only.
         - `key`: for dropout; not needed in inference.
 
-        Raises ValueError for more ids than positions.
+        Raises ValueError if there are more ids than positions.
         """
         return self.logits(self.hidden(ids, mask=mask, key=key))
 
     def hidden(
         self, ids: Int[Array, " seq"], *, mask: Bool[Array, " seq"] | None = None, key: PRNGKeyArray | None = None
     ) -> Float[Array, "seq d"]:
-        """What `logits` takes: the residual stream after all blocks, normed. The arguments are those of a call."""
+        """The input of `logits`: the residual stream after all blocks and the final norm. See `__call__` for the
+        arguments."""
         check_length("ids", ids.shape[0], self.config.n_positions)
         return self._run(ids, mask, None, key)[0]
 
@@ -52,9 +53,9 @@ class Decoder(eqx.Module):
         """The logits of the next tokens, from hidden states."""
 
     def init_cache(self, length: int) -> Cache:
-        """An empty cache for one example of at most `length` tokens, padding included.
+        """An empty cache for one example of at most `length` tokens, including padding.
 
-        Raises ValueError for more tokens than positions.
+        Raises ValueError if `length` exceeds the number of positions.
         """
         check_length("length", length, self.config.n_positions)
         n_kv_heads, size = self._kv_heads
@@ -63,11 +64,11 @@ class Decoder(eqx.Module):
     def decode(
         self, ids: Int[Array, " seq"], cache: Cache, *, mask: Bool[Array, " seq"] | None = None
     ) -> tuple[Float[Array, " vocab"], Cache]:
-        """The logits of the token after the last of `ids`, which go on from those in the cache; and the cache with them.
+        """Continues the sequence in the cache with `ids`: the logits of the token that follows, and the updated cache.
 
         **Arguments:**
 
-        - `ids`, `mask`: as for a call; padding is on the left, so that the last one is a token.
+        - `ids`, `mask`: as for a call, but with padding on the left only, so that the last id is a token.
         """
         (seq,) = ids.shape
         cache = cache.begin(jnp.ones(seq, bool) if mask is None else mask)
@@ -76,25 +77,27 @@ class Decoder(eqx.Module):
 
     @property
     def _kv_heads(self) -> tuple[int, int]:
-        """Heads of keys and values, and the width of one."""
+        """The number of key and value heads, and the width of a head."""
         return self.config.n_heads, self.config.d_model // self.config.n_heads
 
     @abstractmethod
     def _run(
         self, ids: Int[Array, " seq"], mask: Bool[Array, " seq"] | None, cache: Any, key: PRNGKeyArray | None
     ) -> tuple[Float[Array, "seq d"], Any]:
-        """Hidden states of `ids`, and the cache, which has begun with them, after all blocks have written to it."""
+        """The hidden states of `ids` after all blocks, and the cache that the blocks have written to. `cache.begin` was
+        called."""
 
 
 class EncoderDecoder(eqx.Module):
-    """A model from a source text to a target text. A family gives its fields, `encode`, `_run` and `logits`.
+    """A model from a source text to a target text. A family defines its fields, `encode`, `_run` and `logits`.
 
-    Its config has `n_decoder_layers`, `decoder_start_token_id` and `pad_token_id`, and `n_positions` where there is a limit.
+    The config must have `n_decoder_layers`, `decoder_start_token_id` and `pad_token_id`, and `n_positions` if the length is
+    limited.
     """
 
     config: eqx.AbstractVar[Any]
     embedding: eqx.AbstractVar[eqx.nn.Embedding]
-    decoder: eqx.AbstractVar[Any]  # its `stack` is of blocks with `project_memory`
+    decoder: eqx.AbstractVar[Any]  # the blocks of its `stack` have `project_memory`
 
     def __call__(
         self,
@@ -105,16 +108,16 @@ class EncoderDecoder(eqx.Module):
         decoder_mask: Bool[Array, " target"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "target vocab"]:
-        """The logits of the token after each of `decoder_ids`, given `ids`, it, and those before it.
+        """The logits of the token that follows each of `decoder_ids`, given `ids`, that token and all before it.
 
         **Arguments:**
 
-        - `ids`, `decoder_ids`: token ids below `vocab_size`, at most `n_positions` of each where the model has a limit; the
-            latter begin with `decoder_start_token_id`, as `shift_right` makes them.
-        - `mask`, `decoder_mask`: which of them are tokens, and not padding on either side; None for all.
+        - `ids`, `decoder_ids`: token ids below `vocab_size`, at most `n_positions` of each if the model has a limit.
+            `decoder_ids` start with `decoder_start_token_id`, as `shift_right` returns them.
+        - `mask`, `decoder_mask`: True for tokens, False for padding on either side; None if all are tokens.
         - `key`: for dropout; not needed in inference.
 
-        Raises ValueError for more ids than positions.
+        Raises ValueError if there are more ids than positions.
         """
         return self.logits(self.hidden(ids, decoder_ids, mask=mask, decoder_mask=decoder_mask, key=key))
 
@@ -127,7 +130,7 @@ class EncoderDecoder(eqx.Module):
         decoder_mask: Bool[Array, " target"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "target d"]:
-        """What `logits` takes: the decoder's residual stream after all blocks. The arguments are those of a call."""
+        """The input of `logits`: the decoder's residual stream after all blocks. See `__call__` for the arguments."""
         self._check_length("decoder_ids", decoder_ids.shape[0])
         encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
         memory = self.encode(ids, mask=mask, key=encoder_key)
@@ -141,19 +144,19 @@ class EncoderDecoder(eqx.Module):
     def encode(
         self, ids: Int[Array, " source"], *, mask: Bool[Array, " source"] | None = None, key: PRNGKeyArray | None = None
     ) -> Float[Array, "source d"]:
-        """The encoder's output for `ids`, to which the decoder attends. The arguments are those of a call."""
+        """The encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
 
     def init_cache(
         self, length: int, memory: Float[Array, "source d"], memory_mask: Bool[Array, " source"] | None = None
     ) -> Cache:
-        """An empty cache for one target of at most `length` tokens, padding included.
+        """An empty cache for one target of at most `length` tokens, including padding.
 
         **Arguments:**
 
-        - `memory`: what `encode` returned; its keys and values are computed here, once.
-        - `memory_mask`: the mask that `encode` was given.
+        - `memory`: the output of `encode`. Its keys and values are computed here, once.
+        - `memory_mask`: the mask that was passed to `encode`.
 
-        Raises ValueError for more tokens than positions.
+        Raises ValueError if `length` exceeds the number of positions.
         """
         self._check_length("length", length)
         pairs = self.decoder.stack.map(lambda block: block.project_memory(memory))
@@ -166,11 +169,12 @@ class EncoderDecoder(eqx.Module):
     def decode(
         self, ids: Int[Array, " target"], cache: Cache, *, mask: Bool[Array, " target"] | None = None
     ) -> tuple[Float[Array, " vocab"], Cache]:
-        """The logits of the token after the last of `ids`, which go on from those in the cache; and the cache with them.
+        """Continues the target in the cache with `ids`: the logits of the token that follows, and the updated cache.
 
         **Arguments:**
 
-        - `ids`, `mask`: as the decoder's for a call; padding is on the left, so that the last one is a token.
+        - `ids`, `mask`: as `decoder_ids` and `decoder_mask` of a call, but with padding on the left only, so that the last
+            id is a token.
         """
         (seq,) = ids.shape
         cache = cache.begin(jnp.ones(seq, bool) if mask is None else mask)
@@ -178,16 +182,17 @@ class EncoderDecoder(eqx.Module):
         return self.logits(hidden[-1]), cache.end(seq)
 
     def shift_right(self, labels: Integer[Array, " target"]) -> Int[Array, " target"]:
-        """The decoder's inputs for labels: `decoder_start_token_id`, then all but the last; padding where one is -100.
+        """The decoder's inputs for these labels: `decoder_start_token_id`, then all labels but the last. Labels of -100
+        become padding.
 
-        Raises ValueError for a config without `pad_token_id`.
+        Raises ValueError if the config has no `pad_token_id`.
         """
         return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id)
 
     @property
     @abstractmethod
     def _kv_heads(self) -> tuple[int, int]:
-        """Heads of keys and values of the decoder, and the width of one."""
+        """The number of key and value heads of the decoder, and the width of a head."""
 
     def _check_length(self, what: str, length: int) -> None:
         n_positions = getattr(self.config, "n_positions", None)
@@ -204,20 +209,20 @@ class EncoderDecoder(eqx.Module):
         memory: Float[Array, "source d"] | None,
         memory_mask: Bool[Array, " source"] | None,
     ) -> tuple[Float[Array, "target d"], Any]:
-        """The decoder's hidden states, and the cache, which has begun with `ids`, after all blocks have written to it.
+        """The decoder's hidden states after all blocks, and the cache that they have written to. `cache.begin` was called.
 
         **Arguments:**
 
-        - `memory`: what is attended to; None with a cache, which holds its keys and values.
+        - `memory`: the encoder's output; None with a cache, which holds its keys and values.
         """
 
 
 def shift_right(labels: Integer[Array, " target"], start: int, pad: int | None) -> Int[Array, " target"]:
-    """A decoder's inputs for labels: `start`, then all but the last; `pad` where one is -100.
+    """A decoder's inputs for these labels: `start`, then all labels but the last. Labels of -100 become `pad`.
 
-    Raises ValueError where `pad` is None.
+    Raises ValueError if `pad` is None.
     """
     if pad is None:
         raise ValueError("`pad_token_id`: expected a token, got None. Give the config one.")
-    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # in bytes -100 is 156
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # in uint8, -100 is 156
     return jnp.roll(jnp.where(labels == NO_LABEL, pad, labels), 1).at[0].set(start)

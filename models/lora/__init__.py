@@ -1,7 +1,7 @@
-"""LoRA: low-rank adapters on the linear layers of any Equinox model, and PEFT's folders of them.
+"""LoRA: low-rank adapters on the linear layers of any Equinox model, saved and loaded in PEFT's format.
 
-Source: Hu et al. 2021, *LoRA: Low-Rank Adaptation of Large Language Models* (arXiv:2106.09685); the folders are those of
-Hugging Face's `peft`. An adapted layer computes `W x + b + scale * B A x`; `A` and `B` are trained, all else is frozen.
+Source: Hu et al. 2021, *LoRA: Low-Rank Adaptation of Large Language Models* (arXiv:2106.09685). The folder format is that of
+Hugging Face's `peft`. An adapted layer computes `W x + b + scale * B A x`. Only `A` and `B` are trained; the rest is frozen.
 
 ```python
 model = lora.add(model, rank=8, alpha=16, where=("*.attention.query", "*.attention.value"), key=key)
@@ -10,9 +10,9 @@ lora.save_adapter(trainer.model, "adapter")  # PEFT loads it over the same base
 model = lora.merge(trainer.model)  # the plain model again
 ```
 
-Dropout on an adapter's input is not implemented: it is no part of the trained function.
+Dropout on an adapter's input is not implemented. It does not change the trained function.
 
-Open `_adapters.py` first; `_peft.py` reads and writes PEFT's folders.
+Start with `_adapters.py`. `_peft.py` reads and writes PEFT's folders.
 """
 
 from ._adapters import LoraLinear as LoraLinear, add as add, merge as merge, trainable as trainable

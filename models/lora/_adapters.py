@@ -1,6 +1,8 @@
-"""Adapters in a tree: `LoraLinear`, and putting it in the place of linear layers, and back. Their folders are `_peft`.
+"""Adapters in a model: `LoraLinear`, and functions that add, select and merge adapters.
 
-Dims: in, out = of a linear layer, rank = of its adapter, layers = those over which it is stacked.
+Reading and writing folders of adapters is in `_peft`.
+
+Dims: in, out = features of a linear layer, rank = rank of its adapter, layers = the number of stacked layers.
 """
 
 import fnmatch
@@ -18,13 +20,13 @@ Where = str | Sequence[str] | Callable[[str, eqx.nn.Linear], bool]
 
 
 class LoraLinear(eqx.nn.Linear):
-    """A linear layer with an adapter beside it. Applied along the last dim of an array; under `jax.vmap` too."""
+    """A linear layer with an adapter. It applies to the last dim of an array, and also works under `jax.vmap`."""
 
     lora_a: Float[Array, "*layers rank in"]
     lora_b: Float[Array, "*layers out rank"]
     scale: float = eqx.field(static=True)
 
-    # Which dim of `weight` each dim is cut along with, so that an adapter is split as its layer is.
+    # The dim of `weight` along which each dim is sharded, so that an adapter is sharded as its layer is.
     follows_weight: ClassVar = {"lora_a": (None, 1), "lora_b": (0, None)}
 
     def __init__(
@@ -37,8 +39,8 @@ class LoraLinear(eqx.nn.Linear):
     ):
         """**Arguments:**
 
-        - `layer`: whose weight and bias are kept.
-        - `lora_a`, `lora_b`, `scale`: of the adapter, which adds `scale * lora_b @ lora_a` to the weight.
+        - `layer`: the layer whose weight and bias are kept.
+        - `lora_a`, `lora_b`, `scale`: the adapter, which adds `scale * lora_b @ lora_a` to the weight.
         """
         self.weight, self.bias = layer.weight, layer.bias
         self.in_features, self.out_features, self.use_bias = layer.in_features, layer.out_features, layer.use_bias
@@ -47,36 +49,36 @@ class LoraLinear(eqx.nn.Linear):
     def __call__(self, x: Array, *, key: PRNGKeyArray | None = None) -> Array:
         """**Arguments:**
 
-        - `x`: of shape `[..., in]`, or `[...]` where `in_features` is `"scalar"`.
-        - `key`: ignored, as by `eqx.nn.Linear`.
+        - `x`: of shape `[..., in]`, or `[...]` if `in_features` is `"scalar"`.
+        - `key`: ignored, as in `eqx.nn.Linear`.
         """
         del key
         x = x[..., None] if self.in_features == "scalar" else x
         out = x @ self.weight.T
         out = out if self.bias is None else out + self.bias
         with jax.named_scope("lora"):
-            # Of float32 beside weights of 16 bits, and then the layer's output is still of 16.
+            # The adapter is float32 beside 16-bit weights. The layer's output keeps the 16-bit dtype.
             delta = (self.scale * (x @ self.lora_a.T)) @ self.lora_b.T
         out = out + delta.astype(out.dtype)
         return out[..., 0] if self.out_features == "scalar" else out
 
 
 def add(model: PyTree, *, rank: int, alpha: int | float | None = None, where: Where, key: PRNGKeyArray) -> PyTree:
-    """The model with an adapter on each linear layer that `where` picks; it computes the same until they are trained.
+    """The model with an adapter on each linear layer that `where` selects. Its outputs are the same until it is trained.
 
-    Adapters are float32 at least, also beside weights of 16 bits. Layers that are stacked get stacked adapters,
-    `[layers, rank, in]` and `[layers, out, rank]`.
+    Adapters have at least float32, also beside 16-bit weights. Stacked layers get stacked adapters, `[layers, rank, in]` and
+    `[layers, out, rank]`.
 
     **Arguments:**
 
-    - `model`: any PyTree with `eqx.nn.Linear` layers. Subclasses of it are left alone: their call is their own.
-    - `rank`: of each adapter, at least 1.
-    - `alpha`: adapters are scaled by `alpha / rank`; `rank` by default.
-    - `where`: one or more globs over the layers' paths (`"*.attention.query"`), each of which must pick some; or a
-        function of a layer's path and the layer, true for those to be adapted.
+    - `model`: any PyTree with `eqx.nn.Linear` layers. Subclasses are not adapted, because they may define another call.
+    - `rank`: the rank of each adapter, at least 1.
+    - `alpha`: adapters are scaled by `alpha / rank`. The default is `rank`.
+    - `where`: one or more globs over the layers' paths (`"*.attention.query"`), each of which must match a layer; or a
+        function of a layer's path and the layer that returns True for the layers to adapt.
     - `key`: draws `lora_a` as PEFT does, from U(-in ** -0.5, in ** -0.5); `lora_b` is zero.
 
-    Raises ValueError for a rank below 1, where nothing is picked, and for layers that have an adapter already.
+    Raises ValueError for a rank below 1, if no layer is selected, and if a selected layer already has an adapter.
     """
     if rank < 1:
         raise ValueError(f"`rank`: expected at least 1, got {rank}. Pass a positive rank.")
@@ -94,11 +96,11 @@ def add(model: PyTree, *, rank: int, alpha: int | float | None = None, where: Wh
 
 
 def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
-    """Which leaves are trained, for `Trainer(trainable=...)`: those of adapters.
+    """True for each leaf to train, for `Trainer(trainable=...)`: the adapters' leaves, and those that `also` matches.
 
     **Arguments:**
 
-    - `also`: globs over paths of further leaves, a new head's for one.
+    - `also`: globs over the paths of further leaves to train, such as a new head's.
 
     Raises ValueError for a model without adapters, and for a glob that matches no leaf.
     """
@@ -114,7 +116,7 @@ def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
 
 
 def merge(model: PyTree) -> PyTree:
-    """The plain model that computes the same: each adapter added to its layer's weight, `W + scale * B A`.
+    """The equivalent model without adapters: each adapter is added to its layer's weight, `W + scale * B A`.
 
     Raises ValueError for a model without adapters.
     """
@@ -127,7 +129,8 @@ def merge(model: PyTree) -> PyTree:
 
 
 def _is_linear(node: Any) -> bool:
-    """Whether a node is a linear layer, adapted or not; other subclasses are not, for their call is their own."""
+    """Whether a node is a linear layer, with or without an adapter. Other subclasses are not: they may define another
+    call."""
     return type(node) in (eqx.nn.Linear, LoraLinear)
 
 
@@ -137,7 +140,7 @@ def linears_of(model: PyTree) -> dict[str, eqx.nn.Linear]:
 
 
 def adapters_of(model: PyTree) -> dict[str, LoraLinear]:
-    """Every adapted layer by its path. Raises ValueError where there is none."""
+    """Every adapted layer by its path. Raises ValueError if there is none."""
     adapters = {path: layer for path, layer in linears_of(model).items() if isinstance(layer, LoraLinear)}
     if not adapters:
         raise ValueError("`model`: expected adapted layers, got none. Add adapters with `lora.add` first.")
@@ -153,7 +156,7 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def within(path: str, leaf: str) -> str:
-    """The name of a layer's leaf; a model that is one layer has no name of its own."""
+    """The path of a layer's leaf. If the model itself is the layer, its own path is empty."""
     return leaf if path == "value" else f"{path}.{leaf}"
 
 
@@ -162,14 +165,14 @@ def at_least_float32(dtype: Any) -> Any:
 
 
 def _plain(layer: eqx.nn.Linear, weight: Array) -> eqx.nn.Linear:
-    # Abstract, so that no weights are drawn only to be replaced.
+    # An abstract layer, so that no weights are drawn only to be replaced.
     sizes, key = (layer.in_features, layer.out_features, layer.use_bias), jax.eval_shape(lambda: jax.random.key(0))
     plain = eqx.filter_eval_shape(eqx.nn.Linear, *sizes, key=key)
     return eqx.tree_at(lambda l: (l.weight, l.bias), plain, (weight, layer.bias), is_leaf=lambda leaf: leaf is None)
 
 
 def _pick(linears: Mapping[str, eqx.nn.Linear], where: Where) -> dict[str, eqx.nn.Linear]:
-    """The layers that `where` picks, none of which has an adapter."""
+    """The layers that `where` selects. Raises ValueError if one of them already has an adapter."""
     if callable(where):
         paths = {path for path, layer in linears.items() if where(path, layer)}
         if not paths:
@@ -188,7 +191,7 @@ def _pick(linears: Mapping[str, eqx.nn.Linear], where: Where) -> dict[str, eqx.n
 
 
 def check_plain(layers: Mapping[str, eqx.nn.Linear]) -> None:
-    """Raises ValueError for a layer that has an adapter."""
+    """Raises ValueError if a layer has an adapter."""
     for path, layer in layers.items():
         if isinstance(layer, LoraLinear):
             raise ValueError(

@@ -1,7 +1,7 @@
-"""PEFT's folders of LoRA adapters, read and written by the same name tables as folders of weights.
+"""Reads and writes PEFT's folders of LoRA adapters, with the weight maps that load a model's weights.
 
-Owns `adapter_config.json`, the names of transformers' modules, and how the adapter of one module there is those of one or
-several layers here. What an adapter computes is `_adapters`.
+This module owns `adapter_config.json`, the names of transformers' modules, and the mapping between a module's adapter there
+and the adapters of one or several layers here. What an adapter computes is in `_adapters`.
 """
 
 import re
@@ -28,7 +28,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(rf"{re.escape(_PREFIX)}(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 _BASE = re.compile(rf"{re.escape(_PREFIX)}(?P<module>.+)\.base_layer\.(?P<which>weight|bias)")
-# Keys that change what an adapter computes, or the weights around it. Any value but null, false or an empty one is refused.
+# Keys that change what an adapter computes, or the base's weights. Any value but null, false or an empty one is refused.
 _REFUSED = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -43,24 +43,24 @@ _REFUSED = (
     "use_dora",
     "use_qalora",
 )
-# All others take something from the weights of the base when PEFT loads them.
+# With any other initialization, PEFT changes the base's weights when it loads the adapter.
 _INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True, eq=False)
 class _Module:
-    """One linear layer as PEFT knows it, and the layers of the tree that it holds.
+    """One linear layer as PEFT names it, and the layers of the tree that it corresponds to.
 
     **Arguments:**
 
-    - `name`: its path there; `{}` stands for the number of a layer where `n_layers` is set.
-    - `disk`: the path in files of weights, which adapters of older versions bear.
-    - `paths`: of the layers in the tree, several where the library holds them as one.
-    - `rows`: for each of them, which of the module's outputs are its own.
-    - `n_in`, `n_out`: features of the module.
-    - `stacked`: leading dims of its adapter's tensors, of stacks that are no table's.
-    - `n_layers`: where each layer in the tree is a stack of what one module a layer holds.
-    - `is_transposed`: whether its weight is `[in, out]`.
+    - `name`: its path in PEFT; `{}` stands for the layer's index if `n_layers` is set.
+    - `disk`: its path in weight files, which adapters of older versions use.
+    - `paths`: the paths of the layers in the tree; several if transformers holds them as one.
+    - `rows`: for each of these layers, the rows of the module's output that belong to it.
+    - `n_in`, `n_out`: the module's input and output features.
+    - `stacked`: leading dims of the adapter's tensors, for stacks that are not in a weight map.
+    - `n_layers`: set if each layer in the tree is a stack of this many modules.
+    - `is_transposed`: whether the module's weight is `[in, out]`.
     """
 
     name: str
@@ -75,12 +75,12 @@ class _Module:
 
     @property
     def names(self) -> list[str]:
-        """The modules' names, one a layer."""
+        """The modules' names, one for each layer."""
         return self._each(self.name)
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The number of the layer by each name that a module goes by; 0 where there is one."""
+        """The layer's index by each name that a module has had; 0 for a single module."""
         return {name: i for names in (self._each(self.disk), self.names) for i, name in enumerate(names)}
 
     def _each(self, name: str) -> list[str]:
@@ -88,7 +88,7 @@ class _Module:
 
 
 def _modules(model: PyTree, linears: Mapping[str, eqx.nn.Linear]) -> list[_Module]:
-    """Every linear layer that an adapter of a folder can be for: by a family's table of names, else by our own paths."""
+    """Every linear layer that a folder's adapter may be for: by the family's weight map, else by the tree's own paths."""
     if not isinstance(model, Pretrained):
         return [
             _Module(path, path, (path,), (slice(None),), *reversed(layer.weight.shape[-2:]), stacked=layer.weight.shape[:-2])
@@ -100,7 +100,7 @@ def _modules(model: PyTree, linears: Mapping[str, eqx.nn.Linear]) -> list[_Modul
 
 
 def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, eqx.nn.Linear]) -> _Module | None:
-    """The module whose weight a table's entry is; None where it is not that of linear layers."""
+    """The module whose weight this entry of a weight map describes; None if it is not the weight of linear layers."""
     paths = tuple(leaf.removesuffix(".weight") for leaf in name.leaves)
     if not name.disk.endswith(".weight") or any(within(p, "weight") not in name.leaves or p not in linears for p in paths):
         return None
@@ -109,7 +109,7 @@ def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, eqx
     if len(on_disk) != 2:
         return None
     for is_transposed in (False, True):
-        # Where the table takes each row from: a tensor that holds the numbers of its own outputs, loaded as if of weights.
+        # Find the source of each row: load a tensor whose entries are their own output indices, as if it were the weight.
         numbers = [np.arange(size) for size in on_disk]
         outputs, inputs = (np.broadcast_to(n[:, None] if axis == 0 else n, on_disk) for axis, n in enumerate(numbers))
         if is_transposed:
@@ -127,19 +127,20 @@ def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, eqx
 
 
 def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) -> Path:
-    """Writes adapters as a folder that `peft.PeftModel.from_pretrained` loads over the same base; returns its path.
+    """Saves adapters as a folder that `peft.PeftModel.from_pretrained` loads over the same base. Returns the folder's path.
 
-    Of a model of `redeqx.models` the adapters bear the names of transformers' modules, one a layer. Where transformers holds
-    several layers as one, their adapters become one of the summed rank, `A` side by side and `B` block-diagonal; layers
-    among them that have no adapter get zeros. Any other model's adapters bear its own paths, for `load_adapter`.
+    The adapters of a `redeqx.models` model get the names of transformers' modules, one for each layer. Where transformers
+    holds several layers as one module, their adapters become one adapter whose rank is the sum of theirs: `A` is
+    concatenated and `B` is block-diagonal. Layers of the module without an adapter get zeros. The adapters of any other
+    model get its own paths, for `load_adapter`.
 
     **Arguments:**
 
-    - `model`: with adapters.
-    - `folder`: made where it does not exist; an adapter in it is replaced.
-    - `base`: name or folder of the base model, for `base_model_name_or_path`.
+    - `model`: a model with adapters.
+    - `folder`: created if it does not exist. An adapter in it is replaced.
+    - `base`: the name or folder of the base model, for `base_model_name_or_path`.
 
-    Raises ValueError for a model without adapters, and for adapters on layers that the base has not.
+    Raises ValueError for a model without adapters, and for adapters on layers that the base does not have.
     """
     check_alive(model, "model")
     adapters, folder = adapters_of(model), Path(folder)
@@ -162,10 +163,10 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
             "another. Save it with `Trainer.save_ckpt`, or `lora.merge` the model and save that."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    # transformers takes no file that does not say which library's layout it has.
+    # transformers refuses a file without this metadata, which names the framework that wrote it.
     replace_file(folder / f"{WEIGHTS}.safetensors", lambda path: write_tensors(path, tensors, metadata={"format": "pt"}))
     (rank, alpha), _ = Counter(saved.values()).most_common(1)[0]
-    # The longest first: PEFT takes a pattern for any module whose path ends so.
+    # The longest first, because PEFT applies a pattern to any module whose path ends with it.
     patterns = {_pattern(module): saved[module] for module in sorted(saved, key=lambda module: -len(module.name))}
     fields = {
         "peft_type": "LORA",
@@ -186,7 +187,7 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
 
 
 def _as_one(parts: Sequence[tuple[Any, LoraLinear]], n_out: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """`A`, `B` and scale of the adapter of one module that computes what those of its parts do."""
+    """`A`, `B` and the scale of one adapter that computes the same as the adapters of the parts."""
     scale = max((layer.scale for _, layer in parts), key=abs)
     a_parts = [np.asarray(layer.lora_a) for _, layer in parts]
     is_shared = all(np.array_equal(a, a_parts[0]) for a in a_parts)
@@ -202,19 +203,20 @@ def _as_one(parts: Sequence[tuple[Any, LoraLinear]], n_out: int) -> tuple[np.nda
 
 
 def _alpha(scale: float, rank: int) -> int | float:
-    # The number that was divided, where that was one of few digits.
+    # Recovers the original `alpha` if it had few digits.
     alpha = float(f"{scale * rank:.12g}")
     return int(alpha) if alpha.is_integer() else alpha
 
 
 def _pattern(module: _Module) -> str:
-    """The regular expression for a module's names in `rank_pattern` and `alpha_pattern`."""
+    """The regular expression for a module's names, for `rank_pattern` and `alpha_pattern`."""
     escaped = re.escape(module.name)
     return escaped if module.n_layers is None else escaped.replace(re.escape("{}"), r"\d+")
 
 
 def _targets(model: PyTree, saved: Mapping[_Module, Any]) -> list[str]:
-    """`target_modules`: the last parts of the adapted modules' names where those pick no other module, else whole names."""
+    """`target_modules`: the last components of the adapted modules' names if they match no other module, else the full
+    names."""
     adapted = {name for module in saved for name in module.names}
     if isinstance(model, Pretrained):
         table = type(model).weight_map(model.config).tensors
@@ -229,17 +231,18 @@ def _targets(model: PyTree, saved: Mapping[_Module, Any]) -> list[str]:
 def load_adapter(model: PyTree, folder: str | Path) -> PyTree:
     """The model with the adapters of a folder that PEFT or `save_adapter` wrote.
 
-    Layers of one stack get one rank, the largest of theirs, and one scale: zeros fill up the others, so that a layer without
-    an adapter gets one that is zero, and that stays so in training. An adapter of what transformers holds as one layer, and
-    we as several, is cut: each gets its own rows of `B` and, of the rank, what those rows use.
+    The layers of one stack get the same rank, the largest among them, and the same scale. Smaller adapters are padded with
+    zeros. A layer without an adapter gets one of zeros, which stays zero in training. Where transformers holds several of
+    our layers as one, its adapter is split: each layer gets its own rows of `B` and the components of the rank that those
+    rows use.
 
     **Arguments:**
 
-    - `model`: the base, of `redeqx.models` or, for what `save_adapter` wrote of it, any other.
-    - `folder`: holds `adapter_config.json` and `adapter_model.safetensors`. Its `lora_dropout` is not taken over.
+    - `model`: the base: a model of `redeqx.models`, or any other model whose adapters `save_adapter` wrote.
+    - `folder`: holds `adapter_config.json` and `adapter_model.safetensors`. Its `lora_dropout` is not used.
 
-    Raises ValueError for a folder that is none, an adapter of a kind that is not implemented, one of another base, and for
-    layers that have an adapter already.
+    Raises ValueError for a folder without an adapter, for an adapter of a kind that is not implemented or of another base,
+    and for layers that already have an adapter.
     """
     folder, linears = Path(folder), linears_of(model)
     keys = _read_config(folder / CONFIG)
@@ -248,7 +251,7 @@ def load_adapter(model: PyTree, folder: str | Path) -> PyTree:
         a, b, scale = _stacked(module, adapters)
         for rows, path in zip(module.rows, module.paths, strict=True):
             part, used = b[..., rows, :], slice(None)
-            if len(module.paths) > 1 and b.any():  # a new adapter is all zero, and wanted whole
+            if len(module.paths) > 1 and b.any():  # an untrained adapter has B = 0: keep its full rank
                 used = part.any(axis=tuple(range(part.ndim - 1)))
                 if not used.any():
                     continue
@@ -258,13 +261,13 @@ def load_adapter(model: PyTree, folder: str | Path) -> PyTree:
 
 
 _Adapter = tuple[np.ndarray, np.ndarray, float]  # A, B and scale of one module
-_Found = dict[_Module, dict[int, _Adapter]]  # by the number of the layer; 0 where there is one
+_Found = dict[_Module, dict[int, _Adapter]]  # by the layer's index; 0 for a single module
 
 
 def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: Source, keys: ConfigReader) -> _Found:
-    """A folder's adapters by module, once all of them are known to fit.
+    """A folder's adapters by module, after a check that all of them match the model.
 
-    Raises ValueError that lists those that do not.
+    Raises ValueError that lists those that do not match.
     """
     known = {name: (module, i) for module in _modules(model, linears) for name, i in module.numbers.items()}
     problems: list[str] = []
@@ -308,7 +311,7 @@ def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: Source, 
 
 
 def _is_of_base(tensor: np.ndarray, which: str, module: _Module, i: int, linears: Mapping[str, eqx.nn.Linear]) -> bool:
-    """Whether a tensor is a layer's own weight or bias, which PEFT writes beside the adapters of heads."""
+    """Whether a tensor equals a layer's own weight or bias, which PEFT saves beside the adapters of heads."""
     tensor = tensor.T if which == "weight" and module.is_transposed else tensor
     for rows, path in zip(module.rows, module.paths, strict=True):
         leaf = getattr(linears[path], which)
@@ -319,7 +322,7 @@ def _is_of_base(tensor: np.ndarray, which: str, module: _Module, i: int, linears
 
 
 def _stacked(module: _Module, adapters: Mapping[int, _Adapter]) -> _Adapter:
-    """One module's adapters over its layers, as one whose arrays are stacked; filled up with zeros to one rank."""
+    """One module's adapters over its layers, stacked into one. Smaller ranks are padded with zeros."""
     rank = max(a.shape[-2] for a, _, _ in adapters.values())
     scale = max((scale for _, _, scale in adapters.values()), key=abs)
     dtype = at_least_float32(jnp.result_type(*(array.dtype for a, b, _ in adapters.values() for array in (a, b))))
@@ -333,7 +336,7 @@ def _stacked(module: _Module, adapters: Mapping[int, _Adapter]) -> _Adapter:
 
 
 def _read_config(path: Path) -> ConfigReader:
-    """The keys of an adapter's config, once none of them is known to ask for what is not implemented."""
+    """The keys of an adapter's config, after a check that they require nothing that is not implemented."""
     if not path.is_file():
         raise ValueError(
             f"`{path}`: expected a file, got none. Pass the folder that PEFT's `save_pretrained` or `save_adapter` wrote; "
@@ -377,12 +380,13 @@ def _refuse(path: Path, key: str, expected: str, got: Any) -> ValueError:
 
 
 def _current(model: PyTree, module: str) -> str:
-    """Today's spelling of a module's name, as of tensors in old files."""
+    """The current spelling of a module's name, which old files may spell differently."""
     if not isinstance(model, Pretrained):
         return module
     return type(model).weight_map(model.config).current(f"{module}.weight").removesuffix(".weight")
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value for a module, by the first pattern that its name ends with."""
+    """The value for a module: that of the first pattern that matches the end of its name, else the default."""
+
     return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), default)
