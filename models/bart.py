@@ -1,9 +1,11 @@
-"""BART: an encoder and a decoder with learned positions, norms after each part, and one table for both and for the logits.
+"""BART: a post-norm encoder-decoder with learned positions and one shared embedding.
+
+The encoder, the decoder and the output head share one table.
 
 Source: Lewis et al. 2020, *BART: Denoising Sequence-to-Sequence Pre-training for Natural Language Generation, Translation,
 and Comprehension* (arXiv:1910.13461), and its code, github.com/facebookresearch/fairseq (examples/bart). It differs from
-that code in one thing: training drops no whole layers. The published models have rates of 0 for it; where a folder has
-others, they are kept to be written back.
+that code in one point: training never drops whole layers. The published models have a rate of 0 for this. If a folder has
+another rate, it is kept and saved again.
 
 Dims: source, target = tokens of one example in the encoder and the decoder (seq = either), d = width of the model.
 """
@@ -51,13 +53,13 @@ from .nn import (
     normal_linear,
 )
 
-Carry = tuple[Array, Cache | None]  # what one block passes to the next: the residual stream [seq, d], and the cache
+Carry = tuple[Array, Cache | None]  # passed from block to block: the residual stream [seq, d], and the cache
 
-_FIRST_POSITION = 2  # row of position 0: fairseq counts from the row after that of the padding token, which is 1
+_FIRST_POSITION = 2  # row of position 0: fairseq counts from the row after the padding token's, which is 1
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
 
 
-# Second names of keys, which transformers takes as well.
+# Alternative names of keys, which transformers accepts too.
 _ALIASES = {
     "hidden_size": "d_model",
     "num_attention_heads": "encoder_attention_heads",
@@ -66,38 +68,39 @@ _ALIASES = {
 
 
 def _forced_bos(known: Mapping[str, Any], *, is_forced: bool) -> int | None:
-    """The token that a text begins with: of its own key, or, where old files only say that there is one, the first."""
+    """The forced first token: the value of its own key, or `bos_token_id` if an old file only sets a flag for it."""
     token = known["forced_bos_token_id"]
     return known["bos_token_id"] if is_forced and token is None else token
 
 
 @dataclass(frozen=True)
 class BartConfig(FolderConfig):
-    """The sizes and rates of a BART; the defaults are those of `transformers`, the sizes of the larger published one.
+    """The sizes and dropout rates of a BART. The defaults are those of `transformers`, with the sizes of the larger
+    published model.
 
     **Arguments:**
 
-    - `vocab_size`: rows of the embedding. Sizes that `n_model_shards` divides can be split.
-    - `n_positions`: the longest source, and the longest target, in tokens.
-    - `d_model`: the width.
-    - `n_layers`, `n_decoder_layers`: blocks of the encoder and of the decoder.
-    - `n_heads`, `n_decoder_heads`: heads in each attention of the two; both divide `d_model`.
-    - `d_ff`, `d_decoder_ff`: the width of their MLPs inside.
+    - `vocab_size`: the number of rows of the embedding. They can be sharded if `n_model_shards` divides it.
+    - `n_positions`: the maximum length of a source and of a target, in tokens.
+    - `d_model`: the width of the model.
+    - `n_layers`, `n_decoder_layers`: the number of blocks of the encoder and of the decoder.
+    - `n_heads`, `n_decoder_heads`: the number of heads in their attentions; both divide `d_model`.
+    - `d_ff`, `d_decoder_ff`: the inner widths of their MLPs.
     - `activation`: of the MLPs, `"gelu"` (by the error function) or `"relu"`.
-    - `dropout`: the rate of what is embedded and of what is added to the residual stream, in [0, 1).
-    - `attention_dropout`, `activation_dropout`: the rates of attention weights, and inside the MLPs.
-    - `is_scaled`: whether what is looked up in the embedding is multiplied by `sqrt(d_model)`.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
-    - `decoder_start_token_id`: the decoder's first token.
-    - `forced_bos_token_id`, `forced_eos_token_id`: what generation takes as the first token, and as the last that it has
-        room for; None for whatever the model says.
-    - `init_std`: standard deviation of the first weights. The published 0.02 is for widths of 768 and more: narrow models
-        learn sooner from a larger one.
+    - `dropout`: the dropout rate of embeddings and of additions to the residual stream, in [0, 1).
+    - `attention_dropout`, `activation_dropout`: the dropout rates of attention weights, and inside the MLPs.
+    - `is_scaled`: whether embeddings are multiplied by `sqrt(d_model)`.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
+    - `decoder_start_token_id`: the id of the decoder's first token.
+    - `forced_bos_token_id`, `forced_eos_token_id`: in generation, the token that is always first, and the one that is always
+        at the last position; None leaves the choice to the model.
+    - `init_std`: standard deviation of the initial weights. The published 0.02 suits widths of 768 and more; narrower models
+        learn faster with a larger one.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `generation`: the folder's defaults for the arguments of `generate`.
-    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
-    Raises ValueError for sizes below 1, heads that do not divide the width, rates outside [0, 1), and another activation.
+    Raises ValueError for sizes below 1, heads that do not divide the width, rates outside [0, 1), and any other activation.
     """
 
     vocab_size: int = 50265
@@ -134,18 +137,18 @@ class BartConfig(FolderConfig):
         check_choice(self, "activation", _ACTIVATIONS)
 
     def without_dropout(self) -> "BartConfig":
-        """The same with all three rates 0."""
+        """The same config without dropout."""
         return replace(self, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
 
     @classmethod
     def bart_base(cls) -> "BartConfig":
-        """The published BART of 139 million parameters."""
+        """The published BART with 139 million parameters."""
         config = replace(cls.bart_large(), d_model=768, n_layers=6, n_decoder_layers=6, n_heads=12, n_decoder_heads=12)
         return replace(config, d_ff=3072, d_decoder_ff=3072, forced_bos_token_id=0)
 
     @classmethod
     def bart_large(cls) -> "BartConfig":
-        """The published BART of 406 million parameters."""
+        """The published BART with 406 million parameters."""
         return cls(attention_dropout=0.1, activation_dropout=0.1)
 
     rows = (
@@ -153,7 +156,7 @@ class BartConfig(FolderConfig):
         Only("is_encoder_decoder", True),
         Only("tie_word_embeddings", True),
         Only("is_decoder", False, is_written=False),
-        # Of the first versions, which had other models under this one's name.
+        # Keys of the first versions of transformers, which had other models under this model's name.
         Only("normalize_before", False, is_written=False),
         Only("normalize_embedding", True, is_written=False),
         Only("add_final_layer_norm", False, is_written=False),
@@ -200,7 +203,7 @@ def _attention(config: BartConfig, n_heads: int, key: PRNGKeyArray) -> Attention
 
 
 class Mlp(eqx.Module):
-    """Two layers, the inner one activated."""
+    """Two linear layers with an activation between them."""
 
     up: eqx.nn.Linear
     dropout: eqx.nn.Dropout
@@ -219,7 +222,7 @@ class Mlp(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention and MLP, in the decoder a cross-attention between them; each added, and the sum normed."""
+    """Attention, cross-attention (in the decoder) and MLP, each residual and post-norm."""
 
     attention: Attention
     attention_norm: eqx.nn.LayerNorm
@@ -265,17 +268,17 @@ class Block(eqx.Module):
         return x, cache
 
     def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
-        """The keys and values of what the cross-attention attends to."""
+        """The keys and values for the cross-attention."""
         assert self.cross_attention is not None
         assert memory is not None
         return self.cross_attention.project_memory(memory)
 
 
 class Side(eqx.Module):
-    """The encoder, or the decoder: its positions, the norm of what is embedded, and its blocks."""
+    """The encoder or the decoder: its positions, the norm of its embeddings, and its blocks."""
 
-    # An array and not an `eqx.nn.Embedding`: it is added as a slice, so it must not be split along its rows as a lookup
-    # table is.
+    # An array instead of an `eqx.nn.Embedding`: it is added as a slice, so a plan must not shard its rows as a lookup
+    # table's.
     positions: Float[Array, "rows d"]
     norm: eqx.nn.LayerNorm
     dropout: eqx.nn.Dropout
@@ -302,7 +305,7 @@ class Side(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> Carry:
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
-        # Positions are slots: padding is counted, as the original does.
+        # Positions are slots: padding counts, as in the original.
         start = _FIRST_POSITION if cache is None else _FIRST_POSITION + cache.index
         x = x + jax.lax.dynamic_slice_in_dim(self.positions, start, len(x))
         x = self.dropout(norm(self.norm, x), key=dropout_key)
@@ -312,7 +315,7 @@ class Side(eqx.Module):
 class Bart(EncoderDecoder, Pretrained):
     """BART, from the token ids of a source and of a target to the logits of each next token of the target.
 
-    Called on one example; `jax.vmap` it over a batch.
+    Call it on one example; `jax.vmap` it over a batch.
 
     ```python
     model = Bart(BartConfig.bart_base(), key=jax.random.key(0))
@@ -329,16 +332,15 @@ class Bart(EncoderDecoder, Pretrained):
     embedding: eqx.nn.Embedding
     encoder: Side
     decoder: Side
-    # Zeros in every published model, and never trained: its gradient is stopped, as that of a buffer of the original.
+    # Zero in every published model, and never trained: its gradient is stopped, because it is a buffer in the original.
     logits_bias: Float[Array, " vocab"]
     config: BartConfig = eqx.field(static=True)
 
     def __init__(self, config: BartConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates.
-        - `key`: draws the weights as transformers' code does: N(0, `init_std`²), the padding token's row 0, biases 0,
-            norms 1.
+        - `config`: the sizes and dropout rates.
+        - `key`: draws the weights as `transformers` does: N(0, `init_std`²), the padding token's row 0, biases 0, norms 1.
         """
         embedding_key, encoder_key, decoder_key = jax.random.split(key, 3)
         embedding = normal_embedding(config.vocab_size, config.d_model, std=config.init_std, key=embedding_key)
@@ -362,7 +364,7 @@ class Bart(EncoderDecoder, Pretrained):
         mask: Bool[Array, " source"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "source d"]:
-        """What the encoder makes of `ids`, for the decoder to attend to; the arguments are those of a call."""
+        """The encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
         self._check_length("ids", len(ids))
         with jax.named_scope("encoder"):
             return self.encoder(self._embed(ids), None if mask is None else mask[None], key=key)[0]
@@ -383,7 +385,7 @@ class Bart(EncoderDecoder, Pretrained):
 
     @staticmethod
     def weight_map(config: BartConfig) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         vocab = config.vocab_size
         copies = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
         return WeightMap(
@@ -395,14 +397,15 @@ class Bart(EncoderDecoder, Pretrained):
             ],
             ignored=("model.encoder.version", "model.decoder.version"),
             copies=dict.fromkeys(copies, "model.shared.weight"),
-            # Of the base model, as which the Hub has the published ones: its names lack the prefix, and it has no logits.
+            # Folders of the base model, as the published ones on the Hub are. Their names lack the prefix, and they have no
+            # output head.
             aliases=((r"^(?=(shared|encoder|decoder)\.)", "model."),),
             zeros=("final_logits_bias",),
         )
 
 
 def _side_tensors(side: str, n_layers: int, *, is_decoder: bool) -> list[StoredTensor]:
-    """The tensors of the encoder or of the decoder, which bear the same name here and there."""
+    """The tensors of the encoder or of the decoder, which have the same name on disk and in the tree."""
 
     def attention(disk: str, leaf: str) -> list[StoredTensor]:
         roles = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "output"}

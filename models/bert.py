@@ -1,8 +1,8 @@
-"""BERT: an encoder that sees both ways, learned positions, norms after each part; and heads for words and for classes.
+"""BERT: a bidirectional post-norm encoder, with heads for masked tokens and for classes.
 
 Source: Devlin et al. 2019, *BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding*
-(arXiv:1810.04805), and its code, github.com/google-research/bert. It differs from that code in one thing: it has no head
-that tells whether two sentences follow one another.
+(arXiv:1810.04805), and its code, github.com/google-research/bert. Positions are learned. It differs from that code in one
+point: it has no next-sentence head.
 
 Dims: seq = tokens of one example, d = width of the model, heads x size = d.
 """
@@ -60,31 +60,32 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 @dataclass(frozen=True)
 class BertConfig(FolderConfig):
-    """The sizes and rates of a BERT; the defaults are those of `transformers`, the sizes of the smaller published one.
+    """The sizes and dropout rates of a BERT. The defaults are those of `transformers`, with the sizes of the smaller
+    published model.
 
     **Arguments:**
 
-    - `vocab_size`: rows of the embedding. Sizes that `n_model_shards` divides can be split.
-    - `n_positions`: the longest example, in tokens.
-    - `n_token_types`: how many kinds of token there are; the published models tell a first sentence from a second.
-    - `d_model`, `d_ff`: the width, and that inside an MLP.
-    - `n_layers`, `n_heads`: blocks, and heads in each; `n_heads` divides `d_model`.
-    - `n_classes`: what a `BertForSequenceClassification` tells apart; 1 where it is to give a number. Their names are in
-        `extra`: `id2label` and `label2id`.
-    - `activation`: of the MLPs, `"gelu"` (by the error function), `"gelu_new"` (by tanh) or `"relu"`.
-    - `dropout`: the rate of what is embedded and of what is added to the residual stream, in [0, 1).
-    - `attention_dropout`: the rate of attention weights.
-    - `classifier_dropout`: the rate of what a classifier's head takes; `dropout` where None.
-    - `layer_norm_eps`: added to the variance.
-    - `has_pooler`: whether a `Bert` by itself can `pool`. A classifier always can, a masked language model never, whatever
-        this says.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
-    - `init_std`: standard deviation of the first weights. The published 0.02 is for widths of 768 and more: narrow models
-        learn sooner from a larger one.
+    - `vocab_size`: the number of rows of the embedding. They can be sharded if `n_model_shards` divides it.
+    - `n_positions`: the maximum length of an example, in tokens.
+    - `n_token_types`: the number of token types. The published models distinguish a first sentence from a second.
+    - `d_model`, `d_ff`: the width of the model, and the inner width of an MLP.
+    - `n_layers`, `n_heads`: the number of blocks, and of heads in each block; `n_heads` divides `d_model`.
+    - `n_classes`: the number of classes of a `BertForSequenceClassification`; 1 for regression. Their names are in `extra`:
+        `id2label` and `label2id`.
+    - `activation`: of the MLPs: `"gelu"` (by the error function), `"gelu_new"` (by tanh) or `"relu"`.
+    - `dropout`: the dropout rate of embeddings and of additions to the residual stream, in [0, 1).
+    - `attention_dropout`: the dropout rate of attention weights.
+    - `classifier_dropout`: the dropout rate before a classifier's head; None uses `dropout`.
+    - `layer_norm_eps`: added to the variance in layer norms.
+    - `has_pooler`: whether a `Bert` without a head has a pooler, for `pool`. A classifier always has one, a masked language
+        model never.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
+    - `init_std`: standard deviation of the initial weights. The published 0.02 suits widths of 768 and more; narrower models
+        learn faster with a larger one.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
-    Raises ValueError for sizes below 1, heads that do not divide the width, rates outside [0, 1), and another activation.
+    Raises ValueError for sizes below 1, heads that do not divide the width, rates outside [0, 1), and any other activation.
     """
 
     vocab_size: int = 30522
@@ -119,32 +120,32 @@ class BertConfig(FolderConfig):
         check_choice(self, "activation", _ACTIVATIONS)
 
     def without_dropout(self) -> "BertConfig":
-        """The same with all three rates 0."""
+        """The same config without dropout."""
         return replace(self, dropout=0.0, attention_dropout=0.0, classifier_dropout=0.0)
 
     @classmethod
     def bert_base_uncased(cls) -> "BertConfig":
-        """The published BERT of 109 million parameters, for English without capitals."""
+        """The published BERT for lower-case English, with 109 million parameters."""
         return cls()
 
     @classmethod
     def bert_base_cased(cls) -> "BertConfig":
-        """The published BERT of 108 million parameters, for English."""
+        """The published BERT for English, with 108 million parameters."""
         return cls(vocab_size=28996)
 
     @classmethod
     def bert_base_multilingual_cased(cls) -> "BertConfig":
-        """The published BERT of 178 million parameters, for 104 languages."""
+        """The published BERT for 104 languages, with 178 million parameters."""
         return cls(vocab_size=119547)
 
     @classmethod
     def bert_large_uncased(cls) -> "BertConfig":
-        """The published BERT of 335 million parameters, for English without capitals."""
+        """The published BERT for lower-case English, with 335 million parameters."""
         return cls(d_model=1024, d_ff=4096, n_layers=24, n_heads=16)
 
     @classmethod
     def bert_large_cased(cls) -> "BertConfig":
-        """The published BERT of 334 million parameters, for English."""
+        """The published BERT for English, with 334 million parameters."""
         return replace(cls.bert_large_uncased(), vocab_size=28996)
 
     rows = (
@@ -168,12 +169,12 @@ class BertConfig(FolderConfig):
         Field("layer_norm_eps"),
         Tokens(),
         Field("initializer_range", "init_std"),
-        # It does not describe a pooler (see `Bert.read_config`).
+        # `config.json` does not describe a pooler (see `Bert.read_config`).
     )
 
 
 class Mlp(eqx.Module):
-    """Two layers, the inner one wider."""
+    """Two linear layers with an activation between them, the inner one wider."""
 
     up: eqx.nn.Linear
     down: eqx.nn.Linear
@@ -190,7 +191,7 @@ class Mlp(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention and MLP; each added, and the sum normed."""
+    """Attention and MLP, each residual and post-norm."""
 
     attention: Attention
     attention_norm: eqx.nn.LayerNorm
@@ -227,7 +228,7 @@ class Block(eqx.Module):
 
 
 class Bert(Pretrained):
-    """BERT without a head, from token ids to hidden states. Called on one example; `jax.vmap` it over a batch.
+    """BERT without a head, from token ids to hidden states. Call it on one example; `jax.vmap` it over a batch.
 
     ```python
     model = Bert(BertConfig.bert_base_uncased(), key=jax.random.key(0))
@@ -237,8 +238,9 @@ class Bert(Pretrained):
 
     `eqx.nn.inference_mode(model)` turns dropout off; then no key is needed.
 
-    `Bert.from_pretrained` also reads the folders of the models with a head, without it; the model can pool where the folder
-    has the pooler's weights. For a folder that was saved without them, `transformers` draws new ones.
+    `Bert.from_pretrained` also reads the folders of models with a head, without the head. The model has a pooler if the
+    folder has the pooler's weights. If a model without a pooler is saved, `transformers` initializes a new one when it loads
+    the folder.
     """
 
     config_class = BertConfig
@@ -246,8 +248,8 @@ class Bert(Pretrained):
     architectures = ("BertModel",)
 
     embedding: eqx.nn.Embedding
-    # Arrays and not an `eqx.nn.Embedding` each: the one is added as a slice and the other has two rows, so neither must be
-    # split along its rows as a lookup table is.
+    # Arrays instead of an `eqx.nn.Embedding` each, so that a plan does not shard their rows as a lookup table's: the
+    # positions are added as a slice, and the token types have two rows.
     positions: Float[Array, "n_positions d"]
     token_types: Float[Array, "n_token_types d"]
     norm: eqx.nn.LayerNorm
@@ -259,9 +261,8 @@ class Bert(Pretrained):
     def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates.
-        - `key`: draws the weights as transformers' code does: N(0, `init_std`²), the padding token's row 0, biases 0,
-            norms 1.
+        - `config`: the sizes and dropout rates.
+        - `key`: draws the weights as `transformers` does: N(0, `init_std`²), the padding token's row 0, biases 0, norms 1.
         """
         embedding_key, positions_key, types_key, stack_key, pooler_key = jax.random.split(key, 5)
         d, std = config.d_model, config.init_std
@@ -290,26 +291,26 @@ class Bert(Pretrained):
         **Arguments:**
 
         - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
-        - `token_types`: the type of each: 0 in the first sentence, 1 in the second; None for all 0.
-        - `mask`: which of them are tokens, and not padding; None for all. Padding counts in positions.
+        - `token_types`: the type of each token: 0 in the first sentence, 1 in the second; None if all are 0.
+        - `mask`: True for tokens, False for padding; None if all are tokens. Padding counts in positions.
         - `key`: for dropout; not needed in inference.
 
-        Raises ValueError for more ids than positions.
+        Raises ValueError if there are more ids than positions.
         """
         (seq,) = ids.shape
         check_length("ids", seq, self.config.n_positions)
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
         with jax.named_scope("embedding"):
-            # A type beyond the table gives NaN, as an id does.
+            # A type out of range gives NaN, as a token id does.
             types = self.token_types[0] if token_types is None else self.token_types.at[token_types].get(mode="fill")
             x = embed(self.embedding, ids) + types + self.positions[:seq]
             x = self.dropout(norm(self.norm, x), key=dropout_key)
         return self.stack(x, None if mask is None else mask[None], key=stack_key)
 
     def pool(self, hidden: Float[Array, "seq d"]) -> Float[Array, " d"]:
-        """What stands for the whole text: the first token's hidden state, through one more layer and tanh.
+        """The vector that represents the text: the first token's hidden state after one more linear layer and tanh.
 
-        Raises ValueError where the model has no pooler.
+        Raises ValueError if the model has no pooler.
         """
         if self.pooler is None:
             raise ValueError(
@@ -320,23 +321,24 @@ class Bert(Pretrained):
 
     @classmethod
     def read_config(cls, folder: Path) -> BertConfig:
-        """The config of a folder, with a pooler where the folder has its weights; nothing else tells."""
+        """The config of a folder. It has a pooler if the folder has the pooler's weights, as `config.json` does not say
+        so."""
         names = ("pooler.dense.weight", "bert.pooler.dense.weight")
         return replace(super().read_config(folder), has_pooler=is_on_disk(folder, cls.weights_name, *names))
 
     @staticmethod
     def weight_map(config: BertConfig) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         pooler = () if config.has_pooler else ("pooler.*",)
         return WeightMap(
             tensors=_tensors(config),
-            # A counter in old files, heads of every kind, and a pooler that is not wanted.
+            # A counter in old files, all heads, and a pooler that is not wanted.
             ignored=("embeddings.position_ids", "cls.*", "classifier.*", *pooler),
             aliases=(*_OLD_NORMS, (r"^bert\.", "")),
         )
 
 
-_OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))  # as TensorFlow has them
+_OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))  # as in TensorFlow
 
 
 def _tensors(config: BertConfig) -> list[StoredTensor]:
@@ -361,15 +363,15 @@ def _tensors(config: BertConfig) -> list[StoredTensor]:
 
 
 class BertForMaskedLM(Pretrained):
-    """BERT as it is pretrained, from token ids to the logits of the token at each place. Called on one example.
+    """BERT for masked language modeling, from token ids to the logits of the token at each position. Call it on one example.
 
     ```python
     model = BertForMaskedLM(BertConfig.bert_base_uncased(), key=jax.random.key(0))
     logits = model(ids, mask=mask, key=key)  # [seq, vocab]
     ```
 
-    The logits are taken with the embedding. A folder's pooler and its head for pairs of sentences are left behind: the
-    published folders have both, and a folder saved here has neither.
+    The output head shares the embedding's weight. The pooler and the next-sentence head of a folder are dropped: published
+    folders have both, and a folder saved here has neither.
     """
 
     config_class = BertConfig
@@ -385,7 +387,7 @@ class BertForMaskedLM(Pretrained):
     def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates.
+        - `config`: the sizes and dropout rates.
         - `key`: draws the weights: those of the `Bert` as it does itself, the head's N(0, `init_std`²), its biases 0.
         """
         bert_key, transform_key = jax.random.split(key)
@@ -403,7 +405,7 @@ class BertForMaskedLM(Pretrained):
         mask: Bool[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq vocab"]:
-        """The logits of the token at each place. The arguments are those of `Bert`."""
+        """The logits of the token at each position. See `Bert` for the arguments."""
         return self.logits(self.hidden(ids, token_types=token_types, mask=mask, key=key))
 
     def hidden(
@@ -414,20 +416,21 @@ class BertForMaskedLM(Pretrained):
         mask: Bool[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
-        """What `logits` takes: the hidden state of each token, transformed and normed. The arguments are those of `Bert`."""
+        """The input of `logits`: the hidden state of each token, transformed and normalized. See `Bert` for the
+        arguments."""
         hidden = self.bert(ids, token_types=token_types, mask=mask, key=key)
         with jax.named_scope("head"):
             activate = _ACTIVATIONS[self.config.activation]
             return norm(self.norm, activate(linear(self.transform, hidden)))
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """The logits of the tokens, from what `hidden` returns."""
+        """The logits of the tokens, from the output of `hidden`."""
         with jax.named_scope("head"):
             return hidden @ self.bert.embedding.weight.T + self.logits_bias
 
     @staticmethod
     def weight_map(config: BertConfig) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         return WeightMap(
             tensors=[
                 *within("bert.", "bert.", _tensors(replace(config, has_pooler=False))),
@@ -445,14 +448,14 @@ class BertForMaskedLM(Pretrained):
 
 
 class BertForSequenceClassification(Pretrained):
-    """BERT with a head, from token ids to the logits of each class, or to a number. Called on one example.
+    """BERT with a classification head, from token ids to the logits of each class, or to a number. Call it on one example.
 
     ```python
     model = BertForSequenceClassification(BertConfig.bert_base_uncased(), key=jax.random.key(0))
     logits = model(ids, token_types=token_types, mask=mask, key=key)  # [n_classes]
     ```
 
-    For classes of your own, put a pretrained `Bert` into a new classifier:
+    To use your own classes, put a pretrained `Bert` into a new classifier:
 
     ```python
     bert, config = Bert.from_pretrained(folder)
@@ -473,7 +476,7 @@ class BertForSequenceClassification(Pretrained):
     def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates.
+        - `config`: the sizes and dropout rates.
         - `key`: draws the weights: those of the `Bert` as it does itself, the head's N(0, `init_std`²).
         """
         bert_key, classifier_key = jax.random.split(key)
@@ -491,9 +494,9 @@ class BertForSequenceClassification(Pretrained):
         mask: Bool[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, " classes"]:
-        """The logits of each class; with one class, the number. The arguments are those of `Bert`.
+        """The logits of each class; if there is one class, the predicted number. See `Bert` for the arguments.
 
-        Padding is on the right: the first token stands for the text.
+        Padding must be on the right, because the first token represents the text.
         """
         bert_key, dropout_key = (None, None) if key is None else jax.random.split(key)
         hidden = self.bert(ids, token_types=token_types, mask=mask, key=bert_key)
@@ -503,7 +506,7 @@ class BertForSequenceClassification(Pretrained):
 
     @staticmethod
     def weight_map(config: BertConfig) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         names = _tensors(replace(config, has_pooler=True))
         return WeightMap(
             tensors=[*within("bert.", "bert.", names), *same_layer("classifier", "classifier")],

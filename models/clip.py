@@ -1,11 +1,11 @@
-"""CLIP: a text transformer and a vision transformer whose outputs meet in one space; also each of the two by itself.
+"""CLIP: a text and a vision transformer with a common embedding space, and each of them alone.
 
 Source: Radford et al. 2021, *Learning Transferable Visual Models From Natural Language Supervision*, and its code,
-github.com/openai/CLIP. The text half is also the text encoder of Stable Diffusion. It differs from that code in its layout
-only: query, key and value are three layers in place of one, so that a plan splits each by whole heads.
+github.com/openai/CLIP. The text model is also the text encoder of Stable Diffusion. Only the layout differs from that code:
+query, key and value are three layers instead of one, so that a plan shards each of them by whole heads.
 
-Dims: seq = tokens of one text, patches = rows x columns of one image, tokens = 1 + patches, d = width of the half at hand,
-projection = width of the space that both share, heads x size = d.
+Dims: seq = tokens of one text, patches = rows x columns of one image, tokens = 1 + patches, d = width of the text or vision
+model, projection = width of the common space, heads x size = d.
 """
 
 from collections.abc import Mapping
@@ -65,12 +65,12 @@ def _check_activation(config: "CLIPTextConfig | CLIPVisionConfig") -> None:
 
 
 def _half(reader: ConfigReader, name: str) -> ConfigReader:
-    """The keys of one half: those of the file, or of the part of it that is named so where it describes both."""
+    """The keys of one half: an object of that name if the file describes both halves, else the file's own keys."""
     return reader.part(name) if reader.get(name, None) is not None else reader
 
 
 class _TextTokens(Tokens):
-    """A text is pooled at its one end token."""
+    """The special tokens of CLIP. Exactly one end token is required, because a text is pooled at it."""
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         tokens = super().read(reader, known)
@@ -79,7 +79,7 @@ class _TextTokens(Tokens):
         return tokens
 
 
-# The rows of either half that describe its blocks.
+# The rows that describe the blocks of either half.
 _TRANSFORMER = (
     Field("hidden_size", "d_model"),
     Field("intermediate_size", "d_ff"),
@@ -93,25 +93,26 @@ _TRANSFORMER = (
 
 @dataclass(frozen=True)
 class CLIPTextConfig(FolderConfig):
-    """The sizes and rates of CLIP's text half; the defaults are those of the smallest published one.
+    """The sizes and dropout rate of CLIP's text model. The defaults are those of the smallest published one.
 
     **Arguments:**
 
-    - `vocab_size`: rows of the embedding.
-    - `n_positions`: the longest text, in tokens.
-    - `d_model`, `d_ff`: the width, and that inside an MLP.
-    - `n_layers`, `n_heads`: blocks, and heads in each; `n_heads` divides `d_model`.
-    - `activation`: `"quick_gelu"` as OpenAI's, or `"gelu"` as OpenCLIP's.
-    - `attention_dropout`: a rate in [0, 1).
-    - `layer_norm_eps`: added to the variance.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where a text begins and ends, and what fills it up. It is pooled at its
-        first `eos_token_id`; the 2 of old folders, which no tokenizer gave, means its largest id.
-    - `init_std`: standard deviation of the first embeddings and positions; that of other weights follows from their sizes.
+    - `vocab_size`: the number of rows of the embedding.
+    - `n_positions`: the maximum length of a text, in tokens.
+    - `d_model`, `d_ff`: the width of the model, and the inner width of an MLP.
+    - `n_layers`, `n_heads`: the number of blocks, and of heads in each block; `n_heads` divides `d_model`.
+    - `activation`: `"quick_gelu"` as in OpenAI's models, or `"gelu"` as in OpenCLIP's.
+    - `attention_dropout`: the dropout rate of attention weights, in [0, 1).
+    - `layer_norm_eps`: added to the variance in layer norms.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding. A text is
+        pooled at its first `eos_token_id`. Old folders have 2, which is no tokenizer's end token; then a text is pooled at
+        its largest id.
+    - `init_std`: standard deviation of the initial embeddings and positions. That of the other weights depends on their
+        sizes.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
-    Raises ValueError for sizes below 1, heads that do not divide the width, a rate outside [0, 1), and an activation that is
-    none of the two.
+    Raises ValueError for sizes below 1, heads that do not divide the width, a rate outside [0, 1), and any other activation.
     """
 
     vocab_size: int = 49408
@@ -137,17 +138,17 @@ class CLIPTextConfig(FolderConfig):
         _check_activation(self)
 
     def without_dropout(self) -> "CLIPTextConfig":
-        """The same with its rate 0."""
+        """The same config without dropout."""
         return replace(self, attention_dropout=0.0)
 
     @classmethod
     def stable_diffusion_1(cls) -> "CLIPTextConfig":
-        """The text encoder of Stable Diffusion 1: that of OpenAI's ViT-L/14, of 123 million parameters."""
+        """The text encoder of Stable Diffusion 1, which is that of OpenAI's ViT-L/14, with 123 million parameters."""
         return cls(d_model=768, d_ff=3072, n_heads=12)
 
     @classmethod
     def stable_diffusion_2(cls) -> "CLIPTextConfig":
-        """The text encoder of Stable Diffusion 2: that of OpenCLIP's ViT-H/14 but its last block, of 340 million."""
+        """The text encoder of Stable Diffusion 2: OpenCLIP's ViT-H/14 without its last block, 340 million parameters."""
         return cls(d_model=1024, d_ff=4096, n_layers=23, n_heads=16, activation="gelu")
 
     rows = (
@@ -161,23 +162,24 @@ class CLIPTextConfig(FolderConfig):
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> "CLIPTextConfig":
-        """The config that a `config.json` describes, by itself or as the `text_config` of a whole CLIP."""
+        """The config that a `config.json` describes, as the file itself or as the `text_config` of a complete CLIP."""
         return super().from_hf(_half(reader, "text_config"))
 
 
 @dataclass(frozen=True)
 class CLIPVisionConfig(FolderConfig):
-    """The sizes and rates of CLIP's vision half; the defaults are those of the published ViT-B/32.
+    """The sizes and dropout rate of CLIP's vision model. The defaults are those of the published ViT-B/32.
 
     **Arguments:**
 
-    - `image_size`, `patch_size`, `n_channels`: height and width of an image and of a patch, in pixels; colours.
-    - `init_std`: standard deviation of the first patch embedding and positions; that of other weights follows from their
+    - `image_size`, `patch_size`, `n_channels`: the height and width of an image and of a patch, in pixels, and the number of
+        color channels.
+    - `init_std`: standard deviation of the initial patch embedding and positions. That of the other weights depends on their
         sizes.
-    - The others are those of `CLIPTextConfig`.
+    - The other fields are those of `CLIPTextConfig`.
 
     Raises ValueError for sizes below 1, a patch larger than the image, heads that do not divide the width, a rate outside
-    [0, 1), and an activation that is none of the two.
+    [0, 1), and any other activation.
     """
 
     image_size: int = 224
@@ -203,11 +205,11 @@ class CLIPVisionConfig(FolderConfig):
 
     @property
     def n_patches(self) -> int:
-        """Of one image. Pixels beyond the last whole patch are not seen."""
+        """The number of patches of an image. Pixels beyond the last complete patch are ignored."""
         return (self.image_size // self.patch_size) ** 2
 
     def without_dropout(self) -> "CLIPVisionConfig":
-        """The same with its rate 0."""
+        """The same config without dropout."""
         return replace(self, attention_dropout=0.0)
 
     rows = (
@@ -221,20 +223,21 @@ class CLIPVisionConfig(FolderConfig):
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> "CLIPVisionConfig":
-        """The config that a `config.json` describes, by itself or as the `vision_config` of a whole CLIP."""
+        """The config that a `config.json` describes, as the file itself or as the `vision_config` of a complete CLIP."""
         return super().from_hf(_half(reader, "vision_config"))
 
 
 @dataclass(frozen=True)
 class _Half(Row):
-    """The config of one half, an object within the file."""
+    """The config of one half, an object inside the file."""
 
     key: str
     name: str
     config_class: type[CLIPTextConfig] | type[CLIPVisionConfig]
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        # Old files hold a half twice; transformers takes the `_dict`, with its own defaults for what that leaves out.
+        # Old files hold each half twice. transformers uses the `_dict`, and its own defaults for keys that are missing
+        # there.
         fields, older = reader.get(self.key, {}), reader.get(f"{self.key}_dict", None, OBJECT)
         half = reader.within(self.key, fields if older is None else older)
         return {self.name: self.config_class.from_hf(half)}
@@ -246,14 +249,14 @@ class _Half(Row):
 
 @dataclass(frozen=True)
 class CLIPConfig(FolderConfig):
-    """The two halves of a CLIP, and the space in which they meet; the defaults are those of the published ViT-B/32.
+    """The two halves of a CLIP and their common space. The defaults are those of the published ViT-B/32.
 
     **Arguments:**
 
-    - `text`, `vision`: the halves.
-    - `d_projection`: the width of the space.
-    - `init_logit_scale`: the first value of the logarithm by whose exponential similarities are scaled.
-    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
+    - `text`, `vision`: the configs of the halves.
+    - `d_projection`: the width of the common space.
+    - `init_logit_scale`: the initial logarithm of the factor that scales similarities.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for a `d_projection` below 1.
     """
@@ -268,22 +271,22 @@ class CLIPConfig(FolderConfig):
         check_sizes(self, "d_projection")
 
     def without_dropout(self) -> "CLIPConfig":
-        """The same with both halves' rates 0."""
+        """The same config without dropout in either half."""
         return replace(self, text=self.text.without_dropout(), vision=self.vision.without_dropout())
 
     @classmethod
     def clip_vit_base_patch32(cls) -> "CLIPConfig":
-        """The published ViT-B/32 of 151 million parameters."""
+        """The published ViT-B/32 with 151 million parameters."""
         return cls()
 
     @classmethod
     def clip_vit_base_patch16(cls) -> "CLIPConfig":
-        """The published ViT-B/16 of 150 million parameters."""
+        """The published ViT-B/16 with 150 million parameters."""
         return cls(vision=CLIPVisionConfig(patch_size=16))
 
     @classmethod
     def clip_vit_large_patch14(cls) -> "CLIPConfig":
-        """The published ViT-L/14 of 428 million parameters."""
+        """The published ViT-L/14 with 428 million parameters."""
         return cls(
             text=CLIPTextConfig.stable_diffusion_1(),
             vision=CLIPVisionConfig(patch_size=14, d_model=1024, d_ff=4096, n_layers=24, n_heads=16),
@@ -300,7 +303,7 @@ class CLIPConfig(FolderConfig):
 
 
 class Mlp(eqx.Module):
-    """Two layers and an activation between them."""
+    """Two linear layers with an activation between them."""
 
     up: eqx.nn.Linear
     down: eqx.nn.Linear
@@ -318,12 +321,12 @@ class Mlp(eqx.Module):
 
 
 def _residual_std(config: CLIPTextConfig | CLIPVisionConfig) -> float:
-    """For what is added to the residual stream, twice a block."""
+    """The standard deviation for layers that add to the residual stream, two in each block."""
     return (config.d_model * 2 * config.n_layers) ** -0.5
 
 
 class Block(eqx.Module):
-    """Attention and MLP, each normed before and added after; of either half."""
+    """Attention and MLP, each pre-norm and residual. Both halves use it."""
 
     attention_norm: eqx.nn.LayerNorm
     attention: Attention
@@ -365,11 +368,11 @@ _BLOCK = [
     *same_layer("mlp.fc1", "mlp.up"),
     *same_layer("mlp.fc2", "mlp.down"),
 ]
-_WHOLE = ("text_projection.weight", "visual_projection.weight", "logit_scale")  # what a CLIP has beside its halves
+_WHOLE = ("text_projection.weight", "visual_projection.weight", "logit_scale")  # what a CLIP has besides its halves
 
 
 class CLIPText(Pretrained):
-    """CLIP's text half, from token ids to hidden states, as Stable Diffusion takes them. Called on one text.
+    """CLIP's text model, from token ids to hidden states, as Stable Diffusion uses them. Call it on one text.
 
     ```python
     model = CLIPText(CLIPTextConfig.stable_diffusion_1(), key=jax.random.key(0))
@@ -377,7 +380,7 @@ class CLIPText(Pretrained):
     pooled = jax.vmap(model.pool)(hidden, ids)  # [batch, d]
     ```
 
-    `CLIPText.from_pretrained` also reads the text half of a whole CLIP's folder.
+    `CLIPText.from_pretrained` also reads the text model from the folder of a complete CLIP.
     """
 
     config_class = CLIPTextConfig
@@ -393,10 +396,10 @@ class CLIPText(Pretrained):
     def __init__(self, config: CLIPTextConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates.
-        - `key`: draws the weights: embedding and positions N(0, `init_std`²), matrices as OpenAI's code does, N(0, 1 / `d`),
-            the MLP's first of half that variance, what is added to the residual stream scaled by `1 / sqrt(2 * n_layers)`,
-            biases 0, norms 1.
+        - `config`: the sizes and dropout rates.
+        - `key`: draws the weights. Embedding and positions are N(0, `init_std`²). Matrices are as in OpenAI's code: N(0, 1 /
+            `d`), with half that variance for the MLP's first layer, and scaled by `1 / sqrt(2 * n_layers)` for layers that
+            add to the residual stream. Biases are 0, norms 1.
         """
         embedding_key, positions_key, stack_key = jax.random.split(key, 3)
         d, std = config.d_model, config.init_std
@@ -409,16 +412,16 @@ class CLIPText(Pretrained):
     def __call__(
         self, ids: Int[Array, " seq"], *, mask: Bool[Array, " seq"] | None = None, key: PRNGKeyArray | None = None
     ) -> Float[Array, "seq d"]:
-        """The hidden state of each token, given it and those before it, normed.
+        """The normalized hidden state of each token, given that token and all before it.
 
         **Arguments:**
 
         - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
-        - `mask`: which of them are tokens, and not padding; None for all, as Stable Diffusion has it. Padding counts in
+        - `mask`: True for tokens, False for padding; None if all are tokens, as in Stable Diffusion. Padding counts in
             positions.
         - `key`: for dropout; not needed in inference.
 
-        Raises ValueError for more ids than positions.
+        Raises ValueError if there are more ids than positions.
         """
         (seq,) = ids.shape
         check_length("ids", seq, self.config.n_positions)
@@ -427,18 +430,19 @@ class CLIPText(Pretrained):
         return norm(self.norm, self.stack(x, causal_mask(mask, seq), key=key))
 
     def pool(self, hidden: Float[Array, "seq d"], ids: Int[Array, " seq"]) -> Float[Array, " d"]:
-        """The hidden state that stands for the whole text: that of its first `eos_token_id`; of the first id without one."""
+        """The hidden state that represents the text: at its first `eos_token_id`, or at its first id if it has none."""
         eos = self.config.eos_token_id
-        # Folders from before transformers 4.31 say 2, whatever the tokenizer; the true one was the vocabulary's last id.
+        # Folders from before transformers 4.31 have 2, whatever the tokenizer; the true end token was the vocabulary's last
+        # id.
         return hidden[jnp.argmax(ids if eos == 2 else ids == eos)]
 
     @staticmethod
     def weight_map(config: CLIPTextConfig) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         return WeightMap(
             tensors=_text_tensors(config),
             ignored=("embeddings.position_ids", "vision_model.*", *_WHOLE),
-            # As transformers wrote it before its version 5, and as a whole CLIP has it.
+            # The prefix of transformers before version 5, and of a complete CLIP.
             aliases=((r"^text_model\.", ""),),
         )
 
@@ -453,7 +457,7 @@ def _text_tensors(config: CLIPTextConfig) -> list[StoredTensor]:
 
 
 class CLIPVision(Pretrained):
-    """CLIP's vision half, from pixels to the hidden states of a class token and all patches. Called on one image.
+    """CLIP's vision model, from pixels to the hidden states of a class token and all patches. Call it on one image.
 
     ```python
     model = CLIPVision(CLIPVisionConfig(), key=jax.random.key(0))
@@ -461,7 +465,7 @@ class CLIPVision(Pretrained):
     pooled = jax.vmap(model.pool)(hidden)  # [batch, d]
     ```
 
-    `CLIPVision.from_pretrained` also reads the vision half of a whole CLIP's folder.
+    `CLIPVision.from_pretrained` also reads the vision model from the folder of a complete CLIP.
     """
 
     config_class = CLIPVisionConfig
@@ -473,15 +477,15 @@ class CLIPVision(Pretrained):
     positions: Float[Array, "tokens d"]
     input_norm: eqx.nn.LayerNorm
     stack: Stack[Block]
-    norm: eqx.nn.LayerNorm  # of what is pooled
+    norm: eqx.nn.LayerNorm  # applied when pooling
     config: CLIPVisionConfig = eqx.field(static=True)
 
     def __init__(self, config: CLIPVisionConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates.
-        - `key`: draws the weights: patch embedding and positions N(0, `init_std`²), the class token N(0, 1 / `d`), blocks
-            as `CLIPText` does.
+        - `config`: the sizes and dropout rates.
+        - `key`: draws the weights. Patch embedding and positions are N(0, `init_std`²), the class token is N(0, 1 / `d`),
+            and blocks are as in `CLIPText`.
         """
         patches_key, class_key, positions_key, stack_key = jax.random.split(key, 4)
         d, std, eps, size = config.d_model, config.init_std, config.layer_norm_eps, config.patch_size
@@ -498,11 +502,11 @@ class CLIPVision(Pretrained):
     def __call__(
         self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "tokens d"]:
-        """The hidden states of the class token, which comes first, and of each patch, row by row; before the last norm.
+        """The hidden states of the class token (first) and of each patch, row by row, before the final norm.
 
         **Arguments:**
 
-        - `pixels`: one image of `[n_channels, image_size, image_size]`, normalised as the checkpoint wants it.
+        - `pixels`: one image of `[n_channels, image_size, image_size]`, normalized as the checkpoint expects.
         - `key`: for dropout; not needed in inference.
 
         Raises ValueError for an image of another shape.
@@ -517,16 +521,16 @@ class CLIPVision(Pretrained):
         return self.stack(x, key=key)
 
     def pool(self, hidden: Float[Array, "tokens d"]) -> Float[Array, " d"]:
-        """The hidden state that stands for the whole image: that of the class token, normed."""
+        """The hidden state that represents the image: the class token's, normalized."""
         return self.norm(hidden[0])
 
     @staticmethod
     def weight_map(config: CLIPVisionConfig) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         return WeightMap(
             tensors=_vision_tensors(config),
             ignored=("embeddings.position_ids", "text_model.*", *_WHOLE),
-            aliases=((r"^vision_model\.", ""),),  # as for the text half
+            aliases=((r"^vision_model\.", ""),),  # as in `CLIPText`
         )
 
 
@@ -542,13 +546,13 @@ def _vision_tensors(config: CLIPVisionConfig) -> list[StoredTensor]:
 
 
 class CLIP(Pretrained):
-    """CLIP, from a text and an image to an embedding of each, of length 1. Called on one pair.
+    """CLIP, from a text and an image to an embedding of each, of length 1. Call it on one pair.
 
     ```python
     model = CLIP(CLIPConfig.clip_vit_base_patch32(), key=jax.random.key(0))
     texts, images = jax.vmap(model)(ids, pixels)
     logits = model.logits_per_image(images, texts)
-    labels = jnp.arange(len(logits))  # of a batch of pairs: to each image its own text, and the reverse
+    labels = jnp.arange(len(logits))  # in a batch of pairs, each image matches its own text, and the reverse
     loss = cross_entropy(jnp.stack([logits, logits.T]), jnp.stack([labels, labels]))
     ```
     """
@@ -561,14 +565,14 @@ class CLIP(Pretrained):
     text_projection: eqx.nn.Linear
     vision: CLIPVision
     vision_projection: eqx.nn.Linear
-    logit_scale: Float[Array, ""]  # a logarithm
+    logit_scale: Float[Array, ""]  # the logarithm of the factor
     config: CLIPConfig = eqx.field(static=True)
 
     def __init__(self, config: CLIPConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: of both halves.
-        - `key`: draws the weights: the halves' as they do themselves, projections N(0, 1 / `d`).
+        - `config`: the configs of both halves.
+        - `key`: draws the weights: the halves as they do themselves, projections N(0, 1 / `d`).
         """
         text_key, vision_key, text_projection_key, vision_projection_key = jax.random.split(key, 4)
 
@@ -590,14 +594,14 @@ class CLIP(Pretrained):
         mask: Bool[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, " projection"], Float[Array, " projection"]]:
-        """The embeddings of a text and of an image. The arguments are those of `encode_text` and `encode_image`."""
+        """The embeddings of a text and of an image. See `encode_text` and `encode_image` for the arguments."""
         text_key, image_key = (None, None) if key is None else jax.random.split(key)
         return self.encode_text(ids, mask=mask, key=text_key), self.encode_image(pixels, key=image_key)
 
     def encode_text(
         self, ids: Int[Array, " seq"], *, mask: Bool[Array, " seq"] | None = None, key: PRNGKeyArray | None = None
     ) -> Float[Array, " projection"]:
-        """The embedding of a text, of length 1. The arguments are those of `CLIPText`."""
+        """The embedding of a text, of length 1. See `CLIPText` for the arguments."""
         with jax.named_scope("text"):
             pooled = self.text.pool(self.text(ids, mask=mask, key=key), ids)
             return _of_length_one(linear(self.text_projection, pooled))
@@ -605,7 +609,7 @@ class CLIP(Pretrained):
     def encode_image(
         self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, " projection"]:
-        """The embedding of an image, of length 1. The arguments are those of `CLIPVision`."""
+        """The embedding of an image, of length 1. See `CLIPVision` for the arguments."""
         with jax.named_scope("vision"):
             pooled = self.vision.pool(self.vision(pixels, key=key))
             return _of_length_one(linear(self.vision_projection, pooled))
@@ -613,17 +617,17 @@ class CLIP(Pretrained):
     def logits_per_image(
         self, images: Float[Array, "images projection"], texts: Float[Array, "texts projection"]
     ) -> Float[Array, "images texts"]:
-        """How well each image and each text match: their cosines times `exp(logit_scale)`, a row an image.
+        """How well each image matches each text: their cosine similarities times `exp(logit_scale)`, one row for each image.
 
         **Arguments:**
 
-        - `images`, `texts`: as `encode_image` and `encode_text` give them, any number of either.
+        - `images`, `texts`: as `encode_image` and `encode_text` return them. Their numbers may differ.
         """
         return jnp.exp(self.logit_scale) * (images @ texts.T)
 
     @staticmethod
     def weight_map(config: CLIPConfig) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         return WeightMap(
             tensors=[
                 *within("text_model.", "text.", _text_tensors(config.text)),

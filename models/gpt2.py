@@ -48,10 +48,10 @@ from .nn import (
     normal_linear,
 )
 
-Carry = tuple[Array, Cache | None]  # what one block passes to the next: the residual stream [seq, d], and the cache
+Carry = tuple[Array, Cache | None]  # passed from block to block: the residual stream [seq, d], and the cache
 
 
-# Second names of keys, which transformers takes as well.
+# Alternative names of keys, which transformers accepts too.
 _ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
@@ -66,20 +66,20 @@ class GPT2Config(FolderConfig):
 
     **Arguments:**
 
-    - `vocab_size`: rows of the embedding. Sizes that `n_model_shards` divides can be split.
-    - `n_positions`: the longest example, in tokens.
-    - `d_model`: the width; the MLP is four times as wide.
-    - `n_layers`, `n_heads`: blocks, and heads in each; `n_heads` divides `d_model`.
-    - `embedding_dropout`, `attention_dropout`, `residual_dropout`: rates in [0, 1).
-    - `layer_norm_eps`: added to the variance.
+    - `vocab_size`: the number of rows of the embedding. They can be sharded if `n_model_shards` divides it.
+    - `n_positions`: the maximum length of an example, in tokens.
+    - `d_model`: the width of the model; the MLP is four times as wide.
+    - `n_layers`, `n_heads`: the number of blocks, and of heads in each block; `n_heads` divides `d_model`.
+    - `embedding_dropout`, `attention_dropout`, `residual_dropout`: dropout rates in [0, 1).
+    - `layer_norm_eps`: added to the variance in layer norms.
     - `is_tied`: whether the output head shares the embedding's weight.
     - `has_cross_attention`: whether each block also attends to a memory, as a captioning decoder's do.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
-    - `init_std`: standard deviation of the first weights; half of it for positions. The published 0.02 is for widths of
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
+    - `init_std`: standard deviation of the initial weights; half of it for positions. The published 0.02 is for widths of
         768 and more: narrow models learn sooner from a larger one.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `generation`: the folder's defaults for the arguments of `generate`.
-    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, and rates outside [0, 1).
     """
@@ -272,7 +272,7 @@ class GPT2(Decoder, Pretrained):
     def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates.
+        - `config`: the sizes and dropout rates.
         - `key`: draws the weights as OpenAI's code does: N(0, `init_std`²), positions N(0, (`init_std` / 2)²), what is
             added to the residual stream scaled by `1 / sqrt(2 * n_layers)`, biases 0, norms 1.
         """
@@ -345,7 +345,7 @@ class GPT2(Decoder, Pretrained):
 
         - `memory`, `memory_mask`: as for a call; their keys and values are computed here, once.
 
-        Raises ValueError for more tokens than positions.
+        Raises ValueError if `length` exceeds the number of positions.
         """
         pairs = None
         if memory is not None:

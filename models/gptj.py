@@ -48,11 +48,11 @@ from .nn import (
     token_positions,
 )
 
-Carry = tuple[Array, Cache | None]  # what one block passes to the next: the residual stream [seq, d], and the cache
+Carry = tuple[Array, Cache | None]  # passed from block to block: the residual stream [seq, d], and the cache
 Rotation = tuple[Float[Array, "seq 1 pairs"], Float[Array, "seq 1 pairs"]]  # cosines and sines
 
 
-# Second names of keys, which transformers takes as well.
+# Alternative names of keys, which transformers accepts too.
 _ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
@@ -67,20 +67,20 @@ class GPTJConfig(FolderConfig):
 
     **Arguments:**
 
-    - `vocab_size`: rows of the embedding. Sizes that `n_model_shards` divides can be split.
-    - `n_positions`: the longest example, in tokens. No weight depends on it.
-    - `d_model`: the width.
+    - `vocab_size`: the number of rows of the embedding. They can be sharded if `n_model_shards` divides it.
+    - `n_positions`: the maximum length of an example, in tokens. No weight depends on it.
+    - `d_model`: the width of the model.
     - `d_mlp`: the MLP's inner width; None for four times `d_model`.
-    - `n_layers`, `n_heads`: blocks, and heads in each; `n_heads` divides `d_model`.
+    - `n_layers`, `n_heads`: the number of blocks, and of heads in each block; `n_heads` divides `d_model`.
     - `rotary_size`: how many dims of each head are rotary, the first ones; even.
-    - `embedding_dropout`, `attention_dropout`, `residual_dropout`: rates in [0, 1).
-    - `layer_norm_eps`: added to the variance.
+    - `embedding_dropout`, `attention_dropout`, `residual_dropout`: dropout rates in [0, 1).
+    - `layer_norm_eps`: added to the variance in layer norms.
     - `is_tied`: whether the head's weight is the embedding's. Its bias is its own in either case.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
-    - `init_std`: standard deviation of the first weights.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
+    - `init_std`: standard deviation of the initial weights.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `generation`: the folder's defaults for the arguments of `generate`.
-    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, a `rotary_size` that is odd or larger than a
     head, and rates outside [0, 1).
@@ -258,7 +258,7 @@ class GPTJ(Decoder, Pretrained):
     def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates.
+        - `config`: the sizes and dropout rates.
         - `key`: draws the weights as `transformers` does: N(0, `init_std`²), biases 0, norms 1.
         """
         embedding_key, stack_key, head_key = jax.random.split(key, 3)

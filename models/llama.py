@@ -148,10 +148,10 @@ class LlamaConfig(FolderConfig):
     **Arguments:**
 
     - `model_type`: `"llama"`, `"mistral"`, `"qwen2"` or `"qwen3"`.
-    - `vocab_size`: rows of the embedding. Sizes that `n_model_shards` divides can be split.
-    - `n_positions`: the longest example, in tokens.
+    - `vocab_size`: the number of rows of the embedding. They can be sharded if `n_model_shards` divides it.
+    - `n_positions`: the maximum length of an example, in tokens.
     - `d_model`, `d_mlp`: widths of the model, and inside its MLPs.
-    - `n_layers`, `n_heads`: blocks, and heads in each.
+    - `n_layers`, `n_heads`: the number of blocks, and of heads in each block.
     - `n_kv_heads`: heads of keys and values, a divisor of `n_heads`; None for as many.
     - `head_size`: width of one head, even; None for `d_model / n_heads`.
     - `window`: how many tokens each one sees, itself included; None for all before it. LLaMA has none.
@@ -162,11 +162,11 @@ class LlamaConfig(FolderConfig):
     - `attention_dropout`: rate in [0, 1).
     - `norm_eps`: added to the mean square.
     - `is_tied`: whether the output head shares the embedding's weight.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
-    - `init_std`: standard deviation of the first weights.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
+    - `init_std`: standard deviation of the initial weights.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `generation`: the folder's defaults for the arguments of `generate`.
-    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for sizes below 1, heads that do not divide, rates outside [0, 1), and what the `model_type` has not.
     """
@@ -251,7 +251,7 @@ class LlamaConfig(FolderConfig):
         return tuple(self.window if i in has else None for i in range(self.n_layers))
 
     def without_dropout(self) -> "LlamaConfig":
-        """The same with its rate 0."""
+        """The same config without dropout."""
         return replace(self, attention_dropout=0.0)
 
     @classmethod
@@ -495,7 +495,7 @@ class Llama(Decoder, Pretrained):
     def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates.
+        - `config`: the sizes and dropout rates.
         - `key`: draws the weights as transformers does: N(0, `init_std`²), biases 0, norms 1.
         """
         embedding_key, stack_key, head_key = jax.random.split(key, 3)

@@ -47,7 +47,7 @@ from .nn import (
     normal_linear,
 )
 
-Carry = tuple[Array, Cache | None]  # what one block passes to the next: the residual stream [seq, d], and the cache
+Carry = tuple[Array, Cache | None]  # passed from block to block: the residual stream [seq, d], and the cache
 
 _OFFSET = 2  # rows of the table of positions before the first token's: fairseq counts from the padding id, 1, and skips it
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": lambda x: jax.nn.gelu(x, approximate=False)}
@@ -59,25 +59,25 @@ class OPTConfig(FolderConfig):
 
     **Arguments:**
 
-    - `vocab_size`: rows of the embedding. Sizes that `n_model_shards` divides can be split.
-    - `n_positions`: the longest example, in tokens.
-    - `d_model`: the width.
+    - `vocab_size`: the number of rows of the embedding. They can be sharded if `n_model_shards` divides it.
+    - `n_positions`: the maximum length of an example, in tokens.
+    - `d_model`: the width of the model.
     - `d_embedding`: the embedding's and the head's width; None for `d_model`. Another is projected to it, and back.
     - `d_mlp`: the MLP's inner width; None for four times `d_model`.
-    - `n_layers`, `n_heads`: blocks, and heads in each; `n_heads` divides `d_model`.
+    - `n_layers`, `n_heads`: the number of blocks, and of heads in each block; `n_heads` divides `d_model`.
     - `activation`: `"relu"`, or `"gelu"` for the one by the error function.
     - `is_pre_norm`: whether a block norms what each part is given, and not the sum after it.
     - `has_final_norm`: whether the output of the last block is normed. Without `is_pre_norm` the block has done so, and
         this says nothing.
     - `has_bias`: whether the linear layers of the blocks have biases.
     - `has_norm_weights`: whether the norms have scales and biases.
-    - `attention_dropout`, `residual_dropout`: rates in [0, 1).
+    - `attention_dropout`, `residual_dropout`: dropout rates in [0, 1).
     - `is_tied`: whether the output head shares the embedding's weight.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
-    - `init_std`: standard deviation of the first weights. The paper's is 0.006.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
+    - `init_std`: standard deviation of the initial weights. The paper's is 0.006.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `generation`: the folder's defaults for the arguments of `generate`.
-    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, an unknown activation, and rates outside [0, 1).
     """
@@ -306,7 +306,7 @@ class OPT(Decoder, Pretrained):
     def __init__(self, config: OPTConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates.
+        - `config`: the sizes and dropout rates.
         - `key`: draws the weights as the paper says: N(0, `init_std`²), what is added to the residual stream scaled by
             `1 / sqrt(2 * n_layers)`, biases 0, norms 1; and, as its code does, 0 for the embedding of padding.
         """

@@ -53,7 +53,7 @@ from .nn import (
     normal_linear,
 )
 
-Carry = tuple[Array, Cache | None]  # what one block passes to the next: the residual stream [seq, d], and the cache
+Carry = tuple[Array, Cache | None]  # passed from block to block: the residual stream [seq, d], and the cache
 
 _MLPS = ("relu", "gated-gelu", "gated-silu")
 # What each `model_type` means by keys that a `config.json` leaves out, where that is not the config's own default.
@@ -63,7 +63,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-# Second names of keys, which transformers takes as well.
+# Alternative names of keys, which transformers accepts too.
 _ALIASES = {
     "hidden_size": "d_model",
     "num_attention_heads": "num_heads",
@@ -84,7 +84,7 @@ class T5Config(FolderConfig):
 
     **Arguments:**
 
-    - `vocab_size`: rows of the embedding. Sizes that `n_model_shards` divides can be split.
+    - `vocab_size`: the number of rows of the embedding. They can be sharded if `n_model_shards` divides it.
     - `d_model`, `d_ff`: the width of the model, and of its MLPs inside.
     - `d_kv`: the width of one head; `n_heads` of them need not make `d_model`.
     - `n_layers`, `n_decoder_layers`: blocks of the encoder and of the decoder.
@@ -97,12 +97,12 @@ class T5Config(FolderConfig):
     - `is_tied`: whether the output head shares the embedding's weight, as in version 1.1.
     - `is_scaled`: whether logits are multiplied by `d_model ** -0.5`; not in version 1.1.
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: where text begins (nothing marks it) and ends, and what fills it up.
-    - `decoder_start_token_id`: the decoder's first token.
+    - `decoder_start_token_id`: the id of the decoder's first token.
     - `init_factor`: of the standard deviations of the first weights.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `model_type`: `"t5"`, or `"mt5"`, whose logits transformers never scales.
     - `generation`: the folder's defaults for the arguments of `generate`.
-    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for sizes below 1, rates outside [0, 1), buckets that no distance fits, and an MLP of another kind.
     """
@@ -452,7 +452,7 @@ class T5(EncoderDecoder, Pretrained):
     def __init__(self, config: T5Config, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates.
+        - `config`: the sizes and dropout rates.
         - `key`: draws the weights as the paper's code does: the embedding N(0, 1), queries N(0, 1 / (`d_model` `d_kv`)),
             every other layer N(0, 1 / its inputs), relative positions N(0, 1 / `d_model`), all standard deviations times
             `init_factor`; norms 1.
@@ -563,7 +563,7 @@ class T5Encoder(Pretrained):
         **Arguments:**
 
         - `ids`: token ids below `vocab_size`.
-        - `mask`: which of them are tokens, and not padding on either side; None for all.
+        - `mask`: True for tokens, False for padding on either side; None if all are tokens.
         - `key`: for dropout; not needed in inference.
         """
         with jax.named_scope("encoder"):

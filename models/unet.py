@@ -1,11 +1,13 @@
-"""The UNet of latent diffusion (`UNet2DConditionModel`): what to take away from noisy latents, given a timestep and a text.
+"""The UNet of latent diffusion (`UNet2DConditionModel`): predicts the noise in latents.
+
+Its inputs are noisy latents, a timestep and the hidden states of a text.
 
 Source: Rombach et al. 2022, *High-Resolution Image Synthesis with Latent Diffusion Models*, and its code,
-github.com/CompVis/latent-diffusion; weights as `diffusers` keeps them. It differs from that code in its layout only: the
-gate of each MLP is a layer of its own, and 1x1 convolutions around attention are linear layers.
+github.com/CompVis/latent-diffusion. Weights are stored as in `diffusers`. Only the layout differs from that code: the gate
+of each MLP is a separate layer, and the 1x1 convolutions around attention are linear layers.
 
 Dims: c = channels, h x w = height and width, seq = h x w pixels as a sequence, source = tokens of the context, context =
-their width, time = width of the embedded timestep.
+width of the context, time = width of the embedded timestep.
 """
 
 import functools
@@ -38,9 +40,9 @@ from .diffusion import (
 from .hf import ConfigReader, Field, FolderConfig, Only, Pretrained, Row, WeightMap
 from .nn import Attention, check_rates, check_sizes, linear, norm
 
-_TRANSFORMER_EPS = 1e-6  # of the group norm before attention; the config's is of all others
+_TRANSFORMER_EPS = 1e-6  # of the group norm before attention; the other norms use the config's
 
-# Keys of which one value is implemented, the one that they have where they are absent.
+# Keys for which only this value is implemented. It is also the value of an absent key.
 _ONLY = {
     "mid_block_type": "UNetMidBlock2DCrossAttn",
     "mid_block_scale_factor": 1,
@@ -62,12 +64,12 @@ _ONLY = {
     "timestep_post_act": None,
     "time_cond_proj_dim": None,
 }
-_DOWN = {"DownBlock2D": False, "CrossAttnDownBlock2D": True}  # whether a block of the type attends
+_DOWN = {"DownBlock2D": False, "CrossAttnDownBlock2D": True}  # whether a block of this type has attention
 _UP = {"UpBlock2D": False, "CrossAttnUpBlock2D": True}
 
 
 def _attention_of_blocks(key: str, name: str, types: Mapping[str, bool]) -> Row:
-    """Which blocks attend, by the names of their types."""
+    """Which blocks have attention, read from the names of their types."""
 
     def read(reader: ConfigReader, key: str, default: tuple[bool, ...]) -> tuple[bool, ...]:
         found = reader.get(key, None, LIST)
@@ -82,34 +84,37 @@ def _attention_of_blocks(key: str, name: str, types: Mapping[str, bool]) -> Row:
 
 @dataclass(frozen=True)
 class UNetConfig(FolderConfig):
-    """The sizes of a UNet; the defaults are those of diffusers, which are nearly Stable Diffusion 1's.
+    """The sizes of a UNet. The defaults are those of diffusers, which are close to those of Stable Diffusion 1.
 
-    Fields that may hold a tuple have one entry a block, from the outermost in; one value is that of all blocks.
+    A field that may hold a tuple has one entry for each block, from the outermost to the innermost. A single value applies
+    to all blocks.
 
     **Arguments:**
 
-    - `in_channels`, `out_channels`: of the noisy latents, and of what is predicted.
-    - `block_channels`: of the blocks on the way down, those on the way up the other way round; each but the last halves
-        height and width. The first is the width of a timestep's sinusoids as well.
-    - `down_attention`, `up_attention`: which blocks attend, each way in its own order.
-    - `layers_per_block`: residual blocks in each on the way down; on the way up there is one more.
-    - `transformer_layers`: blocks of self-attention, cross-attention and MLP after each residual block.
-    - `n_heads`: divides the channels of its block. It is `attention_head_dim` in `config.json`.
-    - `context_size`: width of the context.
-    - `only_cross_attention`: whether both attentions of a block attend to the context.
-    - `use_linear_projection`: whether the layers around attention are linear on disk, not convolutions; one function.
-    - `norm_groups`, `norm_eps`: of the group norms; the groups divide all `block_channels`.
-    - `dropout`: rate in the residual blocks, in [0, 1).
-    - `flips_sin_to_cos`, `freq_shift`: whether cosines come first in the timestep's sinusoids, and what their frequencies
-        are spread over less than half of the width.
-    - `centers_input`: whether samples come in [0, 1] and are to be taken to [-1, 1].
-    - `conv_in_kernel`, `conv_out_kernel`: pixels of the first and the last convolution.
-    - `sample_size`: pixels of the samples that it was trained on, for pipelines; others can be denoised too.
+    - `in_channels`, `out_channels`: the channels of the noisy latents, and of the prediction.
+    - `block_channels`: the channels of the down blocks; the up blocks have them in reverse order. Each block but the last
+        halves height and width. The first number is also the width of a timestep's sinusoids.
+    - `down_attention`, `up_attention`: which blocks have attention, each in the order in which they run.
+    - `layers_per_block`: the number of residual blocks in a down block. An up block has one more.
+    - `transformer_layers`: the number of transformer blocks (self-attention, cross-attention and MLP) after each residual
+        block.
+    - `n_heads`: the number of heads; it divides the channels of its block. `config.json` calls it `attention_head_dim`.
+    - `context_size`: the width of the context.
+    - `only_cross_attention`: whether both attentions of a transformer block attend to the context.
+    - `use_linear_projection`: whether the layers around attention are stored as linear layers instead of convolutions. They
+        compute the same function.
+    - `norm_groups`, `norm_eps`: of the group norms. The number of groups divides all `block_channels`.
+    - `dropout`: the dropout rate in the residual blocks, in [0, 1).
+    - `flips_sin_to_cos`, `freq_shift`: whether cosines come before sines in a timestep's sinusoids, and what is subtracted
+        from half of their number where the frequencies are computed.
+    - `centers_input`: whether samples are in [0, 1] and must be scaled to [-1, 1].
+    - `conv_in_kernel`, `conv_out_kernel`: the kernel size of the first and the last convolution, in pixels.
+    - `sample_size`: the height and width of the training samples, in pixels, for pipelines. Other sizes can be denoised too.
     - `remat`: whether the backward pass recomputes each residual block and each transformer.
-    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
-    Raises ValueError for sizes below 1, tuples of another length than `block_channels`, groups and heads that do not
-    divide their channels, and rates outside [0, 1).
+    Raises ValueError for sizes below 1, for tuples whose length is not that of `block_channels`, for groups and heads that
+    do not divide their channels, and for rates outside [0, 1).
     """
 
     in_channels: int = 4
@@ -146,7 +151,7 @@ class UNetConfig(FolderConfig):
         for name in ("layers_per_block", "transformer_layers", "n_heads"):
             if min(self.per_block(name)) < 1:
                 raise ValueError(f"`{name}`: expected at least 1, got {getattr(self, name)}. Pass a positive size.")
-        attends = (*self.down_attention[:-1], True)  # the innermost always does
+        attends = (*self.down_attention[:-1], True)  # the middle block always has attention
         up_attends = self.up_attention[::-1]
         for i, (channels, heads) in enumerate(zip(self.block_channels, self.per_block("n_heads"), strict=True)):
             if (attends[i] or up_attends[i]) and channels % heads:
@@ -160,7 +165,7 @@ class UNetConfig(FolderConfig):
             raise ValueError(f"`{name}`: expected {n_blocks}, one a block of `block_channels`, got {value}. Pass as many.")
 
     def per_block(self, name: str) -> tuple[Any, ...]:
-        """A field's value for each block, from the outermost in."""
+        """A field's value for each block, from the outermost to the innermost."""
         value = getattr(self, name)
         return value if isinstance(value, tuple) else (value,) * len(self.block_channels)
 
@@ -170,23 +175,23 @@ class UNetConfig(FolderConfig):
         return 4 * self.block_channels[0]
 
     def without_dropout(self) -> "UNetConfig":
-        """The same with the rate 0."""
+        """The same config without dropout."""
         return replace(self, dropout=0.0)
 
     @classmethod
     def sd1(cls) -> "UNetConfig":
-        """The UNet of Stable Diffusion 1.1 to 1.5, of 860 million parameters."""
+        """The UNet of Stable Diffusion 1.1 to 1.5, with 860 million parameters."""
         return cls(context_size=768, sample_size=64)
 
     @classmethod
     def sd2(cls) -> "UNetConfig":
-        """The UNet of Stable Diffusion 2.0 and 2.1, of 866 million parameters."""
+        """The UNet of Stable Diffusion 2.0 and 2.1, with 866 million parameters."""
         return cls(context_size=1024, n_heads=(5, 10, 20, 20), use_linear_projection=True, sample_size=96)
 
     rows = (
         *diffusers("UNet2DConditionModel"),
         *(Only(key, value, is_written=False) for key, value in _ONLY.items()),
-        Only("act_fn", "silu", "swish"),  # two names of one function
+        Only("act_fn", "silu", "swish"),  # two names for the same function
         Field("in_channels"),
         Field("out_channels"),
         Field("block_out_channels", "block_channels", via=sizes),
@@ -214,7 +219,7 @@ class UNetConfig(FolderConfig):
 
 
 class TimeEmbedding(eqx.Module):
-    """Sinusoids of a timestep, and two layers on them."""
+    """Sinusoids of a timestep, followed by two linear layers."""
 
     linear_1: eqx.nn.Linear
     linear_2: eqx.nn.Linear
@@ -229,7 +234,7 @@ class TimeEmbedding(eqx.Module):
         self.freq_shift = config.freq_shift
 
     def __call__(self, timestep: Num[Array, ""], dtype: Any) -> Float[Array, " time"]:
-        """The embedding of `timestep`, whose sinusoids are taken in float32 and cast to `dtype`."""
+        """The embedding of `timestep`. The sinusoids are computed in float32 and cast to `dtype`."""
         size = self.linear_1.weight.shape[1]
         half = size // 2
         frequencies = np.exp(-math.log(10000) * np.arange(half) / (half - self.freq_shift)).astype(np.float32)
@@ -240,7 +245,7 @@ class TimeEmbedding(eqx.Module):
 
 
 class GEGLU(eqx.Module):
-    """Two layers, the inner one four times as wide and gated by GELU."""
+    """An MLP with GELU gating, whose inner width is four times the outer."""
 
     gate: eqx.nn.Linear
     up: eqx.nn.Linear
@@ -269,7 +274,7 @@ def _attention(d: int, source: int, n_heads: int, key: PRNGKeyArray) -> Attentio
 
 
 class TransformerBlock(eqx.Module):
-    """Attention among pixels, attention to the context, and an MLP; each normed before, added after."""
+    """Self-attention over the pixels, cross-attention to the context, and an MLP. Each is pre-norm and residual."""
 
     norm1: eqx.nn.LayerNorm
     attn1: Attention
@@ -292,14 +297,14 @@ class TransformerBlock(eqx.Module):
     def __call__(
         self, x: Float[Array, "seq c"], context: Float[Array, "source context"], mask: Bool[Array, "1 source"] | None
     ) -> Float[Array, "seq c"]:
-        memory, seen = (context, mask) if self.only_cross_attention else (None, None)  # None: the pixels themselves
+        memory, seen = (context, mask) if self.only_cross_attention else (None, None)  # None means self-attention
         x = x + self.attn1(norm(self.norm1, x), memory=memory, mask=seen)[0]
         x = x + self.attn2(norm(self.norm2, x), memory=context, mask=mask)[0]
         return x + self.ff(norm(self.norm3, x))
 
 
 class Transformer(eqx.Module):
-    """Transformer blocks over the pixels as a sequence, between two projections; added to what came in."""
+    """Transformer blocks over the pixels as a sequence, between two projections, with a residual connection."""
 
     norm: eqx.nn.GroupNorm
     proj_in: eqx.nn.Linear
@@ -309,7 +314,7 @@ class Transformer(eqx.Module):
     def __init__(self, i: int, config: UNetConfig, *, only_cross_attention: bool, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `i`: which block's sizes are taken.
+        - `i`: the index of the block whose sizes are used.
         """
         channels, n_heads, n_layers = (
             config.per_block(name)[i] for name in ("block_channels", "n_heads", "transformer_layers")
@@ -338,30 +343,30 @@ class Transformer(eqx.Module):
 
 
 def _resnets(sizes: Sequence[tuple[int, int]], config: UNetConfig, key: PRNGKeyArray) -> list[Resnet]:
-    """Residual blocks, from pairs of input and output channels."""
+    """Residual blocks with these pairs of input and output channels."""
     more = {"groups": config.norm_groups, "eps": config.norm_eps, "dropout": config.dropout}
     keys = jax.random.split(key, len(sizes))
     return [Resnet(*size, time_size=config.time_size, **more, key=key) for size, key in zip(sizes, keys, strict=True)]
 
 
 def _transformers(n: int, i: int, config: UNetConfig, key: PRNGKeyArray) -> list[Transformer]:
-    """The `n` transformers of the `i`-th block, either way."""
+    """The `n` transformers of the `i`-th down or up block."""
     crosses = config.per_block("only_cross_attention")[i]
     return [Transformer(i, config, only_cross_attention=crosses, key=key) for key in jax.random.split(key, n)]
 
 
 class DownBlock(eqx.Module):
-    """Residual blocks, each with a transformer where the block attends, then half of height and width but for the last."""
+    """Residual blocks, each followed by a transformer if the block has attention; then downsampling, except in the last."""
 
     resnets: list[Resnet]
-    attentions: list[Transformer]  # none where the block does not attend
+    attentions: list[Transformer]  # empty if the block has no attention
     downsampler: eqx.nn.Conv2d | None
     remat: bool = eqx.field(static=True)
 
     def __init__(self, i: int, config: UNetConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `i`: counted from the outermost in.
+        - `i`: the index of the block, from the outermost.
         """
         resnets_key, transformers_key, sampler_key = jax.random.split(key, 3)
         channels, n = config.block_channels, config.per_block("layers_per_block")[i]
@@ -381,7 +386,7 @@ class DownBlock(eqx.Module):
         *,
         key: PRNGKeyArray | None = None,
     ) -> list[Array]:
-        """What each step of the block made: the way up takes them all, the next block the last."""
+        """The outputs of all steps of the block. The up blocks use all of them, the next down block the last one."""
         made = []
         keys = _split(key, len(self.resnets))
         for resnet, transformer, key in zip_longest(self.resnets, self.attentions, keys):
@@ -393,7 +398,7 @@ class DownBlock(eqx.Module):
 
 
 class MidBlock(eqx.Module):
-    """The innermost block: residual, transformer, residual."""
+    """The innermost block: a residual block, a transformer, and another residual block."""
 
     resnets: list[Resnet]
     attentions: list[Transformer]
@@ -403,7 +408,7 @@ class MidBlock(eqx.Module):
         resnets_key, transformer_key = jax.random.split(key)
         c = config.block_channels[-1]
         self.resnets = _resnets([(c, c), (c, c)], config, resnets_key)
-        # Pixels attend to each other here, even where `only_cross_attention` says that they do nowhere else.
+        # Self-attention over the pixels is used here even if `only_cross_attention` is set.
         self.attentions = [Transformer(-1, config, only_cross_attention=False, key=transformer_key)]
         self.remat = config.remat
 
@@ -423,17 +428,17 @@ class MidBlock(eqx.Module):
 
 
 class UpBlock(eqx.Module):
-    """As `DownBlock`, but each residual block takes what the way down made too, and height and width are doubled."""
+    """As `DownBlock`, but each residual block also takes an output of the down blocks, and the block upsamples."""
 
     resnets: list[Resnet]
-    attentions: list[Transformer]  # none where the block does not attend
+    attentions: list[Transformer]  # empty if the block has no attention
     upsampler: eqx.nn.Conv2d | None
     remat: bool = eqx.field(static=True)
 
     def __init__(self, i: int, config: UNetConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `i`: that of the block on the way down of which it takes what was made.
+        - `i`: the index of the matching down block, whose outputs it takes.
         """
         resnets_key, transformers_key, sampler_key = jax.random.split(key, 3)
         channels, n = config.block_channels, config.per_block("layers_per_block")[i] + 1
@@ -457,7 +462,7 @@ class UpBlock(eqx.Module):
     ) -> Float[Array, "out h2 w2"]:
         """**Arguments:**
 
-        - `made`: on the way down; what is used is taken from its end.
+        - `made`: the outputs of the down blocks. Those that are used are removed from its end.
         """
         keys = _split(key, len(self.resnets))
         for resnet, transformer, key in zip_longest(self.resnets, self.attentions, keys):
@@ -466,7 +471,7 @@ class UpBlock(eqx.Module):
                 x = apply(transformer, x, context, mask, remat=self.remat)
         if self.upsampler is None:
             return x
-        _, h, w = made[-1].shape  # an odd size was halved upwards
+        _, h, w = made[-1].shape  # halving rounds odd sizes up
         return self.upsampler(upsample(x)[:, :h, :w])
 
 
@@ -475,14 +480,14 @@ def _split(key: PRNGKeyArray | None, n: int) -> Sequence[PRNGKeyArray | None]:
 
 
 class UNet(Pretrained):
-    """A UNet that predicts noise, or another target, from noisy latents. Called on one example; `jax.vmap` it over a batch.
+    """A UNet that predicts noise, or another target, from noisy latents. Call it on one example; `jax.vmap` it over a batch.
 
     ```python
     model = UNet(UNetConfig.sd1(), key=jax.random.key(0))
     noise = jax.vmap(model)(samples, timesteps, contexts)
     ```
 
-    `models.schedulers` makes the noisy latents, and steps from what is predicted to latents of less noise.
+    `models.schedulers` has the schedulers, which add noise for training and compute the denoising steps.
     """
 
     config_class = UNetConfig
@@ -502,8 +507,8 @@ class UNet(Pretrained):
     def __init__(self, config: UNetConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and the rate of dropout.
-        - `key`: draws the weights as torch does, uniform in ±1 / sqrt(inputs), biases too; norms are 1.
+        - `config`: the sizes and the dropout rate.
+        - `key`: draws the weights and biases as torch does, uniformly in ±1 / sqrt(inputs). Norms are initialized to 1.
         """
         n_blocks = len(config.block_channels)
         time_key, in_key, down_key, mid_key, up_key, out_key = jax.random.split(key, 6)
@@ -527,14 +532,14 @@ class UNet(Pretrained):
         mask: Bool[Array, " source"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "out h w"]:
-        """What the model was trained to predict: the noise in `sample`, or as the scheduler's `prediction_type` says.
+        """The prediction: the noise in `sample`, or the target that the scheduler's `prediction_type` names.
 
         **Arguments:**
 
         - `sample`: noisy latents, of any height and width.
-        - `timestep`: how noisy, from 0 up.
-        - `context`: what is attended to, the hidden states of a text for one.
-        - `mask`: which of its tokens are seen; None for all, as Stable Diffusion was trained.
+        - `timestep`: the noise level, from 0.
+        - `context`: the sequence for cross-attention, such as the hidden states of a text.
+        - `mask`: True for the context's tokens that are attended to; None for all, as in Stable Diffusion's training.
         - `key`: for dropout; not needed in inference.
         """
         seen = None if mask is None else mask[None]
@@ -554,7 +559,7 @@ class UNet(Pretrained):
 
     @staticmethod
     def weight_map(config: UNetConfig) -> WeightMap:
-        """Where each tensor of a `UNet2DConditionModel` folder is in the tree."""
+        """Maps the tensors of a `UNet2DConditionModel` folder to the tree's leaves."""
         return _weight_map(config)
 
 

@@ -1,7 +1,9 @@
-"""The autoencoder of latent diffusion (`AutoencoderKL`): images to latents an eighth as high and wide, and back.
+"""The autoencoder of latent diffusion (`AutoencoderKL`): encodes images to latents, and back.
+
+The latents of Stable Diffusion have an eighth of the image's height and width.
 
 Source: Rombach et al. 2022, *High-Resolution Image Synthesis with Latent Diffusion Models*, and its code,
-github.com/CompVis/latent-diffusion; weights as `diffusers` keeps them. It differs from that code in its layout only.
+github.com/CompVis/latent-diffusion. Weights are stored as in `diffusers`. Only the layout differs from that code.
 
 Dims: c = channels, h x w = height and width, latent = channels of the latents.
 """
@@ -23,11 +25,11 @@ from .diffusion import Resnet, apply, check_groups, diffusers, mirrored, size_of
 from .hf import ConfigReader, Field, FolderConfig, Only, Pretrained, Row, WeightMap
 from .nn import Attention, check_sizes
 
-_EPS = 1e-6  # of every norm here
+_EPS = 1e-6  # of all norms here
 
 
 def _block_types(key: str, kind: str) -> Row:
-    """The types of the blocks: one type for all."""
+    """Checks the types of the blocks. Only one type is implemented."""
     of_blocks = lambda n: [kind] * n  # noqa: E731
     return Only(
         key,
@@ -39,22 +41,24 @@ def _block_types(key: str, kind: str) -> Row:
 
 @dataclass(frozen=True)
 class VAEConfig(FolderConfig):
-    """The sizes of an autoencoder; the defaults are those of diffusers, of one small block.
+    """The sizes of an autoencoder. The defaults are those of diffusers, with one small block.
 
     **Arguments:**
 
-    - `in_channels`, `out_channels`, `latent_channels`: of what is encoded, of what is decoded, and of what is between.
-    - `block_channels`: of the blocks of the encoder, the decoder's the other way round; each but the last halves height
-        and width.
-    - `layers_per_block`: residual blocks in each of the encoder's; the decoder's have one more.
-    - `norm_groups`: of every norm; it divides all `block_channels`.
-    - `scaling_factor`, `shift_factor`: a diffusion model works on `(latents - shift_factor) * scaling_factor`, so that
-        they have unit variance; the model here neither multiplies nor shifts.
-    - `has_mid_attention`: whether the innermost blocks attend.
-    - `has_quant_conv`, `has_post_quant_conv`: whether a 1x1 convolution follows the encoder, precedes the decoder.
-    - `sample_size`: pixels of the images that it was trained on, for pipelines; any size can be encoded.
+    - `in_channels`, `out_channels`, `latent_channels`: the channels of the encoder's input, the decoder's output, and the
+        latents.
+    - `block_channels`: the channels of the encoder's blocks; the decoder has them in reverse order. Each block but the last
+        halves height and width.
+    - `layers_per_block`: the number of residual blocks in each block of the encoder. The decoder's blocks have one more.
+    - `norm_groups`: the number of groups of every norm; it divides all `block_channels`.
+    - `scaling_factor`, `shift_factor`: a diffusion model works on `(latents - shift_factor) * scaling_factor`, so that they
+        have unit variance. The autoencoder itself applies neither.
+    - `has_mid_attention`: whether the middle blocks have attention.
+    - `has_quant_conv`, `has_post_quant_conv`: whether a 1x1 convolution follows the encoder, and whether one precedes the
+        decoder.
+    - `sample_size`: the height and width of the training images, in pixels, for pipelines. Any size can be encoded.
     - `remat`: whether the backward pass recomputes each residual block.
-    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for sizes below 1, and for groups that do not divide the channels.
     """
@@ -80,12 +84,12 @@ class VAEConfig(FolderConfig):
 
     @classmethod
     def sd(cls) -> "VAEConfig":
-        """The autoencoder of Stable Diffusion 1 and 2, of 84 million parameters."""
+        """The autoencoder of Stable Diffusion 1 and 2, with 84 million parameters."""
         return cls(block_channels=(128, 256, 512, 512), layers_per_block=2, sample_size=512)
 
     rows = (
         *diffusers("AutoencoderKL"),
-        Only("act_fn", "silu", "swish"),  # two names of one function
+        Only("act_fn", "silu", "swish"),  # two names for the same function
         Field("in_channels"),
         Field("out_channels"),
         Field("latent_channels"),
@@ -104,28 +108,28 @@ class VAEConfig(FolderConfig):
 
 
 class Posterior(eqx.Module):
-    """The latents of an image as a normal distribution, each entry independent of the others."""
+    """The distribution of an image's latents: a normal distribution with independent entries."""
 
     mean: Float[Array, "latent h w"]
     log_variance: Float[Array, "latent h w"]
 
     @property
     def mode(self) -> Float[Array, "latent h w"]:
-        """The likeliest latents."""
+        """The most likely latents."""
         return self.mean
 
     def sample(self, key: PRNGKeyArray) -> Float[Array, "latent h w"]:
-        """Latents drawn from it."""
+        """Latents drawn from the distribution."""
         noise = jax.random.normal(key, self.mean.shape, self.mean.dtype)
         return self.mean + jnp.exp(self.log_variance / 2) * noise
 
     def kl(self) -> Float[Array, ""]:
-        """Its divergence from the standard normal in nats, over all entries: what training adds to the error."""
+        """The KL divergence from the standard normal in nats, summed over all entries: a term of the training loss."""
         return (jnp.square(self.mean) + jnp.exp(self.log_variance) - 1 - self.log_variance).sum() / 2
 
 
 def _resnets(channels: Sequence[int], config: VAEConfig, key: PRNGKeyArray) -> list[Resnet]:
-    """Residual blocks in a row, from the channels before, between and after them."""
+    """A sequence of residual blocks; `channels` are those before, between and after them."""
     keys = jax.random.split(key, len(channels) - 1)
     return [
         Resnet(*pair, groups=config.norm_groups, eps=_EPS, key=key)
@@ -134,7 +138,7 @@ def _resnets(channels: Sequence[int], config: VAEConfig, key: PRNGKeyArray) -> l
 
 
 class AttentionBlock(eqx.Module):
-    """Attention of one head among all pixels, added to what came in."""
+    """Single-head attention over all pixels, with a residual connection."""
 
     group_norm: eqx.nn.GroupNorm
     attention: Attention
@@ -157,7 +161,7 @@ class AttentionBlock(eqx.Module):
 
 
 class MidBlock(eqx.Module):
-    """The innermost block: residual, attention, residual."""
+    """The innermost block: a residual block, attention, and another residual block."""
 
     resnets: list[Resnet]
     attentions: list[AttentionBlock]
@@ -178,7 +182,7 @@ class MidBlock(eqx.Module):
 
 
 class DownBlock(eqx.Module):
-    """Residual blocks, then half of height and width but for the last of these blocks."""
+    """Residual blocks, then downsampling to half of height and width, except in the last block."""
 
     resnets: list[Resnet]
     downsampler: eqx.nn.Conv2d | None
@@ -187,7 +191,7 @@ class DownBlock(eqx.Module):
     def __init__(self, in_channels: int, out_channels: int, is_last: bool, config: VAEConfig, *, key: PRNGKeyArray):
         resnets_key, sampler_key = jax.random.split(key)
         self.resnets = _resnets([in_channels, *[out_channels] * config.layers_per_block], config, resnets_key)
-        padding = ((0, 1), (0, 1))  # after the last row and column only
+        padding = ((0, 1), (0, 1))  # only after the last row and column
         sampler = functools.partial(eqx.nn.Conv2d, stride=2, padding=padding, key=sampler_key)
         self.downsampler = None if is_last else sampler(out_channels, out_channels, 3)
         self.remat = config.remat
@@ -199,7 +203,7 @@ class DownBlock(eqx.Module):
 
 
 class UpBlock(eqx.Module):
-    """Residual blocks, then twice the height and width but for the last of these blocks."""
+    """Residual blocks, then upsampling to twice the height and width, except in the last block."""
 
     resnets: list[Resnet]
     upsampler: eqx.nn.Conv2d | None
@@ -219,7 +223,7 @@ class UpBlock(eqx.Module):
 
 
 class Encoder(eqx.Module):
-    """From an image to twice the channels of its latents."""
+    """From an image to a tensor with twice the latents' channels: their mean and log-variance."""
 
     conv_in: eqx.nn.Conv2d
     down_blocks: list[DownBlock]
@@ -271,7 +275,7 @@ class Decoder(eqx.Module):
 
 
 class VAE(Pretrained):
-    """An autoencoder of images in [-1, 1]. Called on one image; `jax.vmap` it over a batch.
+    """An autoencoder of images in [-1, 1]. Call it on one image; `jax.vmap` it over a batch.
 
     ```python
     model = VAE(VAEConfig.sd(), key=jax.random.key(0))
@@ -295,7 +299,7 @@ class VAE(Pretrained):
         """**Arguments:**
 
         - `config`: the sizes.
-        - `key`: draws the weights as torch does, uniform in ±1 / sqrt(inputs), biases too; norms are 1.
+        - `key`: draws the weights and biases as torch does, uniformly in ±1 / sqrt(inputs). Norms are initialized to 1.
         """
         keys = jax.random.split(key, 4)
         n = config.latent_channels
@@ -306,12 +310,12 @@ class VAE(Pretrained):
         self.config = config
 
     def __call__(self, image: Float[Array, "c h w"], *, key: PRNGKeyArray | None = None) -> Float[Array, "out h2 w2"]:
-        """An image encoded and decoded.
+        """Encodes and decodes an image.
 
         **Arguments:**
 
-        - `image`: height and width that all halvings divide come back as they were.
-        - `key`: draws the latents; the likeliest are taken where it is None.
+        - `image`: its shape is kept if its height and width are divisible by the total downsampling factor.
+        - `key`: draws the latents. None takes the most likely ones.
         """
         posterior = self.encode(image)
         return self.decode(posterior.mode if key is None else posterior.sample(key))
@@ -325,17 +329,17 @@ class VAE(Pretrained):
         return Posterior(mean, jnp.clip(log_variance, -30.0, 20.0))
 
     def decode(self, latents: Float[Array, "latent h w"]) -> Float[Array, "out h2 w2"]:
-        """The image of some latents."""
+        """The image that these latents decode to."""
         with jax.named_scope("decode"):
             return self.decoder(latents if self.post_quant_conv is None else self.post_quant_conv(latents))
 
     @staticmethod
     def weight_map(config: VAEConfig) -> WeightMap:
-        """Where each tensor of an `AutoencoderKL` folder is in the tree."""
+        """Maps the tensors of an `AutoencoderKL` folder to the tree's leaves."""
         return _weight_map(config)
 
 
-# The spelling of folders that were written before diffusers 0.17, Stable Diffusion's own among them.
+# The names in folders from before diffusers 0.17, including those of Stable Diffusion.
 _OLD = (("query", "to_q"), ("key", "to_k"), ("value", "to_v"), ("proj_attn", "to_out.0"))
 
 

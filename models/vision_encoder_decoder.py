@@ -4,7 +4,7 @@ Source: Vinyals et al. 2015, *Show and Tell: A Neural Image Caption Generator*, 
 Rothe et al. 2020, *Leveraging Pre-trained Checkpoints for Sequence Generation Tasks*, for joining two pretrained halves by
 new cross-attentions. As the `VisionEncoderDecoderModel` of `transformers`, of which it has these two halves only.
 
-Dims: channels = colours, memory = 1 + patches of one image, target = tokens of one text, d = width of the decoder.
+Dims: channels = color channels, memory = 1 + patches of one image, target = tokens of one text, d = width of the decoder.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ class VisionEncoderDecoderConfig(FolderConfig):
 
     - `encoder`, `decoder`: the halves; the decoder has a cross-attention. Where their widths differ, what the encoder makes
         is projected.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the first and last token of a text, and the padding.
-    - `decoder_start_token_id`: the decoder's first token.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
+    - `decoder_start_token_id`: the id of the decoder's first token.
     - `generation`: the folder's defaults for the arguments of `generate`.
-    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for a decoder without a cross-attention.
     """
@@ -210,9 +210,9 @@ class VisionEncoderDecoder(Pretrained):
 
         **Arguments:**
 
-        - `pixels`: one image of `[n_channels, image_size, image_size]`, normalised as the checkpoint wants it.
+        - `pixels`: one image of `[n_channels, image_size, image_size]`, normalized as the checkpoint expects.
         - `decoder_ids`: token ids below `vocab_size`, at most `n_positions`; they begin with `decoder_start_token_id`.
-        - `decoder_mask`: which of them are tokens, and not padding on either side; None for all. Positions count tokens.
+        - `decoder_mask`: True for tokens, False for padding on either side; None if all are tokens. Positions count tokens.
         - `key`: for dropout; not needed in inference.
 
         Raises ValueError for an image of another shape, and for more ids than positions.
@@ -258,7 +258,7 @@ class VisionEncoderDecoder(Pretrained):
         - `memory`: what `encode` returned; its keys and values are computed here, once.
         - `memory_mask`: which rows of it are seen; None for all, as in a call.
 
-        Raises ValueError for more tokens than positions.
+        Raises ValueError if `length` exceeds the number of positions.
         """
         return self.decoder.init_cache(length, memory, memory_mask)
 
@@ -271,7 +271,7 @@ class VisionEncoderDecoder(Pretrained):
 
         - `ids`, `mask`: as the decoder's for a call; padding is on the left, so that the last one is a token.
 
-        Raises ValueError for more ids than positions.
+        Raises ValueError if there are more ids than positions.
         """
         return self.decoder.decode(ids, cache, mask=mask)
 

@@ -1,10 +1,11 @@
-"""ViT: an image cut into patches, and a transformer over them and a class token; norms before each part.
+"""ViT: a pre-norm transformer over the patches of an image and a class token.
 
 Source: Dosovitskiy et al. 2021, *An Image is Worth 16x16 Words: Transformers for Image Recognition at Scale*
-(arXiv:2010.11929), and its code, github.com/google-research/vision_transformer. It differs from that code in two things, as
-`transformers` does: 1e-12 is added to variances in place of 1e-6, and all first weights are normal.
+(arXiv:2010.11929), and its code, github.com/google-research/vision_transformer. It differs from that code in two points, as
+`transformers` does: 1e-12 is added to variances instead of 1e-6, and all initial weights are drawn from a normal
+distribution.
 
-Dims: channels = colours, patches = rows x columns of one image, tokens = 1 + patches, d = width of the model,
+Dims: channels = color channels, patches = rows x columns of one image, tokens = 1 + patches, d = width of the model,
 heads x size = d.
 """
 
@@ -40,7 +41,7 @@ from .nn import Attention, Stack, check_heads, check_patches, check_rates, check
 
 
 def _side(reader: ConfigReader, key: str, default: int) -> int:
-    """Height and width, which are one number here; a file may give both."""
+    """Height and width, which must be equal here. A file may hold one number or both."""
     value = reader.get(key, None)
     if isinstance(value, list):
         if len(value) != 2 or value[0] != value[1]:
@@ -51,23 +52,26 @@ def _side(reader: ConfigReader, key: str, default: int) -> int:
 
 @dataclass(frozen=True)
 class ViTConfig(FolderConfig):
-    """The sizes and rates of a ViT; the defaults are those of `transformers`, the sizes of the published ViT-B/16.
+    """The sizes and dropout rates of a ViT. The defaults are those of `transformers`, with the sizes of the published
+    ViT-B/16.
 
     **Arguments:**
 
-    - `image_size`, `patch_size`, `n_channels`: height and width of an image and of a patch, in pixels; colours.
-    - `d_model`, `d_ff`: the width, and that inside an MLP.
-    - `n_layers`, `n_heads`: blocks, and heads in each; `n_heads` divides `d_model`.
-    - `n_classes`: what a `ViTForImageClassification` tells apart. Their names are in `extra`: `id2label` and `label2id`.
-    - `dropout`: the rate of what is embedded and of what is added to the residual stream, in [0, 1).
-    - `attention_dropout`: the rate of attention weights.
-    - `layer_norm_eps`: added to the variance.
+    - `image_size`, `patch_size`, `n_channels`: the height and width of an image and of a patch, in pixels, and the number of
+        color channels.
+    - `d_model`, `d_ff`: the width of the model, and the inner width of an MLP.
+    - `n_layers`, `n_heads`: the number of blocks, and of heads in each block; `n_heads` divides `d_model`.
+    - `n_classes`: the number of classes of a `ViTForImageClassification`. Their names are in `extra`: `id2label` and
+        `label2id`.
+    - `dropout`: the dropout rate of embeddings and of additions to the residual stream, in [0, 1).
+    - `attention_dropout`: the dropout rate of attention weights.
+    - `layer_norm_eps`: added to the variance in layer norms.
     - `has_qkv_bias`: whether query, key and value have biases.
-    - `has_pooler`: whether a `ViT` by itself can `pool`; a classifier has no pooler, whatever this says.
-    - `init_std`: standard deviation of the first weights. The published 0.02 is for widths of 768 and more: narrow models
-        learn sooner from a larger one.
+    - `has_pooler`: whether a `ViT` without a head has a pooler, for `pool`. A classifier never has one.
+    - `init_std`: standard deviation of the initial weights. The published 0.02 suits widths of 768 and more; narrower models
+        learn faster with a larger one.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `extra`: keys of a folder's `config.json` that do not change the model, kept to be written back.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for sizes below 1, a patch larger than the image, heads that do not divide the width, and rates outside
     [0, 1).
@@ -98,26 +102,26 @@ class ViTConfig(FolderConfig):
 
     @property
     def n_patches(self) -> int:
-        """Of one image. Pixels beyond the last whole patch are not seen."""
+        """The number of patches of an image. Pixels beyond the last complete patch are ignored."""
         return (self.image_size // self.patch_size) ** 2
 
     def without_dropout(self) -> "ViTConfig":
-        """The same with both rates 0."""
+        """The same config without dropout."""
         return replace(self, dropout=0.0, attention_dropout=0.0)
 
     @classmethod
     def vit_base_patch16_224(cls) -> "ViTConfig":
-        """The published ViT-B/16 for the 1000 classes of ImageNet, of 87 million parameters."""
+        """The published ViT-B/16 for the 1000 classes of ImageNet, with 87 million parameters."""
         return cls(n_classes=1000)
 
     @classmethod
     def vit_large_patch16_224(cls) -> "ViTConfig":
-        """The published ViT-L/16 for the 1000 classes of ImageNet, of 304 million parameters."""
+        """The published ViT-L/16 for the 1000 classes of ImageNet, with 304 million parameters."""
         return cls(d_model=1024, d_ff=4096, n_layers=24, n_heads=16, n_classes=1000)
 
     @classmethod
     def vit_huge_patch14(cls) -> "ViTConfig":
-        """The published ViT-H/14 for the 1000 classes of ImageNet, of 632 million parameters."""
+        """The published ViT-H/14 for the 1000 classes of ImageNet, with 632 million parameters."""
         return cls(patch_size=14, d_model=1280, d_ff=5120, n_layers=32, n_heads=16, n_classes=1000)
 
     rows = (
@@ -138,12 +142,12 @@ class ViTConfig(FolderConfig):
         Only("pooler_act", "tanh"),
         Only("pooler_output_size", lambda known: (None, known["d_model"]), save=lambda config: config.d_model),
         Field("initializer_range", "init_std"),
-        # It does not describe a pooler (see `ViT.read_config`).
+        # `config.json` does not describe a pooler (see `ViT.read_config`).
     )
 
 
 class Mlp(eqx.Module):
-    """Two layers, the inner one wider."""
+    """Two linear layers with GELU between them, the inner one wider."""
 
     up: eqx.nn.Linear
     down: eqx.nn.Linear
@@ -158,7 +162,7 @@ class Mlp(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention and MLP, each normed before and added after."""
+    """Attention and MLP, each pre-norm and residual."""
 
     attention_norm: eqx.nn.LayerNorm
     attention: Attention
@@ -193,7 +197,7 @@ class Block(eqx.Module):
 
 
 class ViT(Pretrained):
-    """ViT without a head, from pixels to the hidden states of a class token and all patches. Called on one image.
+    """ViT without a head, from pixels to the hidden states of a class token and all patches. Call it on one image.
 
     ```python
     model = ViT(ViTConfig.vit_base_patch16_224(), key=jax.random.key(0))
@@ -201,10 +205,10 @@ class ViT(Pretrained):
     pooled = jax.vmap(model.pool)(hidden)  # [batch, d]
     ```
 
-    `eqx.nn.inference_mode(model)` takes dropout out, where the config has any.
+    `eqx.nn.inference_mode(model)` turns dropout off, if the config has any.
 
-    `ViT.from_pretrained` also reads the folder of a classifier, without its head; the model has no pooler then. For a folder
-    that was saved without a pooler, `transformers` draws a new one.
+    `ViT.from_pretrained` also reads the folder of a classifier, without its head. The model then has no pooler. If a model
+    without a pooler is saved, `transformers` initializes a new one when it loads the folder.
     """
 
     config_class = ViTConfig
@@ -223,8 +227,8 @@ class ViT(Pretrained):
     def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates.
-        - `key`: draws the weights as transformers' code does: N(0, `init_std`²), biases 0, norms 1.
+        - `config`: the sizes and dropout rates.
+        - `key`: draws the weights as `transformers` does: N(0, `init_std`²), biases 0, norms 1.
         """
         patches_key, class_key, positions_key, stack_key, pooler_key = jax.random.split(key, 5)
         d, std, size = config.d_model, config.init_std, config.patch_size
@@ -242,11 +246,11 @@ class ViT(Pretrained):
     def __call__(
         self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "tokens d"]:
-        """The hidden states of the class token, which comes first, and of each patch, row by row; normed.
+        """The normalized hidden states of the class token (first) and of each patch, row by row.
 
         **Arguments:**
 
-        - `pixels`: one image of `[n_channels, image_size, image_size]`, normalised as the checkpoint wants it.
+        - `pixels`: one image of `[n_channels, image_size, image_size]`, normalized as the checkpoint expects.
         - `key`: for dropout; not needed in inference.
 
         Raises ValueError for an image of another shape.
@@ -262,9 +266,9 @@ class ViT(Pretrained):
         return norm(self.norm, self.stack(x, key=stack_key))
 
     def pool(self, hidden: Float[Array, "tokens d"]) -> Float[Array, " d"]:
-        """What stands for the whole image: the class token's hidden state, through one more layer and tanh.
+        """The vector that represents the image: the class token's hidden state after one more linear layer and tanh.
 
-        Raises ValueError where the model has no pooler.
+        Raises ValueError if the model has no pooler.
         """
         if self.pooler is None:
             raise ValueError(
@@ -275,23 +279,24 @@ class ViT(Pretrained):
 
     @classmethod
     def read_config(cls, folder: Path) -> ViTConfig:
-        """The config of a folder, with a pooler where the folder has its weights; nothing else tells."""
+        """The config of a folder. It has a pooler if the folder has the pooler's weights, as `config.json` does not say
+        so."""
         has_pooler = is_on_disk(folder, cls.weights_name, "pooler.dense.weight")
         return replace(super().read_config(folder), has_pooler=has_pooler)
 
     @staticmethod
     def weight_map(config: ViTConfig) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         return WeightMap(
             tensors=_tensors(config),
-            # Of classifiers, and a pooler that is not wanted.
+            # The head of a classifier, and a pooler that is not wanted.
             ignored=("classifier.*", *(() if config.has_pooler else ("pooler.*",))),
             aliases=((r"^vit\.", ""),),
             modules=_MODULES,
         )
 
 
-# What transformers 5 calls the modules in memory, other than in files.
+# The names of transformers 5's modules in memory, which differ from those in files.
 _MODULES = (
     (r"encoder\.layer\.(\{\}|\d+)\.attention\.attention\.(query|key|value)", r"layers.\1.attention.\2"),
     (r"(?<=\.attention\.)(q|k|v)(uery|ey|alue)$", r"\1_proj"),
@@ -326,14 +331,14 @@ def _tensors(config: ViTConfig) -> list[StoredTensor]:
 
 
 class ViTForImageClassification(Pretrained):
-    """ViT with a head, from pixels to the logits of each class. Called on one image.
+    """ViT with a head, from pixels to the logits of each class. Call it on one image.
 
     ```python
     model = ViTForImageClassification(ViTConfig.vit_base_patch16_224(), key=jax.random.key(0))
     logits = jax.vmap(model)(pixels)  # [batch, n_classes]
     ```
 
-    For classes of your own, put a pretrained `ViT` into a new classifier:
+    To use your own classes, put a pretrained `ViT` into a new classifier:
 
     ```python
     vit, config = ViT.from_pretrained(folder, has_pooler=False)
@@ -353,7 +358,7 @@ class ViTForImageClassification(Pretrained):
     def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates.
+        - `config`: the sizes and dropout rates.
         - `key`: draws the weights: those of the `ViT` as it does itself, the head's N(0, `init_std`²).
         """
         vit_key, classifier_key = jax.random.split(key)
@@ -364,14 +369,14 @@ class ViTForImageClassification(Pretrained):
     def __call__(
         self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, " classes"]:
-        """The logits of each class. The arguments are those of `ViT`."""
+        """The logits of each class. See `ViT` for the arguments."""
         hidden = self.vit(pixels, key=key)
         with jax.named_scope("head"):
             return linear(self.classifier, hidden[0])
 
     @staticmethod
     def weight_map(config: ViTConfig) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         names = _tensors(replace(config, has_pooler=False))
         tensors = [*within("vit.", "vit.", names), *same_layer("classifier", "classifier")]
         return WeightMap(tensors=tensors, modules=_MODULES)
