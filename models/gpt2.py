@@ -1,8 +1,8 @@
-"""GPT-2: learned positions, norms before each part, GELU by tanh, the head tied to the embedding.
+"""GPT-2: a pre-norm decoder with learned positions, GELU by tanh, and a tied output head.
 
-Source: Radford et al. 2019, *Language Models are Unsupervised Multitask Learners*, and its code,
-github.com/openai/gpt-2. It differs from that code in its layout only: query, key and value are three layers in place of
-one, so that a plan splits each by whole heads.
+Source: Radford et al. 2019, *Language Models are Unsupervised Multitask Learners*, and its code, github.com/openai/gpt-2.
+Only the layout differs from that code: query, key and value are three layers instead of one, so that a plan shards each of
+them by whole heads.
 
 Dims: seq = tokens of one example, d = width of the model, heads x size = d.
 """
@@ -62,7 +62,7 @@ _ALIASES = {
 
 @dataclass(frozen=True)
 class GPT2Config(FolderConfig):
-    """The sizes and rates of a GPT-2; the defaults are the smallest published one.
+    """The sizes and dropout rates of GPT-2. The defaults are those of the smallest published one.
 
     **Arguments:**
 
@@ -73,10 +73,10 @@ class GPT2Config(FolderConfig):
     - `embedding_dropout`, `attention_dropout`, `residual_dropout`: dropout rates in [0, 1).
     - `layer_norm_eps`: added to the variance in layer norms.
     - `is_tied`: whether the output head shares the embedding's weight.
-    - `has_cross_attention`: whether each block also attends to a memory, as a captioning decoder's do.
+    - `has_cross_attention`: whether each block also attends to a memory, as in a captioning decoder.
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
-    - `init_std`: standard deviation of the initial weights; half of it for positions. The published 0.02 is for widths of
-        768 and more: narrow models learn sooner from a larger one.
+    - `init_std`: standard deviation of the initial weights; half of it for positions. The published 0.02 suits widths of 768
+        and more; narrower models learn faster with a larger one.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `generation`: the folder's defaults for the arguments of `generate`.
     - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
@@ -109,27 +109,27 @@ class GPT2Config(FolderConfig):
         check_rates(self, "embedding_dropout", "attention_dropout", "residual_dropout")
 
     def without_dropout(self) -> "GPT2Config":
-        """The same with all three rates 0."""
+        """The same config without dropout."""
         return replace(self, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
 
     @classmethod
     def gpt2(cls) -> "GPT2Config":
-        """The published GPT-2 of 124 million parameters."""
+        """The published GPT-2 with 124 million parameters."""
         return cls()
 
     @classmethod
     def medium(cls) -> "GPT2Config":
-        """The published GPT-2 of 355 million parameters."""
+        """The published GPT-2 with 355 million parameters."""
         return cls(d_model=1024, n_layers=24, n_heads=16)
 
     @classmethod
     def large(cls) -> "GPT2Config":
-        """The published GPT-2 of 774 million parameters."""
+        """The published GPT-2 with 774 million parameters."""
         return cls(d_model=1280, n_layers=36, n_heads=20)
 
     @classmethod
     def xl(cls) -> "GPT2Config":
-        """The published GPT-2 of 1.6 billion parameters."""
+        """The published GPT-2 with 1.6 billion parameters."""
         return cls(d_model=1600, n_layers=48, n_heads=25)
 
     rows = (
@@ -156,7 +156,8 @@ class GPT2Config(FolderConfig):
 
 
 def _residual_std(config: GPT2Config) -> float:
-    """For what is added to the residual stream, twice a block: the paper scales it by 1 / sqrt(additions)."""
+    """The standard deviation for layers that add to the residual stream, two in each block. The paper scales it by 1 /
+    sqrt(additions)."""
     return config.init_std / (2 * config.n_layers) ** 0.5
 
 
@@ -175,7 +176,7 @@ def _attention(config: GPT2Config, key: PRNGKeyArray) -> Attention:
 
 
 class Mlp(eqx.Module):
-    """Two layers, the inner one four times as wide."""
+    """Two linear layers with GELU between them, the inner width four times the outer."""
 
     up: eqx.nn.Linear
     down: eqx.nn.Linear
@@ -191,7 +192,7 @@ class Mlp(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention and MLP, and a cross-attention between them where there is a memory; each normed before, added after."""
+    """Attention, cross-attention (if configured) and MLP, each pre-norm and residual."""
 
     attention_norm: eqx.nn.LayerNorm
     attention: Attention
@@ -239,13 +240,13 @@ class Block(eqx.Module):
         return x, cache
 
     def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
-        """The cross-attention's keys and values."""
+        """The keys and values for the cross-attention."""
         assert self.cross_attention is not None and memory is not None
         return self.cross_attention.project_memory(memory)
 
 
 class GPT2(Decoder, Pretrained):
-    """GPT-2, from token ids to the logits of each next token. Called on one example; `jax.vmap` it over a batch.
+    """GPT-2, from token ids to the logits of each next token. Call it on one example; `jax.vmap` it over a batch.
 
     ```python
     model = GPT2(GPT2Config.gpt2(), key=jax.random.key(0))
@@ -261,7 +262,7 @@ class GPT2(Decoder, Pretrained):
     architectures = ("GPT2LMHeadModel", "GPT2Model")
 
     embedding: eqx.nn.Embedding
-    # An array and not an `eqx.nn.Embedding`: it is mostly read as a slice, so a plan must not split its rows.
+    # An array instead of an `eqx.nn.Embedding`: it is mostly read as a slice, so a plan must not shard its rows.
     positions: Float[Array, "n_positions d"]
     dropout: eqx.nn.Dropout
     stack: Stack[Block]
@@ -273,8 +274,8 @@ class GPT2(Decoder, Pretrained):
         """**Arguments:**
 
         - `config`: the sizes and dropout rates.
-        - `key`: draws the weights as OpenAI's code does: N(0, `init_std`²), positions N(0, (`init_std` / 2)²), what is
-            added to the residual stream scaled by `1 / sqrt(2 * n_layers)`, biases 0, norms 1.
+        - `key`: draws the weights as OpenAI's code does: N(0, `init_std`²), positions N(0, (`init_std` / 2)²), layers that
+            add to the residual stream scaled by `1 / sqrt(2 * n_layers)`, biases 0, norms 1.
         """
         embedding_key, positions_key, stack_key = jax.random.split(key, 3)
         vocab, d, std = config.vocab_size, config.d_model, config.init_std
@@ -296,16 +297,17 @@ class GPT2(Decoder, Pretrained):
         memory_mask: Bool[Array, " memory"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq vocab"]:
-        """The logits of the token after each of `ids`, given it and those before it.
+        """The logits of the token that follows each of `ids`, given that token and all before it.
 
         **Arguments:**
 
         - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
-        - `mask`: False for padding, which may be on either side; None if there is none. Positions count tokens.
-        - `memory`, `memory_mask`: what the cross-attentions attend to, and which rows of it; None where there are none.
+        - `mask`: True for tokens, False for padding on either side; None if all are tokens. Positions count tokens only.
+        - `memory`, `memory_mask`: the sequence for the cross-attentions, and True for its rows that are attended to. None if
+            there are no cross-attentions.
         - `key`: for dropout; not needed in inference.
 
-        Raises ValueError for more ids than positions, and for a memory without a cross-attention or the reverse.
+        Raises ValueError if there are more ids than positions, and for a memory without cross-attentions or the reverse.
         """
         return self.logits(self.hidden(ids, mask=mask, memory=memory, memory_mask=memory_mask, key=key))
 
@@ -318,7 +320,8 @@ class GPT2(Decoder, Pretrained):
         memory_mask: Bool[Array, " memory"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
-        """What `logits` takes: the residual stream after all blocks, normed. The arguments are those of a call."""
+        """The input of `logits`: the residual stream after all blocks and the final norm. See `__call__` for the
+        arguments."""
         check_length("ids", ids.shape[0], self.config.n_positions)
         if (memory is not None) != self.config.has_cross_attention:
             wanted, got = "one" if memory is None else "None", "None" if memory is None else memory.shape
@@ -339,11 +342,11 @@ class GPT2(Decoder, Pretrained):
         memory: Float[Array, "memory d"] | None = None,
         memory_mask: Bool[Array, " memory"] | None = None,
     ) -> Cache:
-        """An empty cache for one example of at most `length` tokens, padding included.
+        """An empty cache for one example of at most `length` tokens, including padding.
 
         **Arguments:**
 
-        - `memory`, `memory_mask`: as for a call; their keys and values are computed here, once.
+        - `memory`, `memory_mask`: as for a call. The memory's keys and values are computed here, once.
 
         Raises ValueError if `length` exceeds the number of positions.
         """
@@ -366,7 +369,8 @@ class GPT2(Decoder, Pretrained):
 
     @staticmethod
     def weight_map(config: GPT2Config) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf. Its matrices are `[in, out]`, query, key and value in one."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves. There, matrices are `[in, out]`, and query, key
+        and value are one."""
         block = [
             *same_layer("ln_1", "attention_norm"),
             *fused("attn.c_attn", ("attention.query", "attention.key", "attention.value"), is_transposed=True),
@@ -390,7 +394,7 @@ class GPT2(Decoder, Pretrained):
                 *same_layer("transformer.ln_f", "norm"),
                 *([] if config.is_tied else [same("lm_head.weight", "head.weight")]),
             ],
-            # The masks that old files carry.
+            # Attention masks in old files.
             ignored=("*.attn.bias", "*.attn.masked_bias", "*.crossattention.bias", "*.crossattention.masked_bias"),
             copies={"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {},
             untied_by="tie_word_embeddings",

@@ -1,8 +1,10 @@
-"""GPT-J: rotary positions on a part of each head, attention and MLP side by side behind one norm, a head with a bias.
+"""GPT-J: a decoder with rotary positions whose attention and MLP run in parallel after one norm.
+
+Only a part of each head is rotary. The output head has a bias.
 
 Source: Wang and Komatsuzaki 2021, *GPT-J-6B: A 6 Billion Parameter Autoregressive Language Model*, and its code,
-github.com/kingoflolz/mesh-transformer-jax. It differs from that code in the first weights, which are drawn as
-`transformers` draws them.
+github.com/kingoflolz/mesh-transformer-jax. Only the initial weights differ from that code: they are drawn as in
+`transformers`.
 
 Dims: seq = tokens of one example, d = width of the model, heads x size = d, pairs = half of the rotary dims of a head.
 """
@@ -63,7 +65,7 @@ _ALIASES = {
 
 @dataclass(frozen=True)
 class GPTJConfig(FolderConfig):
-    """The sizes and rates of a GPT-J; the defaults are the published one.
+    """The sizes and dropout rates of GPT-J. The defaults are those of the published one.
 
     **Arguments:**
 
@@ -72,10 +74,10 @@ class GPTJConfig(FolderConfig):
     - `d_model`: the width of the model.
     - `d_mlp`: the MLP's inner width; None for four times `d_model`.
     - `n_layers`, `n_heads`: the number of blocks, and of heads in each block; `n_heads` divides `d_model`.
-    - `rotary_size`: how many dims of each head are rotary, the first ones; even.
+    - `rotary_size`: the number of rotary dims of each head, which are its first ones; even.
     - `embedding_dropout`, `attention_dropout`, `residual_dropout`: dropout rates in [0, 1).
     - `layer_norm_eps`: added to the variance in layer norms.
-    - `is_tied`: whether the head's weight is the embedding's. Its bias is its own in either case.
+    - `is_tied`: whether the output head shares the embedding's weight. Its bias is separate in either case.
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
     - `init_std`: standard deviation of the initial weights.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
@@ -120,12 +122,12 @@ class GPTJConfig(FolderConfig):
             )
 
     def without_dropout(self) -> "GPTJConfig":
-        """The same with all three rates 0."""
+        """The same config without dropout."""
         return replace(self, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
 
     @classmethod
     def gptj_6b(cls) -> "GPTJConfig":
-        """The published GPT-J of 6 billion parameters."""
+        """The published GPT-J with 6 billion parameters."""
         return cls()
 
     rows = (
@@ -150,14 +152,14 @@ class GPTJConfig(FolderConfig):
 
 
 def rotation(positions: Int[Array, " seq"], size: int) -> Rotation:
-    """Cosines and sines of the rotary angles of `size / 2` pairs of dims; later pairs have lower frequencies."""
+    """Cosines and sines of the rotary angles of `size / 2` pairs of dims. Later pairs have lower frequencies."""
     frequencies = 10000.0 ** (-jnp.arange(0, size, 2) / size)
     angles = rearrange(positions[:, None] * frequencies, "seq pairs -> seq 1 pairs")
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def apply_rotary(x: Float[Array, "seq heads size"], rotation: Rotation) -> Float[Array, "seq heads size"]:
-    """Rotates the first dims of each head: dims 0 and 1 are a pair, 2 and 3 the next."""
+    """Rotates the first dims of each head. Dims 0 and 1 are a pair, 2 and 3 the next."""
     cos, sin = rotation
     n_rotary = 2 * cos.shape[-1]
     a, b = rearrange(x[..., :n_rotary], "seq heads (pairs two) -> two seq heads pairs", two=2)
@@ -181,7 +183,7 @@ def _attention(config: GPTJConfig, key: PRNGKeyArray) -> Attention:
 
 
 class Mlp(eqx.Module):
-    """Two layers with GELU, by tanh, between them."""
+    """Two linear layers with GELU (by tanh) between them."""
 
     up: eqx.nn.Linear
     down: eqx.nn.Linear
@@ -198,7 +200,7 @@ class Mlp(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention and MLP of the same normed input, both added to it at once."""
+    """Attention and MLP in parallel: both take the same normalized input, and both outputs are added to the input."""
 
     norm: eqx.nn.LayerNorm
     attention: Attention
@@ -232,7 +234,7 @@ class Block(eqx.Module):
 
 
 class GPTJ(Decoder, Pretrained):
-    """GPT-J, from token ids to the logits of each next token. Called on one example; `jax.vmap` it over a batch.
+    """GPT-J, from token ids to the logits of each next token. Call it on one example; `jax.vmap` it over a batch.
 
     ```python
     model = GPTJ(GPTJConfig.gptj_6b(), key=jax.random.key(0))
@@ -251,8 +253,8 @@ class GPTJ(Decoder, Pretrained):
     dropout: eqx.nn.Dropout
     stack: Stack[Block]
     norm: eqx.nn.LayerNorm
-    head: eqx.nn.Linear | None  # None where the logits are taken with the embedding
-    head_bias: Float[Array, " vocab"] | None  # then added to them
+    head: eqx.nn.Linear | None  # None if the output head shares the embedding's weight
+    head_bias: Float[Array, " vocab"] | None  # the head's bias in that case
     config: GPTJConfig = eqx.field(static=True)
 
     def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
@@ -290,7 +292,7 @@ class GPTJ(Decoder, Pretrained):
 
     @staticmethod
     def weight_map(config: GPTJConfig) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree\'s leaves."""
         block = [
             *same_layer("ln_1", "norm"),
             *same_layer("attn.q_proj", "attention.query", use_bias=False),
@@ -307,7 +309,7 @@ class GPTJ(Decoder, Pretrained):
                 *same_layer("transformer.ln_f", "norm"),
                 *([same("lm_head.bias", "head_bias")] if config.is_tied else same_layer("lm_head", "head")),
             ],
-            # The masks and the table of angles that old files carry.
+            # Attention masks and a table of angles in old files.
             ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions"),
             copies={"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {},
             untied_by="tie_word_embeddings",

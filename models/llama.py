@@ -1,13 +1,16 @@
-"""LLaMA 1, 2, 3 and 3.1, Mistral, Qwen2 and Qwen3: rotary positions, RMSNorm before each part, SwiGLU, grouped K/V heads.
+"""LLaMA 1, 2, 3 and 3.1, Mistral, Qwen2 and Qwen3: pre-norm decoders with rotary positions.
+
+They have RMSNorm, SwiGLU and grouped key/value heads.
 
 Sources: Touvron et al. 2023, *LLaMA* (arXiv:2302.13971) and *Llama 2* (arXiv:2307.09288); Dubey et al. 2024, *The Llama 3
 Herd of Models* (arXiv:2407.21783); Jiang et al. 2023, *Mistral 7B* (arXiv:2310.06825); *Qwen2* (arXiv:2407.10671); *Qwen3*
-(arXiv:2505.09388). They are one model with a few differences, which `LlamaConfig.model_type` names: Mistral sees a window of
-the last tokens, Qwen2 adds biases to query, key and value, Qwen3 norms each head's queries and keys. As in transformers, and
-unlike Meta's code, the first half of a head's dims is paired with the second half, not each even dim with the next.
+(arXiv:2505.09388). They are one architecture with a few differences, which `LlamaConfig.model_type` selects: Mistral attends
+to a window of the last tokens, Qwen2 adds biases to query, key and value, and Qwen3 normalizes each head's queries and keys.
+As in transformers, and unlike in Meta's code, rotary positions pair the first half of a head's dims with the second half,
+instead of each even dim with the next.
 
-Dims: seq = tokens of one example, d = width of the model, heads x size = width of the queries, groups x size = that of keys
-and values; kinds = ways in which layers are masked (one, or two where only some have a window).
+Dims: seq = tokens of one example, d = width of the model, heads x size = width of the queries, groups x size = width of keys
+and values, kinds = the number of different masks (one, or two if only some layers have a window).
 """
 
 import functools
@@ -57,7 +60,7 @@ from .nn import (
     token_positions,
 )
 
-# What one block passes to the next: the residual stream [seq, d], the cache, and the index of the layer.
+# Passed from block to block: the residual stream [seq, d], the cache, and the index of the layer.
 Carry = tuple[Array, Cache | None, Array]
 
 _ARCHITECTURES = {
@@ -66,7 +69,8 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# What each `model_type` means by keys that a `config.json` leaves out, where that is not the config's own default.
+# The defaults of each `model_type` for keys that are absent from `config.json`, where they are not the config's own
+# defaults.
 _QWEN = {
     "vocab_size": 151936,
     "n_positions": 32768,
@@ -90,12 +94,12 @@ _LLAMA3 = {"8b": {"d_mlp": 14336}, "70b": {"d_model": 8192, "d_mlp": 28672, "n_l
 
 
 def _head_size(size: int | None, known: Mapping[str, Any]) -> int | None:
-    """`head_size` from `head_dim`, which transformers writes also where it follows from the width. Qwen3 has a default."""
+    """Reads `head_size`: None if `head_dim` only repeats what follows from the width. Qwen3 has a default of its own."""
     return None if known["model_type"] != "qwen3" and size == known["d_model"] // known["n_heads"] else size
 
 
 class _Rope(Row):
-    """Base and scaling of the rotary positions."""
+    """The base and scaling of the rotary positions."""
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         theta, scaling = rope_from_hf(reader, known["n_positions"])
@@ -107,7 +111,7 @@ class _Rope(Row):
 
 
 class _Windows(Row):
-    """The window of Mistral and Qwen, and the layers that have it."""
+    """The attention window of Mistral and Qwen, and the layers that use it."""
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         model_type, n_layers = known["model_type"], known["n_layers"]
@@ -118,7 +122,7 @@ class _Windows(Row):
             return {"window": window}
         if not reader.get("use_sliding_window", False):
             window = None
-        first = reader.get("max_window_layers", 28, COUNT)  # the layers before it see everything
+        first = reader.get("max_window_layers", 28, COUNT)  # the layers before it have no window
         types = reader.get("layer_types", [])
         if types:
             accepted = ("full_attention", *(["sliding_attention"] if window is not None else []))
@@ -143,24 +147,27 @@ class _Windows(Row):
 
 @dataclass(frozen=True)
 class LlamaConfig(FolderConfig):
-    """The sizes and rates of a model of the LLaMA family; the defaults are the first LLaMA of 7 billion parameters.
+    """The sizes and the dropout rate of a model of the LLaMA family. The defaults are those of the first LLaMA with 7
+    billion parameters.
 
     **Arguments:**
 
     - `model_type`: `"llama"`, `"mistral"`, `"qwen2"` or `"qwen3"`.
     - `vocab_size`: the number of rows of the embedding. They can be sharded if `n_model_shards` divides it.
     - `n_positions`: the maximum length of an example, in tokens.
-    - `d_model`, `d_mlp`: widths of the model, and inside its MLPs.
+    - `d_model`, `d_mlp`: the width of the model, and the inner width of its MLPs.
     - `n_layers`, `n_heads`: the number of blocks, and of heads in each block.
-    - `n_kv_heads`: heads of keys and values, a divisor of `n_heads`; None for as many.
-    - `head_size`: width of one head, even; None for `d_model / n_heads`.
-    - `window`: how many tokens each one sees, itself included; None for all before it. LLaMA has none.
-    - `windowed_layers`: numbers of the layers that have the window, the others have none; None for all. Of Qwen only.
-    - `rope_theta`, `rope_scaling`: base of the rotary frequencies, and how they are stretched; None for not at all.
-    - `attention_bias`: whether query, key, value and output have biases; of LLaMA and Qwen3. Qwen2's first three always do.
-    - `mlp_bias`: whether the MLP's three layers have biases; of LLaMA.
-    - `attention_dropout`: rate in [0, 1).
-    - `norm_eps`: added to the mean square.
+    - `n_kv_heads`: the number of key and value heads, a divisor of `n_heads`; None for `n_heads`.
+    - `head_size`: the width of one head, even; None for `d_model / n_heads`.
+    - `window`: the number of tokens that each token attends to, including itself; None for all tokens before it. Not for
+        LLaMA.
+    - `windowed_layers`: the indices of the layers with the window; None for all. For Qwen only.
+    - `rope_theta`, `rope_scaling`: the base of the rotary frequencies, and their scaling; None for no scaling.
+    - `attention_bias`: whether query, key, value and output have biases. For LLaMA and Qwen3; Qwen2 always has the first
+        three.
+    - `mlp_bias`: whether the MLP's three layers have biases. For LLaMA only.
+    - `attention_dropout`: the dropout rate of attention weights, in [0, 1).
+    - `norm_eps`: added to the mean square in norms.
     - `is_tied`: whether the output head shares the embedding's weight.
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
     - `init_std`: standard deviation of the initial weights.
@@ -168,7 +175,8 @@ class LlamaConfig(FolderConfig):
     - `generation`: the folder's defaults for the arguments of `generate`.
     - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
-    Raises ValueError for sizes below 1, heads that do not divide, rates outside [0, 1), and what the `model_type` has not.
+    Raises ValueError for sizes below 1, heads that do not divide, rates outside [0, 1), and options that the `model_type`
+    does not have.
     """
 
     model_type: str = "llama"
@@ -204,7 +212,7 @@ class LlamaConfig(FolderConfig):
         check_sizes(self, "vocab_size", "n_positions", "d_model", "d_mlp", "n_layers", "n_heads")
         optional = ("n_kv_heads", "head_size", "window")
         check_sizes(self, *(name for name in optional if getattr(self, name) is not None))
-        if self.head_size is None or self.model_type == "llama":  # whose class in transformers asks for it all the same
+        if self.head_size is None or self.model_type == "llama":  # transformers checks it for llama anyway
             check_heads(self)
         if self.n_heads % self.groups:
             raise ValueError(
@@ -236,17 +244,17 @@ class LlamaConfig(FolderConfig):
 
     @property
     def groups(self) -> int:
-        """Heads of keys and values."""
+        """The number of key and value heads."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     @property
     def size(self) -> int:
-        """Width of one head."""
+        """The width of a head."""
         return self.d_model // self.n_heads if self.head_size is None else self.head_size
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer, None for a layer without one."""
+        """The window of each layer; None for a layer without one."""
         has = range(self.n_layers) if self.windowed_layers is None else self.windowed_layers
         return tuple(self.window if i in has else None for i in range(self.n_layers))
 
@@ -256,7 +264,7 @@ class LlamaConfig(FolderConfig):
 
     @classmethod
     def llama(cls, size: str) -> "LlamaConfig":
-        """The first LLaMA: `"7b"`, `"13b"`, `"33b"` (which the Hub calls 30b) or `"65b"`."""
+        """The first LLaMA: `"7b"`, `"13b"`, `"33b"` (called 30b on the Hub) or `"65b"`."""
         sizes = {
             "7b": {},
             "13b": {"d_model": 5120, "d_mlp": 13824, "n_layers": 40, "n_heads": 40},
@@ -330,7 +338,7 @@ class LlamaConfig(FolderConfig):
 
     @classmethod
     def qwen3(cls, size: str) -> "LlamaConfig":
-        """Qwen3, the models that converse: `"0.6b"`, `"1.7b"`, `"4b"`, `"8b"`, `"14b"` or `"32b"`."""
+        """Qwen3, the chat models: `"0.6b"`, `"1.7b"`, `"4b"`, `"8b"`, `"14b"` or `"32b"`."""
         sizes = {
             "0.6b": {"d_model": 1024, "d_mlp": 3072, "n_layers": 28, "n_heads": 16, "is_tied": True},
             "1.7b": {"d_model": 2048, "d_mlp": 6144, "n_layers": 28, "n_heads": 16, "is_tied": True},
@@ -417,7 +425,7 @@ def _rms_norm(config: LlamaConfig, size: int) -> eqx.nn.RMSNorm:
 
 
 class Mlp(eqx.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202): two layers up, one of which gates the other, and one down."""
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): two layers, one of which gates the other, and an output layer."""
 
     gate: eqx.nn.Linear
     up: eqx.nn.Linear
@@ -435,7 +443,7 @@ class Mlp(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention and MLP, each normed before and added after."""
+    """Attention and MLP, each pre-norm and residual."""
 
     attention_norm: eqx.nn.RMSNorm
     attention: Attention
@@ -472,14 +480,16 @@ class Block(eqx.Module):
 
 
 class Llama(Decoder, Pretrained):
-    """A model of the LLaMA family, from token ids to the logits of each next token. Called on one example; `jax.vmap` it.
+    """A model of the LLaMA family, from token ids to the logits of each next token. Call it on one example; `jax.vmap` it
+    over a batch.
 
     ```python
     model = Llama(LlamaConfig.llama3("8b"), key=jax.random.key(0))
     logits = jax.vmap(model)(ids)
     ```
 
-    Published models have no dropout, and need no key then. `eqx.nn.inference_mode(model)` takes out what a config adds.
+    Published models have no dropout and need no key. `eqx.nn.inference_mode(model)` turns off the dropout of a config that
+    has it.
     """
 
     config_class = LlamaConfig
@@ -496,7 +506,7 @@ class Llama(Decoder, Pretrained):
         """**Arguments:**
 
         - `config`: the sizes and dropout rates.
-        - `key`: draws the weights as transformers does: N(0, `init_std`²), biases 0, norms 1.
+        - `key`: draws the weights as `transformers` does: N(0, `init_std`²), biases 0, norms 1.
         """
         embedding_key, stack_key, head_key = jax.random.split(key, 3)
         vocab, d, std = config.vocab_size, config.d_model, config.init_std
@@ -529,12 +539,12 @@ class Llama(Decoder, Pretrained):
 
     @classmethod
     def architecture(cls, config: LlamaConfig) -> str:
-        """The class that `transformers` loads a saved folder with."""
+        """The name of the `transformers` class that loads a saved folder."""
         return _ARCHITECTURES[config.model_type]
 
     @staticmethod
     def weight_map(config: LlamaConfig) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree\'s leaves."""
         has_bias = config.attention_bias or config.model_type == "qwen2"
         projections = [("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")]
         block = [
@@ -564,7 +574,7 @@ class Llama(Decoder, Pretrained):
                 *same_layer("model.norm", "norm", use_bias=False),
                 *([] if config.is_tied else [same("lm_head.weight", "head.weight")]),
             ],
-            ignored=("*.rotary_emb.inv_freq",),  # frequencies that old files carry
+            ignored=("*.rotary_emb.inv_freq",),  # frequencies in old files
             copies={"lm_head.weight": "model.embed_tokens.weight"} if config.is_tied else {},
             untied_by="tie_word_embeddings",
         )

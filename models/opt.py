@@ -1,10 +1,10 @@
-"""OPT: learned positions, ReLU, the norms before each part (after it, in the model of 350 million parameters).
+"""OPT: a decoder with learned positions and ReLU, pre-norm except in the 350m model.
 
 Source: Zhang et al. 2022, *OPT: Open Pre-trained Transformer Language Models*, and its code,
 github.com/facebookresearch/metaseq.
 
 Dims: seq = tokens of one example, d = width of the model, heads x size = d, embedding = width of the embedding, which is d
-in all but the model of 350 million parameters.
+in all models but the one with 350 million parameters.
 """
 
 from collections.abc import Mapping
@@ -49,32 +49,32 @@ from .nn import (
 
 Carry = tuple[Array, Cache | None]  # passed from block to block: the residual stream [seq, d], and the cache
 
-_OFFSET = 2  # rows of the table of positions before the first token's: fairseq counts from the padding id, 1, and skips it
+_OFFSET = 2  # the table's rows before position 0: fairseq counts from the padding id, 1, and skips it
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": lambda x: jax.nn.gelu(x, approximate=False)}
 
 
 @dataclass(frozen=True)
 class OPTConfig(FolderConfig):
-    """The sizes and rates of an OPT; the defaults are the smallest published one.
+    """The sizes and dropout rates of OPT. The defaults are those of the smallest published one.
 
     **Arguments:**
 
     - `vocab_size`: the number of rows of the embedding. They can be sharded if `n_model_shards` divides it.
     - `n_positions`: the maximum length of an example, in tokens.
     - `d_model`: the width of the model.
-    - `d_embedding`: the embedding's and the head's width; None for `d_model`. Another is projected to it, and back.
-    - `d_mlp`: the MLP's inner width; None for four times `d_model`.
+    - `d_embedding`: the width of the embedding and the output head; None for `d_model`. If it differs, it is projected to
+        `d_model` and back.
+    - `d_mlp`: the inner width of the MLPs; None for four times `d_model`.
     - `n_layers`, `n_heads`: the number of blocks, and of heads in each block; `n_heads` divides `d_model`.
-    - `activation`: `"relu"`, or `"gelu"` for the one by the error function.
-    - `is_pre_norm`: whether a block norms what each part is given, and not the sum after it.
-    - `has_final_norm`: whether the output of the last block is normed. Without `is_pre_norm` the block has done so, and
-        this says nothing.
+    - `activation`: `"relu"`, or `"gelu"` (by the error function).
+    - `is_pre_norm`: whether a block is pre-norm instead of post-norm.
+    - `has_final_norm`: whether there is a norm after the last block. It has no effect without `is_pre_norm`.
     - `has_bias`: whether the linear layers of the blocks have biases.
     - `has_norm_weights`: whether the norms have scales and biases.
     - `attention_dropout`, `residual_dropout`: dropout rates in [0, 1).
     - `is_tied`: whether the output head shares the embedding's weight.
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
-    - `init_std`: standard deviation of the initial weights. The paper's is 0.006.
+    - `init_std`: standard deviation of the initial weights; 0.006 in the paper.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `generation`: the folder's defaults for the arguments of `generate`.
     - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
@@ -113,47 +113,47 @@ class OPTConfig(FolderConfig):
         check_choice(self, "activation", _ACTIVATIONS)
 
     def without_dropout(self) -> "OPTConfig":
-        """The same with both rates 0."""
+        """The same config without dropout."""
         return replace(self, attention_dropout=0.0, residual_dropout=0.0)
 
     @classmethod
     def opt_125m(cls) -> "OPTConfig":
-        """The published OPT of 125 million parameters."""
+        """The published OPT with 125 million parameters."""
         return cls()
 
     @classmethod
     def opt_350m(cls) -> "OPTConfig":
-        """The published OPT called 350m, of 331 million parameters: the one with norms after each part."""
+        """The published OPT called 350m, with 331 million parameters: the one with norms after each part."""
         return cls(d_model=1024, d_embedding=512, n_layers=24, n_heads=16, is_pre_norm=False)
 
     @classmethod
     def opt_1_3b(cls) -> "OPTConfig":
-        """The published OPT of 1.3 billion parameters."""
+        """The published OPT with 1.3 billion parameters."""
         return cls(d_model=2048, n_layers=24, n_heads=32)
 
     @classmethod
     def opt_2_7b(cls) -> "OPTConfig":
-        """The published OPT of 2.7 billion parameters."""
+        """The published OPT with 2.7 billion parameters."""
         return cls(d_model=2560, n_layers=32, n_heads=32)
 
     @classmethod
     def opt_6_7b(cls) -> "OPTConfig":
-        """The published OPT of 6.7 billion parameters."""
+        """The published OPT with 6.7 billion parameters."""
         return cls(d_model=4096, n_layers=32, n_heads=32)
 
     @classmethod
     def opt_13b(cls) -> "OPTConfig":
-        """The published OPT of 13 billion parameters."""
+        """The published OPT with 13 billion parameters."""
         return cls(d_model=5120, n_layers=40, n_heads=40)
 
     @classmethod
     def opt_30b(cls) -> "OPTConfig":
-        """The published OPT of 30 billion parameters."""
+        """The published OPT with 30 billion parameters."""
         return cls(d_model=7168, n_layers=48, n_heads=56)
 
     @classmethod
     def opt_66b(cls) -> "OPTConfig":
-        """The published OPT of 66 billion parameters."""
+        """The published OPT with 66 billion parameters."""
         return cls(d_model=9216, n_layers=64, n_heads=72)
 
     rows = (
@@ -198,7 +198,8 @@ class OPTConfig(FolderConfig):
 
 
 def _residual_std(config: OPTConfig) -> float:
-    """For what is added to the residual stream, twice a block: the paper scales it by 1 / sqrt(additions)."""
+    """The standard deviation for layers that add to the residual stream, two in each block. The paper scales it by 1 /
+    sqrt(additions)."""
     return config.init_std / (2 * config.n_layers) ** 0.5
 
 
@@ -221,7 +222,7 @@ def _attention(config: OPTConfig, key: PRNGKeyArray) -> Attention:
 
 
 class Mlp(eqx.Module):
-    """Two layers with the activation between them."""
+    """Two linear layers with an activation between them."""
 
     up: eqx.nn.Linear
     down: eqx.nn.Linear
@@ -240,7 +241,7 @@ class Mlp(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention and MLP; each normed before and added after, or added and normed after."""
+    """Attention and MLP, each residual, and pre-norm or post-norm."""
 
     attention_norm: eqx.nn.LayerNorm
     attention: Attention
@@ -272,13 +273,13 @@ class Block(eqx.Module):
 
 
 def _unchanged(layer: eqx.nn.LayerNorm, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
-    """What stands where the other kind of block has `norm`."""
+    """Takes the place of `norm` where a block has none."""
     del layer
     return x
 
 
 class OPT(Decoder, Pretrained):
-    """OPT, from token ids to the logits of each next token. Called on one example; `jax.vmap` it over a batch.
+    """OPT, from token ids to the logits of each next token. Call it on one example; `jax.vmap` it over a batch.
 
     ```python
     model = OPT(OPTConfig.opt_125m(), key=jax.random.key(0))
@@ -294,8 +295,8 @@ class OPT(Decoder, Pretrained):
     architectures = ("OPTForCausalLM", "OPTModel")
 
     embedding: eqx.nn.Embedding
-    project_in: eqx.nn.Linear | None  # None where the embedding has the model's width
-    # An array and not an `eqx.nn.Embedding`: it is mostly read as a slice, so a plan must not split its rows.
+    project_in: eqx.nn.Linear | None  # None if the embedding has the model's width
+    # An array instead of an `eqx.nn.Embedding`: it is mostly read as a slice, so a plan must not shard its rows.
     positions: Float[Array, "rows d"]
     stack: Stack[Block]
     norm: eqx.nn.LayerNorm | None
@@ -307,8 +308,8 @@ class OPT(Decoder, Pretrained):
         """**Arguments:**
 
         - `config`: the sizes and dropout rates.
-        - `key`: draws the weights as the paper says: N(0, `init_std`²), what is added to the residual stream scaled by
-            `1 / sqrt(2 * n_layers)`, biases 0, norms 1; and, as its code does, 0 for the embedding of padding.
+        - `key`: draws the weights as in the paper: N(0, `init_std`²), layers that add to the residual stream scaled by `1 /
+            sqrt(2 * n_layers)`, biases 0, norms 1. As in its code, the padding token's row is 0.
         """
         embedding_key, positions_key, stack_key, in_key, out_key, head_key = jax.random.split(key, 6)
         vocab, d, std = config.vocab_size, config.d_model, config.init_std
@@ -344,7 +345,7 @@ class OPT(Decoder, Pretrained):
 
     @staticmethod
     def weight_map(config: OPTConfig) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree\'s leaves."""
         use_bias, is_projected = config.has_bias, config.d_embedding not in (None, config.d_model)
         has_final_norm = config.is_pre_norm and config.has_final_norm
         norm_layer = same_layer if config.has_norm_weights else lambda disk, leaf: []
@@ -368,7 +369,7 @@ class OPT(Decoder, Pretrained):
                 *([same("model.decoder.project_out.weight", "project_out.weight")] if is_projected else []),
                 *([] if config.is_tied else [same("lm_head.weight", "head.weight")]),
             ],
-            ignored=("model.decoder.version",),  # a number that the code of the paper leaves in its files
+            ignored=("model.decoder.version",),  # a version number in the files of the paper's code
             copies={"lm_head.weight": "model.decoder.embed_tokens.weight"} if config.is_tied else {},
             untied_by="tie_word_embeddings",
             # The Hub's files of 350m, 6.7b, 13b and 30b hold the base model, whose names lack the prefix.

@@ -1,13 +1,13 @@
-"""T5: an encoder and a decoder without biases, whose positions are a bias on the attention scores, by distance.
+"""T5: a pre-norm encoder-decoder without biases in its layers, with relative position biases.
 
 Source: Raffel et al. 2020, *Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer*
-(arXiv:1910.10683), and its code, github.com/google-research/text-to-text-transfer-transformer; version 1.1, with gated MLPs
-and a head of its own, is Shazeer 2020, *GLU Variants Improve Transformer* (arXiv:2002.05202); mT5 (arXiv:2010.11934) is 1.1
-over another vocabulary. As in transformers, each stack keeps one table of biases, which its layers share. Positions are
-distances only: examples may be of any length.
+(arXiv:1910.10683), and its code, github.com/google-research/text-to-text-transfer-transformer. Version 1.1, with gated MLPs
+and a separate output head, is Shazeer 2020, *GLU Variants Improve Transformer* (arXiv:2002.05202). mT5 (arXiv:2010.11934) is
+version 1.1 with another vocabulary. As in transformers, each stack has one table of position biases, which its layers share.
+Positions enter only as distances, so examples may have any length.
 
-Dims: source, target = tokens of one example in the encoder and the decoder (seq = either), d = width of the model,
-heads x size = width of an attention, buckets = ranges of distances.
+Dims: source, target = tokens of one example in the encoder and the decoder (seq = either), d = width of the model, heads x
+size = width of an attention, buckets = ranges of distances.
 """
 
 import math
@@ -56,7 +56,8 @@ from .nn import (
 Carry = tuple[Array, Cache | None]  # passed from block to block: the residual stream [seq, d], and the cache
 
 _MLPS = ("relu", "gated-gelu", "gated-silu")
-# What each `model_type` means by keys that a `config.json` leaves out, where that is not the config's own default.
+# The defaults of each `model_type` for keys that are absent from `config.json`, where they are not the config's own
+# defaults.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "t5": {},
     "mt5": {"vocab_size": 250112, "d_ff": 1024, "n_layers": 8, "n_heads": 6, "mlp": "gated-gelu"},
@@ -70,41 +71,44 @@ _ALIASES = {
     "num_hidden_layers": "num_layers",
     "head_dim": "d_kv",
 }
-_FARTHEST = 2**20  # tokens; as many buckets are looked up in a table
+_FARTHEST = 2**20  # in tokens; distances are looked up in a table of this size at most
 
 
 def _activation(mlp: str) -> str:
-    """What `transformers` calls the activation of an MLP."""
+    """The name of an MLP's activation in `transformers`."""
     return "gelu_new" if mlp == "gated-gelu" else mlp.removeprefix("gated-")
 
 
 @dataclass(frozen=True)
 class T5Config(FolderConfig):
-    """The sizes and rates of a T5; the defaults are the smallest published one, of the original version.
+    """The sizes and the dropout rate of a T5. The defaults are those of the smallest published model, of the original
+    version.
 
     **Arguments:**
 
     - `vocab_size`: the number of rows of the embedding. They can be sharded if `n_model_shards` divides it.
-    - `d_model`, `d_ff`: the width of the model, and of its MLPs inside.
-    - `d_kv`: the width of one head; `n_heads` of them need not make `d_model`.
-    - `n_layers`, `n_decoder_layers`: blocks of the encoder and of the decoder.
-    - `n_heads`: heads in each attention.
-    - `mlp`: `"relu"`, as the original has it, `"gated-gelu"` (by tanh) as version 1.1, or `"gated-silu"`.
-    - `n_buckets`, `max_distance`: biases for each head, at least 4, and the distance from which on all share one. Half of
-        the buckets (a quarter each way in the encoder) are of one distance each, the others of ever longer ranges.
-    - `dropout`: the one rate of all dropouts, in [0, 1).
-    - `layer_norm_eps`: added to the mean square.
-    - `is_tied`: whether the output head shares the embedding's weight, as in version 1.1.
+    - `d_model`, `d_ff`: the width of the model, and the inner width of its MLPs.
+    - `d_kv`: the width of one head. `n_heads * d_kv` may differ from `d_model`.
+    - `n_layers`, `n_decoder_layers`: the number of blocks of the encoder and of the decoder.
+    - `n_heads`: the number of heads in each attention.
+    - `mlp`: `"relu"` as in the original, `"gated-gelu"` (by tanh) as in version 1.1, or `"gated-silu"`.
+    - `n_buckets`, `max_distance`: the number of position biases for each head, at least 4, and the distance from which on
+        all tokens share one. Half of the buckets (a quarter in each direction in the encoder) hold one distance each; the
+        others hold ranges of increasing length.
+    - `dropout`: the rate of all dropouts, in [0, 1).
+    - `layer_norm_eps`: added to the mean square in norms.
+    - `is_tied`: whether the output head shares the embedding's weight; not in version 1.1.
     - `is_scaled`: whether logits are multiplied by `d_model ** -0.5`; not in version 1.1.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: where text begins (nothing marks it) and ends, and what fills it up.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first token (T5 uses none) and last token, and of
+        padding.
     - `decoder_start_token_id`: the id of the decoder's first token.
-    - `init_factor`: of the standard deviations of the first weights.
+    - `init_factor`: multiplies the standard deviations of the initial weights.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `model_type`: `"t5"`, or `"mt5"`, whose logits transformers never scales.
+    - `model_type`: `"t5"`, or `"mt5"`, whose logits are never scaled in transformers.
     - `generation`: the folder's defaults for the arguments of `generate`.
     - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
-    Raises ValueError for sizes below 1, rates outside [0, 1), buckets that no distance fits, and an MLP of another kind.
+    Raises ValueError for sizes below 1, rates outside [0, 1), buckets that do not fit `max_distance`, and any other MLP.
     """
 
     vocab_size: int = 32128
@@ -151,57 +155,57 @@ class T5Config(FolderConfig):
             raise ValueError("`is_scaled`: expected False with `model_type`='mt5', got True. Make it a 't5'.")
 
     def without_dropout(self) -> "T5Config":
-        """The same with a rate of 0."""
+        """The same config without dropout."""
         return replace(self, dropout=0.0)
 
     @classmethod
     def t5_small(cls) -> "T5Config":
-        """The published T5 of 61 million parameters."""
+        """The published T5 with 61 million parameters."""
         return cls()
 
     @classmethod
     def t5_base(cls) -> "T5Config":
-        """The published T5 of 223 million parameters."""
+        """The published T5 with 223 million parameters."""
         return cls(d_model=768, d_ff=3072, n_layers=12, n_decoder_layers=12, n_heads=12)
 
     @classmethod
     def t5_large(cls) -> "T5Config":
-        """The published T5 of 738 million parameters."""
+        """The published T5 with 738 million parameters."""
         return cls(d_model=1024, d_ff=4096, n_layers=24, n_decoder_layers=24, n_heads=16)
 
     @classmethod
     def t5_3b(cls) -> "T5Config":
-        """The published T5 of 2.9 billion parameters."""
+        """The published T5 with 2.9 billion parameters."""
         return cls(d_model=1024, d_kv=128, d_ff=16384, n_layers=24, n_decoder_layers=24, n_heads=32)
 
     @classmethod
     def t5_11b(cls) -> "T5Config":
-        """The published T5 of 11.3 billion parameters."""
+        """The published T5 with 11.3 billion parameters."""
         return cls(d_model=1024, d_kv=128, d_ff=65536, n_layers=24, n_decoder_layers=24, n_heads=128)
 
     @classmethod
     def v1_1_small(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) of 77 million parameters."""
+        """Version 1.1 (and Flan-T5) with 77 million parameters."""
         return cls._v1_1(d_model=512, d_ff=1024, n_layers=8, n_heads=6)
 
     @classmethod
     def v1_1_base(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) of 248 million parameters."""
+        """Version 1.1 (and Flan-T5) with 248 million parameters."""
         return cls._v1_1(d_model=768, d_ff=2048, n_layers=12, n_heads=12)
 
     @classmethod
     def v1_1_large(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) of 783 million parameters."""
+        """Version 1.1 (and Flan-T5) with 783 million parameters."""
         return cls._v1_1(d_model=1024, d_ff=2816, n_layers=24, n_heads=16)
 
     @classmethod
     def v1_1_xl(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) of 2.8 billion parameters."""
+        """Version 1.1 (and Flan-T5) with 2.8 billion parameters."""
         return cls._v1_1(d_model=2048, d_ff=5120, n_layers=24, n_heads=32)
 
     @classmethod
     def v1_1_xxl(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) of 11.1 billion parameters."""
+        """Version 1.1 (and Flan-T5) with 11.1 billion parameters."""
         return cls._v1_1(d_model=4096, d_ff=10240, n_layers=24, n_heads=64)
 
     @classmethod
@@ -220,15 +224,15 @@ class T5Config(FolderConfig):
         Field("num_decoder_layers", "n_decoder_layers", via=ConfigReader.layers, default=lambda known: known["n_layers"]),
         Field("num_heads", "n_heads"),
         Only("feed_forward_proj", *_MLPS, name="mlp"),
-        # What transformers makes of that key; it takes these two, where a file has them, before it.
+        # transformers derives these two keys from `feed_forward_proj`. If a file has them, they take precedence there.
         Only("dense_act_fn", lambda known: (_activation(known["mlp"]),), is_written=False),
         Only("is_gated_act", lambda known: (known["mlp"].startswith("gated-"),), is_written=False),
         Field("relative_attention_num_buckets", "n_buckets"),
         Field("relative_attention_max_distance", "max_distance"),
         Field("dropout_rate", "dropout", RATE),
         Field("layer_norm_epsilon", "layer_norm_eps"),
-        # transformers 4 scales the logits of a tied head; 5 ties by the tensors in the file (see `T5.read_config`), and
-        # scales by `scale_decoder_outputs`.
+        # transformers 4 scales the logits of a tied head. transformers 5 ties by the tensors in the file (see
+        # `T5.read_config`) and scales by `scale_decoder_outputs`.
         Field("tie_word_embeddings", "is_tied"),
         Field(
             "scale_decoder_outputs",
@@ -247,7 +251,7 @@ def _linear(in_size: int, out_size: int, std: float, key: PRNGKeyArray) -> eqx.n
 
 
 def _attention(config: T5Config, key: PRNGKeyArray) -> Attention:
-    """Its scores are not scaled: queries begin smaller by as much."""
+    """Attention without scaling of its scores. The initial queries are smaller by the same factor instead."""
     q_key, k_key, v_key, o_key = jax.random.split(key, 4)
     d, width, factor = config.d_model, config.n_heads * config.d_kv, config.init_factor
     return Attention(
@@ -267,12 +271,12 @@ def _norm(config: T5Config) -> eqx.nn.RMSNorm:
 
 
 class RelativeBias(eqx.Module):
-    """A bias on the scores of each head for each bucket of distances, the same in all layers of a stack."""
+    """A bias on each head's scores for each bucket of distances, shared by all layers of a stack."""
 
-    # An array and not an `eqx.nn.Embedding`: every device reads all rows of it.
+    # An array instead of an `eqx.nn.Embedding`, because every device reads all of its rows.
     table: Float[Array, "buckets heads"]
     max_distance: int = eqx.field(static=True)
-    is_causal: bool = eqx.field(static=True)  # then what comes after shares the bucket of distance 0; it is never seen
+    is_causal: bool = eqx.field(static=True)  # then later positions share the bucket of distance 0; the mask hides them
 
     def __init__(self, config: T5Config, *, is_causal: bool, key: PRNGKeyArray):
         std = config.init_factor * config.d_model**-0.5
@@ -281,7 +285,7 @@ class RelativeBias(eqx.Module):
         self.is_causal = is_causal
 
     def __call__(self, queries: Int[Array, " seq"], sources: Int[Array, " source"]) -> Float[Array, "heads seq source"]:
-        """The biases between two lists of positions."""
+        """The biases for all pairs of query and source positions."""
         n_buckets = len(self.table) if self.is_causal else len(self.table) // 2
         bucket = jnp.asarray(_buckets(n_buckets, self.max_distance))
         back = queries[:, None] - sources
@@ -293,9 +297,9 @@ class RelativeBias(eqx.Module):
 
 
 def _buckets(n_buckets: int, max_distance: int) -> np.ndarray:
-    """The bucket of each distance up to the greatest; farther ones are in its own.
+    """The bucket of each distance from 0 to `max_distance`. Larger distances share its bucket.
 
-    By numpy, in float32, as the original rounds them: a device's own logarithm would move the borders of some.
+    It is computed by numpy in float32 to round as the original does. A device's own logarithm would move some boundaries.
     """
     n_exact = n_buckets // 2
     distances = np.arange(max_distance + 1, dtype=np.int32)
@@ -305,7 +309,7 @@ def _buckets(n_buckets: int, max_distance: int) -> np.ndarray:
 
 
 class Mlp(eqx.Module):
-    """Two layers, the inner one activated, or multiplied by an activated gate."""
+    """Two linear layers with an activation between them, or a product with an activated gate."""
 
     gate: eqx.nn.Linear | None
     up: eqx.nn.Linear
@@ -334,7 +338,7 @@ class Mlp(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention and MLP, and in a decoder a cross-attention between them; each normed before, added after."""
+    """Attention, cross-attention (in the decoder) and MLP, each pre-norm and residual."""
 
     attention_norm: eqx.nn.RMSNorm
     attention: Attention
@@ -381,13 +385,13 @@ class Block(eqx.Module):
         return x, cache
 
     def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
-        """The keys and values of a decoder's cross-attention."""
+        """The keys and values for a decoder's cross-attention."""
         assert self.cross_attention is not None and memory is not None
         return self.cross_attention.project_memory(memory)
 
 
 class Side(eqx.Module):
-    """The encoder, or the decoder: its relative positions, its blocks, and the norm after them."""
+    """The encoder or the decoder: its relative position biases, its blocks, and the final norm."""
 
     positions: RelativeBias
     dropout: eqx.nn.Dropout
@@ -414,7 +418,7 @@ class Side(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> Carry:
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
-        # Distances are between slots; the padding before the first token moves all of them alike.
+        # Distances are between slots. Padding before the first token shifts all tokens equally.
         start, length = (0, len(x)) if cache is None else (cache.index, cache.mask.shape[0])
         bias = self.positions(start + jnp.arange(len(x)), jnp.arange(length))
         x = self.dropout(x, key=keys[0])
@@ -425,7 +429,7 @@ class Side(eqx.Module):
 class T5(EncoderDecoder, Pretrained):
     """T5, from the token ids of a source and of a target to the logits of each next token of the target.
 
-    Called on one example; `jax.vmap` it over a batch.
+    Call it on one example; `jax.vmap` it over a batch.
 
     ```python
     model = T5(T5Config.t5_small(), key=jax.random.key(0))
@@ -439,7 +443,7 @@ class T5(EncoderDecoder, Pretrained):
     model_types = ("t5", "mt5")
     architectures = (
         "T5ForConditionalGeneration",
-        "T5WithLMHeadModel",  # as the first folders call it
+        "T5WithLMHeadModel",  # the name in the first folders
         "MT5ForConditionalGeneration",
     )
 
@@ -453,9 +457,9 @@ class T5(EncoderDecoder, Pretrained):
         """**Arguments:**
 
         - `config`: the sizes and dropout rates.
-        - `key`: draws the weights as the paper's code does: the embedding N(0, 1), queries N(0, 1 / (`d_model` `d_kv`)),
-            every other layer N(0, 1 / its inputs), relative positions N(0, 1 / `d_model`), all standard deviations times
-            `init_factor`; norms 1.
+        - `key`: draws the weights as the paper's code does: the embedding N(0, 1), queries N(0, 1 / (`d_model` `d_kv`)), all
+            other layers N(0, 1 / inputs), relative positions N(0, 1 / `d_model`). All standard deviations are multiplied by
+            `init_factor`. Norms are 1.
         """
         embedding_key, encoder_key, decoder_key, head_key = jax.random.split(key, 4)
         vocab, d, factor = config.vocab_size, config.d_model, config.init_factor
@@ -479,7 +483,7 @@ class T5(EncoderDecoder, Pretrained):
         mask: Bool[Array, " source"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "source d"]:
-        """What the encoder makes of `ids`, for the decoder to attend to; the arguments are those of a call."""
+        """The encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
         with jax.named_scope("encoder"):
             return self.encoder(embed(self.embedding, ids), None if mask is None else mask[None], key=key)[0]
 
@@ -496,21 +500,23 @@ class T5(EncoderDecoder, Pretrained):
 
     @classmethod
     def architecture(cls, config: T5Config) -> str:
-        """The class that `transformers` loads a saved folder with."""
+        """The name of the `transformers` class that loads a saved folder."""
         return {"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}[config.model_type]
 
     @classmethod
     def read_config(cls, folder: Path) -> T5Config:
-        """The config of a folder, tied where the folder has no other head than the embedding.
+        """The config of a folder. It is tied if the folder has no output head that differs from the embedding.
 
-        Nothing else tells: transformers 5 writes that it is tied in any case, and reads the head that it finds.
+        Only the tensors show this: transformers 5 always writes that the head is tied, but loads a separate head if there is
+        one.
         """
         config = super().read_config(folder)
         return replace(config, is_tied=is_tied_on_disk(folder, cls.weights_name, "lm_head.weight", "shared.weight"))
 
     @staticmethod
     def weight_map(config: T5Config) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf. Relative positions are in the first layer of each stack."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves. Relative positions are in the first layer of each
+        stack."""
         copies = {"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"}
         return WeightMap(
             tensors=[
@@ -519,17 +525,17 @@ class T5(EncoderDecoder, Pretrained):
                 *_side_tensors("decoder", config, is_decoder=True),
                 *([] if config.is_tied else [same("lm_head.weight", "head.weight")]),
             ],
-            # A table that the first files carry, and that nothing reads.
+            # An unused table in the first files.
             ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
             copies={**copies, "lm_head.weight": "shared.weight"} if config.is_tied else copies,
         )
 
 
 class T5Encoder(Pretrained):
-    """T5's encoder alone, from token ids to a vector each. Called on one example; `jax.vmap` it over a batch.
+    """T5's encoder alone, from token ids to a vector for each. Call it on one example; `jax.vmap` it over a batch.
 
-    `eqx.nn.inference_mode(model)` turns dropout off; then no key is needed. `T5Encoder.from_pretrained` reads the
-    encoder of a whole T5 too.
+    `eqx.nn.inference_mode(model)` turns dropout off; then no key is needed. `T5Encoder.from_pretrained` also reads the
+    encoder of a complete T5.
     """
 
     config_class = T5Config
@@ -543,8 +549,8 @@ class T5Encoder(Pretrained):
     def __init__(self, config: T5Config, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: sizes and rates; those of the decoder count for nothing.
-        - `key`: draws the weights as for a `T5`.
+        - `config`: the sizes and the dropout rate. Those of the decoder are not used.
+        - `key`: draws the weights as in `T5`.
         """
         embedding_key, encoder_key = jax.random.split(key)
         self.embedding = normal_embedding(config.vocab_size, config.d_model, std=config.init_factor, key=embedding_key)
@@ -558,7 +564,7 @@ class T5Encoder(Pretrained):
         mask: Bool[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
-        """What the encoder makes of each token.
+        """The encoder's output for each token.
 
         **Arguments:**
 
@@ -571,12 +577,12 @@ class T5Encoder(Pretrained):
 
     @classmethod
     def architecture(cls, config: T5Config) -> str:
-        """The class that `transformers` loads a saved folder with."""
+        """The name of the `transformers` class that loads a saved folder."""
         return {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel"}[config.model_type]
 
     @staticmethod
     def weight_map(config: T5Config) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree\'s leaves."""
         return WeightMap(
             tensors=[same("shared.weight", "embedding.weight"), *_side_tensors("encoder", config, is_decoder=False)],
             ignored=("decoder.*", "lm_head.weight"),
@@ -585,7 +591,7 @@ class T5Encoder(Pretrained):
 
 
 def _side_tensors(side: str, config: T5Config, *, is_decoder: bool) -> list[StoredTensor]:
-    """The tensors of the encoder or of the decoder, which bear the same name here and there."""
+    """The tensors of the encoder or of the decoder, which have the same name on disk and in the tree."""
 
     def attention(layer: str, disk: str, norm: str, leaf: str) -> list[StoredTensor]:
         roles = {"q": "query", "k": "key", "v": "value", "o": "output"}

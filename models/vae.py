@@ -29,7 +29,7 @@ _EPS = 1e-6  # of all norms here
 
 
 def _block_types(key: str, kind: str) -> Row:
-    """Checks the types of the blocks. Only one type is implemented."""
+    """The row of the blocks' types. All blocks must have the type `kind`."""
     of_blocks = lambda n: [kind] * n  # noqa: E731
     return Only(
         key,

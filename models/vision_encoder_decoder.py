@@ -1,8 +1,8 @@
-"""An image captioner: a ViT reads the image, and a GPT-2 with cross-attention writes about it.
+"""Image captioning: a ViT encodes the image, and a GPT-2 with cross-attention generates the text.
 
-Source: Vinyals et al. 2015, *Show and Tell: A Neural Image Caption Generator*, for captioning by an encoder and a decoder;
-Rothe et al. 2020, *Leveraging Pre-trained Checkpoints for Sequence Generation Tasks*, for joining two pretrained halves by
-new cross-attentions. As the `VisionEncoderDecoderModel` of `transformers`, of which it has these two halves only.
+Sources: Vinyals et al. 2015, *Show and Tell: A Neural Image Caption Generator*, for captioning with an encoder and a
+decoder; Rothe et al. 2020, *Leveraging Pre-trained Checkpoints for Sequence Generation Tasks*, for joining two pretrained
+models with new cross-attentions. It is the `VisionEncoderDecoderModel` of `transformers`, with these two models only.
 
 Dims: channels = color channels, memory = 1 + patches of one image, target = tokens of one text, d = width of the decoder.
 """
@@ -27,18 +27,18 @@ from .vit import ViT, ViTConfig
 
 @dataclass(frozen=True)
 class VisionEncoderDecoderConfig(FolderConfig):
-    """The two halves of a captioner, and the tokens of its texts; the defaults are the smallest published halves.
+    """The encoder and decoder of a captioner, and its special tokens. The defaults are the smallest published halves.
 
     **Arguments:**
 
-    - `encoder`, `decoder`: the halves; the decoder has a cross-attention. Where their widths differ, what the encoder makes
-        is projected.
+    - `encoder`, `decoder`: the configs of the halves. The decoder must have cross-attention. If their widths differ, the
+        encoder's output is projected.
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
     - `decoder_start_token_id`: the id of the decoder's first token.
     - `generation`: the folder's defaults for the arguments of `generate`.
     - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
-    Raises ValueError for a decoder without a cross-attention.
+    Raises ValueError for a decoder without cross-attention.
     """
 
     encoder: ViTConfig = field(default_factory=ViTConfig)
@@ -59,21 +59,21 @@ class VisionEncoderDecoderConfig(FolderConfig):
 
     @property
     def n_positions(self) -> int:
-        """The longest text, in tokens."""
+        """The maximum length of a text, in tokens."""
         return self.decoder.n_positions
 
     def without_dropout(self) -> "VisionEncoderDecoderConfig":
-        """The same with both halves' rates 0."""
+        """The same config without dropout in either half."""
         return replace(self, encoder=self.encoder.without_dropout(), decoder=self.decoder.without_dropout())
 
     @classmethod
     def vit_gpt2(cls) -> "VisionEncoderDecoderConfig":
-        """The published captioner of ViT-B/16 and the smallest GPT-2, of 239 million parameters."""
+        """The published captioner of ViT-B/16 and the smallest GPT-2, with 239 million parameters."""
         return cls(pad_token_id=50256)
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> "VisionEncoderDecoderConfig":
-        """The config that a `config.json` describes; of the encoder's pooler it says nothing (see `read_config`)."""
+        """The config that a `config.json` describes. It does not describe the encoder's pooler (see `read_config`)."""
         reader.only("is_encoder_decoder", True)
         encoder, decoder = (reader.part(half) for half in ("encoder", "decoder"))
         encoder.only("model_type", "vit")
@@ -84,7 +84,7 @@ class VisionEncoderDecoderConfig(FolderConfig):
         gpt2 = GPT2Config.from_hf(decoder)
         unused = {} if gpt2.generation is None else gpt2.generation.keys
         gpt2 = replace(gpt2, generation=None, extra={**gpt2.extra, **unused})
-        # Where the file gives none for the whole, `generate` takes the decoder's.
+        # Where the file has no special tokens of its own, `generate` uses the decoder's.
         name = "decoder_start_token_id"
         start = own.pop(name)
         tokens = {token: getattr(gpt2, token) if value is None else value for token, value in own.items()}
@@ -114,7 +114,7 @@ class VisionEncoderDecoderConfig(FolderConfig):
 
 
 class VisionEncoderDecoder(Pretrained):
-    """A captioner, from an image and the tokens of a text to the logits of each next token. Called on one pair.
+    """A captioner, from an image and the tokens of a text to the logits of each next token. Call it on one pair.
 
     ```python
     model, config = VisionEncoderDecoder.from_pretrained(folder)
@@ -129,15 +129,15 @@ class VisionEncoderDecoder(Pretrained):
     architectures = ("VisionEncoderDecoderModel",)
 
     encoder: ViT
-    projection: eqx.nn.Linear | None  # None where both halves have one width
+    projection: eqx.nn.Linear | None  # None if both halves have the same width
     decoder: GPT2
     config: VisionEncoderDecoderConfig = eqx.field(static=True)
 
     def __init__(self, config: VisionEncoderDecoderConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: of both halves.
-        - `key`: draws the weights: the halves' as they do themselves, the projection's as the decoder's.
+        - `config`: the config of both halves.
+        - `key`: draws the weights: the halves as they do themselves, the projection as the decoder's layers.
         """
         encoder_key, projection_key, decoder_key = jax.random.split(key, 3)
         self.encoder = ViT(config.encoder, key=encoder_key)
@@ -156,7 +156,7 @@ class VisionEncoderDecoder(Pretrained):
         pad_token_id: int | None = None,
         key: PRNGKeyArray,
     ) -> "VisionEncoderDecoder":
-        """The captioner of two halves that were trained apart; its cross-attentions are new, and have yet to be trained.
+        """Joins two pretrained models into a captioner. Its cross-attentions are new and still have to be trained.
 
         ```python
         encoder, _ = ViT.from_pretrained("vit-base-patch16-224", has_pooler=False)
@@ -166,11 +166,12 @@ class VisionEncoderDecoder(Pretrained):
 
         **Arguments:**
 
-        - `encoder`, `decoder`: their weights are taken as they are. A decoder with cross-attentions keeps them.
-        - `decoder_start_token_id`, `pad_token_id`: of the config; where None, the decoder's `bos_token_id` and its own.
-        - `key`: draws the cross-attentions, and the projection between different widths, in the decoder's dtype.
+        - `encoder`, `decoder`: their weights are kept. If the decoder has cross-attentions, they are kept too.
+        - `decoder_start_token_id`, `pad_token_id`: for the config; None takes the decoder's `bos_token_id` and
+            `pad_token_id`.
+        - `key`: draws the cross-attentions, and the projection if the widths differ, in the decoder's dtype.
 
-        Raises ValueError where neither names a first token.
+        Raises ValueError if neither the arguments nor the decoder have a first token.
         """
         gpt2 = replace(decoder.config, has_cross_attention=True)
         start = gpt2.bos_token_id if decoder_start_token_id is None else decoder_start_token_id
@@ -189,7 +190,7 @@ class VisionEncoderDecoder(Pretrained):
         halves = {"encoder": encoder, "decoder": decoder}
         given = {f"{half}.{name}": leaf for half, model in halves.items() for name, leaf in named_leaves(model).items()}
 
-        @eqx.filter_jit  # which leaves out the work for what is given
+        @eqx.filter_jit  # drops the work for weights that are replaced
         def draw(key: PRNGKeyArray) -> dict[str, Array]:
             leaves = named_leaves(cls(config, key=key)).items()
             dtype = decoder.embedding.weight.dtype
@@ -206,16 +207,17 @@ class VisionEncoderDecoder(Pretrained):
         decoder_mask: Bool[Array, " target"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "target vocab"]:
-        """The logits of the token after each of `decoder_ids`, given the image, it, and those before it.
+        """The logits of the token that follows each of `decoder_ids`, given the image, that token and all before it.
 
         **Arguments:**
 
         - `pixels`: one image of `[n_channels, image_size, image_size]`, normalized as the checkpoint expects.
-        - `decoder_ids`: token ids below `vocab_size`, at most `n_positions`; they begin with `decoder_start_token_id`.
-        - `decoder_mask`: True for tokens, False for padding on either side; None if all are tokens. Positions count tokens.
+        - `decoder_ids`: token ids below `vocab_size`, at most `n_positions`; they start with `decoder_start_token_id`.
+        - `decoder_mask`: True for tokens, False for padding on either side; None if all are tokens. Positions count tokens
+            only.
         - `key`: for dropout; not needed in inference.
 
-        Raises ValueError for an image of another shape, and for more ids than positions.
+        Raises ValueError for an image of another shape, and if there are more ids than positions.
         """
         return self.logits(self.hidden(pixels, decoder_ids, decoder_mask=decoder_mask, key=key))
 
@@ -227,7 +229,8 @@ class VisionEncoderDecoder(Pretrained):
         decoder_mask: Bool[Array, " target"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "target d"]:
-        """What `logits` takes: the decoder's residual stream after all blocks, normed. The arguments are those of a call."""
+        """The input of `logits`: the decoder's residual stream after all blocks and the final norm. See `__call__` for the
+        arguments."""
         encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
         memory = self.encode(pixels, key=encoder_key)
         with jax.named_scope("decoder"):
@@ -240,7 +243,7 @@ class VisionEncoderDecoder(Pretrained):
     def encode(
         self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "memory d"]:
-        """What the encoder makes of an image, for the decoder to attend to; the arguments are those of a call."""
+        """The encoder's output for an image, which the decoder attends to. See `__call__` for the arguments."""
         with jax.named_scope("encoder"):
             memory = self.encoder(pixels, key=key)
             return memory if self.projection is None else linear(self.projection, memory)
@@ -251,12 +254,12 @@ class VisionEncoderDecoder(Pretrained):
         memory: Float[Array, "memory d"],
         memory_mask: Bool[Array, " memory"] | None = None,
     ) -> Cache:
-        """An empty cache for one text of at most `length` tokens, padding included.
+        """An empty cache for one text of at most `length` tokens, including padding.
 
         **Arguments:**
 
-        - `memory`: what `encode` returned; its keys and values are computed here, once.
-        - `memory_mask`: which rows of it are seen; None for all, as in a call.
+        - `memory`: the output of `encode`. Its keys and values are computed here, once.
+        - `memory_mask`: True for its rows that are attended to; None for all, as in a call.
 
         Raises ValueError if `length` exceeds the number of positions.
         """
@@ -265,33 +268,37 @@ class VisionEncoderDecoder(Pretrained):
     def decode(
         self, ids: Int[Array, " target"], cache: Cache, *, mask: Bool[Array, " target"] | None = None
     ) -> tuple[Float[Array, " vocab"], Cache]:
-        """The logits of the token after the last of `ids`, which go on from those in the cache; and the cache with them.
+        """Continues the text in the cache with `ids`: the logits of the token that follows, and the updated cache.
 
         **Arguments:**
 
-        - `ids`, `mask`: as the decoder's for a call; padding is on the left, so that the last one is a token.
+        - `ids`, `mask`: as `decoder_ids` and `decoder_mask` of a call, but with padding on the left only, so that the last
+            id is a token.
 
         Raises ValueError if there are more ids than positions.
         """
         return self.decoder.decode(ids, cache, mask=mask)
 
     def shift_right(self, labels: Integer[Array, " target"]) -> Int[Array, " target"]:
-        """The decoder's inputs for labels: `decoder_start_token_id`, then all but the last; padding where one is -100.
+        """The decoder's inputs for these labels: `decoder_start_token_id`, then all labels but the last. Labels of -100
+        become padding.
 
-        Raises ValueError for a config without `pad_token_id`.
+        Raises ValueError if the config has no `pad_token_id`.
         """
         return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id)
 
     @classmethod
     def read_config(cls, folder: Path) -> VisionEncoderDecoderConfig:
-        """The config of a folder, its encoder with a pooler where the folder has its weights, which nothing reads."""
+        """The config of a folder. Its encoder has a pooler if the folder has the pooler's weights; the captioner does not
+        use it."""
+
         config = super().read_config(folder)
         has_pooler = is_on_disk(folder, cls.weights_name, "encoder.pooler.dense.weight")
         return replace(config, encoder=replace(config.encoder, has_pooler=has_pooler))
 
     @staticmethod
     def weight_map(config: VisionEncoderDecoderConfig) -> WeightMap:
-        """Where a Hugging Face folder keeps each leaf."""
+        """Maps the tensors of a Hugging Face folder to the tree\'s leaves."""
         encoder, decoder = ViT.weight_map(config.encoder), GPT2.weight_map(config.decoder)
         projection = [] if config.encoder.d_model == config.decoder.d_model else ["projection"]
         return WeightMap(
