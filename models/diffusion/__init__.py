@@ -1,6 +1,6 @@
-"""Diffusion: noise schedulers, and the blocks and config keys that a UNet and its autoencoder share.
+"""Diffusion: noise schedulers, and the blocks and config keys that the UNet and its autoencoder share.
 
-Knows nothing of the two models. Open `_schedulers.py` first, and `_blocks.py` for the layers.
+This package does not depend on the two models. Start with `_schedulers.py`; `_blocks.py` has the layers.
 """
 
 from ._blocks import (

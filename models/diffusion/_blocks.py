@@ -1,7 +1,7 @@
-"""What the UNet and the autoencoder of latent diffusion share: the residual block, resampling, their names on disk.
+"""Shared by the UNet and the autoencoder: the residual block, resampling, and the names on disk.
 
-Both trees mirror the folders that `diffusers` writes (`down_blocks.0.resnets.1.conv1`), so a table of names is the list of
-a tree's own leaves, but for a few that are spelt or shaped differently there.
+Both trees mirror the folders that `diffusers` writes (`down_blocks.0.resnets.1.conv1`). Their weight map is therefore the
+list of the tree's leaves, except for a few whose name or shape differs.
 
 Dims: c = channels, h x w = height and width, time = width of the embedded timestep.
 """
@@ -21,14 +21,14 @@ from redeqx._tree import is_array_like, named_leaves
 from .._kinds import SIZE, kind_of
 from ..hf import ConfigReader, Row, StoredTensor, Written, fused, reshaped, same
 
-DIFFUSERS = "0.36.0"  # `_diffusers_version` of the configs written here: the oldest that the parity tests admit
+DIFFUSERS = "0.36.0"  # `_diffusers_version` of saved configs: the oldest version that the parity tests accept
 
 
 # --- layers ---------------------------------------------------------------------------------------------------------
 
 
 class Resnet(eqx.Module):
-    """Two convolutions, each after a norm and SiLU, added to what came in; the timestep is added between the two."""
+    """Two convolutions, each after a norm and SiLU, with a residual connection. The timestep is added between the two."""
 
     norm1: eqx.nn.GroupNorm
     conv1: eqx.nn.Conv2d
@@ -36,7 +36,7 @@ class Resnet(eqx.Module):
     norm2: eqx.nn.GroupNorm
     dropout: eqx.nn.Dropout
     conv2: eqx.nn.Conv2d
-    conv_shortcut: eqx.nn.Conv2d | None  # where the number of channels changes
+    conv_shortcut: eqx.nn.Conv2d | None  # only if the number of channels changes
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class Resnet(eqx.Module):
 
 
 def upsample(x: Float[Array, "c h w"]) -> Float[Array, "c 2*h 2*w"]:
-    """Each pixel four times."""
+    """Doubles height and width: each pixel becomes four."""
     return repeat(x, "c h w -> c (h rows) (w columns)", rows=2, columns=2)
 
 
 def apply(block: Callable[..., Any], *args: Any, remat: bool, **kwargs: Any) -> Any:
-    """`block(*args, **kwargs)`, whose backward pass computes it again where `remat` says so."""
+    """`block(*args, **kwargs)`. If `remat` is set, the backward pass recomputes it."""
     if not remat:
         return block(*args, **kwargs)
     return eqx.filter_checkpoint(lambda block, args, kwargs: block(*args, **kwargs))(block, args, kwargs)
@@ -86,7 +86,8 @@ def apply(block: Callable[..., Any], *args: Any, remat: bool, **kwargs: Any) -> 
 
 
 def one_or_many(reader: ConfigReader, key: str, default: Any) -> Any:
-    """The value of a key that is one of the default's type for all blocks, or a tuple of one a block."""
+    """The value of a key that holds one value for all blocks, or a list of one for each block. Values have the default's
+    type."""
     value = reader.get(key, None)
     value = default if value is None else tuple(value) if isinstance(value, list | tuple) else value
     for one in value if isinstance(value, tuple) else (value,):
@@ -103,7 +104,7 @@ def sizes(reader: ConfigReader, key: str, default: Sequence[int]) -> tuple[int, 
 
 
 def layers_of_blocks(reader: ConfigReader, key: str, default: int) -> int | tuple[int, ...]:
-    """As `one_or_many`, of numbers of layers: each at most as many as there are tensors."""
+    """As `one_or_many`, for numbers of layers. Each is at most the number of tensors."""
     layers = one_or_many(reader, key, default)
     for n in layers if isinstance(layers, tuple) else (layers,):
         reader.check_layers(key, n)
@@ -111,7 +112,7 @@ def layers_of_blocks(reader: ConfigReader, key: str, default: int) -> int | tupl
 
 
 def size_of_sample(reader: ConfigReader, key: str, default: int | None) -> int | tuple[int, ...] | None:
-    """The size of a sample: pixels of a square, or of height and width."""
+    """The size of a sample in pixels: one number for a square, or height and width."""
     size = reader.get(key, None)
     if isinstance(size, list):
         return sizes(reader, key, [])
@@ -119,12 +120,12 @@ def size_of_sample(reader: ConfigReader, key: str, default: int | None) -> int |
 
 
 def diffusers(class_name: str | Callable[[Any], str]) -> tuple[Row, ...]:
-    """The rows that say which class of `diffusers` a file is of."""
+    """The rows that name the `diffusers` class of a file."""
     return Written("_class_name", class_name), Written("_diffusers_version", DIFFUSERS)
 
 
 def check_groups(channels: tuple[int, ...], groups: int) -> None:
-    """Raises ValueError where the groups of the norms do not divide the channels."""
+    """Raises ValueError if the groups of the norms do not divide the channels."""
     if not channels or any(n < 1 or n % groups for n in channels):
         raise ValueError(
             f"`block_channels`: expected multiples of `norm_groups`={groups}, got {channels}. Change one of the two."
@@ -133,7 +134,7 @@ def check_groups(channels: tuple[int, ...], groups: int) -> None:
 
 # --- names on disk --------------------------------------------------------------------------------------------------
 
-# `(pattern, replacement)`, from a leaf's path to its tensor.
+# `(pattern, replacement)` pairs that turn a leaf's path into its tensor's name.
 _SPELLING = (
     (r"\battention\.", ""),
     (r"\bquery\b", "to_q"),
@@ -148,12 +149,12 @@ _SPELLING = (
 
 
 def mirrored(model: Any, *, convolutions: str = r"(?!)") -> list[StoredTensor]:
-    """The table of a model whose tree mirrors its folder.
+    """The weight map of a model whose tree mirrors its folder.
 
     **Arguments:**
 
-    - `model`: of arrays or of shapes alone.
-    - `convolutions`: a pattern of the paths of linear layers that are convolutions of 1x1 on disk.
+    - `model`: the model, with arrays or shapes as leaves.
+    - `convolutions`: a pattern for the paths of linear layers that are 1x1 convolutions on disk.
     """
     names: list[StoredTensor] = []
     for leaf, array in named_leaves(model).items():
@@ -161,7 +162,7 @@ def mirrored(model: Any, *, convolutions: str = r"(?!)") -> list[StoredTensor]:
             continue
         disk = functools.reduce(lambda name, rule: re.sub(*rule, name), _SPELLING, leaf)
         shape = tuple(array.shape)
-        if re.search(r"\bff\.(gate|up)\.", leaf):  # one layer on disk, the gate after what it lets through
+        if re.search(r"\bff\.(gate|up)\.", leaf):  # one layer on disk, in which the gate comes second
             if leaf.endswith("up.weight"):
                 up = leaf.removesuffix(".weight")
                 names += fused(disk.removesuffix(".weight"), [up, re.sub("up$", "gate", up)])

@@ -1,10 +1,11 @@
-"""Noise schedules of diffusion: noisy samples to train on, and the steps from noise back to a sample, by DDPM and DDIM.
+"""Noise schedulers, DDPM and DDIM: noisy samples for training, and denoising steps.
 
-Source: Ho et al. 2020, *Denoising Diffusion Probabilistic Models* (DDPM); Song et al. 2021, *Denoising Diffusion Implicit
-Models* (DDIM); the schedules' variants as `diffusers` has them. A scheduler is a configuration and pure functions: which
-step comes next follows from the timestep and the number of steps, so that a loop over them can be a `jax.lax.scan`.
+Sources: Ho et al. 2020, *Denoising Diffusion Probabilistic Models* (DDPM); Song et al. 2021, *Denoising Diffusion Implicit
+Models* (DDIM). The variants of the schedules are those of `diffusers`. A scheduler is a configuration with pure functions.
+The next step depends only on the timestep and the number of steps, so a loop over the steps can be a `jax.lax.scan`.
 
-Dims: shape = that of a sample, any. Timesteps count from 0, the least noise; alpha is the product of 1 - beta up to one.
+Dims: shape = shape of a sample, any. Timesteps count from 0, which has the least noise. alpha is the cumulative product of 1
+- beta.
 """
 
 import json
@@ -30,7 +31,7 @@ _PREDICTIONS = ("epsilon", "v_prediction", "sample")
 _SPACINGS = ("leading", "trailing", "linspace")
 _VARIANCES = ("fixed_small", "fixed_large")
 
-_STEPS = Kind(int, "a whole number from 1 to 1000000", lambda n: 1 <= n <= 10**6)  # each has its beta in a table
+_STEPS = Kind(int, "a whole number from 1 to 1000000", lambda n: 1 <= n <= 10**6)  # a table holds one beta for each step
 
 Self = TypeVar("Self", bound="Scheduler")
 Step = Int[Array, ""] | int
@@ -38,20 +39,21 @@ Step = Int[Array, ""] | int
 
 @dataclass(frozen=True)
 class Scheduler(FolderConfig):
-    """What all schedulers share: how much noise there is at each timestep, and what a model predicts of it.
+    """The base of all schedulers: the amount of noise at each timestep, and what a model predicts.
 
     **Arguments:**
 
-    - `n_train_steps`: how many timesteps there are.
-    - `beta_start`, `beta_end`, `beta_schedule`: the variance of the noise that each timestep adds: "linear" between the two,
-        "scaled_linear" in its root, or "squaredcos_cap_v2", which asks for neither.
-    - `has_zero_snr`: whether the betas are rescaled so that only noise is left at the last timestep (Lin et al. 2023).
-    - `prediction_type`: what a model predicts: "epsilon", the noise; "sample"; or "v_prediction", the velocity between.
-    - `clip_range`: to which the predicted sample is clipped either way; None for not at all, as latents have no range.
-    - `timestep_spacing`, `steps_offset`: how fewer steps are spread over the timesteps (see `timesteps`).
-    - `extra`: keys of a folder's `scheduler_config.json` that do not change the scheduler, kept to be written back.
+    - `n_train_steps`: the number of timesteps.
+    - `beta_start`, `beta_end`, `beta_schedule`: the variance of the noise that each timestep adds: "linear" interpolates
+        between the first two, "scaled_linear" interpolates their square roots, and "squaredcos_cap_v2" uses neither.
+    - `has_zero_snr`: whether the betas are rescaled so that the last timestep is pure noise (Lin et al. 2023).
+    - `prediction_type`: what a model predicts: "epsilon", the noise; "sample"; or "v_prediction", the velocity between them.
+    - `clip_range`: the predicted sample is clipped to [-clip_range, clip_range]; None for no clipping, as latents are
+        unbounded.
+    - `timestep_spacing`, `steps_offset`: how fewer steps are distributed over the timesteps (see `timesteps`).
+    - `extra`: keys of a folder's `scheduler_config.json` that do not change the scheduler. They are saved with it.
 
-    Raises ValueError for a name that is none of these, and for sizes below 1.
+    Raises ValueError for an unknown name, and for sizes below 1.
     """
 
     class_name: ClassVar[str]
@@ -83,7 +85,7 @@ class Scheduler(FolderConfig):
         Only("beta_schedule", *_BETAS, name="beta_schedule"),
         Field("rescale_betas_zero_snr", "has_zero_snr"),
         Only("prediction_type", *_PREDICTIONS, name="prediction_type"),
-        # Whether samples are clipped, and to what: the field is None where they are not.
+        # Two keys, whether samples are clipped and to which range, are one field, which is None for no clipping.
         Field("clip_sample", "clip_range", default=True, save=lambda config: config.clip_range is not None),
         Field(
             "clip_sample_range",
@@ -100,15 +102,16 @@ class Scheduler(FolderConfig):
 
     @classmethod
     def from_pretrained(cls: type[Self], folder: str | Path) -> Self:
-        """The scheduler that a folder's `scheduler_config.json` describes, also where it names another class of scheduler.
+        """The scheduler that a folder's `scheduler_config.json` describes, even if the file names another scheduler class.
 
-        Raises ValueError that names file, key and remedy for what is not implemented.
+        Raises ValueError, with the file, the key and a remedy, for what is not implemented.
         """
         folder = Path(folder)
         return cls.from_hf(ConfigReader(read_config(folder, CONFIG), folder / CONFIG))
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Writes `scheduler_config.json`, which `diffusers` loads; returns the folder, which is made where there is none."""
+        """Writes `scheduler_config.json`, which `diffusers` loads. Returns the folder, which is created if it does not
+        exist."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(json.dumps({**self.extra, **self.to_hf()}, indent=2) + "\n", "utf-8")
@@ -118,10 +121,10 @@ class Scheduler(FolderConfig):
 
     @cached_property
     def alphas(self) -> np.ndarray:
-        """How much of a sample's variance is left at each timestep, `[n_train_steps]`.
+        """The fraction of a sample's variance that is left at each timestep, `[n_train_steps]`.
 
-        In float32, and its products in float64, as torch has them: the first alpha is so near to 1 that one bit of it is a
-        thousandth of its noise.
+        Betas are in float32 and their products in float64, as in torch: the first alpha is so close to 1 that one bit of it
+        is a thousandth of its noise.
         """
         if self.beta_schedule == "linear":
             betas = np.linspace(self.beta_start, self.beta_end, self.n_train_steps).astype(np.float32)
@@ -143,11 +146,11 @@ class Scheduler(FolderConfig):
     def add_noise(
         self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
     ) -> Float[Array, "*shape"]:
-        """`sample` as noisy as it is at `timestep`.
+        """`sample` with the noise level of `timestep`.
 
         **Arguments:**
 
-        - `noise`: drawn from the standard normal.
+        - `noise`: standard normal noise.
         """
         alpha = self._alpha(timestep)
         return (jnp.sqrt(alpha) * sample + jnp.sqrt(1 - alpha) * noise).astype(sample.dtype)
@@ -155,14 +158,14 @@ class Scheduler(FolderConfig):
     def velocity(
         self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
     ) -> Float[Array, "*shape"]:
-        """What a model of prediction type "v_prediction" is to predict from what `add_noise` makes of the same arguments."""
+        """The target of a model with prediction type "v_prediction", for the same arguments as `add_noise`."""
         alpha = self._alpha(timestep)
         return (jnp.sqrt(alpha) * noise - jnp.sqrt(1 - alpha) * sample).astype(sample.dtype)
 
     def target(
         self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
     ) -> Float[Array, "*shape"]:
-        """What a model of this `prediction_type` is to predict from what `add_noise` makes of the same arguments."""
+        """The target of a model with this `prediction_type`, for the same arguments as `add_noise`."""
         if self.prediction_type == "v_prediction":
             return self.velocity(sample, noise, timestep)
         return noise if self.prediction_type == "epsilon" else sample
@@ -170,10 +173,11 @@ class Scheduler(FolderConfig):
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def timesteps(self, n_steps: int) -> Int[Array, " n_steps"]:
-        """The timesteps of a denoising in `n_steps`, the noisiest first.
+        """The timesteps for denoising in `n_steps`, in decreasing order of noise.
 
-        "leading" counts from timestep 0 (and adds `steps_offset`), "trailing" from the last one, "linspace" takes both ends.
-        Raises ValueError for more steps than timesteps, and for an offset beyond the last one.
+        "leading" counts from timestep 0 and adds `steps_offset`, "trailing" counts from the last timestep, and "linspace"
+        includes both ends. Raises ValueError for more steps than timesteps, and for an offset that exceeds the last
+        timestep.
         """
         n = self.n_train_steps
         if not 1 <= n_steps <= n:
@@ -200,16 +204,16 @@ class Scheduler(FolderConfig):
         n_steps: int | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "*shape"]:
-        """The sample with the noise of one step taken away. May be jitted, with `timestep` traced.
+        """Removes the noise of one step from a sample. It may be jitted, with `timestep` traced.
 
         **Arguments:**
 
-        - `model_output`: what the model predicts from `sample` and `timestep`.
+        - `model_output`: the model's prediction from `sample` and `timestep`.
         - `timestep`: one of `timesteps(n_steps)`.
-        - `n_steps`: of the whole denoising; as many as there are timesteps where None.
-        - `key`: draws the noise that a step adds, where it adds any.
+        - `n_steps`: the number of steps of the whole denoising; None for all timesteps.
+        - `key`: draws the noise that a step adds, if it adds any.
 
-        Raises ValueError where noise is to be drawn and there is no key.
+        Raises ValueError if noise must be drawn and there is no key.
         """
         x = sample.astype(jnp.float32)
         n_steps = self.n_train_steps if n_steps is None else n_steps
@@ -223,13 +227,13 @@ class Scheduler(FolderConfig):
     def _step(
         self, model_output: Float[Array, "*shape"], timestep: Step, sample: Float[Array, "*shape"], n_steps: int
     ) -> tuple[Float[Array, "*shape"], Float[Array, ""] | None]:
-        """The next sample's mean and standard deviation; None where there is no noise to draw."""
+        """The mean and standard deviation of the next sample. The latter is None if no noise is drawn."""
         raise NotImplementedError
 
     def _predict(
         self, output: Array, alpha: Float[Array, ""], sample: Array
     ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-        """The sample without noise, clipped, and the noise in it, both as the model predicts them."""
+        """The clipped clean sample and the noise, both derived from the model's prediction."""
         kept, added = jnp.sqrt(alpha), jnp.sqrt(1 - alpha)
         if self.prediction_type == "epsilon":
             clean, noise = (sample - added * output) / kept, output
@@ -242,12 +246,12 @@ class Scheduler(FolderConfig):
 
 @dataclass(frozen=True)
 class DDPM(Scheduler):
-    """Steps that draw from the posterior of the next sample, as DDPM derives it.
+    """DDPM: each step draws from the posterior of the next sample.
 
     **Arguments:** those of `Scheduler`, and
 
-    - `variance_type`: of the noise that each step adds: "fixed_small", the posterior's own where the clean sample is known;
-        or "fixed_large", that of what the step takes away.
+    - `variance_type`: the variance of the noise that each step adds: "fixed_small", the posterior's for a known clean
+        sample, or "fixed_large", the variance that the step removes.
     """
 
     class_name: ClassVar[str] = "DDPMScheduler"
@@ -265,7 +269,7 @@ class DDPM(Scheduler):
         previous = jnp.where(steps < timestep, steps, -1).max()
         alpha = self._alpha(timestep)
         alpha_after = jnp.where(previous < 0, 1.0, self._alpha(previous))
-        ratio = alpha / alpha_after  # of this step alone
+        ratio = alpha / alpha_after  # alpha of this step alone
         clean, _ = self._predict(model_output, alpha, sample)
         of_clean, of_sample = jnp.sqrt(alpha_after) * (1 - ratio), jnp.sqrt(ratio) * (1 - alpha_after)
         small, large = (1 - alpha_after) / (1 - alpha) * (1 - ratio), 1 - ratio
@@ -275,14 +279,14 @@ class DDPM(Scheduler):
 
 @dataclass(frozen=True)
 class DDIM(Scheduler):
-    """Steps along a path that needs no noise, so that few of them do; with `eta`, noise is added all the same.
+    """DDIM: deterministic steps, so that few of them are enough. With `eta`, each step also adds noise.
 
     **Arguments:** those of `Scheduler`, and
 
-    - `ends_clean`: whether the last step leaves no noise; else it leaves that of timestep 0. It is `set_alpha_to_one` in
-        `scheduler_config.json`.
-    - `eta`: how much noise a step adds, from 0 for none to 1 for as much as DDPM's. No file holds it: diffusers takes it at
-        each step.
+    - `ends_clean`: whether the last step removes all noise; else the noise of timestep 0 remains. `scheduler_config.json`
+        calls it `set_alpha_to_one`.
+    - `eta`: the noise that a step adds, from 0 for none to 1 for as much as DDPM. It is not saved: diffusers takes it as an
+        argument of each step.
     """
 
     class_name: ClassVar[str] = "DDIMScheduler"
@@ -298,7 +302,7 @@ class DDIM(Scheduler):
     rows = (*Scheduler.rows, Field("set_alpha_to_one", "ends_clean"))
 
     def _step(self, model_output, timestep, sample, n_steps):
-        # Of equal length also where the timesteps are spread unequally, as diffusers has it.
+        # As in diffusers, steps have equal length even if the timesteps are not evenly spaced.
         previous = timestep - self.n_train_steps // n_steps
         alpha = self._alpha(timestep)
         alpha_after = jnp.where(previous < 0, 1.0 if self.ends_clean else self._alpha(0), self._alpha(previous))
@@ -319,7 +323,7 @@ def denoise(
     *,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "*shape"]:
-    """A sample, or a batch of them, from noise in `n_steps`, by one `jax.lax.scan`.
+    """Denoises a sample, or a batch of them, in `n_steps`, with one `jax.lax.scan`.
 
     ```python
     text = lambda x, t: jax.vmap(unet, (0, None, 0))(x, t, contexts)
@@ -329,9 +333,9 @@ def denoise(
 
     **Arguments:**
 
-    - `model_fn`: from noisy samples and a timestep, the same for all, to what the model predicts.
-    - `sample`: drawn from the standard normal.
-    - `key`: for the noise that steps add; not needed where they add none.
+    - `model_fn`: maps noisy samples and a timestep, the same for all of them, to the model's prediction.
+    - `sample`: standard normal noise.
+    - `key`: for the noise that steps add; not needed if they add none.
     """
 
     def body(sample: Array, now: tuple[Array, Any]) -> tuple[Array, None]:
@@ -345,8 +349,8 @@ def denoise(
 def guided(
     model_fn: Callable[[Array, Array], Array], unconditional_fn: Callable[[Array, Array], Array], scale: float
 ) -> Callable[[Array, Array], Array]:
-    """A `model_fn` for `denoise` by classifier-free guidance (Ho and Salimans 2022): `scale` times as far from the
-    unconditional prediction as the conditional one."""
+    """A `model_fn` for `denoise` with classifier-free guidance (Ho and Salimans 2022): it moves `scale` times as far from
+    the unconditional prediction as the conditional one does."""
 
     def predict(sample: Array, timestep: Array) -> Array:
         unconditional = unconditional_fn(sample, timestep)

@@ -1,7 +1,8 @@
-"""Hugging Face folders: `config.json`, safetensors and the tokenizer's files, read and written.
+"""Hugging Face folders: reads and writes `config.json`, safetensors and tokenizer files.
 
-Owns how a config is read key by key, how tensors on disk become leaves, and the base class of models that a folder holds.
-Knows nothing of the families: each brings its table of keys and its weight map. Open `_pretrained.py` first.
+This package owns the reading of configs, the conversion between tensors on disk and leaves, and the base class of models
+that a folder can hold. It does not depend on the families; each family provides its config rows and its weight map. Start
+with `_pretrained.py`.
 """
 
 from ._config import (

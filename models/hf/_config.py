@@ -1,7 +1,7 @@
-"""`FolderConfig`: a config and its `config.json`, by one table of rows from which reading and writing both follow.
+"""`FolderConfig`: a config and its `config.json`, both read and written by one table of rows.
 
-A row stands for one key of the file, or for a few that belong together. What a value may be is in `.._kinds`, how one key is
-read in `_reader.py`.
+A row stands for one key of the file, or for a few related keys. `.._kinds` defines which values are valid, and `_reader.py`
+reads a single key.
 """
 
 from abc import abstractmethod
@@ -25,7 +25,7 @@ class Row:
 
         **Arguments:**
 
-        - `known`: the fields of the rows before, and the defaults of all others.
+        - `known`: the fields of the previous rows, and the defaults of all others.
         """
 
     @abstractmethod
@@ -40,19 +40,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Field(Row):
-    """A key whose value is a field of the config.
+    """A key that holds a field of the config.
 
     **Arguments:**
 
-    - `key`, `name`: of the key, and of the field; the same where `name` is None.
-    - `kind`: what the value may be; by default what the type of the default implies.
+    - `key`, `name`: the names of the key and of the field. If `name` is None, they are the same.
+    - `kind`: the valid values. By default, they follow from the type of the default.
     - `default`: the value of an absent key, or a function of the known fields; the field's own default if not given.
-    - `null`: likewise for a key that is present and null, where that means something else.
-    - `via`: reads the value, in place of `ConfigReader.get`, given the reader, the key and the default.
-    - `load`: from the value and the known fields to the field.
-    - `save`: from the config to the value.
-    - `is_written`: whether the key is written; not for keys of old files.
-    - `only_for`: the model types that have the key; all if None.
+    - `null`: the same for a key that is present but null, if that means something else.
+    - `via`: a function of the reader, the key and the default that reads the value instead of `ConfigReader.get`.
+    - `load`: a function of the value and the known fields that returns the field.
+    - `save`: a function of the config that returns the value.
+    - `is_written`: whether the key is written. Keys of old files are not.
+    - `only_for`: the model types that have the key; None for all.
     """
 
     key: str
@@ -91,7 +91,7 @@ class Field(Row):
 
 
 class Only(Row):
-    """A key of which only some values are implemented. The first of them is written, unless it is a field of the config."""
+    """A key for which only some values are implemented. The first one is written, unless the config has a field for it."""
 
     def __init__(
         self,
@@ -104,12 +104,12 @@ class Only(Row):
     ):
         """**Arguments:**
 
-        - `key`: its name.
-        - `accepted`: the values, or one function from the known fields to them.
+        - `key`: the name of the key.
+        - `accepted`: the accepted values, or one function of the known fields that returns them.
         - `name`: the field that holds the value, if any.
-        - `default`: the value of an absent key; the field's default, or the first accepted one, if not given.
-        - `save`: from the config to the value that is written.
-        - `is_written`: whether the key is written at all.
+        - `default`: the value of an absent key; if not given, the field's default, or else the first accepted value.
+        - `save`: a function of the config that returns the value to write.
+        - `is_written`: whether the key is written.
         """
         self.key, self.name, self.default, self.save, self.is_written = key, name, default, save, is_written
         self.accepted: Any = accepted[0] if callable(accepted[0]) else accepted
@@ -134,7 +134,7 @@ class Only(Row):
 
 @dataclass(frozen=True)
 class Written(Row):
-    """A key that is written and never checked: what kind of file it is."""
+    """A key that is written but not checked, such as the type of the file."""
 
     key: str
     value: Any
@@ -148,7 +148,7 @@ class Written(Row):
 
 @dataclass(frozen=True)
 class ModelType(Row):
-    """The `model_type` of a family that has several, each with defaults of its own for some fields."""
+    """The `model_type` of a family that has several, with each type's own defaults for some fields."""
 
     defaults: Mapping[str, Mapping[str, Any]]
 
@@ -161,12 +161,12 @@ class ModelType(Row):
 
 
 class Tokens(Row):
-    """The ids of special tokens; the fields have the names of the keys. A tuple of ids is a list in the file."""
+    """The ids of special tokens. The fields have the names of the keys. A tuple of ids is a list in the file."""
 
     def __init__(self, *others: str):
         """**Arguments:**
 
-        - `others`: tokens besides `bos`, `eos` and `pad`, such as `decoder_start`.
+        - `others`: tokens other than `bos`, `eos` and `pad`, such as `decoder_start`.
         """
         self.names = ("bos", "eos", "pad", *others)
 
@@ -188,7 +188,7 @@ class Classes(Row):
         held = config.extra.get("id2label")
         if config.n_classes == (2 if held is None else len(held)):
             return {}
-        labels = [f"LABEL_{i}" for i in range(config.n_classes)]  # as transformers calls classes without a name
+        labels = [f"LABEL_{i}" for i in range(config.n_classes)]  # transformers' names for classes without a name
         return {
             "id2label": {str(i): label for i, label in enumerate(labels)},
             "label2id": {label: i for i, label in enumerate(labels)},
@@ -197,16 +197,16 @@ class Classes(Row):
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """The base of a model's config: `from_hf` and `to_hf`, by its table."""
+    """The base of a model's config. Its table of rows defines `from_hf` and `to_hf`."""
 
     rows: ClassVar[tuple[Row, ...]] = ()
-    aliases: ClassVar[Mapping[str, str]] = {}  # second names of keys, which transformers takes as well
+    aliases: ClassVar[Mapping[str, str]] = {}  # alternative names of keys, which transformers accepts too
 
     @classmethod
     def from_hf(cls: type[Self], reader: ConfigReader) -> Self:
         """The config that a `config.json` describes.
 
-        Raises ValueError and TypeError, which name file and key, for values that are not implemented.
+        Raises ValueError or TypeError, with the file and the key, for values that are not implemented.
         """
         reader = reader.aliased(cls.aliases)
         known = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
@@ -223,10 +223,10 @@ class FolderConfig:
 
     @classmethod
     def key_of(cls, field: str) -> str:
-        """The key of `config.json` that holds a field; the field's own name if none does."""
+        """The key of `config.json` that holds a field; the field's own name if there is no such key."""
         return {name: key for row in reversed(cls.rows) for name, key in row.keys.items()}.get(field, field)
 
 
 def _of(value: Any, known: Any) -> Any:
-    """`value`, or what it returns for the known fields if it is a function."""
+    """`value`, or, if it is a function, its result for the known fields."""
     return value(known) if callable(value) else value

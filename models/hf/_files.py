@@ -1,6 +1,6 @@
-"""The files of a Hugging Face folder: its configs, its weights, and the tokenizer files beside them.
+"""The files of a Hugging Face folder: configs, weights, and the tokenizer files with them.
 
-What the configs mean is in `_reader.py`, how tensors become leaves in `_load.py`.
+`_reader.py` interprets configs, and `_load.py` converts tensors to leaves.
 """
 
 import json
@@ -17,7 +17,7 @@ from redeqx.machine import dry
 from ..generation import GENERATION, Generation
 
 CONFIG = "config.json"
-# Of tokenizers and of what prepares images: a folder without them is half of what was loaded.
+# Files of tokenizers and of image or feature processors. They are saved with the model, which is incomplete without them.
 _COMPANIONS = (
     "tokenizer*.json",
     "tokenizer.model*",
@@ -38,14 +38,14 @@ _COMPANIONS = (
 
 
 def type_key(fields: Mapping[str, Any]) -> str:
-    """The key of `config.json` that says which model it is: of diffusers another than of transformers."""
+    """The key of `config.json` that names the model. It differs between diffusers and transformers."""
     return "_class_name" if "_class_name" in fields else "model_type"
 
 
 def read_config(folder: Path, file: str = CONFIG) -> dict[str, Any]:
-    """The parsed `config.json` of a folder, or another file of it.
+    """The parsed `config.json` of a folder, or another JSON file in it.
 
-    Raises ValueError where there is none, or none of JSON.
+    Raises ValueError if the file does not exist or is not JSON.
     """
     path = folder / file
     if not folder.is_dir():
@@ -72,21 +72,22 @@ def read_generation(folder: Path) -> Generation | None:
 
 
 def companions(folder: Path) -> dict[str, bytes]:
-    """The files of a folder that belong to its model and are neither its weights nor its config, by name."""
+    """The files of a folder that belong to its model, other than weights and config, by name."""
     paths = sorted({path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()})
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def weights_of(folder: Path, stem: str) -> Source | None:
-    """The tensors of a folder; None in a dry run of one that has none, which asks whether the model fits before anyone has
-    fetched its weights. Raises ValueError where there are none otherwise."""
+    """The tensors of a folder. None in a dry run if the folder has none, so that one can check whether a model fits before
+    its weights are downloaded. Otherwise raises ValueError if there are none."""
     if dry() is not None and not any(folder.glob(f"{stem}*.safetensors*")):
         return None
     return Source.find(folder, stem)
 
 
 def write_companions(folder: Path, files: Mapping[str, bytes]) -> None:
-    """The files that a model came with, unless the folder has others of theirs: a tokenizer of two halves is none."""
+    """Writes the files that a model was loaded with, unless the folder has such files of its own: two tokenizers must not
+    mix."""
     there = companions(folder)
     if differing := [name for name, content in there.items() if files.get(name) != content]:
         if files:
@@ -103,7 +104,7 @@ def write_companions(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file beside and rename it, so that a reader sees the old one or the new one."""
+    """Writes a temporary file next to the target and renames it, so that a reader sees the old file or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(beside)

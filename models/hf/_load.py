@@ -1,6 +1,6 @@
-"""Loading: the tensors of a folder become a model's leaves, each device reading only its own slices.
+"""Loads a folder's tensors into a model's leaves. Each device reads only its own slices.
 
-Which tensor holds which leaves is a family's weight map (`_weight_map.py`).
+A family's weight map (`_weight_map.py`) defines which tensor holds which leaves.
 """
 
 import fnmatch
@@ -39,9 +39,9 @@ def load(
 
     **Arguments:**
 
-    - `shapes`: the model, of shapes alone.
+    - `shapes`: the model, with shapes as leaves.
     - `weight_map`: which tensor holds which leaves.
-    - `stem`: what the files of weights begin with.
+    - `stem`: the start of the weight files' names.
     - `dtype`, `deployer`, `plan`: as for `from_pretrained`.
     """
     if dtype is not None and not jnp.issubdtype(dtype := jnp.dtype(dtype), jnp.floating):
@@ -83,12 +83,12 @@ def load(
 
 
 def _check_index(source: Source, index: Path) -> None:
-    """Raises ValueError if a folder has both a single file, which is read, and shards that differ from it."""
+    """Raises ValueError if a folder has both a single file, which is read, and shards with other contents."""
     if source.path == index or not index.is_file():
         return
     try:
         shards = Source(index)
-    except ValueError:  # what is left of shards that were removed
+    except ValueError:  # the remains of shards that were removed
         return
     names = {*source.names(), *shards.names()}
     for name in sorted(names) if {*shards.paths()} != {source.path} else ():
@@ -103,7 +103,7 @@ def _check_index(source: Source, index: Path) -> None:
 
 
 def _check_dtypes(source: Source, weight_map: WeightMap) -> None:
-    """Raises ValueError for floats that need a cast before a model can compute with them."""
+    """Raises ValueError for floats of a dtype that a model cannot compute with unless they are cast."""
     wanted = {disk for name in weight_map.tensors for disk in name.on_disk}
     kept: dict[str, str] = {}
     for name in source.names():
@@ -127,31 +127,31 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:
-    """The same shape with `dtype` if it is floating; anything else unchanged."""
+    """The same shape, with `dtype` if it is floating-point; other dtypes are unchanged."""
     if not is_array_like(leaf) or not _is_float(leaf):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
 def _dtype(parts: Sequence[np.ndarray], dtype: Any) -> Any:
-    """The dtype of a leaf: `dtype` for floats if given, otherwise that of the file (the widest if layers differ)."""
+    """The dtype of a leaf: `dtype` for floats if it is given, otherwise the file's (the widest if layers differ)."""
     if dtype is not None and all(jnp.issubdtype(part.dtype, jnp.floating) for part in parts):
         return dtype
     return functools.reduce(jnp.promote_types, [part.dtype for part in parts])
 
 
 def _read(view: np.ndarray, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
-    """Reads a leaf from a view of its file; each device reads only its own slice."""
+    """Reads a leaf from a view of its file. Each device reads only its own slice."""
 
     def piece(index: Any) -> np.ndarray:
-        # A copy: JAX on CPU would otherwise share the file's pages, and follow whatever happens to the file.
+        # A copy: otherwise JAX on CPU would share the file's pages, and later changes of the file would change the model.
         return np.array(view[index], dtype=leaf.dtype, order="C")
 
     return jax.make_array_from_callback(leaf.shape, sharding, piece)
 
 
 def _read_stack(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
-    """Reads a stacked leaf layer by layer, so that the host holds one layer's tensor at a time."""
+    """Reads a stacked leaf layer by layer, so that the host holds only one layer's tensor at a time."""
     one, whole = sharding, sharding
     if isinstance(sharding, NamedSharding):
         spec = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))
@@ -161,7 +161,7 @@ def _read_stack(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, shardin
     layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     for i, view in enumerate(views):
         stack = _put(stack, _read(view, layer, one), np.int32(i), whole)
-        stack.block_until_ready()  # otherwise the host runs ahead and holds every layer in flight
+        stack.block_until_ready()  # otherwise the host runs ahead and holds all pending layers
     return jax.device_put(stack, sharding)
 
 
@@ -174,9 +174,9 @@ def _put(stack: jax.Array, layer: jax.Array, i: Any, sharding: Sharding) -> jax.
 def _match(
     source: Source, weight_map: WeightMap, wanted: Mapping[str, Any], config_path: Path
 ) -> dict[str, list[Sequence[np.ndarray]]]:
-    """Views of each stored tensor's leaves, one sequence a layer, after checking names, shapes and dtypes.
+    """Views of each stored tensor's leaves, one sequence for each layer, after a check of names, shapes and dtypes.
 
-    Raises ValueError that lists what is missing, unknown, of another shape, or tied but different.
+    Raises ValueError that lists the tensors that are missing, unknown, of another shape, or tied but different.
     """
     spelt: dict[str, str] = {}
     problems = []
@@ -200,14 +200,14 @@ def _match(
         shapes = [wanted[leaf].shape[name.n_layers is not None :] for leaf in name.leaves]
         for disk in name.on_disk:
             if disk not in spelt and disk in weight_map.zeros and spelt:
-                dtype = source.view(next(iter(spelt.values()))).dtype  # so that a file of one dtype stays one
+                dtype = source.view(next(iter(spelt.values()))).dtype  # so that all tensors of a file keep the same dtype
                 found[name.disk].append([np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes])
                 continue
             if disk not in spelt:
                 problems.append(f"`{disk}`: expected for `{name.leaves[0]}`, got none.{nearest(disk, extra)}")
                 continue
             tensor = source.view(spelt[disk])
-            # A cut into equal parts would drop what is left over, and fail at a scalar.
+            # Splitting into equal parts would drop a remainder, and fails for a scalar.
             parts = name.load(tensor) if tensor.size == sum(map(math.prod, shapes)) else ()
             if [part.shape for part in parts] != [tuple(shape) for shape in shapes]:
                 dummies = [np.broadcast_to(np.int8(0), shape) for shape in shapes]
@@ -241,7 +241,8 @@ def _match(
 
 
 def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
-    """Whether a tensor of a folder is absent or equal to another, for models whose config does not say."""
+    """Whether a tensor of a folder is absent or equal to another. For models whose config does not say whether it is
+    tied."""
     source = weights_of(folder, stem)
     if source is None or not {copy, original} <= set(source.names()):
         return True
@@ -250,7 +251,7 @@ def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
 
 
 def is_on_disk(folder: Path, stem: str, *names: str) -> bool:
-    """Whether a folder has a tensor of one of these names, for models whose config does not say."""
+    """Whether a folder has a tensor with one of these names. For models whose config does not say so."""
     source = weights_of(folder, stem)
     return source is not None and not set(names).isdisjoint(source.names())
 

@@ -1,4 +1,4 @@
-"""`Pretrained`: the base of every model that a Hugging Face folder holds."""
+"""`Pretrained`: the base class of models that a Hugging Face folder can hold."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +18,14 @@ from ._weight_map import WeightMap
 
 
 class Pretrained(eqx.Module):
-    """The base of a model that a Hugging Face folder can hold. A subclass names its model types and maps its weights."""
+    """The base of a model that a Hugging Face folder can hold. A subclass defines its model types and its weight map."""
 
     config_class: ClassVar[Any]  # with `from_hf(ConfigReader)`, `to_hf()` and `extra`
-    model_types: ClassVar[tuple[str, ...]]  # of `config.json`; of diffusers, its `_class_name`
-    architectures: ClassVar[tuple[str, ...]]  # classes of transformers; the first is written, unless `architecture` says
-    weights_name: ClassVar[str] = "model"  # of the files; diffusers has another
+    model_types: ClassVar[tuple[str, ...]]  # `model_type` in `config.json`; for diffusers, `_class_name`
+    architectures: ClassVar[
+        tuple[str, ...]
+    ]  # classes of transformers; the first is written, unless `architecture` returns another
+    weights_name: ClassVar[str] = "model"  # the start of the weight files' names; diffusers uses another
 
     config: eqx.AbstractVar[Any]
 
@@ -34,7 +36,7 @@ class Pretrained(eqx.Module):
 
     @classmethod
     def architecture(cls, config: Any) -> str:
-        """The class that `transformers` loads a saved folder with."""
+        """The name of the `transformers` class that loads a saved folder."""
         del config
         return cls.architectures[0]
 
@@ -48,7 +50,7 @@ class Pretrained(eqx.Module):
         plan: Plan | None = None,
         **changes: Any,
     ) -> tuple[Any, Any]:
-        """The model in a folder, and its config. As `redeqx.models.from_pretrained`, for one class."""
+        """The model in a folder, and its config. As `redeqx.models.from_pretrained`, but for one class."""
         folder = Path(folder)
         config = cls.read_config(folder)
         if changes:
@@ -65,7 +67,7 @@ class Pretrained(eqx.Module):
     def read_config(cls, folder: Path) -> Any:
         """The config of a folder.
 
-        Raises ValueError where the folder is of another model type.
+        Raises ValueError if the folder holds another model type.
         """
         fields = read_config(folder)
         key = type_key(fields)

@@ -1,4 +1,4 @@
-"""`ConfigReader`: reads a `config.json` key by key, and checks the type and the range of each value."""
+"""`ConfigReader`: reads a `config.json` key by key and checks each value's type and range."""
 
 import copy
 import re
@@ -13,18 +13,18 @@ from .._kinds import OBJECT, SIZE, TOKEN, Kind, kind_of
 from ..generation import Generation
 
 _MISSING = object()
-_MOST_LAYERS = 10**4  # where no tensors are there to count, as in a dry run: each layer takes time to trace
+_MOST_LAYERS = 10**4  # the limit if there are no tensors to count, as in a dry run: tracing takes time for each layer
 
 Config = TypeVar("Config")
 
 
 class Extra(dict[str, Any]):
-    """What does not change a model but is written back: keys of `config.json`, and further files of the folder.
+    """Content of a folder that does not change the model but is saved with it: keys of `config.json`, and further files.
 
     **Arguments:**
 
-    - `keys`: by name.
-    - `files`: the content of each, by its name.
+    - `keys`: values by key.
+    - `files`: contents by file name.
     """
 
     def __init__(self, keys: Mapping[str, Any] = MappingProxyType({}), files: Mapping[str, bytes] = MappingProxyType({})):
@@ -33,9 +33,9 @@ class Extra(dict[str, Any]):
 
 
 class ConfigReader:
-    """Reads the keys of one `config.json`, each with the default of an absent key.
+    """Reads the keys of one `config.json`. Each key may have a default for its absence.
 
-    Keys that are never read do not change the model. `rest` returns them, so that they are written back.
+    Keys that are never read do not change the model. `rest` returns them, so that they are saved with it.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class ConfigReader:
         """**Arguments:**
 
         - `fields`: the parsed file.
-        - `path`: of the file, for errors.
-        - `generation`: the folder's `generation_config.json`, where there is one.
-        - `n_tensors`: number of tensors in the folder, if it has any: no model has more layers.
-        - `files`: content of further files of the folder, by name, for `rest`.
+        - `path`: the path of the file, for error messages.
+        - `generation`: the folder's `generation_config.json`, if it has one.
+        - `n_tensors`: the number of tensors in the folder, if it has any. No model has more layers than that.
+        - `files`: the contents of the folder's further files, by name, for `rest`.
         """
         self._fields = dict(fields)
         self._read = {"architectures", "dtype", "torch_dtype", "model_type", "_class_name"}
@@ -62,13 +62,13 @@ class ConfigReader:
         self.path = path
 
     def aliased(self, aliases: Mapping[str, str]) -> "ConfigReader":
-        """The same reader, with each key that has a second name under its first name. Second names are not written back.
+        """The same reader, with each alternative key renamed to its first name. Alternative names are not written back.
 
         **Arguments:**
 
-        - `aliases`: from the second name to the first, as in the `attribute_map` of a config in `transformers`.
+        - `aliases`: maps alternative names to first names, as the `attribute_map` of a config in `transformers` does.
 
-        Raises ValueError where a file has both names, with values that differ.
+        Raises ValueError if a file has both names with different values.
         """
         keys = copy.copy(self)
         keys._fields = {name: value for name, value in self._fields.items() if name not in aliases}
@@ -85,24 +85,24 @@ class ConfigReader:
         return keys
 
     def part(self, name: str) -> "ConfigReader":
-        """A reader of an object within the file. Raises if the key is absent or not an object."""
+        """A reader for an object inside the file. Raises if the key is absent or not an object."""
         return self.within(name, self.get(name, kind=OBJECT))
 
     def within(self, name: str, fields: Mapping[str, Any]) -> "ConfigReader":
-        """A reader of an object that the file holds under a name."""
+        """A reader for an object that the file holds under this name."""
         return ConfigReader(fields, f"{self.path}: {name}", n_tensors=self._n_tensors, files=self._files)
 
     def get(self, name: str, default: Any = _MISSING, kind: Kind | None = None) -> Any:
-        """The value of a key, or `default` where it is absent.
+        """The value of a key, or `default` if it is absent.
 
         **Arguments:**
 
-        - `default`: what `transformers` or `diffusers` takes then. Without one the key is needed. A value of null is
-            absent where the default is not None.
-        - `kind`: what the value may be. By default it is of the default's type: a size, for a whole number; finite and not
-            negative, for another number.
+        - `default`: the value that `transformers` or `diffusers` uses for an absent key. Without it, the key is required. If
+            the default is not None, null counts as absent.
+        - `kind`: the valid values. By default, they have the default's type: for an int, a size; for a float, a finite
+            number that is not negative.
 
-        Raises ValueError where a needed key is absent and for a value out of range, TypeError for one of another type.
+        Raises ValueError if a required key is absent or a value is out of range, and TypeError for a value of another type.
         """
         self._read.add(name)
         value = self._fields.get(name)
@@ -115,7 +115,7 @@ class ConfigReader:
         return (kind or kind_of(default)).checked(self.path, name, value)
 
     def layers(self, name: str, default: Any) -> int:
-        """As `get`, for a number of layers: at most the number of tensors, because each layer has at least one."""
+        """As `get`, for a number of layers. It is at most the number of tensors, because each layer has at least one."""
         return self.check_layers(name, self.get(name, default, SIZE))
 
     def check_layers(self, name: str, n_layers: int) -> int:
@@ -127,17 +127,17 @@ class ConfigReader:
         return n_layers
 
     def has(self, name: str) -> bool:
-        """Whether the file has a key, even if its value is null: for some keys null differs from absence."""
+        """Whether the file has a key, even with the value null: for some keys null differs from absence."""
         return name in self._fields
 
     def only(self, name: str, *accepted: Any, default: Any = _MISSING) -> Any:
-        """The value of a key of which this family implements only some values.
+        """The value of a key for which this family implements only some values.
 
         **Arguments:**
 
         - `default`: the value of an absent key; the first of `accepted` if not given.
 
-        Raises ValueError for any other value, naming the key.
+        Raises ValueError, with the key, for any other value.
         """
         self._read.add(name)
         value = self._fields.get(name, accepted[0] if default is _MISSING else default)
@@ -155,15 +155,16 @@ class ConfigReader:
     def tokens(
         self, *, bos: int | None = None, eos: int | None = None, pad: int | None = None, **others: int | None
     ) -> dict[str, Any]:
-        """`bos_token_id`, `eos_token_id` (a tuple, where several end a text) and `pad_token_id`, for a config's fields.
+        """`bos_token_id`, `eos_token_id` (a tuple if several ids end a text) and `pad_token_id`, for a config's fields.
 
-        Those that `generation_config.json` has come before those of `config.json`, as `transformers` generates with them.
+        Values of `generation_config.json` take precedence over those of `config.json`, because `transformers` generates with
+        them.
 
         **Arguments:**
 
-        - `bos`, `eos`, `pad`: where absent. A key that is there and null means that there is none.
-        - `others`: further tokens: `forced_eos=2` reads `forced_eos_token_id`. Of forced ones, which only generation knows,
-            those of `generation_config.json` are taken alone where there is one.
+        - `bos`, `eos`, `pad`: the defaults of absent keys. A key that is present but null means that there is no such token.
+        - `others`: further tokens and their defaults: `forced_eos=2` reads `forced_eos_token_id`. Only generation uses
+            forced tokens, so they are read from `generation_config.json` alone if that file exists.
         """
         found: dict[str, Any] = {}
         for token, default in {"bos": bos, "eos": eos, "pad": pad, **others}.items():
@@ -173,7 +174,7 @@ class ConfigReader:
             if self._generation is not None and (self._generation.keys.get(name) is not None or token.startswith("forced")):
                 value, path = self._generation.keys.get(name), self._generation.path
             if token == "decoder_start" and value is None and default is not None:
-                value = found["bos_token_id"]  # as transformers does
+                value = found["bos_token_id"]  # as in transformers
                 if value is None:
                     raise ValueError(f"`{path}`: `{name}`: expected a token id, got null. Say with which a text begins.")
             if token == "eos" and isinstance(value, list):
@@ -183,12 +184,12 @@ class ConfigReader:
         return found
 
     def generation(self, inner: "ConfigReader | None" = None) -> Generation | None:
-        """What the folder says of generation: its `generation_config.json`, or, without one, the old keys of `config.json`;
-        without the special tokens that `tokens` has read.
+        """The folder's generation options: those of `generation_config.json`, or, without that file, the old keys of
+        `config.json`. The special tokens that `tokens` has read are left out.
 
         **Arguments:**
 
-        - `inner`: the keys of the decoder within the file, which are taken where the file itself has none.
+        - `inner`: a reader for the decoder's keys in the file, which are used if the file itself has none.
         """
         if self._generation is not None:
             said = {name: value for name, value in self._generation.keys.items() if name not in self._read}
@@ -202,9 +203,9 @@ class ConfigReader:
         return Generation(old, self.path) if old else None
 
     def n_classes(self) -> int:
-        """How many classes a classifier tells apart: the length of `id2label`, which stays in `rest` with `label2id`.
+        """The number of classes of a classifier: the length of `id2label`, which stays in `rest` with `label2id`.
 
-        Raises ValueError where `num_labels` says otherwise.
+        Raises ValueError if `num_labels` differs.
         """
         labels = self._fields.get("id2label")
         if labels is not None:
@@ -222,11 +223,12 @@ class ConfigReader:
         return Extra({name: value for name, value in self._fields.items() if name not in self._read}, self._files)
 
     def build(self, cls: Callable[..., Config], *, key_of: Callable[[str], str], **values: Any) -> Config:
-        """A config of these fields. What its own checks raise is raised with this file's path and the names of its keys.
+        """A config with these fields. Errors of its own checks are raised again with this file's path and the names of its
+        keys.
 
         **Arguments:**
 
-        - `key_of`: from the name of a field to its key.
+        - `key_of`: maps the name of a field to its key.
         """
         try:
             return cls(**values)

@@ -14,7 +14,7 @@ _BASE = Kind(float, "a finite number above 1", lambda value: 1 < value <= 1e300)
 
 
 def rope_from_hf(keys: ConfigReader, n_positions: int) -> tuple[float, Scaling | None]:
-    """Base and scaling of a `config.json`: of its `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+    """The base and the scaling in a `config.json`: from `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     newer, older = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
     for name in newer.keys() & older.keys():
         _check_same(keys, name, newer[name], older[name], "rope_scaling")
@@ -57,7 +57,7 @@ def rope_from_hf(keys: ConfigReader, n_positions: int) -> tuple[float, Scaling |
 
 
 def _either(keys: ConfigReader, rope: ConfigReader, name: str, default: Any, kind: Kind) -> Any:
-    """A key that files hold among the model's own, or among those of the rotation."""
+    """A key that files hold either among the model's own keys or among those of the rotary positions."""
     outer, inner = keys.get(name, None, kind), rope.get(name, None, kind)
     if outer is not None and inner is not None:
         _check_same(keys, name, outer, inner, "rope_parameters")

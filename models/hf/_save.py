@@ -1,4 +1,4 @@
-"""`save_pretrained`: a model and its config as a folder that `transformers` or `diffusers` loads."""
+"""`save_pretrained`: writes a model and its config as a folder for `transformers` or `diffusers`."""
 
 import functools
 import re
@@ -25,7 +25,7 @@ from ._weight_map import StoredTensor, WeightMap
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor to be written: its shape and dtype now, its values when they are asked for."""
+    """A tensor to be written: its shape and dtype are known, its values are read when needed."""
 
     name: StoredTensor
     layer: int | None
@@ -50,7 +50,7 @@ def _layer(stack: jax.Array, i: Any) -> jax.Array:
 
 
 def _check_placed(leaves: Mapping[str, Any], weight_map: WeightMap, what: str) -> None:
-    """Raises ValueError for an array that the table has no tensor for, or the other way round: nothing is left out."""
+    """Raises ValueError for an array without a tensor in the weight map, or the reverse, so that nothing is lost."""
     placed = {leaf for name in weight_map.tensors for leaf in name.leaves}
     arrays = [path for path, leaf in leaves.items() if is_array_like(leaf)]
     if adapters := [path for path in arrays if re.search(r"(^|\.)lora_[ab]$", path) and path not in placed]:
@@ -71,7 +71,8 @@ def _check_placed(leaves: Mapping[str, Any], weight_map: WeightMap, what: str) -
 
 
 def _check_shapes(model: Any, config: Any) -> None:
-    """Raises ValueError where an array has not the shape that the config describes: nothing could load such a folder."""
+    """Raises ValueError if an array's shape is not the one that the config describes, as such a folder could not be
+    loaded."""
     described = named_leaves(eqx.filter_eval_shape(type(model), config, key=jax.eval_shape(lambda: jax.random.key(0))))
     for path, leaf in named_leaves(model).items():
         if is_array_like(leaf) and leaf.shape != described[path].shape:
@@ -82,9 +83,9 @@ def _check_shapes(model: Any, config: Any) -> None:
 
 
 def to_disk(model: Any, weight_map: WeightMap) -> dict[str, _Saved]:
-    """The tensors of a folder, by name, none of them read yet.
+    """The tensors of a folder by name, before any of them is read.
 
-    Raises TypeError for a model of shapes alone, ValueError for a leaf that has no place in the table.
+    Raises TypeError for a model with shapes as leaves, and ValueError for a leaf that is not in the weight map.
     """
     leaves = named_leaves(model)
     _check_placed(leaves, weight_map, type(model).__name__)
@@ -108,23 +109,25 @@ def to_disk(model: Any, weight_map: WeightMap) -> dict[str, _Saved]:
 
 
 def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
-    """Writes a model and its config as a folder that `transformers` or `diffusers` loads, and returns its path.
+    """Writes a model and its config as a folder that `transformers` or `diffusers` loads. Returns the folder's path.
 
-    What the folder had that the config came from is written again: tokenizer, chat template, generation config, image
-    processor. Where `folder` has such files already, and others, they are kept, with a warning.
+    The other files of the folder that the config came from are written too: tokenizer, chat template, generation config,
+    image processor. If `folder` already has such files with other contents, they are kept, with a warning.
 
-    The host holds one tensor at a time. Each file is written beside, fsynced and renamed; the config comes last.
+    The host holds one tensor at a time. Each file is written under a temporary name, fsynced and renamed. The config is
+    written last.
 
     **Arguments:**
 
     - `model`, `config`: as `from_pretrained` returned them, or of the same classes.
-    - `folder`: made where it does not exist. Weights of the same name in it are replaced.
-    - `max_shard_size`: bytes of one file, or a text like `"200MB"`; more than one file get an index.
+    - `folder`: created if it does not exist. Weights of the same name in it are replaced.
+    - `max_shard_size`: the maximum size of one file, in bytes or as text like `"200MB"`. More than one file get an index.
 
     In a dry run nothing is written.
 
-    Raises TypeError for a model of no family here; ValueError for a leaf that such a folder has no tensor for (an adapter
-    that is not merged), for shapes that are not the config's, and for a size that is none; OSError where the disk is full.
+    Raises TypeError for a model that is not of one of the families here. Raises ValueError for a leaf that such a folder has
+    no tensor for (such as an adapter that is not merged), for shapes that differ from the config's, and for an invalid size.
+    Raises OSError if the disk is full.
     """
     if not isinstance(model, Pretrained):
         raise TypeError(
@@ -147,7 +150,7 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
     stem, n = cls.weights_name, len(shards)
     files = [f"{stem}.safetensors"] if n == 1 else [f"{stem}-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
     for file, shard in zip(files, shards, strict=True):
-        # transformers takes no file that does not say which library's layout it has.
+        # transformers refuses a file without this metadata, which names the framework that wrote it.
         replace_file(folder / file, lambda path, shard=shard: write_tensors(path, shard, metadata={"format": "pt"}))
     index = folder / f"{stem}{INDEX}"
     if n > 1:
@@ -170,7 +173,7 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
 
 
 def to_generation(config: Any) -> dict[str, Any] | None:
-    """The `generation_config.json` of a model's folder; None where its config says nothing of generation."""
+    """The `generation_config.json` of a model's folder; None if its config has no generation options."""
     generation = getattr(config, "generation", None)
     if generation is None:
         return None
@@ -181,7 +184,7 @@ def to_generation(config: Any) -> dict[str, Any] | None:
 def to_config(cls: type[Pretrained], config: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The `config.json` of a model's folder."""
     fields = {**config.extra, **config.to_hf()}
-    if "_class_name" in fields:  # diffusers: it names the class, and keeps no dtype
+    if "_class_name" in fields:  # diffusers names the class and stores no dtype
         return fields
     dtypes = {str(tensor.dtype) for tensor in tensors.values() if jnp.issubdtype(tensor.dtype, jnp.floating)}
     dtype = {"dtype": dtypes.pop()} if len(dtypes) == 1 else {}

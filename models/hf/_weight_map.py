@@ -1,7 +1,7 @@
-"""Weight maps: which tensor on disk holds which leaves of the tree, and how one is converted to the other.
+"""Weight maps: which tensor on disk holds which leaves of the tree, and how to convert between them.
 
-Owns `WeightMap` and the functions to write one with. Each family has its own; folders of weights and of adapters use it to
-load and to save.
+This module owns `WeightMap` and the functions that build one. Each family has its own. Folders of weights and of adapters
+use it to load and to save.
 """
 
 import re
@@ -17,12 +17,12 @@ class StoredTensor:
 
     **Arguments:**
 
-    - `disk`: its name there; `{}` stands for the number of a layer where `n_layers` is set.
-    - `leaves`: paths in the tree.
-    - `load`: from the tensor to its leaves. Only views (slices, transposes, reshapes), so that a device reads from the
-        file what it keeps and no more.
-    - `save`: from the leaves to the tensor.
-    - `n_layers`: where each leaf is a stack `[n_layers, ...]` of what one tensor a layer holds.
+    - `disk`: its name on disk; `{}` stands for the layer's index if `n_layers` is set.
+    - `leaves`: the paths of the leaves.
+    - `load`: maps the tensor to its leaves. It must return views (slices, transposes, reshapes), so that a device reads only
+        what it keeps from the file.
+    - `save`: maps the leaves to the tensor.
+    - `n_layers`: set if each leaf is a stack `[n_layers, ...]` that is stored as one tensor for each layer.
     """
 
     disk: str
@@ -33,7 +33,7 @@ class StoredTensor:
 
     @property
     def on_disk(self) -> list[str]:
-        """The tensors' names, one a layer."""
+        """The tensors' names, one for each layer."""
         return [self.disk] if self.n_layers is None else [self.disk.format(i) for i in range(self.n_layers)]
 
 
@@ -43,16 +43,16 @@ class WeightMap:
 
     **Arguments:**
 
-    - `tensors`: every tensor that is written.
-    - `ignored`: globs of tensors in files that are not weights: masks, position counters.
-    - `copies`: tensors that a file may repeat beside the tensor to which they are tied. They are never written,
-        and read only to check that both are equal.
+    - `tensors`: all tensors that are written.
+    - `ignored`: globs for tensors in files that are not weights, such as masks and position counters.
+    - `copies`: tensors that a file may hold in addition to the tensor that they are tied to. They are never written, and are
+        only read to check that both are equal.
     - `untied_by`: the key of `config.json` that unties them if it is false; None if the family always ties them.
-    - `aliases`: `(pattern, replacement)` of regular expressions that rename tensors of old files to today's names; all are
+    - `aliases`: `(pattern, replacement)` of regular expressions that rename tensors of old files to current names. All are
         applied, in order.
     - `zeros`: tensors that default to zeros if a file lacks them.
-    - `modules`: `(pattern, replacement)` from names on disk to the names of transformers' modules in memory, where these
-        differ; PEFT names its adapters by the latter.
+    - `modules`: `(pattern, replacement)` from names on disk to the names of transformers' modules in memory, where they
+        differ. PEFT names its adapters by the latter.
     """
 
     tensors: Sequence[StoredTensor]
@@ -68,7 +68,7 @@ class WeightMap:
         return _rename(disk, self.modules)
 
     def current(self, name: str) -> str:
-        """Today's name of a tensor in a file."""
+        """The current name of a tensor in a file."""
         return _rename(name, self.aliases)
 
 
@@ -79,22 +79,23 @@ def _rename(name: str, renamings: Iterable[tuple[str, str]]) -> str:
 
 
 def same(disk: str, leaf: str) -> StoredTensor:
-    """A tensor that equals its leaf."""
+    """A tensor that is stored as its leaf."""
     return StoredTensor(disk, (leaf,))
 
 
 def transposed(disk: str, leaf: str) -> StoredTensor:
-    """A matrix that is `[in, out]` on disk."""
+    """A matrix that is stored as `[in, out]`."""
     return StoredTensor(disk, (leaf,), lambda tensor: (tensor.T,), lambda leaf: leaf.T)
 
 
 def reshaped(disk: str, leaf: str, on_disk: tuple[int, ...], in_tree: tuple[int, ...]) -> StoredTensor:
-    """A tensor whose dims of size 1 (or whose grouping of dims) differ: a convolution's bias, a class token."""
+    """A tensor that is stored with other dims of size 1, or with its dims grouped differently, such as a convolution's
+    bias."""
     return StoredTensor(disk, (leaf,), lambda t: (_view(t, in_tree, on_disk),), lambda leaf: leaf.reshape(on_disk))
 
 
 def _view(tensor: np.ndarray, shape: tuple[int, ...], expected: tuple[int, ...]) -> np.ndarray:
-    """`tensor` reshaped; unchanged if its shape is not the expected one, so that the check of shapes reports it."""
+    """`tensor` reshaped. If its shape is not the expected one, it is unchanged, so that the shape check reports it."""
     return tensor.reshape(shape) if tensor.shape == expected else tensor
 
 
@@ -103,7 +104,7 @@ def same_layer(disk: str, leaf: str, *, use_bias: bool = True, is_transposed: bo
 
     **Arguments:**
 
-    - `is_transposed`: whether the matrix is `[in, out]` on disk.
+    - `is_transposed`: whether the matrix is stored as `[in, out]`.
     """
     weight = (transposed if is_transposed else same)(f"{disk}.weight", f"{leaf}.weight")
     return [weight, *([same(f"{disk}.bias", f"{leaf}.bias")] if use_bias else [])]
@@ -139,9 +140,9 @@ def layers(disk: str, leaf: str, n_layers: int, block: Iterable[StoredTensor]) -
 
     **Arguments:**
 
-    - `disk`: prefix of the names there, with `{}` for the number: `"transformer.h.{}."`.
-    - `leaf`: prefix of the paths: `"stack.blocks."`.
-    - `block`: the tensors of one block, named within it.
+    - `disk`: the prefix of names on disk, with `{}` for the layer's index: `"transformer.h.{}."`.
+    - `leaf`: the prefix of paths: `"stack.blocks."`.
+    - `block`: the tensors of one block, with names relative to it.
     """
     return [
         replace(name, disk=disk + name.disk, leaves=tuple(leaf + path for path in name.leaves), n_layers=n_layers)
@@ -150,5 +151,6 @@ def layers(disk: str, leaf: str, n_layers: int, block: Iterable[StoredTensor]) -
 
 
 def within(disk: str, leaf: str, names: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """The tensors of a submodule, each name and path with its prefix."""
+    """The tensors of a submodule, with prefixes added to each name and path."""
+
     return [replace(name, disk=disk + name.disk, leaves=tuple(leaf + path for path in name.leaves)) for name in names]

@@ -1,6 +1,6 @@
-"""The layers that every family is built of: attention with a cache, stacks of blocks, rotary positions, losses.
+"""Layers that all model families share: attention with a cache, stacks, rotary positions, losses.
 
-Knows nothing of folders, configs on disk or generation. Open `_attention.py` first, then `_stack.py`.
+This package does not depend on folders, config files or generation. Start with `_attention.py`, then `_stack.py`.
 """
 
 from ._attention import (

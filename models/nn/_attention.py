@@ -1,9 +1,9 @@
-"""Attention as every family of this folder computes it, and the cache of keys and values that decoding fills.
+"""The attention layer of all model families, and the key-value cache for decoding.
 
-Owns the four projections, grouped key/value heads, masks and the cache. Rotary positions, relative positions and how
-weights are initialised belong to a family's own file.
+This module owns the four projections, grouped key/value heads, masks and the cache. Rotary positions, relative positions and
+the initialization of weights belong to the families' own files.
 
-Dims: seq = queries, source = what is attended to, heads x size = width of the queries, groups x size = that of keys and
+Dims: seq = queries, source = the attended positions, heads x size = width of the queries, groups x size = width of keys and
 values (kv_heads), length = slots of a cache.
 """
 
@@ -22,20 +22,20 @@ from ._layers import linear
 
 
 class Cache(eqx.Module):
-    """The keys and values of one example's tokens so far, a slot a token, for all layers of a decoder.
+    """The keys and values of one example's tokens so far, for all layers of a decoder, with one slot for each token.
 
-    Each call writes its tokens at the same slots in every row of a batch, so that under `jax.vmap` (with `in_axes=axes()`)
-    writing stays one `dynamic_update_slice`. A decoder hands the cache from block to block; each block writes its layer and
-    moves on to the next.
+    Each call writes its tokens at the same slots in every row of a batch. Under `jax.vmap` (with `in_axes=axes()`) a write
+    therefore remains one `dynamic_update_slice`. A decoder passes the cache from block to block. Each block writes its layer
+    and advances to the next.
     """
 
     keys: Float[Array, "*layers groups length size"]
     values: Float[Array, "*layers groups length size"]
-    mask: Bool[Array, "*length"]  # slots that hold a token; padding and empty slots do not
-    index: Int[Array, ""]  # the first slot of the tokens at hand: as many have been filled before
+    mask: Bool[Array, "*length"]  # True for slots that hold a token, not padding
+    index: Int[Array, ""]  # the first slot of the current tokens, which is the number of slots filled before
     layer: Int[Array, ""]  # the layer that writes next
     memory: tuple[Array, Array] | None = None  # keys and values of a cross-attention, [layers groups source size] each
-    memory_mask: Bool[Array, " source"] | None = None  # positions of the source that hold something; None for all
+    memory_mask: Bool[Array, " source"] | None = None  # True for source positions that are attended to; None for all
 
     @classmethod
     def empty(
@@ -49,28 +49,29 @@ class Cache(eqx.Module):
         memory: tuple[Array, Array] | None = None,
         memory_mask: Bool[Array, " source"] | None = None,
     ) -> "Cache":
-        """A cache of `length` empty slots, over a memory or none."""
+        """A cache of `length` empty slots, with or without a memory."""
         keys, zero = jnp.zeros((n_layers, n_kv_heads, length, size), dtype), jnp.zeros((), jnp.int32)
         return cls(keys, jnp.zeros_like(keys), jnp.zeros(length, bool), zero, zero, memory, memory_mask)
 
     def begin(self, mask: Bool[Array, " seq"]) -> "Cache":
-        """The cache with the slots of `seq` more tokens taken, before any layer has written its keys and values.
+        """Reserves slots for `seq` more tokens, before any layer writes their keys and values.
 
         **Arguments:**
 
-        - `mask`: which of them are tokens, and not padding.
+        - `mask`: True for tokens, False for padding.
         """
         mask = jax.lax.dynamic_update_slice(self.mask, mask, (self.index,))
         return eqx.tree_at(lambda c: (c.mask, c.layer), self, (mask, jnp.zeros_like(self.layer)))
 
     def end(self, seq: int) -> "Cache":
-        """The cache after all layers have written `seq` tokens."""
+        """Ends a call, after all layers have written `seq` tokens."""
         return eqx.tree_at(lambda c: (c.index, c.layer), self, (self.index + seq, jnp.zeros_like(self.layer)))
 
     def write(
         self, keys: Float[Array, "groups seq size"], values: Float[Array, "groups seq size"]
     ) -> tuple["Cache", Float[Array, "groups length size"], Float[Array, "groups length size"]]:
-        """The cache with the tokens at hand in it, at the layer that writes next; and all keys and values of that layer."""
+        """Writes the current tokens' keys and values at the next layer. Returns the cache, and all keys and values of that
+        layer."""
         start = (self.layer, 0, self.index, 0)
         all_keys = jax.lax.dynamic_update_slice(self.keys, keys[None].astype(self.keys.dtype), start)
         all_values = jax.lax.dynamic_update_slice(self.values, values[None].astype(self.values.dtype), start)
@@ -79,14 +80,14 @@ class Cache(eqx.Module):
         return cache, pick(all_keys), pick(all_values)
 
     def read_memory(self) -> tuple[Float[Array, "groups source size"], Float[Array, "groups source size"]]:
-        """The cross-attention's keys and values at the layer that wrote last: its self-attention has written already."""
+        """The cross-attention's keys and values of the layer that wrote last, since its self-attention runs first."""
         assert self.memory is not None
         keys, values = self.memory
         pick = lambda array: jax.lax.dynamic_index_in_dim(array, self.layer - 1, keepdims=False)  # noqa: E731
         return pick(keys), pick(values)
 
     def axes(self, *, shares_memory: bool = False) -> "Cache":
-        """`in_axes` and `out_axes` for `jax.vmap` over rows: counters are shared, all else has a row an example.
+        """`in_axes` and `out_axes` for `jax.vmap` over rows. Counters are shared; everything else is batched.
 
         **Arguments:**
 
@@ -101,12 +102,13 @@ class Cache(eqx.Module):
 
 
 def token_positions(mask: Bool[Array, " seq"] | None, seq: int, cache: Cache | None = None) -> Int[Array, " seq"]:
-    """The position of each token among the tokens, padding not counted; 0 for padding before the first.
+    """The position of each token, counting tokens only. Padding before the first token has position 0.
 
     **Arguments:**
 
-    - `mask`: which of the `seq` are tokens; None for all. With a cache, as given to `cache.begin`.
-    - `cache`: after `begin`; the tokens in it come before.
+    - `mask`: True for tokens, False for padding; None if all are tokens. With a cache, the mask that was passed to
+        `cache.begin`.
+    - `cache`: the cache after `begin`. Its tokens come before these.
     """
     if cache is not None:
         counted = jnp.maximum(jnp.cumsum(cache.mask) - 1, 0)
@@ -124,23 +126,23 @@ def learned_positions(
     *,
     offset: int = 0,
 ) -> Float[Array, "seq d"]:
-    """The rows of a table of learned positions, for tokens as `token_positions` counts them.
+    """The rows of a table of learned positions, at the positions that `token_positions` returns.
 
     **Arguments:**
 
-    - `offset`: rows of the table before that of position 0.
+    - `offset`: the number of rows before that of position 0.
     """
     if mask is None and cache is None:
-        return table[offset : offset + seq]  # a slice, where a lookup would need the whole table on every device
+        return table[offset : offset + seq]  # a lookup would need the whole table on every device
     return table[offset + token_positions(mask, seq, cache)]
 
 
 def causal_mask(
     mask: Bool[Array, " seq"] | None, seq: int, cache: Cache | None = None, *, window: int | None = None
 ) -> Bool[Array, "seq source"]:
-    """Which positions each token sees: tokens up to itself, and of those the `window` last where one is given.
+    """The mask of causal attention: each token attends to tokens up to itself, or to the last `window` of them.
 
-    Padding sees itself, so that no softmax is over nothing. `source` is `seq`, or the slots of the cache.
+    Padding attends to itself, so that no softmax is empty. `source` is `seq`, or the number of slots of the cache.
     """
     start, length = (0, seq) if cache is None else (cache.index, cache.mask.shape[0])
     queries, sources = (start + jnp.arange(seq))[:, None], jnp.arange(length)
@@ -155,9 +157,9 @@ def causal_mask(
 
 
 class Attention(eqx.Module):
-    """Attention of several heads, of a sequence to itself or to another. Its four projections are a family's to make.
+    """Multi-head attention of a sequence to itself or to another. The model family creates its four projections.
 
-    `n_kv_heads` below `n_heads` groups the queries: each key/value head serves `n_heads / n_kv_heads` of them.
+    If `n_kv_heads` is below `n_heads`, queries are grouped: each key/value head serves `n_heads / n_kv_heads` query heads.
     """
 
     query: eqx.nn.Linear
@@ -167,14 +169,14 @@ class Attention(eqx.Module):
     n_heads: int = eqx.field(static=True)
     n_kv_heads: int = eqx.field(static=True)
     dropout: eqx.nn.Dropout = eqx.nn.Dropout(0.0)
-    scale: float | None = eqx.field(static=True, default=None)  # of the scores; size ** -0.5 where None
-    query_norm: eqx.nn.RMSNorm | None = None  # over each head's queries, and keys, before rotary positions
+    scale: float | None = eqx.field(static=True, default=None)  # of the scores; None for size ** -0.5
+    query_norm: eqx.nn.RMSNorm | None = None  # of each head's queries and keys, before rotary positions
     key_norm: eqx.nn.RMSNorm | None = None
 
     def project_memory(
         self, memory: Float[Array, "source d"]
     ) -> tuple[Float[Array, "groups source size"], Float[Array, "groups source size"]]:
-        """Keys and values of what is attended to, head by head. A cross-attention computes them once for all tokens."""
+        """The keys and values of a memory, by head. A cross-attention computes them once for all tokens."""
         keys, values = (rearrange(a, "source groups size -> groups source size") for a in self._keys_and_values(memory))
         return keys, values
 
@@ -189,15 +191,15 @@ class Attention(eqx.Module):
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "seq d"], Cache | None]:
-        """What each row of `x` draws from what it sees, and the cache with this layer's keys and values in it.
+        """The attention output for each row of `x`, and the cache with this layer's keys and values.
 
         **Arguments:**
 
-        - `memory`: what is attended to; `x` itself where None, or the cache's memory by `attend_memory`.
-        - `mask`: which positions are seen; None for all.
+        - `memory`: the sequence to attend to. If None, it is `x` itself; for the cache's memory, use `attend_memory`.
+        - `mask`: True for positions that are attended to; None for all.
         - `bias`: added to the scores before the softmax.
         - `rotary`: applied to queries and keys, `[seq, heads, size]` each.
-        - `cache`: then keys and values are written to it, and `source` is its slots.
+        - `cache`: if given, keys and values are written to it, and `source` is its slots.
         - `key`: for dropout of attention weights.
         """
         keys, values = self._keys_and_values(x if memory is None else memory)
@@ -217,7 +219,7 @@ class Attention(eqx.Module):
         mask: Bool[Array, "1 source"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
-        """What each row of `x` draws from keys and values that `project_memory` made."""
+        """The attention output for each row of `x`, from keys and values that `project_memory` returned."""
         return self._attend(self._queries(x), *memory, mask, None, key)
 
     def _queries(self, x: Float[Array, "seq d"]) -> Float[Array, "seq heads size"]:
@@ -239,7 +241,8 @@ class Attention(eqx.Module):
         if mask is not None:
             mask = jnp.broadcast_to(mask, (queries.shape[0], keys.shape[1]))[None]
         drops = not self.dropout.inference and self.dropout.p > 0
-        # The fused kernel does not pay for one query, as in decoding, and it needs a transposed copy of the whole cache.
+        # The fused kernel does not pay for one query, as in decoding, and it would need a transposed copy of the whole
+        # cache.
         if drops or queries.shape[0] == 1:
             mixed = self._unfused(queries, keys, values, mask, bias, scale, key)
         else:
@@ -248,16 +251,17 @@ class Attention(eqx.Module):
         return linear(self.output, rearrange(mixed, "seq heads size -> seq (heads size)"))
 
     def _unfused(self, queries, keys, values, mask, bias, scale, key) -> Float[Array, "seq heads size"]:
-        """Attention as defined: `jax.nn.dot_product_attention` has no dropout. Softmax is in float32, as there."""
+        """Attention written out, because `jax.nn.dot_product_attention` has no dropout. As there, the softmax is in
+        float32."""
         n_queries, groups = queries.shape[0], self.n_kv_heads
         grouped = rearrange(queries, "seq (groups n) size -> groups size (n seq)", groups=groups)
-        # Matmuls with the keys first: in any other order XLA on CPU transposes the whole cache for each token.
+        # The keys are the first operand of the matmuls: otherwise XLA on CPU transposes the whole cache for each token.
         scores = jnp.matmul(keys, grouped, preferred_element_type=jnp.float32) * scale
         scores = rearrange(scores, "groups source (n seq) -> (groups n) seq source", seq=n_queries)
         if bias is not None:
             scores = scores + bias
         if mask is not None:
-            # Finite, as in the fused kernel: a fully masked row has equal weights and is not NaN.
+            # Finite, as in the fused kernel: a fully masked row gets equal weights instead of NaN.
             scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
         weights = self.dropout(jax.nn.softmax(scores).astype(values.dtype), key=key)
         weights = rearrange(weights, "(groups n) seq source -> groups (n seq) source", groups=groups)

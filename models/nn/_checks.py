@@ -1,4 +1,4 @@
-"""Checks that the configs of all families share: sizes, heads, dropout rates, and the length of an example."""
+"""Checks for the configs of all families: sizes, heads, dropout rates, and lengths of examples."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +12,7 @@ def check_sizes(config: Any, *names: str) -> None:
 
 
 def check_heads(config: Any, width: str = "d_model", heads: str = "n_heads") -> None:
-    """Raises ValueError where the heads do not divide the width."""
+    """Raises ValueError if the heads do not divide the width."""
     if getattr(config, width) % getattr(config, heads):
         raise ValueError(
             f"`{heads}`: expected a divisor of `{width}`={getattr(config, width)}, got {getattr(config, heads)}. "
@@ -28,14 +28,14 @@ def check_rates(config: Any, *names: str) -> None:
 
 
 def check_choice(config: Any, name: str, choices: Iterable[str]) -> None:
-    """Raises ValueError for a field that is none of the choices."""
+    """Raises ValueError for a field whose value is not one of the choices."""
     choices, value = tuple(choices), getattr(config, name)
     if value not in choices:
         raise ValueError(f"`{name}`: expected {' or '.join(map(repr, choices))}, got {value!r}. Pass one of them.")
 
 
 def check_patches(config: Any) -> None:
-    """Raises ValueError for a patch larger than the image."""
+    """Raises ValueError if a patch is larger than the image."""
     if config.patch_size > config.image_size:
         raise ValueError(
             f"`patch_size`: expected at most `image_size`={config.image_size}, got {config.patch_size}. "
@@ -44,7 +44,7 @@ def check_patches(config: Any) -> None:
 
 
 def check_length(what: str, length: int, n_positions: int) -> None:
-    """Raises ValueError for more tokens than a model has positions."""
+    """Raises ValueError if there are more tokens than the model has positions."""
     if length > n_positions:
         raise ValueError(
             f"`{what}`: expected at most `n_positions`={n_positions} tokens, got {length}. "

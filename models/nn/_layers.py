@@ -1,7 +1,7 @@
-"""Equinox's layers applied to whole arrays, and initialised as papers say: the parts that every family shares.
+"""Equinox's layers applied to whole arrays, their initialization, and the weight decay mask.
 
-`eqx.nn` layers take one vector and are vmapped. Over `[..., in]` a vmapped `Linear` is `weight @ x`, whose output comes
-as `[out, ...]` and is transposed at each layer; the same leaves applied as `x @ weight.T` need no transpose.
+`eqx.nn` layers take one vector and must be vmapped. Over `[..., in]`, a vmapped `Linear` computes `weight @ x`, whose output
+is `[out, ...]` and is transposed at each layer. Applied as `x @ weight.T`, the same leaves need no transpose.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from redeqx.partition import NORMS
 
 
 def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*dims out"]:
-    """`layer` applied along the last dim of `x`. What stands in for a `Linear`, as an adapter does, is called on `x`."""
+    """`layer` applied along the last dim of `x`. A replacement of a `Linear`, such as an adapted layer, is called on `x`."""
     if type(layer) is not eqx.nn.Linear:
         return layer(x)
     out = x @ layer.weight.T
@@ -24,14 +24,14 @@ def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*
 
 
 def norm(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
-    """`layer` applied to each row of `x`; means and variances are taken in float32 at least."""
+    """`layer` applied to each row of `x`. Means and variances have at least float32."""
     return jax.vmap(layer)(x)
 
 
 def embed(layer: eqx.nn.Embedding, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:
     """The rows of `layer.weight` at `ids`.
 
-    An id beyond the vocabulary gives NaN, which a training run notices; JAX's own indexing would take the last row.
+    An id outside the vocabulary gives NaN, which a training run detects. JAX's own indexing would use the last row.
     """
     return layer.weight.at[ids].get(mode="fill")
 
@@ -51,10 +51,11 @@ def normal_embedding(n_rows: int, size: int, *, std: float, key: PRNGKeyArray) -
 
 
 def weight_decay_mask(params: PyTree) -> PyTree[bool]:
-    """True for what weight decay is meant for: leaves called `weight`, but not those of Equinox's norms.
+    """True for the leaves that should have weight decay: those called `weight`, except in Equinox's norms.
 
-    Pass it as `optax.adamw(learning_rate, mask=weight_decay_mask)`. The number of dims would not tell, for the biases of
-    scanned layers have two as well. Works for any model whose layers call their matrices `weight`, as Equinox's do.
+    Pass it as `optax.adamw(learning_rate, mask=weight_decay_mask)`. The number of dims is not enough to decide, because the
+    biases of scanned layers also have two. It works for any model whose layers call their matrices `weight`, as Equinox's
+    do.
     """
 
     def mark(path: tuple[Any, ...], node: Any) -> Any:

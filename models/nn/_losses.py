@@ -1,6 +1,6 @@
-"""Cross-entropy over a vocabulary that is split among devices, or too large for all logits to exist at once.
+"""Cross-entropy for a vocabulary that is sharded, or too large to compute all logits at once.
 
-Dims: seq = tokens of one example, d = width, vocab; dims = whatever comes before, a batch for one.
+Dims: seq = tokens of one example, d = width, vocab; dims = any leading dims, such as a batch.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,17 @@ from redeqx import Loss
 
 def cross_entropy(
     x: Float[Array, "*dims vocab"] | Float[Array, "*dims d"],
-    labels: Shaped[Array, "..."],  # of integers; any others are told so below
+    labels: Shaped[Array, "..."],  # of integers; other dtypes raise below
     *,
     head: Callable[[Float[Array, "*chunk d"]], Float[Array, "*chunk vocab"]] | None = None,
     chunk_size: int | None = None,
     ignore_index: int = -100,
     z_loss: float = 0.0,
 ) -> Loss:
-    """The cross-entropy of logits to labels, summed over the labels that count and weighed by their number.
+    """The cross-entropy of logits and labels: summed over the labels that count, with their number as the weight.
 
-    Computed in float32, whatever the logits are in. Logits that are split over the vocabulary stay split: each device
-    reduces its part, and a few numbers a token are exchanged.
+    It is computed in float32 for logits of any dtype. Logits that are sharded over the vocabulary remain sharded: each
+    device reduces its part, and the devices exchange a few numbers for each token.
 
     ```python
     def loss_fn(model, batch, key):
@@ -35,22 +35,23 @@ def cross_entropy(
 
     **Arguments:**
 
-    - `x`: the logits, or, with `head`, what it makes them from.
-    - `labels`: the right token of each, integers of any width; those equal to `ignore_index` do not count. Any other beyond
-        the vocabulary makes the loss NaN.
-    - `head`: from hidden states to logits. They are then made again in the backward pass, and not kept for it.
-    - `chunk_size`: tokens of the last dim of `labels` to make logits of at once; all where None. Needs `head`.
-    - `z_loss`: times the square of the log of the softmax's denominator, added to each token's loss, which keeps logits from
-        drifting (arXiv:2204.02311 takes 1e-4). Its mean is then a metric, `z_loss`.
+    - `x`: the logits, or the input of `head`.
+    - `labels`: the correct token at each position, integers of any width. Labels equal to `ignore_index` do not count. Any
+        other label outside the vocabulary makes the loss NaN.
+    - `head`: maps hidden states to logits. The backward pass recomputes the logits instead of storing them.
+    - `chunk_size`: the number of tokens, along the last dim of `labels`, whose logits are computed at once; None for all. It
+        requires `head`.
+    - `z_loss`: the coefficient of the squared log of the softmax's denominator, which is added to each token's loss to keep
+        logits from drifting (1e-4 in arXiv:2204.02311). Its mean is returned as the metric `z_loss`.
 
-    Raises ValueError where shapes do not go together, for a `chunk_size` below 1, and for one without `head`; TypeError for
-    labels that are not integers.
+    Raises ValueError if the shapes do not match, for a `chunk_size` below 1, and for a `chunk_size` without `head`. Raises
+    TypeError for labels that are not integers.
     """
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"`labels`: expected integers, got {labels.dtype}. Cast them with `labels.astype(jnp.int32)` if that is right."
         )
-    # Bytes hold neither `ignore_index` nor the size of a larger vocabulary: -100 would be the label 156.
+    # 8-bit labels can hold neither `ignore_index` nor the size of a larger vocabulary: -100 would be the label 156.
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     if x.shape[:-1] != labels.shape:
         raise ValueError(
@@ -64,7 +65,7 @@ def cross_entropy(
             "`head`: expected a function with `chunk_size`, got None. Pass hidden states, and `head=model.logits`."
         )
 
-    @jax.checkpoint  # keeps what comes in, and neither the logits of `head` nor their exponentials in float32
+    @jax.checkpoint  # stores the inputs, but neither the logits of `head` nor their exponentials in float32
     def sums(x: Array, labels: Array) -> tuple[Array, Array, Array]:
         return _sums(x if head is None else head(x), labels, ignore_index, z_loss)
 
@@ -92,17 +93,17 @@ def cross_entropy(
 def _sums(
     logits: Float[Array, "*dims vocab"], labels: Int[Array, "*dims"], ignore_index: int, z_loss: float
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """The summed loss, the number of labels that count, and the summed penalty."""
+    """The summed loss, the number of labels that count, and the summed z-loss."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     vocab = logits.shape[-1]
     log_sum = jax.nn.logsumexp(logits, axis=-1)
-    # Compared and summed, not looked up: a lookup along a split dim, and the scatter that is its gradient, may make XLA
-    # bring the logits together.
+    # Compare and sum instead of a lookup: a lookup along a sharded dim, and the scatter that is its gradient, may make XLA
+    # gather the logits.
     is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
     picked = jnp.sum(jnp.where(is_label, logits, 0.0), -1)
     counts = labels != ignore_index
     losses = jnp.where((labels >= 0) & (labels < vocab), log_sum - picked, jnp.nan)
-    # The square of a logit above 1.8e19 is infinite, and 0 times that is NaN.
+    # The square of a logit above 1.8e19 is infinite, and 0 times infinity is NaN.
     penalties = z_loss * log_sum**2 if z_loss else jnp.zeros_like(log_sum)
     total = jnp.sum(jnp.where(counts, losses + penalties, 0.0))
     return total, counts.sum(dtype=total.dtype), jnp.sum(jnp.where(counts, penalties, 0.0))

@@ -1,7 +1,6 @@
-"""Rotary positions, and their scalings for texts longer than those of the training.
+"""Rotary positions, and their scalings for texts longer than in training.
 
-Owns the angles and their scalings. Source: Su et al. 2021, *RoFormer*
-(arXiv:2104.09864).
+Source: Su et al. 2021, *RoFormer* (arXiv:2104.09864).
 
 Dims: seq = tokens of one example, size = width of a head, half = size / 2.
 """
@@ -21,10 +20,10 @@ class LinearScaling:
 
     factor: float
 
-    attention_factor = 1.0  # by which queries and keys grow
+    attention_factor = 1.0  # the factor for queries and keys
 
     def stretch(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """The frequencies `[half]` that take the place of these."""
+        """The scaled frequencies, `[half]`."""
         del theta
         return frequencies / self.factor
 
@@ -35,12 +34,12 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Low frequencies divided by `factor`, high ones kept, those between blended; as Llama 3.1.
+    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones are kept, those between are interpolated.
 
     **Arguments:**
 
-    - `n_original`: positions of the training before, in which a low frequency turns at most `low` times, a high one at
-        least `high` times.
+    - `n_original`: the number of positions in the original training. Over these, a low frequency makes at most `low` turns,
+        and a high one at least `high` turns.
     """
 
     factor: float
@@ -51,7 +50,7 @@ class Llama3Scaling:
     attention_factor = 1.0
 
     def stretch(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """The frequencies `[half]` that take the place of these."""
+        """The scaled frequencies, `[half]`."""
         del theta
         turns = self.n_original * frequencies / (2 * np.pi)
         kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
@@ -70,15 +69,15 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Low frequencies divided by `factor`, high ones kept, a ramp over the dims between. Source: Peng et al. 2023, *YaRN*
-    (arXiv:2309.00071).
+    """Low frequencies are divided by `factor`, high ones are kept, with a linear ramp over the dims between. Source: Peng et
+    al. 2023, *YaRN* (arXiv:2309.00071).
 
     **Arguments:**
 
-    - `n_original`: positions of the training before, in which the ramp's first dim turns `fast` times, its last one `slow`
-        times.
-    - `attention_factor`: by which queries and keys grow; `0.1 * log(factor) + 1` is the paper's.
-    - `truncate`: whether the ramp begins and ends at whole dims.
+    - `n_original`: the number of positions in the original training. Over these, the ramp's first dim makes `fast` turns,
+        and its last dim `slow` turns.
+    - `attention_factor`: the factor for queries and keys. In the paper it is `0.1 * log(factor) + 1`.
+    - `truncate`: whether the ends of the ramp are rounded to whole dims.
     """
 
     factor: float
@@ -89,7 +88,7 @@ class YarnScaling:
     truncate: bool = True
 
     def stretch(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """The frequencies `[half]` that take the place of these."""
+        """The scaled frequencies, `[half]`."""
         half = len(frequencies)
         first, last = (
             half * math.log(self.n_original / (turns * 2 * math.pi)) / math.log(theta) for turns in (self.fast, self.slow)
@@ -120,12 +119,12 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 def rotation(
     positions: Int[Array, " seq"], size: int, theta: float, scaling: Scaling | None = None
 ) -> tuple[Float[Array, "seq 1 half"], Float[Array, "seq 1 half"]]:
-    """Cosine and sine of the rotary angles at these positions, in float32 because angles grow large.
+    """Cosine and sine of the rotary angles at these positions, in float32 because angles become large.
 
     **Arguments:**
 
-    - `size`: width of a head.
-    - `theta`, `scaling`: base of the frequencies, and how they are stretched.
+    - `size`: the width of a head.
+    - `theta`, `scaling`: the base of the frequencies, and their scaling.
     """
     frequencies = theta ** -(np.arange(0, size, 2) / size)
     growth = 1.0

@@ -1,6 +1,6 @@
-"""`Stack`: equal blocks applied one after another, held as one block whose arrays have a leading layer dim.
+"""`Stack`: equal blocks applied in sequence, stored as one block with a leading layer dim.
 
-Owns how blocks are held, scanned and rematerialised. Knows nothing of what is inside a block.
+This module owns how blocks are stored, scanned and rematerialized. It does not depend on what a block contains.
 """
 
 import operator
@@ -18,10 +18,10 @@ Block = TypeVar("Block", bound=eqx.Module)
 
 
 class Stack(eqx.Module, Generic[Block]):
-    """`n_layers` equal blocks, applied in turn by one `jax.lax.scan`, so that compile time does not grow with depth.
+    """`n_layers` equal blocks, applied in sequence by one `jax.lax.scan`, so that compile time does not grow with depth.
 
-    `stack.blocks` is one block, each of its arrays of shape `[n_layers, ...]`. It may also be the plain list that
-    `stack.unstack()` gives: the blocks are then applied one by one, with the same result.
+    `stack.blocks` is one block whose arrays all have the shape `[n_layers, ...]`. It may also be the list that
+    `stack.unstack()` returns: the blocks are then applied one by one, with the same result.
     """
 
     blocks: Block | list[Block]
@@ -38,13 +38,13 @@ class Stack(eqx.Module, Generic[Block]):
     ):
         """**Arguments:**
 
-        - `make_block`: a function from a key to one block. What is no array in it is shared by all of them.
-        - `n_layers`: how many blocks, at least 1.
-        - `remat`: whether the backward pass recomputes each block from its input, in place of keeping what is inside.
-            A policy of `jax.checkpoint_policies` says what is kept all the same.
-        - `key`: split into one key a block.
+        - `make_block`: a function from a key to one block. All blocks share its non-array parts.
+        - `n_layers`: the number of blocks, at least 1.
+        - `remat`: whether the backward pass recomputes each block from its input instead of storing intermediate values. A
+            policy of `jax.checkpoint_policies` selects values that are stored anyway.
+        - `key`: split into one key for each block.
 
-        Raises ValueError where `n_layers` is less than 1.
+        Raises ValueError if `n_layers` is less than 1.
         """
         if n_layers < 1:
             raise ValueError(f"`n_layers`: expected at least 1, got {n_layers}. Leave the stack out of such a model.")
@@ -54,14 +54,14 @@ class Stack(eqx.Module, Generic[Block]):
 
     @classmethod
     def of(cls, blocks: Sequence[Block], *, remat: bool | Callable[..., Any] = False) -> "Stack[Block]":
-        """The stack of some given blocks, as read from a file whose layers are numbered; `unstack` undoes it.
+        """The stack of existing blocks, such as those from a file with numbered layers. `unstack` is the inverse.
 
         **Arguments:**
 
-        - `blocks`: at least one, alike in structure, shapes, dtypes and whatever is no array.
+        - `blocks`: at least one block, all with the same structure, shapes, dtypes and non-array parts.
         - `remat`: as for `Stack`.
 
-        Raises ValueError where there is none, or where one differs from the first.
+        Raises ValueError if there is no block, or if one differs from the first.
         """
         if not blocks:
             raise ValueError("`blocks`: expected at least 1, got 0. Leave the stack out of such a model.")
@@ -70,16 +70,16 @@ class Stack(eqx.Module, Generic[Block]):
         first, rest = eqx.partition(blocks[0], eqx.is_array)
         arrays = [first, *(eqx.filter(block, eqx.is_array) for block in blocks[1:])]
         stacked = eqx.combine(jax.tree.map(lambda *leaves: jnp.stack(leaves), *arrays), rest)
-        # Abstract, so that no block is made only to be replaced.
+        # An abstract stack, so that no block is created only to be replaced.
         like = eqx.filter_eval_shape(cls, lambda key: blocks[0], len(blocks), remat=remat, key=jax.random.key(0))
         return eqx.tree_at(lambda stack: stack.blocks, like, stacked)
 
     def unstack(self) -> list[Block]:
-        """The blocks as a list, in their order, each with arrays of its own."""
+        """The blocks as a list, in order, each with its own arrays."""
         return [self[i] for i in range(self.n_layers)]
 
     def __getitem__(self, i: int) -> Block:
-        """The `i`-th block, counted from the end where negative. Raises IndexError where there is none."""
+        """The `i`-th block; a negative index counts from the end. Raises IndexError if it is out of range."""
         i = operator.index(i)
         if not -self.n_layers <= i < self.n_layers:
             raise IndexError(
@@ -90,13 +90,13 @@ class Stack(eqx.Module, Generic[Block]):
         return jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, self.blocks)
 
     def __call__(self, x: Any, *args: Any, key: PRNGKeyArray | None = None) -> Any:
-        """`x` after every block: `x = block(x, *args, key=...)`, first to last.
+        """Applies every block, first to last: `x = block(x, *args, key=...)`.
 
         **Arguments:**
 
-        - `x`: what one block hands to the next: an array, or a PyTree of arrays, of unchanging shapes and dtypes.
-        - `args`: handed to each block as they are, a mask for one.
-        - `key`: split into one key a block; None hands None to each, as in inference.
+        - `x`: what each block passes to the next: an array, or a PyTree of arrays, of constant shapes and dtypes.
+        - `args`: passed to each block unchanged, such as a mask.
+        - `key`: split into one key for each block; None passes None to each, as in inference.
         """
         keys = None if key is None else jax.random.split(key, self.n_layers)
         if isinstance(self.blocks, list):
@@ -113,7 +113,7 @@ class Stack(eqx.Module, Generic[Block]):
         return jax.lax.scan(body, x, (arrays, keys))[0]
 
     def map(self, fn: Callable[[Block], Any]) -> Any:
-        """`fn(block)` of each block, apart from the others; the results' arrays stacked, `[n_layers, ...]`."""
+        """`fn(block)` for each block independently. The arrays of the results are stacked, `[n_layers, ...]`."""
         if isinstance(self.blocks, list):
             return jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(fn, self.blocks))
         return eqx.filter_vmap(fn)(self.blocks)
@@ -122,7 +122,7 @@ class Stack(eqx.Module, Generic[Block]):
         if self.remat is False:
             return block(x, *args, key=key)
         policy = None if self.remat is True else self.remat
-        # Inside a scan XLA cannot merge the recomputed block with the first computation: no barrier is needed there.
+        # Inside a scan XLA cannot merge the recomputed block with the forward computation, so no barrier is needed.
         in_scan = not isinstance(self.blocks, list)
         apply = eqx.filter_checkpoint(
             lambda block, x, args, key: block(x, *args, key=key), policy=policy, prevent_cse=not in_scan
@@ -131,7 +131,7 @@ class Stack(eqx.Module, Generic[Block]):
 
 
 def _check_alike(i: int, first: eqx.Module, block: eqx.Module) -> None:
-    """Raises ValueError, naming the leaf, where the `i`-th block cannot be stacked with the first."""
+    """Raises ValueError, with the leaf's name, if the `i`-th block cannot be stacked with the first."""
     wanted, got = named_leaves(first), named_leaves(block)
     if jax.tree.structure(block) != jax.tree.structure(first):
         differing = sorted(wanted.keys() ^ got.keys())
