@@ -28,21 +28,21 @@ from .judge import judge
 
 @dataclass(frozen=True)
 class Args:
-    data: Path | None = None  # A folder with a subfolder of images a class. scikit-learn's digits by default.
-    image_size: int = 16  # Pixels to which the images of `--data` are resized, both ways. Digits are 8 x 8.
-    pretrained: Path | None = None  # A checkpoint folder of an earlier run to begin from.
+    data: Path | None = None  # A folder with one subfolder of images for each class. scikit-learn's digits by default.
+    image_size: int = 16  # Height and width to which the images of `--data` are resized, in pixels. Digits are 8 x 8.
+    pretrained: Path | None = None  # A checkpoint folder of an earlier run to start from.
     workdir: Path = Path("workdir/adversarial_training")  # For metrics, checkpoints and the picture. A run resumes from it.
     latent_size: int = 16
     width: int = 256
     n_critic_steps: int = 4  # Steps of the critic to one of the generator.
     penalty: float = 1.0  # Weight of the squared distance of the critic's slope from 1.
     n_epochs: int = 400
-    batch_size: int = 128  # Examples of one update, over all devices.
+    batch_size: int = 128  # Examples of one update, on all devices together.
     learning_rate: float = 5e-4
     n_samples: int = 360  # Drawings that are judged in the end.
-    n_model_shards: int = 1  # Devices that share each layer.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
-    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0
 
 

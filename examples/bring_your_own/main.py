@@ -21,15 +21,15 @@ from examples._images import digits, draw_grid, read_classes, split
 
 @dataclass(frozen=True)
 class Args:
-    data: Path | None = None  # A folder with a subfolder of images a class. scikit-learn's digits by default.
-    pretrained: Path | None = None  # A checkpoint folder of an earlier run to begin from.
+    data: Path | None = None  # A folder with one subfolder of images for each class. scikit-learn's digits by default.
+    pretrained: Path | None = None  # A checkpoint folder of an earlier run to start from.
     workdir: Path = Path("workdir/bring_your_own")  # For metrics, checkpoints and the picture. A run resumes from it.
     n_epochs: int = 20
-    batch_size: int = 32  # Examples of one update, over all devices.
+    batch_size: int = 32  # Examples of one update, on all devices together.
     learning_rate: float = 1e-3
-    n_model_shards: int = 1  # Devices that share each layer.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
-    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0
 
 

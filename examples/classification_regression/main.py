@@ -50,11 +50,11 @@ class Args:
     d_model: int = 64  # Of the embeddings of a bag.
     n_epochs: int | None = None  # By default what RECIPES says, and so is the learning rate.
     learning_rate: float | None = None
-    batch_size: int = 32  # Examples of one update, over all devices.
+    batch_size: int = 32  # Examples of one update, on all devices together.
     accumulate_grad_batches: int = 1  # Micro-batches of one update.
-    n_model_shards: int = 1  # Devices that share each layer.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
-    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0
 
 

@@ -35,7 +35,7 @@ from examples.federated_learning.fedavg import Client, client_of, cut_clients, d
 
 @dataclass(frozen=True)
 class Args:
-    data: Path | None = None  # A folder with a subfolder of images a class. The digits by default.
+    data: Path | None = None  # A folder with one subfolder of images for each class. The digits by default.
     image_size: int = 28  # Images of a folder are resized to it, in grey.
     pretrained: Path | None = None  # A checkpoint folder of an earlier run, that both trainings begin from.
     workdir: Path = Path("workdir/federated_learning")  # For metrics, checkpoints and the picture. A run resumes from it.
@@ -50,9 +50,9 @@ class Args:
     hidden_size: int = 128
     centralised_epochs: int = 60  # Of training in one place.
     centralised_batch_size: int = 16
-    n_model_shards: int = 1  # Devices that share each layer.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with clients of its own.
-    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which parameters, optimizer state and clients are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0
 
 

@@ -51,12 +51,12 @@ class Args:
     max_tokens: int = 64  # Of a caption, its end included. Longer ones are cut.
     n_beams: int = 3
     n_epochs: int = 40
-    batch_size: int = 64  # Examples of one update, over all devices.
+    batch_size: int = 64  # Examples of one update, on all devices together.
     learning_rate: float = 2e-3
     weight_decay: float = 0.05
-    n_model_shards: int = 1  # Devices that share each layer.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
-    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0
 
 
@@ -118,7 +118,7 @@ def make(args: Args, examples: Captioned, deployer: redeqx.Deployer) -> tuple[Vi
     """A new captioner for such images, and a tokenizer for such captions."""
     tokenizer = learn_tokenizer([caption for _, caption in examples], args.n_ids)
     n_channels, image_size, _ = examples[0][0].shape
-    # The published 0.02 is for a width of 768; narrower models learn sooner from larger weights.
+    # The published 0.02 is for a width of 768; narrower models learn faster with larger weights.
     std = 0.02 * (768 / args.d_model) ** 0.5
     encoder = ViTConfig(
         image_size, args.patch_size, n_channels, args.d_model, 4 * args.d_model, args.n_encoder_layers, args.n_heads,

@@ -52,12 +52,12 @@ class Args:
     seq_len: int = 128  # Tokens of one example. Of a prompt too long for it the last ones stay.
     dropout: float = 0.0  # Of all three kinds. A single pass over the text does better without.
     n_epochs: int = 1
-    batch_size: int = 8  # Examples of one update, over all devices.
+    batch_size: int = 8  # Examples of one update, on all devices together.
     per_device_batch_size: int | None = None  # Rows of a micro-batch on one device; all of an update by default.
     learning_rate: float = 3e-3
-    n_model_shards: int | None = None  # Devices that share each layer. By default 2 simulated ones, or 1.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
-    simulate_devices: int = 8  # Devices to act as on a machine without an accelerator.
+    n_model_shards: int | None = None  # Devices over which each layer is sharded. By default 2 simulated ones, or 1.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 8  # CPU devices to simulate on a machine without an accelerator.
     eval_every_n_steps: int = 1000
     save_every_n_steps: int = 250
     seed: int = 0
@@ -73,7 +73,7 @@ def make_model(args: Args, deployer: redeqx.Deployer) -> tuple[Any, Any, Vocabul
         return model, config, load_vocabulary(args.tokenizer or args.pretrained, end, config.vocab_size)
     vocabulary = load_vocabulary(args.tokenizer)
     sizes = (vocabulary.n_ids, args.seq_len, args.d_model, args.n_layers, args.n_heads)
-    # The published 0.02 is for a width of 768; narrower models learn sooner from larger weights.
+    # The published 0.02 is for a width of 768; narrower models learn faster with larger weights.
     config = GPT2Config(*sizes, args.dropout, args.dropout, args.dropout, init_std=0.02 * (768 / args.d_model) ** 0.5)
     key = deployer.next_key()
     return deployer.init(lambda: GPT2(config, key=key)), config, vocabulary

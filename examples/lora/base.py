@@ -31,7 +31,7 @@ def train_base(args: Any, deployer: redeqx.Deployer, corpus: list[str], folder: 
     """Trains a small LLaMA on text, and writes it as a Hugging Face folder."""
     tokenizer = learn_tokenizer(corpus, args.n_ids)
     examples = pack(corpus, tokenizer, 2 * args.seq_len, args.base_tokens)
-    examples = examples[: max(1, len(examples) // args.batch_size) * args.batch_size]  # a smaller update is compiled anew
+    examples = examples[: max(1, len(examples) // args.batch_size) * args.batch_size]  # a smaller update would recompile
     config = LlamaConfig(
         vocab_size=embedding_rows(tokenizer.get_vocab_size()), n_positions=2 * args.seq_len, d_model=args.d_model,
         d_mlp=-(-8 * args.d_model // 96) * 32, n_layers=args.n_layers, n_heads=args.n_heads, is_tied=True,

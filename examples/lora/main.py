@@ -42,7 +42,7 @@ class Args:
     lora_learning_rate: float = 3e-3
     learning_rate: float = 3e-4  # Of full fine-tuning; the base, which begins at nothing, takes ten times as much.
     n_epochs: int = 10
-    batch_size: int = 16  # Examples of one update, over all devices.
+    batch_size: int = 16  # Examples of one update, on all devices together.
     seq_len: int = 48  # Tokens of a sentence with its prompt. Of a longer sentence the first ones stay.
     n_train: int = 300  # At most so many labelled sentences are trained on: few labels are what a base is for.
     max_examples: int = 20_000  # At most so many over the three parts, half of which test.
@@ -53,9 +53,9 @@ class Args:
     d_model: int = 192
     n_heads: int = 4
     eval_every_n_steps: int = 30
-    n_model_shards: int = 1  # Devices that share each layer.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
-    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0
 
 
@@ -95,7 +95,7 @@ def tune(args: Args, name: str, base: Path, parts: tuple[Labelled, ...]) -> dict
     model, config = from_pretrained(base, deployer=deployer, kind=Decoder)
     tokenizer = load_tokenizer(base, config.vocab_size)
     train, validation, test = (encode(part, args.words, tokenizer, config.bos_token_id, args.seq_len) for part in parts)
-    train = train[: max(1, len(train) // args.batch_size) * args.batch_size]  # a smaller update is compiled for itself
+    train = train[: max(1, len(train) // args.batch_size) * args.batch_size]  # a smaller update would be compiled separately
     n_params, learning_rate, trainable = size(model), args.learning_rate, eqx.is_inexact_array
     if name == "lora":
         model = lora.add(model, rank=args.rank, where=("*.attention.*", "*.mlp.*"), key=deployer.next_key())

@@ -52,13 +52,13 @@ class Args:
     first_order: bool = False  # Whether to leave the second derivatives out: FOMAML.
     tasks_per_epoch: int | None = None  # Drawn anew each epoch.
     n_epochs: int | None = None
-    batch_size: int | None = None  # Tasks of one update, over all devices.
+    batch_size: int | None = None  # Tasks of one update, on all devices together.
     learning_rate: float | None = None  # Of the outer updates.
     n_validation_tasks: int | None = None
     n_test_tasks: int = 1000
-    n_model_shards: int = 1  # Devices that share each layer.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
-    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0
 
 

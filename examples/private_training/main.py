@@ -38,7 +38,7 @@ from examples.private_training.privacy import calibrate, hold_to, poisson_sample
 
 @dataclass(frozen=True)
 class Args:
-    data: Path | None = None  # A folder with a subfolder of images a class. The digits by default.
+    data: Path | None = None  # A folder with one subfolder of images for each class. The digits by default.
     image_size: int = 16  # Images of a folder are resized to it, in grey.
     pretrained: Path | None = None  # A checkpoint folder of an earlier run, to begin from: one whose data were public.
     workdir: Path = Path("workdir/private_training")  # For metrics, checkpoints and the picture. Runs resume from it.
@@ -52,9 +52,9 @@ class Args:
     momentum: float = 0.9
     hidden_size: int = 0  # Of a layer with tanh; 0 for none.
     accumulate_grad_batches: int = 1  # Micro-batches a step, where the gradients of all its images do not fit.
-    n_model_shards: int = 1  # Devices that share each layer.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
-    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0  # Of the samples and the noise: a secret, where the guarantee is to hold.
 
 

@@ -23,25 +23,25 @@ class DDPG:
     """Deep deterministic policy gradient, for continuous actions: Pendulum by default."""
 
     env: str = "Pendulum-v1"  # A gymnasium environment with bounded continuous actions.
-    pretrained: Path | None = None  # A checkpoint of an earlier run to begin with.
+    pretrained: Path | None = None  # A checkpoint of an earlier run to start from.
     workdir: Path = Path("workdir/reinforcement_learning/ddpg")  # For metrics, checkpoints and the picture.
-    n_steps: int = 20_000  # Environment steps, over all environments.
-    n_envs: int = 8  # Environments played side by side.
-    rollout: int = 16  # Steps of each environment from one training to the next.
+    n_steps: int = 20_000  # Environment steps, in all environments together.
+    n_envs: int = 8  # Environments that run in parallel.
+    rollout: int = 16  # Steps of each environment between two trainings.
     n_updates: int = 64  # Updates of one training.
     n_random_steps: int = 1_000  # Environment steps of random actions at the beginning.
-    replay: int = 100_000  # Transitions kept.
-    batch_size: int = 128  # Transitions of one update, over all devices.
+    replay: int = 100_000  # Transitions that the replay buffer holds.
+    batch_size: int = 128  # Transitions of one update, on all devices together.
     learning_rate: float = 1e-3
-    width: int = 128  # Of the hidden layers.
+    width: int = 128  # Width of the hidden layers.
     discount: float = 0.99
-    target_rate: float = 0.005  # How far the target networks move towards the trained ones in an update.
-    noise: float = 0.1  # Standard deviation added to the actions played, which go from -1 to 1.
-    eval_every_n_steps: int = 2_000  # Environment steps.
-    eval_episodes: int = 100  # To choose the best checkpoint by, and others to test it on.
-    n_model_shards: int = 1  # Devices that share each layer.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
-    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    target_rate: float = 0.005  # Fraction by which each update moves the target networks to the trained ones.
+    noise: float = 0.1  # Standard deviation of the noise that is added to actions, which are in [-1, 1].
+    eval_every_n_steps: int = 2_000  # Environment steps between two evaluations.
+    eval_episodes: int = 100  # Episodes that select the best checkpoint. As many others test it.
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0
 
 
@@ -68,7 +68,7 @@ def loss_fn(
 ) -> tuple[redeqx.Loss, PyTree]:
     """The critic's loss plus the actor's, and the target networks moved on: they are the trainer's `model_state`."""
     seen, arrays = batch["observation"], eqx.filter(model, eqx.is_array)
-    target = eqx.combine(targets, model)  # what is no array, such as an activation, is the same in both
+    target = eqx.combine(targets, model)  # non-array fields, such as an activation, are equal in both
     later = target.value(batch["next"], target.act(batch["next"]))
     goals = batch["reward"] + discount * (1 - batch["terminated"]) * later
     surprises = model.value(seen, batch["action"]) - jax.lax.stop_gradient(goals)
@@ -85,10 +85,10 @@ def pred_fn(model: ActorCritic, targets: PyTree, observations: jax.Array, key: j
 
 
 def main(args: DDPG) -> dict[str, float]:
-    """Trains and reports; returns the mean test return."""
+    """Trains and reports. Returns the mean test return."""
     check_sizes(args, "n_envs", "rollout", "n_updates", "replay", "eval_episodes", "eval_every_n_steps", "width")
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
-    deployer.begin_records(-1)  # not those of an earlier run
+    deployer.begin_records(-1)  # drops the records of an earlier run
     envs, eval_envs = (make_envs(args.env, "ddpg", n) for n in (args.n_envs, args.eval_episodes))
     n_seen, n_actions = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     key = deployer.next_key()
@@ -127,7 +127,7 @@ def main(args: DDPG) -> dict[str, float]:
                 rows = np.zeros(args.n_envs, dtype)
                 rows["observation"], rows["action"], rows["reward"] = observations, actions, rewards
                 rows["next"], rows["terminated"] = following, terminated
-                replay.add(rows[~ended])  # after an episode's end this step resets
+                replay.add(rows[~ended])  # the step after an episode's end only resets
                 observations, ended = following, terminated | truncated
             metrics = {}
             if n_played >= args.n_random_steps:

@@ -29,24 +29,24 @@ class MADDPG:
     """Multi-agent DDPG beside independent DDPG: three agents that spread over three landmarks by default."""
 
     env: str = "simple_spread_v3"  # A module of mpe2 whose agents see and act in the same spaces.
-    pretrained: Path | None = None  # A checkpoint of an earlier run to begin with.
+    pretrained: Path | None = None  # A checkpoint of an earlier run to start from.
     workdir: Path = Path("workdir/reinforcement_learning/maddpg")  # For metrics, checkpoints and the picture.
     independent: bool = True  # Train independent DDPG too: each critic then knows its own agent alone.
     n_episodes: int = 4_000  # Played by each of the two.
-    n_envs: int = 16  # Episodes played side by side.
+    n_envs: int = 16  # Episodes that run in parallel.
     n_updates: int = 40  # Updates after each such set of episodes.
-    replay: int = 250_000  # Transitions kept.
-    batch_size: int = 256  # Transitions of one update, over all devices.
+    replay: int = 250_000  # Transitions that the replay buffer holds.
+    batch_size: int = 256  # Transitions of one update, on all devices together.
     learning_rate: float = 1e-3
-    width: int = 64  # Of the hidden layers.
+    width: int = 64  # Width of the hidden layers.
     discount: float = 0.9
-    target_rate: float = 0.01  # How far the target networks move towards the trained ones in an update.
-    noise: float = 1.0  # Standard deviation added to the actions played, which go from -1 to 1.
+    target_rate: float = 0.01  # Fraction by which each update moves the target networks to the trained ones.
+    noise: float = 1.0  # Standard deviation of the noise that is added to actions, which are in [-1, 1].
     eval_every_n_episodes: int = 400
-    eval_episodes: int = 400  # To choose the best checkpoint by, and others to test it on.
-    n_model_shards: int = 1  # Devices that share each layer.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
-    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    eval_episodes: int = 400  # Episodes that select the best checkpoint. As many others test it.
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0
 
 
@@ -91,7 +91,7 @@ def loss_fn(
     seen, actions, arrays = batch["observation"], batch["action"], eqx.filter(model, eqx.is_array)
     n_agents = seen.shape[1]
     to_all = partial(jnp.repeat, repeats=n_agents, axis=1)  # every critic is told the same actions
-    target = eqx.combine(targets, model)  # what is no array, such as an activation, is the same in both
+    target = eqx.combine(targets, model)  # non-array fields, such as an activation, are equal in both
     later = target.value(batch["next"], to_all(target.act(batch["next"])[:, None]))
     # Episodes are cut short, never over: there is always something to come.
     surprises = model.value(seen, to_all(actions[:, None])) - jax.lax.stop_gradient(batch["reward"] + discount * later)
@@ -112,7 +112,7 @@ def train(args: MADDPG, games: Games, eval_games: Games, independent: bool) -> t
     """Trains one of the two; returns its best checkpoint, and how it acts."""
     workdir = args.workdir / "independent" if independent else args.workdir
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=workdir)
-    deployer.begin_records(-1)  # not those of an earlier run
+    deployer.begin_records(-1)  # drops the records of an earlier run
     key, sizes = deployer.next_key(), (len(games.agents), games.n_seen, games.n_actions, args.width)
     model = deployer.init(lambda: Team(*sizes, independent, key=key))
     n_rounds = -(-args.n_episodes // args.n_envs)

@@ -24,25 +24,25 @@ class PPO:
     """Proximal policy optimisation, for discrete actions: CartPole by default."""
 
     env: str = "CartPole-v1"  # A gymnasium environment with discrete actions.
-    pretrained: Path | None = None  # A checkpoint of an earlier run to begin with.
+    pretrained: Path | None = None  # A checkpoint of an earlier run to start from.
     workdir: Path = Path("workdir/reinforcement_learning/ppo")  # For metrics, checkpoints and the picture.
-    n_steps: int = 100_000  # Environment steps, over all environments.
-    n_envs: int = 16  # Environments played side by side.
-    rollout: int = 128  # Steps of each environment from one training to the next.
+    n_steps: int = 100_000  # Environment steps, in all environments together.
+    n_envs: int = 16  # Environments that run in parallel.
+    rollout: int = 128  # Steps of each environment between two trainings.
     n_epochs: int = 10  # Passes over what was played.
-    batch_size: int = 256  # Steps of one update, over all devices.
+    batch_size: int = 256  # Steps of one update, on all devices together.
     learning_rate: float = 1e-3  # At the beginning; it falls to 0.
-    width: int = 64  # Of the hidden layers.
+    width: int = 64  # Width of the hidden layers.
     discount: float = 0.99
     gae_lambda: float = 0.95  # 0 trusts the critic, 1 the returns.
     clip: float = 0.2  # How far an action's probability may move in one training.
     entropy_weight: float = 0.01
-    eval_every_n_steps: int = 10_000  # Environment steps.
-    eval_episodes: int = 64  # To choose the best checkpoint by, and others to test it on.
+    eval_every_n_steps: int = 10_000  # Environment steps between two evaluations.
+    eval_episodes: int = 64  # Episodes that select the best checkpoint. As many others test it.
     test_episodes: int = 100
-    n_model_shards: int = 1  # Devices that share each layer.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
-    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0
 
 
@@ -120,7 +120,7 @@ def play(
     for t in range(args.rollout):
         actions, log_probs, values[t], _ = act(observations)
         rows["observation"][t], rows["action"][t], rows["log_prob"][t] = observations, actions, log_probs
-        rows["weight"][t] = ~ended  # after an episode's end this step resets
+        rows["weight"][t] = ~ended  # the step after an episode's end only resets
         observations, rewards[t], terminations[t], truncations, _ = envs.step(actions)
         ends[t] = ended = terminations[t] | truncations
     values[-1] = act(observations)[2]
@@ -132,10 +132,10 @@ def play(
 
 
 def main(args: PPO) -> dict[str, float]:
-    """Trains and reports; returns the mean test return."""
+    """Trains and reports. Returns the mean test return."""
     check_sizes(args, "n_envs", "rollout", "n_epochs", "eval_episodes", "eval_every_n_steps", "width")
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
-    deployer.begin_records(-1)  # not those of an earlier run
+    deployer.begin_records(-1)  # drops the records of an earlier run
     envs, eval_envs = (make_envs(args.env, "ppo", n) for n in (args.n_envs, args.eval_episodes))
     n_seen, n_actions = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     key = deployer.next_key()

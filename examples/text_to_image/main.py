@@ -38,7 +38,7 @@ class Args:
     data: Path | None = None  # A folder of images, and `metadata.jsonl` with `file_name` and `text`. Digits by default.
     pretrained: Path | None = None  # A folder with `vae`, `text_encoder`, `unet`, `tokenizer` and `scheduler`.
     workdir: Path = Path("workdir/text_to_image")
-    image_size: int = 32  # Pixels to which the images of `--data` are resized, both ways. Digits are 8 x 8.
+    image_size: int = 32  # Height and width to which the images of `--data` are resized, in pixels. Digits are 8 x 8.
     vae_channels: tuple[int, ...] = (16, 32)  # Each but the last halves height and width.
     unet_channels: tuple[int, ...] = (32, 64)  # The same, of latents.
     latent_channels: int = 4
@@ -52,11 +52,11 @@ class Args:
     kl_weight: float = 1e-3  # Of the latents' divergence from the standard normal, in the autoencoder's loss.
     n_vae_epochs: int = 8
     n_epochs: int = 12
-    batch_size: int = 64  # Examples of one update, over all devices.
+    batch_size: int = 64  # Examples of one update, on all devices together.
     learning_rate: float = 2e-3
-    n_model_shards: int = 1  # Devices that share each layer.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
-    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0
 
 

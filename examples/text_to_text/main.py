@@ -63,12 +63,12 @@ class Args:
     dropout: float = 0.1
     n_denoising_epochs: int = 2  # Before the others, without `--pretrained`: to restore sources teaches to copy.
     n_epochs: int = 11
-    batch_size: int = 16  # Examples of one update, over all devices.
+    batch_size: int = 16  # Examples of one update, on all devices together.
     accumulate_grad_batches: int = 1  # Micro-batches of one update.
     learning_rate: float = 4e-2  # Of Adafactor: relative to the size of each parameter.
-    n_model_shards: int = 1  # Devices that share each layer.
-    n_fsdp_shards: int = 1  # Devices that share parameters and optimizer state, each with rows of its own.
-    simulate_devices: int = 1  # Devices to act as on a machine without an accelerator.
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0
 
 
@@ -144,7 +144,7 @@ def main(args: Args) -> dict[str, float]:
     else:
         pairs = table_pairs(args.data, args.source_column, args.target_column)
     train, validation, test = split(pairs)
-    n_train = min(args.n_train, len(train)) // args.batch_size * args.batch_size  # a smaller update is compiled for itself
+    n_train = min(args.n_train, len(train)) // args.batch_size * args.batch_size  # a smaller update would recompile
     train, validation, test = train[:n_train], validation[: args.n_validation], test[: args.n_test]
     if not (train and validation and test):
         raise ValueError(

@@ -22,9 +22,7 @@ class Pretrained(eqx.Module):
 
     config_class: ClassVar[Any]  # with `from_hf(ConfigReader)`, `to_hf()` and `extra`
     model_types: ClassVar[tuple[str, ...]]  # `model_type` in `config.json`; for diffusers, `_class_name`
-    architectures: ClassVar[
-        tuple[str, ...]
-    ]  # classes of transformers; the first is written, unless `architecture` returns another
+    architectures: ClassVar[tuple[str, ...]]  # classes of transformers; `architecture` returns the one to write
     weights_name: ClassVar[str] = "model"  # the start of the weight files' names; diffusers uses another
 
     config: eqx.AbstractVar[Any]
