@@ -1,9 +1,10 @@
-"""Every example's full run, one after another, and their numbers as one table: `python -m examples`, or `make examples`.
+"""Runs every example in full and prints their scores as a table: `python -m examples`, or `make examples`.
 
     python -m examples
     python -m examples meta_learning lora
 
-Each run has a process and a folder of its own, where `log.txt` holds what it printed. Exits 1 where a number is not reached.
+Each run has its own process and folder, where `log.txt` holds its output. Exits with 1 if an example does not reach its
+expected score.
 """
 
 import json
@@ -25,10 +26,10 @@ Scores = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Run:
-    """A full run: its command's words, how its scores read, what is to be reached, and whether they reach it."""
+    """A full run: its command-line arguments, the format of its scores, the target, and the check whether it is reached."""
 
     command: str
-    show: str  # a format of the scores
+    show: str  # a format string for the scores
     to_reach: str
     reaches: Callable[[Scores], bool] = lambda scores: True
 
@@ -119,18 +120,18 @@ RUNS = (
 
 @dataclass(frozen=True)
 class Args:
-    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()  # Of the examples to run. All by default.
-    workdir: Path = Path("workdir/examples")  # A folder for each time, and in it one for each run.
+    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()  # The examples to run. All by default.
+    workdir: Path = Path("workdir/examples")  # Holds a folder for each invocation, with one folder for each run.
 
 
 def read_scores(workdir: Path) -> dict[str, float]:
-    """The last scores of a run in its `metrics.jsonl`."""
+    """The last scores of a run, from its `metrics.jsonl`."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text("utf-8").splitlines()]
     return next(line for line in reversed(lines) if any(name.startswith("test_") for name in line))
 
 
 def execute(run: Run, workdir: Path) -> tuple[str, bool]:
-    """Run it; how its scores read and whether they reach what they should."""
+    """Executes a run. Returns its formatted scores and whether they reach the target."""
     workdir.mkdir(parents=True)
     with (workdir / "log.txt").open("w") as log:
         command = [sys.executable, "-m", f"examples.{run.command.split()[0]}", *run.command.split()[1:]]

@@ -1,4 +1,4 @@
-"""Images that several examples read and draw, always [channels, height, width]: the digits, and folders of files."""
+"""Reads and draws images [channels, height, width] for several examples: scikit-learn's digits, and folders of files."""
 
 import math
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from ._texts import read_table
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"}
 
-Labelled = list[tuple[np.ndarray, int]]  # images [channels, height, width], float32 in 0 to 1, and their classes
+Labelled = list[tuple[np.ndarray, int]]  # images [channels, height, width], float32 in [0, 1], and their classes
 
 
 def digits() -> tuple[Labelled, Labelled, Labelled]:
-    """scikit-learn's 1797 handwritten digits, [1, 8, 8]: 1257 to train, 180 to choose by, 360 to test."""
+    """scikit-learn's 1797 handwritten digits, [1, 8, 8]: 1257 for training, 180 for validation, 360 for testing."""
     data: Any = load_digits()
     images = (data.images[:, None] / 16).astype(np.float32)
     return split(list(zip(images, data.target.tolist(), strict=True)))
 
 
 def split(examples: Labelled) -> tuple[Labelled, Labelled, Labelled]:
-    """Seven parts to train, one to choose by, two to test; each class by these shares, always the same examples."""
+    """Splits examples into training (70 %), validation (10 %) and test (20 %) sets, class by class and deterministically."""
 
     def cut(examples: Labelled, share: float) -> Any:
         labels = [label for _, label in examples]
-        n = max(math.ceil(share * len(examples)), len(set(labels)))  # of each class one at least
+        n = max(math.ceil(share * len(examples)), len(set(labels)))  # at least one of each class
         return train_test_split(examples, test_size=n, random_state=0, stratify=labels)
 
     rest, test = cut(examples, 0.2)
@@ -39,7 +39,7 @@ def split(examples: Labelled) -> tuple[Labelled, Labelled, Labelled]:
 
 
 def read_image(path: Path, size: int, n_channels: int) -> np.ndarray:
-    """An image file, resized to [n_channels, size, size], float32 in 0 to 1."""
+    """Reads an image file and resizes it to [n_channels, size, size], float32 in [0, 1]."""
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("L" if n_channels == 1 else "RGB").resize((size, size)), np.float32) / 255
@@ -49,7 +49,7 @@ def read_image(path: Path, size: int, n_channels: int) -> np.ndarray:
 
 
 def read_classes(folder: Path, size: int, n_channels: int = 1) -> tuple[Labelled, list[str]]:
-    """The images of a folder with a subfolder a class, and the names of the classes."""
+    """The images of a folder with one subfolder for each class, and the names of the classes."""
     names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     files = [sorted(f for f in (folder / name).rglob("*") if f.suffix.lower() in SUFFIXES) for name in names]
     for name, found in zip(names, files, strict=True):
@@ -68,7 +68,7 @@ def read_classes(folder: Path, size: int, n_channels: int = 1) -> tuple[Labelled
 
 
 def read_captions(folder: Path, size: int, n_channels: int = 3) -> list[tuple[np.ndarray, str]]:
-    """The images of a folder with their captions, as `metadata.jsonl` gives them: `file_name` and `text` a line."""
+    """The images of a folder with their captions, from `metadata.jsonl`, whose lines have `file_name` and `text`."""
     table = folder / "metadata.jsonl"
     if not table.is_file():
         found = f"{sum(f.suffix.lower() in SUFFIXES for f in folder.iterdir())} images" if folder.is_dir() else "no folder"
@@ -86,7 +86,7 @@ def read_captions(folder: Path, size: int, n_channels: int = 3) -> list[tuple[np
 def draw_grid(
     path: Path, images: Sequence[np.ndarray], titles: Sequence[str], n_columns: int = 8, heading: str = ""
 ) -> None:
-    """Draws images [channels, height, width], in 0 to 1, in rows, each under its title, with a heading, to a PNG file."""
+    """Draws images [channels, height, width] in [0, 1] as a grid with a title for each and a heading, to a PNG file."""
     n_rows = -(-len(images) // n_columns)
     figure = Figure(figsize=(1.5 * n_columns, 1.7 * n_rows), layout="constrained")
     for axes in (grid := figure.subplots(n_rows, n_columns, squeeze=False)).flat:

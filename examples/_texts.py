@@ -1,4 +1,4 @@
-"""Texts that several examples read: tables in files, tokenizers, and the text that every machine has."""
+"""Reads texts for several examples: tables, tokenizers, and the source of Python's standard library."""
 
 import csv
 import json
@@ -9,21 +9,22 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-PAD, BOS, EOS = range(3)  # the ids that a tokenizer learnt here gives to padding, begin and end
+PAD, BOS, EOS = range(3)  # the ids of padding, begin and end in a tokenizer that is trained here
 
 
 def read_table(
     path: Path, columns: Sequence[str], *, names: Sequence[str] | None = None, broken: list[int] | None = None
 ) -> list[dict[str, str]]:
-    """The rows of a table: .tsv (without quotes, as GLUE writes it), .csv, or .jsonl with an object a line.
+    """The rows of a table: .tsv (without quoting, as in GLUE), .csv, or .jsonl with one object on each line.
 
     **Arguments:**
 
-    - `columns`: which must be there; others are kept too.
-    - `names`: of the columns of a file without a header, as CoLA's are.
-    - `broken`: gets the numbers of rows with more or fewer columns, which are left out; without it they are an error.
+    - `columns`: the required columns. Other columns are kept too.
+    - `names`: the column names of a file without a header, such as CoLA's.
+    - `broken`: receives the numbers of the rows with more or fewer columns, which are then skipped. Without it, such a row
+        is an error.
 
-    Raises ValueError that names the file, the row and what was expected.
+    Raises ValueError with the file, the row and what was expected.
     """
     if path.suffix not in (".tsv", ".csv", ".jsonl") or not path.is_file():
         found = f"a {path.suffix or 'nameless'} file" if path.is_file() else "none"
@@ -67,20 +68,21 @@ def _check_columns(path: Path, columns: Sequence[str], found: Iterable[str], whe
 
 
 def standard_library() -> list[Path]:
-    """The source files of Python's standard library, in the order of a hash of their names: the first are a fair sample."""
+    """The source files of Python's standard library, ordered by a hash of their names, so that the first are a fair
+    sample."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    # Not what is installed inside it, nor the tests, which not every machine has.
+    # Without installed packages, and without the tests, which not every machine has.
     foreign = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files = [file for file in root.rglob("*.py") if not foreign & set(file.relative_to(root).parts)]
     return sorted(files, key=lambda file: (zlib.crc32(file.relative_to(root).as_posix().encode()), file))
 
 
 def load_tokenizer(path: Path, n_ids: int | None = None) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder, or a tokenizer.json; it neither cuts nor fills up texts.
+    """The tokenizer of a Hugging Face folder or of a tokenizer.json, with truncation and padding turned off.
 
     **Arguments:**
 
-    - `n_ids`: that the model has. Raises ValueError for a tokenizer of more.
+    - `n_ids`: the number of ids of the model. Raises ValueError for a tokenizer with more.
     """
     path = path / "tokenizer.json" if path.suffix != ".json" else path
     if not path.is_file():
@@ -100,12 +102,13 @@ def load_tokenizer(path: Path, n_ids: int | None = None) -> Tokenizer:
 
 
 def embedding_rows(n_ids: int) -> int:
-    """So many, rounded up to 64, so that shards divide them."""
+    """The number of ids, rounded up to a multiple of 64 so that it can be sharded."""
     return -(-n_ids // 64) * 64
 
 
 def learn_tokenizer(texts: Iterable[str], n_ids: int) -> Tokenizer:
-    """A byte-level BPE of at most `n_ids` ids, learnt from the texts: `<s> text </s>`, and `<s> text </s> pair </s>`."""
+    """Trains a byte-level BPE of at most `n_ids` ids on the texts. Its templates are `<s> text </s>` and `<s> text </s> pair
+    </s>`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -125,7 +128,7 @@ def learn_tokenizer(texts: Iterable[str], n_ids: int) -> Tokenizer:
 
 
 def fixed_length(tokenizer: Tokenizer, length: int, pad: int) -> Tokenizer:
-    """A copy of a tokenizer whose texts all have `length` tokens, cut or padded."""
+    """A copy of a tokenizer that truncates or pads all texts to `length` tokens."""
     copy = Tokenizer.from_str(tokenizer.to_str())
     copy.enable_truncation(length)
     copy.enable_padding(length=length, pad_id=pad, pad_token=tokenizer.id_to_token(pad) or "<pad>")

@@ -1,4 +1,4 @@
-"""How good drawings are, by what they are near to: training images, and whether every class is drawn."""
+"""Scores of drawings: their distance to training images, and whether every class is drawn."""
 
 import numpy as np
 from scipy.spatial.distance import cdist
@@ -8,12 +8,12 @@ from .._images import Labelled
 
 
 def judge(drawn: np.ndarray, train: Labelled, test: Labelled) -> dict[str, float]:
-    """The mean distance of drawings to the nearest training image, beside that of real test images; and the share of the
-    rarest class among drawings, as a support vector machine sees them, beside an even share.
+    """The mean distance from drawings to the nearest training image, and from real test images; and the share of the rarest
+    class among drawings, as classified by a support vector machine, and an even share.
 
     **Arguments:**
 
-    - `drawn`: [n, channels, height, width], in 0 to 1.
+    - `drawn`: [n, channels, height, width], in [0, 1].
     """
     images, labels = np.stack([image.ravel() for image, _ in train]), np.array([label for _, label in train])
     real = np.stack([image.ravel() for image, _ in test])

@@ -1,13 +1,15 @@
-"""Adversarial training: a generator draws digits, a critic tells them from real ones; two models and optimizers in one run.
+"""Adversarial training: a generator draws digits and a critic judges them, two models and optimizers in one run.
 
     python -m examples.adversarial_training
 
-A Wasserstein GAN with a gradient penalty (arXiv:1704.00028). Both models are fields of one module and both losses are one
-sum: `stop_gradient` gives each model the gradient of its own loss, and `optax.multi_transform` gives each its own optimizer,
-the generator's only at every `n_critic_steps`-th step. So the run is sharded, checkpointed and resumed as any other.
+It is a Wasserstein GAN with a gradient penalty (arXiv:1704.00028). Both models are fields of one module, and the loss is the
+sum of both losses. `stop_gradient` gives each model the gradient of its own loss only. `optax.multi_transform` gives each
+model its own optimizer; the generator's updates only at every `n_critic_steps`-th step. So the run is sharded, checkpointed
+and resumed like any other.
 
-2 CPU cores, 2 minutes beside other work: drawings are at 1.37 from the nearest training digit on average, real test digits
-at 1.09; a support vector machine sees every digit among them, the rarest in 7.5 % (10 % would be even).
+2 CPU cores that also do other work, 2 minutes: the mean distance of drawings to the nearest training digit is 1.37, that of
+real test digits 1.09. A support vector machine finds every digit among the drawings, the rarest in 7.5 % (10 % would be
+even).
 """
 
 from dataclasses import dataclass
@@ -34,12 +36,12 @@ class Args:
     workdir: Path = Path("workdir/adversarial_training")  # For metrics, checkpoints and the picture. A run resumes from it.
     latent_size: int = 16
     width: int = 256
-    n_critic_steps: int = 4  # Steps of the critic to one of the generator.
-    penalty: float = 1.0  # Weight of the squared distance of the critic's slope from 1.
+    n_critic_steps: int = 4  # Critic steps for each generator step.
+    penalty: float = 1.0  # Weight of the gradient penalty: the squared distance of the critic's slope from 1.
     n_epochs: int = 400
     batch_size: int = 128  # Examples of one update, on all devices together.
     learning_rate: float = 5e-4
-    n_samples: int = 360  # Drawings that are judged in the end.
+    n_samples: int = 360  # Number of drawings that are judged at the end.
     n_model_shards: int = 1  # Devices over which each layer is sharded.
     n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
     simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
@@ -65,13 +67,13 @@ def collate_fn(examples: list[tuple[np.ndarray, int]]) -> dict[str, np.ndarray]:
 
 
 def fixed(model: eqx.nn.MLP) -> eqx.nn.MLP:
-    """The model as a constant: no gradient reaches its weights."""
+    """The model as a constant: its weights receive no gradient."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     return eqx.combine(jax.lax.stop_gradient(arrays), rest)
 
 
 def loss_fn(pair: Pair, batch: dict[str, jax.Array], key: jax.Array, *, penalty: float) -> redeqx.Loss:
-    """What both models learn from a batch: the critic's loss and the generator's, of the same drawings."""
+    """The loss that trains both models: the critic's loss plus the generator's, on the same drawings."""
 
     def losses(real: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         latent_key, mix_key = jax.random.split(key)
@@ -79,7 +81,7 @@ def loss_fn(pair: Pair, batch: dict[str, jax.Array], key: jax.Array, *, penalty:
         fake = jax.lax.stop_gradient(drawn)
         between = fake + jax.random.uniform(mix_key) * (real - fake)
         slope = jnp.sqrt(jnp.sum(jax.grad(pair.critic)(between) ** 2) + 1e-12)
-        gap = pair.critic(real) - pair.critic(fake)  # at its largest the distance between the two distributions
+        gap = pair.critic(real) - pair.critic(fake)  # its maximum is the distance between the two distributions
         return penalty * (slope - 1) ** 2 - gap, -fixed(pair.critic)(drawn)
 
     n = len(batch["images"])
@@ -88,7 +90,7 @@ def loss_fn(pair: Pair, batch: dict[str, jax.Array], key: jax.Array, *, penalty:
 
 
 def pred_fn(pair: Pair, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """A drawing for each row, in 0 to 1; of the batch only the number of rows is read."""
+    """One drawing for each row, in [0, 1]. Only the number of rows of the batch is used."""
     latents = jax.random.normal(key, (len(batch["images"]), pair.latent_size))
     return jax.vmap(pair.generator)(latents).reshape(-1, *pair.shape)
 
@@ -100,7 +102,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
         return step % args.n_critic_steps == args.n_critic_steps - 1
 
     def owner(params: Pair) -> Pair:
-        """For each leaf the field of the pair that it is in."""
+        """The name of the pair's field that each leaf belongs to."""
         return jax.tree_util.tree_map_with_path(lambda path, _: path[0].name, params)
 
     return optax.multi_transform({"critic": adam, "generator": optax.conditionally_mask(adam, is_due)}, owner)

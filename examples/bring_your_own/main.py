@@ -1,9 +1,9 @@
-"""Bring your own: a model of raw arrays and `einsum`, without one layer of Equinox or redeqx, trained on any mesh.
+"""Bring your own model: raw arrays and `einsum`, without layers of Equinox or redeqx, trained on any mesh.
 
     python -m examples.bring_your_own
 
-It mixes the pixels of an 8 x 8 digit along rows, along columns and through features. 2 CPU cores,
-14 s: 96.9 % of the test images are right (97.2 and 97.5 % with seeds 1 and 2).
+The model mixes the pixels of an 8 x 8 digit along rows, along columns and across features. 2 CPU cores, 14 s: 96.9 % of the
+test images are classified correctly (97.2 and 97.5 % with seeds 1 and 2).
 """
 
 from dataclasses import dataclass

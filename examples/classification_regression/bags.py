@@ -1,4 +1,4 @@
-"""Texts as bags of words and pairs of words: a model of their embeddings, to learn from few texts, and the baselines."""
+"""Bags of words and word pairs: a model for small text data sets, and the baselines."""
 
 import re
 from collections import Counter
@@ -16,28 +16,28 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from .._texts import embedding_rows
 from .tasks import METRICS, Examples, Task, map_examples, measure
 
-PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the linear baseline, one of which is chosen on the validation set
+PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the linear baseline; one is selected on the validation set
 
 
 class Bag(eqx.Module):
-    """The mean of the embeddings of a text's words and pairs of words, and a linear layer.
+    """The mean of the embeddings of a text's words and word pairs, followed by a linear layer.
 
-    Of two texts the layer gets where their means agree, where they differ, and their cosine.
+    For a pair of texts, the layer's input is the product and the absolute difference of their means, and their cosine similarity.
     """
 
     embedding: eqx.nn.Embedding
-    dropout: eqx.nn.Dropout  # of words: the bag is too large for a few thousand texts otherwise
+    dropout: eqx.nn.Dropout  # of words; without it the bag overfits a few thousand texts
     head: eqx.nn.Linear
 
     def __init__(self, idf: np.ndarray, width: int, n_texts: int, n_outputs: int, *, key: jax.Array):
         keys = jax.random.split(key)
-        # Frequent words say little, and begin small.
+        # Frequent words carry little information, so their initial embeddings are small.
         weight = jax.random.normal(keys[0], (len(idf), width)) * (idf / idf.mean())[:, None] / width**0.5
         self.embedding, self.dropout = eqx.nn.Embedding(weight=weight), eqx.nn.Dropout(0.5)
         self.head = eqx.nn.Linear(width if n_texts == 1 else 2 * width + 1, n_outputs, key=keys[1])
 
     def __call__(self, ids: jax.Array, *, key: jax.Array) -> jax.Array:
-        """Logits [classes], or [1] number, of ids [texts, words], 0 where there is no word."""
+        """Logits [classes], or one number [1], for ids [texts, words]; 0 marks an empty place."""
         is_word = (ids > 0).astype(self.embedding.weight.dtype)
         kept = self.dropout(is_word, key=key) / jnp.sqrt(jnp.maximum(is_word.sum(-1, keepdims=True), 1))
         means = jnp.einsum("tn,tnd->td", kept, jax.vmap(jax.vmap(self.embedding))(ids))
@@ -49,16 +49,17 @@ class Bag(eqx.Module):
 
 
 def words(text: str) -> list[str]:
-    """The words and signs of a text in lower case, and each with the one after it, its ends included."""
+    """The lower-case words and punctuation marks of a text, and all pairs of neighbours, including the text's ends."""
     found = re.findall(r"\w+|[^\w\s]", text.lower())
     ends = ["<", *found, ">"]
     return found + [f"{a} {b}" for a, b in pairwise(ends)]
 
 
 def learn_words(examples: Examples, n_ids: int) -> tuple[dict[str, int], np.ndarray]:
-    """The ids, from 1 on, of what is in two texts or more, the commonest first; and the rows' inverse document frequency."""
+    """Assigns ids, from 1, to what occurs in two texts or more, the most frequent first. Also returns the inverse document
+    frequencies."""
     texts = [text for texts, _ in examples for text in texts]
-    # In an order that every process and every rerun has, which that of a set is not.
+    # A set has no fixed order. This order is the same in every process and every run.
     counts = Counter(word for text in texts for word in dict.fromkeys(words(text)))
     known = [(word, n) for word, n in counts.most_common(n_ids - 1) if n > 1]
     idf = np.zeros(embedding_rows(len(known) + 1), np.float32)
@@ -67,7 +68,7 @@ def learn_words(examples: Examples, n_ids: int) -> tuple[dict[str, int], np.ndar
 
 
 def encode_bags(task: Task, ids: dict[str, int], n_words: int) -> Task:
-    """The task with the texts of its examples as ids [texts, n_words]: longer ones are cut, shorter ones end in zeros."""
+    """The task with its texts as ids [texts, n_words], truncated, or padded with zeros."""
 
     def row(text: str) -> list[int]:
         known = [ids[word] for word in words(text) if word in ids][:n_words]
@@ -83,10 +84,10 @@ def encode_bags(task: Task, ids: dict[str, int], n_words: int) -> Task:
 
 
 def baselines(task: Task) -> dict[str, dict[str, float]]:
-    """What the test set is scored without any text, by the commonest class or the mean, and by a linear model of its words.
+    """The test scores of two baselines: the most frequent class (or the mean), and a linear model of the words.
 
-    The linear model (logistic regression, or ridge) sees words weighed by tf-idf, alone or with pairs of them, whichever
-    scores better on the validation set, and so its penalty. Of two texts it sees what `Bag` does.
+    The linear model is a logistic or a ridge regression on tf-idf features of words, or of words and word pairs. The
+    features and the penalty are selected on the validation set. For a pair of texts, it has the same inputs as `Bag`.
     """
     targets = np.array([target for _, target in task.train])
     constant = np.bincount(targets, minlength=2) if task.classes else targets.mean(keepdims=True)

@@ -1,4 +1,4 @@
-"""The network for images: convolutions, with BatchNorm, whose state the Trainer carries."""
+"""The network for images: a CNN with BatchNorm, whose state the Trainer carries."""
 
 import equinox as eqx
 import jax
@@ -6,10 +6,10 @@ import jax.numpy as jnp
 
 
 class Shift(eqx.Module):
-    """Moves an image by up to `distance` pixels along each side, and fills with zeros. In inference it does nothing."""
+    """Shifts an image randomly by up to `distance` pixels in each direction, filling with zeros. No effect in inference."""
 
     distance: int = eqx.field(static=True)
-    inference: bool = False  # `eqx.nn.inference_mode` sets it, as it does for dropout
+    inference: bool = False  # set by `eqx.nn.inference_mode`, as for dropout
 
     def __call__(self, image: jax.Array, *, key: jax.Array) -> jax.Array:
         if self.inference:
@@ -20,7 +20,8 @@ class Shift(eqx.Module):
 
 
 class CNN(eqx.Module):
-    """Two convolutions, each normed, and a pooling, until 4 x 4 places or fewer are left; one more, and a linear layer."""
+    """Blocks of two normalized convolutions and a pooling until at most 4 x 4 pixels are left; then a convolution and a
+    linear layer."""
 
     shift: Shift
     convs: list[eqx.nn.Conv2d]

@@ -1,18 +1,19 @@
-"""Classification and regression: one script for images, tables and texts; a class or a number for each example.
+"""Classification and regression: predicts a class or a number from images, tables or texts, in one script.
 
     python -m examples.classification_regression
 
-The default is scikit-learn's handwritten digits, by a small convolutional network whose BatchNorm state the Trainer
-carries. Other tasks: `--task diabetes` (a table, by an MLP, against ridge regression), `--task images --data FOLDER` (a
-subfolder a class), and GLUE's `--task cola|mnli|mrpc|qnli|qqp|rte|sst2|stsb|wnli --data FOLDER` (GLUE's own, or the task's
-in it), by a BERT from a Hugging Face folder with `--pretrained FOLDER`. Without it, texts are bags of words: a few thousand
-of them teach a transformer with random weights less than a linear model of word counts knows, which is the baseline here.
+The default task is scikit-learn's handwritten digits, with a small CNN whose BatchNorm state the Trainer carries. Other
+tasks: `--task diabetes` (a table, with an MLP, compared with ridge regression), `--task images --data FOLDER` (one subfolder
+for each class), and GLUE with `--task cola|mnli|mrpc|qnli|qqp|rte|sst2|stsb|wnli --data FOLDER` (GLUE's folder, or the
+task's folder in it). GLUE uses a BERT from a Hugging Face folder with `--pretrained FOLDER`. Without it, texts are bags of
+words: on a few thousand texts, a transformer with random weights scores below a linear model of word counts, which is the
+baseline here.
 
-1 CPU core, under 30 s of its time: 99.7, 98.9 and 99.2 % of the test digits are right with the seeds 0, 1 and 2. Of the
-diabetes the MLP explains as much as ridge does: R2 of 0.34, 0.30 and 0.35 on 89 patients, ridge 0.34.
-On GLUE's dev sets (seed 0, 20 to 50 s of CPU time) the bag, and in brackets the linear model of word counts, reach a
-Matthews correlation of 0.139 (0.077) in CoLA, an F1 of 83.6 (83.5) with 73.3 % right (75.7) in MRPC, and a Pearson
-correlation of 0.660 (0.753) in STS-B. It is where to begin; for scores give `--pretrained`.
+1 CPU core, under 30 s of CPU time: 99.7, 98.9 and 99.2 % of the test digits are correct with seeds 0, 1 and 2. On diabetes
+the MLP explains as much variance as ridge regression: R2 is 0.34, 0.30 and 0.35 on 89 patients, and 0.34 for ridge. On
+GLUE's dev sets (seed 0, 20 to 50 s of CPU time) the bag reaches, with the linear model of word counts in parentheses, a
+Matthews correlation of 0.139 (0.077) on CoLA, an F1 of 83.6 (83.5) and an accuracy of 73.3 % (75.7) on MRPC, and a Pearson
+correlation of 0.660 (0.753) on STS-B. It is only a starting point: use `--pretrained` for good scores.
 """
 
 from dataclasses import dataclass, replace
@@ -39,19 +40,19 @@ from .tasks import GLUE, METRICS, Name, Task, draw, encode, measure, read_task, 
 @dataclass(frozen=True)
 class Args:
     task: Name = "digits"
-    data: Path | None = None  # A folder, of GLUE's tables or with a subfolder of images a class.
+    data: Path | None = None  # A folder of GLUE's tables, or one with a subfolder of images for each class.
     pretrained: Path | None = None  # A Hugging Face BERT for texts; a checkpoint of an earlier run for other tasks.
     workdir: Path = Path("workdir/classification_regression")  # Metrics, checkpoints, pictures. A run resumes from it.
-    image_size: int = 32  # Pixels a side that images of a folder are resized to.
-    n_channels: Literal[1, 3] = 3  # Of images of a folder: 3 for colour, 1 for grey.
-    width: int = 32  # Channels of the first convolutions, or neurons of a layer of the MLP.
-    n_ids: int = 16384  # Words and pairs of words, at most, that a bag knows.
-    max_tokens: int = 96  # Of a text, or words and pairs of words of a bag. Longer texts are cut.
-    d_model: int = 64  # Of the embeddings of a bag.
-    n_epochs: int | None = None  # By default what RECIPES says, and so is the learning rate.
+    image_size: int = 32  # Height and width to which the images of a folder are resized, in pixels.
+    n_channels: Literal[1, 3] = 3  # Channels of the images of a folder: 3 for color, 1 for grayscale.
+    width: int = 32  # Channels of the first convolutions, or width of the MLP's layers.
+    n_ids: int = 16384  # Maximum number of words and word pairs in a bag's vocabulary.
+    max_tokens: int = 96  # Maximum length of a text in tokens, or in words and word pairs for a bag.
+    d_model: int = 64  # Width of a bag's embeddings.
+    n_epochs: int | None = None  # The default of this and of the learning rate is in RECIPES.
     learning_rate: float | None = None
     batch_size: int = 32  # Examples of one update, on all devices together.
-    accumulate_grad_batches: int = 1  # Micro-batches of one update.
+    accumulate_grad_batches: int = 1  # Micro-batches in one update.
     n_model_shards: int = 1  # Devices over which each layer is sharded.
     n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
     simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
@@ -68,13 +69,13 @@ def make_bert(task: Task, folder: Path, deployer: redeqx.Deployer) -> tuple[Bert
     tokenizer = load_tokenizer(folder, config.vocab_size)
     config = replace(config, n_classes=len(task.classes) or 1)
     model = deployer.init(lambda: BertForSequenceClassification(config, key=key))
-    if bert.pooler is None:  # the folder has none: the new one is trained with the head
+    if bert.pooler is None:  # without a pooler in the folder, a new one is trained with the head
         bert = eqx.tree_at(lambda bert: bert.pooler, bert, model.bert.pooler, is_leaf=lambda x: x is None)
     return eqx.tree_at(lambda model: model.bert, model, bert), tokenizer
 
 
 def make_bag(task: Task, args: Args, deployer: redeqx.Deployer) -> tuple[Bag, dict[str, int]]:
-    """A bag of the words in the training texts, and their ids."""
+    """A bag of the words in the training texts, and the words' ids."""
     ids, idf = learn_words(task.train, args.n_ids)
     n_texts, n_outputs, key = len(task.train[0][0]), len(task.classes) or 1, deployer.next_key()
     return deployer.init(lambda: Bag(idf, args.d_model, n_texts, n_outputs, key=key)), ids
@@ -86,16 +87,16 @@ def collate_fn(examples: list[tuple[dict[str, np.ndarray], int | float]]) -> dic
 
 
 def apply(model: Any, state: eqx.nn.State, batch: dict[str, Any], key: jax.Array) -> tuple[jax.Array, eqx.nn.State]:
-    """Logits [rows, classes], or numbers [rows, 1]; and the state after them."""
+    """Logits [rows, classes], or numbers [rows, 1]; and the new state."""
     keys = jax.random.split(key, len(batch["targets"]))
-    if isinstance(model, CNN):  # BatchNorm takes its statistics over the whole micro-batch, on however many devices it is
+    if isinstance(model, CNN):  # BatchNorm's statistics cover the whole micro-batch, on any number of devices
         over_rows = jax.vmap(model, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None))
         return over_rows(batch["inputs"]["image"], state, keys)
     return jax.vmap(lambda inputs, key: model(**inputs, key=key))(batch["inputs"], keys), state
 
 
 def loss_fn(model: Any, state: eqx.nn.State, batch: dict[str, Any], key: jax.Array) -> tuple[jax.Array, eqx.nn.State]:
-    """The mean cross-entropy in nats where targets are classes, the mean squared error where they are numbers."""
+    """The mean cross-entropy in nats for classes, or the mean squared error for numbers."""
     outputs, state = apply(model, state, batch, key)
     outputs, targets = outputs.astype(jnp.float32), batch["targets"]
     if jnp.issubdtype(targets.dtype, jnp.integer):
@@ -108,7 +109,7 @@ def pred_fn(model: Any, state: eqx.nn.State, batch: dict[str, Any], key: jax.Arr
 
 
 def main(args: Args) -> dict[str, float]:
-    """Trains and reports; returns the scores of the test set."""
+    """Trains and reports. Returns the scores on the test set."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     rows = deployer.get_per_device_batch_size(args.batch_size, args.accumulate_grad_batches)
     task = read_task(args.task, args.data, args.image_size, args.n_channels)
@@ -125,10 +126,10 @@ def main(args: Args) -> dict[str, float]:
     else:
         n_channels, size, _ = task.train[0][0]["image"].shape
         model = CNN(n_channels, size, args.width, len(task.classes), key=deployer.next_key())
-    state = eqx.nn.State(model)  # of BatchNorm's layers; empty where the model has none
+    state = eqx.nn.State(model)  # of BatchNorm's layers; empty if the model has none
     model = eqx.nn.delete_init_state(model)
 
-    # Whole updates, filled up with the first examples: BatchNorm would see few rows in a smaller last one.
+    # Fill up the last update with the first examples: in a smaller one, BatchNorm would see few rows.
     train = [task.train[i % len(task.train)] for i in range(-(-len(task.train) // args.batch_size) * args.batch_size)]
     n_epochs, learning_rate = RECIPES["pretrained" if kind == "texts" and args.pretrained else kind]
     n_epochs = n_epochs if args.n_epochs is None else args.n_epochs
@@ -149,7 +150,8 @@ def main(args: Args) -> dict[str, float]:
         eval_metric_fn=partial(measure, task), save_last_ckpt=True, save_argmin_ckpt_by_metrics=["loss"],
         save_argmax_ckpt_by_metrics=[metric],
     )  # fmt: skip
-    # Of few examples the loss tells more than the accuracy; but GLUE's scores still rise when the loss does so too.
+    # On few examples, the loss is more informative than the accuracy. GLUE's scores, however, can still rise while the loss
+    # rises.
     trainer.load_ckpt(f"argmax_{metric}" if kind == "texts" else "argmin_loss")
 
     outputs = np.stack(predictor.predict(task.test, rows))

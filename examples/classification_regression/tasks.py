@@ -1,4 +1,4 @@
-"""The tasks of this example: where their examples come from, what they are scored by, and pictures of the outcome."""
+"""The tasks of this example: reading their data, their metrics, and plots of their results."""
 
 import contextlib
 import math
@@ -32,36 +32,36 @@ Name = Literal[
     "digits", "images", "diabetes", "cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"
 ]  # fmt: skip
 
-# Inputs and target. Inputs are a dict of arrays, or texts that are yet to be encoded. A target is a class, an int, or a
-# number with the mean and the deviation of the training targets taken out, a float.
+# Inputs and target. Inputs are a dict of arrays, or texts before encoding. A target is a class (int), or a number (float)
+# that is standardized by the mean and standard deviation of the training targets.
 Examples = Sequence[tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Examples to train on, to choose a checkpoint by, and to report; and what they are."""
+    """The training, validation and test examples of a task, and their description."""
 
     name: Name
     train: Examples
     validation: Examples
     test: Examples
-    classes: tuple[str, ...] = ()  # The names of the classes; none where the target is a number.
-    mean: float = 0.0  # Of the training targets, and their deviation: what predictions are scaled back by.
+    classes: tuple[str, ...] = ()  # The names of the classes; empty for regression.
+    mean: float = 0.0  # Mean and standard deviation of the training targets, to scale predictions back.
     deviation: float = 1.0
 
 
 @dataclass(frozen=True)
 class Glue:
-    """How the tables of a GLUE task are laid out."""
+    """The format of a GLUE task's tables."""
 
-    folder: str  # That GLUE's download has them in.
-    texts: tuple[str, ...]  # The columns that hold the text, or the pair of texts.
+    folder: str  # The task's folder in GLUE's download.
+    texts: tuple[str, ...]  # The columns with the text, or the pair of texts.
     label: str
-    classes: tuple[str, ...] = ()  # The names of the classes; none where the label is a score of 0 to 5.
-    labels: tuple[str, ...] = ("0", "1")  # What the file calls them.
-    header: tuple[str, ...] | None = None  # The columns of a file that does not name them.
+    classes: tuple[str, ...] = ()  # The names of the classes; empty if the label is a score from 0 to 5.
+    labels: tuple[str, ...] = ("0", "1")  # The labels in the file.
+    header: tuple[str, ...] | None = None  # The column names of a file without a header.
     dev: str = "dev.tsv"
-    has_broken_rows: bool = False  # As GLUE has them; they are left out, with a warning.
+    has_broken_rows: bool = False  # Such rows of GLUE's files are skipped with a warning.
 
 
 _PAIR = ("sentence1", "sentence2")
@@ -82,7 +82,7 @@ GLUE: dict[str, Glue] = {
     "wnli": Glue("WNLI", _PAIR, "label", ("not_entailment", "entailment")),
 }
 
-# What GLUE scores each task by, in its order. The checkpoint is chosen by the first.
+# GLUE's metrics for each task, in its order. The first one selects the checkpoint.
 METRICS: dict[str, tuple[str, ...]] = {
     "digits": ("accuracy",),
     "images": ("accuracy",),
@@ -99,14 +99,14 @@ METRICS: dict[str, tuple[str, ...]] = {
 
 
 def _correlation(of: Callable[..., Any], targets: np.ndarray, predictions: np.ndarray) -> float:
-    """A correlation; 0 where one side is constant, which has none."""
+    """A correlation; 0 if one side is constant, where it is undefined."""
     return float(of(targets, predictions).statistic) if min(np.ptp(targets), np.ptp(predictions)) > 0 else 0.0
 
 
 _SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "accuracy": accuracy_score,
     "matthews": matthews_corrcoef,
-    "f1": partial(f1_score, zero_division=0.0),  # pyright: ignore[reportArgumentType]  # its default is a string
+    "f1": partial(f1_score, zero_division=0.0),  # its default is a string
     "r2": r2_score,
     "pearson": partial(_correlation, pearsonr),
     "spearman": partial(_correlation, spearmanr),
@@ -114,21 +114,22 @@ _SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 
 
 def measure(task: Task, examples: Examples, outputs: Sequence[np.ndarray] | np.ndarray) -> dict[str, float]:
-    """The task's scores of outputs: [classes] logits for each example, or [1] number."""
+    """The task's metrics for outputs: [classes] logits or [1] number for each example."""
     targets, predictions = np.array([target for _, target in examples]), np.asarray(outputs)
     predictions = predictions.argmax(1) if task.classes else predictions[:, 0]
     return {name: float(_SCORES[name](targets, predictions)) for name in METRICS[task.name]}
 
 
 def ridge(task: Task) -> dict[str, float]:
-    """What a linear model scores on the test set, its penalty chosen by cross-validation within the training set."""
+    """The test scores of a linear model. Its penalty is selected by cross-validation on the training set."""
     features, targets = zip(*[(inputs["x"], target) for inputs, target in task.train], strict=True)
     model = RidgeCV(np.logspace(-2, 4, 25)).fit(np.stack(features), targets)
     return measure(task, task.test, model.predict(np.stack([inputs["x"] for inputs, _ in task.test]))[:, None])
 
 
 def draw(task: Task, outputs: np.ndarray, workdir: Path) -> list[Path]:
-    """`test.png`: predicted against true; and for images `mistakes.png`: where the true class was given the least."""
+    """Writes `test.png`, predictions over targets; and for images `mistakes.png`, those with the lowest probability of the
+    true class."""
     targets = np.array([target for _, target in task.test])
     figure = Figure(figsize=(6, 5.5), layout="constrained")
     axes, paths = figure.subplots(), [workdir / "test.png"]
@@ -155,9 +156,9 @@ def draw(task: Task, outputs: np.ndarray, workdir: Path) -> list[Path]:
 
 
 def read_task(name: Name, data: Path | None, image_size: int, n_channels: int) -> Task:
-    """The examples of a task, from the files in `data` where it needs some.
+    """The examples of a task, read from `data` if the task needs files.
 
-    Raises ValueError that names the flag, the file or the row, and what was expected.
+    Raises ValueError with the flag, the file or the row, and what was expected.
     """
     if name not in get_args(Name):
         raise ValueError(f"`--task`: expected one of {', '.join(get_args(Name))}, got {name!r}. Pass one of them.")
@@ -175,7 +176,7 @@ def read_task(name: Name, data: Path | None, image_size: int, n_channels: int) -
     if name == "images":
         examples, names = read_classes(data, image_size, n_channels)
         return _images(name, *split(examples), names=names)
-    # GLUE keeps the labels of its test.tsv to itself, so dev.tsv is what is reported, and not chosen by.
+    # GLUE does not publish the labels of test.tsv. dev.tsv is therefore the test set, and not used for selection.
     data = data / GLUE[name].folder if (data / GLUE[name].folder).is_dir() else data
     test = read_glue(name, data / GLUE[name].dev)
     rows = read_glue(name, data / "train.tsv")
@@ -213,12 +214,12 @@ def read_glue(name: str, path: Path) -> list[tuple[tuple[str, ...], int | float]
 
 
 def encode(task: Task, tokenizer: Tokenizer, max_tokens: int, pad_id: int) -> Task:
-    """The task with the texts of its examples as token ids: longer ones are cut, shorter ones filled up on the right."""
+    """The task with its texts as token ids, truncated, or padded on the right."""
     tokenizer.enable_truncation(max_tokens)
     tokenizer.enable_padding(length=max_tokens, pad_id=pad_id)
 
     def encoded(examples: Examples) -> Examples:
-        # A pair is one of texts; a lone text stands for itself.
+        # The tokenizer takes a pair as a tuple, and a single text as a string.
         encodings = tokenizer.encode_batch([texts if len(texts) == 2 else texts[0] for texts, _ in examples])
         inputs = [
             {
@@ -234,7 +235,8 @@ def encode(task: Task, tokenizer: Tokenizer, max_tokens: int, pad_id: int) -> Ta
 
 
 def _diabetes() -> Task:
-    """442 patients, ten measurements each; the target is how far the disease has come a year later. 309, 44 and 89."""
+    """442 patients with ten measurements each, split into 309, 44 and 89. The target is the progression of the disease after
+    one year."""
     data: Any = load_diabetes(scaled=False)
     features, targets = data.data, data.target
     parts = np.split(np.random.default_rng(0).permutation(len(targets)), [309, 353])
@@ -250,7 +252,7 @@ def _images(name: Name, *parts: list[tuple[np.ndarray, int]], names: Sequence[st
 
 
 def _standardised(task: Task) -> Task:
-    """The task with the mean and the deviation of its training targets taken out of all targets."""
+    """The task with all targets standardized by the mean and standard deviation of its training targets."""
     targets = np.array([target for _, target in task.train])
     mean, deviation = float(targets.mean()), float(targets.std()) or 1.0
     task = map_examples(task, lambda examples: [(x, np.float32((target - mean) / deviation)) for x, target in examples])

@@ -1,4 +1,4 @@
-"""What makes learning federated: clients with data of their own, and a gradient that is what they have learnt from it."""
+"""The federated part: clients with their own data, and a gradient made of their local training."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,18 +16,18 @@ from examples._images import Labelled
 
 Client = tuple[np.ndarray, np.ndarray]  # images [rows, channels, height, width] and labels [rows]
 
-LossOf = Callable[[Any, Array, Array], redeqx.Loss]  # of a model, and the images and labels of one client
+LossOf = Callable[[Any, Array, Array], redeqx.Loss]  # a function of a model and the images and labels of one client
 
 # --- clients ---------------------------------------------------------------------------------------------------------
 
 
 def client_of(examples: Labelled) -> Client:
-    """One client that has all these examples."""
+    """A client that has all of these examples."""
     return np.stack([image for image, _ in examples]), np.array([label for _, label in examples], np.int32)
 
 
 def cut_clients(examples: Labelled, n_clients: int, shards_per_client: int, seed: int) -> list[Client]:
-    """The examples, each given to one client: sorted by label, cut into shards, and the shards dealt out at random."""
+    """Assigns each example to one client: examples are sorted by label and cut into shards, which are assigned at random."""
     n_shards = n_clients * shards_per_client
     if min(n_clients, shards_per_client) < 1 or n_shards > len(examples):
         raise ValueError(
@@ -43,7 +43,7 @@ def cut_clients(examples: Labelled, n_clients: int, shards_per_client: int, seed
 
 
 def draw_rounds(clients: Sequence[Client], n: int, n_rounds: int, seed: tuple[int, ...]) -> Iterator[Client]:
-    """The clients of round after round, `n` in each: from the seed alone, so that a run that resumes draws the same."""
+    """The `n` clients of each round. They depend on the seed only, so that a resumed run draws the same ones."""
     rng = np.random.default_rng(seed)
     for _ in range(n_rounds):
         yield from (clients[i] for i in rng.choice(len(clients), n, replace=False))
@@ -63,10 +63,10 @@ def train_locally(
     batch_size: int,
     learning_rate: float,
 ) -> PyTree:
-    """The model after plain SGD on one client's images, shuffled anew each epoch."""
+    """The model after plain SGD on one client's images, which are shuffled in each epoch."""
 
     def shuffled(key: PRNGKeyArray) -> Array:
-        # The filling comes last, in batches of its own, which change nothing: a small client takes fewer steps.
+        # Padding is last, in separate batches that change nothing. A small client therefore takes fewer steps.
         return jnp.argsort(jnp.where(labels >= 0, jax.random.uniform(key, labels.shape), 2.0))
 
     orders = jax.vmap(shuffled)(jax.random.split(key, epochs))
@@ -86,15 +86,15 @@ def train_locally(
 def federated_gradient(
     loss_of: LossOf, model: PyTree, batch: dict[str, Array], key: PRNGKeyArray, **local: Any
 ) -> tuple[redeqx.Loss, PyTree]:
-    """A `grad_fn`: the model less the average of the clients' models, each weighed by its number of images.
+    """A `grad_fn`: the model minus the average of the clients' models, weighted by their numbers of images.
 
     The loss is that of the model before the round.
 
     **Arguments:**
 
-    - `batch`: `images` [clients, rows, ...] and `labels` [clients, rows], where -1 only fills a client up. The rows divide
-        into local batches.
-    - `local`: the numbers of `train_locally`.
+    - `batch`: `images` [clients, rows, ...] and `labels` [clients, rows], where -1 marks padding. The number of rows is a
+        multiple of the local batch size.
+    - `local`: the options of `train_locally`.
     """
     keys = jax.random.split(key, len(batch["labels"]))
     train = eqx.filter_vmap(partial(train_locally, loss_of, **local), in_axes=(None, 0, 0, 0))

@@ -1,17 +1,17 @@
-"""Federated learning: clients that each have few labels train one model together, and their images stay with them.
+"""Federated learning: clients with few labels each train a common model, and their images stay local.
 
     python -m examples.federated_learning
 
-FedAvg (McMahan et al. 2017, arXiv 1602.05629). An example of the Trainer is a client, a step is a round, and a row of the
-batch is all that a client has. The Trainer's `grad_fn`, in `fedavg.py`, trains a copy of the model on each client, and
-returns how far the copies came on average, with the sign of a gradient. So `optax.sgd(1.0)` gives the average of the copies.
-Another optimizer in its place makes it FedOpt (Reddi et al. 2021, arXiv 2003.00295). The mesh spreads clients over devices.
+This is FedAvg (McMahan et al. 2017, arXiv 1602.05629). An example of the Trainer is a client, a step is a round, and a row
+of the batch is all data of one client. The Trainer's `grad_fn`, in `fedavg.py`, trains a copy of the model on each client
+and returns the average change of the copies, with the sign of a gradient. `optax.sgd(1.0)` then yields the average of the
+copies. Another optimizer makes it FedOpt (Reddi et al. 2021, arXiv 2003.00295). The mesh distributes clients over devices.
 
-The default data is scikit-learn's digits, sorted by label and cut into shards, two a client; `--data` takes a folder with a
-subfolder of images a class. The same model is trained on all the images in one place too, to compare.
+The default data is scikit-learn's digits, sorted by label and cut into shards, two for each client. `--data` takes a folder
+with one subfolder of images for each class. For comparison, the same model is also trained on all images centrally.
 
-25 CPU seconds on one device. Test accuracy after 1000 rounds of 8 of 20 clients, seeds 0 to 2: 0.964, 0.964 and 0.969; all
-images in one place: 0.969 each time.
+25 CPU seconds on one device. Test accuracy after 1000 rounds with 8 of 20 clients, seeds 0 to 2: 0.964, 0.964 and 0.969.
+Central training reaches 0.969 each time.
 """
 
 import json
@@ -36,19 +36,19 @@ from examples.federated_learning.fedavg import Client, client_of, cut_clients, d
 @dataclass(frozen=True)
 class Args:
     data: Path | None = None  # A folder with one subfolder of images for each class. The digits by default.
-    image_size: int = 28  # Images of a folder are resized to it, in grey.
-    pretrained: Path | None = None  # A checkpoint folder of an earlier run, that both trainings begin from.
+    image_size: int = 28  # Height and width to which a folder's images are resized, in grayscale.
+    pretrained: Path | None = None  # A checkpoint folder of an earlier run, from which both trainings start.
     workdir: Path = Path("workdir/federated_learning")  # For metrics, checkpoints and the picture. A run resumes from it.
     n_clients: int = 20
-    shards_per_client: int = 2  # Of the images in the order of their labels: about so many labels a client.
-    clients_per_round: int = 8  # Drawn anew each round.
-    local_epochs: int = 5  # Passes of a client over its images in a round.
+    shards_per_client: int = 2  # Shards of the images sorted by label, so a client has about this many labels.
+    clients_per_round: int = 8  # Number of clients drawn for each round.
+    local_epochs: int = 5  # Epochs of local training in a round.
     local_batch_size: int = 16
-    rounds_per_epoch: int = 20  # An evaluation follows each epoch.
+    rounds_per_epoch: int = 20  # Rounds in an epoch. An evaluation follows each epoch.
     n_epochs: int = 50
-    learning_rate: float = 0.2  # Of the clients, and of training in one place.
+    learning_rate: float = 0.2  # For the clients' training and for central training.
     hidden_size: int = 128
-    centralised_epochs: int = 60  # Of training in one place.
+    centralised_epochs: int = 60  # Epochs of central training.
     centralised_batch_size: int = 16
     n_model_shards: int = 1  # Devices over which each layer is sharded.
     n_fsdp_shards: int = 1  # Devices over which parameters, optimizer state and clients are sharded.
@@ -57,7 +57,7 @@ class Args:
 
 
 def read_data(path: Path | None, size: int) -> tuple[Labelled, Labelled, Labelled, list[str]]:
-    """Images to train, to choose and to test by, and the names of their classes."""
+    """Training, validation and test images, and the names of their classes."""
     if path is None:
         return *digits(), [str(i) for i in range(10)]
     examples, names = read_classes(path, size)
@@ -65,7 +65,7 @@ def read_data(path: Path | None, size: int) -> tuple[Labelled, Labelled, Labelle
 
 
 class Classifier(eqx.Module):
-    """Two layers over the pixels of an image."""
+    """A two-layer network over the pixels of an image."""
 
     mlp: eqx.nn.MLP
 
@@ -74,7 +74,7 @@ class Classifier(eqx.Module):
 
 
 def collate_fn(clients: list[Client], n_rows: int) -> dict[str, np.ndarray]:
-    """The clients' images and labels, each filled up to `n_rows`: a label of -1 has no weight."""
+    """The clients' images and labels, each padded to `n_rows`. A label of -1 has no weight."""
 
     def fill(rows: np.ndarray, value: int) -> np.ndarray:
         return np.pad(rows, [(0, n_rows - len(rows))] + [(0, 0)] * (rows.ndim - 1), constant_values=value)
@@ -84,19 +84,19 @@ def collate_fn(clients: list[Client], n_rows: int) -> dict[str, np.ndarray]:
 
 
 def loss_of(model: Classifier, images: jax.Array, labels: jax.Array) -> redeqx.Loss:
-    """The loss of one client's images."""
+    """The loss on one client's images."""
     nats = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(images), jnp.maximum(labels, 0))
     return redeqx.Loss(total=jnp.sum(nats * (labels >= 0)), weight=jnp.sum(labels >= 0))
 
 
 def loss_fn(model: Classifier, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    """The loss of all images of the clients, as if they lay in one place."""
+    """The loss on all images of the clients together."""
     losses = jax.vmap(partial(loss_of, model))(batch["images"], batch["labels"])
     return redeqx.Loss(total=jnp.sum(losses.total), weight=jnp.sum(losses.weight))
 
 
 def pred_fn(model: Classifier, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """The label of each client's first image."""
+    """The predicted label of each client's first image."""
     return jnp.argmax(jax.vmap(model)(batch["images"][:, 0]), axis=-1)
 
 
@@ -105,7 +105,7 @@ def accuracy(examples: Sequence[Client], outputs: list) -> dict[str, float]:
 
 
 def draw(path: Path, curve: list[tuple[int, float]], level: float, clients: Sequence[Client], names: list[str]) -> None:
-    """Validation accuracy over rounds beside the level of training in one place; and the labels that each client has."""
+    """Draws validation accuracy over rounds with the level of central training, and the labels of each client."""
     counts = np.stack([np.bincount(labels, minlength=len(names)) for _, labels in clients])
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
@@ -122,7 +122,7 @@ def draw(path: Path, curve: list[tuple[int, float]], level: float, clients: Sequ
 
 
 def check(args: Args) -> None:
-    """Raise for numbers that make no rounds."""
+    """Raises ValueError for numbers that make no valid rounds."""
     for name in ("local_epochs", "local_batch_size", "rounds_per_epoch"):
         if getattr(args, name) < 1:
             raise ValueError(f"`--{name.replace('_', '-')}`: expected at least 1, got {getattr(args, name)}. Raise it.")
@@ -134,11 +134,11 @@ def check(args: Args) -> None:
 
 
 def main(args: Args) -> dict[str, float]:
-    """Trains in rounds, then in one place; returns the test accuracies of both."""
+    """Trains in rounds, then centrally. Returns the test accuracies of both."""
     check(args)
     train, *held_out, names = read_data(args.data, args.image_size)
     clients = cut_clients(train, args.n_clients, args.shards_per_client, args.seed)
-    # An image is a client too, of a single row. So evaluation and training in one place use the functions above as they are.
+    # An image is also a client with a single row. Evaluation and central training can thus use the functions above.
     images, validation, test = ([client_of([example]) for example in examples] for examples in (train, *held_out))
     collate_images = partial(collate_fn, n_rows=1)
 
@@ -161,7 +161,7 @@ def main(args: Args) -> dict[str, float]:
     def score(trainer: redeqx.Trainer, predictor: redeqx.Predictor, examples: list[Client]) -> float:
         return accuracy(examples, predictor.predict(examples, len(examples), model=trainer.model))["accuracy"]
 
-    # In rounds. Every client is filled up to the whole local batches of the largest.
+    # Federated training. Each client is padded to the number of local batches of the largest.
     deployer, model, predictor = make(args.workdir)
     n_rows = -(-max(len(labels) for _, labels in clients) // args.local_batch_size) * args.local_batch_size
     local = {"epochs": args.local_epochs, "batch_size": args.local_batch_size, "learning_rate": args.learning_rate}
@@ -172,7 +172,7 @@ def main(args: Args) -> dict[str, float]:
     draw_epoch = partial(draw_rounds, clients, args.clients_per_round, args.rounds_per_epoch)
     fit(trainer, lambda epoch: draw_epoch((args.seed, epoch)), args.clients_per_round, args.n_epochs, predictor)
 
-    # In one place.
+    # Central training.
     central, model, central_predictor = make(args.workdir / "centralised")
     central_trainer = redeqx.Trainer(
         central, model=model, optimizer=optax.sgd(args.learning_rate), collate_fn=collate_images, loss_fn=loss_fn

@@ -1,14 +1,14 @@
-"""Image to text: a ViT reads a picture and a GPT-2 writes its caption, decoded by beam search.
+"""Image to text: a ViT encodes a picture, and a GPT-2 generates its caption by beam search.
 
     python -m examples.image_to_text
 
-The default data are pictures of two of scikit-learn's handwritten digits, "a three beside a seven", drawn anew each epoch.
-Pictures to choose the checkpoint by and to test on are made of digits that no training picture holds. `--data FOLDER` takes
-images and a `metadata.jsonl` with `file_name` and `text` a line; `--pretrained FOLDER` goes on from a captioner of
-`transformers` (ViT and GPT-2), with its `tokenizer.json`.
+The default data are pictures of two of scikit-learn's handwritten digits, with captions like "a three beside a seven".
+Training pictures are composed anew in each epoch. Validation and test pictures use digits that no training picture contains.
+`--data FOLDER` takes images and a `metadata.jsonl` whose lines have `file_name` and `text`. `--pretrained FOLDER` continues
+from a captioner of `transformers` (ViT and GPT-2) with its `tokenizer.json`.
 
-On one CPU core, 252 s of its time: 96.4 % of the test captions are right to the letter, both digits and what lies between
-(with seed 1, 96.2 %).
+1 CPU core, 252 s of CPU time: 96.4 % of the test captions match exactly, both digits and their relation (96.2 % with seed
+1).
 """
 
 from collections.abc import Callable, Sequence
@@ -35,20 +35,20 @@ from redeqx.models.vit import ViTConfig
 @dataclass(frozen=True)
 class Args:
     data: Path | None = None  # A folder of images with metadata.jsonl. Pictures of two digits by default.
-    pretrained: Path | None = None  # A Hugging Face folder of a captioner, to go on from. The sizes below are its own then.
+    pretrained: Path | None = None  # A Hugging Face folder of a captioner to start from. It determines the model's sizes.
     workdir: Path = Path("workdir/image_to_text")  # For metrics, checkpoints and pictures. A run resumes from it.
-    n_train: int = 8000  # Pictures of two digits an epoch, each time others.
-    n_held_out: int = 1000  # Pictures of two digits to choose the checkpoint by, and as many to test on.
-    bend: float = 0.15  # How much half of the training digits are turned, stretched and slanted.
-    image_size: int = 60  # Of `--data`, in pixels. Images are resized to it.
-    patch_size: int = 10  # A patch sees one digit, or none.
+    n_train: int = 8000  # Pictures of two digits in an epoch, new ones each time.
+    n_held_out: int = 1000  # Validation pictures of two digits, and as many test pictures.
+    bend: float = 0.15  # Strength of the distortion (rotation, scale, shear) of half of the training digits.
+    image_size: int = 60  # Height and width to which the images of `--data` are resized, in pixels.
+    patch_size: int = 10  # Pixels. A patch of the default data contains at most one digit.
     d_model: int = 96
     n_heads: int = 4
     n_encoder_layers: int = 3
     n_decoder_layers: int = 1
     dropout: float = 0.1
-    n_ids: int = 512  # Of the byte-level BPE that is learnt from the captions, at most.
-    max_tokens: int = 64  # Of a caption, its end included. Longer ones are cut.
+    n_ids: int = 512  # Maximum number of ids of the byte-level BPE that is trained on the captions.
+    max_tokens: int = 64  # Maximum length of a caption, including its end. Longer ones are truncated.
     n_beams: int = 3
     n_epochs: int = 40
     batch_size: int = 64  # Examples of one update, on all devices together.
@@ -61,7 +61,7 @@ class Args:
 
 
 def read_data(args: Args, encoder: ViTConfig | None) -> Parts:
-    """What to train on in an epoch, what to choose by, and what to test on; of the encoder's size, where there is one."""
+    """The training, validation and test data, at the encoder's image size if an encoder is given."""
     if args.data is not None:
         return of_folder(args.data, *((args.image_size, 3) if encoder is None else (encoder.image_size, encoder.n_channels)))
     if encoder is not None and (encoder.n_channels, encoder.image_size) != (1, 2 * CELL):
@@ -73,7 +73,7 @@ def read_data(args: Args, encoder: ViTConfig | None) -> Parts:
 
 
 def collate_fn(examples: Captioned, *, tokenizer: Tokenizer, eos: int, n_tokens: int) -> dict[str, np.ndarray]:
-    """Pixels in -1 to 1, as ViT expects them, and the tokens of captions with their end; -100 fills up."""
+    """Pixels in [-1, 1], as ViT expects them, and the tokens of captions with their end token, padded with -100."""
     labels = np.full((len(examples), n_tokens), -100, np.int32)
     for row, (_, caption) in zip(labels, examples, strict=True):
         ids = [*tokenizer.encode(caption, add_special_tokens=False).ids, eos][:n_tokens]
@@ -82,7 +82,7 @@ def collate_fn(examples: Captioned, *, tokenizer: Tokenizer, eos: int, n_tokens:
 
 
 def loss_fn(model: VisionEncoderDecoder, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    """Nats, summed over tokens."""
+    """The loss in nats, summed over tokens."""
     keys = jax.random.split(key, len(batch["labels"]))
     decoder_ids = jax.vmap(model.shift_right)(batch["labels"])
     logits = jax.vmap(lambda pixels, ids, key: model(pixels, ids, key=key))(batch["pixels"], decoder_ids, keys)
@@ -90,13 +90,13 @@ def loss_fn(model: VisionEncoderDecoder, batch: dict[str, jax.Array], key: jax.A
 
 
 def pred_fn(model: VisionEncoderDecoder, batch: dict[str, jax.Array], key: jax.Array, *, n_beams: int) -> jax.Array:
-    """The tokens of captions, as many as the labels at most."""
+    """The tokens of generated captions, at most as many as the labels have."""
     del key
     return generate(model, batch["pixels"], max_new_tokens=batch["labels"].shape[1], n_beams=n_beams)
 
 
 def score(examples: Captioned, outputs: Sequence[np.ndarray], *, decode: Callable[[np.ndarray], str]) -> dict[str, float]:
-    """The share of captions that are right to the letter, and the mean F1 of ROUGE-L, which is 1 for those."""
+    """The share of captions that match exactly, and the mean F1 of ROUGE-L, which is 1 for those."""
     rouge = RougeScorer(["rougeL"])
     pairs = [(text.strip(), decode(ids)) for (_, text), ids in zip(examples, outputs, strict=True)]
     return {
@@ -115,7 +115,7 @@ def load(folder: Path, deployer: redeqx.Deployer) -> tuple[VisionEncoderDecoder,
 
 
 def make(args: Args, examples: Captioned, deployer: redeqx.Deployer) -> tuple[VisionEncoderDecoder, Tokenizer]:
-    """A new captioner for such images, and a tokenizer for such captions."""
+    """A new captioner for these images, and a tokenizer trained on their captions."""
     tokenizer = learn_tokenizer([caption for _, caption in examples], args.n_ids)
     n_channels, image_size, _ = examples[0][0].shape
     # The published 0.02 is for a width of 768; narrower models learn faster with larger weights.
@@ -134,7 +134,8 @@ def make(args: Args, examples: Captioned, deployer: redeqx.Deployer) -> tuple[Vi
 
     def init() -> VisionEncoderDecoder:
         model = VisionEncoderDecoder(config, key=key)
-        # A patch is a sum over its pixels, and far larger than a first position: attention by place would come late.
+        # A patch embedding sums over pixels and is far larger than an initial position. Attention by position would be
+        # learned late.
         positions = model.encoder.positions * args.patch_size * n_channels**0.5
         return eqx.tree_at(lambda model: model.encoder.positions, model, positions)
 
@@ -142,7 +143,7 @@ def make(args: Args, examples: Captioned, deployer: redeqx.Deployer) -> tuple[Vi
 
 
 def main(args: Args) -> dict[str, float]:
-    """Trains and tests; returns the test scores."""
+    """Trains and tests. Returns the test scores."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     if args.pretrained is None:
         train, validation, test = read_data(args, None)
@@ -153,7 +154,7 @@ def main(args: Args) -> dict[str, float]:
     deployer.log_info(deployer.plan(model).explain(), title="plan")
 
     eos = model.config.eos_token_id
-    assert isinstance(eos, int)  # `load` has checked it
+    assert isinstance(eos, int)  # checked in `load`
     first = train(0)
     longest = 1 + max(len(tokenizer.encode(caption, add_special_tokens=False)) for _, caption in first)
     n_tokens = min(args.max_tokens, longest, model.config.n_positions - 1)
@@ -169,7 +170,7 @@ def main(args: Args) -> dict[str, float]:
     )  # fmt: skip
 
     def decode(ids: np.ndarray) -> str:
-        return tokenizer.decode(ids.tolist()).strip()  # without special tokens
+        return tokenizer.decode(ids.tolist()).strip()  # drops special tokens
 
     predictor = trainer.get_default_predictor(partial(pred_fn, n_beams=args.n_beams))
     trainer.fit(

@@ -1,4 +1,4 @@
-"""Pictures with captions, in three parts: two digits in a picture and what a reader says of them, and folders of files."""
+"""Captioned pictures for training, validation and testing: composed of two digits, or read from a folder."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -10,19 +10,19 @@ from sklearn.model_selection import GroupShuffleSplit
 
 from examples._images import Labelled, digits, draw_grid, read_captions
 
-Captioned = list[tuple[np.ndarray, str]]  # images [channels, height, width], float32 in 0 to 1, and their captions
-Parts = tuple[Callable[[int], Captioned], Captioned, Captioned]  # to train on in an epoch, to choose by, to test on
+Captioned = list[tuple[np.ndarray, str]]  # images [channels, height, width], float32 in [0, 1], and their captions
+Parts = tuple[Callable[[int], Captioned], Captioned, Captioned]  # training data of an epoch, validation data, test data
 
 NAMES = ("a zero", "a one", "a two", "a three", "a four", "a five", "a six", "a seven", "an eight", "a nine")
-CELL = 10  # a picture has 2 x 2 cells of so many pixels a side, and a digit of 8 x 8 somewhere in each of two
-RELATIONS = {(0, 1): "beside", (2, 3): "beside", (0, 2): "above", (1, 3): "above"}  # of two cells, counted row by row
+CELL = 10  # a picture has 2 x 2 cells of this size in pixels, two of which hold an 8 x 8 digit
+RELATIONS = {(0, 1): "beside", (2, 3): "beside", (0, 2): "above", (1, 3): "above"}  # of two cells, numbered row by row
 
 
 def compose(examples: Labelled, n: int, seed: Sequence[int], *, bend: float = 0.0) -> Captioned:
     """`n` pictures of two of the digits, [1, 2 CELL, 2 CELL], and their captions.
 
-    With `bend` half of the digits are turned, stretched and slanted, by a matrix that is off the identity by so much. The
-    others are left crisp, as those of held-out pictures are: what is bent is also blurred.
+    With `bend`, half of the digits are distorted by a matrix that differs from the identity by this much (rotation, scale,
+    shear). The others stay sharp like those of validation and test pictures, because distortion also blurs.
     """
     rng = np.random.default_rng(seed)
     pairs, center = list(RELATIONS), np.array([3.5, 3.5])
@@ -41,14 +41,16 @@ def compose(examples: Labelled, n: int, seed: Sequence[int], *, bend: float = 0.
 
 
 def two_digits(n_train: int, n_held_out: int, *, bend: float, seed: int) -> Parts:
-    """Others to train on in each epoch; the digits of a picture are all of one part."""
+    """Pictures of two digits, with new training pictures in each epoch. The digits of a picture come from the same part of
+    the data."""
     train, validation, test = digits()
     held_out = compose(validation, n_held_out, (0, 1)), compose(test, n_held_out, (0, 2))
     return lambda epoch: compose(train, n_train, (seed, 0, epoch), bend=bend), *held_out
 
 
 def of_folder(folder: Path, size: int, n_channels: int) -> Parts:
-    """Seven parts to train, one to choose by, two to test, always the same; all captions of an image go the same way."""
+    """Splits a folder: 70 % for training, 10 % for validation, 20 % for testing, deterministically. All captions of an image
+    are in the same part."""
     examples = read_captions(folder, size, n_channels)
     _, images = np.unique([image.tobytes() for image, _ in examples], return_inverse=True)
     if (n := images.max() + 1) < 10:
@@ -65,7 +67,8 @@ def of_folder(folder: Path, size: int, n_channels: int) -> Parts:
 
 
 def draw(path: Path, examples: Captioned, captions: Sequence[str]) -> None:
-    """A grid of images with their captions; wrong ones come first, in a red frame and with the right caption below."""
+    """Draws images with their captions as a grid. Wrong captions come first, in a red frame with the correct caption
+    below."""
     wrong = [text.strip() != caption for (_, text), caption in zip(examples, captions, strict=True)]
     wrap = textwrap.TextWrapper(width=21).wrap
     images, titles = [], []
@@ -74,7 +77,7 @@ def draw(path: Path, examples: Captioned, captions: Sequence[str]) -> None:
         width = max(1, image.shape[1] // 20)
         frame = np.array([0.9, 0.1, 0.1] if wrong[i] else [0.1, 0.6, 0.2])[:, None, None]
         framed = np.broadcast_to(frame, (3, image.shape[1] + 2 * width, image.shape[2] + 2 * width)).copy()
-        framed[:, width:-width, width:-width] = image  # one channel is repeated
+        framed[:, width:-width, width:-width] = image  # a single channel is broadcast
         images.append(framed)
         titles.append("\n".join(wrap(captions[int(i)]) + (wrap(f"(it is: {text})") if wrong[i] else [])))
     draw_grid(path, images, titles)

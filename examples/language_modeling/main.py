@@ -1,18 +1,19 @@
-"""Language modelling: train GPT-2 on text, and hold its bits per byte against those of general compressors.
+"""Language modeling: trains GPT-2 on text and compares its bits per byte with general-purpose compressors.
 
     python -m examples.language_modeling
 
-The default data is the source of Python's standard library, cut into train and held-out files, read as bytes. Without an
-accelerator eight devices are simulated, as data=4 x model=2. Killed and run again, it ends with the same bits.
+The default data is the source of Python's standard library, split into training and held-out files and read as bytes.
+Without an accelerator, eight devices are simulated, as data=4 x model=2. A run that is killed and restarted ends with the
+same bits.
 
-8 simulated devices on 2 CPU cores, 2 min 20 s one day and 4 minutes another: 1.677 bits per byte after 4 MB of text. The
-compressors, which have seen none of that text, reach 2.028 (zlib) and 1.681 (lzma).
+8 simulated devices on 2 CPU cores, between 2 min 20 s and 4 minutes: 1.677 bits per byte after 4 MB of text. The
+compressors, which have not seen that text, reach 2.028 (zlib) and 1.681 (lzma).
 
-A published decoder (GPT-2, GPT-J, OPT, LLaMA, Mistral, Qwen) is tuned to follow instructions, or goes on with texts, by
+A published decoder (GPT-2, GPT-J, OPT, LLaMA, Mistral, Qwen) can be fine-tuned on instructions, or on more text, with
 
     python -m examples.language_modeling --data pairs.jsonl --pretrained FOLDER --lora-rank 8 --learning-rate 1e-4
 
-A line of the .jsonl is an object with `prompt` and `response`; the loss counts the response's tokens and its end.
+Each line of the .jsonl is an object with `prompt` and `response`. The loss covers the tokens of the response and its end.
 """
 
 import json
@@ -38,22 +39,22 @@ from redeqx.models.gpt2 import GPT2, GPT2Config
 @dataclass(frozen=True)
 class Args:
     data: Path | None = None  # A text file, a folder of them, or a .jsonl. The standard library's source by default.
-    prompt_key: str = "prompt"  # Of a .jsonl.
-    response_key: str = "response"  # Of a .jsonl.
-    pretrained: Path | None = None  # A Hugging Face folder of a decoder, with its tokenizer.json. Tuned, it is saved again.
-    lora_rank: int | None = None  # Train adapters of this rank on the attention's weights, and nothing else.
-    tokenizer: Path | None = None  # A `tokenizer.json`, of the tokenizers library. Bytes by default.
-    train_bytes: int = 4_000_000  # At most so many bytes are trained on: raise it with the hardware.
-    held_out_bytes: int = 200_000  # At most so many bytes are evaluated on.
+    prompt_key: str = "prompt"  # Key of the prompt in a .jsonl.
+    response_key: str = "response"  # Key of the response in a .jsonl.
+    pretrained: Path | None = None  # A Hugging Face folder of a decoder with its tokenizer.json. The result is saved too.
+    lora_rank: int | None = None  # Train only adapters of this rank on the attention's weights.
+    tokenizer: Path | None = None  # A `tokenizer.json` of the tokenizers library. Bytes by default.
+    train_bytes: int = 4_000_000  # Maximum number of bytes to train on. Raise it on better hardware.
+    held_out_bytes: int = 200_000  # Maximum number of bytes to evaluate on.
     workdir: Path = Path("workdir/language_modeling")  # For metrics, checkpoints and the curve. A run resumes from it.
     n_layers: int = 2
     d_model: int = 128
     n_heads: int = 2
-    seq_len: int = 128  # Tokens of one example. Of a prompt too long for it the last ones stay.
-    dropout: float = 0.0  # Of all three kinds. A single pass over the text does better without.
+    seq_len: int = 128  # Tokens of one example. A longer prompt keeps its last tokens.
+    dropout: float = 0.0  # Rate of all three dropouts. A single pass over the text does better without.
     n_epochs: int = 1
     batch_size: int = 8  # Examples of one update, on all devices together.
-    per_device_batch_size: int | None = None  # Rows of a micro-batch on one device; all of an update by default.
+    per_device_batch_size: int | None = None  # Rows of a micro-batch on one device. By default all of an update.
     learning_rate: float = 3e-3
     n_model_shards: int | None = None  # Devices over which each layer is sharded. By default 2 simulated ones, or 1.
     n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
@@ -64,7 +65,7 @@ class Args:
 
 
 def make_model(args: Args, deployer: redeqx.Deployer) -> tuple[Any, Any, Vocabulary]:
-    """GPT-2 of the sizes given, or a folder's model; its config and its vocabulary."""
+    """GPT-2 of the given sizes, or a folder's model; its config and its vocabulary."""
     if args.pretrained is not None:
         model, config = from_pretrained(args.pretrained, deployer=deployer, kind=Decoder)
         if config.eos_token_id is None:
@@ -85,7 +86,7 @@ def collate_fn(examples: list[np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def loss_fn(model: GPT2, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    """Nats, summed over tokens; a label of -1 has no weight."""
+    """The loss in nats, summed over tokens. A label of -1 has no weight."""
     keys = jax.random.split(key, len(batch["ids"]))
     logits = jax.vmap(lambda ids, key: model(ids, key=key))(batch["ids"], keys)
     weights, labels = batch["labels"] >= 0, jnp.maximum(batch["labels"], 0)
@@ -94,21 +95,21 @@ def loss_fn(model: GPT2, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.
 
 
 def chunked_loss_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    """The same, for the vocabularies of published models: the logits of 256 tokens of each row at once."""
+    """The same for the large vocabularies of published models: computes the logits of 256 tokens of each row at a time."""
     keys = jax.random.split(key, len(batch["ids"]))
     hidden = jax.vmap(lambda ids, key: model.hidden(ids, key=key))(batch["ids"], keys)
     return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=256, ignore_index=-1)
 
 
 def pred_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """What the model goes on with after each prompt."""
+    """The generated continuation of each prompt."""
     n_new = min(96, model.config.n_positions - batch["ids"].shape[1])
     drawn = {"sample": True, "temperature": 0.8, "key": key}
     return generate(model, batch["ids"], mask=batch["mask"], max_new_tokens=n_new, eos_token_id=(), **drawn)
 
 
 def draw_curve(workdir: Path, bits_per_nat: float, levels: dict[str, float]) -> None:
-    """`loss.png`: the losses in `metrics.jsonl` over steps, in bits per byte, with the compressors as levels."""
+    """Draws `loss.png`: the losses in `metrics.jsonl` over steps, in bits per byte, with the compressors as levels."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -123,7 +124,7 @@ def draw_curve(workdir: Path, bits_per_nat: float, levels: dict[str, float]) -> 
 
 
 def save_folders(args: Args, model: Any, config: Any) -> list[str]:
-    """Writes the tuned model as a Hugging Face folder again, and its adapter as PEFT's; returns their names."""
+    """Saves the trained model as a Hugging Face folder, and its adapter as PEFT's. Returns the folders' names."""
     assert args.pretrained is not None
     if args.lora_rank is not None:
         lora.save_adapter(model, args.workdir / "adapter", base=str(args.pretrained))
@@ -133,7 +134,7 @@ def save_folders(args: Args, model: Any, config: Any) -> list[str]:
 
 
 def main(args: Args) -> dict[str, float]:
-    """Trains and reports; returns the held-out bits per byte."""
+    """Trains and reports. Returns the held-out bits per byte."""
     if args.lora_rank is not None and args.pretrained is None:
         raise ValueError(f"`--lora-rank`: expected with `--pretrained`, got {args.lora_rank} alone. Name a folder to adapt.")
     n_model_shards = args.n_model_shards or (2 if jax.default_backend() == "cpu" and jax.device_count() > 1 else 1)
@@ -144,7 +145,7 @@ def main(args: Args) -> dict[str, float]:
     model, config, vocabulary = make_model(args, deployer)
     limits, keys = (args.train_bytes, args.held_out_bytes), (args.prompt_key, args.response_key)
     train, held_out, text = read_examples(args.data, vocabulary, args.seq_len, limits, keys)
-    # Whole updates: a smaller last one would be compiled for itself.
+    # Only full updates: a smaller last one would be compiled separately.
     train = train[: max(1, len(train) // args.batch_size) * args.batch_size]
     trainable = {}
     if args.lora_rank is not None:
@@ -169,7 +170,7 @@ def main(args: Args) -> dict[str, float]:
     )  # fmt: skip
 
     n_bytes = len(text.encode())
-    bits_per_nat = int((held_out[:, 1] >= 0).sum()) / n_bytes / math.log(2)  # the loss is nats a token
+    bits_per_nat = int((held_out[:, 1] >= 0).sum()) / n_bytes / math.log(2)  # the loss is in nats per token
     packed = {"zlib": zlib.compress(text.encode(), 9), "lzma": lzma.compress(text.encode(), preset=9)}
     levels = {name: 8 * len(data) / n_bytes for name, data in packed.items()}
     name = "GPT-2" if args.pretrained is None else json.loads((args.pretrained / "config.json").read_text())["model_type"]

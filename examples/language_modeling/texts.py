@@ -1,6 +1,6 @@
-"""What a language model is trained on: texts cut into rows of tokens, or instructions of which the response alone counts.
+"""Training data of a language model: texts cut into rows of tokens, or instructions with responses.
 
-An example is an array `[2, seq_len]`: ids, and the label of each, which is the token after it; -1 where none counts.
+An example is an array `[2, seq_len]`: ids, and the label of each, which is the next token, or -1 for no label.
 """
 
 import zlib
@@ -12,14 +12,14 @@ import numpy as np
 
 from examples._texts import embedding_rows, load_tokenizer, read_table, standard_library
 
-PROMPT = 32  # tokens of held-out text that a sample goes on from
+PROMPT = 32  # tokens of held-out text that a sample continues
 
 Pairs = list[tuple[str, str]]  # prompts and their responses
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Text to ids, ids to text, the number of ids, and the id that ends a response."""
+    """Encodes and decodes text; has the number of ids, and the id that ends a response."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
@@ -28,12 +28,12 @@ class Vocabulary:
 
 
 def load_vocabulary(path: Path | None, end: int | None = None, n_ids: int | None = None) -> Vocabulary:
-    """That of a `tokenizer.json` or of the folder that holds one; of bytes by default, where 0 ends, which is in no text.
+    """The vocabulary of a `tokenizer.json` or of its folder. By default bytes, with 0 as the end, as it occurs in no text.
 
     **Arguments:**
 
-    - `end`: the id that ends a response; one beyond the tokenizer's by default.
-    - `n_ids`: of the model, where there is one already.
+    - `end`: the id that ends a response. By default, a new id after the tokenizer's.
+    - `n_ids`: the number of ids of an existing model.
     """
     if path is None:
         return Vocabulary(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), 256, end=0)
@@ -46,12 +46,12 @@ def load_vocabulary(path: Path | None, end: int | None = None, n_ids: int | None
 def read_examples(
     path: Path | None, vocabulary: Vocabulary, seq_len: int, limits: tuple[int, int], keys: tuple[str, str]
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """Examples to train on, those held out, and the text that the latter predict.
+    """Training examples, held-out examples, and the text that the latter predict.
 
     **Arguments:**
 
-    - `limits`: bytes at most to train on and to hold out.
-    - `keys`: of a prompt and a response in a .jsonl.
+    - `limits`: the maximum number of bytes for training and for held-out text.
+    - `keys`: the keys of a prompt and a response in a .jsonl.
     """
     if path is not None and path.suffix == ".jsonl":
         pairs = [within(part, n) for part, n in zip(read_pairs(path, *keys), limits, strict=True)]
@@ -66,12 +66,13 @@ def read_examples(
 
 
 def read_texts(path: Path | None) -> tuple[str, str]:
-    """The text to train on and the text held out: one file in twenty, always the same, or the first part of a lone one."""
+    """The training and held-out text. One file in twenty is held out, deterministically, or the first part of a single
+    file."""
     if path is None:
         files = standard_library()
     elif path.is_file():
         files = [path]
-    else:  # in the order of a hash of their names, so that the first bytes are a fair sample of all
+    else:  # ordered by a hash of their names, so that the first bytes are a fair sample
         found = [file for file in path.rglob("*") if file.is_file()]
         files = sorted(found, key=lambda file: (zlib.crc32(file.relative_to(path).as_posix().encode()), file))
     texts = []
@@ -93,7 +94,7 @@ def read_texts(path: Path | None) -> tuple[str, str]:
 
 
 def cut(ids: Sequence[int], seq_len: int) -> np.ndarray:
-    """Examples that overlap by one token: each but the first is predicted once, also in the last row, which is filled up."""
+    """Examples that overlap by one token, so that each token but the first is predicted once. The last row is padded."""
     filled = np.pad(np.array(ids, np.int32), (0, -(len(ids) - 1) % seq_len), constant_values=-1)
     rows = np.lib.stride_tricks.sliding_window_view(filled, seq_len + 1)[::seq_len]
     return np.stack([np.maximum(rows[:, :-1], 0), rows[:, 1:]], axis=1)
@@ -103,7 +104,7 @@ def cut(ids: Sequence[int], seq_len: int) -> np.ndarray:
 
 
 def read_pairs(path: Path, prompt_key: str, response_key: str) -> tuple[Pairs, Pairs]:
-    """Prompts and responses of a .jsonl with an object a line: those to train on, and one in twenty held out."""
+    """The prompts and responses of a .jsonl with one object on each line: those for training, and one in twenty held out."""
     pairs = []
     for number, row in enumerate(read_table(path, [prompt_key, response_key]), start=1):
         for key in (prompt_key, response_key):
@@ -118,13 +119,14 @@ def read_pairs(path: Path, prompt_key: str, response_key: str) -> tuple[Pairs, P
 
 
 def within(pairs: Pairs, n_bytes: int) -> Pairs:
-    """The first pairs, of at most `n_bytes` in all; one at least."""
+    """The first pairs with at most `n_bytes` in total, but at least one."""
     sizes = np.cumsum([len((prompt + response).encode()) for prompt, response in pairs])
     return pairs[: max(1, int(np.searchsorted(sizes, n_bytes, side="right")))]
 
 
 def cut_pairs(pairs: Pairs, vocabulary: Vocabulary, seq_len: int) -> np.ndarray:
-    """Examples of a prompt, a response and an end each. Of a prompt too long for the row the last tokens stay."""
+    """Examples of a prompt, a response and an end token each. A prompt that is too long for the row keeps its last
+    tokens."""
     examples = np.zeros((len(pairs), 2, seq_len), np.int32)
     examples[:, 1] = -1
     for (ids, labels), (prompt, response) in zip(examples, pairs, strict=True):
@@ -141,14 +143,14 @@ def cut_pairs(pairs: Pairs, vocabulary: Vocabulary, seq_len: int) -> np.ndarray:
 
 
 def prompt_of(example: np.ndarray) -> list[int]:
-    """What a sample goes on from: the prompt of an instruction, or the first tokens of a text."""
+    """The start of a sample: the prompt of an instruction, or the first tokens of a text."""
     ids, labels = example
     n = int(np.argmax(labels >= 0)) + 1
     return ids[: PROMPT if n == 1 else n].tolist()
 
 
 def pad_left(prompts: list[list[int]]) -> dict[str, np.ndarray]:
-    """A batch of prompts as `generate` takes them."""
+    """A batch of prompts, padded on the left as `generate` expects."""
     width = max(map(len, prompts))
     return {
         "ids": np.stack([np.pad(np.array(ids, np.int32), (width - len(ids), 0)) for ids in prompts]),

@@ -1,4 +1,4 @@
-"""The base that is fine-tuned where no folder is given: a small LLaMA, trained on text."""
+"""Trains the base model that is fine-tuned if no folder is given: a small LLaMA."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def loss_fn(model: Llama, batch: dict[str, jax.Array], key: jax.Array) -> redeqx
 
 
 def train_base(args: Any, deployer: redeqx.Deployer, corpus: list[str], folder: Path) -> None:
-    """Trains a small LLaMA on text, and writes it as a Hugging Face folder."""
+    """Trains a small LLaMA on text and saves it as a Hugging Face folder."""
     tokenizer = learn_tokenizer(corpus, args.n_ids)
     examples = pack(corpus, tokenizer, 2 * args.seq_len, args.base_tokens)
     examples = examples[: max(1, len(examples) // args.batch_size) * args.batch_size]  # a smaller update would recompile
@@ -49,4 +49,4 @@ def train_base(args: Any, deployer: redeqx.Deployer, corpus: list[str], folder: 
     trainer.fit(examples, batch_size=args.batch_size, n_epochs=args.n_base_epochs, save_last_ckpt=True)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    save_pretrained(trainer.model, config, folder)  # config.json comes last: a folder that has it is whole
+    save_pretrained(trainer.model, config, folder)  # writes config.json last: a folder that has it is complete

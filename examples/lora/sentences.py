@@ -1,7 +1,7 @@
-"""Labelled sentences: a table of the user's, or those that every Python documents itself with.
+"""Labelled sentences: a table of the user's, or sentences of Python's own documentation.
 
-These tell the language reference, as `pydoc` has it, from the docstrings of the standard library. Where a sentence stands is
-its label, and nothing is taken out of it or added. No sentence is in two parts.
+The latter come from the language reference, as `pydoc` has it, and from the docstrings of the standard library. The label of
+a sentence is its source; the text itself is unchanged. No sentence is in two parts of the data.
 """
 
 import ast
@@ -20,15 +20,15 @@ from examples._texts import read_table, standard_library
 
 Labelled = list[tuple[str, int]]
 
-WORDS = ("language", "library")  # what the labels 0 and 1 of the documentation's sentences are called
+WORDS = ("language", "library")  # the words for the labels 0 and 1 of the documentation's sentences
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SENTENCE = re.compile(r".*[a-z].*[.!?]")
 
 
 def read_sentences(path: Path, n_labels: int) -> Labelled:
-    """A table with the columns `sentence` and `label`, as SST-2's; labels are integers from 0 on."""
+    """Reads a table with the columns `sentence` and `label`, such as SST-2's. Labels are integers from 0."""
     examples = []
-    first = 1 if path.suffix == ".jsonl" else 2  # the number of the first row: tables begin with their header
+    first = 1 if path.suffix == ".jsonl" else 2  # the number of the first row, after a table's header
     for number, row in enumerate(read_table(path, ["sentence", "label"]), start=first):
         if str(row["label"]) not in map(str, range(n_labels)):
             raise ValueError(
@@ -40,10 +40,10 @@ def read_sentences(path: Path, n_labels: int) -> Labelled:
 
 
 def split(examples: Labelled, n: int, n_train: int) -> tuple[Labelled, Labelled, Labelled]:
-    """To train on, to choose by, to test on.
+    """Splits sentences into training, validation and test parts.
 
-    Of at most n examples half test, for a difference of a point shows in a large test only, and 0.3 of the others are to
-    choose by. At most `n_train` are trained on.
+    At most n examples are used. Half of them are for testing, because only a large test set shows a difference of one point.
+    30 % of the rest are for validation, and at most `n_train` for training.
     """
     examples = [examples[i] for i in np.random.default_rng(0).permutation(len(examples))[:n]]
 
@@ -56,14 +56,14 @@ def split(examples: Labelled, n: int, n_train: int) -> tuple[Labelled, Labelled,
 
 
 def documentation_sentences(n: int) -> tuple[Labelled, list[str]]:
-    """As many sentences of the reference as of docstrings, 25 to 200 characters long; and all that was read, by sentences.
+    """Equally many sentences of the reference and of docstrings, of 25 to 200 characters; and all sentences that were read.
 
     **Arguments:**
 
-    - `n`: files are read until there are so many sentences, or no more files.
+    - `n`: files are read until there are this many sentences, or until no file is left.
     """
     reference = dict.fromkeys(sentence for text in topics.values() for sentence in sentences_of(text))
-    library: dict[str, None] = {}  # each sentence once, in their order
+    library: dict[str, None] = {}  # each sentence once, in order
     for file in standard_library():
         if len(library) >= n:
             break
@@ -76,7 +76,7 @@ def documentation_sentences(n: int) -> tuple[Labelled, list[str]]:
         library |= dict.fromkeys(sentence for text in docs for sentence in sentences_of(text) if sentence not in reference)
     sides = [[sentence for sentence in side if is_plain(sentence)] for side in (reference, library)]
     n_each = min(n // 2, *map(len, sides))
-    # Some all along each list, so that every file has its share.
+    # Sample evenly along each list, so that every file contributes.
     examples = [(side[i * len(side) // n_each], label) for label, side in enumerate(sides) for i in range(n_each)]
     return examples, [*reference, *library]
 
@@ -86,7 +86,7 @@ def is_plain(sentence: str) -> bool:
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    """The sentences of a text whose paragraphs stand apart by blank lines."""
+    """The sentences of a text whose paragraphs are separated by blank lines."""
     for paragraph in re.split(r"\n\s*\n", text):
         yield from filter(None, re.split(r"(?<=[.!?])\s+", " ".join(paragraph.split())))
 
@@ -94,7 +94,8 @@ def sentences_of(text: str) -> Iterator[str]:
 def encode(
     examples: Labelled, words: Sequence[str], tokenizer: Tokenizer, bos: int | None, seq_len: int
 ) -> list[dict[str, np.ndarray]]:
-    """Sentences with their prompt, padded on the left: the last token's logits answer; `answers` are the words' ids."""
+    """Sentences with their prompt, padded on the left, so that the last token's logits predict the label. `answers` are the
+    words' ids."""
     endings = [tokenizer.encode(f"\nLabel: {word}", add_special_tokens=False).ids for word in words]
     columns = list(zip(*endings, strict=False))
     n_shared = next((i for i, ids in enumerate(columns) if len(set(ids)) > 1), 0)
@@ -113,6 +114,6 @@ def encode(
 
 
 def pack(corpus: Sequence[str], tokenizer: Tokenizer, length: int, n_tokens: int) -> np.ndarray:
-    """Rows of `length` ids and the one after them, of sentences in their order: so one learns what follows on what."""
+    """Rows of `length` ids plus the next one, of sentences in their original order."""
     ids = np.concatenate([encoding.ids for encoding in tokenizer.encode_batch(corpus)])[:n_tokens].astype(np.int32)
     return np.lib.stride_tricks.sliding_window_view(ids, length + 1)[::length]

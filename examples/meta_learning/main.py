@@ -1,21 +1,21 @@
-"""Meta-learning: MAML (Finn et al. 2017), a network that a few gradient steps on a few points fit to a new task.
+"""Meta-learning: MAML (Finn et al. 2017) trains a network to adapt to a new task in a few gradient steps.
 
     python -m examples.meta_learning
     python -m examples.meta_learning --data images_background_small1.zip
 
-An example is a task. `loss_fn` takes gradient steps on each task's support set and returns the loss of its query set; the
-Trainer's gradient goes through those steps, second order. The default is the paper's regression of sinusoids, with its
-network, its 10 points, its one step of 0.01, and its baseline: a network trained on all tasks at once, then fine-tuned with
-the best of three step sizes. `--data` takes Omniglot (a folder with `alphabet/character/*.png`, or its .zip): 5 characters
-told apart after one drawing of each. `--pretrained` takes a checkpoint of an earlier run.
+An example is a task. `loss_fn` takes gradient steps on each task's support set and returns the loss on its query set. The
+Trainer differentiates through those steps, second order. The default is the paper's sinusoid regression with its network, 10
+points and one step of 0.01. Its baseline is a network that is pretrained on all tasks at once and then fine-tuned with the
+best of three step sizes. `--data` takes Omniglot (a folder with `alphabet/character/*.png`, or its .zip): the task is to
+classify 5 characters after one drawing of each. `--pretrained` takes a checkpoint of an earlier run.
 
-Differences from the paper: 100 tasks an update and 17,500 updates, not 25 and 70,000; an outer learning rate of 0.003 that
-falls by a cosine; group instead of batch normalisation, which would let the images of a query set help each other; 32
-channels, not 64; turned characters as classes of their own in training only.
+Differences from the paper: 100 tasks in an update and 17,500 updates, instead of 25 and 70,000; an outer learning rate of
+0.003 with cosine decay; group instead of batch normalization, which would share information among the images of a query set;
+32 channels instead of 64; rotated characters as separate classes in training only.
 
-2 CPU cores, 83 s of CPU time: the mean squared error of 1000 test tasks falls from 2.74 to 0.109 ± 0.013 in 5 steps (4.0 %;
-5.1 % and 5.5 % with seeds 1 and 2), that of the pretrained network to 1.70 ± 0.12. Omniglot's small background set 1 (136
-characters) in 1000 updates: 80.2 ± 0.9 % of new characters right after 5 steps, 20.3 % before.
+2 CPU cores, 83 s of CPU time: the mean squared error on 1000 test tasks falls from 2.74 to 0.109 ± 0.013 in 5 steps (4.0 %;
+5.1 % and 5.5 % with seeds 1 and 2), that of the pretrained network to 1.70 ± 0.12. On Omniglot's small background set 1 (136
+characters), after 1000 updates, 80.2 ± 0.9 % of new characters are correct after 5 steps, and 20.3 % before.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ import redeqx
 from .pictures import draw_characters, draw_sinusoids, interval
 from .tasks import AFTER, N_STEPS, SHOWN, ConvNet, Sinusoids, Tasks, filled, omniglot
 
-RATES = (0.003, 0.01, 0.03)  # step sizes that the pretrained network is tuned over
-N_TRAIN, N_VALIDATION, N_TEST, N_PICTURE = range(4)  # streams of the seed
+RATES = (0.003, 0.01, 0.03)  # step sizes that are tried for the pretrained network
+N_TRAIN, N_VALIDATION, N_TEST, N_PICTURE = range(4)  # indices of the random streams
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class Args:
     data: Path | None = None  # Omniglot: a folder with alphabet/character/*.png, or its .zip. Sinusoids by default.
     pretrained: Path | None = None  # A checkpoint of an earlier run.
     workdir: Path = Path("workdir/meta_learning")  # For metrics, checkpoints and the picture. A run resumes from it.
-    n_ways: int = 5  # Characters to tell apart in a task.
-    n_shots: int | None = None  # Points to adapt on (drawings of each character). The Nones are as RECIPES says.
-    n_query: int | None = None  # Points to ask for (drawings of each character).
-    width: int | None = None  # Neurons of a hidden layer, or channels of a convolution.
+    n_ways: int = 5  # Number of characters in a task.
+    n_shots: int | None = None  # Points (or drawings of each character) to adapt on. None takes RECIPES' value, also below.
+    n_query: int | None = None  # Points (or drawings of each character) in the query set.
+    width: int | None = None  # Width of the hidden layers, or channels of the convolutions.
     inner_rate: float | None = None  # Step size of the inner steps.
-    inner_steps: int = 1  # Of training. At test time it is 10.
-    first_order: bool = False  # Whether to leave the second derivatives out: FOMAML.
-    tasks_per_epoch: int | None = None  # Drawn anew each epoch.
+    inner_steps: int = 1  # Inner steps in training. At test time there are 10.
+    first_order: bool = False  # Whether to drop the second derivatives (FOMAML).
+    tasks_per_epoch: int | None = None  # Tasks in an epoch, drawn anew each time.
     n_epochs: int | None = None
     batch_size: int | None = None  # Tasks of one update, on all devices together.
-    learning_rate: float | None = None  # Of the outer updates.
+    learning_rate: float | None = None  # Learning rate of the outer updates.
     n_validation_tasks: int | None = None
     n_test_tasks: int = 1000
     n_model_shards: int = 1  # Devices over which each layer is sharded.
@@ -63,7 +63,7 @@ class Args:
 
 
 class Learner(eqx.Module):
-    """A network to begin from, and how it learns a task."""
+    """The initial network, and how it adapts to a task."""
 
     net: Any  # maps one point
     inner_rate: float = eqx.field(static=True)
@@ -79,14 +79,15 @@ class Learner(eqx.Module):
 
 
 def error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
-    """The mean squared error of numbers, the mean cross-entropy of classes."""
+    """The mean squared error for numbers, or the mean cross-entropy for classes."""
     if jnp.issubdtype(targets.dtype, jnp.integer):
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(outputs, targets))
     return jnp.mean((outputs - targets) ** 2)
 
 
 def loss_fn(model: Learner, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """The mean over tasks of the query set's error after the inner steps; without any, that of one network for all tasks."""
+    """The query set's error after the inner steps, averaged over tasks. Without inner steps, the error of one network for
+    all tasks."""
 
     def task_loss(support_x: jax.Array, support_y: jax.Array, query_x: jax.Array, query_y: jax.Array) -> jax.Array:
         net = model.net
@@ -98,8 +99,8 @@ def loss_fn(model: Learner, batch: dict[str, jax.Array], key: jax.Array) -> jax.
 
 
 def pred_fn(model: Learner, batch: dict[str, jax.Array], key: jax.Array) -> dict[str, jax.Array]:
-    """The outputs for the query set of each task after 0 to 10 steps on its support set, and the errors: of numbers the mean
-    square, of classes the share that is wrong.
+    """The outputs for each task's query set after 0 to 10 steps on its support set, and their errors: the mean squared error
+    for numbers, the share of wrong predictions for classes.
     """
     arrays, static = eqx.partition(model.net, eqx.is_array)
 
@@ -144,7 +145,7 @@ def fit(
 
 
 def main(args: Args) -> dict[str, float]:
-    """Trains and reports; returns the scores of test tasks."""
+    """Trains and reports. Returns the scores on test tasks."""
     run = filled(args)
     key = jax.random.key(run.seed)
     if run.data is None:

@@ -1,4 +1,4 @@
-"""What a run of meta-learning leaves to look at: networks before and after their steps, and errors over steps."""
+"""Pictures of a meta-learning run: networks before and after their steps, and errors over steps."""
 
 from pathlib import Path
 
@@ -16,7 +16,8 @@ def interval(errors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_sinusoids(path: Path, batch: Batch, outputs: dict[str, list], errors: dict[str, np.ndarray]) -> None:
-    """Each network on a few tasks, before and after steps on the points, as Figure 2 of the paper; and errors over steps."""
+    """Draws each network on a few tasks, before and after steps on the points, as in the paper's Figure 2; and errors over
+    steps."""
     figure = Figure(figsize=(15, 6.5), layout="constrained")
     columns = len(batch["query_x"])
     grid = figure.add_gridspec(len(outputs), columns + 1)
@@ -43,9 +44,10 @@ def draw_sinusoids(path: Path, batch: Batch, outputs: dict[str, list], errors: d
 
 
 def draw_characters(path: Path, batch: Batch, out: dict[str, np.ndarray], n_ways: int) -> None:
-    """A task: a drawing of each character to adapt on, below it others, each with the class it gets before and after.
+    """Draws a task: the support drawing of each character, and below it query drawings with their predicted class before and
+    after.
 
-    The heading says how to read it.
+    The heading explains how to read it.
     """
     said = out["outputs"][[0, AFTER]].argmax(-1)
     order = rearrange(np.arange(len(batch["query_x"][0])), "(n k) -> (k n)", n=n_ways)

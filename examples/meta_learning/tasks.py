@@ -1,4 +1,4 @@
-"""Tasks to learn from: sinusoids, and characters of Omniglot. An example is a task: a support set and a query set."""
+"""Tasks for meta-learning: sinusoids, and Omniglot's characters. An example is a task: a support set and a query set."""
 
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -15,15 +15,15 @@ from einops import rearrange, repeat
 from jaxtyping import PRNGKeyArray
 from PIL import Image, UnidentifiedImageError
 
-N_STEPS, AFTER = 10, 5  # steps that a network takes at test time, and after how many the reported error is
-SHOWN = (0, 1, AFTER, N_STEPS)  # steps whose results are printed and drawn
-SIZE = 28  # pixels a side that characters are resized to
+N_STEPS, AFTER = 10, 5  # steps of adaptation at test time, and the number after which the error is reported
+SHOWN = (0, 1, AFTER, N_STEPS)  # the numbers of steps whose results are printed and drawn
+SIZE = 28  # height and width of characters after resizing, in pixels
 
 Batch = dict[str, np.ndarray]  # support_x, support_y, query_x, query_y, each [tasks, points, ...]
 
 
 class Tasks(Protocol):
-    """Where tasks come from; they are drawn by numpy, as the numbers that `collate_fn` makes arrays from."""
+    """A source of tasks. numpy draws them as the numbers from which `collate_fn` builds arrays."""
 
     def draw(self, n_tasks: int, n_query: int, seed: Sequence[int]) -> np.ndarray: ...
 
@@ -51,7 +51,8 @@ class Sinusoids:
 
 @dataclass(frozen=True)
 class Characters:
-    """To tell `n_ways` characters apart after `n_shots` drawings of each. A task is a table of images, a row a class."""
+    """Classification of `n_ways` characters from `n_shots` drawings of each. A task is a table of images, one row for each
+    class."""
 
     images: np.ndarray  # (images, SIZE, SIZE) of uint8, ink is 255
     classes: list[np.ndarray]  # the images of each class
@@ -80,15 +81,16 @@ class Characters:
 
 
 def omniglot(path: Path, n_ways: int, n_shots: int, n_query: int) -> tuple[Characters, Characters, Characters]:
-    """Characters to train, to choose and to test by; no character is in two of them.
+    """Characters for training, validation and testing. No character is in two of these parts.
 
-    In training each quarter turn of a character is a class of its own; the others are left as they were drawn.
+    In training, each rotation of a character by 90 degrees is a separate class. The other parts keep the original
+    orientation.
 
     **Arguments:**
 
-    - `path`: a folder with `alphabet/character/*.png` in it, or its .zip, which is read as it is.
+    - `path`: a folder with `alphabet/character/*.png`, or its .zip, which is read without unpacking.
 
-    Raises ValueError where there are too few characters, or too few drawings of one.
+    Raises ValueError if there are too few characters, or too few drawings of one.
     """
     drawings = _read(path)
     if len(drawings) < 3 * n_ways:
@@ -137,7 +139,7 @@ def _read(path: Path) -> dict[str, list[np.ndarray]]:
                 pixels = np.asarray(image.convert("L").resize((SIZE, SIZE)))
         except (UnidentifiedImageError, OSError) as error:
             raise ValueError(f"`{path}` file {name!r}: expected a PNG, got what Pillow cannot read. {error}.") from None
-        drawings.setdefault(name.rpartition("/")[0], []).append(255 - pixels)  # ink is black on white in the files
+        drawings.setdefault(name.rpartition("/")[0], []).append(255 - pixels)  # the files have black ink on white
     return drawings
 
 
@@ -156,7 +158,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def filled(args: Any) -> Any:
-    """The arguments of a run, with what RECIPES says where they say nothing."""
+    """The arguments of a run, with the values of RECIPES for those that are None."""
     recipe = RECIPES["sinusoids" if args.data is None else "omniglot"]
     args = replace(args, **{name: value for name, value in recipe.items() if getattr(args, name) is None})
     for name, value in vars(args).items():
@@ -169,7 +171,8 @@ def filled(args: Any) -> Any:
 
 
 class ConvNet(eqx.Module):
-    """Four blocks of convolution, normalisation and ReLU, each of which halves the image, then one layer on the means."""
+    """Four blocks of convolution, normalization and ReLU, each of which halves the image; then a linear layer on the
+    means."""
 
     convs: list[eqx.nn.Conv2d]
     norms: list[eqx.nn.GroupNorm]
@@ -188,7 +191,9 @@ class ConvNet(eqx.Module):
 
 
 def convolve(conv: eqx.nn.Conv2d, x: jax.Array) -> jax.Array:
-    """3x3, stride 2, padding 1, as a matmul: each task has weights of its own, and such convolutions are slow on CPU."""
+    """A 3x3 convolution with stride 2 and padding 1, as a matmul: each task has its own weights, and such convolutions are
+    slow on CPU."""
+
     _, h, w = x.shape
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1)))
     shifts = jnp.stack([padded[:, i : i + h : 2, j : j + w : 2] for i in range(3) for j in range(3)], axis=1)
