@@ -22,7 +22,8 @@ PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the linear baseline; one is selecte
 class Bag(eqx.Module):
     """The mean of the embeddings of a text's words and word pairs, followed by a linear layer.
 
-    For a pair of texts, the layer's input is the product and the absolute difference of their means, and their cosine similarity.
+    For a pair of texts, the layer's input is the product and the absolute difference of their means, and their cosine
+    similarity.
     """
 
     embedding: eqx.nn.Embedding

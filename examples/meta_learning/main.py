@@ -124,7 +124,7 @@ def metric_fn(tasks: np.ndarray, outputs: list[dict[str, np.ndarray]]) -> dict[s
 def fit(
     args: Any, net: Any, inner_steps: int, parts: tuple[Tasks, Tasks, Tasks], workdir: Path
 ) -> tuple[redeqx.Trainer, redeqx.Predictor]:
-    """A trainer with the best of the networks on the way, by the error of validation tasks after the steps of test time."""
+    """A trainer with the best network of a run, by the error on validation tasks after the test-time steps."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=workdir)
     rows = deployer.get_per_device_batch_size(args.batch_size)
     lr = deployer.get_lr_schedule_fn(args.tasks_per_epoch, rows, args.n_epochs, args.learning_rate, "cosine")

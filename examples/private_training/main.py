@@ -1,20 +1,21 @@
-"""Differentially private training: a classifier that tells next to nothing of any one image that it learnt from.
+"""Differentially private training: a classifier that reveals almost nothing about any single training image.
 
     python -m examples.private_training
 
-DP-SGD (Abadi et al. 2016, arXiv 1607.00133). Each step draws a Poisson sample of the images, clips the gradient of each one
-to a norm, and adds Gaussian noise to their sum: the Trainer's `grad_fn`, in `privacy.py`. The noise that a budget epsilon
-calls for over all steps is calibrated by Google's `dp_accounting`. The default data is scikit-learn's digits; `--data` takes
-a folder with a subfolder of images a class. A linear model serves best: noise is paid for by the parameter.
+This is DP-SGD (Abadi et al. 2016, arXiv 1607.00133). Each step draws a Poisson sample of the images, clips the norm of each
+image's gradient, and adds Gaussian noise to their sum; this is the Trainer's `grad_fn`, in `privacy.py`. Google's
+`dp_accounting` calibrates the noise for a budget epsilon over all steps. The default data is scikit-learn's digits. `--data`
+takes a folder with one subfolder of images for each class. A linear model works best, because the cost of the noise grows
+with the number of parameters.
 
-The guarantee is of the model of each budget by itself, where one image is added or taken away. It leaves out:
+The guarantee holds for each budget's model alone, for adding or removing one image. It does not cover:
 
-- the choice of clip norm, steps and learning rate, tried on this data (no checkpoint is chosen: the last is tested), and the
-  number of images, which counts as known;
-- the `loss` in `metrics.jsonl`, which is taken from the training images without noise, and all that is said of validation;
-- whoever knows or guesses `--seed`, from which the noise follows.
+- the choice of clip norm, steps and learning rate, which were tuned on this data (no checkpoint is selected: the last one is
+    tested), and the number of images, which counts as public;
+- the `loss` in `metrics.jsonl`, which is computed on the training images without noise, and all validation results;
+- anyone who knows or guesses `--seed`, which determines the noise.
 
-25 CPU seconds on one device, of which 9 are the accountant's. Test accuracy, seeds 0 to 2, at delta 1e-5: 0.872 to 0.894 for
+25 CPU seconds on one device, 9 of them for the accountant. Test accuracy at delta 1e-5, seeds 0 to 2: 0.872 to 0.894 for
 epsilon 1, 0.925 to 0.936 for 3, 0.939 to 0.942 for 8, and 0.961 to 0.964 without privacy.
 """
 
@@ -39,27 +40,27 @@ from examples.private_training.privacy import calibrate, hold_to, poisson_sample
 @dataclass(frozen=True)
 class Args:
     data: Path | None = None  # A folder with one subfolder of images for each class. The digits by default.
-    image_size: int = 16  # Images of a folder are resized to it, in grey.
-    pretrained: Path | None = None  # A checkpoint folder of an earlier run, to begin from: one whose data were public.
+    image_size: int = 16  # Height and width to which a folder's images are resized, in grayscale.
+    pretrained: Path | None = None  # A checkpoint folder of an earlier run to start from. Its data must be public.
     workdir: Path = Path("workdir/private_training")  # For metrics, checkpoints and the picture. Runs resume from it.
-    epsilons: tuple[float, ...] = (1.0, 3.0, 8.0)  # A model is trained for each budget, and one without privacy.
-    delta: float = 1e-5  # Well below one over the number of images.
-    clip_norm: float = 0.5  # Of the gradient of one image.
-    sampling_rate: float = 0.25  # With which an image is in the sample of a step.
+    epsilons: tuple[float, ...] = (1.0, 3.0, 8.0)  # Budgets. One model is trained for each, and one without privacy.
+    delta: float = 1e-5  # Must be well below 1 / number of images.
+    clip_norm: float = 0.5  # Maximum norm of one image's gradient.
+    sampling_rate: float = 0.25  # Probability that an image is in a step's sample.
     steps_per_epoch: int = 4
     n_epochs: int = 20
-    learning_rate: float = 6.0  # Over the root of the noise, which wants smaller steps. Decays linearly to a tenth.
+    learning_rate: float = 6.0  # Divided by the root of the noise, which needs smaller steps. Decays linearly to a tenth.
     momentum: float = 0.9
-    hidden_size: int = 0  # Of a layer with tanh; 0 for none.
-    accumulate_grad_batches: int = 1  # Micro-batches a step, where the gradients of all its images do not fit.
+    hidden_size: int = 0  # Width of a hidden layer with tanh; 0 for none.
+    accumulate_grad_batches: int = 1  # Micro-batches in a step, if all its images' gradients do not fit in memory.
     n_model_shards: int = 1  # Devices over which each layer is sharded.
     n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
     simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
-    seed: int = 0  # Of the samples and the noise: a secret, where the guarantee is to hold.
+    seed: int = 0  # Of the samples and the noise. It must stay secret for the guarantee to hold.
 
 
 def check(args: Args) -> None:
-    """Raise for numbers that no guarantee has."""
+    """Raises ValueError for numbers without a valid guarantee."""
     epsilons, n_steps = args.epsilons, (args.n_epochs, args.steps_per_epoch)
     differ = len(set(epsilons)) == len(epsilons)
     rules = {
@@ -75,7 +76,7 @@ def check(args: Args) -> None:
 
 
 def read_data(path: Path | None, size: int) -> tuple[tuple[Labelled, Labelled, Labelled], int]:
-    """Images to train, to look at on the way, and to test by; and how many classes they have."""
+    """Training, validation and test images, and the number of their classes."""
     if path is None:
         return digits(), 10
     examples, names = read_classes(path, size)
@@ -88,7 +89,7 @@ class Classifier(eqx.Module):
     layers: eqx.nn.MLP
 
     def __call__(self, image: jax.Array) -> jax.Array:
-        # Each image by its own mean and norm: those of all images would have to be paid for.
+        # Normalize each image by its own mean and norm: statistics over all images would cost privacy.
         pixels = jnp.ravel(image - jnp.mean(image))
         return self.layers(3 * pixels / jnp.maximum(jnp.linalg.norm(pixels), 1e-6))
 
@@ -99,7 +100,7 @@ def collate_fn(examples: Labelled) -> dict[str, np.ndarray]:
 
 
 def loss_of_one(model: Classifier, row: dict[str, jax.Array]) -> jax.Array:
-    """The nats of one image; 0 for a label of -1."""
+    """The loss of one image in nats; 0 for a label of -1."""
     loss = optax.softmax_cross_entropy_with_integer_labels(model(row["images"]), jnp.maximum(row["labels"], 0))
     return loss * (row["labels"] >= 0)
 
@@ -118,7 +119,7 @@ def accuracy(examples: Labelled, outputs: list) -> dict[str, float]:
 
 
 def fit(args: Args, folder: Path, seed: int, data: Sequence[Labelled], n_classes: int, noise: float | None) -> float:
-    """Trains one model, without privacy where `noise` is None; returns its test accuracy."""
+    """Trains one model, without privacy if `noise` is None. Returns its test accuracy."""
     train, validation, test = data
     deployer = redeqx.Deployer(seed, args.n_model_shards, args.n_fsdp_shards, workdir=folder)
     n_steps, n_micro = args.n_epochs * args.steps_per_epoch, args.accumulate_grad_batches
@@ -153,7 +154,8 @@ def fit(args: Args, folder: Path, seed: int, data: Sequence[Labelled], n_classes
 
 
 def draw(path: Path, epsilons: Sequence[float], accuracies: Sequence[float], folders: Sequence[Path]) -> None:
-    """Test accuracy over epsilon, the level without privacy last; and each model's validation accuracy on the way."""
+    """Draws test accuracy over epsilon, with the result without privacy last; and each model's validation accuracy over
+    training."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(epsilons, accuracies[:-1], marker="o", label="private")
@@ -173,7 +175,7 @@ def draw(path: Path, epsilons: Sequence[float], accuracies: Sequence[float], fol
 
 
 def main(args: Args) -> dict[str, float]:
-    """Trains a model for each budget and one without privacy; returns their test accuracies."""
+    """Trains a model for each budget and one without privacy. Returns their test accuracies."""
     check(args)
     data, n_classes = read_data(args.data, args.image_size)
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
@@ -181,7 +183,7 @@ def main(args: Args) -> dict[str, float]:
     names = [*(f"eps{epsilon:g}" for epsilon in args.epsilons), "public"]
     noise = [*(calibrate(epsilon, *budget) for epsilon in args.epsilons), None]
     folders = [args.workdir / name for name in names]
-    # A seed for each model: noise that two of them shared could be taken out by comparing them.
+    # A separate seed for each model: noise that two models share could be removed by comparing them.
     seeds = range(args.seed * len(names), (args.seed + 1) * len(names))
     accuracies = [fit(args, folders[i], seeds[i], data, n_classes, noise[i]) for i in range(len(names))]
     draw(args.workdir / "accuracy.png", args.epsilons, accuracies, folders)

@@ -1,4 +1,4 @@
-"""What makes training private: the budget and its noise, the samples, and the gradient."""
+"""The private part: the budget and its noise, the samples, and the gradient."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,13 +21,13 @@ from examples._images import Labelled
 
 
 def steps_of(noise_multiplier: float, sampling_rate: float, n_steps: int) -> dp_accounting.DpEvent:
-    """What the accountant is told: sums over Poisson samples, with noise of `noise_multiplier` times the clip norm."""
+    """The event for the accountant: sums over Poisson samples, with noise of `noise_multiplier` times the clip norm."""
     step = dp_accounting.PoissonSampledDpEvent(sampling_rate, dp_accounting.GaussianDpEvent(noise_multiplier))
     return dp_accounting.SelfComposedDpEvent(step, n_steps)
 
 
 def calibrate(epsilon: float, delta: float, sampling_rate: float, n_steps: int) -> float:
-    """The least noise multiplier that keeps within the budget."""
+    """The smallest noise multiplier within the budget."""
 
     def steps(noise_multiplier: float) -> dp_accounting.DpEvent:
         return steps_of(noise_multiplier, sampling_rate, n_steps)
@@ -36,15 +36,15 @@ def calibrate(epsilon: float, delta: float, sampling_rate: float, n_steps: int) 
 
 
 def spent(noise_multiplier: float, delta: float, sampling_rate: float, n_steps: int) -> float:
-    """The epsilon of that noise."""
+    """The epsilon for this noise."""
     return PLDAccountant().compose(steps_of(noise_multiplier, sampling_rate, n_steps)).get_epsilon(delta)
 
 
 def hold_to(path: Path, terms: dict[str, float]) -> None:
-    """Write down what the epsilon of a run was computed from; or raise where the run began from something else.
+    """Saves the values that a run's epsilon was computed from. Raises ValueError if the run started with other values.
 
-    A resumed run draws its samples and its noise again as they were, so going on costs nothing more. With other noise for
-    the rest of the steps the epsilon would be wrong.
+    A resumed run draws the same samples and noise again, so resuming costs no privacy. With other noise in the remaining
+    steps, the epsilon would be wrong.
     """
     if path.is_file():
         found = json.loads(path.read_text("utf-8"))
@@ -58,17 +58,18 @@ def hold_to(path: Path, terms: dict[str, float]) -> None:
 
 
 def room_for(n_examples: int, sampling_rate: float, n_steps: int, multiple: int) -> int:
-    """Rows that hold every sample of a run but with a chance of one in a billion, rounded up to a multiple."""
+    """The number of rows that hold every sample of a run, except with a probability of one in a billion, rounded up to a
+    multiple."""
     most = int(binom.isf(1e-9 / n_steps, n_examples, sampling_rate))
     return -(-max(1, most) // multiple) * multiple
 
 
 def poisson_samples(examples: Labelled, rate: float, n_steps: int, n_rows: int, seed: tuple[int, ...]) -> Iterator:
-    """The examples of sample after sample, each filled up to `n_rows` with rows of the label -1, which have no weight.
+    """The examples of each sample in turn, padded to `n_rows` with rows of label -1, which have no weight.
 
-    An example is in a sample with probability `rate`, whichever others are: as the accountant assumes.
+    Each example is in a sample with probability `rate`, independently of the others, as the accountant assumes.
 
-    Raises ValueError for a sample of more rows. To leave some of them out would be another mechanism.
+    Raises ValueError if a sample has more rows. Dropping some of them would change the mechanism.
     """
     rng = np.random.default_rng(seed)
     filling = (np.zeros_like(examples[0][0]), -1)
@@ -85,7 +86,7 @@ def poisson_samples(examples: Labelled, rate: float, n_steps: int, n_rows: int, 
 def clipped_sums(
     loss_of_one: Callable[[Any, PyTree], Array], model: PyTree, batch: PyTree, clip_norm: float
 ) -> tuple[Array, PyTree]:
-    """The losses [rows], and the sum of the gradients of the rows, each first scaled down to `clip_norm` at most."""
+    """The losses [rows], and the sum of the rows' gradients, each scaled down to a norm of at most `clip_norm`."""
     of_each = eqx.filter_vmap(eqx.filter_value_and_grad(loss_of_one), in_axes=(None, 0))
     losses, grads = of_each(model, batch)
     leaves, treedef = jax.tree.flatten(grads)
@@ -104,15 +105,16 @@ def private_gradient(
     sample_size: float,
     n_micro_batches: int = 1,
 ) -> tuple[redeqx.Loss, PyTree]:
-    """A `grad_fn`: clipped gradients and Gaussian noise, summed, over the expected size of a sample.
+    """A `grad_fn`: the sum of clipped gradients and Gaussian noise, divided by the expected size of a sample.
 
-    Its true size would tell of who is in it.
+    The actual size would reveal information about who is in the sample.
 
     **Arguments:**
 
-    - `loss_of_one`: `(model, row)` to a scalar; 0 for a row that only fills the batch.
-    - `sample_size`: how many examples a step is expected to have.
-    - `n_micro_batches`: of a step. Each brings an equal share of the variance, and of the expected examples.
+    - `loss_of_one`: maps `(model, row)` to a scalar, which is 0 for a padding row.
+    - `sample_size`: the expected number of examples in a step.
+    - `n_micro_batches`: the number of micro-batches in a step. Each contributes an equal share of the variance and of the
+        expected examples.
     """
     losses, sums = clipped_sums(loss_of_one, model, batch, clip_norm)
     weight = sample_size / n_micro_batches

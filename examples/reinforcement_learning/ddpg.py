@@ -1,4 +1,4 @@
-"""Deep deterministic policy gradient (Lillicrap et al. 2016): a critic learns from replay, the actor from the critic."""
+"""Deep deterministic policy gradient (Lillicrap et al. 2016): an actor-critic method with a replay buffer."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from .training import Best, Replay, check_sizes, collate_fn, report
 
 @dataclass(frozen=True)
 class DDPG:
-    """Deep deterministic policy gradient, for continuous actions: Pendulum by default."""
+    """Deep deterministic policy gradient, for continuous actions. The default environment is Pendulum."""
 
     env: str = "Pendulum-v1"  # A gymnasium environment with bounded continuous actions.
     pretrained: Path | None = None  # A checkpoint of an earlier run to start from.
@@ -28,8 +28,8 @@ class DDPG:
     n_steps: int = 20_000  # Environment steps, in all environments together.
     n_envs: int = 8  # Environments that run in parallel.
     rollout: int = 16  # Steps of each environment between two trainings.
-    n_updates: int = 64  # Updates of one training.
-    n_random_steps: int = 1_000  # Environment steps of random actions at the beginning.
+    n_updates: int = 64  # Updates in one training.
+    n_random_steps: int = 1_000  # Environment steps with random actions at the start.
     replay: int = 100_000  # Transitions that the replay buffer holds.
     batch_size: int = 128  # Transitions of one update, on all devices together.
     learning_rate: float = 1e-3
@@ -46,7 +46,7 @@ class DDPG:
 
 
 class ActorCritic(eqx.Module):
-    """A policy of actions from -1 to 1, and the value of any action."""
+    """A policy with actions in [-1, 1], and the value of any action."""
 
     actor: eqx.nn.MLP
     critic: eqx.nn.MLP
@@ -66,13 +66,13 @@ class ActorCritic(eqx.Module):
 def loss_fn(
     model: ActorCritic, targets: PyTree, batch: dict[str, jax.Array], key: jax.Array, discount: float, target_rate: float
 ) -> tuple[redeqx.Loss, PyTree]:
-    """The critic's loss plus the actor's, and the target networks moved on: they are the trainer's `model_state`."""
+    """The critic's loss plus the actor's, and the updated target networks, which are the trainer's `model_state`."""
     seen, arrays = batch["observation"], eqx.filter(model, eqx.is_array)
     target = eqx.combine(targets, model)  # non-array fields, such as an activation, are equal in both
     later = target.value(batch["next"], target.act(batch["next"]))
     goals = batch["reward"] + discount * (1 - batch["terminated"]) * later
     surprises = model.value(seen, batch["action"]) - jax.lax.stop_gradient(goals)
-    # The actor climbs the critic, whose weights learn nothing from that.
+    # The actor maximizes the critic's value. This gives the critic's weights no gradient.
     judge = eqx.combine(jax.lax.stop_gradient(arrays), model)
     values = judge.value(seen, model.act(seen))
     losses = jnp.sum(surprises**2) - jnp.sum(values)

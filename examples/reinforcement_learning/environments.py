@@ -1,4 +1,4 @@
-"""Environments to play in: those of gymnasium side by side, and the games of several agents of mpe2."""
+"""Environments: gymnasium's, run in parallel, and the multi-agent games of mpe2."""
 
 import importlib
 import os
@@ -14,15 +14,15 @@ from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import RescaleAction
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-Act = Callable[[np.ndarray], np.ndarray]  # what all environments show, to what is done in them
+Act = Callable[[np.ndarray], np.ndarray]  # from the observations of all environments to their actions
 
 
 def make_envs(name: str, algorithm: str, n_envs: int, **options: Any) -> RecordEpisodeStatistics:
-    """Environments side by side; continuous actions go from -1 to 1.
+    """Creates environments that run in parallel. Continuous actions are in [-1, 1].
 
-    The step after the last one of an episode only resets: its action is ignored, its reward is 0.
+    The step after the end of an episode only resets: its action is ignored and its reward is 0.
 
-    Raises ValueError for an environment that the algorithm does not act in.
+    Raises ValueError for an environment that the algorithm cannot act in.
     """
     try:
         with gymnasium.make(name) as env:
@@ -59,10 +59,10 @@ def play_episodes(envs: VectorEnv, act: Act, seed: int) -> np.ndarray:
 
 
 def film(name: str, algorithm: str, act: Act, seed: int, n_frames: int = 8) -> list[np.ndarray]:
-    """Frames of one episode at equal distances; none where the environment draws no pictures."""
+    """Frames of one episode at equal intervals; empty if the environment cannot render."""
     if "rgb_array" not in gymnasium.make(name).metadata.get("render_modes", []):
         return []
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame then draws without a screen
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # lets pygame draw without a screen
     envs = make_envs(name, algorithm, 1, render_mode="rgb_array")
     frames: list[Any] = []
 
@@ -76,9 +76,9 @@ def film(name: str, algorithm: str, act: Act, seed: int, n_frames: int = 8) -> l
 
 
 class Games:
-    """Games of several agents side by side; they all have the same length, and no end but the one of time.
+    """Several copies of a multi-agent game. All episodes have the same length and end only by a time limit.
 
-    Raises ValueError for a module that mpe2 has not, or whose agents differ in what they see or do.
+    Raises ValueError for a module that mpe2 does not have, and for agents with different observations or actions.
     """
 
     def __init__(self, name: str, n_games: int):
@@ -101,7 +101,7 @@ class Games:
         self.dtype = np.dtype([*fields, ("reward", np.float32, (len(self.agents),))])
 
     def play(self, act: Act, seed: int) -> np.ndarray:
-        """Plays each game once; returns the transitions, `[time, games]`. Actions go from -1 to 1."""
+        """Plays each game once. Returns the transitions, `[time, games]`. Actions are in [-1, 1]."""
         observations = self._stacked([game.reset(seed=seed + i)[0] for i, game in enumerate(self.games)])
         played = []
         while self.games[0].agents:
@@ -115,7 +115,8 @@ class Games:
         return np.stack(played)
 
     def watch(self, act: Act, seed: int, n_games: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Where the agents of a few games went, `[agent, xy, time]`, and where the landmarks are, `[xy, landmark]`."""
+        """The paths of the agents in a few games, `[agent, xy, time]`, and the positions of the landmarks, `[xy,
+        landmark]`."""
         worlds = [game.unwrapped.world for game in self.games[:n_games]]
         places = []
 
@@ -133,5 +134,5 @@ class Games:
 
 
 def returns_of(played: np.ndarray) -> np.ndarray:
-    """The return of each game: rewards summed over time, the mean over agents."""
+    """The return of each game: rewards summed over time and averaged over agents."""
     return played["reward"].sum(axis=0).mean(axis=1)

@@ -1,8 +1,8 @@
-"""Multi-agent DDPG (Lowe et al. 2017): each agent acts on what it sees, and its critic knows what all see and do.
+"""Multi-agent DDPG (Lowe et al. 2017): each agent has its own policy, and its critic sees all agents.
 
-An independent critic takes the others as part of the world, as they were in the replay: exploring, and less able than now.
-One that is told their actions judges an action among the others as they act today. So the more noise there is, the more it
-gains: with `--noise 0.3` both come out alike. A return is the mean over the agents of their summed rewards.
+An independent critic treats the other agents as part of the environment, as they were in the replay buffer: exploring, and
+weaker than now. A critic that receives their actions evaluates an action given what the others do today. So its advantage
+grows with the noise: with `--noise 0.3` both methods perform alike. A return is the agents' mean sum of rewards.
 """
 
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ from .training import TEST_SEED, Best, Replay, check_sizes, collate_fn, draw, me
 
 @dataclass(frozen=True)
 class MADDPG:
-    """Multi-agent DDPG beside independent DDPG: three agents that spread over three landmarks by default."""
+    """Multi-agent DDPG and independent DDPG. By default, three agents must cover three landmarks."""
 
-    env: str = "simple_spread_v3"  # A module of mpe2 whose agents see and act in the same spaces.
+    env: str = "simple_spread_v3"  # A module of mpe2 whose agents have equal observation and action spaces.
     pretrained: Path | None = None  # A checkpoint of an earlier run to start from.
     workdir: Path = Path("workdir/reinforcement_learning/maddpg")  # For metrics, checkpoints and the picture.
-    independent: bool = True  # Train independent DDPG too: each critic then knows its own agent alone.
-    n_episodes: int = 4_000  # Played by each of the two.
+    independent: bool = True  # Whether to train independent DDPG too, whose critics see only their own agent.
+    n_episodes: int = 4_000  # Episodes of each of the two methods.
     n_envs: int = 16  # Episodes that run in parallel.
-    n_updates: int = 40  # Updates after each such set of episodes.
+    n_updates: int = 40  # Updates after each set of parallel episodes.
     replay: int = 250_000  # Transitions that the replay buffer holds.
     batch_size: int = 256  # Transitions of one update, on all devices together.
     learning_rate: float = 1e-3
@@ -51,7 +51,7 @@ class MADDPG:
 
 
 class Team(eqx.Module):
-    """A policy of actions from -1 to 1 and a critic for each agent, stacked."""
+    """A policy with actions in [-1, 1] and a critic for each agent, stacked."""
 
     actors: eqx.nn.MLP
     critics: eqx.nn.MLP
@@ -66,20 +66,20 @@ class Team(eqx.Module):
         self.independent = independent
 
     def act(self, observations: jax.Array) -> jax.Array:
-        """Of `[batch, agent, seen]`: `[batch, agent, action]`."""
+        """From `[batch, agent, seen]` to `[batch, agent, action]`."""
         return each(self.actors, observations)
 
     def value(self, observations: jax.Array, actions: jax.Array) -> jax.Array:
-        """Of `[batch, agent, seen]`, and `[batch, critic, agent, action]` as each critic is told: `[batch, critic]`."""
+        """From `[batch, agent, seen]`, and `[batch, critic, agent, action]`, each critic's input, to `[batch, critic]`."""
         observations = jnp.broadcast_to(observations[:, None], (*actions.shape[:3], observations.shape[2]))
         known = jnp.concatenate([observations, actions], axis=3)
-        if self.independent:  # the same critic, with zeros for what the others see and do
+        if self.independent:  # the same critic, with zeros for the others' observations and actions
             known = known * jnp.eye(actions.shape[1])[:, :, None]
         return each(self.critics, rearrange(known, "batch critic agent x -> batch critic (agent x)"))
 
 
 def each(mlps: eqx.nn.MLP, inputs: jax.Array) -> jax.Array:
-    """Stacked MLPs, each on its rows of `[batch, mlp, x]`."""
+    """Applies stacked MLPs, each to its rows of `[batch, mlp, x]`."""
     apply = eqx.filter_vmap(lambda mlp, x: jax.vmap(mlp)(x), in_axes=(eqx.if_array(0), 1), out_axes=1)
     return apply(mlps, inputs)
 
@@ -87,15 +87,16 @@ def each(mlps: eqx.nn.MLP, inputs: jax.Array) -> jax.Array:
 def loss_fn(
     model: Team, targets: PyTree, batch: dict[str, jax.Array], key: jax.Array, discount: float, target_rate: float
 ) -> tuple[redeqx.Loss, PyTree]:
-    """The critics' losses plus the actors', and the target networks moved on: they are the trainer's `model_state`."""
+    """The critics' losses plus the actors', and the updated target networks, which are the trainer's `model_state`."""
     seen, actions, arrays = batch["observation"], batch["action"], eqx.filter(model, eqx.is_array)
     n_agents = seen.shape[1]
-    to_all = partial(jnp.repeat, repeats=n_agents, axis=1)  # every critic is told the same actions
+    to_all = partial(jnp.repeat, repeats=n_agents, axis=1)  # every critic receives the same actions
     target = eqx.combine(targets, model)  # non-array fields, such as an activation, are equal in both
     later = target.value(batch["next"], to_all(target.act(batch["next"])[:, None]))
-    # Episodes are cut short, never over: there is always something to come.
+    # Episodes are truncated, never terminated, so there is always a next value.
     surprises = model.value(seen, to_all(actions[:, None])) - jax.lax.stop_gradient(batch["reward"] + discount * later)
-    # Each actor climbs its own critic, whose weights learn nothing from that; the others do what they did.
+    # Each actor maximizes its own critic's value, which gives the critic's weights no gradient. The others' actions are
+    # those of the replay buffer.
     judge = eqx.combine(jax.lax.stop_gradient(arrays), model)
     own = jnp.eye(n_agents, dtype=bool)[:, :, None]
     values = judge.value(seen, jnp.where(own, model.act(seen)[:, None], actions[:, None]))
@@ -109,7 +110,7 @@ def pred_fn(model: Team, targets: PyTree, observations: jax.Array, key: jax.Arra
 
 
 def train(args: MADDPG, games: Games, eval_games: Games, independent: bool) -> tuple[Best, Act]:
-    """Trains one of the two; returns its best checkpoint, and how it acts."""
+    """Trains one of the two methods. Returns its best checkpoint and its policy."""
     workdir = args.workdir / "independent" if independent else args.workdir
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=workdir)
     deployer.begin_records(-1)  # drops the records of an earlier run
@@ -148,7 +149,7 @@ def train(args: MADDPG, games: Games, eval_games: Games, independent: bool) -> t
 
 
 def draw_paths(paths: np.ndarray, landmarks: np.ndarray, axes: Axes) -> None:
-    """The way of each agent, with a dot where it ended, among the landmarks in grey."""
+    """Draws the path of each agent, with a dot at its end, and the landmarks in gray."""
     axes.scatter(*landmarks, s=250, color="lightgrey", edgecolors="grey")
     for i, path in enumerate(paths):
         axes.plot(*path, color=f"C{i}", linewidth=1, marker=".", markersize=3)
@@ -158,7 +159,7 @@ def draw_paths(paths: np.ndarray, landmarks: np.ndarray, axes: Axes) -> None:
 
 
 def main(args: MADDPG) -> dict[str, float]:
-    """Trains and reports; returns the mean test returns."""
+    """Trains and reports. Returns the mean test returns."""
     check_sizes(args, "n_envs", "eval_episodes", "eval_every_n_episodes", "n_updates", "width")
     games, eval_games = Games(args.env, args.n_envs), Games(args.env, args.eval_episodes)
     rng, shape = np.random.default_rng(args.seed), (args.eval_episodes, len(games.agents), games.n_actions)
@@ -177,7 +178,7 @@ def main(args: MADDPG) -> dict[str, float]:
     panels = [partial(draw_paths, *seen) for seen in eval_games.watch(act, TEST_SEED, 5)]
     draw(picture, curves, {f"{name}, test": score for name, score in means.items()}, panels)
     lines = [f"{name:32}{mean(x)}" for name, x in returns.items()]
-    # The episodes are the same for all, so the error of a difference is smaller than the two errors tell.
+    # All methods play the same episodes, so the error of a difference is smaller than the two errors suggest.
     lines += [f"{f'MADDPG minus {name}':32}{mean(returns['MADDPG'] - x)}" for name, x in list(returns.items())[:-1]]
     lines += [f"paths of the agents: {picture}", f"best checkpoint: {best.path}"]
     deployer.log_info("\n".join(lines), title=f"{args.env}: mean return of {args.eval_episodes} test episodes +- its error")

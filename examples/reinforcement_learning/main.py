@@ -1,13 +1,13 @@
-"""Reinforcement learning: policies learn from what they play, by three algorithms.
+"""Reinforcement learning: policies learn from their own experience, with three algorithms.
 
     python -m examples.reinforcement_learning ppo
     python -m examples.reinforcement_learning ppo --env Acrobot-v1
     python -m examples.reinforcement_learning ddpg
     python -m examples.reinforcement_learning maddpg
 
-Each plays, trains on what it played, and now and then plays other episodes, by which the best checkpoint is chosen. At the
-end that one plays episodes that it was not chosen by: their mean return is reported. `--env` takes any environment of
-gymnasium with actions of the right kind, for maddpg a game of mpe2.
+Each algorithm alternates between playing and training. From time to time it plays evaluation episodes, which select the best
+checkpoint. At the end, that checkpoint plays other episodes, and their mean return is reported. `--env` takes any gymnasium
+environment with suitable actions, and for maddpg a game of mpe2.
 
 One CPU core, three seeds:
 
@@ -24,7 +24,7 @@ from examples.reinforcement_learning.ppo import PPO
 
 
 def main(args: PPO | DDPG | MADDPG) -> dict[str, float]:
-    """Trains and reports; returns the mean test return, and what it is to be held against."""
+    """Trains and reports. Returns the mean test return, and the returns to compare it with."""
     if isinstance(args, PPO):
         return ppo.main(args)
     return ddpg.main(args) if isinstance(args, DDPG) else maddpg.main(args)

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (Schulman et al. 2017): what was just played teaches a policy of discrete actions."""
+"""Proximal policy optimization (Schulman et al. 2017): learns discrete actions from the latest experience."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from .training import Best, check_sizes, collate_fn, report
 
 @dataclass(frozen=True)
 class PPO:
-    """Proximal policy optimisation, for discrete actions: CartPole by default."""
+    """Proximal policy optimization, for discrete actions. The default environment is CartPole."""
 
     env: str = "CartPole-v1"  # A gymnasium environment with discrete actions.
     pretrained: Path | None = None  # A checkpoint of an earlier run to start from.
@@ -29,13 +29,13 @@ class PPO:
     n_steps: int = 100_000  # Environment steps, in all environments together.
     n_envs: int = 16  # Environments that run in parallel.
     rollout: int = 128  # Steps of each environment between two trainings.
-    n_epochs: int = 10  # Passes over what was played.
+    n_epochs: int = 10  # Passes over each rollout.
     batch_size: int = 256  # Steps of one update, on all devices together.
-    learning_rate: float = 1e-3  # At the beginning; it falls to 0.
+    learning_rate: float = 1e-3  # The initial value, which decays to 0.
     width: int = 64  # Width of the hidden layers.
     discount: float = 0.99
-    gae_lambda: float = 0.95  # 0 trusts the critic, 1 the returns.
-    clip: float = 0.2  # How far an action's probability may move in one training.
+    gae_lambda: float = 0.95  # 0 uses only the critic's values, 1 only the returns.
+    clip: float = 0.2  # Maximum relative change of an action's probability in one training.
     entropy_weight: float = 0.01
     eval_every_n_steps: int = 10_000  # Environment steps between two evaluations.
     eval_episodes: int = 64  # Episodes that select the best checkpoint. As many others test it.
@@ -63,7 +63,7 @@ class ActorCritic(eqx.Module):
 
 
 def policy_gain(log_ratios: jax.Array, advantages: jax.Array, clip: float) -> jax.Array:
-    """What moving the probabilities by these ratios gains, with nothing to gain from moving them further than `clip`."""
+    """The objective for changing probabilities by these ratios. Changes beyond `clip` add nothing to it."""
     ratios = jnp.exp(log_ratios)
     return jnp.minimum(ratios * advantages, jnp.clip(ratios, 1 - clip, 1 + clip) * advantages)
 
@@ -71,7 +71,7 @@ def policy_gain(log_ratios: jax.Array, advantages: jax.Array, clip: float) -> ja
 def loss_fn(
     model: ActorCritic, batch: dict[str, jax.Array], key: jax.Array, clip: float, entropy_weight: float
 ) -> redeqx.Loss:
-    """Steps that only reset an environment have no weight."""
+    """The loss of PPO. Steps that only reset an environment have no weight."""
     log_probs, values = model(batch["observation"])
     chosen = jnp.take_along_axis(log_probs, batch["action"][:, None], axis=1)[:, 0]
     gains = policy_gain(chosen - batch["log_prob"], batch["advantage"], clip)
@@ -86,7 +86,7 @@ def loss_fn(
 
 
 def pred_fn(model: ActorCritic, observations: jax.Array, key: jax.Array) -> tuple[jax.Array, ...]:
-    """An action drawn for each row, its log probability, the value, and the most probable action."""
+    """For each row, a sampled action, its log probability, the value, and the most probable action."""
     log_probs, values = model(observations)
     actions = jax.random.categorical(key, log_probs)
     chosen = jnp.take_along_axis(log_probs, actions[:, None], axis=1)[:, 0]
@@ -96,9 +96,9 @@ def pred_fn(model: ActorCritic, observations: jax.Array, key: jax.Array) -> tupl
 def estimate_advantages(
     rewards: np.ndarray, values: np.ndarray, terminated: np.ndarray, ended: np.ndarray, discount: float, gae_lambda: float
 ) -> np.ndarray:
-    """Generalised advantage estimation (Schulman et al. 2016), all `[time, envs]`; `values` has one more time.
+    """Generalized advantage estimation (Schulman et al. 2016), all `[time, envs]`; `values` has one time step more.
 
-    A terminated episode has no value left; one that was cut short has that of its last observation.
+    A terminated episode has no remaining value. A truncated one has the value of its last observation.
     """
     advantages, later = np.zeros_like(rewards), np.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
@@ -110,7 +110,7 @@ def estimate_advantages(
 def play(
     envs: VectorEnv, act: Callable[[np.ndarray], list[np.ndarray]], observations: np.ndarray, ended: np.ndarray, args: PPO
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Plays on from these observations; returns the steps, `[time, envs]`, and where they came to."""
+    """Continues from these observations. Returns the steps, `[time, envs]`, and the new observations."""
     numbers = [(name, np.float32) for name in ("log_prob", "advantage", "return", "weight")]
     seen = ("observation", np.float32, observations.shape[1:])
     shape = (args.rollout, args.n_envs)

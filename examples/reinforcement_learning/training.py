@@ -1,4 +1,4 @@
-"""What the three algorithms share: the replay buffer, the choice of the best checkpoint, the picture."""
+"""Shared by the three algorithms: the replay buffer, the selection of the best checkpoint, the plots."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from .environments import Act, film, play_episodes
 
 Curve = list[tuple[int, float]]  # environment steps, mean return
 
-# The first seeds of the episodes by which the best checkpoint is chosen, and of those reported; training begins near 0.
+# The first seeds of the episodes for selection and for testing. Training uses seeds near 0.
 VALIDATION_SEED, TEST_SEED = 1_000_000, 2_000_000
 
 
@@ -30,7 +30,7 @@ def check_sizes(args: Any, *names: str) -> None:
 
 
 class Replay:
-    """The newest transitions: rows of a structured array, overwritten from its beginning once it is full."""
+    """A replay buffer of the latest transitions: rows of a structured array. When it is full, the oldest are overwritten."""
 
     def __init__(self, capacity: int, dtype: np.dtype):
         self.rows, self.n_added = np.zeros(capacity, dtype), 0
@@ -47,17 +47,17 @@ class Replay:
 
 
 def collate_fn(examples: list[np.void]) -> dict[str, np.ndarray]:
-    """Rows of a structured array to an array a field."""
+    """Converts rows of a structured array to one array for each field."""
     rows = np.array(examples, examples[0].dtype)
     return {name: rows[name] for name in examples[0].dtype.names or ()}
 
 
 class Best:
-    """Plays the policy now and then, and keeps the checkpoint with the highest mean return.
+    """Evaluates the policy from time to time, and keeps the checkpoint with the highest mean return.
 
     **Arguments:**
 
-    - `play`: the returns of episodes that begin with that seed.
+    - `play`: a function from a seed to the returns of episodes that start with it.
     """
 
     def __init__(self, trainer: redeqx.Trainer, play: Callable[[int], np.ndarray]):
@@ -68,7 +68,7 @@ class Best:
         score = float(self.play(VALIDATION_SEED).mean())
         self.curve.append((n_played, score))
         self.trainer.deployer.log_metrics({"eval_return": score, "env_steps": n_played}, self.trainer.step)
-        if score >= max(score for _, score in self.curve):  # of equal ones the later
+        if score >= max(score for _, score in self.curve):  # the later one of equal scores
             self.trainer.save_ckpt("argmax_return", metrics={"return": score})
 
     @property
@@ -79,18 +79,18 @@ class Best:
         return workdir / "ckpts" / json.loads((workdir / "ckpts/index.json").read_text())["argmax_return"]
 
     def test(self) -> np.ndarray:
-        """The best checkpoint's returns in other episodes than those that chose it."""
+        """The returns of the best checkpoint, in other episodes than those that selected it."""
         self.trainer.load_ckpt("argmax_return")
         return self.play(TEST_SEED)
 
 
 def mean(returns: np.ndarray) -> str:
-    """The mean and its standard error."""
+    """The mean and its standard error, as text."""
     return f"{returns.mean():8.2f} +- {returns.std() / np.sqrt(len(returns)):.2f}"
 
 
 def report(best: Best, name: str, algorithm: str, act: Act, envs: VectorEnv, curve: Curve) -> dict[str, float]:
-    """Tests the best checkpoint beside random actions, and draws the returns and an episode."""
+    """Tests the best checkpoint and random actions, and draws the returns and an episode."""
     deployer = best.trainer.deployer
     returns = {
         algorithm: best.test(),
@@ -121,7 +121,7 @@ def draw(
     levels: dict[str, float],
     panels: Sequence[Callable[[Axes], object]],
 ) -> None:
-    """The returns over environment steps; below them what the panels draw."""
+    """Draws the returns over environment steps, with the other panels below them."""
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     grid = figure.add_gridspec(2, max(len(panels), 1), height_ratios=(2, 1) if panels else (1, 0.01))
     axes = figure.add_subplot(grid[0, :])

@@ -1,4 +1,4 @@
-"""Images with captions: digits, or those of a folder; and a judge of drawn digits."""
+"""Captioned images: digits, or those of a folder; and a classifier that judges drawn digits."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ from .._images import digits, read_captions
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PHRASES = ("{}", "the digit {}", "a handwritten {}", "the number {}")
 
-Captioned = list[tuple[np.ndarray, str]]  # images [channels, height, width] in 0 to 1, or their latents, and captions
+Captioned = list[tuple[np.ndarray, str]]  # images [channels, height, width] in [0, 1], or their latents, and captions
 
 
 def captioned_digits() -> tuple[Captioned, Captioned, Captioned]:
-    """The digits to train on, to choose by and to test on, each under every phrase."""
+    """The digits for training, validation and testing, each with every caption template."""
     train, validation, test = (
         [(image, phrase.format(WORDS[label])) for image, label in part for phrase in PHRASES] for part in digits()
     )
@@ -23,7 +23,7 @@ def captioned_digits() -> tuple[Captioned, Captioned, Captioned]:
 
 
 def captioned_folder(folder: Path, size: int, n_channels: int) -> tuple[Captioned, Captioned, Captioned]:
-    """The images of a folder: seven parts to train on, one to choose by, two to test on; always the same."""
+    """Splits a folder's images: 70 % for training, 10 % for validation, 20 % for testing, deterministically."""
     examples = read_captions(folder, size, n_channels)
     if len(examples) < 10:
         raise ValueError(f"`{folder}`: expected 10 images, to train, choose and test by, got {len(examples)}. Add some.")
@@ -33,15 +33,15 @@ def captioned_folder(folder: Path, size: int, n_channels: int) -> tuple[Captione
 
 
 def whole_batches(examples: Captioned, batch_size: int) -> Captioned:
-    """The examples, and some of them again, so that no batch is smaller: it would be compiled for itself."""
+    """Repeats some examples so that the last batch is full. A smaller one would be compiled separately."""
     return [examples[i % len(examples)] for i in range(-(-len(examples) // batch_size) * batch_size)]
 
 
 def judge_digits(drawn: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
-    """How often a support vector machine, trained on real digits, sees what was wanted in what was drawn.
+    """The share of drawings in which a support vector machine, trained on real digits, finds the requested digit.
 
-    And how far drawings are from the nearest training digit, beside how far real test digits are: much less would mean
-    that the model has its training images by heart.
+    Also returns the mean distance from drawings to the nearest training digit, and from real test digits. If the former were
+    much smaller, the model would have memorized its training images.
     """
     (train, labels), (test, test_labels) = (
         (np.stack([image.ravel() for image, _ in part]), np.array([label for _, label in part]))

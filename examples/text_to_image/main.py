@@ -1,14 +1,14 @@
-"""Text to image: latent diffusion, trained from nothing, that draws the digit which a caption names.
+"""Text to image: latent diffusion, trained from scratch, draws the digit that a caption names.
 
     python -m examples.text_to_image
 
 First an autoencoder is trained, then a UNet and a text encoder on its latents. The default data is scikit-learn's 1797
-handwritten digits of 8 x 8 pixels, with captions such as "the digit three"; a support vector machine that has seen only
-real digits judges what is drawn. `--data` takes a folder of images with captions, `--pretrained` the folder of a pipeline
-(Stable Diffusion's layout), whose UNet and text encoder are trained on. The trained one is written to the workdir.
+handwritten digits of 8 x 8 pixels, with captions such as "the digit three". A support vector machine, trained only on real
+digits, classifies the drawings. `--data` takes a folder of images with captions. `--pretrained` takes the folder of a
+pipeline (in Stable Diffusion's layout), whose UNet and text encoder are fine-tuned. The result is saved to the workdir.
 
-1 CPU core, 6 minutes: the judge, right on 98.1 % of real test digits, sees the digit of the caption in 200 of 200 drawings.
-Their mean distance to the nearest training digit is 0.95; that of real test digits is 1.09.
+1 CPU core, 6 minutes: the classifier, which is right on 98.1 % of real test digits, finds the caption's digit in 200 of 200
+drawings. Their mean distance to the nearest training digit is 0.95; that of real test digits is 1.09.
 """
 
 import json
@@ -35,21 +35,21 @@ from .pipeline import Pipeline, encode_captions, without_words
 
 @dataclass(frozen=True)
 class Args:
-    data: Path | None = None  # A folder of images, and `metadata.jsonl` with `file_name` and `text`. Digits by default.
+    data: Path | None = None  # A folder of images with `metadata.jsonl` (`file_name`, `text`). Digits by default.
     pretrained: Path | None = None  # A folder with `vae`, `text_encoder`, `unet`, `tokenizer` and `scheduler`.
     workdir: Path = Path("workdir/text_to_image")
     image_size: int = 32  # Height and width to which the images of `--data` are resized, in pixels. Digits are 8 x 8.
-    vae_channels: tuple[int, ...] = (16, 32)  # Each but the last halves height and width.
-    unet_channels: tuple[int, ...] = (32, 64)  # The same, of latents.
+    vae_channels: tuple[int, ...] = (16, 32)  # Channels of its blocks. Each block but the last halves height and width.
+    unet_channels: tuple[int, ...] = (32, 64)  # The same for the UNet, on latents.
     latent_channels: int = 4
     text_size: int = 64  # Width of the text encoder.
-    vocab_size: int = 384  # At most so many ids are learnt by the tokenizer; 259 of them are bytes and marks.
-    max_tokens: int = 8  # Of a caption.
-    caption_dropout: float = 0.1  # Share of captions that are left out in training, for guidance.
-    guidance: float = 2.0  # How many times as far from no caption's prediction as the caption's own is. 1 for none.
+    vocab_size: int = 384  # Maximum size of the tokenizer's vocabulary; 259 ids are bytes and special tokens.
+    max_tokens: int = 8  # Length of a caption in tokens.
+    caption_dropout: float = 0.1  # Share of captions that are dropped in training, for guidance.
+    guidance: float = 2.0  # Scale of classifier-free guidance. 1 turns it off.
     n_denoising_steps: int = 50
-    n_samples: int = 20  # Images for each of ten captions, in the end.
-    kl_weight: float = 1e-3  # Of the latents' divergence from the standard normal, in the autoencoder's loss.
+    n_samples: int = 20  # Images drawn at the end for each of ten captions.
+    kl_weight: float = 1e-3  # Weight of the latents' KL divergence in the autoencoder's loss.
     n_vae_epochs: int = 8
     n_epochs: int = 12
     batch_size: int = 64  # Examples of one update, on all devices together.
@@ -64,7 +64,7 @@ class Args:
 
 
 def collate_images(examples: Captioned) -> dict[str, np.ndarray]:
-    return {"images": 2 * np.stack([image for image, _ in examples]) - 1}  # to [-1, 1], where autoencoders have them
+    return {"images": 2 * np.stack([image for image, _ in examples]) - 1}  # to [-1, 1], the range of autoencoders
 
 
 def collate_fn(examples: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -72,7 +72,7 @@ def collate_fn(examples: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, np.nd
 
 
 def vae_loss_fn(vae: VAE, batch: dict[str, jax.Array], key: jax.Array, *, kl_weight: float) -> jax.Array:
-    """The squared error of a pixel, and a little for latents that are far from the standard normal."""
+    """The squared error of the pixels, and the weighted KL divergence of the latents from the standard normal."""
 
     def loss(image: jax.Array, key: jax.Array) -> jax.Array:
         posterior = vae.encode(image)
@@ -83,13 +83,13 @@ def vae_loss_fn(vae: VAE, batch: dict[str, jax.Array], key: jax.Array, *, kl_wei
 
 
 def encode_fn(vae: VAE, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """Latents drawn for each image."""
+    """Latents, drawn from each image's distribution."""
     keys = jax.random.split(key, len(batch["images"]))
     return jax.vmap(lambda image, key: vae.encode(image).sample(key))(batch["images"], keys)
 
 
 def loss_fn(pipeline: Pipeline, batch: dict[str, jax.Array], key: jax.Array, *, caption_dropout: float) -> jax.Array:
-    """The squared error of what the UNet predicts from latents, each as noisy as a timestep drawn for it says."""
+    """The squared error of the UNet's prediction from latents, each with the noise of a random timestep."""
     latents, ids, schedule = batch["latents"], batch["ids"], pipeline.schedule
     timestep_key, noise_key, dropout_key = jax.random.split(key, 3)
     timesteps = jax.random.randint(timestep_key, latents.shape[:1], 0, schedule.n_train_steps)
@@ -101,7 +101,7 @@ def loss_fn(pipeline: Pipeline, batch: dict[str, jax.Array], key: jax.Array, *, 
 
 
 def pred_fn(pipeline: Pipeline, batch: dict[str, jax.Array], key: jax.Array, *, guidance: float, n_steps: int) -> jax.Array:
-    """An image in 0 to 1 for each caption; of the latents only the shape is read."""
+    """An image in [0, 1] for each caption. Only the shape of the latents is used."""
     noise = jax.random.normal(key, batch["latents"].shape)
     latents = pipeline.denoise(noise, batch["ids"], guidance=guidance, n_steps=n_steps)
     return (pipeline.decode(latents) + 1) / 2
@@ -111,7 +111,7 @@ def pred_fn(pipeline: Pipeline, batch: dict[str, jax.Array], key: jax.Array, *, 
 
 
 def train_vae(args: Args, train: Captioned, validation: Captioned) -> VAE:
-    """The first stage, in a workdir of its own."""
+    """Trains the autoencoder, the first stage, in its own workdir."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir / "vae")
     n_channels, size, _ = train[0][0].shape
     config = VAEConfig(
@@ -134,7 +134,7 @@ def train_vae(args: Args, train: Captioned, validation: Captioned) -> VAE:
 
 
 def main(args: Args) -> dict[str, float]:
-    """Trains, draws and judges; returns the scores."""
+    """Trains, draws and evaluates. Returns the scores."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     pipeline, tokenizer = (None, None) if args.pretrained is None else Pipeline.load(args.pretrained, deployer)
     n_channels = 3 if pipeline is None else pipeline.vae.config.in_channels

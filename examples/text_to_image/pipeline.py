@@ -1,4 +1,4 @@
-"""A latent diffusion pipeline: its four parts as one model, and the folder that `diffusers` keeps them in.
+"""A latent diffusion pipeline: its four parts as one model, read and written as a `diffusers` folder.
 
 Dims: c = channels of the latents, h x w = their height and width, seq = tokens of a caption, d = width of their states.
 """
@@ -22,16 +22,16 @@ from redeqx.models.vae import VAE
 
 from .._texts import load_tokenizer
 
-PARTS = {"vae": VAE, "text_encoder": CLIPText, "unet": UNet}  # the models, by the subfolders that they are kept in
+PARTS = {"vae": VAE, "text_encoder": CLIPText, "unet": UNet}  # the models by their subfolders
 
 
 def without_words(ids: Int[Array, "b seq"]) -> Int[Array, "b seq"]:
-    """Captions with nothing in them: the token that begins each, then only the one that ends it."""
+    """Empty captions: each caption's first token, then only end tokens."""
     return ids.at[:, 1:].set(ids[:, -1:])
 
 
 def encode_captions(tokenizer: Tokenizer, captions: list[str], n_tokens: int) -> np.ndarray:
-    """The ids of captions, as long as each other by the token that ends them."""
+    """The ids of captions, padded to equal length with the end token."""
     encoded = [tokenizer.encode(caption).ids for caption in captions]
     for caption, ids in zip(captions, encoded, strict=True):
         if len(ids) > n_tokens:
@@ -43,7 +43,7 @@ def encode_captions(tokenizer: Tokenizer, captions: list[str], n_tokens: int) ->
 
 
 class Pipeline(eqx.Module):
-    """Pictures from captions. The schedule is no array: it only says how noisy latents are at each timestep."""
+    """Generates images from captions. The noise schedule holds no arrays: it only defines the noise of each timestep."""
 
     vae: VAE
     text_encoder: CLIPText
@@ -53,7 +53,7 @@ class Pipeline(eqx.Module):
     def predict(
         self, latents: Float[Array, "b c h w"], timesteps: Int[Array, " b"], ids: Int[Array, "b seq"]
     ) -> Float[Array, "b c h w"]:
-        """What the UNet takes noisy latents for, given how noisy they are and their captions."""
+        """The UNet's prediction from noisy latents, given their timesteps and captions."""
         return jax.vmap(self.unet)(latents, timesteps, jax.vmap(self.text_encoder)(ids))
 
     def denoise(
@@ -64,36 +64,37 @@ class Pipeline(eqx.Module):
         guidance: float,
         n_steps: int,
     ) -> Float[Array, "b c h w"]:
-        """The latents that noise becomes in `n_steps`, `guidance` times as far from an empty caption's as from noise."""
+        """Denoises latents in `n_steps`, with classifier-free guidance of scale `guidance`."""
 
         def predict_for(states: Float[Array, "b seq d"]):
             return lambda latents, timestep: jax.vmap(self.unet, (0, None, 0))(latents, timestep, states)
 
-        # Captions are read once, not at every step.
+        # Encode captions once, not at every step.
         text, nothing = (predict_for(jax.vmap(self.text_encoder)(x)) for x in (ids, without_words(ids)))
         return denoise(self.schedule, guided(text, nothing, guidance), noise, n_steps)
 
     def decode(self, latents: Float[Array, "b c h w"]) -> Float[Array, "b channels height width"]:
-        """The pictures of latents, in [-1, 1]."""
+        """The images of latents, in [-1, 1]."""
         return jnp.clip(jax.vmap(self.vae.decode)(latents / self.vae.config.scaling_factor), -1, 1)
 
     @classmethod
     def make(
         cls, vae: VAE, text: CLIPTextConfig, channels: tuple[int, ...], latent_size: int, deployer: redeqx.Deployer
     ) -> Self:
-        """An untrained text encoder and UNet around an autoencoder.
+        """Puts an untrained text encoder and UNet around an autoencoder.
 
         **Arguments:**
 
-        - `channels`: of the UNet's blocks; all but the innermost attend to the caption, and between the two ways it does.
-        - `latent_size`: height and width of the latents.
+        - `channels`: of the UNet's blocks. All blocks except the innermost attend to the caption, and so does the middle
+            block.
+        - `latent_size`: the height and width of the latents.
         """
         n_latent, n_outer = vae.config.latent_channels, len(channels) - 1
         unet = UNetConfig(
             n_latent, n_latent, channels, down_attention=(True,) * n_outer + (False,), layers_per_block=1, n_heads=4,
             up_attention=(False,) + (True,) * n_outer, norm_groups=8, context_size=text.d_model, sample_size=latent_size,
         )  # fmt: skip
-        # Velocities, and a schedule that ends in nothing but noise, from which drawing begins.
+        # Predict velocities, and end the schedule in pure noise, because drawing starts from pure noise.
         schedule = DDIM(
             beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction", clip_range=None, timestep_spacing="trailing"
         )
@@ -102,7 +103,7 @@ class Pipeline(eqx.Module):
         return cls(vae, text_encoder, deployer.init(lambda: UNet(unet, key=unet_key)), schedule)
 
     def save(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """Writes the folder, which `load` reads; each part is as `diffusers` or `transformers` has it."""
+        """Writes the folder for `load`. Each part is in the format of `diffusers` or `transformers`."""
         for name in PARTS:
             part = getattr(self, name)
             save_pretrained(part, part.config, folder / name)
@@ -112,9 +113,9 @@ class Pipeline(eqx.Module):
 
     @classmethod
     def load(cls, folder: Path, deployer: redeqx.Deployer) -> tuple[Self, Tokenizer]:
-        """The pipeline in a folder, on the deployer's mesh.
+        """Loads the pipeline of a folder onto the deployer's mesh.
 
-        Raises ValueError that names the part which is missing, of another kind, or does not fit the others.
+        Raises ValueError with the part that is missing, of another kind, or incompatible with the others.
         """
         for name in (*PARTS, "scheduler", "tokenizer"):
             if not (folder / name).is_dir():

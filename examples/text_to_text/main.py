@@ -1,19 +1,19 @@
-"""Text to text: train a T5 to say in one sentence what code does, search with beams, and measure ROUGE.
+"""Text to text: trains a T5 to describe code in one sentence, decodes by beam search, and measures ROUGE.
 
     python -m examples.text_to_text
 
-The default data is Python's standard library: functions and classes as words (name, arguments, owner, file, body) to the
-first sentence of their docstrings. No code and no sentence stands twice, but the parts share files. To be beaten: copying
-from the source, by the best of two dozen rules. A T5 with random weights first learns to copy, by restoring noised sources.
-The best one is saved as a Hugging Face folder.
+The default data is Python's standard library: the source is the words of a function or class (name, arguments, owner, file,
+body), and the target is the first sentence of its docstring. No source and no target occurs twice, but all parts of the data
+share files. The baseline copies from the source, by the best of two dozen rules. A T5 with random weights first learns to
+copy, by denoising sources. The best checkpoint is saved as a Hugging Face folder.
 
-Other texts: `--data FILE` (.jsonl, .tsv, .csv) with `--source-column` and `--target-column`, or two files whose lines belong
-together, as Multi30k has them: `--data train.en --target-data train.de` (also .gz). Another model to start from:
-`--pretrained FOLDER`, of a T5 or BART with its `tokenizer.json`; give longer texts (`--n-source`, `--n-target`) and a
-`--learning-rate` of 1e-3 or less with it.
+Other texts: `--data FILE` (.jsonl, .tsv, .csv) with `--source-column` and `--target-column`, or two files with parallel
+lines, as in Multi30k: `--data train.en --target-data train.de` (also .gz). Another initial model: `--pretrained FOLDER`, a
+T5 or BART with its `tokenizer.json`; with it, set longer texts (`--n-source`, `--n-target`) and a `--learning-rate` of 1e-3
+or less.
 
-2 CPU cores, 4 minutes: ROUGE-1, -2 and -L of 1000 test pairs are 29.2, 10.7 and 27.6. The best copying rules reach 21.6 in
-ROUGE-L and 3.9 in ROUGE-2; with the commonest opening, "Return the", before them 29.1, 4.9 and 25.1.
+2 CPU cores, 4 minutes: ROUGE-1, -2 and -L on 1000 test pairs are 29.2, 10.7 and 27.6. The best copying rules reach 21.6 in
+ROUGE-L and 3.9 in ROUGE-2; with the most common opening, "Return the", in front they reach 29.1, 4.9 and 25.1.
 """
 
 import json
@@ -43,29 +43,29 @@ IGNORED = -100  # the label of padding
 @dataclass(frozen=True)
 class Args:
     data: Path | None = None  # A .jsonl, .tsv or .csv file of pairs. The standard library's docstrings by default.
-    target_data: Path | None = None  # A text file with the target of each line of `data`, which is one too then.
-    source_column: str = "source"  # Of that file.
-    target_column: str = "target"  # Of that file.
+    target_data: Path | None = None  # A text file with the target of each line of `data`, which is then a text file too.
+    source_column: str = "source"  # Column of that table with the sources.
+    target_column: str = "target"  # Column of that table with the targets.
     pretrained: Path | None = None  # A Hugging Face folder of a T5 or BART. A small T5 with random weights by default.
     workdir: Path = Path("workdir/text_to_text")  # For metrics, checkpoints, outputs and the picture. A run resumes from it.
-    n_train: int = 1_000_000  # At most so many pairs are trained on.
-    n_validation: int = 256  # At most so many choose the best checkpoint.
-    n_test: int = 1000  # At most so many are reported on.
-    n_source: int = 32  # Tokens of a source. What is longer is cut.
-    n_target: int = 24  # Tokens of a target, to learn from and to generate.
+    n_train: int = 1_000_000  # Maximum number of training pairs.
+    n_validation: int = 256  # Maximum number of validation pairs, which select the best checkpoint.
+    n_test: int = 1000  # Maximum number of test pairs.
+    n_source: int = 32  # Maximum length of a source in tokens. Longer ones are truncated.
+    n_target: int = 24  # Maximum length of a target in tokens, for training and for generation.
     n_beams: int = 4
-    length_penalty: float = 1.0  # Of the beam search: the higher, the longer the texts.
-    vocab_size: int = 2048  # From here on the sizes of the small T5.
+    length_penalty: float = 1.0  # Of the beam search: higher values give longer texts.
+    vocab_size: int = 2048  # This and the following sizes are those of the small T5.
     d_model: int = 128
     n_heads: int = 4
-    n_layers: int = 1  # Of the encoder.
+    n_layers: int = 1  # Blocks of the encoder.
     n_decoder_layers: int = 2
     dropout: float = 0.1
-    n_denoising_epochs: int = 2  # Before the others, without `--pretrained`: to restore sources teaches to copy.
+    n_denoising_epochs: int = 2  # Epochs of denoising before the others, to learn to copy. Not with `--pretrained`.
     n_epochs: int = 11
     batch_size: int = 16  # Examples of one update, on all devices together.
-    accumulate_grad_batches: int = 1  # Micro-batches of one update.
-    learning_rate: float = 4e-2  # Of Adafactor: relative to the size of each parameter.
+    accumulate_grad_batches: int = 1  # Micro-batches in one update.
+    learning_rate: float = 4e-2  # For Adafactor, relative to the scale of each parameter.
     n_model_shards: int = 1  # Devices over which each layer is sharded.
     n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
     simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
@@ -79,9 +79,9 @@ def load_pretrained(folder: Path, deployer: redeqx.Deployer) -> tuple[Any, Token
 
 
 def new_model(args: Args, train: Sequence[Pair], deployer: redeqx.Deployer) -> tuple[T5, Tokenizer]:
-    """A small T5, and a tokenizer learnt on the targets: theirs are the words to write in few tokens."""
+    """A small T5, and a tokenizer trained on the targets, so that few tokens are enough to write their words."""
     tokenizer = learn_tokenizer((target for _, target in train), args.vocab_size)
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])  # as T5's
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])  # as in T5
     config = T5Config(
         vocab_size=embedding_rows(tokenizer.get_vocab_size()), d_model=args.d_model,
         d_kv=args.d_model // args.n_heads, d_ff=2 * args.d_model, n_heads=args.n_heads,
@@ -93,7 +93,7 @@ def new_model(args: Args, train: Sequence[Pair], deployer: redeqx.Deployer) -> t
 
 
 def collate_fn(examples: list[Pair], sources: Tokenizer, targets: Tokenizer) -> dict[str, np.ndarray]:
-    """Token ids of the sources, which of them are no padding, and labels."""
+    """Token ids of the sources, their mask, and labels."""
     source = sources.encode_batch([pair[0] for pair in examples])
     target = targets.encode_batch([pair[1] for pair in examples])
     counts = np.array([text.attention_mask for text in target], bool)
@@ -105,14 +105,14 @@ def collate_fn(examples: list[Pair], sources: Tokenizer, targets: Tokenizer) -> 
 
 
 def unrolled(model: EncoderDecoder) -> EncoderDecoder:
-    """The model with two decoder layers one by one: a scan over so few takes twice their time on a CPU."""
+    """Unstacks a decoder of two layers, which otherwise takes twice the time: on CPU, a scan does not pay for so few."""
     if model.config.n_decoder_layers != 2:
         return model
     return eqx.tree_at(lambda model: model.decoder.stack.blocks, model, model.decoder.stack.unstack())
 
 
 def loss_fn(model: EncoderDecoder, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    """The cross-entropy, a mean over the tokens of the targets."""
+    """The mean cross-entropy over the tokens of the targets."""
 
     def logits(ids: jax.Array, mask: jax.Array, labels: jax.Array, key: jax.Array) -> jax.Array:
         return model(ids, model.shift_right(labels), mask=mask, key=key)
@@ -124,14 +124,14 @@ def loss_fn(model: EncoderDecoder, batch: dict[str, jax.Array], key: jax.Array) 
 def pred_fn(
     model: EncoderDecoder, batch: dict[str, jax.Array], key: jax.Array, *, n_tokens: int, n_beams: int, length_penalty: float
 ) -> jax.Array:
-    """The tokens of the best text that a beam search finds."""
-    del key  # nothing is drawn
+    """The tokens of the best text that the beam search finds."""
+    del key  # nothing is sampled
     options = {"max_new_tokens": n_tokens, "n_beams": n_beams, "length_penalty": length_penalty}
     return generate(model, batch["ids"], mask=batch["mask"], **options)
 
 
 def main(args: Args) -> dict[str, float]:
-    """Trains, searches and reports; returns the scores of the test."""
+    """Trains, generates and reports. Returns the test scores."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     n_micro = args.accumulate_grad_batches
     if args.data is None:
@@ -168,7 +168,7 @@ def main(args: Args) -> dict[str, float]:
     )  # fmt: skip
     search = partial(pred_fn, n_tokens=args.n_target, n_beams=args.n_beams, length_penalty=args.length_penalty)
     predictor = trainer.get_default_predictor(search, output_fn=lambda ids: tokenizer.decode_batch(ids.tolist()))
-    eval_size = 4 * args.batch_size // n_micro  # a search keeps nothing for a backward pass
+    eval_size = 4 * args.batch_size // n_micro  # generation stores nothing for a backward pass
     trainer.fit(
         lambda epoch: denoising_pairs(train, (args.seed, epoch)) if epoch < n_denoising else train,
         batch_size=args.batch_size, n_epochs=n_epochs, eval_examples=validation, eval_batch_size=eval_size,

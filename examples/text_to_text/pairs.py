@@ -1,4 +1,4 @@
-"""Pairs of a source and a target, from docstrings or from a table, and their ROUGE: of a model's texts and of copies."""
+"""Pairs of a source and a target, from docstrings or a table, and ROUGE of a model's outputs and of copies."""
 
 import ast
 import gzip
@@ -18,23 +18,23 @@ from examples._texts import read_table
 Pair = tuple[str, str]  # source and target
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 METRICS = ("rouge1", "rouge2", "rougeL")
-COPIED = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # words that the rules of the copy baseline take
+COPIED = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # numbers of words that the copying rules take
 
 
 def words(code: str) -> str:
-    """The words of identifiers, and nothing else: `self.ZipFile.read_all(x)` is zip file read all x."""
+    """The words of identifiers, and nothing else: `self.ZipFile.read_all(x)` becomes "zip file read all x"."""
     found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", code)
     return " ".join(word.lower() for word in found if word != "self")
 
 
 def first_sentence(docstring: str) -> str:
-    """Of its first paragraph, in one line."""
+    """The first sentence of the first paragraph, on one line."""
     paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
     return re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph)[0]
 
 
 def definitions(parent: ast.AST, owner: str = "") -> Iterator[tuple[Definition, str]]:
-    """The functions and classes in a tree, each with the name of the one that it is in."""
+    """The functions and classes in a tree, each with the name of the definition that contains it."""
     for node in ast.iter_child_nodes(parent):
         is_definition = isinstance(node, Definition)
         if is_definition:
@@ -43,7 +43,7 @@ def definitions(parent: ast.AST, owner: str = "") -> Iterator[tuple[Definition, 
 
 
 def describe(node: Definition) -> tuple[str, str, str]:
-    """The words of a function or a class without its docstring: its name, arguments or bases, body or members."""
+    """The words of a function or class without its docstring: its name, its arguments or bases, its body or members."""
     if isinstance(node, ast.ClassDef):
         heading, body = node.bases, [other.name for other, _ in definitions(node)]
     else:
@@ -52,16 +52,16 @@ def describe(node: Definition) -> tuple[str, str, str]:
 
 
 def docstring_pairs(files: Sequence[Path]) -> tuple[list[Pair], int]:
-    """Code to the first sentence of its docstring, and how many are left out, as their code or sentence came before."""
+    """Pairs of code and the first sentence of its docstring; and the number of pairs that were dropped as repetitions."""
     pairs: list[Pair] = []
     seen: set[str | tuple[str, str, str]] = set()
     n_repeated = 0
     for file in files:
         try:
-            with warnings.catch_warnings(action="ignore"):  # of escapes in strings that are none
+            with warnings.catch_warnings(action="ignore"):  # of invalid escapes in strings
                 tree = ast.parse(file.read_bytes())
         except (SyntaxError, ValueError):
-            continue  # some files are of Python 2, to be converted
+            continue  # some files contain Python 2 code, for conversion
         for node, owner in definitions(tree):
             if target := first_sentence(ast.get_docstring(node) or ""):
                 name, heading, body = code = describe(node)
@@ -75,7 +75,7 @@ def docstring_pairs(files: Sequence[Path]) -> tuple[list[Pair], int]:
 
 
 def table_pairs(path: Path, source_column: str, target_column: str) -> list[Pair]:
-    """The pairs of a table. Raises ValueError for one without text."""
+    """The pairs of a table. Raises ValueError for a pair without text."""
     rows = read_table(path, [source_column, target_column])
     for number, row in enumerate(rows, start=1 if path.suffix == ".jsonl" else 2):
         for column in (source_column, target_column):
@@ -88,9 +88,9 @@ def table_pairs(path: Path, source_column: str, target_column: str) -> list[Pair
 
 
 def aligned_pairs(sources: Path, targets: Path) -> list[Pair]:
-    """The pairs of two text files whose lines belong together, as corpora of translations come: `train.en`, `train.de`.
+    """The pairs of two text files with parallel lines, the usual format of translation corpora: `train.en`, `train.de`.
 
-    Raises ValueError for files of different lengths, and for an empty line.
+    Raises ValueError if the files have different lengths, and for an empty line.
     """
     lines = []
     for path in (sources, targets):
@@ -112,9 +112,10 @@ def aligned_pairs(sources: Path, targets: Path) -> list[Pair]:
 
 
 def split(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair], list[Pair]]:
-    """Train, validation and test, of which the last two have a tenth each. Pairs of one source stay together.
+    """Splits pairs into training, validation and test sets; the last two have a tenth each. Pairs with the same source stay
+    together.
 
-    In the order of a hash of the sources: an added pair moves few of the others.
+    The order is that of a hash of the sources, so an added pair moves few others.
     """
     ordered = sorted(pairs, key=lambda pair: (zlib.crc32(pair[0].encode()), pair))
     ends = [len(ordered) // 10, len(ordered) // 5]
@@ -126,7 +127,7 @@ def split(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair], list[Pair]]:
 
 
 def denoising_pairs(pairs: Sequence[Pair], seed: tuple[int, ...]) -> list[Pair]:
-    """From the beginning of each source, some words of it left out, to all of it: what BART first learns from."""
+    """From a prefix of each source with some words removed, to the whole prefix: denoising, as in BART's pretraining."""
     rng = np.random.default_rng(seed)
     beginnings = [source.split()[:32] for source, _ in pairs]
     return [
@@ -136,14 +137,14 @@ def denoising_pairs(pairs: Sequence[Pair], seed: tuple[int, ...]) -> list[Pair]:
 
 
 def rouge(pairs: Sequence[Pair], outputs: Sequence[str]) -> dict[str, float]:
-    """The mean F1 of each ROUGE, in percent. The targets are whole here, however the model's labels are cut."""
+    """The mean F1 of each ROUGE, in percent. Targets are complete here, even where the model's labels are truncated."""
     scorer = RougeScorer(METRICS, use_stemmer=True)
     scores = [scorer.score(target, output) for (_, target), output in zip(pairs, outputs, strict=True)]
     return {name: 100 * float(np.mean([score[name].fmeasure for score in scores])) for name in METRICS}
 
 
 class Copy(NamedTuple):
-    """A way to copy from a source, and what it reaches on validation."""
+    """A rule that copies from a source, and its validation score."""
 
     name: str
     rule: Callable[[str], str]
@@ -151,16 +152,17 @@ class Copy(NamedTuple):
 
 
 def common_opening(train: Sequence[Pair]) -> str:
-    """The two words that most targets begin with."""
+    """The most common first two words of the targets."""
     return Counter(" ".join(target.split()[:2]) for _, target in train).most_common(1)[0][0]
 
 
 def best_copies(validation: Sequence[Pair], opening: str = "") -> dict[str, Copy]:
-    """For each ROUGE the best rule on validation: to copy so many first words, or the first clause (of code, its name).
+    """For each ROUGE, the rule with the best validation score. A rule copies the first n words, or the first clause (of
+    code, its name).
 
     **Arguments:**
 
-    - `opening`: is written before what is copied.
+    - `opening`: text in front of what is copied.
     """
     rules: dict[str, Callable[[str], str]] = {
         f"first {n} words": lambda source, n=n: " ".join([opening, *re.findall(r"\w+", source)[:n]]) for n in COPIED
@@ -172,5 +174,5 @@ def best_copies(validation: Sequence[Pair], opening: str = "") -> dict[str, Copy
 
 
 def copy_scores(test: Sequence[Pair], copies: dict[str, Copy]) -> dict[str, float]:
-    """What the rules chosen on validation reach on the test."""
+    """The test scores of the rules that were selected on validation."""
     return {metric: rouge(test, [copy.rule(source) for source, _ in test])[metric] for metric, copy in copies.items()}

@@ -1,4 +1,4 @@
-"""What a run of text to text leaves to look at: scores over steps, and texts beside their references."""
+"""Reports of a text-to-text run: scores over steps, and outputs beside their references."""
 
 import json
 import textwrap
@@ -15,7 +15,7 @@ from .pairs import METRICS, Copy, Pair, best_copies, common_opening, copy_scores
 def report(
     deployer: redeqx.Deployer, parts: tuple[Sequence[Pair], Sequence[Pair], Sequence[Pair]], outputs: Sequence[str]
 ) -> dict[str, float]:
-    """Logs and draws the test's scores beside those of copies, by rules that are chosen on validation; returns them."""
+    """Logs and draws the test scores beside those of copying rules selected on validation. Returns the scores."""
     train, validation, test = parts
     workdir, opening = deployer.workdir, common_opening(train)
     assert workdir is not None
@@ -38,7 +38,9 @@ def report(
 
 
 def draw(workdir: Path, baselines: dict[str, dict[str, Copy]], pairs: Sequence[Pair], outputs: Sequence[str]) -> Path:
-    """`rouge.png`: validation scores over steps, with those of copies as levels, beside some texts of the test."""
+    """Draws `rouge.png`: validation scores over steps with those of copying rules as levels, and some texts of the test
+    set."""
+
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text("utf-8").splitlines()]
     lines = [line for line in lines if "eval_rouge1" in line]
     figure = Figure(figsize=(14, 6), layout="constrained")
