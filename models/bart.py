@@ -405,7 +405,7 @@ class Bart(EncoderDecoder, Pretrained):
 
 
 def _side_tensors(side: str, n_layers: int, *, is_decoder: bool) -> list[StoredTensor]:
-    """The tensors of the encoder or of the decoder, which have the same name on disk and in the tree."""
+    """The tensors of the encoder or the decoder. `side` is its name on disk and in the tree."""
 
     def attention(disk: str, leaf: str) -> list[StoredTensor]:
         roles = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "output"}

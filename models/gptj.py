@@ -292,7 +292,7 @@ class GPTJ(Decoder, Pretrained):
 
     @staticmethod
     def weight_map(config: GPTJConfig) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree\'s leaves."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         block = [
             *same_layer("ln_1", "norm"),
             *same_layer("attn.q_proj", "attention.query", use_bias=False),

@@ -544,7 +544,7 @@ class Llama(Decoder, Pretrained):
 
     @staticmethod
     def weight_map(config: LlamaConfig) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree\'s leaves."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         has_bias = config.attention_bias or config.model_type == "qwen2"
         projections = [("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")]
         block = [

@@ -345,7 +345,7 @@ class OPT(Decoder, Pretrained):
 
     @staticmethod
     def weight_map(config: OPTConfig) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree\'s leaves."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         use_bias, is_projected = config.has_bias, config.d_embedding not in (None, config.d_model)
         has_final_norm = config.is_pre_norm and config.has_final_norm
         norm_layer = same_layer if config.has_norm_weights else lambda disk, leaf: []

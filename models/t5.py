@@ -582,7 +582,7 @@ class T5Encoder(Pretrained):
 
     @staticmethod
     def weight_map(config: T5Config) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree\'s leaves."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         return WeightMap(
             tensors=[same("shared.weight", "embedding.weight"), *_side_tensors("encoder", config, is_decoder=False)],
             ignored=("decoder.*", "lm_head.weight"),
@@ -591,7 +591,7 @@ class T5Encoder(Pretrained):
 
 
 def _side_tensors(side: str, config: T5Config, *, is_decoder: bool) -> list[StoredTensor]:
-    """The tensors of the encoder or of the decoder, which have the same name on disk and in the tree."""
+    """The tensors of the encoder or the decoder. `side` is its name on disk and in the tree."""
 
     def attention(layer: str, disk: str, norm: str, leaf: str) -> list[StoredTensor]:
         roles = {"q": "query", "k": "key", "v": "value", "o": "output"}

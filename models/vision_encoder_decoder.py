@@ -291,14 +291,13 @@ class VisionEncoderDecoder(Pretrained):
     def read_config(cls, folder: Path) -> VisionEncoderDecoderConfig:
         """The config of a folder. Its encoder has a pooler if the folder has the pooler's weights; the captioner does not
         use it."""
-
         config = super().read_config(folder)
         has_pooler = is_on_disk(folder, cls.weights_name, "encoder.pooler.dense.weight")
         return replace(config, encoder=replace(config.encoder, has_pooler=has_pooler))
 
     @staticmethod
     def weight_map(config: VisionEncoderDecoderConfig) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree\'s leaves."""
+        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         encoder, decoder = ViT.weight_map(config.encoder), GPT2.weight_map(config.decoder)
         projection = [] if config.encoder.d_model == config.decoder.d_model else ["projection"]
         return WeightMap(

@@ -106,7 +106,7 @@ def _correlation(of: Callable[..., Any], targets: np.ndarray, predictions: np.nd
 _SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "accuracy": accuracy_score,
     "matthews": matthews_corrcoef,
-    "f1": partial(f1_score, zero_division=0.0),  # its default is a string
+    "f1": partial(f1_score, zero_division=0.0),  # pyright: ignore[reportArgumentType]  # its default is a string
     "r2": r2_score,
     "pearson": partial(_correlation, pearsonr),
     "spearman": partial(_correlation, spearmanr),

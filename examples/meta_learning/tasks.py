@@ -193,7 +193,6 @@ class ConvNet(eqx.Module):
 def convolve(conv: eqx.nn.Conv2d, x: jax.Array) -> jax.Array:
     """A 3x3 convolution with stride 2 and padding 1, as a matmul: each task has its own weights, and such convolutions are
     slow on CPU."""
-
     _, h, w = x.shape
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1)))
     shifts = jnp.stack([padded[:, i : i + h : 2, j : j + w : 2] for i in range(3) for j in range(3)], axis=1)

@@ -38,7 +38,7 @@ class DDPG:
     target_rate: float = 0.005  # Fraction by which each update moves the target networks to the trained ones.
     noise: float = 0.1  # Standard deviation of the noise that is added to actions, which are in [-1, 1].
     eval_every_n_steps: int = 2_000  # Environment steps between two evaluations.
-    eval_episodes: int = 100  # Episodes that select the best checkpoint. As many others test it.
+    eval_episodes: int = 100  # Episodes that select the best checkpoint. The same number of others test it.
     n_model_shards: int = 1  # Devices over which each layer is sharded.
     n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
     simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.

@@ -43,7 +43,7 @@ class MADDPG:
     target_rate: float = 0.01  # Fraction by which each update moves the target networks to the trained ones.
     noise: float = 1.0  # Standard deviation of the noise that is added to actions, which are in [-1, 1].
     eval_every_n_episodes: int = 400
-    eval_episodes: int = 400  # Episodes that select the best checkpoint. As many others test it.
+    eval_episodes: int = 400  # Episodes that select the best checkpoint. The same number of others test it.
     n_model_shards: int = 1  # Devices over which each layer is sharded.
     n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
     simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.

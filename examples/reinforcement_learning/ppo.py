@@ -35,10 +35,10 @@ class PPO:
     width: int = 64  # Width of the hidden layers.
     discount: float = 0.99
     gae_lambda: float = 0.95  # 0 uses only the critic's values, 1 only the returns.
-    clip: float = 0.2  # Maximum relative change of an action's probability in one training.
+    clip: float = 0.2  # Relative change of an action's probability beyond which nothing is gained.
     entropy_weight: float = 0.01
     eval_every_n_steps: int = 10_000  # Environment steps between two evaluations.
-    eval_episodes: int = 64  # Episodes that select the best checkpoint. As many others test it.
+    eval_episodes: int = 64  # Episodes that select the best checkpoint. The same number of others test it.
     test_episodes: int = 100
     n_model_shards: int = 1  # Devices over which each layer is sharded.
     n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.

@@ -40,7 +40,6 @@ def report(
 def draw(workdir: Path, baselines: dict[str, dict[str, Copy]], pairs: Sequence[Pair], outputs: Sequence[str]) -> Path:
     """Draws `rouge.png`: validation scores over steps with those of copying rules as levels, and some texts of the test
     set."""
-
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text("utf-8").splitlines()]
     lines = [line for line in lines if "eval_rouge1" in line]
     figure = Figure(figsize=(14, 6), layout="constrained")

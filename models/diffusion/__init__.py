@@ -1,4 +1,4 @@
-"""Diffusion: noise schedulers, and the blocks and config keys that the UNet and its autoencoder share.
+"""Diffusion: noise schedulers, and the blocks and config keys of the UNet and its autoencoder.
 
 This package does not depend on the two models. Start with `_schedulers.py`; `_blocks.py` has the layers.
 """

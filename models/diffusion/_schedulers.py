@@ -4,8 +4,8 @@ Sources: Ho et al. 2020, *Denoising Diffusion Probabilistic Models* (DDPM); Song
 Models* (DDIM). The variants of the schedules are those of `diffusers`. A scheduler is a configuration with pure functions.
 The next step depends only on the timestep and the number of steps, so a loop over the steps can be a `jax.lax.scan`.
 
-Dims: shape = shape of a sample, any. Timesteps count from 0, which has the least noise. alpha is the cumulative product of 1
-- beta.
+Dims: shape = shape of a sample, any. Timesteps count from 0, which has the least noise. alpha is the cumulative product of
+`1 - beta`.
 """
 
 import json
@@ -312,7 +312,7 @@ class DDIM(Scheduler):
         return mean, jnp.sqrt(variance) if self.eta else None
 
 
-# --- the whole way ----------------------------------------------------------------------------------------------------
+# --- the denoising loop -----------------------------------------------------------------------------------------------
 
 
 def denoise(

@@ -263,7 +263,7 @@ def _decoder(model: Any, cache: Cache) -> Callable[[Int[Array, "batch rows"], Ca
     return jax.vmap(decode, (0, outer), (0, outer))
 
 
-# --- one token after another ----------------------------------------------------------------------------------------
+# --- greedy decoding and sampling -----------------------------------------------------------------------------------
 
 
 def _choose(logits: Float[Array, "batch rows vocab"], step: Any, key: PRNGKeyArray | None, rules: _Rules):

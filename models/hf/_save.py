@@ -1,4 +1,4 @@
-"""`save_pretrained`: writes a model and its config as a folder for `transformers` or `diffusers`."""
+"""`save_pretrained`: writes a model and its config for `transformers` or `diffusers`."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""Weight maps: which tensor on disk holds which leaves of the tree, and how to convert between them.
+"""Weight maps: which tensor on disk holds which leaves, and how to convert between them.
 
 This module owns `WeightMap` and the functions that build one. Each family has its own. Folders of weights and of adapters
 use it to load and to save.
@@ -152,5 +152,4 @@ def layers(disk: str, leaf: str, n_layers: int, block: Iterable[StoredTensor]) -
 
 def within(disk: str, leaf: str, names: Iterable[StoredTensor]) -> list[StoredTensor]:
     """The tensors of a submodule, with prefixes added to each name and path."""
-
     return [replace(name, disk=disk + name.disk, leaves=tuple(leaf + path for path in name.leaves)) for name in names]

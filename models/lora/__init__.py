@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters on the linear layers of any Equinox model, saved and loaded in PEFT's format.
+"""LoRA: low-rank adapters on the linear layers of any Equinox model, in PEFT's format.
 
 Source: Hu et al. 2021, *LoRA: Low-Rank Adaptation of Large Language Models* (arXiv:2106.09685). The folder format is that of
 Hugging Face's `peft`. An adapted layer computes `W x + b + scale * B A x`. Only `A` and `B` are trained; the rest is frozen.
@@ -10,7 +10,7 @@ lora.save_adapter(trainer.model, "adapter")  # PEFT loads it over the same base
 model = lora.merge(trainer.model)  # the plain model again
 ```
 
-Dropout on an adapter's input is not implemented. It does not change the trained function.
+Dropout on an adapter's input is not implemented. It is not part of the trained function.
 
 Start with `_adapters.py`. `_peft.py` reads and writes PEFT's folders.
 """

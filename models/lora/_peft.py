@@ -1,4 +1,4 @@
-"""Reads and writes PEFT's folders of LoRA adapters, with the weight maps that load a model's weights.
+"""Reads and writes PEFT's folders of LoRA adapters, through the weight maps of the models.
 
 This module owns `adapter_config.json`, the names of transformers' modules, and the mapping between a module's adapter there
 and the adapters of one or several layers here. What an adapter computes is in `_adapters`.
@@ -388,5 +388,4 @@ def _current(model: PyTree, module: str) -> str:
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """The value for a module: that of the first pattern that matches the end of its name, else the default."""
-
     return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), default)

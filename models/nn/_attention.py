@@ -98,7 +98,7 @@ class Cache(eqx.Module):
         return eqx.tree_at(shared, batched, replace_fn=lambda _: None, is_leaf=lambda x: x is None)
 
 
-# --- which token sees which -----------------------------------------------------------------------------------------
+# --- positions and masks --------------------------------------------------------------------------------------------
 
 
 def token_positions(mask: Bool[Array, " seq"] | None, seq: int, cache: Cache | None = None) -> Int[Array, " seq"]:
