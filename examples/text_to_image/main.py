@@ -44,7 +44,7 @@ class Args:
     latent_channels: int = 4
     text_size: int = 64  # Width of the text encoder.
     vocab_size: int = 384  # Maximum size of the tokenizer's vocabulary; 259 ids are bytes and special tokens.
-    max_tokens: int = 8  # Length of a caption in tokens.
+    max_tokens: int = 8  # Maximum length of a caption in tokens.
     caption_dropout: float = 0.1  # Share of captions that are dropped in training, for guidance.
     guidance: float = 2.0  # Scale of classifier-free guidance. 1 turns it off.
     n_denoising_steps: int = 50
