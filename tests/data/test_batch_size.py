@@ -34,7 +34,7 @@ class Said(list):
 def make_trainer(workdir=None, *, shards=(2, 2), accumulate=1, loggers=(), monkeypatch=None, **kwargs):
     deployer = redeqx.Deployer(3, *shards, workdir=workdir, verbose=False, loggers=loggers)
     said = Said()
-    deployer.log_info = lambda message, title=None: said.append(message)
+    deployer._run.console.info = lambda message, title=None: said.append(message)
     given = {"optimizer": optax.sgd(0.05), "loss_fn": loss_fn, **kwargs}
     trainer = redeqx.Trainer(
         deployer,

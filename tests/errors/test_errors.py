@@ -319,7 +319,7 @@ NEEDS_EVAL = (
 @pytest.mark.parametrize(
     ("kwargs", "error", "expected"),
     [
-        ({"n_epochs": 0}, ValueError, "`n_epochs`: expected at least 1, got 0. Pass a positive number."),
+        ({"n_epochs": 0}, ValueError, "`n_epochs`: expected at least 1 or None, got 0. Pass a positive number."),
         ({"keep_last": 0}, ValueError, "`keep_last`: expected at least 1, got 0. Pass a positive number."),
         (
             {"save_every_n_steps": 0},

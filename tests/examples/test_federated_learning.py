@@ -77,7 +77,7 @@ def test_a_step_of_size_one_against_the_gradient_is_the_average_of_the_clients_m
 def trainer_on(shape, local):
     devices = jax.devices()[: int(np.prod(shape))]
     deployer = redeqx.Deployer(0, verbose=False)
-    deployer.mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    deployer._run.mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
     return redeqx.Trainer(
         deployer, model=make_model(), optimizer=optax.sgd(1.0), collate_fn=partial(collate_fn, n_rows=16), loss_fn=loss_fn,
         grad_fn=partial(federated_gradient, loss_of, **local),

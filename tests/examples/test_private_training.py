@@ -110,7 +110,7 @@ def train_on(shape, examples, n_micro, noise_multiplier, sample_size, width=8):
     """What one step of plain SGD takes from a model's parameters."""
     devices = jax.devices()[: int(np.prod(shape))]
     deployer = redeqx.Deployer(0, verbose=False)
-    deployer.mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    deployer._run.mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
     grad_fn = partial(
         private_gradient, loss_of_one, clip_norm=CLIP, noise_multiplier=noise_multiplier, sample_size=sample_size,
         n_micro_batches=n_micro,

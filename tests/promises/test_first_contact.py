@@ -144,7 +144,7 @@ MESSAGES = {
     "rows of train": ("TypeError", f"{ROWS} an integer, got 4.0. Pass 4."),
     "rows of eval_loss": ("TypeError", f"{ROWS} an integer, got 4.0. Pass 4."),
     "rows of predict": ("TypeError", f"{ROWS} an integer, got 4.0. Pass 4."),
-    "epochs 1.5": ("TypeError", "`n_epochs`: expected an integer, got 1.5. Pass a whole number."),
+    "epochs 1.5": ("TypeError", "`n_epochs`: expected an integer or None, got 1.5. Pass a whole number."),
     "micro-batches 2.0": ("TypeError", "`accumulate_grad_batches`: expected an integer, got 2.0. Pass 2."),
     "shards 2.0": ("TypeError", "`n_model_shards`: expected an integer, got 2.0. Pass 2."),
     "seed 0.5": ("TypeError", "`jax_seed`: expected an integer, got 0.5. Pass a whole number."),
