@@ -96,15 +96,15 @@ def check_cleared(checkpoints):
     indirect=["trials"],
 )
 def test_killed_anywhere_the_index_names_a_complete_checkpoint(tmp_path, trials, check):
-    codes, (hub, other) = trials.run("undisturbed", [])
+    codes, (coordinator, other) = trials.run("undisturbed", [])
     assert codes == [0, 0], (tmp_path / "undisturbed" / "errors_0").read_text()[-2000:]
     assert check(tmp_path / "undisturbed", {2}) == 2
-    both, commit = {"fsync", "give"}, {"rename", "replace", "rmtree"}
+    both, commit = {"fsync", "contribute"}, {"rename", "replace", "rmtree"}
     if check is check_whole:
-        assert {*both, *commit, "posix_fallocate", "pwrite"} <= set(hub)
+        assert {*both, *commit, "posix_fallocate", "pwrite"} <= set(coordinator)
         assert {*both, "pwrite"} <= set(other)
     else:
-        assert {*both, *commit} <= set(hub) & set(other)
+        assert {*both, *commit} <= set(coordinator) & set(other)
     kills = [[[0, i]] for i in range(len(hub))] + [[[1, i]] for i in range(len(other))]
     # Both: the coordinator at each point, and the other process at about the same time.
     kills += [[[0, i], [1, len(other) * i // len(hub)]] for i in range(len(hub))]

@@ -34,7 +34,7 @@ warnings.filterwarnings("ignore", message="os.fork")
 LIMIT = 20.0
 WAY = sys.argv[2]
 CALLS = [(os, name) for name in ("mkdir", "posix_fallocate", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir")]
-CALLS += [(shutil, "rmtree"), (_peers.Peers, "give")]
+CALLS += [(shutil, "rmtree"), (_peers.Peers, "contribute")]
 
 
 def trees(step):
