@@ -105,9 +105,9 @@ def test_killed_anywhere_the_index_names_a_complete_checkpoint(tmp_path, trials,
         assert {*both, "pwrite"} <= set(other)
     else:
         assert {*both, *commit} <= set(coordinator) & set(other)
-    kills = [[[0, i]] for i in range(len(hub))] + [[[1, i]] for i in range(len(other))]
+    kills = [[[0, i]] for i in range(len(coordinator))] + [[[1, i]] for i in range(len(other))]
     # Both: the coordinator at each point, and the other process at about the same time.
-    kills += [[[0, i], [1, len(other) * i // len(hub)]] for i in range(len(hub))]
+    kills += [[[0, i], [1, len(other) * i // len(coordinator)]] for i in range(len(coordinator))]
     seen = set()
     for number, each in enumerate(kills):
         name = f"kill_{number}"
