@@ -45,7 +45,8 @@ def load(
     - `deployer`: on whose mesh the model is placed, by its plan; by default each array goes where that of `like` is, or to
         the first device.
     - `plan`: how it is split; `deployer.plan(like)` by default.
-    - `kind`: which tree of a checkpoint: `"model"`, or `"model_state"`, with the state of the layers as `like`.
+    - `kind`: which tree of a checkpoint: `"model"`; `"model_state"`, with the state of the layers as `like`; or a model that
+        a callback keeps, as `"ema"`.
 
     In a dry run it returns shapes and reads nothing.
 
