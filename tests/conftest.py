@@ -9,9 +9,10 @@ import tempfile
 # the client believes that it has a thread for each.
 os.environ["NPROC"] = "16"
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Most of the suite's time is compilation: machine code is left unoptimised (XLA's own passes all run), and programs that are
-# alike are compiled once for all tests. The first process makes the folder, those that it starts find it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Most of the suite's time is compilation: machine code is left unoptimised and fusions are emitted the old, quicker way (XLA's
+# own passes all run), and programs that are alike are compiled once for all tests. The first process makes the folder, those
+# that it starts find it.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="redeqx-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
@@ -24,7 +25,7 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-install_import_hook("redeqx", "beartype.beartype")
+install_import_hook(os.environ.get("CHECKED", "redeqx.models"), "beartype.beartype")
 
 
 @pytest.fixture

@@ -264,7 +264,7 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
         # whose indices come from the batch, may not.
         options = [*looked_up, *kept] if indices.grad else looked_up
         if not looked_up:
-            run.decide(table, None, "whole: slices of it are taken where data says")
+            run.decide(table, None, "replicated: slices of it are taken where data says")
         elif (dim := run.choose(table, shape, options)) is None:
             run.decide(table, None, _why_table_is_whole(run, table, shape[looked_up[0]]))
         elif dim in kept:
@@ -290,7 +290,7 @@ def _why_table_is_whole(run: Pass, table: Flow, n_rows: int) -> str:
     if n_rows % run.n == 0:
         return run.why_whole(table, (n_rows,), (0,))
     padded = -(-n_rows // run.n) * run.n
-    return f"whole: {n_rows} rows do not divide over {run.n} shards; a table padded to {padded} would"
+    return f"replicated: {n_rows} rows do not divide over {run.n} shards; a table padded to {padded} would"
 
 
 def _chosen(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:

@@ -259,12 +259,12 @@ class Pass:
 
     def why_whole(self, flow: Flow, shape: Sequence[int], dims: Sequence[int]) -> str:
         if self.is_forced(flow):
-            return "whole: costs less than any split of it, which what follows would have to undo"
+            return "replicated: costs less than any split of it, which what follows would have to undo"
         for view in flow.views:
             if len(own := self.leaves[view.leaf].shape) == 1 and own[0] % self.n:  # a flat vector of weights
                 padded = -(-own[0] // self.n) * self.n
-                return f"whole: {own[0]} entries do not divide over {self.n} shards; a vector padded to {padded} would"
-        return f"whole: no dim of {' x '.join(str(shape[i]) for i in sorted(dims))} divides over {self.n} shards"
+                return f"replicated: {own[0]} entries do not divide over {self.n} shards; a vector padded to {padded} would"
+        return f"replicated: no dim of {' x '.join(str(shape[i]) for i in sorted(dims))} divides over {self.n} shards"
 
     def gather(self, aval: Any, flow: Flow) -> Flow:
         """The value after an all-gather; the value itself if it is not split."""
@@ -348,11 +348,11 @@ class Pass:
         """Decide the split of a parameter that is combined with data elementwise, such as a bias or a scale."""
         with_ = "added to" if eqn.primitive.name in ("add", "add_any", "sub") else "meets entry by entry"
         if dim is None:
-            self.decide(flow, None, f"whole: {with_} a value that is whole")
+            self.decide(flow, None, f"replicated: {with_} a replicated value")
         elif self.could_split(flow, shape, dim):
             self.decide(flow, dim, f"follows: {with_} a value that is split by {self.name(cause)}")
         else:
-            self.decide(flow, None, f"whole: {with_} a value that is split along another dim, by {self.name(cause)}")
+            self.decide(flow, None, f"replicated: {with_} a value that is split along another dim, by {self.name(cause)}")
 
     def give_up(self, eqn: Any, ins: Sequence[Flow]) -> list[Flow]:
         """An equation that is not followed: its inputs are gathered, and its outputs count as replicated."""
@@ -360,7 +360,7 @@ class Pass:
             self.products.update({(id(eqn), id(at)): (eqn, None, at) for at in (eqn, *self.calls)})
         for atom, flow in zip(eqn.invars, ins, strict=True):
             self.gather(atom.aval, flow)
-            self.decide(flow, None, f"whole: `{eqn.primitive.name}` computes with it, which is not followed")
+            self.decide(flow, None, f"replicated: `{eqn.primitive.name}` computes with it, which is not followed")
         return [Flow() for _ in eqn.outvars]
 
     # --- the two rules -------------------------------------------------------------------------------------------------
@@ -443,11 +443,11 @@ class Pass:
                 why = f"{sizes} outputs do not divide over {self.n} shards, its inputs do"
                 self.decide(weight, dim, f"row: {'costs less than a column' if self.is_forced(weight) else why}")
             else:
-                self.decide(weight, dim, "column: its input arrives whole")
+                self.decide(weight, dim, "column: its input arrives replicated")
             return
         meets = partner(1 - side, arrived)
         if meets is None:
-            self.decide(weight, None, f"whole: its input arrives split along another dim, by {self.name(cause)}")
+            self.decide(weight, None, f"replicated: its input arrives split along another dim, by {self.name(cause)}")
             return
         row = meets in summed[side]
         if row:

@@ -175,7 +175,7 @@ def walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[st
             _set_followers(splits, name, split, node)
         elif isinstance(node, NORMS):
             for leaf_name in named_leaves(node):
-                splits[_within(name, leaf_name)] = _rules.Split(None, "whole: normalisation")
+                splits[_within(name, leaf_name)] = _rules.Split(None, "replicated: normalisation")
         else:
             attention = _attention_of(node)
             if attention is not None:

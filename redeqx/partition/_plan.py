@@ -124,7 +124,7 @@ class Plan:
         axes = [{axis for entry in leaf.spec for axis in _axes(entry)} for leaf in self.leaves.values()]
         counts = {axis: sum(axis in of for of in axes) for axis in (MODEL, FSDP) if self.mesh.shape[axis] > 1}
         split = ", ".join(f"{n} split over {axis}" for axis, n in counts.items()) or "one shard"
-        return f"{len(axes)} leaves: {split}, {sum(not of for of in axes)} whole"
+        return f"{len(axes)} leaves: {split}, {sum(not of for of in axes)} replicated"
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """The rows of the table: (path, shape, spec, reason). Leaves that differ only in a list index share one row."""
@@ -181,7 +181,7 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
         found = order(trace, mesh.shape[MODEL], followers(model), max_whole)
         stored = _reorder(splits, stacked, found, sizes, max_whole)
     chosen = _resolve_overrides(overrides or {}, leaves, mesh)
-    unknown = _rules.Split(None, "whole: no layer that the walk knows")
+    unknown = _rules.Split(None, "replicated: no known layer")
     # For each array, by its id, the leaf whose split all leaves that hold the array get; one with a split if there is one.
     decides: dict[int, str] = {}
     for name in sorted(leaves, key=lambda name: name not in splits):
@@ -212,7 +212,7 @@ def _why_whole(whole: Mapping[str, LeafPlan], total: int) -> list[str]:
     sizes = {name: math.prod(leaf.shape) for name, leaf in whole.items()}
     large = [name for name, size in sizes.items() if size >= max(LARGE_SIZE, total // 100)]
     found = [
-        f"`{name}`: {whole[name].shape}, {whole[name].n_bytes / 2**20:,.1f} MiB, stays whole on every device "
+        f"`{name}`: {whole[name].shape}, {whole[name].n_bytes / 2**20:,.1f} MiB, is replicated on every device "
         f"({whole[name].reason}). Split it with `overrides={{'{name}': ...}}`."
         for name in large
     ]
@@ -253,13 +253,13 @@ def _reorder(
     guesses = dict(splits)
     for name, split in found.splits.items():
         guess = splits.get(name, split)
-        note = f" (the walk: {guess.reason})" if guess.dim != split.dim else ""
+        note = f" (by field order: {guess.reason})" if guess.dim != split.dim else ""
         splits[name] = replace(split, reason=split.reason + note)
     for name in sorted(guesses, key=lambda name: -sizes[name]):
         if _n_whole(splits, sizes) <= max_whole:
             break
         if splits[name].dim is None and guesses[name].dim is not None:
-            reason = f"stored split, gathered for use: {found.splits[name].reason} (the walk: {guesses[name].reason})"
+            reason = f"stored split, gathered for use: {found.splits[name].reason} (by field order: {guesses[name].reason})"
             splits[name] = replace(guesses[name], reason=reason)
             stored.add(name)
     for name, n in found.stacked.items():

@@ -90,15 +90,15 @@ def alternate(layers: Iterable[Layer | None], n_shards: int) -> dict[str, Split]
 def _fully_connected(layer: Layer, arrives: str | None, n_shards: int) -> Split:
     if layer.groups > 1:
         if layer.groups % n_shards == 0:
-            return Split(OUT, f"column: {layer.groups} groups, each whole on its shard")
-        return Split(None, f"whole: {layer.groups} groups do not divide over {n_shards} shards")
+            return Split(OUT, f"column: {layer.groups} groups, none cut in two")
+        return Split(None, f"replicated: {layer.groups} groups do not divide over {n_shards} shards")
     if arrives is not None:
         return Split(IN, f"row: its input arrives split by `{arrives}`")
     if layer.out_size % n_shards == 0:
-        return Split(OUT, "column: its input arrives whole")
+        return Split(OUT, "column: its input arrives replicated")
     if layer.in_size % n_shards == 0:
         return Split(IN, f"row: {layer.out_size} outputs do not divide over {n_shards} shards, its inputs do")
-    return Split(None, f"whole: neither {layer.out_size} outputs nor {layer.in_size} inputs divide over {n_shards} shards")
+    return Split(None, f"replicated: neither {layer.out_size} outputs nor {layer.in_size} inputs divide over {n_shards} shards")
 
 
 def attention(
@@ -132,7 +132,7 @@ def attention(
     for role, layer in (("key", key), ("value", value)):
         if kv_units % n_shards:
             what = "features" if kv_heads is None else "heads"
-            reason = f"whole: {kv_units} key/value {what} do not divide over {n_shards} shards, queries on each read them"
+            reason = f"replicated: {kv_units} key/value {what} do not divide over {n_shards} shards, queries on each read them"
             splits[layer.name] = Split(None, reason)
         else:
             over = f"{kv_units} heads over {n_shards} shards" if kv_heads is not None else f"{n_shards} shards"
@@ -144,14 +144,14 @@ def _other(layer: Layer, dim: int, why: str, n_shards: int) -> Split:
     size = layer.out_size if dim == OUT else layer.in_size
     if size % n_shards == 0:
         return Split(dim, f"{'column' if dim == OUT else 'row'}: {why}, the other dim does")
-    return Split(None, f"whole: {why}, nor does the other dim")
+    return Split(None, f"replicated: {why}, nor does the other dim")
 
 
 def bias(weight: Split) -> Split:
     """The split of a bias: it follows dim 0 of its layer's weight."""
     if weight.dim == OUT:
         return Split(OUT, "follows dim 0 of its weight")
-    return Split(None, "whole: added to an output that is whole")
+    return Split(None, "replicated: added to a replicated output")
 
 
 def follow(weight: Split, dims: Sequence[int | None]) -> Split:
@@ -162,9 +162,9 @@ def follow(weight: Split, dims: Sequence[int | None]) -> Split:
     - `dims`: for each dim of the array, the dim of the weight with which it is split; None for a dim of its own.
     """
     if weight.dim is None:
-        return Split(None, "whole: follows its weight, which is whole")
+        return Split(None, "replicated: follows its weight, which is replicated")
     if weight.dim not in dims:
-        return Split(None, f"whole: does not follow dim {weight.dim} of its weight")
+        return Split(None, f"replicated: does not follow dim {weight.dim} of its weight")
     return Split(dims.index(weight.dim), f"follows dim {weight.dim} of its weight")
 
 
@@ -173,7 +173,7 @@ def embedding(n_rows: int, n_shards: int) -> Split:
     if n_rows % n_shards == 0:
         return Split(OUT, f"embedding: {n_rows} rows over {n_shards} shards")
     padded = -(-n_rows // n_shards) * n_shards
-    return Split(None, f"whole: {n_rows} rows do not divide over {n_shards} shards; a table padded to {padded} rows would")
+    return Split(None, f"replicated: {n_rows} rows do not divide over {n_shards} shards; a table padded to {padded} rows would")
 
 
 def largest_free_dim(shape: tuple[int, ...], taken: Collection[int | None], n_shards: int) -> int | None:

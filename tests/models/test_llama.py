@@ -174,7 +174,7 @@ def test_few_key_value_heads_stay_whole_and_everything_else_is_split():
         is_whole = "norm" in name or ".key." in name or ".value." in name
         assert leaf.n_shards == (1 if is_whole else 4), name
     reason = plan.leaves["stack.blocks.attention.key.weight"].reason
-    assert reason.startswith("whole: 2 key/value heads do not divide over 4 shards")
+    assert reason.startswith("replicated: 2 key/value heads do not divide over 4 shards")
 
 
 def test_mlps_split_as_columns_and_rows():

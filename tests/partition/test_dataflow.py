@@ -102,15 +102,15 @@ def test_each_structure_is_split_as_it_computes(name, n):
 
 def test_the_reasons_name_the_layer_that_caused_them():
     reasons = {name: split.reason for name, split in of_structure("block").items()}
-    assert reasons["up.weight"] == "column: its input arrives whole"
+    assert reasons["up.weight"] == "column: its input arrives replicated"
     assert reasons["up.bias"] == "follows: added to a value that is split by `up`"
     assert reasons["down.weight"] == "row: its input arrives split by `up`"
-    assert reasons["down.bias"] == "whole: added to a value that is whole"
-    assert reasons["norm.weight"] == "whole: meets entry by entry a value that is whole"
+    assert reasons["down.bias"] == "replicated: added to a replicated value"
+    assert reasons["norm.weight"] == "replicated: meets entry by entry a replicated value"
     assert of_structure("language_model")["embedding.weight"].reason == "embedding: 384 rows over 4 shards"
     depthwise = of_structure("separable_cnn")["blocks.0.1.weight"].reason
     assert depthwise == "follows: its input arrives split, alike, by `blocks.0.0`"
-    assert of_structure("gru")["cell.weight_hh"].reason.startswith("whole: costs less than any split of it")
+    assert of_structure("gru")["cell.weight_hh"].reason.startswith("replicated: costs less than any split of it")
 
 
 # --- transforms around a loss ---------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_what_does_not_divide_takes_the_other_dim_or_none():
 
     splits = found(model, loss, zeros(8, F))
     assert (splits["up"].dim, splits["head"].dim, splits["odd"].dim) == (1, 0, None)
-    assert splits["odd"].reason == "whole: no dim of 10 x 3 divides over 4 shards"
+    assert splits["odd"].reason == "replicated: no dim of 10 x 3 divides over 4 shards"
     splits = found({"head": zeros(D, 10)}, lambda model, x: (x @ model["head"]).sum(), zeros(8, D))
     assert splits["head"].reason == "row: 10 outputs do not divide over 4 shards, its inputs do"
 
@@ -276,7 +276,7 @@ def test_what_a_scan_hands_on_is_split_past_the_dim_of_its_iterations():
 def test_an_embedding_that_does_not_divide():
     splits = found({"table": zeros(50257, D)}, lambda model, ids: model["table"][ids].sum(), jnp.zeros((8, 4), int))
     assert splits["table"].dim is None
-    assert splits["table"].reason == "whole: 50257 rows do not divide over 4 shards; a table padded to 50260 would"
+    assert splits["table"].reason == "replicated: 50257 rows do not divide over 4 shards; a table padded to 50260 would"
 
 
 def test_positions_go_with_what_they_are_added_to():
@@ -305,9 +305,9 @@ def test_what_is_not_followed_stays_whole_and_says_so(compute, primitive):
         return jax.lax.stop_gradient(compute(model["w"], hidden)).sum()
 
     splits = found({"up": zeros(D, D), "w": zeros(D, D)}, loss, zeros(D, D))
-    assert splits["up"].dim is not None or splits["up"].reason.startswith("whole: costs less")
+    assert splits["up"].dim is not None or splits["up"].reason.startswith("replicated: costs less")
     if primitive != "cholesky":  # its input is a sum of the weight and data
-        assert splits["w"].reason == f"whole: `{primitive}` computes with it, which is not followed"
+        assert splits["w"].reason == f"replicated: `{primitive}` computes with it, which is not followed"
 
 
 def test_what_data_never_meets_is_left_to_the_walk():
@@ -353,9 +353,9 @@ def test_a_plan_shows_the_walk_too_where_they_differ():
     plan = deployer.plan(Backwards(), squares, jax.ShapeDtypeStruct((8, 64), jnp.float32))
     assert plan["first.weight"].spec == P(("model",), ("fsdp",)) and plan["second.weight"].spec == P(("fsdp",), ("model",))
     assert plan["second.weight"].reason == (
-        "row: its input arrives split by `first` (the walk: column: its input arrives whole); fsdp on dim 0"
+        "row: its input arrives split by `first` (by field order: column: its input arrives replicated); fsdp on dim 0"
     )
-    assert deployer.plan(Backwards())["second.weight"].reason == "column: its input arrives whole; fsdp on dim 1"
+    assert deployer.plan(Backwards())["second.weight"].reason == "column: its input arrives replicated; fsdp on dim 1"
 
 
 def test_the_trainer_takes_the_order_of_its_first_batch():

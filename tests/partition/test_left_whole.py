@@ -209,7 +209,7 @@ def test_no_larger_share_is_left_whole_than_the_walk_leaves(name, n):
     # At most 5 %, even if the traversal knows none of the weights: only biases of summed outputs are replicated.
     assert whole(plan) <= 0.05 * plan.n_parameters
     for leaf in plan.leaves.values():
-        assert leaf.n_shards > 1 or leaf.reason.startswith("whole: ")
+        assert leaf.n_shards > 1 or leaf.reason.startswith("replicated: ")
 
 
 def test_what_is_left_whole_says_why():
@@ -219,7 +219,7 @@ def test_what_is_left_whole_says_why():
         return (jnp.tanh(x @ m["theta"][: D * F].reshape(D, F)) @ m["theta"][D * F : -2].reshape(F, D)).sum()
 
     plan = make_plan(odd, make_mesh(4), trace=Trace.of(loss, odd, jnp.zeros((ROWS, D))))
-    assert plan["theta"].reason == "whole: 4098 entries do not divide over 4 shards; a vector padded to 4100 would"
+    assert plan["theta"].reason == "replicated: 4098 entries do not divide over 4 shards; a vector padded to 4100 would"
 
 
 def test_large_weights_are_split_though_whole_would_send_less():
@@ -233,7 +233,7 @@ def test_large_weights_are_split_though_whole_would_send_less():
         return plan, [plan[f"cells.{i}.weight_hh"].n_shards for i in range(2)]
 
     small, n_shards = dims(16, 512)
-    assert n_shards == [1, 1] and small["cells.0.weight_hh"].reason.startswith("whole: costs less than any split of it")
+    assert n_shards == [1, 1] and small["cells.0.weight_hh"].reason.startswith("replicated: costs less than any split of it")
     large, n_shards = dims(80, 512)
     assert math.prod(large["cells.0.weight_hh"].shape) > SMALL and n_shards == [4, 4]
 
@@ -243,7 +243,7 @@ def test_many_leaves_that_are_left_whole_are_a_warning():
     plan = make_plan(model, make_mesh(2))
     assert plan.warnings == (
         "100% of the model (2,622,972 of 2,622,972 parameters, in leaves that are not large alone) is replicated: "
-        "`*` (whole: no layer that the walk knows). Pad their sizes, or split them with `overrides=`.",
+        "`*` (replicated: no known layer). Pad their sizes, or split them with `overrides=`.",
     )
     assert make_plan([jax.ShapeDtypeStruct((1024, 641), jnp.float32)], make_mesh(2), {"*": ("model", None)}).warnings == ()
 
@@ -253,8 +253,8 @@ def test_what_is_not_followed_is_stored_split_and_gathered():
     plan = make_plan(model, make_mesh(2, 2), trace=Trace.of(loss, model, batch))
     assert plan["0.weight"].n_shards == 4 and plan.spec_in_use("0.weight") == jax.sharding.PartitionSpec(None, None)
     assert plan["0.weight"].reason == (
-        "stored split, gathered for use: whole: `qr` computes with it, which is not followed "
-        "(the walk: column: its input arrives whole); fsdp on dim 1"
+        "stored split, gathered for use: replicated: `qr` computes with it, which is not followed "
+        "(by field order: column: its input arrives replicated); fsdp on dim 1"
     )
 
 

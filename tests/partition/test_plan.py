@@ -80,7 +80,7 @@ def test_mlp():
     }
     assert plan["layers.1.weight"].reason == "row: its input arrives split by `layers.0`"
     assert plan["layers.0.bias"].reason == "follows dim 0 of its weight"
-    assert plan["layers.1.bias"].reason == "whole: added to an output that is whole"
+    assert plan["layers.1.bias"].reason == "replicated: added to a replicated output"
 
 
 class SwiGLU(eqx.Module):
@@ -126,7 +126,7 @@ def test_linear_sizes_that_do_not_divide(sizes, weight, bias):
     plan = plan_of([linear(*sizes)])
     assert specs(plan) == {"0.weight": weight, "0.bias": bias}
     if weight == WHOLE:
-        assert plan["0.weight"].reason.startswith("whole: neither ")
+        assert plan["0.weight"].reason.startswith("replicated: neither ")
 
 
 def test_convolutions():
@@ -153,8 +153,8 @@ def test_convolutions():
         "5.weight": whole,
         "5.bias": P(None, None),
     }
-    assert plan["3.weight"].reason == "column: 4 groups, each whole on its shard"
-    assert plan["4.weight"].reason == "whole: 2 groups do not divide over 4 shards"
+    assert plan["3.weight"].reason == "column: 4 groups, none cut in two"
+    assert plan["4.weight"].reason == "replicated: 2 groups do not divide over 4 shards"
 
 
 def test_stacked_layers():
@@ -430,7 +430,7 @@ def test_a_tied_raw_array_follows_the_layer():
 def test_embedding_rows_that_do_not_divide():
     plan = plan_of(shapes(eqx.nn.Embedding, 50257, D))
     assert specs(plan) == {"weight": WHOLE}
-    assert plan["weight"].reason == "whole: 50257 rows do not divide over 4 shards; a table padded to 50260 rows would"
+    assert plan["weight"].reason == "replicated: 50257 rows do not divide over 4 shards; a table padded to 50260 rows would"
 
 
 def test_norms_and_what_no_rule_knows():
@@ -449,11 +449,11 @@ def test_norms_and_what_no_rule_knows():
     }
     plan = plan_of(model)
     assert all(axis is None for spec in specs(plan).values() for axis in spec)
-    norms = {name for name, reason in reasons(plan).items() if reason == "whole: normalisation"}
+    norms = {name for name, reason in reasons(plan).items() if reason == "replicated: normalisation"}
     assert norms == {f"{n}_norm.{p}" for n in ("layer", "rms", "group", "batch") for p in ("weight", "bias")}
     others = {name: leaf for name, leaf in plan.leaves.items() if name not in norms}
     assert others.keys() == {"cell.weight_ih", "cell.weight_hh", "raw", "table", "scalar", "keys"}
-    assert {leaf.reason for leaf in others.values()} == {"whole: no layer that the walk knows"}
+    assert {leaf.reason for leaf in others.values()} == {"replicated: no known layer"}
     assert plan["keys"].n_bytes == 8 * 8 and plan["table"].n_bytes == 256 and plan["scalar"].n_bytes == 4
 
 
@@ -481,7 +481,7 @@ BIG = MIN_FSDP_SIZE
 )
 def test_fsdp_splits_the_largest_dim_that_divides(n_model_shards, shape, spec, note):
     plan = plan_of([jax.ShapeDtypeStruct(shape, jnp.float32)], n_model_shards, 8 // n_model_shards)
-    assert specs(plan) == {"0": spec} and plan["0"].reason == "whole: no layer that the walk knows" + note
+    assert specs(plan) == {"0": spec} and plan["0"].reason == "replicated: no known layer" + note
 
 
 def test_fsdp_takes_what_the_model_axis_leaves():
@@ -591,9 +591,9 @@ def test_overrides_that_cannot_be(overrides, message):
 
 def test_a_large_leaf_left_whole_is_a_warning():
     model = {"table": jax.ShapeDtypeStruct((1030, 1025), jnp.float32), "small": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
-    reason = "whole: no layer that the walk knows"
+    reason = "replicated: no known layer"
     assert plan_of(model).warnings == (
-        f"`table`: (1030, 1025), 4.0 MiB, stays whole on every device ({reason}). "
+        f"`table`: (1030, 1025), 4.0 MiB, is replicated on every device ({reason}). "
         "Split it with `overrides={'table': ...}`.",
     )
     assert plan_of(model, n_model_shards=1).warnings == ()  # no axis splits anything
@@ -610,14 +610,14 @@ def test_explain():
         """\
 leaf                          shape     split        reason
 ---------------------------------------------------------------------------------------------------------------------
-mlps.*.layers.0.weight  (2x)  1024 x 8  model, fsdp  column: its input arrives whole; fsdp on dim 1
+mlps.*.layers.0.weight  (2x)  1024 x 8  model, fsdp  column: its input arrives replicated; fsdp on dim 1
 mlps.*.layers.0.bias  (2x)    1024      model        follows dim 0 of its weight
 mlps.*.layers.1.weight  (2x)  8 x 1024  fsdp, model  row: its input arrives split by `mlps.*.layers.0`; fsdp on dim 0
-scale                         scalar    ·            whole: no layer that the walk knows
+scale                         scalar    ·            replicated: no known layer
 mesh data=2 x fsdp=2 x model=2: 34,817 parameters, 0.1 MiB, 0.0 MiB a device"""
     )
-    assert plan.summary() == "7 leaves: 6 split over model, 4 split over fsdp, 1 whole"
-    assert plan_of(model, 1, 1).summary() == "6 leaves: one shard, 0 whole"
+    assert plan.summary() == "7 leaves: 6 split over model, 4 split over fsdp, 1 replicated"
+    assert plan_of(model, 1, 1).summary() == "6 leaves: one shard, 0 replicated"
 
 
 def test_explain_ends_with_the_warnings():
@@ -654,7 +654,7 @@ def test_leaves_that_the_loss_does_not_read_are_marked():
         "n": False,
     }
     assert marked["unused.weight"].reason == "row: its input arrives split by `used`; the loss does not read it" or (
-        marked["unused.weight"].reason == "column: its input arrives whole; the loss does not read it"
+        marked["unused.weight"].reason == "column: its input arrives replicated; the loss does not read it"
     )
     assert marked["used.weight"].reason == plan["used.weight"].reason and specs(marked) == specs(plan)
 
@@ -773,11 +773,11 @@ def test_adapters_are_split_along_the_dim_that_follows_their_layers():
         "layers.1.lora_b": WHOLE,
     }
     assert plan["layers.0.lora_b"].reason == "follows dim 0 of its weight"
-    assert plan["layers.0.lora_a"].reason == "whole: does not follow dim 0 of its weight"
+    assert plan["layers.0.lora_a"].reason == "replicated: does not follow dim 0 of its weight"
     assert plan["layers.1.lora_a"].reason == "follows dim 1 of its weight"
     plan = plan_of(adapted([linear(10, 6)]))
     assert specs(plan) == {"0.weight": WHOLE, "0.bias": P(None), "0.lora_a": WHOLE, "0.lora_b": WHOLE}
-    assert plan["0.lora_b"].reason == "whole: follows its weight, which is whole"
+    assert plan["0.lora_b"].reason == "replicated: follows its weight, which is replicated"
 
 
 def test_adapters_of_attentions_and_of_stacks():
@@ -844,7 +844,7 @@ def test_users_layers_say_what_follows_their_weight():
         "rows.weight": COLUMN,
         "rows.scale": ROW,
     }
-    assert plan["layer.table"].reason == "whole: no layer that the walk knows"
+    assert plan["layer.table"].reason == "replicated: no known layer"
 
 
 def test_sizes_that_do_not_follow_are_refused():

@@ -105,15 +105,15 @@ def test_siblings_after_a_split_layer_all_contract_it():
 def test_groups_of_a_convolution_stay_whole_on_their_shard(groups, expected):
     (split,) = alternate([Layer("conv", 24, 24, groups=groups)], 4).values()
     assert split.dim == expected
-    assert split.reason.startswith("column: " if expected == OUT else "whole: ") and f"{groups} groups" in split.reason
+    assert split.reason.startswith("column: " if expected == OUT else "replicated: ") and f"{groups} groups" in split.reason
 
 
 def test_each_split_says_why():
     layers = [*elements(UP, DOWN), None, Layer("odd", 6, 5), Layer("row", 8, 5)]
     assert {name: split.reason for name, split in alternate(layers, 4).items()} == {
-        "layer0": "column: its input arrives whole",
+        "layer0": "column: its input arrives replicated",
         "layer1": "row: its input arrives split by `layer0`",
-        "odd": "whole: neither 5 outputs nor 6 inputs divide over 4 shards",
+        "odd": "replicated: neither 5 outputs nor 6 inputs divide over 4 shards",
         "row": "row: 5 outputs do not divide over 4 shards, its inputs do",
     }
 
@@ -149,7 +149,7 @@ def test_attention(n_shards, heads, kv_heads, layers, expected):
     [
         (8, 8, "q", "attention: query by heads, 8 heads over 4 shards"),
         (8, 4, "v", "attention: value by heads, 4 heads over 4 shards"),
-        (8, 2, "k", "whole: 2 key/value heads do not divide over 4 shards, queries on each read them"),
+        (8, 2, "k", "replicated: 2 key/value heads do not divide over 4 shards, queries on each read them"),
         (8, 8, "o", "attention: output contracts the split heads"),
         (6, 6, "q", "row: 6 heads do not divide over 4 shards, the other dim does"),
         (6, 6, "o", "column: 6 heads do not divide over 4 shards, the other dim does"),
@@ -162,7 +162,7 @@ def test_attention_says_why(heads, kv_heads, role, reason):
 
 def test_attention_of_unknown_heads_counts_features():
     splits = attention(*projections(6, d=9), n_shards=4, heads=None, kv_heads=None)
-    assert splits["q"] == Split(None, "whole: 6 features do not divide over 4 shards, nor does the other dim")
+    assert splits["q"] == Split(None, "replicated: 6 features do not divide over 4 shards, nor does the other dim")
 
 
 # --- followers ------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_a_bias_follows_dim_0(dim, expected):
 def test_an_embedding_splits_its_rows_or_stays_whole():
     assert embedding(64, 4) == Split(OUT, "embedding: 64 rows over 4 shards")
     assert embedding(50257, 4) == Split(
-        None, "whole: 50257 rows do not divide over 4 shards; a table padded to 50260 rows would"
+        None, "replicated: 50257 rows do not divide over 4 shards; a table padded to 50260 rows would"
     )
 
 
