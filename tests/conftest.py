@@ -9,9 +9,9 @@ import tempfile
 # the client believes that it has a thread for each.
 os.environ["NPROC"] = "16"
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Most of the suite's time is compilation: machine code is left unoptimised and fusions are emitted the old, quicker way (XLA's
-# own passes all run), and programs that are alike are compiled once for all tests. The first process makes the folder, those
-# that it starts find it.
+# Most of the suite's time is compilation: machine code is left unoptimised and fusions are emitted the older, quicker way
+# (all of XLA's own passes run), and programs that are alike are compiled once for all tests. The first process makes the
+# folder, those that it starts find it.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="redeqx-tests-")

@@ -34,7 +34,7 @@ _CALLED = re.compile(
     r"(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_COMPARED = re.compile(r"%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
+_COMPARED = re.compile(r"%?([\w.\-]+), %?([\w.\-]+)\), direction=LT")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
@@ -223,18 +223,19 @@ class Module:
         return self.sources.of(instruction.rest)
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """The trip count of a while loop: the compiler's, else the constant to which its condition counts from 0, as in a
-        scan; None if it is unknown."""
+        """The trip count of a while loop: the compiler's, else the number up to which its condition counts from 0, as in a
+        scan; None if it is unknown. A condition that compares what it computes, or more than a counter, counts nothing."""
         if known := _TRIP_COUNT.search(loop.rest):
             return int(known.group(1))
         condition = next((called for role, called in loop.calls() if role == "condition"), "")
-        lines = self.computations.get(condition, [])
-        constants = {line.name: line.rest for line in lines if line.opcode == "constant"}
-        for line in lines:
-            limit = _COMPARED.match(line.rest) if line.opcode == "compare" else None
-            if limit and (value := constants.get(limit.group(1))):
-                return int(value.split(")")[0])
-        return None
+        lines = {line.name: line for line in self.computations.get(condition, [])}
+        root = next(reversed(lines.values()), None)
+        compared = _COMPARED.match(root.rest) if root and root.opcode == "compare" else None
+        if compared is None:
+            return None
+        counter, limit = (lines.get(name) for name in compared.groups())
+        is_counter = counter is not None and counter.opcode == "get-tuple-element" and counter.type.startswith(("s", "u"))
+        return int(limit.rest.split(")")[0]) if is_counter and limit and limit.opcode == "constant" else None
 
 
 class _Sources:

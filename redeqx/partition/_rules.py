@@ -98,7 +98,9 @@ def _fully_connected(layer: Layer, arrives: str | None, n_shards: int) -> Split:
         return Split(OUT, "column: its input arrives replicated")
     if layer.in_size % n_shards == 0:
         return Split(IN, f"row: {layer.out_size} outputs do not divide over {n_shards} shards, its inputs do")
-    return Split(None, f"replicated: neither {layer.out_size} outputs nor {layer.in_size} inputs divide over {n_shards} shards")
+    return Split(
+        None, f"replicated: neither {layer.out_size} outputs nor {layer.in_size} inputs divide over {n_shards} shards"
+    )
 
 
 def attention(
@@ -132,7 +134,9 @@ def attention(
     for role, layer in (("key", key), ("value", value)):
         if kv_units % n_shards:
             what = "features" if kv_heads is None else "heads"
-            reason = f"replicated: {kv_units} key/value {what} do not divide over {n_shards} shards, queries on each read them"
+            reason = (
+                f"replicated: {kv_units} key/value {what} do not divide over {n_shards} shards, queries on each read them"
+            )
             splits[layer.name] = Split(None, reason)
         else:
             over = f"{kv_units} heads over {n_shards} shards" if kv_heads is not None else f"{n_shards} shards"
@@ -173,7 +177,9 @@ def embedding(n_rows: int, n_shards: int) -> Split:
     if n_rows % n_shards == 0:
         return Split(OUT, f"embedding: {n_rows} rows over {n_shards} shards")
     padded = -(-n_rows // n_shards) * n_shards
-    return Split(None, f"replicated: {n_rows} rows do not divide over {n_shards} shards; a table padded to {padded} rows would")
+    return Split(
+        None, f"replicated: {n_rows} rows do not divide over {n_shards} shards; a table padded to {padded} rows would"
+    )
 
 
 def largest_free_dim(shape: tuple[int, ...], taken: Collection[int | None], n_shards: int) -> int | None:

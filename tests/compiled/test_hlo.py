@@ -178,6 +178,31 @@ def test_loops_multiply_and_unknown_counts_are_said():
     assert [(c.n_executions, c.exact, c.bytes) for c in hlo.collectives(text)] == [(15, True, 4), (1, False, 4)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "condition", "n"),
+    [
+        ("s32[]", "ROOT %less = pred[] compare(%x, %limit), direction=LT", 12),
+        ("f32[]", "ROOT %less = pred[] compare(%x, %limit), direction=LT", None),  # a threshold, not a count
+        ("s32[]", "%y = s32[] negate(%x)\n  ROOT %less = pred[] compare(%y, %limit), direction=LT", None),
+        ("s32[]", "%less = pred[] compare(%x, %limit), direction=LT\n  ROOT %and = pred[] and(%less, %done)", None),
+    ],
+)
+def test_a_condition_that_only_counts_says_how_often(kind, condition, n):
+    text = _module(
+        f"  ROOT %w = ({kind}) while(%t), condition=%cond, body=%body",
+        f"""%cond (s: ({kind})) -> pred[] {{
+  %s = ({kind}) parameter(0)
+  %limit = {kind} constant(12)
+  %x = {kind} get-tuple-element(%s), index=0
+  {condition}
+}}
+""",
+    )
+    module = hlo.Module.of(text)
+    loop = module.computations[module.entry][-1]
+    assert module.trip_count(loop) == n
+
+
 def test_a_compiled_step():
     """Column then row split in a scan of 6, data=2 x fsdp=2 x model=2: what each pass must move, no more."""
     mesh = make_mesh(n_model_shards=2, n_fsdp_shards=2)

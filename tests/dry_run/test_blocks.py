@@ -120,6 +120,7 @@ def test_blocks_in_a_loop_and_blocks_that_are_counted_are_compiled_whole(options
     assert (found == []) if expected is None else (found[0].startswith(expected) and "IndexError" in found[0])
 
 
+@pytest.mark.sweep
 def test_a_fit_is_extrapolated_with_its_evaluation():
     with redeqx.described("cpu:8"):
         trainer = trainer_of(eqx.filter_eval_shape(Deep, 12, key=jax.random.key(0)))

@@ -137,6 +137,7 @@ def test_a_detail_that_fails_costs_no_verdict(monkeypatch):
     assert plain["needs"] == expected.needs and plain["steps"]["train"]["failed"].keys() == run.steps["train"].failed.keys()
 
 
+@pytest.mark.sweep
 def test_a_program_that_cannot_be_read_still_has_its_memory(monkeypatch):
     """A libtpu newer than jaxlib compiles a step whose text jaxlib cannot parse."""
 
@@ -150,6 +151,7 @@ def test_a_program_that_cannot_be_read_still_has_its_memory(monkeypatch):
     assert "JaxRuntimeError: INTERNAL: unknown opcode (" in str(run) and "and more" not in str(run)
 
 
+@pytest.mark.sweep
 def test_an_evaluation_that_does_not_compile_costs_no_verdict(monkeypatch):
     from redeqx.dry_run import _forecast as _dry_run
 
@@ -297,6 +299,7 @@ def test_before_its_fit_a_script_gets_zeros(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sweep
 def test_folders_are_read_as_shapes_and_a_config_alone_will_do(tmp_path):
     model = GPT2(CONFIG, key=jax.random.key(0))
     save_pretrained(model, CONFIG, tmp_path / "all")

@@ -67,6 +67,7 @@ def test_the_judge_knows_real_images_from_one_repeated():
     assert judge(np.stack([images[0][0]] * 4), images, images)["test_rarest_share"] == 0
 
 
+@pytest.mark.sweep
 def test_it_runs_on_a_mesh(tmp_path):
     outcome = run_example("adversarial_training", *TINY, workdir=tmp_path)
     assert "data=2 x fsdp=1 x model=2" in outcome.output

@@ -24,6 +24,7 @@ def test_it_learns(finished):
     assert str(workdir / "test.png") in outcome.output
 
 
+@pytest.mark.sweep
 def test_it_begins_from_a_checkpoint(finished, tmp_path):
     workdir, first = finished
     flags = ("--pretrained", workdir / "ckpts" / f"step_{len(first.series('loss')):08}", "--n-epochs", 1, "--batch-size", 32)

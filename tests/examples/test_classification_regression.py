@@ -83,6 +83,7 @@ def test_digits_are_told_apart(tmp_path):
     assert str(tmp_path / "ckpts" / best) in outcome.output
 
 
+@pytest.mark.sweep
 def test_a_table_is_held_against_ridge(tmp_path, capsys):
     scores = main(Args("diabetes", workdir=tmp_path, n_epochs=10, learning_rate=3e-3, n_model_shards=2))
     assert scores["test_r2"] > 0.1

@@ -127,6 +127,7 @@ def test_a_round_draws_different_clients_from_its_seed_alone(clients):
     assert set(drawn((0, 4))) == set(SIZES)
 
 
+@pytest.mark.sweep
 def test_it_learns_and_leaves_picture_checkpoint_and_scores(tmp_path):
     run = run_example(
         "federated_learning", "--n-clients", 6, "--clients-per-round", 4, "--rounds-per-epoch", 5, "--n-epochs", 4,

@@ -60,6 +60,7 @@ def series(workdir, name):
     return [line[name] for line in lines if name in line]
 
 
+@pytest.mark.sweep
 def test_both_ways_learn_and_what_is_saved_computes_the_same(finished):
     workdir, outcome = finished
     base = series(workdir / "base_run", "loss")

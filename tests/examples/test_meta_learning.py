@@ -187,6 +187,7 @@ def test_scores_are_means_over_tasks_with_their_intervals():
 # --- runs ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_tiny_run_learns_to_learn(tmp_path):
     sizes = (
         "--tasks-per-epoch",

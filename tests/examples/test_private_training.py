@@ -213,6 +213,7 @@ def test_a_run_goes_on_under_the_terms_that_it_began_with(tmp_path):
 # --- the example -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_it_learns_and_leaves_picture_checkpoints_and_scores(tmp_path):
     run = run_example("private_training", "--epsilons", 3, "--n-epochs", 4, workdir=tmp_path)
     accuracies = {}

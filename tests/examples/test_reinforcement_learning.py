@@ -61,6 +61,7 @@ def test_ppo_learns_to_hold_the_pole_and_goes_on_from_a_checkpoint(tmp_path):
         ppo.main(other)
 
 
+@pytest.mark.sweep
 def test_ddpg_learns_from_replay(tmp_path):
     flags = ("--n-steps", 1200, "--n-random-steps", 400, "--batch-size", 32, "--n-updates", 32)
     run = run_example("reinforcement_learning ddpg", *SMALL, *flags, "--eval-every-n-steps", 600, workdir=tmp_path)

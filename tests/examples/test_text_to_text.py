@@ -48,6 +48,7 @@ def finished(data, tmp_path_factory):
     return workdir, run_example("text_to_text", *columns, *flags, workdir=workdir)
 
 
+@pytest.mark.sweep
 def test_it_learns(finished):
     workdir, outcome = finished
     losses = outcome.series("loss")
@@ -60,6 +61,7 @@ def test_it_learns(finished):
     assert {"argmax_rouge2", "argmax_rougeL"} < index.keys()
 
 
+@pytest.mark.sweep
 def test_the_folder_generates_what_the_run_did(finished):
     workdir, _ = finished
     deployer = redeqx.Deployer(verbose=False)
@@ -242,6 +244,7 @@ def test_no_folder(tmp_path):
         load_pretrained(tmp_path / "nowhere", redeqx.Deployer(verbose=False))
 
 
+@pytest.mark.sweep
 def test_a_tokenizer_of_another_model(finished):
     folder = finished[0] / "model"
     good = (folder / "tokenizer.json").read_text()

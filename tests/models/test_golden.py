@@ -11,7 +11,14 @@ from tests.models.families._case import assert_equal, collect, fill, golden_path
 CASES = collect("CASES")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+SLOW = ("unet-options", "unet-padded", "unet-uneven")  # five seconds each, most of it compilation; two UNets stay
+
+
+def marked(case):
+    return pytest.param(case, id=case.name, marks=[pytest.mark.sweep] if case.name in SLOW else [])
+
+
+@pytest.mark.parametrize("case", map(marked, CASES))
 def test_outputs(case, tmp_path):
     golden = read_golden(case)
     (tmp_path / "config.json").write_text(json.dumps(golden["config"]))

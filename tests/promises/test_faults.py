@@ -37,6 +37,7 @@ def test_a_peer_that_is_killed_is_left(tmp_path, culprit):
     assert "Terminating process" not in run.text  # JAX's client prints it when it loses its coordinator
 
 
+@pytest.mark.sweep
 def test_a_peer_that_is_frozen_is_left_after_the_heartbeat(tmp_path):
     run = train(tmp_path, "--fault", "stop", "--heartbeat", 3)
     assert (
@@ -103,6 +104,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path):
     assert "Traceback" not in run.text
 
 
+@pytest.mark.sweep
 def test_what_becomes_of_forked_children_is_nothing_to_the_run(tmp_path):
     """A child that is terminated ends. One that fails prints its error, and the run continues."""
     run = train(tmp_path, "--fault", "forks", limit=90.0)
@@ -118,10 +120,11 @@ def test_what_becomes_of_forked_children_is_nothing_to_the_run(tmp_path):
         ("disk", 1, "'No space left on device (process 1)' with"),
         pytest.param("full", 0, "'No space left on device (process 0)' with", marks=pytest.mark.sweep),
         pytest.param("readonly", 0, "'Read-only file system (process 0)' with", marks=pytest.mark.sweep),
-        (
+        pytest.param(
             "vanished",
             1,
             "expected the run's folder, which was there at its start, got none. Mount it again, or save elsewhere",
+            marks=pytest.mark.sweep,
         ),
     ],
 )
@@ -145,6 +148,7 @@ def test_a_script_that_ends_before_the_others_is_named(tmp_path, culprit):
     assert f"redeqx: process {culprit} of 2 has come to the end of its script, while others wait for it; " in run.lines[-1]
 
 
+@pytest.mark.sweep
 def test_rows_of_another_shape_are_named(tmp_path):
     run = train(tmp_path, "--fault", "shape", *QUICK)
     assert run.code == 1
@@ -189,6 +193,7 @@ def test_a_process_that_would_train_something_else_is_refused(tmp_path, fault, w
     assert not (tmp_path / "ckpts").exists()
 
 
+@pytest.mark.sweep
 def test_process_0_decides_where_a_metric_differs(tmp_path):
     run = train(tmp_path, "--fault", "metric", *QUICK)
     assert run.code == 0, run.text
@@ -222,7 +227,7 @@ def test_two_processes_train_like_one(tmp_path):
     ("n_devices", "mesh"),
     [
         pytest.param(8, (), marks=pytest.mark.sweep),
-        (4, ("--model", 4)),
+        pytest.param(4, ("--model", 4), marks=pytest.mark.sweep),
         pytest.param(4, ("--model", 1, "--fsdp", 4), marks=pytest.mark.sweep),
     ],
 )
@@ -267,6 +272,7 @@ FILES = {f"{kind}-0000{i}-of-00002.safetensors" for kind in ("model", "optimizer
 INDEXES = {"model.safetensors.index.json", "optimizer.safetensors.index.json"}
 
 
+@pytest.mark.sweep
 def test_without_positions_each_process_writes_a_file_of_its_own(tmp_path, undisturbed):
     """A second run resumes from these files, writes in place again, and ends bitwise equal to one that was never stopped."""
     first = train(tmp_path, "--fault", "sequential", "--epochs", 1)

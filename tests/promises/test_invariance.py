@@ -86,7 +86,7 @@ def reference():
 
 @pytest.mark.parametrize(
     ("n_model", "n_fsdp"),
-    [mesh if mesh in [(4, 1), (1, 2), (2, 2)] else pytest.param(*mesh, marks=pytest.mark.sweep) for mesh in MESHES[1:]],
+    [mesh if mesh in [(4, 1), (2, 2)] else pytest.param(*mesh, marks=pytest.mark.sweep) for mesh in MESHES[1:]],
 )
 def test_parameters_do_not_depend_on_the_mesh(n_model, n_fsdp, reference):
     trainer, losses = train(n_model, n_fsdp, optax.sgd(0.1, momentum=0.9))
@@ -101,12 +101,12 @@ def test_nor_do_they_where_the_last_step_does_not_divide():
 
 
 def test_parameters_do_not_depend_on_accumulation():
-    runs = [
-        train(2, 2, optax.sgd(0.1, momentum=0.9), accumulate=n, dropout=0.0, examples=EXAMPLES[:-REST]) for n in (1, 2, 4)
-    ]
-    for trainer, losses in runs[1:]:
-        assert_close(leaves(trainer), leaves(runs[0][0]))
-        np.testing.assert_allclose(losses, runs[0][1], rtol=1e-5)
+    """Of one cut; the sweep has all, on every mesh."""
+    (one, expected), (cut, losses) = (
+        train(2, 2, optax.sgd(0.1, momentum=0.9), accumulate=n, dropout=0.0, examples=EXAMPLES[:-REST]) for n in (1, 4)
+    )
+    assert_close(leaves(cut), leaves(one))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +139,7 @@ def test_metrics_keep_their_names_in_steps_of_every_cut():
         assert counted == pytest.approx((labels < VOCAB // 2).mean(), rel=1e-6)
 
 
+@pytest.mark.sweep
 def test_adamw_logs_the_same_losses_on_every_mesh():
     _, reference = train(1, 1, optax.adamw(1e-2))
     for mesh in [(4, 1), (2, 4)]:
@@ -149,7 +150,7 @@ def test_adamw_logs_the_same_losses_on_every_mesh():
 def test_evaluation_does_not_depend_on_the_batch_size():
     """Also with a remainder, and with fewer examples than a batch. The loss is the mean over tokens, not a mean of means."""
     trainer = make_trainer(2, 2, optax.sgd(0.1))
-    losses = [trainer.eval_loss(EXAMPLES[:13], size) for size in (1, 2, 3, 8)]
+    losses = [trainer.eval_loss(EXAMPLES[:13], size) for size in (1, 3, 8)]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
     on_host = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)) if eqx.is_array(x) else x, trainer.model)
     model = eqx.nn.inference_mode(on_host)

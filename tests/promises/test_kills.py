@@ -88,14 +88,15 @@ def check_cleared(checkpoints):
 
 
 @pytest.mark.parametrize(
-    ("trials", "check"),
+    ("trials", "check", "every"),
     [
-        pytest.param("in_place", check_whole, id="in place"),
-        pytest.param("apart", check_whole_apart, id="apart", marks=pytest.mark.sweep),
+        pytest.param("in_place", check_whole, 4, id="in place, every fourth point"),
+        pytest.param("in_place", check_whole, 1, id="in place", marks=pytest.mark.sweep),
+        pytest.param("apart", check_whole_apart, 1, id="apart", marks=pytest.mark.sweep),
     ],
     indirect=["trials"],
 )
-def test_killed_anywhere_the_index_names_a_complete_checkpoint(tmp_path, trials, check):
+def test_killed_anywhere_the_index_names_a_complete_checkpoint(tmp_path, trials, check, every):
     codes, (coordinator, other) = trials.run("undisturbed", [])
     assert codes == [0, 0], (tmp_path / "undisturbed" / "errors_0").read_text()[-2000:]
     assert check(tmp_path / "undisturbed", {2}) == 2
@@ -109,7 +110,7 @@ def test_killed_anywhere_the_index_names_a_complete_checkpoint(tmp_path, trials,
     # Both: the coordinator at each point, and the other process at about the same time.
     kills += [[[0, i], [1, len(other) * i // len(coordinator)]] for i in range(len(coordinator))]
     seen = set()
-    for number, each in enumerate(kills):
+    for number, each in enumerate(kills[::every]):
         name = f"kill_{number}"
         codes, _ = trials.run(name, each)
         killed = [index for index, _ in each]

@@ -87,6 +87,7 @@ def test_read_adapt_train_generate_save(dtype, folder, tmp_path):
     assert json.loads((tmp_path / "tuned" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
+@pytest.mark.sweep
 def test_the_loss_is_the_same_on_every_mesh(folder):
     losses = []
     for n_model, n_fsdp in ((1, 1), (2, 2), (4, 2)):

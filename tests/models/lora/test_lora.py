@@ -375,6 +375,7 @@ def test_adapters_are_split_as_their_layers(trained):
         assert leaf.sharding.spec == trainer.plan[name].spec
 
 
+@pytest.mark.sweep
 def test_a_run_that_was_killed_resumes_to_the_same_bits(trained, tmp_path):
     base, whole, _ = trained
     with pytest.raises(InterruptedError):
