@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Simulated devices need a thread each in XLA's pool, or their collectives wait for each other for ever. (The examples see to
 # that themselves: one device is faster without.)
 test sweep parity benchmarks: export NPROC ?= 16
+# Every annotation is checked at run time while the sweep runs, those of the models in each test.
+sweep: export TYPECHECK ?= redeqx
 # A file at a time in each of two processes: compilation, which takes most of the time, uses one core.
 PYTEST_WORKERS ?= -n 2 --dist loadfile
 

@@ -1,4 +1,4 @@
-"""Eight simulated devices, every warning an error, every jaxtyping annotation checked by beartype."""
+"""Eight simulated devices, every warning an error, jaxtyping's annotations checked by beartype."""
 
 import atexit
 import os
@@ -25,7 +25,9 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-install_import_hook(os.environ.get("CHECKED", "redeqx.models"), "beartype.beartype")
+# The models' annotations have shapes and dtypes. Checking those of the library too, as `make sweep` does, takes a third of
+# the time; pyright has read them.
+install_import_hook(os.environ.get("TYPECHECK", "redeqx.models"), "beartype.beartype")
 
 
 @pytest.fixture
@@ -34,3 +36,10 @@ def x64():
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """After each file: thousands of programs would stay in memory, and no file runs those of another."""
+    yield
+    jax.clear_caches()

@@ -785,7 +785,7 @@ print(n - 1, sum(old))
 """
 
 
-@pytest.mark.parametrize("step", [200, 300])
+@pytest.mark.parametrize("step", [200, pytest.param(300, marks=pytest.mark.sweep)])
 def test_killed_at_every_step_of_a_save(tmp_path, step):
     """Step 300 is a new checkpoint; step 200 one beside a committed checkpoint of the same step."""
     n_kills, n_old = map(int, run(KILLED.replace("STEP)", f"{step})").replace("STEP,", f"{step},"), tmp_path).split())

@@ -114,6 +114,7 @@ def test_flops_are_counted_and_recomputation_apart():
     assert 3 * forward < again.steps["train"].flops["float32"] <= 4 * forward
 
 
+@pytest.mark.sweep
 def test_a_detail_that_fails_costs_no_verdict(monkeypatch):
     """Only the memory of a compiled step is needed for the verdict. Other parts that fail are listed with the reason."""
     expected = make_trainer(deployer(2)).dry_run(examples(), 2)
@@ -523,11 +524,12 @@ def test_it_exits_with_3_where_it_does_not_fit(script, tmp_path):
     [
         ("raises", 1, "KeyError: 'mine'"),
         ("never", 2, "train.py`: expected a call of `Trainer.fit` or `Trainer.train`, got to its end without one."),
-        ("huge", 1, "Make it with `deployer.init(lambda: Model(key=key))`"),
-        (
+        pytest.param("huge", 1, "Make it with `deployer.init(lambda: Model(key=key))`", marks=pytest.mark.sweep),
+        pytest.param(
             "divides",
             1,
             "where models are shapes, `eval_loss` returned zeros. Where that is the cause, leave it out with `if",
+            marks=pytest.mark.sweep,
         ),
         (
             "computes",

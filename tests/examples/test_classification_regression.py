@@ -105,6 +105,7 @@ def test_sentences_are_told_apart(cola, tmp_path):
     assert (tmp_path / "test.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.sweep
 def test_a_published_bert_is_given_a_new_head(stsb, tmp_path):
     tokenizer = learn_tokenizer(["cat dog"], 300)
     config = BertConfig(tokenizer.get_vocab_size(), 16, 2, 16, 32, 1, 2, n_classes=3, has_pooler=False)

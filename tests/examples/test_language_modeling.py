@@ -169,13 +169,14 @@ def test_killed_and_run_again_it_ends_with_the_same_bits(data, finished, tmp_pat
 @pytest.mark.parametrize(
     ("flag", "status", "words"),
     [
-        (
+        pytest.param(
             "--help",
             0,
             ["--learning-rate FLOAT", "--data {None}|PATH", "A text file, a folder of them", "(default: 0.003)"],
+            marks=pytest.mark.sweep,
         ),
         ("--leraning-rate=1", 2, ["--leraning-rate", "Perhaps you meant", "--learning-rate FLOAT"]),
-        ("--n-layers=two", 2, ["--n-layers", "two"]),
+        pytest.param("--n-layers=two", 2, ["--n-layers", "two"], marks=pytest.mark.sweep),
     ],
 )
 def test_command_line(flag, status, words):

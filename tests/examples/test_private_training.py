@@ -125,7 +125,7 @@ def train_on(shape, examples, n_micro, noise_multiplier, sample_size, width=8):
     return before - flat(trainer.model)
 
 
-@pytest.mark.parametrize("n_micro", [1, 4])
+@pytest.mark.parametrize("n_micro", [pytest.param(1, marks=pytest.mark.sweep), 4])
 def test_the_noise_is_that_of_the_accountant_on_every_mesh(n_micro):
     """Rows that only fill the batch have no gradient, so a step takes the noise alone."""
     one, four = (train_on(shape, [FILLING] * 16, n_micro, 2.0, 10.0, width=256) for shape in ((1, 1, 1), (2, 1, 2)))
@@ -136,7 +136,7 @@ def test_the_noise_is_that_of_the_accountant_on_every_mesh(n_micro):
     assert abs(np.mean(one * 10)) < 4 * 2.0 * CLIP / np.sqrt(n)
 
 
-@pytest.mark.parametrize("n_micro", [1, 4])
+@pytest.mark.parametrize("n_micro", [pytest.param(1, marks=pytest.mark.sweep), 4])
 def test_the_sum_is_divided_by_the_expected_size_of_a_sample(model, examples, sums_of, n_micro):
     _, sums = sums_of(model, examples)
     found = train_on((2, 1, 2), examples, n_micro, 0.0, 10.0)
@@ -196,6 +196,7 @@ def test_epsilon_falls_with_noise_and_sampling_and_is_what_dp_accounting_says():
     assert 0.8 * bound < spent(4.0, 1e-5, 0.25, 20) < bound
 
 
+@pytest.mark.sweep
 def test_the_noise_keeps_within_the_budget_and_spends_it():
     noise = calibrate(2.0, 1e-5, 0.25, 20)
     assert 1.98 < spent(noise, 1e-5, 0.25, 20) <= 2.0

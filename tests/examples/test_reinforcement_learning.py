@@ -329,7 +329,7 @@ def test_maddpg_trains_each_critic_on_all_and_each_actor_by_its_own_critic(indep
     assert_moved_by_a_tenth(state, targets, model)
 
 
-@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("independent", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_an_independent_critic_knows_its_own_agent_alone(independent):
     model = Team(3, 4, 2, 8, independent, key=jax.random.key(0))
     seen, actions = jnp.ones((1, 3, 4)), jnp.ones((1, 3, 3, 2))

@@ -61,6 +61,7 @@ def decode(model, ids, cache, mask=None):
 # --- positions and masks ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_decoding_in_pieces_after_left_padding_equals_the_call(model):
     model = eqx.nn.inference_mode(model)
     mask, decoder_mask = jnp.arange(8) < 6, jnp.arange(7) >= 2
@@ -122,6 +123,7 @@ def test_hidden_states_and_logits_are_the_call_in_two(model, logits):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_dropout_follows_the_key_and_inference_mode_removes_it(model, logits):
     a, same, b = (run(model, IDS, DECODER_IDS, key=jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(a, same)
@@ -157,6 +159,7 @@ def test_remat_changes_neither_value_nor_gradients():
             assert np.any(grad != 0) == (name != "logits_bias"), name
 
 
+@pytest.mark.sweep
 def test_initial_weights_are_those_of_transformers_code():
     config = dataclasses.replace(NO_DROPOUT, d_model=96, d_ff=128, d_decoder_ff=128, init_std=0.03)
     model = eqx.filter_jit(Bart)(config, key=jax.random.key(0))
@@ -184,6 +187,7 @@ def test_presets_have_the_published_number_of_parameters(config, n_parameters):
     assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == n_parameters + config.vocab_size
 
 
+@pytest.mark.sweep
 def test_bfloat16_stays_bfloat16(model, logits):
     @eqx.filter_jit
     def call_and_decode(model):

@@ -118,6 +118,7 @@ def test_logits_of_hidden_states_are_those_of_a_call_and_chunks_make_the_same_lo
     np.testing.assert_allclose(plain, chunked, rtol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("cls", [BertForMaskedLM, BertForSequenceClassification])
 def test_dropout_follows_the_key_and_inference_mode_removes_it(cls):
     model = make(cls)
@@ -157,6 +158,7 @@ def test_remat_changes_neither_value_nor_gradients():
         assert np.any(a != 0)  # every leaf takes part
 
 
+@pytest.mark.sweep
 def test_bfloat16_stays_bfloat16(mlm):
     model = eqx.nn.inference_mode(mlm)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
@@ -165,6 +167,7 @@ def test_bfloat16_stays_bfloat16(mlm):
     assert jnp.abs(found.astype(jnp.float32) - wanted).mean() < 0.1 * wanted.std()
 
 
+@pytest.mark.sweep
 def test_initial_weights():
     config = BertConfig(500, 200, d_model=128, d_ff=256, n_layers=4, n_heads=4, n_classes=100, pad_token_id=3)
     model = eqx.filter_jit(BertForSequenceClassification)(config, key=jax.random.key(0))

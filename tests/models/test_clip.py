@@ -90,6 +90,7 @@ def test_a_text_is_pooled_at_its_first_end_or_its_largest_id():
     assert old.pool(hidden, IDS)[0] == 4
 
 
+@pytest.mark.sweep
 def test_dropout_follows_the_key_and_inference_mode_removes_it():
     model = make(CLIP, CONFIG)
     a, same, b = (jnp.stack(run(model, IDS, PIXELS, key=jax.random.key(i))) for i in (0, 0, 1))
@@ -101,6 +102,7 @@ def test_dropout_follows_the_key_and_inference_mode_removes_it():
     assert_same(run(eqx.nn.inference_mode(model), IDS, PIXELS), quiet)
 
 
+@pytest.mark.sweep
 def test_remat_changes_neither_value_nor_gradients():
     config = TEXT.without_dropout()
 
@@ -117,6 +119,7 @@ def test_remat_changes_neither_value_nor_gradients():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sweep
 def test_bfloat16_stays_bfloat16():
     model = eqx.nn.inference_mode(make(CLIP, CONFIG))
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
@@ -125,6 +128,7 @@ def test_bfloat16_stays_bfloat16():
         assert jnp.abs(found.astype(jnp.float32) - wanted).mean() < 0.1 * wanted.std()
 
 
+@pytest.mark.sweep
 def test_initial_weights():
     text = CLIPTextConfig(500, 200, d_model=128, d_ff=512, n_layers=8, n_heads=4)
     vision = CLIPVisionConfig(64, 8, d_model=256, d_ff=512, n_layers=2, n_heads=4)

@@ -18,7 +18,7 @@ def marked(case):
     return pytest.param(case, id=case.name, marks=[pytest.mark.sweep] if case.name in SLOW else [])
 
 
-@pytest.mark.parametrize("case", map(marked, CASES))
+@pytest.mark.parametrize("case", [*map(marked, CASES)])
 def test_outputs(case, tmp_path):
     golden = read_golden(case)
     (tmp_path / "config.json").write_text(json.dumps(golden["config"]))

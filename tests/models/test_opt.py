@@ -77,6 +77,7 @@ def test_hidden_is_as_wide_as_the_embedding():
     np.testing.assert_allclose(model.logits(hidden), run(model, IDS), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["attention_dropout", "residual_dropout"])
 def test_dropout_follows_the_key_and_inference_mode_removes_it(name):
     model = make_model(dataclasses.replace(CONFIG, **{name: 0.3}))
@@ -87,6 +88,7 @@ def test_dropout_follows_the_key_and_inference_mode_removes_it(name):
     assert model.config.without_dropout() == CONFIG
 
 
+@pytest.mark.sweep
 def test_remat_changes_neither_value_nor_gradients():
     @eqx.filter_jit
     @eqx.filter_value_and_grad
@@ -100,6 +102,7 @@ def test_remat_changes_neither_value_nor_gradients():
         assert np.any(a != 0)  # every leaf takes part
 
 
+@pytest.mark.sweep
 @CONFIGS
 def test_bfloat16_stays_bfloat16(config):
     model = make_model(config)
@@ -110,6 +113,7 @@ def test_bfloat16_stays_bfloat16(config):
     assert half.init_cache(4).keys.dtype == jnp.bfloat16
 
 
+@pytest.mark.sweep
 def test_initial_weights_are_those_of_the_paper():
     model = eqx.filter_jit(OPT)(OPTConfig(400, 254, 128, 64, None, 8, 4), key=jax.random.key(0))
     blocks = model.stack.blocks

@@ -13,9 +13,9 @@ from redeqx._tree import named_leaves
 from tests.models.families._case import collect
 
 TRAININGS = collect("TRAININGS")
-# Twenty seconds each and more, most of it compilation; the decoders stay.
+# Ten seconds each and more, most of it compilation.
 SLOW = (
-    "bart", "bert-classes", "bert-mlm", "clip", "gptj", "opt", "opt-350m", "qwen3", "t5", "unet", "vae",
+    "bart", "bert-classes", "bert-mlm", "clip", "gptj", "llama", "opt", "opt-350m", "qwen3", "t5", "unet", "vae",
     "vision-encoder-decoder", "vit"
 )  # fmt: skip
 

@@ -49,6 +49,7 @@ def model():
     return make_model()
 
 
+@pytest.mark.sweep
 def test_a_masked_token_is_not_seen(model):
     expected = run(model, context=CONTEXT[:3])
     mask = jnp.arange(5) < 3
@@ -79,6 +80,7 @@ def test_samples_in_0_to_1_are_centred_where_the_config_says():
         np.testing.assert_array_equal(seen.value.args[0], expected)
 
 
+@pytest.mark.sweep
 def test_dropout_follows_the_key_and_inference_mode_removes_it(model):
     dropping = make_model(dataclasses.replace(CONFIG, dropout=0.5))
     assert dropping.config.without_dropout() == CONFIG

@@ -67,6 +67,7 @@ def test_latents_are_drawn_from_the_posterior():
     assert Posterior(jnp.zeros((1, 2, 2)), jnp.zeros((1, 2, 2))).kl() == 0
 
 
+@pytest.mark.sweep
 def test_log_variances_have_bounds(model):
     bias = jnp.array([0.0, 0.0, 1e3, -1e3])[:, None, None]
     posterior = eqx.tree_at(lambda m: m.quant_conv.bias, model, bias).encode(IMAGE[:, :2, :2])

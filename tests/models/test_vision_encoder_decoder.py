@@ -51,6 +51,7 @@ def test_the_preset_has_the_published_number_of_parameters():
     assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == 239_195_904
 
 
+@pytest.mark.sweep
 def test_decoding_in_pieces_equals_the_call(logits):
     model = eqx.nn.inference_mode(make(VisionEncoderDecoder, CONFIG))
     memory = eqx.filter_jit(VisionEncoderDecoder.encode)(model, PIXELS)
@@ -72,6 +73,7 @@ def test_padding_changes_nothing_and_the_image_does(logits):
     assert not np.isclose(run(model, -PIXELS, IDS), logits, atol=1e-2).all(axis=-1).any()
 
 
+@pytest.mark.sweep
 def test_dropout_follows_the_key_and_inference_mode_removes_it(logits):
     model = make(VisionEncoderDecoder, CONFIG)
     a, same, b = (run(model, PIXELS, IDS, key=jax.random.key(i)) for i in (0, 0, 1))
@@ -103,6 +105,7 @@ def test_remat_changes_neither_value_nor_gradients():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sweep
 def test_bfloat16_stays_bfloat16(logits):
     model = eqx.nn.inference_mode(make(VisionEncoderDecoder, CONFIG))
     half = run(jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model), PIXELS, IDS)

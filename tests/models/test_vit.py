@@ -73,6 +73,7 @@ def test_pixels_beyond_the_last_whole_patch_are_not_seen():
     assert_same(run(model, pixels), run(model, pixels.at[:, 8:].set(7)))
 
 
+@pytest.mark.sweep
 def test_dropout_follows_the_key_and_inference_mode_removes_it(classifier):
     a, same, b = (run(classifier, PIXELS, key=jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(a, same)
@@ -90,6 +91,7 @@ def test_each_dropout_has_its_own_rate(name):
     assert not np.isclose(a, b).all(axis=-1).any()
 
 
+@pytest.mark.sweep
 def test_remat_changes_neither_value_nor_gradients():
     config = CONFIG.without_dropout()
 
@@ -107,6 +109,7 @@ def test_remat_changes_neither_value_nor_gradients():
         assert np.any(a != 0)  # every leaf takes part
 
 
+@pytest.mark.sweep
 def test_bfloat16_stays_bfloat16(classifier):
     model = eqx.nn.inference_mode(classifier)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
@@ -115,6 +118,7 @@ def test_bfloat16_stays_bfloat16(classifier):
     assert jnp.abs(found.astype(jnp.float32) - wanted).mean() < 0.1 * wanted.std()
 
 
+@pytest.mark.sweep
 def test_initial_weights():
     config = ViTConfig(64, 8, d_model=128, d_ff=256, n_layers=4, n_heads=4, n_classes=100)
     model = eqx.filter_jit(ViTForImageClassification)(config, key=jax.random.key(0))

@@ -10,7 +10,7 @@ from redeqx.checkpoint._manager import Checkpoints
 from redeqx.checkpoint._reader import Source
 from tests._processes import train, trained_on
 
-N = 101  # examples
+N = 101  # examples, with `--rest`
 # A heartbeat of 3 s, and a hang limit of 4 s: the tests need not wait for the longer defaults.
 QUICK = ("--heartbeat", 3, "--hang", 4)
 
@@ -209,8 +209,8 @@ def test_process_0_decides_where_a_metric_differs(tmp_path):
 
 def test_two_processes_train_like_one(tmp_path):
     """Both have eight devices: the order of data and the random numbers are equal, and only the order of sums differs."""
-    two = train(tmp_path / "two", "--fsdp", 2)
-    one = train(tmp_path / "one", "--fsdp", 2, n_processes=1, n_devices=8)
+    two = train(tmp_path / "two", "--fsdp", 2, "--rest")
+    one = train(tmp_path / "one", "--fsdp", 2, "--rest", n_processes=1, n_devices=8)
     assert (two.code, one.code) == (0, 0), two.text
     np.testing.assert_allclose(two.result["metrics"]["loss"], one.result["metrics"]["loss"], rtol=1e-6)
     np.testing.assert_allclose(two.result["outputs"], one.result["outputs"], rtol=1e-6)
@@ -234,16 +234,16 @@ def test_two_processes_train_like_one(tmp_path):
 def test_a_run_goes_on_elsewhere(tmp_path, n_devices, mesh):
     """One of two processes is killed. A single process resumes the run, on as many devices or fewer, with another mesh."""
     # Without dropout: its masks depend on how the devices share the last, smaller step of an epoch.
-    killed = train(tmp_path / "run", "--fault", "kill", "--at", 10, "--dropout", 0, *QUICK)
+    killed = train(tmp_path / "run", "--fault", "kill", "--at", 10, "--rest", "--dropout", 0, *QUICK)
     assert killed.code == 137
     step = last_whole(tmp_path / "run")
     assert 3 <= step < 14
-    again = train(tmp_path / "run", *mesh, "--dropout", 0, n_processes=1, n_devices=n_devices)
+    again = train(tmp_path / "run", *mesh, "--rest", "--dropout", 0, n_processes=1, n_devices=n_devices)
     assert again.code == 0, again.text
     steps = trained_on(tmp_path / "run", N)
     seen = Counter(number for numbers in [*steps["2"][:step], *steps["1"]] for number in numbers)
     assert seen == dict.fromkeys(range(N), 2)  # in two epochs
-    whole = train(tmp_path / "whole", "--dropout", 0, n_processes=1, n_devices=8)
+    whole = train(tmp_path / "whole", "--rest", "--dropout", 0, n_processes=1, n_devices=8)
     assert trained_on(tmp_path / "whole", N)["1"][step:] == steps["1"]
     np.testing.assert_allclose(again.result["metrics"]["loss"], whole.result["metrics"]["loss"], rtol=1e-5)
 

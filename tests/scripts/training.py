@@ -35,6 +35,7 @@ parser.add_argument("--save-every", type=int, default=3)
 parser.add_argument("--heartbeat", type=float, default=30.0)
 parser.add_argument("--start", type=float, default=300.0)
 parser.add_argument("--hang", type=float)
+parser.add_argument("--rest", action="store_true", help="epochs, evaluations and predictions that end in a smaller batch")
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--fault", default="none")
 parser.add_argument("--at", type=int, default=8, help="the step before which the fault happens")
@@ -46,7 +47,8 @@ args = parser.parse_args()
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", args.devices)
 
-N = 101
+# Without a rest, each of the three steps is compiled once.
+N, N_EVALUATED, N_PREDICTED = (101, 37, 19) if args.rest else (112, 32, 16)
 options = {"on_nonfinite": "skip"} if args.skip else {}
 deployer = redeqx.Deployer(
     jax_seed=args.culprit if args.fault == "seed" and os.environ.get("REDEQX_PROCESS_ID") == str(args.culprit) else 0,
@@ -254,7 +256,7 @@ metrics = trainer.fit(
     Examples(),
     rows,
     args.epochs,
-    eval_examples=list(range(N, N + 37)),
+    eval_examples=list(range(N, N + N_EVALUATED)),
     save_every_n_steps=args.save_every if args.workdir else None,
     save_last_ckpt=args.workdir is not None,
     save_opt_states=not args.params_only,
@@ -262,7 +264,7 @@ metrics = trainer.fit(
     **options,
 )
 predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(lambda x: model(x, None))(batch["x"]))
-outputs = np.stack(predictor.predict(list(range(N, N + 19)), 2))
+outputs = np.stack(predictor.predict(list(range(N, N + N_PREDICTED)), 2))
 if deployer._run.peers.index == 0:
     print(json.dumps({"metrics": metrics, "outputs": float(np.abs(outputs).sum())}))
 sys.exit(0)

@@ -153,7 +153,7 @@ class StopAt(redeqx.Callback):
             trainer.stop()
 
 
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.sweep), 3])
 def test_a_stopped_fit_ends_as_at_its_end_and_goes_on_in_the_next_run(step, tmp_path):
     calls, whole = [], make_trainer()
     fit(whole)
@@ -281,7 +281,7 @@ class Counts(redeqx.Callback):
         assert (state["on.device"] == np.full((2, 2), self.n)).all() and state["on.device"].dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("step", [1, 3, 5])
+@pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.sweep) for step in (1, 5))])
 def test_state_is_resumed_to_the_bit(step, tmp_path):
     whole, again = Counts(), Counts()
     fit(make_trainer(tmp_path / "whole"), whole, save_every_n_steps=1)
@@ -340,7 +340,7 @@ def test_ema_is_the_average_of_the_weights_evaluated_and_saved(tmp_path):
     assert ema.model.layers[0].weight.sharding == trainer.model.layers[0].weight.sharding
 
 
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.sweep), 3])
 def test_ema_is_resumed_to_the_bit(step, tmp_path):
     whole, ema = make_trainer(tmp_path / "whole"), redeqx.EMA(0.9)
     fit(whole, ema, eval_examples=DATA[:5])

@@ -151,7 +151,7 @@ def test_a_plateau_lowers_the_learning_rate():
     assert scale == float(state.scale)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_lbfgs_searches_along_its_line(accumulate):
     def plain(model, batch, key):
         return ((jax.vmap(model)(batch[:, :5])[:, 0] - batch[:, 5]) ** 2).mean()

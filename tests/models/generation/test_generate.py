@@ -40,7 +40,7 @@ def searches():
         yield pytest.param(name, search, marks=[] if is_quick else pytest.mark.sweep)
 
 
-@pytest.mark.parametrize(("golden", "search"), searches(), indirect=["golden"], scope="module")
+@pytest.mark.parametrize(("golden", "search"), [*searches()], indirect=["golden"], scope="module")
 def test_gives_the_tokens_of_transformers(search, golden):
     case, model, expected = golden
     np.testing.assert_array_equal(_generation.ours(model, case, _generation.SEARCHES[search]), expected[search])

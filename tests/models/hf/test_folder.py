@@ -213,7 +213,9 @@ def test_fields_may_differ_from_the_folders(folder):
 # --- meshes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n_model", "n_fsdp"), [(4, 1), (2, 4), (1, 8)])
+@pytest.mark.parametrize(
+    ("n_model", "n_fsdp"), [(2, 4), *(pytest.param(*mesh, marks=pytest.mark.sweep) for mesh in ((4, 1), (1, 8)))]
+)
 def test_is_read_onto_any_mesh_and_saved_from_it(n_model, n_fsdp, folder, tmp_path):
     deployer = redeqx.Deployer(n_model_shards=n_model, n_fsdp_shards=n_fsdp, verbose=False)
     model, config = from_pretrained(folder, deployer=deployer)
@@ -254,6 +256,7 @@ print(before, peak(), held)
 """
 
 
+@pytest.mark.sweep
 def test_reading_holds_no_more_than_the_largest_tensor(tmp_path):
     """Of the process's peak, beyond the model, which the simulated devices hold in the same memory."""
     small, large = (
