@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from ._deployer import Deployer
-from .checkpoint import RECORD, Checkpoints, load_tree
+from .checkpoint import MANIFEST, Checkpoints, load_tree
 from .distributed import Peers
 from .errors import check_alive, check_model, plainly
 from .machine import as_shapes
@@ -76,7 +76,7 @@ def _find(path: Path, peers: Peers) -> tuple[Checkpoints, Path]:
     def folder(of: Path) -> Checkpoints:
         return Checkpoints(of, peers, lambda text: None)
 
-    if (path / RECORD).is_file():
+    if (path / MANIFEST).is_file():
         return folder(path.parent), path
     for of, name in ((path / _FOLDER, "last"), (path, "last"), (path.parent, path.name), (path.parent / _FOLDER, path.name)):
         if (of / _INDEX).is_file():

@@ -39,7 +39,6 @@ class PPO:
     entropy_weight: float = 0.01
     eval_every_n_steps: int = 10_000  # Environment steps between two evaluations.
     eval_episodes: int = 64  # Episodes that select the best checkpoint. The same number of others test it.
-    test_episodes: int = 100
     n_model_shards: int = 1  # Devices over which each layer is sharded.
     n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
     simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from redeqx.checkpoint import Source
+from redeqx.checkpoint import TensorReader
 from redeqx.errors import load_json
 from redeqx.machine import dry
 
@@ -77,12 +77,12 @@ def companions(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def weights_of(folder: Path, stem: str) -> Source | None:
+def weights_of(folder: Path, stem: str) -> TensorReader | None:
     """The tensors of a folder. None in a dry run if the folder has none, so that one can check whether a model fits before
     its weights are downloaded. Otherwise raises ValueError if there are none."""
     if dry() is not None and not any(folder.glob(f"{stem}*.safetensors*")):
         return None
-    return Source.find(folder, stem)
+    return TensorReader.find(folder, stem)
 
 
 def write_companions(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDevi
 
 from redeqx import Deployer, Plan
 from redeqx._tree import is_array_like, listed, map_named, named_leaves, nearest
-from redeqx.checkpoint import INDEX, Source
+from redeqx.checkpoint import INDEX, TensorReader
 from redeqx.errors import brief_name
 from redeqx.machine import as_shapes, dry
 
@@ -82,12 +82,12 @@ def load(
     return map_named(read, shapes)
 
 
-def _check_index(source: Source, index: Path) -> None:
+def _check_index(source: TensorReader, index: Path) -> None:
     """Raises ValueError if a folder has both a single file, which is read, and shards with other contents."""
     if source.path == index or not index.is_file():
         return
     try:
-        shards = Source(index)
+        shards = TensorReader(index)
     except ValueError:  # the remains of shards that were removed
         return
     names = {*source.names(), *shards.names()}
@@ -102,7 +102,7 @@ def _check_index(source: Source, index: Path) -> None:
             )
 
 
-def _check_dtypes(source: Source, weight_map: WeightMap) -> None:
+def _check_dtypes(source: TensorReader, weight_map: WeightMap) -> None:
     """Raises ValueError for floats of a dtype that a model cannot compute with unless they are cast."""
     wanted = {disk for name in weight_map.tensors for disk in name.on_disk}
     kept: dict[str, str] = {}
@@ -172,7 +172,7 @@ def _put(stack: jax.Array, layer: jax.Array, i: Any, sharding: Sharding) -> jax.
 
 
 def _match(
-    source: Source, weight_map: WeightMap, wanted: Mapping[str, Any], config_path: Path
+    source: TensorReader, weight_map: WeightMap, wanted: Mapping[str, Any], config_path: Path
 ) -> dict[str, list[Sequence[np.ndarray]]]:
     """Views of each stored tensor's leaves, one sequence for each layer, after a check of names, shapes and dtypes.
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from redeqx._tree import listed, nearest
-from redeqx.checkpoint import Source, write_tensors
+from redeqx.checkpoint import TensorReader, write_tensors
 from redeqx.errors import brief, check_alive
 
 from .._kinds import INTEGER, NUMBER
@@ -247,7 +247,7 @@ def load_adapter(model: PyTree, folder: str | Path) -> PyTree:
     folder, linears = Path(folder), linears_of(model)
     keys = _read_config(folder / CONFIG)
     layers: dict[str, eqx.nn.Linear] = {}
-    for module, adapters in _match(model, linears, Source.find(folder, WEIGHTS), keys).items():
+    for module, adapters in _match(model, linears, TensorReader.find(folder, WEIGHTS), keys).items():
         a, b, scale = _stacked(module, adapters)
         for rows, path in zip(module.rows, module.paths, strict=True):
             part, used = b[..., rows, :], slice(None)
@@ -264,7 +264,7 @@ _Adapter = tuple[np.ndarray, np.ndarray, float]  # A, B and scale of one module
 _Found = dict[_Module, dict[int, _Adapter]]  # by the layer's index; 0 for a single module
 
 
-def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: Source, keys: ConfigReader) -> _Found:
+def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: TensorReader, keys: ConfigReader) -> _Found:
     """A folder's adapters by module, after a check that all of them match the model.
 
     Raises ValueError that lists those that do not match.

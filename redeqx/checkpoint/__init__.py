@@ -5,8 +5,8 @@ nothing of steps, losses or optimizers. Open `_manager.py` first.
 """
 
 from ._manager import Checkpoints as Checkpoints
-from ._manifest import RECORD as RECORD
-from ._reader import INDEX as INDEX, Source as Source, load_tree as load_tree
+from ._manifest import MANIFEST as MANIFEST
+from ._reader import INDEX as INDEX, TensorReader as TensorReader, load_tree as load_tree
 from ._safetensors import (
     array_leaves as array_leaves,
     file_size as file_size,

@@ -43,7 +43,7 @@ from ..errors import DamagedError, brief, brief_name, check_count
 from ._layouts import Capabilities, FileEach, InPlace, Layout, probe
 from ._lock import Lock, LockedError
 from ._manifest import (
-    RECORD,
+    MANIFEST,
     RESERVED,
     TENSORS,
     TMP,
@@ -57,7 +57,7 @@ from ._manifest import (
     write_json,
     write_manifest,
 )
-from ._reader import INDEX, Source, check_tree, load_tree
+from ._reader import INDEX, TensorReader, check_tree, load_tree
 from ._safetensors import TensorFile, array_leaves, file_size, need_arrays
 
 _INDEX = "index.json"
@@ -231,10 +231,10 @@ class Checkpoints:
         name = index.get(str(which), str(which))
         if name in names:
             return own(self.folder / name).name
-        if (Path(which) / RECORD).is_file():
+        if (Path(which) / MANIFEST).is_file():
             return os.path.abspath(which)
         if isinstance(which, Path) or os.sep in which:
-            got = "is not there" if not os.path.lexists(which) else f"holds no {RECORD}"
+            got = "is not there" if not os.path.lexists(which) else f"holds no {MANIFEST}"
             raise ValueError(
                 f"`{which}`: expected the folder of a checkpoint, got one that {got}. "
                 "Pass a folder `step_...` of a workdir's `ckpts`, or a name such as `last`."
@@ -291,8 +291,11 @@ class Checkpoints:
     def match(self, path: Path, kind: str, template: PyTree) -> None:
         """Raise, in all processes, the errors that `load` raises for a file's header. Reads no tensors."""
         with self._noting(path):
-            file = path / f"{kind}{TENSORS}"
-            agreed(self._peers, f"check {kind}", file, lambda: check_tree(Source(self._file(path, kind)), template, kind))
+
+            def check() -> None:
+                check_tree(TensorReader(self._file(path, kind)), template, kind)
+
+            agreed(self._peers, f"check {kind}", path / f"{kind}{TENSORS}", check)
 
     def load(
         self,
@@ -326,7 +329,7 @@ class Checkpoints:
                     sums[file.path.name] = sums.get(file.path.name, 0) ^ checks.contribution(file.path, start, stop)
 
                 if checks is not None:
-                    for each in Source(file).files:
+                    for each in TensorReader(file).files:
                         add(each, 0, each.begin)
                 add_tensor = None if checks is None else lambda file, name: add(file, *file.span(name))
                 trees.append(load_tree(file, template, shardings, kind, add_tensor))

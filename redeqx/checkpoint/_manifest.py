@@ -25,7 +25,7 @@ from ._safetensors import CHUNK
 FORMAT = "redeqx"
 VERSION = 1
 READABLE_VERSIONS = (1,)
-RECORD = "trainer.json"
+MANIFEST = "trainer.json"
 RESERVED = ("format", "version", "tags", "files", "crc32")  # the manifest's own fields
 TENSORS = ".safetensors"  # the suffix of files with tensors
 TMP = ".tmp_"  # the prefix of names that are not part of a checkpoint yet
@@ -81,7 +81,7 @@ def write_manifest(
     - `files`: `{"size": bytes, "crc32": checksum}` of each file beside it, by its name.
     """
     full = {**record, "format": FORMAT, "version": VERSION, "tags": list(tags), "files": files}
-    write_json(folder / RECORD, {**full, "crc32": _crc32_of_manifest(full)})
+    write_json(folder / MANIFEST, {**full, "crc32": _crc32_of_manifest(full)})
 
 
 def agreed(peers: Peers, topic: str, file: Path, act: Callable[[], Any]) -> list[Any]:
@@ -144,9 +144,9 @@ def read_manifest(folder: Path, *, is_part: bool = False) -> Manifest:
 
 
 def _parsed(folder: Path) -> Manifest:
-    file = folder / RECORD
+    file = folder / MANIFEST
     if not os.path.lexists(file):
-        raise DamagedError(f"`{folder}`: expected the folder of a checkpoint, got none with a {RECORD}. Pass one.")
+        raise DamagedError(f"`{folder}`: expected the folder of a checkpoint, got none with a {MANIFEST}. Pass one.")
     record = read_json(own(file))
     if record.get("format") != FORMAT:
         raise DamagedError(
@@ -183,7 +183,7 @@ class Checks:
     def contribution(self, file: Path, start: int = 0, stop: int | None = None) -> int:
         """This process's contribution to a file's checksum: of its share of the bytes `[start, stop)`, by default of all."""
         if file.name not in self._manifest.files:
-            raise damaged(self._manifest.folder / RECORD, f"size and crc32 of {file.name}", "none")
+            raise damaged(self._manifest.folder / MANIFEST, f"size and crc32 of {file.name}", "none")
         index, n = (self._peers.index, self._peers.n) if self._is_shared else (0, 1)
         size = self._manifest.files[file.name]["size"]
         length = (size if stop is None else stop) - start
@@ -217,7 +217,7 @@ def agree_on_manifest(folder: Path, peers: Peers, log: Callable[[str], None]) ->
     """
     is_shared = _complete(folder, peers, log)
     manifests: list[Manifest] = []
-    agreed(peers, "manifest", folder / RECORD, lambda: manifests.append(read_manifest(folder)))
+    agreed(peers, "manifest", folder / MANIFEST, lambda: manifests.append(read_manifest(folder)))
     (manifest,) = manifests
     checks = Checks(manifest, peers, is_shared)
     checks.verify(name for name in manifest.files if not name.endswith(TENSORS))

@@ -21,7 +21,7 @@ from ._safetensors import TensorFile, array_leaves, is_float, stored
 INDEX = ".safetensors.index.json"
 
 
-class Source:
+class TensorReader:
     """The tensors of one file or of several, by name."""
 
     def __init__(self, path: Path):
@@ -42,7 +42,7 @@ class Source:
             self._where = dict.fromkeys(file.names, file)
 
     @classmethod
-    def find(cls, folder: Path, stem: str) -> "Source":
+    def find(cls, folder: Path, stem: str) -> "TensorReader":
         """The tensors of a folder: `stem.safetensors`, or else the files that its index names, as `transformers` reads them.
 
         Raises ValueError if there are none.
@@ -114,7 +114,7 @@ class Source:
         return self._where[name].read(name, index)
 
 
-def check_tree(source: Source, template: PyTree, what: str = "model") -> None:
+def check_tree(source: TensorReader, template: PyTree, what: str = "model") -> None:
     """Raise ValueError if the tensors differ from the template's arrays, as `load_tree` does. No tensor is read."""
     lines = _mismatches(source, array_leaves(template))
     if lines:
@@ -125,7 +125,7 @@ def check_tree(source: Source, template: PyTree, what: str = "model") -> None:
         )
 
 
-def _mismatches(source: Source, wanted: Mapping[str, Any]) -> list[str]:
+def _mismatches(source: TensorReader, wanted: Mapping[str, Any]) -> list[str]:
     """The differences between the tensors and the wanted leaves, one line for each."""
     there = {name: source.view(name) for name in source.names()}
     missing = [name for name in wanted if name not in there]
@@ -162,7 +162,7 @@ def load_tree(
 
     **Arguments:**
 
-    - `path`: as for `Source`.
+    - `path`: as for `TensorReader`.
     - `template`: a PyTree whose array leaves give names, shapes and dtypes: JAX arrays, typed PRNG keys,
         `jax.ShapeDtypeStruct`s, or numpy arrays, which stay numpy arrays. A floating tensor is cast to the template's
         floating dtype. Other leaves are returned unchanged.
@@ -172,7 +172,7 @@ def load_tree(
 
     Raises ValueError with the names of tensors that are missing, extra, of another shape or of another kind of dtype.
     """
-    source = Source(path)
+    source = TensorReader(path)
     check_tree(source, template, what)
 
     def restore(name: str, leaf: Any) -> Any:

@@ -166,7 +166,7 @@ class Watch:
         self._peers, self._seconds = peers, seconds
         self._last: float | None = None  # the time of the last step; None while none is expected
         self._n_loops = 0  # training loops, one inside another
-        self._thread: threading.Thread | None = None
+        self._left: threading.Event | None = None  # that the loop was left, for the thread that watches it
         self._ending = threading.Lock()
         peers.on("stuck", lambda index, seconds: self._report(seconds))
 
@@ -180,6 +180,9 @@ class Watch:
             self._n_loops -= 1
             if not self._n_loops:
                 self._last = None
+                if self._left is not None:
+                    self._left.set()
+                    self._left = None
 
     def beat(self, step: int | None = None) -> None:
         """Progress was made, by a step if one is given; more is expected."""
@@ -187,9 +190,9 @@ class Watch:
         if not self._n_loops:
             return
         self._last = time.monotonic()
-        if self._thread is None and self._seconds is not None:
-            self._thread = threading.Thread(target=self._look, name="redeqx-watch", daemon=True)
-            self._thread.start()
+        if self._left is None and self._seconds is not None:
+            self._left = threading.Event()
+            threading.Thread(target=self._look, args=(self._left,), name="redeqx-watch", daemon=True).start()
 
     def beat_on(self) -> None:
         """As `beat`, if progress was expected at all."""
@@ -206,10 +209,9 @@ class Watch:
             if was_on:
                 self.beat()
 
-    def _look(self) -> None:
+    def _look(self, left: threading.Event) -> None:
         assert self._seconds is not None
-        while True:
-            time.sleep(min(1.0, self._seconds / 4))
+        while not left.wait(min(1.0, self._seconds / 4)):
             last = self._last
             if last is not None and time.monotonic() - last > self._seconds:
                 self._peers.broadcast("stuck", self._seconds)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import RECORD
+from ..checkpoint import MANIFEST
 from ..errors import brief, damaged, is_size
 from ._callbacks import is_states
 
@@ -120,6 +120,6 @@ def check_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Raise DamagedError where a checkpoint's `trainer.json` is not one that a Trainer has written."""
     for name, (rule, is_right) in _RECORDED.items():
         if name not in record and name not in _DEFAULTS:
-            raise damaged(folder / RECORD, f"`{name}`, {rule}", "none")
+            raise damaged(folder / MANIFEST, f"`{name}`, {rule}", "none")
         if not is_right(value := record.get(name, _DEFAULTS.get(name))):
-            raise damaged(folder / RECORD, f"`{name}` to be {rule}", brief(value))
+            raise damaged(folder / MANIFEST, f"`{name}` to be {rule}", brief(value))

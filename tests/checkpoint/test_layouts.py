@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from redeqx.checkpoint import _layouts
 from redeqx.checkpoint._layouts import Capabilities, FileEach, InPlace, probe
-from redeqx.checkpoint._reader import Source
+from redeqx.checkpoint._reader import TensorReader
 from redeqx.distributed._peers import Peers
 from redeqx.machine._mesh import make_mesh
 
@@ -155,7 +155,7 @@ def test_of_several_each_array_is_whole_in_one_file_and_an_index_says_in_which(t
     assert index["weight_map"] == {name: files[i] for name, i in sorted(owner.items())}
     by_file = [load_file(folder / file) for file in files.values()]  # as another library reads them
     assert index["metadata"] == {"total_size": sum(a.nbytes for each in by_file for a in each.values())}
-    found = Source.find(folder, "model")
+    found = TensorReader.find(folder, "model")
     assert set(found.names()) == set(leaves)
     for name, leaf in leaves.items():
         expected = stored(leaf)
@@ -180,6 +180,6 @@ def test_copies_outlive_the_arrays(tmp_path):
             leaf.delete()
     leaves["host"][:] = 0
     layout.write(tmp_path)
-    found = Source(tmp_path / "model.safetensors")
+    found = TensorReader(tmp_path / "model.safetensors")
     for name, values in expected.items():
         np.testing.assert_array_equal(found.read(name), values)

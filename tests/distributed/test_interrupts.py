@@ -216,6 +216,20 @@ def test_the_watch_is_off_after_train(monkeypatch):
     assert trainer.deployer._run.watch._last is None
 
 
+def test_nothing_watches_a_loop_that_was_left():
+    def watching():
+        return [thread for thread in threading.enumerate() if thread.name == "redeqx-watch"]
+
+    before = watching()
+    watch = Watch(Peers(), seconds=60.0)
+    for step in (1, 2):  # a second loop is watched too
+        with watch.on():
+            watch.beat(step)
+            (thread,) = [thread for thread in watching() if thread not in before]
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_a_pause_ends_and_a_step_is_expected_again():
     """What comes after an evaluation or a compilation is watched as what came before it."""
     watch = Watch(Peers(), seconds=None)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from redeqx.checkpoint._manager import Checkpoints
-from redeqx.checkpoint._reader import Source
+from redeqx.checkpoint._reader import TensorReader
 from tests._processes import train, trained_on
 
 N = 101  # examples, with `--rest`
@@ -216,7 +216,7 @@ def test_two_processes_train_like_one(tmp_path):
     np.testing.assert_allclose(two.result["outputs"], one.result["outputs"], rtol=1e-6)
     files = [Checkpoints(tmp_path / name / "ckpts") for name in ("two", "one")]
     for kind in ("model", "optimizer"):
-        a, b = (Source.find(each.resolve("last"), kind) for each in files)
+        a, b = (TensorReader.find(each.resolve("last"), kind) for each in files)
         assert set(a.names()) == set(b.names())
         for name in a.names():
             np.testing.assert_allclose(a.read(name), b.read(name), rtol=2e-6, atol=1e-7, err_msg=name)
@@ -262,7 +262,7 @@ def undisturbed(tmp_path_factory):
 
 def check_same_bits(path, undisturbed):
     for kind in ("model", "optimizer"):
-        found, expected = Source.find(path, kind), Source.find(undisturbed, kind)
+        found, expected = TensorReader.find(path, kind), TensorReader.find(undisturbed, kind)
         assert set(found.names()) == set(expected.names())
         for name in expected.names():
             np.testing.assert_array_equal(found.read(name), expected.read(name), err_msg=name)

@@ -17,7 +17,7 @@ from safetensors import deserialize
 
 from redeqx.checkpoint import _manifest as _record
 from redeqx.checkpoint._manager import Checkpoints
-from redeqx.checkpoint._reader import Source, load_tree
+from redeqx.checkpoint._reader import TensorReader, load_tree
 from redeqx.checkpoint._safetensors import DTYPES, TensorFile, write_tensors
 from redeqx.errors._untrusted import DamagedError, brief, brief_name, is_plain
 from redeqx.models import from_pretrained, save_pretrained
@@ -701,7 +701,7 @@ def test_an_index_of_shards(folder, shard):
     fields["weight_map"][NAME] = shard
     index.write_text(json.dumps(fields))
     with little():
-        said = refusal(index, Source.find, folder, "model")
+        said = refusal(index, TensorReader.find, folder, "model")
     assert f"`{index}`: `{NAME}`: expected a file of this folder, got {brief(shard)}, which points outside or is no" in said
 
 
@@ -724,7 +724,7 @@ def test_an_index_of_shards_that_is_none(folder, content, message):
     index = folder / "model.safetensors.index.json"
     index.write_text(content, errors="surrogateescape")
     with little():
-        said = refusal(index, Source.find, folder, "model")
+        said = refusal(index, TensorReader.find, folder, "model")
     assert said.startswith(f"`{index}`: expected JSON with a `weight_map`, got ") and message in said
 
 
@@ -733,7 +733,7 @@ def test_an_index_of_hostile_names(folder):
     fields = json.loads(index.read_text())
     shard = fields["weight_map"][NAME]
     index.write_text(json.dumps({"weight_map": {"\x1b[2J\ud800" + "n" * 10**5: shard}}))
-    assert r"expected the tensor `\x1b[2J\ud800nnn" in refusal(folder, Source.find, folder, "model")
+    assert r"expected the tensor `\x1b[2J\ud800nnn" in refusal(folder, TensorReader.find, folder, "model")
 
 
 def test_a_folder_of_the_hubs_cache_is_read(folder):
@@ -801,7 +801,7 @@ def test_mutated_indexes_of_shards(folder):
         for i in range(200):
             index.write_bytes(mutated_bytes(rng, text) if i % 2 else json.dumps(mutated(rng, json.loads(text))).encode())
             try:
-                source = Source.find(folder, "model")
+                source = TensorReader.find(folder, "model")
             except ValueError as error:
                 said_well(folder, str(error))
                 continue

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from redeqx.checkpoint._manager import Checkpoints
-from redeqx.checkpoint._reader import Source
+from redeqx.checkpoint._reader import TensorReader
 from redeqx.distributed._launch import _free_port
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "saving.py"
@@ -72,11 +72,11 @@ def check_whole_apart(folder, steps):
 def check_complete(checkpoints, name):
     """The step of a checkpoint, after its files and values are checked."""
     saved = checkpoints.record(checkpoints.folder / name)["step"]
-    source = Source.find(checkpoints.folder / name, "model")
+    source = TensorReader.find(checkpoints.folder / name, "model")
     assert len(list(source.names())) == 4
     for tensor in source.names():
         np.testing.assert_array_equal(source.read(tensor), np.full((4, 8), saved) + np.arange(8))
-    assert Source.find(checkpoints.folder / name, "optimizer").read("count") == saved
+    assert TensorReader.find(checkpoints.folder / name, "optimizer").read("count") == saved
     return saved
 
 
