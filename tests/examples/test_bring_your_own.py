@@ -13,6 +13,7 @@ def finished(tmp_path_factory):
     return workdir, run_example("bring_your_own", *TINY, workdir=workdir)
 
 
+@pytest.mark.sweep
 def test_it_learns(finished):
     workdir, outcome = finished
     losses = outcome.series("loss")

@@ -1,6 +1,7 @@
 """Every family against what `transformers` and `diffusers` said once, on weights that follow from their names."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from tests.models.families._case import assert_equal, collect, fill, golden_path
 CASES = collect("CASES")
 
 
-SLOW = ("unet-options", "unet-padded", "unet-uneven")  # five seconds each, most of it compilation; two UNets stay
+# A case or two of each family here, every option of a config in the sweep.
+QUICK = re.compile(r"[a-z0-9]+|.*-padded|opt-350m|unet-sd2|vision-encoder-decoder")
 
 
 def marked(case):
-    return pytest.param(case, id=case.name, marks=[pytest.mark.sweep] if case.name in SLOW else [])
+    return pytest.param(case, id=case.name, marks=[] if QUICK.fullmatch(case.name) else pytest.mark.sweep)
 
 
 @pytest.mark.parametrize("case", [*map(marked, CASES)])

@@ -25,7 +25,7 @@ def debris(workdir):
     return [path.name for path in (workdir / "ckpts").iterdir() if path.name.startswith(".tmp_")]
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.sweep), 1])
 def test_a_peer_that_is_killed_is_left(tmp_path, culprit):
     run = train(tmp_path, "--fault", "kill", "--in", culprit, *QUICK)
     assert run.code == 137  # 128 + SIGKILL
@@ -96,6 +96,7 @@ def test_ctrl_c_saves_the_same_step_and_shows_no_traceback(tmp_path):
     assert f"[0] resuming from {tmp_path}/ckpts/step_{step:08d}, step {step}" in again.lines
 
 
+@pytest.mark.sweep
 def test_a_second_ctrl_c_leaves_at_once(tmp_path):
     """Even while the loader hangs."""
     run = train(tmp_path, "--fault", "int_twice", n_processes=1)
@@ -141,7 +142,8 @@ def test_a_disk_that_fails_ends_all_with_the_same_error(tmp_path, fault, culprit
         assert not debris(workdir)
 
 
-@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.sweep), 1])
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.sweep
 def test_a_script_that_ends_before_the_others_is_named(tmp_path, culprit):
     run = train(tmp_path, "--fault", "ends", "--in", culprit, *QUICK)
     assert run.code == 75
@@ -287,6 +289,7 @@ def test_without_positions_each_process_writes_a_file_of_its_own(tmp_path, undis
     check_same_bits(Checkpoints(tmp_path / "ckpts").resolve("last"), undisturbed)
 
 
+@pytest.mark.sweep
 def test_on_disks_of_their_own_each_process_keeps_a_part(tmp_path, undisturbed):
     """All processes together resume: each gets the parts that it lacks from the others."""
     first = train(tmp_path / "run", "--fault", "unshared", "--epochs", 1)
