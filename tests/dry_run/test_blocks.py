@@ -98,10 +98,11 @@ def test_a_few_blocks_say_what_all_of_them_take():
     assert "layers.17.weight" in str(run)  # the last layer has its name in the full model
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options, expected",
     [
-        pytest.param({"stacked": True}, None, marks=pytest.mark.sweep),
+        ({"stacked": True}, None),
         ({"counts": True}, "equal blocks are computed one by one: the 12 of `layers`, "),
     ],
 )

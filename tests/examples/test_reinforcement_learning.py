@@ -288,7 +288,7 @@ def test_ddpg_trains_the_critic_by_its_surprise_and_the_actor_by_the_critic():
     assert_moved_by_a_tenth(state, targets, model)
 
 
-@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("independent", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_maddpg_trains_each_critic_on_all_and_each_actor_by_its_own_critic(independent):
     model, other = (Team(3, 4, 2, 8, independent, key=jax.random.key(seed)) for seed in (0, 1))
     batch = transitions(np.random.default_rng(0), 3)
@@ -329,7 +329,7 @@ def test_maddpg_trains_each_critic_on_all_and_each_actor_by_its_own_critic(indep
     assert_moved_by_a_tenth(state, targets, model)
 
 
-@pytest.mark.parametrize("independent", [pytest.param(False, marks=pytest.mark.sweep), True])
+@pytest.mark.parametrize("independent", [False, True])
 def test_an_independent_critic_knows_its_own_agent_alone(independent):
     model = Team(3, 4, 2, 8, independent, key=jax.random.key(0))
     seen, actions = jnp.ones((1, 3, 4)), jnp.ones((1, 3, 3, 2))

@@ -116,6 +116,7 @@ def test_dropout_follows_the_key_and_inference_mode_removes_it():
     np.testing.assert_array_equal(run(eqx.nn.inference_mode(model), IDS), run(make_model(), IDS))
 
 
+@pytest.mark.sweep
 def test_remat_changes_neither_value_nor_gradients():
     @eqx.filter_jit
     @eqx.filter_value_and_grad

@@ -58,6 +58,7 @@ def test_a_masked_token_is_not_seen(model):
     assert not np.allclose(run(model), expected, atol=1e-3)
 
 
+@pytest.mark.sweep
 def test_timesteps_may_be_of_any_number_type(model):
     np.testing.assert_allclose(run(model, timestep=jnp.array(7.0)), run(model), rtol=0, atol=1e-6)
     embed = lambda timestep: model.time_embedding(jnp.asarray(timestep), jnp.float32)  # noqa: E731

@@ -84,6 +84,7 @@ def test_a_scheduler_s_signal_saves_the_same_step(tmp_path, fault):
     assert last_whole(tmp_path) == 14
 
 
+@pytest.mark.sweep
 def test_ctrl_c_saves_the_same_step_and_shows_no_traceback(tmp_path):
     run = train(tmp_path, "--fault", "int", "--params-only", *QUICK)
     assert run.code == 130
@@ -172,9 +173,10 @@ def test_arguments_that_differ_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        (
+        pytest.param(
             "rate",
             r"`train step`: expected the same program in all processes, got in line \d+ `.*0\.01|0\.00999.*` in process 0, ",
+            marks=pytest.mark.sweep,
         ),
         pytest.param(
             "init", r"`init`: expected the same program in all processes, got in line \d+ `.*", marks=pytest.mark.sweep

@@ -101,10 +101,8 @@ def test_nor_do_they_where_the_last_step_does_not_divide():
 
 
 def test_parameters_do_not_depend_on_accumulation():
-    """Of one cut; the sweep has all, on every mesh."""
-    (one, expected), (cut, losses) = (
-        train(2, 2, optax.sgd(0.1, momentum=0.9), accumulate=n, dropout=0.0, examples=EXAMPLES[:-REST]) for n in (1, 4)
-    )
+    """Of one cut; the sweep has all, on every mesh, with a last step that is smaller."""
+    (one, expected), (cut, losses) = (train(2, 2, optax.sgd(0.1, momentum=0.9), accumulate=n, dropout=0.0) for n in (1, 4))
     assert_close(leaves(cut), leaves(one))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 

@@ -173,7 +173,8 @@ def test_stop_outside_of_a_fit_is_refused():
         make_trainer().stop()
 
 
-@pytest.mark.parametrize(("culprit", "step"), [(0, 4), pytest.param(1, 14, marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize(("culprit", "step"), [(0, 4), (1, 14)])
 def test_process_0_decides_whether_a_fit_stops(culprit, step, tmp_path):
     run = train(tmp_path, "--stop-at", 4, "--in", culprit, n_devices=2)
     assert run.code == 0, run.text

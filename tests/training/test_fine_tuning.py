@@ -47,7 +47,8 @@ class Log:
         self.losses.append(metrics["loss"])
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.sweep), "bfloat16"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_read_adapt_train_generate_save(dtype, folder, tmp_path):
     log = Log()
     deployer = redeqx.Deployer(0, n_model_shards=2, n_fsdp_shards=2, verbose=False, loggers=[log])

@@ -80,6 +80,7 @@ print(bits(one) == bits(other))
 """
 
 
+@pytest.mark.sweep
 def test_finite_steps_are_the_same_with_it():
     """Where the compiler has its own settings: in unoptimised machine code the check changes how a sum is rounded."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -165,7 +165,7 @@ def assert_drawn_from(found, expected, n=4000):
     assert np.all(np.abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / n) + 1e-9)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("temperature", [0.5, *(pytest.param(t, marks=pytest.mark.sweep) for t in (1.0, 3.0))])
 def test_samples_have_the_models_distribution(temperature):
     assert_drawn_from(frequencies(temperature=temperature), probabilities(temperature))
 
@@ -217,7 +217,9 @@ def test_each_token_of_a_text_is_drawn_anew():
 @pytest.mark.parametrize(
     ("n_model", "n_fsdp"), [(2, 2), *(pytest.param(*mesh, marks=pytest.mark.sweep) for mesh in ((4, 1), (1, 8)))]
 )
-@pytest.mark.parametrize("options", [{}, {"n_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, id="greedy", marks=pytest.mark.sweep), pytest.param({"n_beams": 3}, id="beams")]
+)
 def test_in_pred_fn_on_a_mesh_the_tokens_are_the_same(n_model, n_fsdp, options):
     ids, mask = np.tile(IDS, (3, 1))[:8], np.tile(LEFT, (3, 1))[:8]
     expected = generate(MODEL, ids, mask=mask, max_new_tokens=4, **options)
@@ -253,6 +255,7 @@ def test_dropout_is_taken_out():
     np.testing.assert_array_equal(generate(noisy, IDS, max_new_tokens=3), generate(MODEL, IDS, max_new_tokens=3))
 
 
+@pytest.mark.sweep
 def test_up_to_the_last_position():
     found = generate(MODEL, IDS, max_new_tokens=11)  # 5 + 11 = 16, all the positions there are
     np.testing.assert_array_equal(found, greedy_by_hand(IDS, np.ones_like(IDS, bool), 11))

@@ -49,9 +49,10 @@ def said(**keys):
     [
         ({"max_new_tokens": 6, "max_length": 7}, {"max_new_tokens": 6}),
         ({"max_length": 11, "min_length": 3, "early_stopping": True}, {"max_new_tokens": 6, "early_stopping": True}),
-        (
+        pytest.param(
             {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 2, "num_return_sequences": 2, "eos_token_id": [2, 5]},
             {"max_new_tokens": 6, "n_beams": 3, "length_penalty": 2.0, "n_return": 2, "eos_token_id": (2, 5)},
+            marks=pytest.mark.sweep,
         ),
         (
             {"max_new_tokens": 6, "do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "num_beams": 1},

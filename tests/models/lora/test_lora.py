@@ -203,6 +203,7 @@ def test_dtypes(base, gpt2):
     assert run(computed, IDS).dtype == jnp.bfloat16
 
 
+@pytest.mark.sweep
 def test_remat_changes_no_gradient(gpt2):
     @eqx.filter_jit
     def gradient(model):
