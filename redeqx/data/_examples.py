@@ -380,11 +380,10 @@ class Batch:
 
 def batches(
     steps: Iterable[Slice],
-    collate_fn: Callable[[list], PyTree],
+    workers: Workers,
     size: BatchSize,
     mesh: Mesh,
     check: Callable[[int, PyTree], None] | None = None,
-    workers: Workers | None = None,
 ) -> Prefetch:
     """The batch of each step, prepared ahead by a thread; close it after use, as `Prefetch` says.
 
@@ -392,10 +391,9 @@ def batches(
 
     **Arguments:**
 
+    - `workers`: they call `collate_fn`, for several steps at once; without any, the thread itself calls it.
     - `check`: called by that thread with the number of each step and its collated rows.
-    - `workers`: they call `collate_fn`, for several steps at once. By default the thread itself calls it.
     """
-    workers = workers or Workers(collate_fn)
 
     def read_step(i: int, step: Slice) -> "_Step":
         cut = cut_rows(len(step.examples), size.micro_batch, mesh.size)

@@ -241,7 +241,7 @@ class Engine:
         """The batch of each step, prepared ahead by a thread; to be closed."""
         self._n_passes += 1
         check = None if self.run.peers.n == 1 else partial(_check_rows, self.run.peers, self._n_passes)
-        return batches(steps, self.recipe.collate_fn, size, self.run.mesh, check, self.recipe.workers)
+        return batches(steps, self.recipe.workers, size, self.run.mesh, check)
 
     @contextmanager
     def updating(self) -> Iterator[None]:

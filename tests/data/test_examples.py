@@ -21,6 +21,7 @@ from redeqx.data import _examples as _data
 from redeqx.data._examples import batches, check_examples, collate, examples_of, n_tokens, size_of, slices
 from redeqx.data._prefetch import Prefetch
 from redeqx.data._rows import BatchSize, Group, cut_rows, pad_rows, place_batch
+from redeqx.data._workers import Workers
 from redeqx.machine._mesh import BATCH_AXES, make_mesh, n_batch_shards
 
 # --- how rows are cut -----------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ def test_tokens_of_a_step_are_those_of_all_processes(monkeypatch):
     monkeypatch.setattr(_data, "rows_here", lambda cut, mesh: np.arange(0, 8, 4))
     monkeypatch.setattr(_data, "place_batch", lambda batch, *_: (batch,))
     steps, size = slices(list(range(16)), 8), BatchSize(8, 8)
-    made = list(batches(steps, lambda examples: np.zeros((len(examples), 7), np.int32), size, make_mesh()))
+    made = list(batches(steps, Workers(lambda examples: np.zeros((len(examples), 7), np.int32)), size, make_mesh()))
     assert [(batch.n_examples, batch.n_tokens, batch.groups[0].shape) for batch in made] == [(8, 56, (2, 7))] * 2
 
 

@@ -35,7 +35,7 @@ def passed(collate_fn, examples, workers=None, **kwargs):
 
 
 def make_closing(collate_fn, examples, workers=None, seed=(0, 0)):
-    return closing(batches(slices(examples, 8, seed=seed), collate_fn, SIZE, make_mesh(), workers=workers))
+    return closing(batches(slices(examples, 8, seed=seed), workers or Workers(collate_fn), SIZE, make_mesh()))
 
 
 @pytest.fixture(scope="module", autouse=True)
