@@ -211,6 +211,8 @@ class Trainer:
                 trainer.save_ckpt()
         ```
 
+        Only `fit` saves by itself when a scheduler's signal or Ctrl-C ends it.
+
         **Arguments:**
 
         - `examples`: anything with `len()` and integer items. Each new number of them compiles a program of its own.
