@@ -6,8 +6,6 @@ BIN := $(VENV)/bin
 # Simulated devices need a thread each in XLA's pool, or their collectives wait for each other for ever. (The examples see to
 # that themselves: one device is faster without.)
 test sweep parity benchmarks: export NPROC ?= 16
-# Every annotation is checked at run time while the sweep runs, those of the models in each test.
-sweep: export TYPECHECK ?= redeqx
 # A file at a time in each of two processes: compilation, which takes most of the time, uses one core.
 PYTEST_WORKERS ?= -n 2 --dist loadfile
 
@@ -20,6 +18,7 @@ demo: $(VENV)/.demo
 examples: $(VENV)/.demo
 	$(BIN)/python -m examples $(EXAMPLES)
 
+# `make test TYPECHECK=redeqx` also checks the library's annotations at run time, and takes half as long again.
 test: lint
 	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m "not sweep and not parity"
 

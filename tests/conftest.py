@@ -25,8 +25,8 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# The models' annotations have shapes and dtypes. Checking those of the library too, as `make sweep` does, takes a third of
-# the time; pyright has read them.
+# The models' annotations have shapes and dtypes. Checking those of the library too (`make test TYPECHECK=redeqx`) takes a
+# third of the time; pyright has read them.
 install_import_hook(os.environ.get("TYPECHECK", "redeqx.models"), "beartype.beartype")
 
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 os.environ.setdefault("NPROC", "16")
@@ -168,8 +169,10 @@ FAULTS = {
 
 
 def collate_fn(numbers):
-    if args.workdir is not None and args.workdir.is_dir():
-        with open(args.workdir / f"rows_{deployer._run.peers.index}_of_{deployer._run.peers.n}.jsonl", "a") as file:
+    if args.workdir is not None:
+        peers = deployer._run.peers
+        path = args.workdir / f"rows_{peers.index}_of_{peers.n}.jsonl"
+        with suppress(FileNotFoundError), open(path, "a") as file:
             file.write(json.dumps([trainer.step, numbers]) + "\n")
     length = 20 if args.fault == "shape" and is_culprit and trainer.step >= args.at - 1 else 16
     rows = [np.random.default_rng(i).normal(size=24).astype(np.float32) for i in numbers]
