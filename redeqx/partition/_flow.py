@@ -346,7 +346,7 @@ class Pass:
 
     def decide_beside(self, eqn: Any, flow: Flow, shape: Sequence[int], dim: int | None, cause: int | None) -> None:
         """Decide the split of a parameter that is combined with data elementwise, such as a bias or a scale."""
-        with_ = "added to" if eqn.primitive.name in ("add", "add_any", "sub") else "meets entry by entry"
+        with_ = "added to" if eqn.primitive.name in ("add", "add_any", "sub") else "combined elementwise with"
         if dim is None:
             self.decide(flow, None, f"replicated: {with_} a replicated value")
         elif self.could_split(flow, shape, dim):

@@ -108,7 +108,8 @@ def test_flops_are_counted_and_recomputation_apart(with_remat):
     mlp = 2 * (2 * D * 4 * D)
     attention = 4 * (2 * D * D) + 2 * (2 * SEQ * D)  # a token's projections, scores and weighted values
     forward = 16 * SEQ * (LAYERS * (mlp + attention) + 2 * D * VOCAB)
-    run = make_trainer(deployer(1, 8), config=remat(CONFIG) if with_remat else CONFIG).dry_run(examples(), 2)
+    trainer = make_trainer(deployer(1, 8), config=remat(CONFIG)) if with_remat else make_trainer(deployer())
+    run = trainer.dry_run(examples(), 2)
     assert dict(run.model_flops) == {"float32": 3 * forward}
     computed = run.steps["train"].flops["float32"]
     assert 3 * forward < computed <= 4 * forward if with_remat else computed == 3 * forward

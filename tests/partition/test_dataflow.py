@@ -106,7 +106,7 @@ def test_the_reasons_name_the_layer_that_caused_them():
     assert reasons["up.bias"] == "follows: added to a value that is split by `up`"
     assert reasons["down.weight"] == "row: its input arrives split by `up`"
     assert reasons["down.bias"] == "replicated: added to a replicated value"
-    assert reasons["norm.weight"] == "replicated: meets entry by entry a replicated value"
+    assert reasons["norm.weight"] == "replicated: combined elementwise with a replicated value"
     assert of_structure("language_model")["embedding.weight"].reason == "embedding: 384 rows over 4 shards"
     depthwise = of_structure("separable_cnn")["blocks.0.1.weight"].reason
     assert depthwise == "follows: its input arrives split, alike, by `blocks.0.0`"
