@@ -9,6 +9,8 @@ test sweep parity benchmarks: export NPROC ?= 16
 # A file at a time in each of two processes: compilation, which takes most of the time, uses one core.
 PYTEST_WORKERS ?= -n 2 --dist loadfile
 
+TUTORIALS := $(patsubst %.py,%.md,$(wildcard docs/pages/tutorials/*.py))
+
 .PHONY: demo examples test lint sweep parity benchmarks table1 docs docs-serve clean
 
 demo: $(VENV)/.demo
@@ -28,7 +30,7 @@ lint: $(VENV)/.test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Long sweeps, left out of a newcomer's first test.
-sweep: $(VENV)/.test
+sweep: $(VENV)/.sweep
 	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m sweep
 
 # Every family against transformers and diffusers themselves, on torch.
@@ -37,6 +39,7 @@ parity: $(VENV)/.parity
 
 # What is measured and never asserted; step_speed.py and generation.py need the peers of the `bench` extra.
 benchmarks: $(VENV)/.bench
+	$(BIN)/python tests/benchmarks/import_time.py
 	$(BIN)/python tests/benchmarks/step_overhead.py
 	$(BIN)/python tests/benchmarks/collectives.py
 	$(BIN)/python tests/benchmarks/plans.py
@@ -47,9 +50,14 @@ benchmarks: $(VENV)/.bench
 	$(BIN)/python tests/benchmarks/generation.py
 
 # The documentation, with its figures, into build/docs; every link is checked.
-docs: $(VENV)/.docs
+docs: $(VENV)/.docs $(TUTORIALS)
 	$(BIN)/python docs/figures.py
+	$(BIN)/python docs/errors.py
 	$(BIN)/mkdocs build --quiet --config-file docs/mkdocs.yml
+
+# A tutorial runs as a notebook, a minute or two, where it or the library has changed.
+$(TUTORIALS): %.md: %.py docs/tutorials.py $(shell find redeqx/ models -name '*.py') | $(VENV)/.docs
+	$(BIN)/python docs/tutorials.py $<
 
 docs-serve: docs
 	$(BIN)/mkdocs serve --config-file docs/mkdocs.yml
@@ -68,6 +76,11 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[dev,examples,hf,tensorboard,topology-tpu]"
+	touch $@
+
+# The trackers, whose packages are large.
+$(VENV)/.sweep: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --editable ".[wandb,mlflow,trackio]"
 	touch $@
 
 $(VENV)/.topology: pyproject.toml | $(VENV)/bin/python

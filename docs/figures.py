@@ -13,7 +13,7 @@ import redeqx
 
 FOLDER = Path(__file__).parent / "pages" / "figures"
 COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7"]  # told apart by colour-blind readers
-REPLICATED = "#d8d8d8"
+PALE = "#d8d8d8"
 
 
 class Block(eqx.Module):
@@ -53,30 +53,10 @@ def loss_fn(model, batch, key):
 
 
 def draw_plan(plt) -> None:
-    """Each matrix of a block, in the colours of the devices that hold its parts."""
-    n = 4
-    deployer = redeqx.Deployer(n_model_shards=n, verbose=False)
+    """Each array of a block, and the part of it that one device holds."""
+    deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
     plan = deployer.plan(Block(jax.random.key(0)), loss_fn, np.ones((2, 10, 64), np.float32))
-    leaves = [(name, leaf) for name, leaf in plan.leaves.items()]
-    fig, axes = plt.subplots(1, len(leaves), figsize=(11, 2.9))
-    for ax, (name, leaf) in zip(axes, leaves, strict=True):
-        rows, columns = (*leaf.shape, 1)[:2]
-        split = next((dim for dim, axis in enumerate(leaf.spec) if axis == "model"), None)
-        for i in range(n if split is not None else 1):
-            color = REPLICATED if split is None else COLORS[i]
-            height, width = (rows / n, columns) if split == 0 else (rows, columns / n)
-            if split is None:
-                height, width = rows, columns
-            at = (0, i * height) if split == 0 else (i * width, 0)
-            ax.add_patch(plt.Rectangle(at, max(width, 8), height, facecolor=color, edgecolor="white"))
-        ax.set(xlim=(-4, 260), ylim=(260, -4), aspect="equal")
-        ax.set_title(name.replace("attention.", "").replace("_proj.weight", ""), fontsize=10, loc="left")
-        ax.text(0, 275, leaf.reason.partition(":")[0] + "\n" + " x ".join(map(str, leaf.shape)), fontsize=8, va="top")
-        ax.axis("off")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS]
-    fig.legend(handles, [f"device {i}" for i in range(n)], loc="lower center", ncols=n, frameon=False)
-    fig.subplots_adjust(left=0.01, right=0.99, bottom=0.3)
-    fig.savefig(FOLDER / "plan.svg")
+    plan.draw(FOLDER / "plan.svg")
 
 
 def draw_gathers(plt) -> None:
@@ -86,12 +66,12 @@ def draw_gathers(plt) -> None:
     for layer in range(n):
         for start, color in ((layer, COLORS[0]), (2 * n - 1 - layer, COLORS[1])):
             ax.barh(layer, 1, left=start, color=color, height=0.6)
-        ax.barh(layer, 2 * n, color=REPLICATED, height=0.12, zorder=0)
+        ax.barh(layer, 2 * n, color=PALE, height=0.12, zorder=0)
     ax.set_yticks(range(n), [f"layer {i}" for i in range(n)])
     ax.invert_yaxis()
     ax.set(xticks=[n / 2, 3 * n / 2], xticklabels=["forward pass", "backward pass"], xlim=(0, 2 * n))
     labels = ["full, for the forward pass", "gathered again, for the gradient", "this device's shard, always"]
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (*COLORS[:2], REPLICATED)]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (*COLORS[:2], PALE)]
     fig.legend(handles, labels, loc="lower center", ncols=3, frameon=False, fontsize=9)
     ax.spines[["top", "right"]].set_visible(False)
     fig.subplots_adjust(bottom=0.3)

@@ -1,11 +1,11 @@
 """`from_pretrained`: selects the family of a folder. The package `hf` reads it."""
 
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 
 from redeqx import Deployer, Plan
+from redeqx.storage import Location, location
 
 from .bart import Bart
 from .bert import Bert, BertForMaskedLM, BertForSequenceClassification
@@ -45,7 +45,7 @@ MODELS: tuple[type[Pretrained], ...] = (
 
 
 def from_pretrained(
-    folder: str | Path,
+    folder: str | Location,
     *,
     dtype: Any = None,
     deployer: Deployer | None = None,
@@ -60,7 +60,8 @@ def from_pretrained(
 
     **Arguments:**
 
-    - `folder`: holds `config.json` and safetensors, in one file or in shards with an index.
+    - `folder`: holds `config.json` and safetensors, in one file or in shards with an index; on a disk or in an object store,
+        as `s3://bucket/llama` (extra `stores`).
     - `dtype`: to which floating tensors are cast; None keeps the files'.
     - `deployer`: on whose mesh the model is placed; without one it is on the first device.
     - `plan`: how it is split; `deployer.plan` of the model by default.
@@ -72,12 +73,12 @@ def from_pretrained(
     Raises ValueError that names file, key and remedy: for a folder that is none, an unknown model, a config that the family
     does not implement, tensors that are missing, unknown or of another shape, and for pickles.
     """
-    folder = Path(folder)
+    folder = location(folder, "folder")
     cls = _model_class(read_config(folder), folder / CONFIG, kind)
     return cls.from_pretrained(folder, dtype=dtype, deployer=deployer, plan=plan, **changes)
 
 
-def _model_class(fields: dict[str, Any], path: Path, kind: type[eqx.Module]) -> type[Pretrained]:
+def _model_class(fields: dict[str, Any], path: Location, kind: type[eqx.Module]) -> type[Pretrained]:
     key = type_key(fields)
     model_type = fields.get(key)
     of_type = [cls for cls in MODELS if model_type in cls.model_types and issubclass(cls, kind)]

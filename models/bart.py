@@ -128,7 +128,7 @@ class BartConfig(FolderConfig):
     generation: Generation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(self, "vocab_size", "n_positions", "d_model", "n_layers", "n_decoder_layers", "n_heads")
         check_sizes(self, "n_decoder_heads", "d_ff", "d_decoder_ff")
         check_heads(self)

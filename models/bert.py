@@ -109,7 +109,7 @@ class BertConfig(FolderConfig):
     remat: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(
             self, "vocab_size", "n_positions", "n_token_types", "d_model", "d_ff", "n_layers", "n_heads", "n_classes"
         )

@@ -131,7 +131,7 @@ class CLIPTextConfig(FolderConfig):
     remat: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(self, "vocab_size", "n_positions", "d_model", "d_ff", "n_layers", "n_heads")
         check_heads(self)
         check_rates(self, "attention_dropout")
@@ -196,7 +196,7 @@ class CLIPVisionConfig(FolderConfig):
     remat: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(self, "image_size", "patch_size", "n_channels", "d_model", "d_ff", "n_layers", "n_heads")
         check_heads(self)
         check_rates(self, "attention_dropout")
@@ -267,7 +267,7 @@ class CLIPConfig(FolderConfig):
     init_logit_scale: float = 2.6592
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(self, "d_projection")
 
     def without_dropout(self) -> "CLIPConfig":

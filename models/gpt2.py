@@ -103,7 +103,7 @@ class GPT2Config(FolderConfig):
     generation: Generation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(self, "vocab_size", "n_positions", "d_model", "n_layers", "n_heads")
         check_heads(self)
         check_rates(self, "embedding_dropout", "attention_dropout", "residual_dropout")

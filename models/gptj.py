@@ -108,7 +108,7 @@ class GPTJConfig(FolderConfig):
     generation: Generation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(self, "vocab_size", "n_positions", "d_model", "n_layers", "n_heads")
         if self.d_mlp is not None:
             check_sizes(self, "d_mlp")

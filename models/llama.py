@@ -205,7 +205,7 @@ class LlamaConfig(FolderConfig):
     generation: Generation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.model_type not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
             raise ValueError(f"`model_type`: expected one of {known}, got {self.model_type!r}. Name the nearest of them.")

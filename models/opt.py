@@ -105,7 +105,7 @@ class OPTConfig(FolderConfig):
     generation: Generation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         widths = [name for name in ("d_embedding", "d_mlp") if getattr(self, name) is not None]
         check_sizes(self, "vocab_size", "n_positions", "d_model", "n_layers", "n_heads", *widths)
         check_heads(self)

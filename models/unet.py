@@ -140,7 +140,7 @@ class UNetConfig(FolderConfig):
     remat: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(self, "in_channels", "out_channels", "context_size", "norm_groups", "conv_in_kernel", "conv_out_kernel")
         check_groups(self.block_channels, self.norm_groups)
         check_rates(self, "dropout")

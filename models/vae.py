@@ -78,7 +78,7 @@ class VAEConfig(FolderConfig):
     remat: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(self, "in_channels", "out_channels", "latent_channels", "layers_per_block", "norm_groups")
         check_groups(self.block_channels, self.norm_groups)
 

@@ -50,7 +50,7 @@ class VisionEncoderDecoderConfig(FolderConfig):
     generation: Generation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.decoder.has_cross_attention:
             raise ValueError(
                 "`decoder`: expected one with `has_cross_attention`=True, got False. Set it, or join a pretrained decoder "

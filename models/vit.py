@@ -94,7 +94,7 @@ class ViTConfig(FolderConfig):
     remat: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(self, "image_size", "patch_size", "n_channels", "d_model", "d_ff", "n_layers", "n_heads", "n_classes")
         check_heads(self)
         check_rates(self, "dropout", "attention_dropout")

@@ -2,6 +2,7 @@ from ._deployer import Deployer as Deployer
 from ._load import load as load
 from ._predictor import Predictor as Predictor
 from ._trainer import Trainer as Trainer
+from ._version import __version__ as __version__
 from .distributed import PeerError as PeerError, Preempted as Preempted
 from .dry_run import DryRun as DryRun
 from .kernels import attention as attention

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import PRNGKeyArray
 
-from ._tree import is_array_like, named_leaves
+from ._tree import ModelT, PyTree, is_array_like, named_leaves
+from ._version import __version__
 from .data import BatchSize, n_slices
 from .distributed import HANG, HEARTBEAT, START, Peers, Preemption, Watch, agree_on_program, start
 from .errors import (
@@ -27,11 +27,20 @@ from .errors import (
     check_model_function,
     explained,
 )
-from .machine import Options, as_shapes, check_xla_settings, dry, make_mesh, peak_memory, start_cache
-from .monitor import Console, ProgressLine, Tracker
+from .machine import (
+    Options,
+    as_shapes,
+    check_compilation_cache,
+    check_xla_settings,
+    dry,
+    make_mesh,
+    peak_memory,
+    start_cache,
+)
+from .monitor import RECORDS, Console, ProgressLine, Tracker
 from .partition import Overrides, Plan
-from .tracing import Trace
-from .training import Parts, Run, as_sums, lr_schedule, plan_model
+from .storage import Location, Staging, StorePath, location
+from .training import Parts, Run, lr_schedule, plan_model, trace_loss
 
 
 class Deployer(KnowsRedco):
@@ -43,7 +52,9 @@ class Deployer(KnowsRedco):
     - `n_model_shards`: devices over which each layer's tensors are split. The number to raise when a model does not fit.
     - `n_fsdp_shards`: devices over which parameters and optimizer state are split while the batch stays split. The
         remaining devices are used for data parallelism.
-    - `workdir`: the folder of the run: metrics, checkpoints, outputs. None records nothing.
+    - `workdir`: the folder of the run: metrics, checkpoints, outputs; or a place in an object store, `"s3://bucket/run"` or
+        `"gs://bucket/run"` (extra `stores`), into which checkpoints are written as they are saved, and metrics and the like
+        with each checkpoint and at the end. None records nothing.
     - `verbose`: whether to print.
     - `n_processes`, `host0_address`, `host0_port`, `process_id`: for a run over several hosts: the number of processes, the
         address and port of process 0, and this process's index. Under SLURM, Open MPI, Kubernetes (JobSet), on Cloud TPU and
@@ -54,16 +65,18 @@ class Deployer(KnowsRedco):
     - `start_timeout`: seconds within which all processes must start.
     - `hang_timeout`: seconds without a finished step of training, not counting compilation, after which the run ends and
         prints which process is behind and the stack of each thread; None never ends it.
-    - `compilation_cache`: whether compiled programs are kept for the next run, in `~/.cache/redeqx/xla` (`XDG_CACHE_HOME`)
-        or in JAX's folder where `JAX_COMPILATION_CACHE_DIR` or `jax.config` sets one; or a folder, also for CPUs, for which
-        True does nothing, as their machine code does not run on every other CPU. False leaves JAX as it is set. The
-        environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True. Let nobody else write there: what is
-        in it is executed.
-    - `xla_settings`: options of XLA for the train and eval steps, as in `XLA_FLAGS` but without dashes,
+    - `compilation_cache`: whether compiled programs are kept for the next run, in `~/.cache/redeqx/xla` (`XDG_CACHE_HOME`;
+        16 GiB of those that were used last) or in JAX's folder where `JAX_COMPILATION_CACHE_DIR` or `jax.config` sets one;
+        or a folder, also for CPUs, for which True does nothing, as their machine code does not run on every other CPU. False
+        leaves JAX as it is set. The environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True. Let
+        nobody else write there: what is in it is executed.
+    - `xla_settings`: options of XLA for the train, eval and predict steps, as in `XLA_FLAGS` but without dashes,
         `{"xla_gpu_enable_pipelined_all_gather": True}`; `"auto"`, those that training on this platform wants; None for none.
         Those that the compiler does not know are left out, and named in what is printed first.
-    - `run_tensorboard`: whether to write TensorBoard events to the workdir (extra `tensorboard`).
-    - `loggers`: further trackers; anything with `log(metrics: dict, step: int)`.
+    - `run_tensorboard`: whether to write TensorBoard events to the workdir; as `loggers=["tensorboard"]`.
+    - `loggers`: trackers by name, each in the extra of that name: `"tensorboard"`, `"wandb"`, `"mlflow"`, `"trackio"`; and
+        objects with `log(metrics: dict, step: int)`. Those by name record in a thread, continue the same run of the tracker
+        after a resume, and end no training: what they miss is kept, and sent when they work again.
 
     Each step's metrics are recorded in `workdir/metrics.jsonl`, which a rerun repeats to the byte, in TensorBoard and by the
     loggers. With them, from the second step on and at most once a second, goes the speed of the newest steps, which has
@@ -83,7 +96,8 @@ class Deployer(KnowsRedco):
 
     Raises ValueError where the shards do not divide the devices, and where the processes cannot form one run: an index that
     is used twice, a port in use, a host that is not found, arguments that differ; PeerError where some do not start in time,
-    RuntimeError where JAX's devices have been used before and there are other processes.
+    RuntimeError where JAX's devices have been used before and there are other processes; ImportError for an object store
+    without `obstore`, OSError where the store does not answer.
     """
 
     _instead_of = OF_DEPLOYER
@@ -101,7 +115,7 @@ class Deployer(KnowsRedco):
         process_id: int | None = None,
         n_local_devices: int | None = None,
         run_tensorboard: bool = False,
-        loggers: Iterable[Tracker] = (),
+        loggers: Iterable[Tracker | str] = (),
         heartbeat_timeout: float = HEARTBEAT,
         start_timeout: float = START,
         hang_timeout: float | None = HANG,
@@ -109,9 +123,12 @@ class Deployer(KnowsRedco):
         xla_settings: Options | str | None = "auto",
     ):
         check_count(jax_seed, "jax_seed", 0)
+        check_compilation_cache(compilation_cache)
         check_xla_settings(xla_settings)
+        folder = None
         if workdir is not None:
             check_folder(workdir, "workdir")
+            folder = location(workdir, "workdir")
         described = dry()
         if described is not None:
             peers = Peers()
@@ -123,19 +140,23 @@ class Deployer(KnowsRedco):
         if peers.n > 1:
             given = {"jax_seed": jax_seed, "n_model_shards": n_model_shards, "n_fsdp_shards": n_fsdp_shards}
             compiler = {"xla_settings": str(xla_settings)}  # other collectives in each process would wait for each other
-            versions = {"the version of redeqx": version("redeqx"), "the version of jax": jax.__version__}
+            versions = {"the version of redeqx": __version__, "the version of jax": jax.__version__}
             devices = {"devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"}
             peers.agree("Deployer", {**given, **compiler, "workdir": workdir, **versions, **devices})
         mesh = make_mesh(n_model_shards, n_fsdp_shards, None if described is None else described.machine.devices)
-        folder = None if workdir is None else Path(workdir)
+        staging = None
         if described is not None:
             console = Console(None, verbose=verbose)
         else:
             is_main = peers.index == 0
-            if folder is not None and is_main:
-                folder.mkdir(parents=True, exist_ok=True)
+            local = folder if isinstance(folder, Path) else None
+            if isinstance(folder, StorePath) and is_main:
+                staging = Staging(folder, RECORDS)
+                local = staging.folder
+            elif local is not None and is_main:
+                local.mkdir(parents=True, exist_ok=True)
             console = Console(
-                folder,
+                local,
                 verbose=verbose,
                 run_tensorboard=run_tensorboard,
                 loggers=loggers,
@@ -145,7 +166,7 @@ class Deployer(KnowsRedco):
         watch, preemption = Watch(peers, hang_timeout), Preemption(peers)
         is_dry_run = described is not None
         cache = None if is_dry_run else start_cache(compilation_cache, mesh.devices.flat[0].platform)
-        self._run = Run(mesh, peers, console, watch, preemption, folder, jax_seed, is_dry_run, xla_settings, cache)
+        self._run = Run(mesh, peers, console, watch, preemption, folder, jax_seed, is_dry_run, xla_settings, cache, staging)
 
     @property
     def mesh(self) -> Mesh:
@@ -163,9 +184,16 @@ class Deployer(KnowsRedco):
         return self._run.seed
 
     @property
-    def workdir(self) -> Path | None:
-        """The folder of the run; None records nothing."""
+    def workdir(self) -> Location | None:
+        """The folder of the run; None records nothing. One in an object store is no `pathlib.Path`: `str` gives its address,
+        and `/` what is below it."""
         return self._run.workdir
+
+    @property
+    def local_workdir(self) -> Path | None:
+        """Where process 0 writes files of its own: `workdir`, or where that is in an object store, a folder on this machine
+        whose files are uploaded there with each checkpoint and at the end. None where nothing is recorded."""
+        return self._run.local
 
     @property
     def is_dry_run(self) -> bool:
@@ -212,23 +240,20 @@ class Deployer(KnowsRedco):
         if (loss_fn is None) != (batch is None):
             missing = "batch" if batch is None else "loss_fn"
             raise ValueError(f"`{missing}`: expected with `loss_fn` and `batch` both or neither, got None. Pass both.")
+        if loss_fn is None:
+            return plan_model(model, self.mesh, None, overrides)
+        check_model_function(loss_fn, "loss_fn", has_state=False)
+        own_fn = explained(loss_fn, "loss_fn")
 
-        if loss_fn is not None:
-            check_model_function(loss_fn, "loss_fn", has_state=False)
-            loss_fn = explained(loss_fn, "loss_fn")
-
-        def total(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
-            assert loss_fn is not None
+        def cast_fn(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
             parts = Parts.of(model)
-            model = parts.put(*parts.take(model), compute_dtype=compute_dtype)
-            return as_sums(loss_fn(model, batch, key), jax.tree.leaves(batch)[0].shape[0])[0]
+            return own_fn(parts.put(*parts.take(model), compute_dtype=compute_dtype), batch, key)
 
-        key = jax.eval_shape(lambda: jax.random.key(0))
         with Plainly():
-            trace = None if loss_fn is None else Trace.of(total, model, batch, key)
+            trace = trace_loss(cast_fn, model, batch)
         return plan_model(model, self.mesh, trace, overrides)
 
-    def init(self, make_model: Callable[[], PyTree], plan: Plan | None = None) -> PyTree:
+    def init(self, make_model: Callable[[], ModelT], plan: Plan | None = None) -> ModelT:
         """The model that `make_model()` returns, each device creating only its own shards; in a dry run, its shapes.
 
         **Arguments:**
@@ -337,6 +362,38 @@ class Deployer(KnowsRedco):
         """Records numbers by name at a step: `metrics.jsonl`, TensorBoard, the loggers."""
         self._run.console.metrics(metrics, step)
 
+    def log_config(self, config: dict[str, Any]) -> None:
+        """Records in the trackers by name what the run is made of, by name: hyperparameters, versions, arguments. What is
+        printed before the first step (devices, mesh, plan) is recorded by itself."""
+        self._run.console.records.config(config)
+
+    def log_image(self, name: str, image: Any, step: int | None = None) -> None:
+        """Records an image: as `workdir/media/step_00000100_NAME.png`, and in each tracker that takes images.
+
+        ```python
+        class Samples(redeqx.Callback):
+            every = 200
+
+            def on_step(self, trainer, metrics):
+                images = sample(trainer.model, n=8)  # [8, 64, 64, 3], from 0 to 1
+                trainer.deployer.log_image("samples", np.concatenate(images, axis=1))
+        ```
+
+        **Arguments:**
+
+        - `image`: of numpy or JAX, `[height, width]` or `[height, width, channels]` with 1, 3 or 4 channels, of uint8 or of
+            numbers from 0 to 1; or a matplotlib figure.
+        - `step`: optimizer updates done; by default those of the newest metrics, which in a callback is `trainer.step`.
+
+        Every process may call it; process 0 records. Raises ValueError for another shape, numbers outside of 0 to 1 and
+        parts of an array, TypeError for what is no array.
+        """
+        self._run.console.records.image(name, image, step)
+
+    def log_text(self, name: str, text: str, step: int | None = None) -> None:
+        """Records a text, as `log_image` does an image; its file is `workdir/media/step_00000100_NAME.txt`."""
+        self._run.console.records.text(name, text, step)
+
     def progress(
         self, *, n_epochs: int | None = None, n_steps: int | None = None, first_step: int = 0, title: str = ""
     ) -> ProgressLine:
@@ -355,7 +412,7 @@ class Deployer(KnowsRedco):
         there; -1 deletes all. `fit` does so by itself. Only the first call of a run acts."""
         self._run.begin_records(step)
 
-    def save_outputs(self, outputs: Sequence[Any], name: str = "outputs.jsonl") -> Path:
+    def save_outputs(self, outputs: Sequence[Any], name: str = "outputs.jsonl") -> Location:
         """Writes one JSON line an output to `workdir/outputs/NAME` and returns its path. Arrays become nested lists.
 
         Raises ValueError without a workdir, TypeError for what JSON does not hold.
@@ -371,6 +428,9 @@ class Deployer(KnowsRedco):
         lines = "".join(json.dumps(output, default=plain) + "\n" for output in outputs)
         path = self.workdir / "outputs" / name
         if self.is_dry_run or self._run.peers.index:
+            return path
+        if isinstance(path, StorePath):
+            path.write_bytes(lines.encode())
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(lines, "utf-8")

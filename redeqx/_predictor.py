@@ -3,17 +3,16 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import PRNGKeyArray
 
 from ._deployer import Deployer
 from ._load import load
-from ._tree import is_array_like
+from ._tree import PyTree, is_array_like
 from .data import BatchSize, Group, Prefetch, collate, pad_rows, place_rows, read, rows_here, size_of
 from .errors import (
     OF_PREDICTOR,
@@ -25,8 +24,9 @@ from .errors import (
     explained,
     plainly,
 )
-from .machine import n_batch_shards, put, replicated, split_rows
+from .machine import n_batch_shards, put, replicated, split_rows, xla_settings
 from .partition import Plan, place
+from .storage import Location
 from .training import Parts, Program, make_predict_step, placed, placed_shapes
 
 
@@ -55,9 +55,9 @@ class Predictor(KnowsRedco):
         deployer: Deployer,
         *,
         model: PyTree | None = None,
-        collate_fn: Callable[[list], PyTree],
+        collate_fn: Callable[[list[Any]], PyTree],
         pred_fn: Callable[..., PyTree],
-        output_fn: Callable[[PyTree], list] | None = None,
+        output_fn: Callable[[PyTree], list[Any]] | None = None,
         model_state: PyTree | None = None,
         compute_dtype: Any = None,
         plan: Plan | None = None,
@@ -85,7 +85,7 @@ class Predictor(KnowsRedco):
 
     @classmethod
     def load(
-        cls, path: str | Path, deployer: Deployer, *, like: PyTree, plan: Plan | None = None, **options: Any
+        cls, path: str | Location, deployer: Deployer, *, like: PyTree, plan: Plan | None = None, **options: Any
     ) -> "Predictor":
         """A Predictor of the model that a checkpoint or a safetensors file holds.
 
@@ -106,7 +106,7 @@ class Predictor(KnowsRedco):
         *,
         batch_size: int | None = None,
         key: PRNGKeyArray | None = None,
-    ) -> list:
+    ) -> list[Any]:
         """The outputs of all examples, in their order.
 
         **Arguments:**
@@ -131,7 +131,7 @@ class Predictor(KnowsRedco):
         *,
         batch_size: int | None = None,
         key: PRNGKeyArray | None = None,
-    ) -> Iterator[list]:
+    ) -> Iterator[list[Any]]:
         """The outputs batch by batch, as the device hands them on, for more examples than the host holds outputs of."""
         size = BatchSize.of(self._deployer.mesh, per_device_batch_size, batch_size)
         check_examples_kind(examples, "examples")
@@ -175,7 +175,7 @@ class Predictor(KnowsRedco):
         while pending:
             yield self._hand_on(*pending.popleft())
 
-    def _zeros(self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None) -> Iterator[list]:
+    def _zeros(self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None) -> Iterator[list[Any]]:
         """What `iterate` yields for `n` examples, `at_once` in batches of `rows`, from outputs that are zeros; of the first
         batch's shapes, since only that one is collated."""
         if self._source is not None:
@@ -201,7 +201,7 @@ class Predictor(KnowsRedco):
         batch = jax.tree.map(lambda x: placed(x, split_rows(mesh)), batch)
         parts = Parts.of(model)
         treedef = program.state_treedef if program.state else None
-        step = make_predict_step(parts, program.plan, self._pred_fn, treedef, named=True, **self._options)
+        step = self._make_step(parts, program.plan, treedef, named=True)
         i = jax.ShapeDtypeStruct((), np.uint32)
         return step.trace(*placed_shapes(parts, model, program.plan), program.state, batch, program.key, i)
 
@@ -215,7 +215,7 @@ class Predictor(KnowsRedco):
         self._compiled.add(signature)
         return outputs
 
-    def _hand_on(self, n_rows: int, outputs: PyTree) -> list:
+    def _hand_on(self, n_rows: int, outputs: PyTree) -> list[Any]:
         listed = self._output_fn(jax.tree.map(lambda x: np.asarray(x)[:n_rows], outputs))
         if not isinstance(listed, Sequence) or isinstance(listed, str) or len(listed) != n_rows:
             found = f"{len(listed)} entries" if hasattr(listed, "__len__") else type(listed).__name__
@@ -254,12 +254,16 @@ class Predictor(KnowsRedco):
             check_model_function(self._pred_fn, "pred_fn", has_state=state is not None)
             parts = Parts.of(model)
             treedef = None if state is None else jax.tree.structure(state)
-            step = make_predict_step(parts, plan, self._pred_fn, treedef, **self._options)
+            step = self._make_step(parts, plan, treedef)
             self._step = (structure, parts, step)
         return self._step[1], self._step[2]
 
+    def _make_step(self, parts: Parts, plan: Plan, treedef: Any, *, named: bool = False) -> Callable[..., Any]:
+        options = xla_settings(plan.mesh, self._deployer._run.xla_settings).options
+        return make_predict_step(parts, plan, self._pred_fn, treedef, named=named, options=options, **self._options)
 
-def _rows(outputs: PyTree) -> list:
+
+def _rows(outputs: PyTree) -> list[Any]:
     """A batch of outputs as a list of the rows: arrays, or PyTrees of them."""
     leaves, treedef = jax.tree.flatten(outputs)
     return [jax.tree.unflatten(treedef, row) for row in zip(*leaves, strict=True)]

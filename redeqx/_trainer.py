@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import equinox as eqx
 import jax
 import optax
-from jaxtyping import PyTree
 
 from ._deployer import Deployer
 from ._predictor import Predictor
+from ._tree import ModelT, PyTree
 from .data import BatchSize, Slice, Workers, check_examples, size_of
 from .dry_run import DryRun, DryRunDone, dry_run
 from .errors import (
@@ -28,6 +27,7 @@ from .errors import (
 )
 from .machine import describe, dry, of_devices
 from .partition import Plan
+from .storage import Location
 from .training import (
     REMATS,
     Engine,
@@ -37,6 +37,8 @@ from .training import (
     Parts,
     Precision,
     Recipe,
+    as_one_step,
+    evaluate,
     in_order,
     make_job,
     resume_newest,
@@ -46,7 +48,7 @@ from .training import (
 )
 
 
-class Trainer(KnowsRedco):
+class Trainer(KnowsRedco, Generic[ModelT]):
     """Trains an Equinox model on the deployer's mesh.
 
     Numbers do not depend on the mesh, on micro-batches or on a restart. Arrays of `model` are copied to the mesh at first
@@ -89,14 +91,19 @@ class Trainer(KnowsRedco):
         instead of keeping it: `"none"`; `"matmuls"`, all but matmuls, convolutions and attention, which saves memory and, on
         GPUs and TPUs, reads and writes; `"full"`, all of a body, which saves most memory for a third more computation;
         `"offload"`, the same with the inputs of each iteration in the memory of the host, for what does not fit otherwise.
-        `"auto"` is `"matmuls"` on GPUs and TPUs and `"none"` on CPUs. Loops with a `jax.checkpoint` of their own are left
-        alone.
+        `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own are left alone.
     - `memory`: `"auto"` compiles the first step with `remat`, and, until it fits into the memory of the device, with the
         levels after that and with micro-batches in smaller parts, where the loss draws no random numbers; prints what it
         took, and why. It is not saved. Values and gradients differ by rounding, so a run that resumes on another device may.
         By default, on CPUs and with a `grad_fn`, nothing is chosen.
     - `unroll`: whether loops of `loss_fn` over a few small layers are written out on GPUs, where copies of what their
         backward pass reads would take long beside their matmuls. It costs compile time, 3 to 5 times for 12 layers.
+    - `stack_blocks`: whether equal blocks that `loss_fn` computes one after the other, as of a Python list, are computed
+        as one loop over their stacked weights, with the same values and gradients but for rounding: they compile once, and
+        `remat` applies to them. By default on GPUs, where `unroll` may write a small loop out again, and on TPUs. What is
+        printed first says which.
+    - `offload_opt_state`: whether the optimizer's state is in the memory of the host, from where each update copies it to
+        the devices and back: for what does not fit otherwise, since the bus is slow. Values and checkpoints stay the same.
 
     Raises ValueError where no leaf is trainable, and for fp8 on a device that does not multiply it.
     """
@@ -107,9 +114,9 @@ class Trainer(KnowsRedco):
         self,
         deployer: Deployer,
         *,
-        model: PyTree,
+        model: ModelT,
         optimizer: optax.GradientTransformation,
-        collate_fn: Callable[[list], PyTree],
+        collate_fn: Callable[[list[Any]], PyTree],
         loss_fn: Callable[..., Any],
         model_state: PyTree | None = None,
         trainable: Any = eqx.is_inexact_array,
@@ -127,6 +134,8 @@ class Trainer(KnowsRedco):
         remat: str = "auto",
         memory: str | None = None,
         unroll: bool = True,
+        stack_blocks: bool | None = None,
+        offload_opt_state: bool = False,
     ):
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f"`on_nonfinite`: expected 'raise' or 'skip', got {on_nonfinite!r}. Pass one of the two.")
@@ -176,6 +185,8 @@ class Trainer(KnowsRedco):
             xla_settings=deployer._run.xla_settings,
             memory=memory,
             unroll=unroll,
+            stack_blocks=stack_blocks,
+            offload_opt_state=offload_opt_state,
         )
         self.deployer = deployer
         self._engine = Engine(deployer._run, recipe, model, model_state, max_skipped)
@@ -183,7 +194,7 @@ class Trainer(KnowsRedco):
     # --- the state of training ---------------------------------------------------------------------------------------
 
     @property
-    def model(self) -> PyTree:
+    def model(self) -> ModelT:
         """The current model. The next step deletes its arrays: save it, or copy what is to be kept."""
         return self._engine.current[0]
 
@@ -263,8 +274,7 @@ class Trainer(KnowsRedco):
         - `examples`: anything with `len()` and integer items. Each new number of them compiles a program of its own.
         """
         if (run := dry()) is not None:
-            size = self._engine.batch_size(None, len(examples))
-            raise DryRunDone(dry_run(self._job(in_order(examples, size), size), run.machine, **run.options))
+            raise DryRunDone(dry_run(self._job(*as_one_step(self._engine, examples)), run.machine, **run.options))
         return update(self._engine, examples)
 
     def eval_loss(
@@ -302,14 +312,14 @@ class Trainer(KnowsRedco):
         size = BatchSize.of(self.deployer.mesh, per_device_batch_size, batch_size)
         check_examples(examples, "examples")
         size = size.evenly(size_of(examples), self.deployer.mesh.size)
-        return self._engine.evaluate(in_order(examples, size), size, model)
+        return evaluate(self._engine, in_order(examples, size), size, model)
 
     def get_default_predictor(
         self,
         pred_fn: Callable[..., PyTree],
-        output_fn: Callable[[PyTree], list] | None = None,
+        output_fn: Callable[[PyTree], list[Any]] | None = None,
         *,
-        collate_fn: Callable[[list], PyTree] | None = None,
+        collate_fn: Callable[[list[Any]], PyTree] | None = None,
     ) -> Predictor:
         """A Predictor of this trainer's model as it is at each call, with its plan and `compute_dtype`.
 
@@ -334,7 +344,7 @@ class Trainer(KnowsRedco):
     @property
     def compiled_step(self) -> jax.stages.Compiled | None:
         """The compiled program of the newest step, to look into; None before the first. Nothing is compiled for it."""
-        return self._engine.newest_step
+        return self._engine.calls.newest_step
 
     @plainly
     def compile(
@@ -400,7 +410,7 @@ class Trainer(KnowsRedco):
         keep_last: int = 2,
         save_opt_states: bool = True,
         save_float_dtype: Any = None,
-    ) -> Path:
+    ) -> Location:
         """Saves model, optimizer state and position to the workdir; returns the checkpoint's folder.
 
         **Arguments:**
@@ -422,12 +432,12 @@ class Trainer(KnowsRedco):
         )
 
     @plainly
-    def load_ckpt(self, name: str | Path = "last", *, load_opt_states: bool = True) -> None:
+    def load_ckpt(self, name: str | Location = "last", *, load_opt_states: bool = True) -> None:
         """Loads a checkpoint onto this trainer's mesh, whichever mesh it was saved on.
 
         **Arguments:**
 
-        - `name`: a name of the index (`"last"`, `"argmax_accuracy"`), of a checkpoint, or a path.
+        - `name`: a name of the index (`"last"`, `"argmax_accuracy"`), of a checkpoint, or a path, which needs no workdir.
         - `load_opt_states`: whether to load the optimizer's state and the step too; without, only the model.
 
         The next `fit` continues from the loaded checkpoint: with its own epochs, where this trainer has not fitted before. A

@@ -5,12 +5,24 @@ Plans, errors and checkpoints all write `blocks.3.attn.query.weight`. This modul
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import PyTree
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # part of each type checker
+
+    # jaxtyping's is unknown to type checkers on purpose; in strict mode they would report each call of ours.
+    PyTree: TypeAlias = Any
+    ModelT = TypeVar("ModelT", default=Any)
+else:
+    from typing import TypeVar
+
+    from jaxtyping import PyTree
+
+    ModelT = TypeVar("ModelT")
 
 MOST_LISTED = 10  # the most names in one error message
 

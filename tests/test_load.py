@@ -69,6 +69,13 @@ def test_a_deployer_places_it_by_its_plan(run, shards):
     assert kept.layers[0].weight.sharding.is_fully_replicated
 
 
+def test_a_lost_index_is_rebuilt(run, tmp_path):
+    workdir, trainer = run
+    shutil.copytree(workdir, tmp_path / "run")
+    (tmp_path / "run" / "ckpts" / "index.json").unlink()
+    assert same(redeqx.load(tmp_path / "run", eqx.filter_eval_shape(make, jax.random.key(0))), trainer.model)
+
+
 def test_a_predictor_needs_no_trainer(run):
     workdir, trainer = run
 

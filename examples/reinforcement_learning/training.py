@@ -72,11 +72,11 @@ class Best:
             self.trainer.save_ckpt("argmax_return", metrics={"return": score})
 
     @property
-    def path(self) -> Path:
+    def path(self) -> str:
         """The folder of the best checkpoint."""
         workdir = self.trainer.deployer.workdir
         assert workdir is not None
-        return workdir / "ckpts" / json.loads((workdir / "ckpts/index.json").read_text())["argmax_return"]
+        return str(workdir / "ckpts" / json.loads((workdir / "ckpts/index.json").read_bytes())["argmax_return"])
 
     def test(self) -> np.ndarray:
         """The returns of the best checkpoint, in other episodes than those that selected it."""
@@ -102,7 +102,8 @@ def report(best: Best, name: str, algorithm: str, act: Act, envs: VectorEnv, cur
     levels = {f"{name}, test": score for name, score in means.items()}
     if (target := gymnasium.spec(name).reward_threshold) is not None:
         levels["solved"] = target
-    picture = best.path.parents[1] / "returns.png"
+    assert deployer.local_workdir is not None
+    picture = deployer.local_workdir / "returns.png"
     curves = {"training, last 100 episodes": curve, "validation": best.curve}
     draw(picture, curves, levels, [partial(show, frame) for frame in film(name, algorithm, act, TEST_SEED)])
     lines = [f"{name:16}{mean(x)}" for name, x in returns.items()]

@@ -17,13 +17,13 @@ def report(
 ) -> dict[str, float]:
     """Logs and draws the test scores beside those of copying rules selected on validation. Returns the scores."""
     train, validation, test = parts
-    workdir, opening = deployer.workdir, common_opening(train)
-    assert workdir is not None
+    workdir, folder, opening = deployer.workdir, deployer.local_workdir, common_opening(train)
+    assert workdir is not None and folder is not None
     baselines = {"copied": best_copies(validation), f"{opening!r} + copied": best_copies(validation, opening)}
     reached, copied = rouge(test, outputs), [copy_scores(test, copies) for copies in baselines.values()]
     records = [{"source": s, "target": t, "output": o} for (s, t), o in zip(test, outputs, strict=True)]
-    files = [draw(workdir, baselines, test[:10], outputs[:10]), deployer.save_outputs(records, "test.jsonl")]
-    index = json.loads((workdir / "ckpts/index.json").read_text("utf-8"))
+    files = [draw(folder, baselines, test[:10], outputs[:10]), deployer.save_outputs(records, "test.jsonl")]
+    index = json.loads((workdir / "ckpts/index.json").read_bytes())
     files += [workdir / "model", *(workdir / "ckpts" / index[f"argmax_{name}"] for name in ("rouge2", "rougeL"))]
 
     table = {"": ("model", *baselines)}

@@ -69,7 +69,7 @@ class Scheduler(FolderConfig):
     steps_offset: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False, kw_only=True)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(self, "n_train_steps")
         check_choice(self, "beta_schedule", _BETAS)
         check_choice(self, "prediction_type", _PREDICTIONS)
@@ -258,7 +258,7 @@ class DDPM(Scheduler):
 
     variance_type: str = "fixed_small"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self, "variance_type", _VARIANCES)
 
@@ -294,7 +294,7 @@ class DDIM(Scheduler):
     ends_clean: bool = True
     eta: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.eta < 0:
             raise ValueError(f"`eta`: expected at least 0, got {self.eta}. Pass 0 for no noise, 1 for DDPM's.")

@@ -104,7 +104,7 @@ class Generation:
     keys: Mapping[str, Any] = field(default_factory=dict, hash=False)
     path: Any = field(default=GENERATION, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, value in self.keys.items():
             if value is None:
                 continue

@@ -13,6 +13,7 @@ from typing import Any
 from redeqx.checkpoint import TensorReader
 from redeqx.errors import load_json
 from redeqx.machine import dry
+from redeqx.storage import Location
 
 from ..generation import GENERATION, Generation
 
@@ -42,7 +43,7 @@ def type_key(fields: Mapping[str, Any]) -> str:
     return "_class_name" if "_class_name" in fields else "model_type"
 
 
-def read_config(folder: Path, file: str = CONFIG) -> dict[str, Any]:
+def read_config(folder: Location, file: str = CONFIG) -> dict[str, Any]:
     """The parsed `config.json` of a folder, or another JSON file in it.
 
     Raises ValueError if the file does not exist or is not JSON.
@@ -65,19 +66,20 @@ def read_config(folder: Path, file: str = CONFIG) -> dict[str, Any]:
     return fields
 
 
-def read_generation(folder: Path) -> Generation | None:
+def read_generation(folder: Location) -> Generation | None:
     if not (folder / GENERATION).exists():
         return None
     return Generation(read_config(folder, GENERATION), folder / GENERATION)
 
 
-def companions(folder: Path) -> dict[str, bytes]:
+def companions(folder: Location) -> dict[str, bytes]:
     """The files of a folder that belong to its model, other than weights and config, by name."""
-    paths = sorted({path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()})
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    root: Any = folder
+    paths = sorted({path for pattern in _COMPANIONS for path in root.glob(pattern) if path.is_file()})
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
-def weights_of(folder: Path, stem: str) -> TensorReader | None:
+def weights_of(folder: Location, stem: str) -> TensorReader | None:
     """The tensors of a folder. None in a dry run if the folder has none, so that one can check whether a model fits before
     its weights are downloaded. Otherwise raises ValueError if there are none."""
     if dry() is not None and not any(folder.glob(f"{stem}*.safetensors*")):

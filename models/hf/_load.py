@@ -7,7 +7,6 @@ import fnmatch
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from redeqx._tree import is_array_like, listed, map_named, named_leaves, nearest
 from redeqx.checkpoint import INDEX, TensorReader
 from redeqx.errors import brief_name
 from redeqx.machine import as_shapes, dry
+from redeqx.storage import Location, View, fetch
 
 from ._files import CONFIG, read_config, weights_of
 from ._weight_map import WeightMap
@@ -28,7 +28,7 @@ from ._weight_map import WeightMap
 def load(
     shapes: Any,
     weight_map: WeightMap,
-    folder: Path,
+    folder: Location,
     *,
     stem: str,
     dtype: Any = None,
@@ -82,7 +82,7 @@ def load(
     return map_named(read, shapes)
 
 
-def _check_index(source: TensorReader, index: Path) -> None:
+def _check_index(source: TensorReader, index: Location) -> None:
     """Raises ValueError if a folder has both a single file, which is read, and shards with other contents."""
     if source.path == index or not index.is_file():
         return
@@ -133,24 +133,22 @@ def _cast(leaf: Any, dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
-def _dtype(parts: Sequence[np.ndarray], dtype: Any) -> Any:
+def _dtype(parts: Sequence[View], dtype: Any) -> Any:
     """The dtype of a leaf: `dtype` for floats if it is given, otherwise the file's (the widest if layers differ)."""
     if dtype is not None and all(jnp.issubdtype(part.dtype, jnp.floating) for part in parts):
         return dtype
     return functools.reduce(jnp.promote_types, [part.dtype for part in parts])
 
 
-def _read(view: np.ndarray, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+def _read(view: View, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
     """Reads a leaf from a view of its file. Each device reads only its own slice."""
-
-    def piece(index: Any) -> np.ndarray:
-        # A copy: otherwise JAX on CPU would share the file's pages, and later changes of the file would change the model.
-        return np.array(view[index], dtype=leaf.dtype, order="C")
-
-    return jax.make_array_from_callback(leaf.shape, sharding, piece)
+    indices = {str(index): index for index in sharding.addressable_devices_indices_map(leaf.shape).values()}
+    # Copies: otherwise JAX on CPU would share the file's pages, and later changes of the file would change the model.
+    parts = dict(zip(indices, fetch([view[index] for index in indices.values()], leaf.dtype), strict=True))
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: parts[str(index)])
 
 
-def _read_stack(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+def _read_stack(views: Sequence[View], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
     """Reads a stacked leaf layer by layer, so that the host holds only one layer's tensor at a time."""
     one, whole = sharding, sharding
     if isinstance(sharding, NamedSharding):
@@ -172,8 +170,8 @@ def _put(stack: jax.Array, layer: jax.Array, i: Any, sharding: Sharding) -> jax.
 
 
 def _match(
-    source: TensorReader, weight_map: WeightMap, wanted: Mapping[str, Any], config_path: Path
-) -> dict[str, list[Sequence[np.ndarray]]]:
+    source: TensorReader, weight_map: WeightMap, wanted: Mapping[str, Any], config_path: Location
+) -> dict[str, list[Sequence[View]]]:
     """Views of each stored tensor's leaves, one sequence for each layer, after a check of names, shapes and dtypes.
 
     Raises ValueError that lists the tensors that are missing, unknown, of another shape, or tied but different.
@@ -194,7 +192,7 @@ def _match(
         and name not in weight_map.copies
         and not any(fnmatch.fnmatchcase(name, g) for g in weight_map.ignored)
     ]
-    found: dict[str, list[Sequence[np.ndarray]]] = {}
+    found: dict[str, list[Sequence[View]]] = {}
     for name in weight_map.tensors:
         found[name.disk] = []
         shapes = [wanted[leaf].shape[name.n_layers is not None :] for leaf in name.leaves]
@@ -240,7 +238,7 @@ def _match(
     return found
 
 
-def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
+def is_tied_on_disk(folder: Location, stem: str, copy: str, original: str) -> bool:
     """Whether a tensor of a folder is absent or equal to another. For models whose config does not say whether it is
     tied."""
     source = weights_of(folder, stem)
@@ -250,13 +248,13 @@ def is_tied_on_disk(folder: Path, stem: str, copy: str, original: str) -> bool:
     return a.shape == b.shape and _equal(a, b)
 
 
-def is_on_disk(folder: Path, stem: str, *names: str) -> bool:
+def is_on_disk(folder: Location, stem: str, *names: str) -> bool:
     """Whether a folder has a tensor with one of these names. For models whose config does not say so."""
     source = weights_of(folder, stem)
     return source is not None and not set(names).isdisjoint(source.names())
 
 
-def _equal(a: np.ndarray, b: np.ndarray, rows: int = 1024) -> bool:
+def _equal(a: Any, b: Any, rows: int = 1024) -> bool:
     """Whether two views hold the same values. Reads a few rows at a time."""
-    a, b = np.atleast_1d(a), np.atleast_1d(b)
-    return all(np.array_equal(a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows))
+    a, b = (x.reshape(1) if x.ndim == 0 else x for x in (a, b))
+    return all(np.array_equal(np.asarray(a[i : i + rows]), np.asarray(b[i : i + rows])) for i in range(0, len(a), rows))

@@ -1,7 +1,6 @@
 """`Pretrained`: the base class of models that a Hugging Face folder can hold."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -10,6 +9,7 @@ import jax
 from redeqx import Deployer, Plan
 from redeqx._tree import nearest
 from redeqx.errors import brief
+from redeqx.storage import Location, location
 
 from ._files import CONFIG, companions, read_config, read_generation, type_key, weights_of
 from ._load import load
@@ -41,7 +41,7 @@ class Pretrained(eqx.Module):
     @classmethod
     def from_pretrained(
         cls,
-        folder: str | Path,
+        folder: str | Location,
         *,
         dtype: Any = None,
         deployer: Deployer | None = None,
@@ -49,7 +49,7 @@ class Pretrained(eqx.Module):
         **changes: Any,
     ) -> tuple[Any, Any]:
         """The model in a folder, and its config. As `redeqx.models.from_pretrained`, but for one class."""
-        folder = Path(folder)
+        folder = location(folder, "folder")
         config = cls.read_config(folder)
         if changes:
             fields = config.__dataclass_fields__
@@ -62,7 +62,7 @@ class Pretrained(eqx.Module):
         return load(shapes, weight_map, folder, stem=stem, dtype=dtype, deployer=deployer, plan=plan), config
 
     @classmethod
-    def read_config(cls, folder: Path) -> Any:
+    def read_config(cls, folder: Location) -> Any:
         """The config of a folder.
 
         Raises ValueError if the folder holds another model type.

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from redeqx.storage import View
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -27,7 +29,7 @@ class StoredTensor:
 
     disk: str
     leaves: tuple[str, ...]
-    load: Callable[[np.ndarray], Sequence[np.ndarray]] = lambda tensor: (tensor,)
+    load: Callable[[View], Sequence[View]] = lambda tensor: (tensor,)
     save: Callable[..., np.ndarray] = lambda leaf: leaf
     n_layers: int | None = None
 
@@ -94,7 +96,7 @@ def reshaped(disk: str, leaf: str, on_disk: tuple[int, ...], in_tree: tuple[int,
     return StoredTensor(disk, (leaf,), lambda t: (_view(t, in_tree, on_disk),), lambda leaf: leaf.reshape(on_disk))
 
 
-def _view(tensor: np.ndarray, shape: tuple[int, ...], expected: tuple[int, ...]) -> np.ndarray:
+def _view(tensor: View, shape: tuple[int, ...], expected: tuple[int, ...]) -> View:
     """`tensor` reshaped. If its shape is not the expected one, it is unchanged, so that the shape check reports it."""
     return tensor.reshape(shape) if tensor.shape == expected else tensor
 
@@ -114,7 +116,7 @@ def fused(disk: str, layers: Sequence[str], *, use_bias: bool = True, is_transpo
     """The weight and bias of several layers of equal size, stored as one layer with concatenated outputs."""
     n, axis = len(layers), -1 if is_transposed else 0
 
-    def cut(tensor: np.ndarray, axis: int) -> list[np.ndarray]:
+    def cut(tensor: View, axis: int) -> list[View]:
         size = tensor.shape[axis] // n
         parts = [slice(i * size, (i + 1) * size) for i in range(n)]
         return [tensor[..., part] if axis == -1 else tensor[part] for part in parts]

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray
 
-from redeqx._tree import is_array_like, listed, map_named, named_leaves, nearest
+from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
 
 Where = str | Sequence[str] | Callable[[str, eqx.nn.Linear], bool]
 
@@ -27,7 +27,7 @@ class LoraLinear(eqx.nn.Linear):
     scale: float = eqx.field(static=True)
 
     # The dim of `weight` along which each dim is sharded, so that an adapter is sharded as its layer is.
-    follows_weight: ClassVar = {"lora_a": (None, 1), "lora_b": (0, None)}
+    follows_weight: ClassVar[Mapping[str, tuple[int | None, ...]]] = {"lora_a": (None, 1), "lora_b": (0, None)}
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class LoraLinear(eqx.nn.Linear):
         return out[..., 0] if self.out_features == "scalar" else out
 
 
-def add(model: PyTree, *, rank: int, alpha: int | float | None = None, where: Where, key: PRNGKeyArray) -> PyTree:
+def add(model: ModelT, *, rank: int, alpha: int | float | None = None, where: Where, key: PRNGKeyArray) -> ModelT:
     """The model with an adapter on each linear layer that `where` selects. Its outputs are the same until it is trained.
 
     Adapters have at least float32, also beside 16-bit weights. Stacked layers get stacked adapters, `[layers, rank, in]` and
@@ -115,7 +115,7 @@ def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
     return map_named(lambda name, leaf: name in chosen, model)
 
 
-def merge(model: PyTree) -> PyTree:
+def merge(model: ModelT) -> ModelT:
     """The equivalent model without adapters: each adapter is added to its layer's weight, `W + scale * B A`.
 
     Raises ValueError for a model without adapters.
@@ -147,7 +147,7 @@ def adapters_of(model: PyTree) -> dict[str, LoraLinear]:
     return adapters
 
 
-def put(model: PyTree, layers: Mapping[str, eqx.nn.Linear]) -> PyTree:
+def put(model: ModelT, layers: Mapping[str, eqx.nn.Linear]) -> ModelT:
     return map_named(lambda path, node: layers.get(path, node), model, is_leaf=_is_linear)
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
-from redeqx._tree import listed, nearest
+from redeqx._tree import ModelT, PyTree, listed, nearest
 from redeqx.checkpoint import TensorReader, write_tensors
 from redeqx.errors import brief, check_alive
 
@@ -116,7 +115,7 @@ def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, eqx
             outputs, inputs = inputs, outputs
         parts = [*zip(name.load(outputs), name.load(inputs), shapes, strict=True)]
         if all(
-            o.shape == tuple(shape) and (o[0] == o[0, 0]).all() and np.array_equal(i[0], np.arange(shape[1]))
+            o.shape == tuple(shape) and np.all(np.equal(o[0], o[0, 0])) and np.array_equal(i[0], np.arange(shape[1]))
             for o, i, shape in parts
         ):
             n_out, n_in = reversed(on_disk) if is_transposed else on_disk
@@ -228,7 +227,7 @@ def _targets(model: PyTree, saved: Mapping[_Module, Any]) -> list[str]:
     return sorted(last if {name for name in known if name.rpartition(".")[2] in last} == adapted else adapted)
 
 
-def load_adapter(model: PyTree, folder: str | Path) -> PyTree:
+def load_adapter(model: ModelT, folder: str | Path) -> ModelT:
     """The model with the adapters of a folder that PEFT or `save_adapter` wrote.
 
     The layers of one stack get the same rank, the largest among them, and the same scale. Smaller adapters are padded with

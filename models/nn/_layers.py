@@ -4,15 +4,13 @@
 is `[out, ...]` and is transposed at each layer. Applied as `x @ weight.T`, the same leaves need no transpose.
 """
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.tree_util import GetAttrKey
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from redeqx.partition import NORMS
+from redeqx._tree import PyTree
+from redeqx.optimizers import decay_mask
 
 
 def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*dims out"]:
@@ -50,17 +48,9 @@ def normal_embedding(n_rows: int, size: int, *, std: float, key: PRNGKeyArray) -
     return eqx.nn.Embedding(weight=std * jax.random.normal(key, (n_rows, size)))
 
 
-def weight_decay_mask(params: PyTree) -> PyTree[bool]:
-    """True for the leaves that should have weight decay: those called `weight`, except in Equinox's norms.
+def weight_decay_mask(params: PyTree) -> PyTree:
+    """True for the leaves that should have weight decay: `redeqx.optimizers.decay_mask`, by its name here.
 
-    Pass it as `optax.adamw(learning_rate, mask=weight_decay_mask)`. The number of dims is not enough to decide, because the
-    biases of scanned layers also have two. It works for any model whose layers call their matrices `weight`, as Equinox's
-    do.
+    Pass it as `optax.adamw(learning_rate, mask=weight_decay_mask)`.
     """
-
-    def mark(path: tuple[Any, ...], node: Any) -> Any:
-        if isinstance(node, NORMS):
-            return jax.tree.map(lambda _: False, node)
-        return bool(path) and isinstance(path[-1], GetAttrKey) and path[-1].name == "weight"
-
-    return jax.tree_util.tree_map_with_path(mark, params, is_leaf=lambda node: isinstance(node, NORMS))
+    return decay_mask(params)

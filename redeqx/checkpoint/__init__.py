@@ -1,11 +1,14 @@
 """Checkpoints: folders of safetensors files. A crash leaves the old checkpoint or the new one, both complete.
 
 Owns the format, the manifest, writing by one or several processes, reading of slices, and the lock of a folder. Knows
-nothing of steps, losses or optimizers. Open `_manager.py` first.
+nothing of steps, losses or optimizers. Open `_folder.py` first, which reads, then `_manager.py`, which writes.
 """
 
+from ._find import find_checkpoint as find_checkpoint
+from ._folder import CheckpointFolder as CheckpointFolder
+from ._lock import Lock as Lock, LockedError as LockedError
 from ._manager import Checkpoints as Checkpoints
-from ._manifest import MANIFEST as MANIFEST
+from ._manifest import MANIFEST as MANIFEST, Manifest as Manifest, read_manifest as read_manifest, write_json as write_json
 from ._reader import INDEX as INDEX, TensorReader as TensorReader, load_tree as load_tree
 from ._safetensors import (
     array_leaves as array_leaves,

@@ -9,6 +9,8 @@ import zlib
 from functools import lru_cache
 from pathlib import Path
 
+from ..storage import Location
+
 _ONES = 0xFFFFFFFF
 _POLYNOMIAL = 0xEDB88320  # of crc32, bits reversed
 _CHUNK = 2**24  # bytes read at once
@@ -34,9 +36,14 @@ class Crc32:
         return _past_zeros(self._register, size - self._stop)
 
 
-def crc32_of_range(path: Path, start: int, stop: int) -> Crc32:
+def crc32_of_range(path: Location, start: int, stop: int) -> Crc32:
     """The contribution of the bytes `[start, stop)` of a file; reads each byte once, in order. Raises OSError."""
     crc32 = Crc32()
+    if not isinstance(path, Path):
+        for chunk in path.chunks(start, stop):
+            crc32.add(chunk, start)
+            start += len(chunk)
+        return crc32
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while start < stop and (chunk := file.read(min(_CHUNK, stop - start))):

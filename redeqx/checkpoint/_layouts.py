@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from ..distributed import Peers
+from ..storage import Location
 from ._manifest import write_json
 from ._reader import INDEX
 from ._safetensors import Writer, file_size, tensors_size, write_tensors
@@ -79,21 +82,22 @@ class Layout(ABC):
     """
 
     size: int  # bytes on the disk that this process sees
+    needs_copy = False  # whether `copy` has to come before `write`
 
     @abstractmethod
     def copy(self) -> None:
         """Copy what this process writes to the host, so that the arrays on the device may be deleted."""
 
     @abstractmethod
-    def create(self, folder: Path) -> None:
+    def create(self, folder: Location) -> None:
         """Prepare the files: once for each folder, before any `write`."""
 
     @abstractmethod
-    def write(self, folder: Path) -> dict[str, Any]:
+    def write(self, folder: Location) -> dict[str, Any]:
         """Write this process's arrays, and fsync; returns what `finish` needs, as JSON."""
 
     @abstractmethod
-    def finish(self, folder: Path, written: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    def finish(self, folder: Location, written: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
         """Complete the files, once for each folder; returns `{"size": bytes, "crc32": checksum}` by the file's name.
 
         **Arguments:**
@@ -103,7 +107,7 @@ class Layout(ABC):
 
 
 class InPlace(Layout):
-    """One file for each tree."""
+    """One file for each tree, on a disk."""
 
     def __init__(self, trees: Mapping[str, tuple[Mapping[str, Any], Any]]):
         self._files = {f"{kind}.safetensors": Writer(leaves, dtype) for kind, (leaves, dtype) in trees.items()}
@@ -116,24 +120,29 @@ class InPlace(Layout):
             for file, by_name in self._blocks.items()
         }
 
-    def create(self, folder: Path) -> None:
+    def create(self, folder: Any) -> None:
         for name, file in self._files.items():
             file.create(folder / name)
 
-    def write(self, folder: Path) -> dict[str, int]:
+    def write(self, folder: Any) -> dict[str, int]:
         return {name: file.write(folder / name, self._blocks[name]) for name, file in self._files.items()}
 
-    def finish(self, folder: Path, written: Sequence[Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    def finish(self, folder: Any, written: Sequence[Mapping[str, int]]) -> dict[str, dict[str, int]]:
         return {name: file.finish(folder / name, [each[name] for each in written]) for name, file in self._files.items()}
 
 
 class FileEach(Layout):
-    """A file for each tree and process; an index for each tree with several files."""
+    """A file for each tree and process; an index for each tree with several files.
+
+    Of several processes, each has the arrays of its files on the host before it writes them: all gather an array together,
+    but write at their own pace.
+    """
 
     def __init__(self, trees: Mapping[str, tuple[Mapping[str, Any], Any]], index: int, is_shared: bool):
         self._trees, self._index = trees, index
+        self.needs_copy = jax.process_count() > 1
         self._owners = {kind: owners(leaves) for kind, (leaves, _) in trees.items()}
-        self._mine: dict[str, dict[str, Any]] = {}
+        self._mine: dict[str, Mapping[str, Any]] = {kind: leaves for kind, (leaves, _) in trees.items()}
         self.size = sum(
             file_size({name: leaf for name, leaf in leaves.items() if is_shared or self._owners[kind][name] == index}, dtype)
             for kind, (leaves, dtype) in trees.items()
@@ -144,17 +153,17 @@ class FileEach(Layout):
             whole = {name: gathered(leaf, self._owners[kind][name]) for name, leaf in leaves.items()}
             self._mine[kind] = {name: values for name, values in whole.items() if values is not None}
 
-    def create(self, folder: Path) -> None:
+    def create(self, folder: Location) -> None:
         del folder
 
-    def write(self, folder: Path) -> dict[str, dict[str, int]]:
+    def write(self, folder: Location) -> dict[str, dict[str, int]]:
         return {
             (file := self._file(kind, self._index)): write_tensors(folder / file, self._mine[kind], dtype)
             for kind, (_, dtype) in self._trees.items()
             if self._index in self._writers(kind)
         }
 
-    def finish(self, folder: Path, written: Sequence[Mapping[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
+    def finish(self, folder: Location, written: Sequence[Mapping[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
         sums = {file: each for by_file in written for file, each in by_file.items()}
         for kind, (leaves, dtype) in self._trees.items():
             if len(self._writers(kind)) == 1:

@@ -7,7 +7,8 @@ left behind is taken over: at once on the same machine, where processes can be l
 without a touch. Those are measured by this host's clock alone, so clocks need not agree. NFS supports all three operations.
 An owner that was frozen for longer finds the lock taken over, and stops writing.
 
-If the file system refuses the file, there is no lock: writing a checkpoint then shows what is wrong with it.
+If the file system refuses the file, there is no lock: writing a checkpoint then shows what is wrong with it. `_store_lock`
+has the lock of a folder in an object store.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import brief_name
+from ..storage import Location
 
 BEAT = 5.0  # seconds between two touches
 STALE = 30.0  # seconds without a touch after which an owner on another machine counts as gone
@@ -42,7 +44,7 @@ class Lock:
         """Raises LockedError if another process holds the lock. It may wait up to `STALE` seconds, and logs that it does."""
         self.path = folder.with_name(f"{folder.name}.lock")
         self._folder, self._log = folder, log
-        self._me = _this_process()
+        self._me = this_process()
         self._fd: int | None = None  # -1 if the file system refuses the file
         self._finalizer: Callable[[], Any] | None = None
         ended = threading.Event()
@@ -57,7 +59,7 @@ class Lock:
                 return
         else:
             found = _read(self.path)
-            raise self._refusal({} if found is None else found[0])
+            raise refusal(self._folder, {} if found is None else found[0], self.path)
         os.write(self._fd, json.dumps(self._me).encode())
         threading.Thread(target=_beat, args=(self._fd, ended), name="redeqx-lock", daemon=True).start()
         self._finalizer = weakref.finalize(self, _release, self.path, self._fd, self._me, ended)
@@ -71,38 +73,14 @@ class Lock:
         """Raise OSError if another run has taken the folder over while this process was frozen."""
         owner = None if self._fd == -1 else _read(self.path)
         if owner is not None and owner[0] != self._me:
-            why = f"expected a folder that is this run's own, got one that {_name(owner[0])} has taken over since. Leave it"
-            raise OSError(errno.EBUSY, why, str(self._folder))
-
-    def _refusal(self, owner: dict[str, Any]) -> LockedError:
-        return LockedError(
-            f"`workdir`: expected a folder that no other run writes into, got {self._folder}, which {_name(owner)} does. "
-            f"Wait for its end, or choose another workdir; if it is gone, delete {self.path}."
-        )
+            raise taken_over(self._folder, owner[0])
 
     def _take_over(self) -> None:
         """Remove the lock of a process that has ended. Raises LockedError if it has not."""
         found = _read(self.path)
-        if found is None:
+        read = lambda: _read(self.path)  # noqa: E731
+        if found is None or not is_left(found, read, self._me, self._folder, self.path, self._log, STALE):
             return
-        owner, touched = found
-        if owner.get("machine") == self._me["machine"]:
-            until = time.monotonic() + GRACE
-            while _is_alive(owner) and not _is_same(owner, self._me):
-                if time.monotonic() > until:
-                    raise self._refusal(owner)
-                time.sleep(0.1)
-                if _read(self.path) is None:
-                    return
-        else:
-            self._log(f"{self._folder}: {_name(owner)} wrote here; waiting up to {STALE:g} s to see whether it still does")
-            until = time.monotonic() + STALE
-            while time.monotonic() < until:
-                time.sleep(min(0.5, STALE / 10))
-                if (now := _read(self.path)) is None:
-                    return
-                if now != (owner, touched):
-                    raise self._refusal(now[0])
         # Renamed first: of several processes that take it over only one succeeds. One that renamed a newer lock restores it.
         aside = self.path.with_name(f"{self.path.name}.{self._me['pid']}.{time.time_ns()}")
         with contextlib.suppress(OSError):
@@ -113,6 +91,60 @@ class Lock:
             os.unlink(aside)
 
 
+def is_left(
+    found: tuple[dict[str, Any], Any],
+    read: Callable[[], tuple[dict[str, Any], Any] | None],
+    me: dict[str, Any],
+    folder: Location,
+    path: Location,
+    log: Callable[[str], None],
+    stale: float,
+) -> bool:
+    """Whether a lock is there whose owner has ended. It waits to see. Raises LockedError if the owner has not.
+
+    **Arguments:**
+
+    - `found`: the owner, and what changes with each touch.
+    - `read`: the same as it is now, None if there is no lock.
+    - `me`: this process.
+    - `path`: of the lock of `folder`.
+    - `stale`: seconds without a touch after which an owner on another machine counts as gone.
+    """
+    owner = found[0]
+    if owner.get("machine") == me["machine"]:
+        until = time.monotonic() + GRACE
+        while _is_alive(owner) and not is_same(owner, me):
+            if time.monotonic() > until:
+                raise refusal(folder, owner, path)
+            time.sleep(0.1)
+            if read() is None:
+                return False
+    else:
+        log(f"{folder}: {_name(owner)} wrote here; waiting up to {stale:g} s to see whether it still does")
+        until = time.monotonic() + stale
+        while time.monotonic() < until:
+            time.sleep(min(0.5, stale / 10))
+            if (now := read()) is None:
+                return False
+            if now != found:
+                raise refusal(folder, now[0], path)
+    return True
+
+
+def refusal(folder: Location, owner: dict[str, Any], path: Location) -> LockedError:
+    """The error for a folder that another run writes into."""
+    return LockedError(
+        f"`workdir`: expected a folder that no other run writes into, got {folder}, which {_name(owner)} does. "
+        f"Wait for its end, or choose another workdir; if it is gone, delete {path}."
+    )
+
+
+def taken_over(folder: Location, owner: dict[str, Any]) -> OSError:
+    """The error for a run whose lock another one has taken over."""
+    why = f"expected a folder that is this run's own, got one that {_name(owner)} has taken over since. Leave it"
+    return OSError(errno.EBUSY, why, str(folder))
+
+
 def _name(owner: dict[str, Any]) -> str:
     """The owner, for a message."""
     shown = {name: brief_name(str(owner.get(name, "unknown"))) for name in ("pid", "host", "since")}
@@ -121,7 +153,7 @@ def _name(owner: dict[str, Any]) -> str:
 
 def _release(path: Path, fd: int, me: dict[str, Any], ended: threading.Event) -> None:
     ended.set()
-    if _is_same(_this_process(), me):  # not in a forked child
+    if is_same(this_process(), me):  # not in a forked child
         owner = _read(path)
         with contextlib.suppress(OSError):
             if owner is not None and owner[0] == me:
@@ -153,8 +185,9 @@ def _read(path: Path) -> tuple[dict[str, Any], int] | None:
     return (owner if isinstance(owner, dict) else {}), touched
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
     pid = os.getpid()
+    """What a lock says of its owner."""
     return {
         "host": socket.gethostname(),
         "pid": pid,
@@ -202,5 +235,6 @@ def _is_alive(owner: dict[str, Any]) -> bool:
     return True
 
 
-def _is_same(owner: dict[str, Any], other: dict[str, Any]) -> bool:
+def is_same(owner: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two owners are one process."""
     return all(owner.get(name) == other[name] for name in ("pid", "started", "machine"))

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from ..distributed import Peers
 from ..errors import DamagedError, brief, damaged, is_plain, is_size, load_json, unreadable
+from ..storage import Location, StoreError, StorePath, exists
 from ._crc32 import crc32_of, crc32_of_range
 from ._safetensors import CHUNK
 
@@ -28,23 +29,29 @@ READABLE_VERSIONS = (1,)
 MANIFEST = "trainer.json"
 RESERVED = ("format", "version", "tags", "files", "crc32")  # the manifest's own fields
 TENSORS = ".safetensors"  # the suffix of files with tensors
+_SHARED = {"damaged": DamagedError, "store": StoreError, "value": ValueError}  # errors that all processes raise; first fit
 TMP = ".tmp_"  # the prefix of names that are not part of a checkpoint yet
 
 
-def write_json(path: Path, value: Any) -> dict[str, int]:
-    """Write a file, and fsync; returns its `{"size": bytes, "crc32": checksum}`."""
+def write_json(path: Location, value: Any) -> dict[str, int]:
+    """Write a file, and fsync, or an object; returns its `{"size": bytes, "crc32": checksum}`."""
     text = json.dumps(value, indent=1).encode()
-    with open(path, "wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    if isinstance(path, StorePath):
+        path.write_bytes(text)
+    else:
+        with open(path, "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
     return {"size": len(text), "crc32": zlib.crc32(text)}
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Location) -> dict[str, Any]:
     """The JSON object in a file. Raises DamagedError for any other file."""
     try:
         value = load_json(path)
+    except StoreError:  # not of this file: what it holds is unknown
+        raise
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError as error:
@@ -54,14 +61,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def leads_out(path: Path) -> bool:
+def leads_out(path: Location) -> bool:
     """Whether an entry of a folder is a link to a place outside of the folder. A save creates no links."""
+    if not isinstance(path, Path):
+        return False  # a store has no links
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent))
 
 
-def own(path: Path) -> Path:
+def own(path: Location) -> Location:
     """An entry of a checkpoint's folder. Raises ValueError if it is a link to a place outside of the folder."""
-    if leads_out(path):
+    if isinstance(path, Path) and leads_out(path):
         raise ValueError(
             f"`{path}`: expected what a save left there, got a link to {os.path.realpath(path)}. Put a copy in its place, "
             "or pass the path of a checkpoint elsewhere."
@@ -70,7 +79,7 @@ def own(path: Path) -> Path:
 
 
 def write_manifest(
-    folder: Path, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
+    folder: Location, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
 ) -> None:
     """Write the manifest, and fsync.
 
@@ -84,25 +93,28 @@ def write_manifest(
     write_json(folder / MANIFEST, {**full, "crc32": _crc32_of_manifest(full)})
 
 
-def agreed(peers: Peers, topic: str, file: Path, act: Callable[[], Any]) -> list[Any]:
+def agreed(peers: Peers, topic: str, file: Location, act: Callable[[], Any]) -> list[Any]:
     """What every process's `act()` returns (JSON), in the processes' order. If it raises in one, all raise the same.
 
-    Raises DamagedError if the system cannot read the file, and any ValueError that `act` raises.
+    Raises DamagedError if the system cannot read the file, StoreError if an object store does not answer, and any ValueError
+    that `act` raises.
     """
     value = raised = None
     try:
         value = act()
+    except StoreError as error:
+        raised = error
     except OSError as error:
         raised = unreadable(file, error)
     except ValueError as error:
         raised = error
-    problem = None if raised is None else [isinstance(raised, DamagedError), str(raised)]
-    found = peers.gather(topic, [value, problem])
+    kind = next((name for name, cls in _SHARED.items() if isinstance(raised, cls)), None)
+    found = peers.gather(topic, [value, kind and [kind, str(raised)]])
     if raised is not None and peers.n == 1:
         raise raised
     for _, problem in found:
         if problem is not None:
-            raise (DamagedError if problem[0] else ValueError)(problem[1]) from raised
+            raise _SHARED[problem[0]](problem[1]) from raised
     return [value for value, _ in found]
 
 
@@ -116,13 +128,13 @@ class Manifest:
     - `tags`: likewise; none in checkpoints of the first releases.
     """
 
-    folder: Path
+    folder: Location
     record: dict[str, Any]
     tags: list[str]
     files: dict[str, dict[str, int]]
 
 
-def read_manifest(folder: Path, *, is_part: bool = False) -> Manifest:
+def read_manifest(folder: Location, *, is_part: bool = False) -> Manifest:
     """The manifest of a checkpoint, once this process has found all of its files, in their sizes. Their bytes are not read.
 
     **Arguments:**
@@ -132,10 +144,11 @@ def read_manifest(folder: Path, *, is_part: bool = False) -> Manifest:
     Raises DamagedError for any other folder, ValueError for a file that is a link to a place outside of it.
     """
     manifest = _parsed(folder)
+    there = folder.sizes() if isinstance(folder, StorePath) else None  # in one request
     for name, expected in manifest.files.items():
         file = own(folder / name)
         try:
-            size = file.stat().st_size if file.is_file() else None
+            size = there.get(name) if there is not None else file.stat().st_size if file.is_file() else None
         except OSError as error:
             raise unreadable(file, error) from error
         if size != expected["size"] and not (size is None and is_part):
@@ -143,9 +156,9 @@ def read_manifest(folder: Path, *, is_part: bool = False) -> Manifest:
     return manifest
 
 
-def _parsed(folder: Path) -> Manifest:
+def _parsed(folder: Location) -> Manifest:
     file = folder / MANIFEST
-    if not os.path.lexists(file):
+    if not exists(file):
         raise DamagedError(f"`{folder}`: expected the folder of a checkpoint, got none with a {MANIFEST}. Pass one.")
     record = read_json(own(file))
     if record.get("format") != FORMAT:
@@ -180,7 +193,7 @@ class Checks:
     def __init__(self, manifest: Manifest, peers: Peers, is_shared: bool):
         self._manifest, self._peers, self._is_shared = manifest, peers, is_shared
 
-    def contribution(self, file: Path, start: int = 0, stop: int | None = None) -> int:
+    def contribution(self, file: Location, start: int = 0, stop: int | None = None) -> int:
         """This process's contribution to a file's checksum: of its share of the bytes `[start, stop)`, by default of all."""
         if file.name not in self._manifest.files:
             raise damaged(self._manifest.folder / MANIFEST, f"size and crc32 of {file.name}", "none")
@@ -209,7 +222,7 @@ class Checks:
             self.compare(name, agreed(self._peers, "verify", file, partial(self.contribution, file)))
 
 
-def agree_on_manifest(folder: Path, peers: Peers, log: Callable[[str], None]) -> tuple[Manifest, Checks]:
+def agree_on_manifest(folder: Location, peers: Peers, log: Callable[[str], None]) -> tuple[Manifest, Checks]:
     """As `read_manifest`, for all processes together, after the files that a process lacks have been copied to it. Files
     without tensors are verified; `Checks` verifies the others.
 
@@ -229,7 +242,7 @@ def _crc32_of_manifest(record: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
-def _files(path: Path, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+def _files(path: Location, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     """Size and checksum of each file beside a manifest, by its name."""
     files = record.get("files")
     if not isinstance(files, dict):
@@ -245,9 +258,9 @@ def _files(path: Path, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     return files
 
 
-def _complete(folder: Path, peers: Peers, log: Callable[[str], None]) -> bool:
+def _complete(folder: Location, peers: Peers, log: Callable[[str], None]) -> bool:
     """Copy files to processes that lack them. Returns True if all processes see the same folder."""
-    if peers.n == 1:
+    if peers.n == 1 or isinstance(folder, StorePath):
         return True
 
     def seen() -> dict[str, list[int]]:

@@ -5,7 +5,6 @@ owns a single file, `redeqx.models` the tensor names of other libraries.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jaxtyping import PyTree
 
 from .._tree import MOST_LISTED, is_array_like, is_key, listed, map_named, nearest
 from ..errors import brief, brief_name, is_plain, load_json
+from ..storage import Location
 from ._safetensors import TensorFile, array_leaves, is_float, stored
 
 INDEX = ".safetensors.index.json"
@@ -24,7 +24,7 @@ INDEX = ".safetensors.index.json"
 class TensorReader:
     """The tensors of one file or of several, by name."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Location):
         """**Arguments:**
 
         - `path`: of a safetensors file, or of the index (`*.safetensors.index.json`) of several beside it.
@@ -42,7 +42,7 @@ class TensorReader:
             self._where = dict.fromkeys(file.names, file)
 
     @classmethod
-    def find(cls, folder: Path, stem: str) -> "TensorReader":
+    def find(cls, folder: Location, stem: str) -> "TensorReader":
         """The tensors of a folder: `stem.safetensors`, or else the files that its index names, as `transformers` reads them.
 
         Raises ValueError if there are none.
@@ -94,7 +94,7 @@ class TensorReader:
         """The tensors' names."""
         return self._where
 
-    def paths(self) -> Iterable[Path]:
+    def paths(self) -> Iterable[Location]:
         """The files that contain them."""
         return dict.fromkeys(file.path for file in self._where.values())
 
@@ -105,13 +105,18 @@ class TensorReader:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def view(self, name: str) -> np.ndarray:
-        """A tensor as a view of its file, which reads only what is indexed."""
+    def view(self, name: str) -> Any:
+        """A tensor as a view of its file, which reads only what is indexed: a NumPy array, or in an object store a
+        `storage.StoredArray`."""
         return self._where[name].view(name)
 
     def read(self, name: str, index: Any = ...) -> np.ndarray:
         """A copy of a tensor, or of what `index` (as for `numpy.ndarray`) selects from it. Nothing else is read."""
         return self._where[name].read(name, index)
+
+    def read_parts(self, name: str, indices: Sequence[Any], dtype: Any) -> list[np.ndarray]:
+        """As `read`, for several indices, cast. In an object store, bytes that several parts share are read once."""
+        return self._where[name].read_parts(name, indices, dtype)
 
 
 def check_tree(source: TensorReader, template: PyTree, what: str = "model") -> None:
@@ -152,7 +157,7 @@ def _mismatches(source: TensorReader, wanted: Mapping[str, Any]) -> list[str]:
 
 
 def load_tree(
-    path: Path,
+    path: Location,
     template: PyTree,
     shardings: Callable[[str], Sharding] | None = None,
     what: str = "model",
@@ -187,15 +192,11 @@ def load_tree(
         if sharding is None:
             array = jnp.asarray(source.read(name).astype(dtype, copy=False))
         else:
-            slices: dict[str, np.ndarray] = {}  # of this tensor: several devices may need the same one
-
-            def read(index: Any) -> np.ndarray:
-                if (key := str(index)) not in slices:
-                    slices[key] = source.read(name, index).astype(dtype, copy=False)
-                return slices[key]
-
+            # Of this tensor: several devices may need the same slice.
+            indices = {str(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
+            slices = dict(zip(indices, source.read_parts(name, [*indices.values()], dtype), strict=True))
             # A PRNG key's sharding also fits its data, whose additional last dim is not split.
-            array = jax.make_array_from_callback(shape, sharding, read)
+            array = jax.make_array_from_callback(shape, sharding, lambda index: slices[str(index)])
         if array.dtype != dtype:
             raise ValueError(f"`{name}`: expected {dtype}, got {array.dtype} from JAX. Set `jax_enable_x64` to load it.")
         if is_key(leaf):

@@ -27,6 +27,7 @@ from jaxtyping import PyTree
 
 from .._tree import is_array_like, is_key, named_leaves, nearest
 from ..errors import brief, brief_name, damaged, is_size, parse_json
+from ..storage import Location, StoredArray, StorePath, fetch
 from ._crc32 import Crc32, crc32_of
 from ._shards import Block, own_blocks
 
@@ -251,12 +252,12 @@ class Writer:
 
 
 def write_tensors(
-    path: Path, leaves: Mapping[str, Any], float_dtype: Any = None, metadata: Mapping[str, str] | None = None
+    path: Location, leaves: Mapping[str, Any], float_dtype: Any = None, metadata: Mapping[str, str] | None = None
 ) -> dict[str, int]:
     """Write arrays by name as one safetensors file; returns its `{"size": bytes, "crc32": checksum}`.
 
     It writes from the first byte to the last, which any file system supports, and keeps one tensor at a time in host memory.
-    The file is fsynced, but not put in place atomically: `Checkpoints.save` does that.
+    The file is fsynced, but not put in place atomically: `Checkpoints.save` does that. An object appears at once.
 
     **Arguments:**
 
@@ -265,23 +266,42 @@ def write_tensors(
     - `float_dtype`: the dtype to which floating leaves are cast; others are never cast.
     - `metadata`: strings for the header's `__metadata__`.
 
-    Raises TypeError for a leaf whose dtype safetensors cannot store, OSError if the disk is full.
+    Raises TypeError for a leaf whose dtype safetensors cannot store, OSError if the disk is full or the store refuses.
     """
     need_arrays(leaves)
     header, tensors, size = _layout(leaves, float_dtype, metadata)
-    crc32 = zlib.crc32(header)
-    with open(path, "wb") as file:
-        file.write(header)
+    crc32 = 0
+
+    def content() -> Iterator[memoryview | bytes]:
+        nonlocal crc32
+        crc32 = zlib.crc32(header)
+        yield header
         for name, tensor in tensors.items():
             for chunk in _chunks(to_host(leaves[name]).reshape(-1), tensor.dtype):
-                file.write(chunk)
                 crc32 = zlib.crc32(chunk, crc32)
+                yield chunk
+
+    if isinstance(path, StorePath):
+        path.upload(content, size)
+        return {"size": size, "crc32": crc32}
+    with open(path, "wb") as file:
+        for chunk in content():
+            file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
     return {"size": size, "crc32": crc32}
 
 
-def _parse(path: Path, name: str, field: Any) -> _Tensor:
+def _read_range(path: Location, start: int, stop: int) -> bytes:
+    """Bytes of a file. It is not mapped for them: if the disk fails, a mapping ends the process without an exception."""
+    if isinstance(path, StorePath):
+        return path.read(start, stop)
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(stop - start)
+
+
+def _parse(path: Location, name: str, field: Any) -> _Tensor:
     name = brief_name(name)
     match field:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]}:
@@ -308,7 +328,7 @@ def _parse(path: Path, name: str, field: Any) -> _Tensor:
 class TensorFile:
     """A safetensors file, open for reading slices of its tensors. Its header is checked."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Location):
         """**Arguments:**
 
         - `path`: of any safetensors file, including other libraries'.
@@ -319,13 +339,11 @@ class TensorFile:
         size = path.stat().st_size
         if size < 8:
             raise damaged(path, "at least the 8 bytes of a header's length", f"{size} bytes")
-        with open(path, "rb") as file:  # not mapped: if the disk fails, a mapping ends the process without an exception
-            (length,) = struct.unpack("<Q", file.read(8))
-            if not 2 <= length <= min(size - 8, _MAX_HEADER):
-                raise damaged(path, f"a header of 2 to {min(size - 8, _MAX_HEADER)} bytes", f"a length of {length}")
-            header = file.read(length)
+        (length,) = struct.unpack("<Q", _read_range(path, 0, 8))
+        if not 2 <= length <= min(size - 8, _MAX_HEADER):
+            raise damaged(path, f"a header of 2 to {min(size - 8, _MAX_HEADER)} bytes", f"a length of {length}")
         try:
-            fields = parse_json(header)
+            fields = parse_json(_read_range(path, 8, 8 + length))
         except ValueError as error:
             raise damaged(path, "a header of JSON", str(error)) from error
         if not isinstance(fields, dict):
@@ -336,7 +354,8 @@ class TensorFile:
             case _:
                 raise damaged(path, "a `__metadata__` of texts", brief(metadata))
         self.begin = 8 + length  # of the tensors' bytes
-        self._data = np.memmap(path, dtype=np.uint8, mode="r")[self.begin :]
+        mapped = np.memmap(path, dtype=np.uint8, mode="r") if isinstance(path, Path) else StoredArray.of(path, size)
+        self._data: Any = mapped[self.begin :]
         self._tensors = {name: _parse(path, name, field) for name, field in fields.items()}
         stop = 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
@@ -375,8 +394,15 @@ class TensorFile:
         # A copy: JAX on CPU would otherwise share the file's pages, and change with the file.
         return np.array(self.view(name)[index])
 
-    def view(self, name: str) -> np.ndarray:
-        """A tensor as a view of the file, which reads only what is accessed. Slice it, then copy.
+    def read_parts(self, name: str, indices: Sequence[Any], dtype: Any) -> list[np.ndarray]:
+        """As `read`, for several indices, cast. In an object store, bytes that several parts share are read once."""
+        if isinstance(self.path, Path):
+            return [self.read(name, index).astype(dtype, copy=False) for index in indices]
+        return fetch([self.view(name)[index] for index in indices], dtype)
+
+    def view(self, name: str) -> Any:
+        """A tensor as a view of the file, which reads only what is accessed. Slice it, then copy: a NumPy array, or in an
+        object store a `StoredArray`, which `np.asarray` reads.
 
         Raises ValueError if the file has no tensor of that name.
         """

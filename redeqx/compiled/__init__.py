@@ -7,5 +7,11 @@ operations of a profile. Knows nothing of models or plans. Open `_hlo.py` first.
 from ._buffers import Buffer as Buffer, bytes_moved as bytes_moved, host_bytes as host_bytes, temporaries as temporaries
 from ._hlo import Collective as Collective, Module as Module, collectives as collectives
 from ._profile import Operation as Operation, Profile as Profile, profile_of as profile_of
-from ._repeated_work import checked as checked, line_of as line_of
+from ._repeated_work import checked as checked
+from ._sources import (
+    line_of as line_of,
+    own_line as own_line,
+    split_name as split_name,
+    words_of as words_of,
+)
 from ._workspaces import workspace_allowance as workspace_allowance

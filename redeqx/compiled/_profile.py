@@ -5,7 +5,6 @@ The trace has the durations of instructions by name; the text has what each comp
 
 import os
 import re
-import sys
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,19 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 
 from ._hlo import Instruction, Module
-from ._repeated_work import frame_of, line_among
+from ._sources import own_line, words_of
 
 _TRAINING = f"{Path(__file__).parents[1] / 'training'}{os.sep}"
-_OPTAX = f"{Path(optax.__file__).parent}{os.sep}"
 # Their bodies have instructions of their own.
 _CONTROL = {"while", "conditional", "call", "async-start", "async-done", "async-update"}
 # What a fusion is named after, if it contains one; the first is the costliest.
 _HEAVY = ("dot", "convolution", "custom-call", "sort", "scatter", "gather", "reduce")
-_PLUMBING = {"jit", "jvp", "transpose", "vmap", "while", "body", "cond", "closed_call", "checkpoint", "remat2"}
-_PLUMBING |= {"rematted_computation", "custom_vjp_call", "custom_jvp_call", "pjit", "step_fn", "shard_map"}
 
 
 @dataclass(frozen=True)
@@ -173,17 +168,13 @@ def _words(module: Module, instruction: Instruction) -> tuple[str, str, str]:
 
 def _jax_words(op_name: str) -> str:
     """`jit(step)/transpose(jvp(mlp))/while/body/dot_general` as `mlp/dot_general, backward`."""
-    parts = [part for part in re.split(r"[/()\s;]+", op_name) if part and part not in _PLUMBING]
     again = ", computed again" if "rematted_computation" in op_name else ", backward" if "transpose(" in op_name else ""
-    return "/".join(parts[-2:]) + again if parts else ""
+    words = words_of(op_name)
+    return words + again if words else ""
 
 
 def _line(source: Sequence[str]) -> str:
     """The user's line among the frames of an operation, innermost first; of what only the optimizer or the step itself does,
     their own line."""
-    frames = [frame_of(frame) for frame in source]
-    inside = list(takewhile(lambda frame: not frame[0].startswith(_TRAINING), frames))  # above is the call of `fit`
-    line = line_among(frame for frame in inside if not frame[0].startswith(_OPTAX)) or next(iter(source), "")
-    # Relative to the import path: `redeqx/models/opt.py:318`.
-    folder = max((path for path in (*sys.path, os.getcwd()) if path and line.startswith(path + os.sep)), key=len, default="")
-    return line.removeprefix(folder + os.sep) if folder else line
+    inside = [*takewhile(lambda line: not line.startswith(_TRAINING), source)]  # above is the call of `fit`
+    return own_line(inside or source[:1])

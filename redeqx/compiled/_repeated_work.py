@@ -16,27 +16,18 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import einops
-import equinox
 import jax
-import jaxtyping
 from jaxtyping import PyTree
 
-from ..errors import is_ours
 from ..machine import n_batch_shards
 from ..tracing import all_inside, product_flops
 from ._hlo import Instruction, Module, arrays_of
+from ._sources import frames_of, line_among, line_of, shortened
 
 MAX_RATIO = 1.5  # of a device's work to its share of the step; more than that is reported
 _N_LINES = 5
-
-# Libraries whose frames are skipped in the search for a line that the user can change. redeqx's own modules are skipped
-# too (`is_ours`), except for the models.
-_LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (jax, equinox, einops, jaxtyping))
 
 
 class _Count(NamedTuple):
@@ -44,22 +35,6 @@ class _Count(NamedTuple):
 
     all: Counter[str]
     once: Counter[str]
-
-
-def line_of(eqn: Any) -> str:
-    """The line of code, `file.py:12`, that an equation comes from; empty if it is not known."""
-    traceback = eqn.source_info.traceback
-    return "" if traceback is None else line_among((frame.file_name, frame.line_num) for frame in traceback.frames)
-
-
-def line_among(frames: Iterable[tuple[str, int]]) -> str:
-    """The innermost frame outside of libraries."""
-    return next((f"{name}:{line}" for name, line in frames if _is_code(name)), "")
-
-
-@cache
-def _is_code(name: str) -> bool:
-    return not name.startswith((*_LIBRARIES, "<")) and not is_ours(name) and Path(name).name != "contextlib.py"
 
 
 def excess(traced: Any, module: Module, repeats: Mapping[str, float]) -> tuple[float, list[tuple[str, float]]] | None:
@@ -90,18 +65,13 @@ def excess(traced: Any, module: Module, repeats: Mapping[str, float]) -> tuple[f
 
 def message(ratio: float, lines: Iterable[tuple[str, float]], n_devices: int) -> str:
     """The text of the warning."""
-    where = "; ".join(f"{_shown(line)} ({times:.1f} times)" for line, times in lines)
+    where = "; ".join(f"{shortened(line)} ({times:.1f} times)" for line, times in lines)
     return (
         f"`loss_fn`: expected each of {n_devices} devices to compute 1/{n_devices} of a step, got {ratio:.1f} times that: "
         f"what is computed at {where} is repeated on several devices. Products without rows of the batch, and what follows "
         "a sort, a running sum, a scatter or a lookup over all its rows, cannot be split: compute them for each example, "
         "under `jax.vmap`."
     )
-
-
-def _shown(line: str) -> str:
-    path = Path(line)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else line
 
 
 # --- counts of a trace ---------------------------------------------------------------------------------------------------
@@ -150,7 +120,7 @@ def _of_module(module: Module) -> _Count:
         for instruction in module.computations[name]:
             flops = _flops(instruction, types)
             if flops:
-                line = line_among(frame_of(frame) for frame in module.source(instruction))
+                line = line_among(frames_of(module.source(instruction)))
                 count.all[line] += flops
                 count.once[line] += flops
                 continue
@@ -164,11 +134,6 @@ def _of_module(module: Module) -> _Count:
         return count
 
     return of(module.entry)
-
-
-def frame_of(text: str) -> tuple[str, int]:
-    name, _, line = text.rpartition(":")
-    return name, int(line)
 
 
 def _flops(instruction: Instruction, types: Mapping[str, str]) -> int:

@@ -1,7 +1,8 @@
 """From raw examples to the batches of steps: order, position, collation, placing and prefetch.
 
 Owns the choice of each step's examples, and their way onto the mesh. Knows nothing of models or losses. Open `_examples.py`
-first.
+first, then `_streams.py`. Public: `Mixture`, `MixtureStream`, `token_cache`, `TokenCache` and `TokenRows`. The other names
+are the library's own.
 """
 
 from ._examples import (
@@ -11,8 +12,8 @@ from ._examples import (
     check_examples as check_examples,
     collate as collate,
     collated_shapes as collated_shapes,
+    differs_by_epoch as differs_by_epoch,
     examples_of as examples_of,
-    is_function as is_function,
     micro_batch_shapes as micro_batch_shapes,
     n_slices as n_slices,
     read as read,
@@ -20,6 +21,7 @@ from ._examples import (
     size_of as size_of,
     slices as slices,
 )
+from ._mixture import Mixture as Mixture, MixtureStream as MixtureStream
 from ._prefetch import Prefetch as Prefetch
 from ._rows import (
     BatchSize as BatchSize,
@@ -30,4 +32,6 @@ from ._rows import (
     place_rows as place_rows,
     rows_here as rows_here,
 )
+from ._token_cache import TokenCache as TokenCache, token_cache as token_cache
+from ._tokens import TokenRows as TokenRows
 from ._workers import Workers as Workers

@@ -1,15 +1,12 @@
 """Turns raw examples into the batch of each step: order, position and collation.
 
-Owns the order of examples (in each epoch a permutation that depends only on the seed), the position of an iterable, and the
-checks of what `collate_fn` returns. It uses only `len()` and integer items of examples, or iterates over them. `_rows` cuts
-and places rows, `_prefetch` prepares the next batch in a thread while a step runs, `_workers` collates several at once.
+Owns the order of examples (in each epoch a permutation that depends only on the seed) and the checks of what `collate_fn`
+returns. It uses only `len()` and integer items of examples, or iterates over them. `_streams` keeps the position of an
+iterable. `_rows` cuts and places rows, `_prefetch` prepares the next batch in a thread while a step runs, `_workers`
+collates several at once.
 """
 
-import base64
-import collections
 import itertools
-import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +21,7 @@ from .._tree import render
 from ..errors import OfExamples, check_examples_kind, check_function
 from ._prefetch import Prefetch
 from ._rows import BatchSize, Group, cut_rows, place_batch, rows_here
+from ._streams import Stream, checksum
 from ._workers import Workers, drawn_ahead
 
 # --- collating ------------------------------------------------------------------------------------------------------
@@ -131,7 +129,7 @@ class Slice:
     **Arguments:**
 
     - `position`: the number of examples of the epoch up to the end of this step.
-    - `state`: the iterator's state at the end of this step.
+    - `state`: that of the `Stream` at the end of this step.
     """
 
     examples: Sequence[Any]
@@ -184,11 +182,11 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
 def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
     """The examples of an epoch: `given`, or what it returns if it is a function of the epoch.
 
-    If an iterable has `set_epoch`, it is called. An iterable of `datasets` shuffles by it, and then starts the epoch at its
-    beginning even if a state was loaded in the epoch before.
+    If examples have `set_epoch`, it is called. A `Mixture` goes on to its next examples; an iterable of `datasets` shuffles
+    by it, and then starts the epoch at its beginning even if a state was loaded in the epoch before.
     """
     if not is_function(given):
-        if size_of(given) is None and hasattr(given, "set_epoch"):
+        if hasattr(given, "set_epoch"):
             given.set_epoch(epoch)
         return given
     examples = given(epoch)
@@ -234,12 +232,12 @@ def slices(
             places = tuple(order[start : start + batch_size].tolist())
             yield Slice(_Picked(examples, places), start + len(places))
         return
-    iterator = _resumed(examples, position, state)
-    while taken := list(itertools.islice(iterator, batch_size)):
+    stream = Stream(examples, position, state, name)
+    while taken := list(itertools.islice(stream, batch_size)):
         if drop_remainder and len(taken) < batch_size:
             break
         position += len(taken)
-        yield Slice(taken, position, _state_of(examples, iterator, name))
+        yield Slice(taken, position, stream.state())
     if position == 0:
         fewest, found = (f"{batch_size} examples", "fewer") if drop_remainder else ("one example", "none")
         raise ValueError(
@@ -260,85 +258,25 @@ def sample_of(examples: Any) -> int | None:
     if not n:
         return None
 
-    def checksum() -> int:
-        return zlib.crc32(b"".join(_bytes_of(examples[i]) for i in (0, n // 2, n - 1)))
-
     try:
-        found = checksum()
-        return found if checksum() == found else None
+        first, again = (checksum(*(examples[i] for i in (0, n // 2, n - 1))) for _ in range(2))
+        return first if first == again else None
     except Exception:  # the step that needs this example raises the error
         return None
-
-
-def _bytes_of(example: Any) -> bytes:
-    match example:
-        case str() | bytes() | bool() | int() | float() | None:
-            return repr(example).encode()
-        case dict():
-            return b"{" + b",".join(_bytes_of(key) + b":" + _bytes_of(value) for key, value in example.items()) + b"}"
-        case list() | tuple():
-            return b"[" + b",".join(map(_bytes_of, example)) + b"]"
-        case np.ndarray() | np.generic() | jax.Array() if example.dtype != object:
-            return f"{example.dtype}{example.shape}".encode() + np.asarray(example).tobytes()
-    raise TypeError(type(example).__name__)
-
-
-_STATE_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
-_BYTES = "bytes in base 64"
 
 
 def _is_sized(examples: Any) -> bool:
     return hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
 
 
+def differs_by_epoch(given: Any) -> bool:
+    """Whether the examples of an epoch may be others than those of the epoch before."""
+    return is_function(given) or hasattr(given, "set_epoch")
+
+
 def is_function(given: Any) -> bool:
     """Whether `given` is a function of the epoch."""
     return callable(given) and not _is_sized(given) and not hasattr(given, "__iter__")
-
-
-def _state_of(iterable: Any, iterator: Any, name: str) -> Any:
-    """The state of an iterator, or of its iterable, as JSON; None if neither has one."""
-    for holder in (iterator, iterable):
-        for get, set_ in _STATE_METHODS:
-            if hasattr(holder, get) and hasattr(holder, set_):
-                return _to_json(getattr(holder, get)(), f"{name}.{get}()")
-    return None
-
-
-def _to_json(state: Any, where: str) -> Any:
-    """A state as JSON returns it. Bytes, the state of grain's DataLoader, become text in base 64."""
-    if isinstance(state, bytes):
-        return {_BYTES: base64.b64encode(state).decode("ascii")}
-    try:
-        plain = json.loads(json.dumps(state))
-        why = "" if plain == state else "which comes back as another value"
-    except TypeError as error:
-        plain, why = None, str(error)
-    if why:
-        raise TypeError(
-            f"`{where}`: expected a state that JSON can store, got {type(state).__name__} ({why}). "
-            "Return numbers, strings, lists, dicts with string keys, or bytes."
-        )
-    return plain
-
-
-def _from_json(state: Any) -> Any:
-    return base64.b64decode(state[_BYTES]) if isinstance(state, dict) and state.keys() == {_BYTES} else state
-
-
-def _resumed(iterable: Any, position: int, state: Any) -> Iterator[Any]:
-    """An iterator from `position` on: by `state` if it can be set, else by skipping the examples before."""
-    if position and state is not None:
-        iterator = iter(iterable)
-        for holder in (iterator, iterable):
-            for _, set_ in _STATE_METHODS:
-                if hasattr(holder, set_):
-                    getattr(holder, set_)(_from_json(state))
-                    # If the state belongs to the iterable, not to its iterator, the next `iter` starts from it.
-                    return iterator if holder is iterator else iter(iterable)
-    iterator = iter(iterable)
-    collections.deque(itertools.islice(iterator, position), maxlen=0)
-    return iterator
 
 
 # --- one step's batch ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,10 +32,32 @@ from ..errors import RemoteTraceback, check_count
 
 # A shell sends the first one, and a scheduler the others, to every process of a job. This process decides what they mean.
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-_SENT = 'as `collate_in="processes"` sends it to processes'
-_REMEDY = 'Define it at the top of a module and bind arguments by `functools.partial`, or pass `collate_in="threads"`.'
 
 _waiting = threading.Lock()  # one thread at a time: `multiprocessing` loses the exit code where two wait for one process
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the arguments of the workers are called, for errors.
+
+    **Arguments:**
+
+    - `function`, `number`: the names.
+    - `processes`, `otherwise`: what asks for processes, and what does not.
+    """
+
+    function: str = "collate_fn"
+    number: str = "n_collate_workers"
+    processes: str = 'collate_in="processes"'
+    otherwise: str = 'collate_in="threads"'
+
+    @property
+    def sent(self) -> str:
+        return f"as `{self.processes}` sends it to processes"
+
+    @property
+    def remedy(self) -> str:
+        return f"Define it at the top of a module and bind arguments by `functools.partial`, or pass `{self.otherwise}`."
 
 
 class Workers:
@@ -45,6 +68,7 @@ class Workers:
 
     - `collate_fn`: returns the same batch for the same examples, whichever worker calls it.
     - `n_collate_workers`: the number of calls at once. 0: no workers, and the caller's own thread calls `collate_fn`.
+    - `names`: of the arguments, for errors.
     - `collate_in`: `"threads"`, for a `collate_fn` that spends its time in NumPy, in I/O or in a tokenizer, which let other
         threads run meanwhile; or `"processes"`, for one written in Python. Processes need a `collate_fn` and examples that
         pickle, and a script whose work stands under `if __name__ == "__main__":`. They see no accelerator.
@@ -53,13 +77,19 @@ class Workers:
     number, another `collate_in`, and a script that processes cannot import.
     """
 
-    def __init__(self, collate_fn: Callable[[list], PyTree], n_collate_workers: int = 0, collate_in: str = "threads"):
-        check_count(n_collate_workers, "n_collate_workers", 0)
+    def __init__(
+        self,
+        collate_fn: Callable[[list], PyTree],
+        n_collate_workers: int = 0,
+        collate_in: str = "threads",
+        names: Arguments = Arguments(),
+    ):
+        check_count(n_collate_workers, names.number, 0)
         if collate_in not in ("threads", "processes"):
             raise ValueError(f'`collate_in`: expected "threads" or "processes", got {collate_in!r}. Pass one of the two.')
-        self.n = n_collate_workers
+        self.n, self._names = n_collate_workers, names
         self._collate_fn = collate_fn
-        self._function = _pickled(collate_fn) if self.n and collate_in == "processes" else None
+        self._function = _pickled(collate_fn, names) if self.n and collate_in == "processes" else None
         self._pool: ThreadPoolExecutor | None = None
         self._processes: list[_Process] = []
         self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()  # None: one that has not started yet
@@ -91,7 +121,7 @@ class Workers:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("`collate_fn`: expected workers that have not been closed. Report this.")
-            self._processes.append(process := _Process(function))
+            self._processes.append(process := _Process(function, self._names))
         return process
 
     def close(self) -> None:
@@ -132,25 +162,26 @@ def drawn_ahead(items: Iterator[Any], n: int) -> Iterator[Any]:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def _pickled(collate_fn: Callable[[list], PyTree]) -> bytes:
+def _pickled(collate_fn: Callable[[list], PyTree], names: Arguments) -> bytes:
     """The function as worker processes are sent it; checked as far as this process can."""
     try:
         function = pickle.dumps(collate_fn)
     except Exception as error:
         raise TypeError(
-            f"`collate_fn`: expected a function that pickles, {_SENT}, got one that does not ({error}). {_REMEDY}"
+            f"`{names.function}`: expected a function that pickles, {names.sent}, got one that does not ({error}). "
+            f"{names.remedy}"
         ) from error
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         if b"__main__" in function:
             raise TypeError(
-                f"`collate_fn`: expected a function of a module, {_SENT}, got one that was defined interactively. {_REMEDY}"
+                f"`{names.function}`: expected a function of a module, {names.sent}, got one that was defined "
+                f"interactively. {names.remedy}"
             )
     elif not _is_guarded(Path(file)):
         raise ValueError(
             f'`{file}`: expected a script whose work stands under `if __name__ == "__main__":`, as each process of '
-            '`collate_in="processes"` imports it, got one that would run again. Add that line, or pass '
-            '`collate_in="threads"`.'
+            f"`{names.processes}` imports it, got one that would run again. Add that line, or pass `{names.otherwise}`."
         )
     return function
 
@@ -168,11 +199,12 @@ def _is_guarded(script: Path) -> bool:
 class _Process:
     """A process that collates, one list of examples after another."""
 
-    def __init__(self, function: bytes):
+    def __init__(self, function: bytes, names: Arguments):
+        self._names = names
         spawn = get_context("spawn")
         self._connection, far_end = spawn.Pipe()
         self._is_ready = False
-        arguments = (far_end, function, bool(jax.config.read("jax_enable_x64")))
+        arguments = (far_end, function, names, bool(jax.config.read("jax_enable_x64")))
         self._process = spawn.Process(target=_serve, args=arguments, name="redeqx-collate", daemon=True)
         resource_tracker.ensure_running()  # by `start` otherwise, which would then let the signals through
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # inherited, until `_serve` ignores them
@@ -189,8 +221,8 @@ class _Process:
             message = pickle.dumps(examples)
         except Exception as error:
             raise TypeError(
-                '`collate_fn`: expected examples that pickle, as `collate_in="processes"` sends them to processes, got some '
-                f'that do not ({error}). Pass `collate_in="threads"`.'
+                f"`{self._names.function}`: expected examples that pickle, as `{self._names.processes}` sends them to "
+                f"processes, got some that do not ({error}). Pass `{self._names.otherwise}`."
             ) from error
         try:
             if not self._is_ready:
@@ -202,8 +234,8 @@ class _Process:
             code = self._joined()
             end = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
             raise RuntimeError(
-                f"`collate_fn`: expected its result from a worker process, got the end of the process, {end}. Look "
-                "at what it printed; where memory ran out, pass fewer `n_collate_workers`."
+                f"`{self._names.function}`: expected its result from a worker process, got the end of the process, {end}. "
+                f"Look at what it printed; where memory ran out, pass fewer `{self._names.number}`."
             ) from error
 
     def _result(self) -> Any:
@@ -225,7 +257,7 @@ class _Process:
         self._joined()
 
 
-def _serve(connection: Connection, function: bytes, enable_x64: bool) -> None:
+def _serve(connection: Connection, function: bytes, names: Arguments, enable_x64: bool) -> None:
     """The work of a worker process, until the other end of the connection closes."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -236,8 +268,9 @@ def _serve(connection: Connection, function: bytes, enable_x64: bool) -> None:
         try:
             collate_fn = pickle.loads(function)
         except Exception as error:
-            expected = "`collate_fn`: expected a function that another process can import"
-            _send_error(connection, TypeError(f"{expected}, {_SENT}, got one that it cannot ({error}). {_REMEDY}"), "")
+            expected = f"`{names.function}`: expected a function that another process can import"
+            text = f"{expected}, {names.sent}, got one that it cannot ({error}). {names.remedy}"
+            _send_error(connection, TypeError(text), "")
             return
         connection.send_bytes(pickle.dumps((True, None)))
         while True:

@@ -20,7 +20,7 @@ from types import TracebackType
 import jax
 
 from ..errors import check_count
-from ._exits import attempt, exit_now
+from ._exits import act_last, attempt, exit_now
 from ._peers import HEARTBEAT, Peers
 from ._relay import Relay
 from ._rendezvous import START
@@ -287,6 +287,7 @@ def _report_ends(peers: Peers) -> None:
     def failing(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if os.getpid() != pid or peers.fail():  # a forked child fails alone
             attempt(lambda: hook(kind, error, frames), seconds=_HOOK)
+            attempt(act_last, seconds=_HOOK)
         exit_now(1)  # JAX would wait at exit for processes that are gone
 
     pid = os.getpid()

@@ -4,6 +4,7 @@ A pipe without a reader raises, a pipe whose reader has stopped blocks for ever,
 gone: none of these may delay an exit. The callers decide why a process ends, and with which code.
 """
 
+import atexit
 import contextlib
 import os
 import sys
@@ -67,6 +68,29 @@ def _end_in_time(code: int) -> None:
     if names := [thread.name for thread in others if thread.is_alive()]:
         say(f"redeqx: thread {', '.join(names)} still runs {STAY:g} s after the end. Leaving with exit code {code}.")
         exit_now(code)
+
+
+_last_acts: list[Callable[[], object]] = []
+
+
+def at_end(act: Callable[[], object]) -> Callable[[], None]:
+    """Call `act` when this process ends by itself: at its exit, or after an exception that ends all processes. Returns a
+    function that takes this back."""
+    _last_acts.append(act)
+    atexit.register(act)
+
+    def forget() -> None:
+        atexit.unregister(act)
+        with contextlib.suppress(ValueError):
+            _last_acts.remove(act)
+
+    return forget
+
+
+def act_last() -> None:
+    """What `at_end` was given, for an end at which nothing else is waited for."""
+    for act in [*_last_acts]:
+        act()
 
 
 def keep_quiet(error: BaseException) -> None:

@@ -5,13 +5,14 @@ Each process gets its index in the environment, where `_cluster` reads it; each 
 
 import os
 import secrets
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from ._exits import discard
@@ -58,14 +59,14 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
         )
         for i in range(n)
     ]
-    printing = threading.Lock()
-    threads = [
-        threading.Thread(target=_print, args=(f"[{i}] ".encode(), source, target, printing), daemon=True)
+    sources = {
+        source: (f"[{i}] ".encode(), target)
         for i, process in enumerate(processes)
         for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-    ]
-    for thread in threads:
-        thread.start()
+        if source is not None
+    }
+    printing = threading.Thread(target=_print, args=(sources,), daemon=True)
+    printing.start()
 
     def pass_on(number: int, _: Any) -> None:
         for process in processes:
@@ -82,8 +83,7 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
                 process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
-    for thread in threads:
-        thread.join(timeout=5)
+    printing.join(timeout=5)
     return code
 
 
@@ -98,13 +98,29 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     return 128 - code if code < 0 else code  # as a shell reports a signal
 
 
-def _print(prefix: bytes, source: IO[bytes] | None, target: Any, printing: threading.Lock) -> None:
-    assert source is not None
-    with source:
-        for line in source:
-            with printing:
+def _print(sources: Mapping[IO[bytes], tuple[bytes, Any]]) -> None:
+    """Print the lines of each source after its prefix, until all have ended.
+
+    Of lines that have come in the meantime those of stderr are printed last: why a process failed stands below what the
+    others had printed by then.
+    """
+    unfinished = dict.fromkeys(sources, b"")
+    with selectors.DefaultSelector() as selector:
+        for source in sources:
+            selector.register(source, selectors.EVENT_READ)
+        while selector.get_map():
+            ready: list[Any] = [key.fileobj for key, _ in selector.select()]
+            for source in sorted(ready, key=lambda source: sources[source][1] is sys.stderr):
+                prefix, target = sources[source]
+                came = os.read(source.fileno(), 2**16)
+                *lines, unfinished[source] = (unfinished[source] + came).split(b"\n")
+                if not came:
+                    selector.unregister(source)
+                    source.close()
+                    lines += filter(None, [unfinished[source]])
+                text = b"".join(prefix + line + b"\n" for line in lines).decode(errors="replace")
                 try:
-                    target.write((prefix + line).decode(errors="replace"))
+                    target.write(text)
                     target.flush()
                 except OSError:  # the reader, such as `tee`, is gone: the processes go on
                     discard(target)

@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from ..compiled import Module, bytes_moved, collectives, host_bytes, temporaries, workspace_allowance
 from ..data import Group, cut_rows, group_sharding
-from ..machine import Machine, make_mesh, n_batch_shards, uncached_where_described
+from ..machine import Machine, is_in_host, make_mesh, n_batch_shards, uncached_where_described
 from ..partition import Plan
 from ..tracing import matmul_flops
 from ..training import REMATS, Job, Program, Setting, shard_bytes
@@ -106,11 +106,33 @@ def _ladder(job: Job, run: DryRun) -> Ladder:
     machine = run.machine
     assert machine.memory is not None
     remat, flops = _levels(job, run)
-    program = job.make_program(run.plan, None, remat)
+    program = job.make_program(run.plan, None, replace(run.setting, remat=remat))
     parameters, others = [*program.trained, *program.frozen], [*program.opt_state, *program.state]
     weights, state = (sum(math.prod(x.shape) * x.dtype.itemsize for x in of) for of in (parameters, parameters + others))
-    own = replace(run.setting, remat=remat)
-    return Ladder(own, len(machine.devices), flops, weights, state, machine.memory, machine.chip)
+    opt_state = sum(math.prod(x.shape) * x.dtype.itemsize for x in program.opt_state)
+    return Ladder(
+        replace(run.setting, remat=remat),
+        len(machine.devices),
+        flops,
+        weights,
+        state,
+        machine.memory,
+        machine.chip,
+        opt_state=0 if machine.devices[0].platform == "cpu" else opt_state,  # a CPU is its own host
+        unrolls=run.setting.unroll and job.can_remat and _unrolls(job, run),
+    )
+
+
+def _unrolls(job: Job, run: DryRun) -> bool:
+    """Whether the step has loops that are written out where they may be: on a mesh that gathers no weights."""
+    setting = replace(run.setting, n_fsdp_shards=1, remat="none")
+    mesh = make_mesh(setting.n_model_shards, 1, run.machine.devices)
+
+    def traced(unroll: bool) -> Any:
+        program = job.make_program(run.plan.on(mesh), None, replace(setting, unroll=unroll))
+        return _traced(job, program, setting, only_train=True)["train"].jaxpr.jaxpr
+
+    return content(traced(True)) != content(traced(False))
 
 
 def _levels(job: Job, run: DryRun) -> tuple[str, dict[str, Mapping[str, int]]]:
@@ -118,7 +140,7 @@ def _levels(job: Job, run: DryRun) -> tuple[str, dict[str, Mapping[str, int]]]:
     none does where a loss has no loops, or recomputes by itself."""
 
     def traced(remat: str) -> Any:
-        program = job.make_program(run.plan, None, remat)
+        program = job.make_program(run.plan, None, replace(run.setting, remat=remat))
         return _traced(job, program, run.setting, only_train=True)["train"].jaxpr.jaxpr
 
     own = traced(run.setting.remat)
@@ -151,17 +173,21 @@ def _compiled(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report shows the plan with its warnings
         plan = job.make_plan(mesh, micro_batch)
-    program = job.make_program(plan, None, setting.remat)
+    program = job.make_program(plan, None, setting)
+    offloaded = [x for x in program.opt_state if x.ndim and setting.offload_opt_state]
+    in_host = shard_bytes(offloaded)
+    # The compilers of GPUs that are not there know no memory of hosts: for them the state is on the devices.
+    is_compiled_so = all(is_in_host(x.sharding) for x in offloaded)
     held = {
         "parameters": shard_bytes([*program.trained, *program.frozen]),
-        "optimizer state": shard_bytes(program.opt_state),
+        "optimizer state": shard_bytes(program.opt_state) - in_host,
         "model state": shard_bytes(program.state),
     }
     held = {what: size for what, size in held.items() if size}
     resident = sum(held.values())
     if only_train and machine.memory is not None and resident > machine.memory:
         step = Step(needs=resident, compile_seconds=0.0, is_refused=True)
-        return DryRun(machine, setting, plan, held, {"train": step}, {}, {})
+        return DryRun(machine, setting, plan, held, {"train": step}, {}, {}, in_host=in_host)
 
     # All steps are traced before one is compiled, so that an error of the script is raised early.
     traced = _traced(job, program, setting, only_train)
@@ -169,7 +195,9 @@ def _compiled(
     fewer = None
     if not exact:
         fewer = attempt("extrapolation", lambda: _fewer(job, plan, setting, traced, only_train, say), None, failed)
-    run = DryRun(machine, setting, plan, held, {}, {}, {}, extrapolated=fewer.what if fewer else "", failed=failed)
+    run = DryRun(
+        machine, setting, plan, held, {}, {}, {}, in_host=in_host, extrapolated=fewer.what if fewer else "", failed=failed
+    )
 
     def compiled(name: str, beside: int) -> Step:
         step = traced[name]
@@ -179,7 +207,10 @@ def _compiled(
         flops = attempt(FLOPS, lambda: matmul_flops(step.jaxpr.jaxpr), {}, failed)
         return fewer.shares.step(steps[0], steps[1:], flops)
 
-    run = replace(run, steps={"train": compiled("train", 0)})
+    train = compiled("train", 0)
+    if not is_compiled_so:
+        train = _offloaded(train, in_host, resident + shard_bytes(program.trained))
+    run = replace(run, steps={"train": train})
     if only_train:
         return run
     say(f"train step: {run.verdict()}")
@@ -191,11 +222,24 @@ def _compiled(
             steps[name] = step
 
     def model_flops() -> Mapping[str, int]:
-        exact = job.make_program(plan, KeepEverything() if job.can_remat else None, setting.remat)
+        exact = job.make_program(plan, KeepEverything() if job.can_remat else None, setting)
         jaxpr = _traced(job, exact, setting, only_train=True)["train"].jaxpr.jaxpr
         return matmul_flops(jaxpr, with_recomputation=False)
 
     return replace(run, steps=steps, files=job.files, model_flops=attempt(MODEL_FLOPS, model_flops, {}, failed))
+
+
+def _offloaded(step: Step, state: int, beside: int) -> Step:
+    """A step that was compiled with the optimizer's state on the devices, as an estimate of one that copies it from the
+    host: at the latest when the gradients are complete, and at most all of it at once.
+
+    **Arguments:**
+
+    - `state`: bytes of it.
+    - `beside`: bytes that are in memory then: parameters, gradients and what else stays.
+    """
+    needs = max(step.needs - state, beside + state)
+    return replace(step, needs=needs, arguments=step.arguments - state, host_bytes=step.host_bytes + 2 * state)
 
 
 def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> dict[str, Any]:
@@ -247,7 +291,7 @@ def _fewer(
         model, names = with_fewer(job.model, counts)
         fewer = job.with_model(model, names)
         leaves = {name: plan.leaves[whole] for name, whole in names.items() if whole in plan.leaves}
-        made = fewer.make_program(replace(plan, leaves=leaves), None, setting.remat)
+        made = fewer.make_program(replace(plan, leaves=leaves), None, setting)
         return _traced(fewer, made, setting, only_train), names
 
     whole = {name: content(step.jaxpr.jaxpr) for name, step in traced.items()}

@@ -7,6 +7,7 @@ ladder have the same examples in an update. `_forecast` compiles them; this modu
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ..machine import GPUS, Chip
 from ..training import REMATS, Setting
@@ -58,6 +59,8 @@ class Ladder:
         the script's own alone, which may be `"auto"`.
     - `weights`: bytes of the parameters.
     - `state`: bytes of all arrays that stay in memory, not counting copies.
+    - `opt_state`: of those, bytes of the optimizer's state that the host can hold.
+    - `unrolls`: whether loops over small layers are written out, where weights are not gathered layer by layer.
     - `memory`: bytes of a device.
     - `chip`: the figures of a device; None if unknown.
     """
@@ -69,6 +72,8 @@ class Ladder:
     state: int
     memory: int
     chip: Chip | None
+    opt_state: int = 0
+    unrolls: bool = False
 
     def climb(self, own: Rung, measure: Callable[[Setting], Rung | None], *, to_fastest: bool) -> Iterator[Rung]:
         """The settings that had to be compiled, each as soon as it is.
@@ -110,15 +115,21 @@ class Ladder:
                 if n_shards % n_fsdp:
                     continue
                 for n_micro_batches, rows in self._cuts(n_shards):
-                    for remat in self.flops:
-                        yield replace(
-                            own,
-                            n_model_shards=n_model,
-                            n_fsdp_shards=n_fsdp,
-                            per_device_batch_size=rows,
-                            accumulate_grad_batches=n_micro_batches,
-                            remat=remat,
-                        )
+                    cut = replace(
+                        own,
+                        n_model_shards=n_model,
+                        n_fsdp_shards=n_fsdp,
+                        per_device_batch_size=rows,
+                        accumulate_grad_batches=n_micro_batches,
+                    )
+                    offload = sorted({own.offload_opt_state, own.offload_opt_state or self.opt_state > 0})
+                    for remat, in_host in product(self.flops, offload):
+                        for unroll in (True, False) if self._unrolls(n_fsdp, remat) else (own.unroll,):
+                            yield replace(cut, remat=remat, unroll=unroll, offload_opt_state=in_host)
+
+    def _unrolls(self, n_fsdp_shards: int, remat: str) -> bool:
+        """Whether loops are written out under a setting, unless it says otherwise."""
+        return self.unrolls and n_fsdp_shards == 1 and remat in ("none", "matmuls")
 
     def _cuts(self, n_shards: int) -> Iterator[tuple[int, int]]:
         """The numbers of micro-batches into which the rows of an update can be cut, each with the rows of a shard."""
@@ -133,12 +144,12 @@ class Ladder:
             elif n_rows % (n_shards * count) == 0:
                 yield count, n_rows // (n_shards * count)
 
-    def _order(self, setting: Setting) -> tuple[float, int, int]:
-        return self.at_least(setting), list(self.flops).index(setting.remat), setting.n_fsdp_shards
+    def _order(self, setting: Setting) -> tuple[float, int, bool, int]:
+        return self.at_least(setting), list(self.flops).index(setting.remat), not setting.unroll, setting.n_fsdp_shards
 
     def at_least(self, setting: Setting) -> float:
         """A time below that of a step in which nothing overlaps, in seconds: of its matmuls, of reading its weights for each
-        micro-batch and its state once, and of the collectives of its weights and gradients."""
+        micro-batch and its state once, of the collectives of its weights and gradients, of copies of what the host holds."""
         chip = self.chip or _TYPICAL
         n_model, n_fsdp, n_micro_batches = setting.n_model_shards, setting.n_fsdp_shards, setting.accumulate_grad_batches
         n_data = self.n_devices // (n_model * n_fsdp)
@@ -147,11 +158,13 @@ class Ladder:
         # A ring: each weight is gathered in both passes and its gradient scattered; then the gradient's shards are summed.
         sent = 3 * weights * (n_fsdp - 1) / n_fsdp + 2 * weights / n_fsdp * (n_data - 1) / n_data
         seconds = matmul_seconds(self.flops[setting.remat], chip, self.n_devices)
-        return seconds + moved / chip.bandwidth + n_micro_batches * sent / chip.link
+        copied = 2 * self.opt_state / (n_model * n_fsdp) if setting.offload_opt_state else 0
+        return seconds + moved / chip.bandwidth + n_micro_batches * sent / chip.link + copied / chip.host
 
     def _is_ruled_out(self, setting: Setting, known: Sequence[Rung]) -> bool:
         """Whether a setting cannot fit, or cannot be the fastest, by those that are known."""
-        if self.state / (setting.n_model_shards * setting.n_fsdp_shards) > self.memory:
+        state = self.state - (self.opt_state if setting.offload_opt_state else 0)
+        if state / (setting.n_model_shards * setting.n_fsdp_shards) > self.memory:
             return True
         if any(self._needs_at_least(setting, rung) > self.memory for rung in known if not rung.fits):
             return True
@@ -166,6 +179,8 @@ class Ladder:
         own, other = setting, rung.setting
         if (own.n_model_shards, own.n_fsdp_shards) != (other.n_model_shards, other.n_fsdp_shards):
             return 0
+        if (own.offload_opt_state and not other.offload_opt_state) or (other.unroll and not own.unroll):
+            return 0
         if own.remat != other.remat and REMATS.index(own.remat) > REMATS.index(other.remat):
             return 0
         share = min(1.0, own.per_device_batch_size / other.per_device_batch_size)
@@ -174,9 +189,12 @@ class Ladder:
 
 def _saves_no_time(setting: Setting, other: Setting) -> bool:
     """Whether a setting only saves memory over another one that fits: with as many shards, it has as many micro-batches or
-    more, and as much recomputation or more. (More shards of the fsdp axis may save time too: that of the update.)"""
+    more, as much recomputation or more, and no less in loops or in the memory of the host. (More shards of the fsdp axis may
+    save time too: that of the update.)"""
     if (setting.n_model_shards, setting.n_fsdp_shards) != (other.n_model_shards, other.n_fsdp_shards):
         return False
     if setting.accumulate_grad_batches < other.accumulate_grad_batches:
+        return False
+    if (other.offload_opt_state and not setting.offload_opt_state) or (setting.unroll and not other.unroll):
         return False
     return setting.remat == other.remat or _COSTS[setting.remat] > _COSTS[other.remat]

@@ -5,25 +5,18 @@ Owns the text of the report. `_forecast` has compiled what it speaks of, and `_f
 
 import io
 import json
-import os
-import re
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
-import jax
-import optax
 from jax.sharding import NamedSharding
 
-from ..compiled import Buffer
-from ..errors import is_ours
-from ..machine import GIB, USABLE, Machine, n_batch_shards
-from ..monitor import Console
+from ..compiled import Buffer, own_line, split_name, words_of
+from ..machine import USABLE, Machine, n_batch_shards
+from ..monitor import Console, HtmlPage, size_text
 from ..partition import Plan
 from ..training import Setting
 from ._figures import COLLECTIVES, FLOPS, MODEL_FLOPS, MOVED, TEMPORARIES, Estimate, Step, attempt, estimate
@@ -40,6 +33,7 @@ class DryRun:
     **Arguments:**
 
     - `held`: bytes on each device that stay in memory through the run, by what they are.
+    - `in_host`: bytes of the optimizer's state that the memory of the host holds for a device.
     - `steps`: the `"train"` step, and the `"eval"` and `"predict"` steps of the evaluation.
     - `files`: bytes of each file of a checkpoint.
     - `model_flops`: FLOPs of a step's matmuls without recomputation, by dtype, for all devices together.
@@ -57,6 +51,7 @@ class DryRun:
     steps: Mapping[str, Step]
     files: Mapping[str, int]
     model_flops: Mapping[str, int]
+    in_host: int = 0
     tried: tuple[Rung, ...] = ()
     is_searched: bool = False
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -87,7 +82,7 @@ class DryRun:
 
     # --- the report --------------------------------------------------------------------------------------------------
 
-    def show(self, console: Console) -> None:
+    def show(self, console: Console | HtmlPage) -> None:
         """Prints the report, with the verdict last. A part that fails is listed with the reason; all others are printed."""
         verdict = self.verdict()
         failed = {f"{name} step: {what}": why for name, step in self.steps.items() for what, why in step.failed.items()}
@@ -98,9 +93,9 @@ class DryRun:
             console.header(failed, title="not known, as it failed")
         console.header({"verdict": verdict}, title="fits" if self.fits else "does not fit")
 
-    def _parts(self) -> dict[str, Callable[[Console], None]]:
+    def _parts(self) -> dict[str, Callable[[Console | HtmlPage], None]]:
         """For each part of the report, by its name, the function that prints it."""
-        parts: dict[str, Callable[[Console], None]] = {
+        parts: dict[str, Callable[[Console | HtmlPage], None]] = {
             "devices": lambda console: console.header(self._head(), title=f"dry run on {self.machine.name}"),
             "bytes a device": self._show_memory,
         }
@@ -112,39 +107,51 @@ class DryRun:
             parts[f"train step: {COLLECTIVES}"] = self._show_collectives
         if not train.is_refused:
             parts["work of a train step"] = self._show_work
-        parts["plan"] = lambda console: console.info(self.plan.explain(), title="plan")
+        parts["plan"] = self._show_plan
         if self.tried:
             parts["what was tried"] = self._show_tried
         return parts
 
-    def _show_memory(self, console: Console) -> None:
-        console.table("bytes a device", ("what", "size"), [(what, _size(n)) for what, n in self._memory().items()])
+    def _show_memory(self, console: Console | HtmlPage) -> None:
+        console.table("bytes a device", ("what", "size"), [(what, size_text(n)) for what, n in self._memory().items()])
 
-    def _show_largest(self, name: str, console: Console) -> None:
+    def _show_largest(self, name: str, console: Console | HtmlPage) -> None:
         step, names = self.steps[name], set(self.plan.leaves)
         sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for each in step.largest:
             sizes[_array(each), *_where(each, names)].append(each.bytes)
         most = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:_N_ROWS]
-        rows = [(_size(sum(of)), str(len(of)), *key) for key, of in most if sum(of) > 1e-3 * step.needs]
+        rows = [(size_text(sum(of)), str(len(of)), *key) for key, of in most if sum(of) > 1e-3 * step.needs]
         title = f"largest temporaries at the peak of the {name} step"
         console.table(title, ("size", "n", "array", "layer", "line"), rows)
 
-    def _show_collectives(self, console: Console) -> None:
+    def _show_collectives(self, console: Console | HtmlPage) -> None:
         columns = ("kind", "axis", "n", "a device sends", "layer", "line")
         console.table("collectives a train step", columns, self._sent(set(self.plan.leaves)))
 
-    def _show_work(self, console: Console) -> None:
+    def _show_work(self, console: Console | HtmlPage) -> None:
         bound = "" if self.estimate is None else "; an estimate from published figures: a bound, no forecast"
         console.header(self._work(), title="a train step" + bound)
 
-    def _show_tried(self, console: Console) -> None:
+    def _show_plan(self, console: Console | HtmlPage) -> None:
+        if isinstance(console, HtmlPage):
+            self.plan.add_to(console)
+        else:
+            console.info(self.plan.explain(), title="plan")
+
+    def _show_tried(self, console: Console | HtmlPage) -> None:
         rows = []
         for rung in self.tried:
-            needs = ("over " if rung.is_bound else "") + _size(rung.needs)
+            needs = ("over " if rung.is_bound else "") + size_text(rung.needs)
             times = "" if rung.estimate is None else f"{_seconds(rung.estimate.step)} to {_seconds(rung.estimate.serial)}"
             rows.append((needs, "fits" if rung.fits else "does not fit", times, rung.setting.code()))
         console.table("what was tried", ("needs", "", "a step, at least", "setting"), rows)
+
+    def _repr_html_(self) -> str:
+        """The report as tables of a notebook."""
+        page = HtmlPage()
+        self.show(page)
+        return page.html()
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -159,11 +166,11 @@ class DryRun:
 
     def _verdict(self) -> str:
         if self.machine.memory is None:
-            return f"needs {_size(self.needs)} a device; how much there is, is not known"
-        of = f"{_size(self.needs)} of {_size(self.machine.memory)} a device"
+            return f"needs {size_text(self.needs)} a device; how much there is, is not known"
+        of = f"{size_text(self.needs)} of {size_text(self.machine.memory)} a device"
         if self.fits:
             spare = self.machine.memory - self.needs
-            text = f"{of}, {_size(spare)} ({spare / self.machine.memory:.0%}) to spare"
+            text = f"{of}, {size_text(spare)} ({spare / self.machine.memory:.0%}) to spare"
             if self.is_searched and self.best is not None:
                 text += f". {self._advice()}"
             if self.machine.devices[0].platform == "gpu" and self.needs > 0.75 / USABLE * self.machine.memory:
@@ -179,7 +186,7 @@ class DryRun:
         if self.best is not None:
             return ("Fastest that fits: " if self.is_searched else "What fits: ") + self.best.setting.code()
         nearest = min(self.tried, key=lambda rung: (rung.is_bound, rung.needs))
-        lacks = f"{'at least ' * nearest.is_bound}{_size(nearest.needs - self.machine.memory)}"
+        lacks = f"{'at least ' * nearest.is_bound}{size_text(nearest.needs - self.machine.memory)}"
         return (
             f"Nothing that was tried fits. The nearest lacks {lacks} a device: {nearest.setting.code()}. "
             "Take more devices, larger ones, or a smaller model"
@@ -199,6 +206,7 @@ class DryRun:
             "mesh": dict(self.plan.mesh.shape),
             "setting": asdict(self.setting),
             "held": dict(self.held),
+            "in_host": self.in_host,
             "steps": steps,
             "files": dict(self.files),
             "model_flops": dict(self.model_flops),
@@ -239,7 +247,7 @@ class DryRun:
 
     def _head(self) -> dict[str, str]:
         machine, setting, mesh = self.machine, self.setting, self.plan.mesh
-        memory = "memory not known" if machine.memory is None else f"{_size(machine.memory)} each"
+        memory = "memory not known" if machine.memory is None else f"{size_text(machine.memory)} each"
         hosts = f", {machine.n_hosts} hosts" if machine.n_hosts > 1 else ""
         n_rows = setting.per_device_batch_size * n_batch_shards(mesh) * setting.accumulate_grad_batches
         left = max(0, (setting.batch_size or 0) - n_rows)
@@ -266,6 +274,7 @@ class DryRun:
                 if step.allowance:
                     rows[f"{name} step: allowed for cuDNN's workspace, which is chosen on the GPU"] = step.allowance
             rows[f"{name} step: all" + (" (refused: at least)" if step.is_refused else "")] = step.needs
+        rows["in the memory of the host: optimizer state"] = self.in_host
         rows.update({f"on disk, a checkpoint's {name}": size for name, size in self.files.items()})
         return {what: size for what, size in rows.items() if size}
 
@@ -291,9 +300,9 @@ class DryRun:
             for table, row in ((sums, key), (totals, key[:2])):
                 n, moved = table[row]
                 table[row] = n + each.n_executions, moved + each.moved
-        rows = [(kind, axis, f"{n:,}", _size(moved), "all", "") for (kind, axis), (n, moved) in totals.items()]
+        rows = [(kind, axis, f"{n:,}", size_text(moved), "all", "") for (kind, axis), (n, moved) in totals.items()]
         most = sorted(sums.items(), key=lambda item: -item[1][1])[:_N_ROWS]
-        return rows + [(*key[:2], f"{n:,}", _size(moved), *key[2:]) for key, (n, moved) in most]
+        return rows + [(*key[:2], f"{n:,}", size_text(moved), *key[2:]) for key, (n, moved) in most]
 
     def _work(self) -> dict[str, str]:
         """What a train step computes, moves and sends, with times if the devices' published rates are known."""
@@ -302,11 +311,11 @@ class DryRun:
         sent = sum(each.moved for each in step.collectives)
         rows = {
             "matmuls": f"{sum(step.flops.values()) / n:.3g} FLOPs a device",
-            "memory": f"{_size(step.bytes_moved)} read and written a device",
-            "collectives": f"{_size(sent)} sent a device",
+            "memory": f"{size_text(step.bytes_moved)} read and written a device",
+            "collectives": f"{size_text(sent)} sent a device",
         }
         if step.host_bytes:
-            rows["host"] = f"{_size(step.host_bytes)} copied to and from the host a device"
+            rows["host"] = f"{size_text(step.host_bytes)} copied to and from the host a device"
         if estimate is None:
             unknown = {row for row, what in _ROWS.items() if what in step.failed}
             return {row: text for row, text in rows.items() if row not in unknown}
@@ -334,40 +343,8 @@ def _fits(machine: Machine, steps: Mapping[str, Step]) -> bool:
 
 def _where(of: Any, names: set[str]) -> tuple[str, str]:
     """The layer and the line that an array or a collective comes from. Without a layer's name it is the operation's name."""
-    parts = re.split(r"[/()\s;:]+", of.op_name)
-    layer = next((part for part in reversed(parts) if part in names), "")
-    if not layer:
-        layer = "/".join([part for part in parts if part and part not in _PLUMBING][-2:])
-    return layer, own_line(of.source)
-
-
-def own_line(source: Sequence[str]) -> str:
-    """The innermost line of the script or of a model.
-
-    **Arguments:**
-
-    - `source`: the lines of a stack trace, innermost first.
-    """
-    lines = [line for line in source if not is_ours(line) and not line.startswith(_LIBRARIES)]
-    line = (lines or list(source[:1]) or [""])[0]
-    # Relative to the import path: `redeqx/models/opt.py:318`.
-    folder = max((path for path in sys.path if path and line.startswith(path + os.sep)), key=len, default="")
-    return line.removeprefix(folder + os.sep) if folder else line
-
-
-_PLUMBING = {
-    "jit",
-    "jvp",
-    "transpose",
-    "vmap",
-    "while",
-    "body",
-    "closed_call",
-    "checkpoint",
-    "rematted_computation",
-    "remat2",
-}
-_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (jax, eqx, optax) if module.__file__)
+    layer = next((part for part in reversed(split_name(of.op_name)) if part in names), "")
+    return layer or words_of(of.op_name), own_line(of.source)
 
 
 def _plain(of: Any, names: set[str]) -> dict[str, Any]:
@@ -386,8 +363,3 @@ def _array(buffer: Buffer) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s"
-
-
-def _size(n_bytes: int | float) -> str:
-    unit, size = next(((u, n) for u, n in (("GiB", GIB), ("MiB", 2**20)) if n_bytes >= n), ("KiB", 2**10))
-    return f"{n_bytes / size:,.{2 if n_bytes < 10 * size else 1}f} {unit}"

@@ -49,9 +49,12 @@ def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False
 
 
 def check_folder(path: Any, name: str) -> None:
-    """Raise ValueError if a folder of that path can neither exist nor be created, because a part of the path is a file."""
+    """Raise ValueError if a folder of that path can neither exist nor be created, because a part of the path is a file. The
+    address of an object store is not looked at."""
     if not isinstance(path, str | Path):
         raise TypeError(f"`{name}`: expected a path or None, got {_brief(path)}. Pass a string or a `pathlib.Path`.")
+    if isinstance(path, str) and "://" in path:
+        return
     for part in (Path(path), *Path(path).parents):
         if part.exists() and not part.is_dir():
             which = "which is a file" if part == Path(path) else f"where `{part}` is a file"

@@ -2,7 +2,6 @@
 
 import json
 import reprlib
-from pathlib import Path
 from typing import Any
 
 _MAX_JSON = 10**8  # bytes of a file
@@ -54,8 +53,9 @@ def parse_json(text: bytes | memoryview, *, unique: bool = True) -> Any:
         raise ValueError(str(error)) from error
 
 
-def load_json(path: Path, *, unique: bool = True) -> Any:
-    """As `parse_json`, of a file. Refuses what is not a regular file, or is too large, without reading it."""
+def load_json(path: Any, *, unique: bool = True) -> Any:
+    """As `parse_json`, of a file on a disk or in an object store. Refuses what is not a regular file, or is too large,
+    without reading it."""
     if not path.is_file():  # reading a pipe would block
         raise ValueError("no regular file")
     if (size := path.stat().st_size) > _MAX_JSON:
@@ -72,11 +72,11 @@ class DamagedError(ValueError):
     """A file is not as it was written."""
 
 
-def unreadable(path: Path, error: OSError) -> DamagedError:
+def unreadable(path: Any, error: OSError) -> DamagedError:
     """The error for a file that the system cannot read."""
     return damaged(path, "a file that can be read", repr(error.strerror or str(error)))
 
 
-def damaged(path: Path, rule: str, got: str) -> DamagedError:
+def damaged(path: Any, rule: str, got: str) -> DamagedError:
     """The error for a file that is not as it was written."""
     return DamagedError(f"`{path}`: expected {rule}, got {got}. The file is damaged or unfinished: load another checkpoint.")

@@ -8,12 +8,15 @@ import functools
 import sysconfig
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
 from .._tree import is_array_like, listed, named_leaves
 from ._frames import is_ours
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 # --- notes -----------------------------------------------------------------------------------------------------------
 
@@ -100,11 +103,11 @@ class Plainly:
             error.__traceback__ = _without_ours(error, traceback)
 
 
-def plainly(fn: Callable[..., Any]) -> Callable[..., Any]:
+def plainly(fn: Callable[P, Result]) -> Callable[P, Result]:
     """Wrap a method: its errors are those of a `Plainly` context."""
 
     @functools.wraps(fn)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: P.args, **kwargs: P.kwargs) -> Result:
         with Plainly():
             return fn(*args, **kwargs)
 

@@ -53,9 +53,9 @@ def attention(
     - `dropout`: the probability, in [0, 1), that a weight is set to zero; `key` decides which. No kernel has one that takes
         a key, so this is computed in plain XLA everywhere.
 
-    A query that sees no key gets the mean of all values, but by cuDNN and splash attention what those
-    give. Raises ValueError for shapes that do
-    not agree.
+    A query that sees no key gets the mean of all values; of cuDNN and splash attention it gets what those give.
+
+    Raises ValueError for shapes that do not agree.
     """
     batch = _check_shapes(q, k, v)
     if window is not None:

@@ -236,9 +236,8 @@ def _backward(kernel: Any, *operands: Any, setting: Setting) -> list[Any]:
     return [of(grad)[0] for of, grad in zip(back, grads, strict=True)]
 
 
-def _either(kernel: Any, name: str, *operands: Any, setting: Setting) -> list[Any]:
-    """By a platform's kernel, or where that refuses in plain XLA."""
-    fn = _forward if name == "forward" else _backward
+def _either(fn: Callable[..., list[Any]], kernel: Any, *operands: Any, setting: Setting) -> list[Any]:
+    """`_forward` or `_backward` by a platform's kernel, or where that refuses in plain XLA."""
     try:
         return fn(kernel, *operands, setting=setting)
     except Refused as error:
@@ -276,12 +275,13 @@ def dense_bytes(platform: str, setting: Setting, q: Any, k: Any, v: Any, extras:
     return _cudnn.dense_bytes(setting, *_flat_shapes(q, k, v, extras)) if kernel is _cudnn else 0
 
 
-def _splash_lowering(name: str) -> Callable[..., Any]:
+def _lowered(fn: Callable[..., list[Any]]) -> Callable[..., Any]:
+    return mlir.lower_fun(fn, multiple_results=True)
+
+
+def _splash_lowering(fn: Callable[..., list[Any]]) -> Callable[..., Any]:
     """By the kernel of TPUs, but where several devices share an array and nobody says how: it cannot be partitioned."""
-    by_kernel, in_blocks = (
-        mlir.lower_fun(fn, multiple_results=True)
-        for fn in (partial(_either, _splash, name), partial(_forward if name == "forward" else _backward, _blockwise))
-    )
+    by_kernel, in_blocks = _lowered(partial(_either, fn, _splash)), _lowered(partial(fn, _blockwise))
 
     def lower(ctx: Any, *operands: Any, setting: Setting) -> Any:
         context = ctx.module_context.axis_context
@@ -291,10 +291,9 @@ def _splash_lowering(name: str) -> Callable[..., Any]:
     return lower
 
 
-for _name, _primitive, _fn in (("forward", attention_p, _forward), ("backward", gradient_p, _backward)):
-    mlir.register_lowering(_primitive, mlir.lower_fun(partial(_fn, _blockwise), multiple_results=True))
-    by_cudnn = mlir.lower_fun(partial(_either, _cudnn, _name), multiple_results=True)
-    mlir.register_lowering(_primitive, by_cudnn, platform="cuda")
-    mlir.register_lowering(_primitive, _splash_lowering(_name), platform="tpu")
+for _primitive, _fn in ((attention_p, _forward), (gradient_p, _backward)):
+    mlir.register_lowering(_primitive, _lowered(partial(_fn, _blockwise)))
+    mlir.register_lowering(_primitive, _lowered(partial(_either, _fn, _cudnn)), platform="cuda")
+    mlir.register_lowering(_primitive, _splash_lowering(_fn), platform="tpu")
 _cudnn.lowers_for(attention_p, gradient_p)
-mlir.register_lowering(_tangent_p, mlir.lower_fun(_tangent, multiple_results=True))
+mlir.register_lowering(_tangent_p, _lowered(_tangent))

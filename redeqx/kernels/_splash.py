@@ -101,8 +101,8 @@ def forward(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any], in
     - `interpret`: whether the kernel is interpreted, which any platform can.
     """
     _check(setting, q, k, v, extras)
-    one = partial(_forward_here, setting, q.shape[1], k.shape[1], interpret)
-    out, log_sum = _on_each_device(setting, one, 2)(q, k, v, _segments(q, k, extras))
+    here = partial(_forward_here, setting, interpret)
+    out, log_sum = _on_each_device(setting, here, 2)(q, k, v, _segments(q, k, extras))
     return out, log_sum
 
 
@@ -119,8 +119,8 @@ def backward(
 ) -> list[Any]:
     """As `_blockwise.backward`."""
     _check(setting, q, k, v, extras)
-    one = partial(_backward_here, setting, q.shape[1], k.shape[1], interpret)
-    return list(_on_each_device(setting, one, 3)(q, k, v, _segments(q, k, extras), out, log_sum, g))
+    here = partial(_backward_here, setting, interpret)
+    return list(_on_each_device(setting, here, 3)(q, k, v, _segments(q, k, extras), out, log_sum, g))
 
 
 def _check(setting: Setting, *operands: Any) -> None:
@@ -131,52 +131,39 @@ def _check(setting: Setting, *operands: Any) -> None:
 # --- on one device ----------------------------------------------------------------------------------------------------
 
 
-def _forward_here(
-    setting: Setting, n_queries: int, n_keys: int, interpret: bool, q: Any, k: Any, v: Any, segments: Any
-) -> Any:
-    kernel = _kernel(setting, q.shape[2], n_queries, n_keys, q.dtype.itemsize * q.shape[-1], interpret)
-    out, (log_sum,) = jax.vmap(kernel)(*_padded_heads(setting, q, k, v), segments)
+def _forward_here(setting: Setting, interpret: bool, q: Any, k: Any, v: Any, segments: Any) -> Any:
+    out, (log_sum,) = jax.vmap(_kernel(setting, q, k, interpret))(*_padded_heads(setting, q, k, v), segments)
+    n_queries = q.shape[1]
     return jnp.swapaxes(out, 1, 2)[:, :n_queries], log_sum[:, :, :n_queries]
 
 
 def _backward_here(
-    setting: Setting,
-    n_queries: int,
-    n_keys: int,
-    interpret: bool,
-    q: Any,
-    k: Any,
-    v: Any,
-    segments: Any,
-    out: Any,
-    log_sum: Any,
-    g: Any,
+    setting: Setting, interpret: bool, q: Any, k: Any, v: Any, segments: Any, out: Any, log_sum: Any, g: Any
 ) -> Any:
-    kernel = _kernel(setting, q.shape[2], n_queries, n_keys, q.dtype.itemsize * q.shape[-1], interpret)
+    kernel = _kernel(setting, q, k, interpret)
     static = [{**kernel.kwargs, "save_residuals": False}[name] for name in _STATIC]
 
     def of_row(q: Any, k: Any, v: Any, segments: Any, out: Any, log_sum: Any, g: Any) -> Any:
         kept = q, k, v, segments, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info
         return _loaded().backward(*static, kept, g)[3:6]
 
-    rows = [_heads_first(x) for x in (out, g.astype(q.dtype))]
-    log_sum = _to_blocks(log_sum, 2)
-    q_, k_, v_ = _padded_heads(setting, q, k, v)
-    dq, dk, dv = jax.vmap(of_row)(q_, k_, v_, segments, rows[0], log_sum, rows[1])
+    of_outputs = _heads_first(out), _to_blocks(log_sum, 2), _heads_first(g.astype(q.dtype))
+    operands: Any = (*_padded_heads(setting, q, k, v), segments, *of_outputs)
+    dq, dk, dv = jax.vmap(of_row)(*operands)
     dq = dq.astype(jnp.float32) * setting.scale
-    found = ((dq, q, n_queries), (dk, k, n_keys), (dv, v, n_keys))
-    return tuple(jnp.swapaxes(x, 1, 2)[:, :n].astype(like.dtype) for x, like, n in found)
+    return tuple(jnp.swapaxes(x, 1, 2)[:, : of.shape[1]].astype(of.dtype) for x, of in ((dq, q), (dk, k), (dv, v)))
 
 
-def _kernel(setting: Setting, n_heads: int, n_queries: int, n_keys: int, head_bytes: int, interpret: bool) -> Any:
-    """The kernel for one row, whose log-sums it returns too."""
+def _kernel(setting: Setting, q: Any, k: Any, interpret: bool) -> Any:
+    """The kernel for one row of these queries and keys, whose log-sums it returns too."""
     kernels, masks, _ = _loaded()
-    shape = _rounded(n_queries), _rounded(n_keys)
+    shape = _rounded(q.shape[1]), _rounded(k.shape[1])
     if setting.window is not None:
         mask = masks.LocalMask(shape, (setting.window - 1, 0 if setting.causal else setting.window - 1), 0)
     else:
         mask = masks.CausalMask(shape) if setting.causal else masks.FullMask(shape)
-    fitting = _BLOCKS if head_bytes <= 512 else _BLOCKS[1:]  # larger ones do not fit into the memory of a core
+    # Of wide heads the largest blocks do not fit into the memory of a core.
+    fitting = _BLOCKS if q.dtype.itemsize * q.shape[-1] <= 512 else _BLOCKS[1:]
     of_queries, of_keys = (next(block for block in fitting if n % block == 0) for n in shape)
     sizes = kernels.BlockSizes(
         block_q=of_queries,
@@ -190,7 +177,7 @@ def _kernel(setting: Setting, n_heads: int, n_queries: int, n_keys: int, head_by
     )
     with jax.ensure_compile_time_eval():
         return kernels.make_splash_mha(
-            masks.MultiHeadMask([mask] * n_heads),
+            masks.MultiHeadMask([mask] * q.shape[2]),
             block_sizes=sizes,
             head_shards=1,
             q_seq_shards=1,
@@ -220,7 +207,7 @@ def _padded_heads(setting: Setting, q: Any, k: Any, v: Any) -> list[Any]:
 
 
 def _segments(q: Any, k: Any, extras: dict[str, Any]) -> Any:
-    """The segments of queries and keys `[B, T]`, `[B, S]` of 128 positions' multiples; None where all is one segment.
+    """The segments of queries and keys, `[B, T]` and `[B, S]`, padded to multiples of 128; None where all is one segment.
 
     Padding at the end of the keys would be seen by queries but for that; keys after a row's length, and those that a mask
     hides from all queries, are such padding.
@@ -235,7 +222,6 @@ def _segments(q: Any, k: Any, extras: dict[str, Any]) -> Any:
         of_queries, of_keys = (jnp.where(x == padding, jnp.iinfo(jnp.int32).min, x) for x in (of_queries, of_keys))
     if "lengths" in extras:
         of_keys = jnp.where(jnp.arange(n_keys) < extras["lengths"][:, None], of_keys, padding)
-
     if "mask" in extras:
         of_keys = jnp.where(extras["mask"][:, 0, 0], of_keys, padding)
 
@@ -258,11 +244,11 @@ def _on_each_device(setting: Setting, fn: Callable[..., Any], n_outputs: int) ->
     rows, _, heads, *_ = (*setting.split.spec, None, None, None)
     of_heads, of_sums, of_rows = P(rows, None, heads, None), P(rows, heads, None), P(rows, None)
 
-    def whole(q: Any, k: Any, v: Any, segments: Any, *others: Any) -> Any:
+    def mapped_fn(q: Any, k: Any, v: Any, segments: Any, *others: Any) -> Any:
         assert setting.split is not None
         ins = (of_heads, of_heads, of_heads, of_rows, of_heads, of_sums, of_heads)[: 4 + len(others)]
         outs = (of_heads, of_sums) if n_outputs == 2 else (of_heads,) * 3
         mapped = jax.shard_map(fn, mesh=setting.split.mesh, in_specs=ins, out_specs=outs, check_vma=False)
         return mapped(q, k, v, segments, *others)
 
-    return whole
+    return mapped_fn

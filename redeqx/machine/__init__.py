@@ -16,6 +16,7 @@ from ._chips import (
 from ._compilation_cache import (
     CacheUse as CacheUse,
     cache_use as cache_use,
+    check_compilation_cache as check_compilation_cache,
     start_cache as start_cache,
     uncached_where_described as uncached_where_described,
 )
@@ -34,6 +35,8 @@ from ._devices import (
 from ._mesh import (
     FSDP as FSDP,
     MODEL as MODEL,
+    in_host as in_host,
+    is_in_host as is_in_host,
     make_mesh as make_mesh,
     n_batch_shards as n_batch_shards,
     put as put,

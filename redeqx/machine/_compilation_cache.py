@@ -6,7 +6,7 @@ and XLA's check of that refuses entries on the very machine that wrote them, wit
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ import jax.monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 VARIABLE = "REDEQX_COMPILATION_CACHE"
+# Bytes that the user's cache folder may hold, of some megabytes a program; JAX's own limit needs another package.
+MOST = 16 * 2**30
 _OFF = ("0", "false", "off", "no")
+
+
+def check_compilation_cache(given: Any) -> None:
+    """Raise TypeError for what `start_cache` does not take."""
+    if given is not None and not isinstance(given, bool | str | os.PathLike):
+        raise TypeError(f"`compilation_cache`: expected True, False or a folder, got {given!r}. Pass one of them.")
 
 
 def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
@@ -28,7 +36,7 @@ def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
         environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True.
     - `platform`: that steps are compiled for.
     """
-    before = _folder()
+    before, own = _folder(), None
     variable = os.environ.get(VARIABLE, "")
     if given is True and variable.lower() in _OFF:
         given = False
@@ -39,10 +47,12 @@ def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
     if given is True:
         if before is not None:
             return f"{before}, as JAX is set"
-        given = _user_cache() / "redeqx" / "xla"
+        given = own = _user_cache() / "redeqx" / "xla"
     folder = Path(given).expanduser().absolute()
     if (problem := _unwritable(folder)) is not None:
         return f"off: `{folder}` cannot be written ({problem})"
+    if given is own:
+        _prune(folder)
     if before != str(folder):
         _use(str(folder))
     return str(folder)
@@ -73,6 +83,22 @@ def _folder() -> str | None:
 
 def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def _prune(folder: Path) -> None:
+    """Delete the programs that were read longest ago, until the folder holds at most `MOST` bytes."""
+    entries = []
+    for path in folder.iterdir():
+        with suppress(OSError):  # deleted by another process meanwhile
+            found = path.stat()
+            entries.append((max(found.st_atime, found.st_mtime), found.st_size, path))
+    excess = sum(size for _, size, _ in entries) - MOST
+    for _, size, path in sorted(entries):
+        if excess <= 0:
+            return
+        with suppress(OSError):
+            path.unlink()
+        excess -= size
 
 
 def _unwritable(folder: Path) -> str | None:

@@ -6,9 +6,10 @@ names of such machines, the start of their compilers, and the target machine of 
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from typing import Any
 
 import jax
@@ -123,15 +124,32 @@ def _gpus(name: str, size: str, memory: int | None) -> Machine:
     if memory is not None:  # for the compiler too, which recomputes values if there is too little
         gpu = replace(gpu, chip=replace(gpu.chip, memory=memory))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the plugin warns of memory at length, the report in one line
+    topology = f"1x{hosts or 1}x{devices}"
     try:
-        described = topologies.get_topology_desc(
-            platform="cuda", topology_name="", topology=f"1x{hosts or 1}x{devices}", target_config=gpu.target_config()
-        )
+        with _set_where_missing(_CUDA):
+            described = _cuda_topology(topology, gpu.target_config())
     except (NotImplementedError, RuntimeError) as error:
         raise _no_compiler(name, "GPU", "topology-gpu", error) from error
     return Machine(name, tuple(described.devices), int(USABLE * gpu.chip.memory), gpu.chip)
 
 
+def _cuda_topology(topology: str, target_config: str) -> Any:
+    options = {"topology": topology, "target_config": target_config}
+    try:
+        return topologies.get_topology_desc(platform="cuda", topology_name="", **options)
+    except NotImplementedError:
+        # JAX started its backends before, with the check that `_CUDA` leaves out, and has not looked at the plugin since.
+        plugins = [plugin for plugin in entry_points(group="jax_plugins") if "cuda" in plugin.name]
+        if not plugins:
+            raise
+        for plugin in plugins:
+            plugin.load().initialize()
+        return topologies.get_topology_desc(platform="cuda", topology_name="", **options)
+
+
+# JAX checks the versions of all of CUDA's libraries, to run. To compile it needs none of them, and the newest do not load
+# without a driver (CUPTI 13.5: error 999).
+_CUDA = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 # Without these libtpu asks the network for its TPU, prints that it found none, and refuses a second process, although there
 # is no TPU to share.
 _LIBTPU = {
@@ -147,20 +165,28 @@ _LIBTPU = {
 def _tpus(name: str, kind: str, size: str) -> Machine:
     if not re.fullmatch(r"\d+(x\d+){1,2}", size):
         raise ValueError(f"`{name}`: expected chips along each side, got {size!r}. Write `{kind}:2x4`, or `{kind}:2x2x2`.")
-    added = [key for key in _LIBTPU if key not in os.environ]
-    os.environ.update({key: _LIBTPU[key] for key in added})
     # Two cores of a v4 chip as one device, as usual; this is the default of later kinds.
     options = {"chip_config_name": "megacore"} if kind == "v4" else {}
     try:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+        with _set_where_missing(_LIBTPU):
+            described = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"`{name}`: expected a topology of {TPUS[kind].kind}, got one that is refused: {error}") from error
     except RuntimeError as error:
         raise _no_compiler(name, "TPU", "topology-tpu", error) from error
+    return Machine(name, tuple(described.devices), TPUS[kind].memory, TPUS[kind])
+
+
+@contextmanager
+def _set_where_missing(variables: Mapping[str, str]) -> Iterator[None]:
+    """A context in which the environment has these variables, unless it has them already."""
+    added = {key: value for key, value in variables.items() if key not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
     finally:
         for key in added:
             del os.environ[key]
-    return Machine(name, tuple(described.devices), TPUS[kind].memory, TPUS[kind])
 
 
 def _no_compiler(name: str, kind: str, extra: str, error: Exception) -> ImportError:

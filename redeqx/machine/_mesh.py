@@ -19,6 +19,7 @@ DATA = "data"
 FSDP = "fsdp"
 MODEL = "model"
 AXES = (DATA, FSDP, MODEL)
+_HOST = "pinned_host"  # JAX's name of it
 BATCH_AXES = (DATA, FSDP)  # the axes that split the rows of a batch; the model axis shares them
 
 
@@ -61,6 +62,16 @@ def n_batch_shards(mesh: Mesh) -> int:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of a replicated value."""
     return NamedSharding(mesh, P())
+
+
+def in_host(sharding: NamedSharding) -> NamedSharding:
+    """The same shards in the memory of the devices' hosts, from which they are copied at the speed of the bus."""
+    return sharding.with_memory_kind(_HOST)
+
+
+def is_in_host(sharding: Any) -> bool:
+    """Whether arrays of this sharding are in the memory of the devices' hosts."""
+    return sharding.memory_kind == _HOST
 
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:

@@ -1,7 +1,12 @@
-"""What a person sees of a run: the console, its speed, metrics.jsonl, TensorBoard and other trackers.
+"""What a person sees of a run: the console, its speed, metrics.jsonl, images and texts, TensorBoard and other trackers.
 
-Knows nothing of how numbers are computed. Open `_console.py` first.
+Knows nothing of how numbers are computed. Open `_console.py` first, and `_records.py` for what is kept.
 """
 
-from ._console import Console as Console, ProgressLine as ProgressLine, Tracker as Tracker
+from ._console import Console as Console
+from ._html import HtmlPage as HtmlPage
+from ._live import ProgressLine as ProgressLine
 from ._meter import Work as Work
+from ._records import RECORDS as RECORDS
+from ._trackers import Tracker as Tracker
+from ._units import size_text as size_text

@@ -5,7 +5,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -62,6 +62,13 @@ class JsonLines:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+    def read(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """The step and the numbers of each line that can be read."""
+        text = self._path.read_text("utf-8", errors="replace") if self._path.exists() else ""
+        for line in text.splitlines():
+            if (step := _step_of(line)) is not None:
+                yield step, {name: float(value) for name, value in json.loads(line).items() if name != "step"}
 
     def close(self) -> None:
         """Closes the file. What is written later opens it again."""

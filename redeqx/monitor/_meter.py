@@ -59,6 +59,10 @@ class Meter:
         self._last = now
         self._waited = None if self._waited is None else 0.0
 
+    def begin(self) -> None:
+        """The next step begins now, whatever the time since the last one."""
+        self._last = time.perf_counter()
+
     def restart(self) -> None:
         """Neither the time since the last step nor the next step counts."""
         self._last = None

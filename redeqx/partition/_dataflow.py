@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from ..kernels import formula
 from ..tracing import Trace, called, insides, scan_counts, view
-from ._flow import Flow, Pass, View
+from ._flow import Flow, Pass, Use, View
 from ._rules import Split
 
 MAX_TRIALS = 64  # alternative splits to try; each follows the whole loss again
@@ -139,6 +139,15 @@ def products(trace: Trace, n_shards: int, dims: Mapping[str, int | None]) -> Seq
     run = Pass(trace.names, trace.leaves, n_shards, {}, _follow, decided=decided)
     _run(run, trace.closed)
     return tuple(run.products.values())
+
+
+def uses(trace: Trace) -> tuple[Sequence[Use], Sequence[int]]:
+    """What a traced loss computes with its leaves, on any mesh: the products of data and leaves, and the leaves whose rows
+    data selects."""
+    undecided = dict.fromkeys(range(len(trace.leaves)))  # no leaf is split: all of its views are followed
+    run = Pass(trace.names, trace.leaves, 1, undecided, _follow)
+    _run(run, trace.closed)
+    return tuple(run.uses.values()), tuple(run.looked_up)
 
 
 def parts_taken(traced: Any, splits: Sequence[int | None], n_shards: int) -> Mapping[Any, int]:
@@ -255,6 +264,8 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     # of the table in some order, such as positions. Or the lookup selects a matrix for each token, such as an expert's: that
     # is a weight, and its product decides the split. If the table's rows were split, each matrix would need an all-reduce.
     of_weights = bool(looked_up) and len(kept) > 1 and any(run.could_split(table, shape, dim) for dim in kept)
+    if indices.data and not of_weights:
+        run.looked_up.update(view.leaf for view in table.views)
     if run.is_open(table) and (not indices.data or of_weights):
         source: list[int | None] = [None] * len(aval.shape)
         for dim, place in places.items():
@@ -319,6 +330,21 @@ def _joined(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     if axis in along:
         return run.give_up(eqn, ins)
     return run.meet(eqn, ins)
+
+
+def _stacked(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """Values along a dim of their own, as blocks that a model stacks: split as all of them are."""
+    axis = eqn.params["axis"]
+    flows = [
+        flow.seen([None if i == axis else i - (i > axis) for i in range(len(eqn.outvars[0].aval.shape))]) for flow in ins
+    ]
+    if not any(flow.data for flow in flows):
+        views = tuple(dict.fromkeys(view for flow in flows for view in flow.views))
+        return [Flow(views=views if all(flow.views for flow in flows) else ())]
+    splits = [run.split(flow) for flow in flows]
+    if len({dim for dim, _ in splits}) > 1:
+        return run.give_up(eqn, ins)
+    return [Flow(dim=splits[0][0], cause=splits[0][1])]
 
 
 def _updated(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
@@ -540,6 +566,7 @@ _EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
     "gather": _gather,
     "select_n": _chosen,
     "concatenate": _joined,
+    "stack": _stacked,
     "split": _divided,
     "reshape": _reshaped,
     "dynamic_update_slice": _updated,

@@ -87,6 +87,24 @@ class Flow:
         return replace(self, dim=dim, views=views, spread=frozenset(spread), tail=tail)
 
 
+@dataclass(frozen=True)
+class Use:
+    """A product of data and a view of a leaf.
+
+    **Arguments:**
+
+    - `shape`: of the view.
+    - `summed`: the view's dims over which the product sums.
+    - `batched`: those that it shares with the data, and does not sum over: each entry is a matrix of its own.
+    """
+
+    eqn: Any
+    view: View
+    shape: tuple[int, ...]
+    summed: frozenset[int]
+    batched: frozenset[int]
+
+
 @dataclass
 class _Memo:
     """The results of loops that were followed. They are kept when a `Pass` is restored."""
@@ -114,6 +132,8 @@ class Pass:
         listed twice, by its own line and by the line of the call, which the derivative's products have.
     - `calls`: the calls that are being followed.
     - `errors`: the primitive and the error of each equation of an unknown form, by the equation's id.
+    - `uses`: the products with data that contract a view of a leaf, by the leaf and the equation's id.
+    - `looked_up`: leaves whose rows data selects.
     - `resharded`: values that are split along a dim and then sliced into equal parts of that dim, with the dim.
     """
 
@@ -129,6 +149,8 @@ class Pass:
     broken: set[int] = field(default_factory=set)
     recurrent: set[int] = field(default_factory=set)
     follows: Mapping[int, tuple[int, Sequence[int | None]]] = field(default_factory=dict)
+    uses: dict[tuple[int, int], "Use"] = field(default_factory=dict)
+    looked_up: set[int] = field(default_factory=set)
     resharded: dict[Any, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
@@ -382,6 +404,11 @@ class Pass:
             """The dim of the other operand that is split together with this one."""
             return summed[side].get(dim, places[1 - side].get(outs[side].get(dim, -1)))
 
+        for side, weight in enumerate(ins):
+            if ins[1 - side].data and not weight.data:
+                batched = frozenset(dim for dim in outs[side] if partner(side, dim) is not None)
+                of = (eqn.invars[side].aval.shape, frozenset(summed[side]), batched)
+                self.uses.update({(view.leaf, id(eqn)): Use(eqn, view, *of) for view in weight.views})
         for side in (1, 0):  # in most matmuls the second operand is the weight; if both are weights, it is decided first
             if self.is_open(ins[side]):
                 self.decide_weight(eqn, ins, side, partner, summed, outs)

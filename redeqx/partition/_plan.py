@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,9 +22,12 @@ from jaxtyping import PyTree
 from .._tree import is_array_like, named_leaves, nearest, render
 from ..compiled import line_of
 from ..machine import FSDP, MODEL, put as put_on_mesh, replicated
+from ..monitor import HtmlPage
 from ..tracing import Trace, product_flops
 from . import _rules
 from ._dataflow import Order, order, products
+from ._draw import Picture, draw
+from ._kinds import OTHER, Kind, kinds_of
 from ._layers import followers, walk
 
 # The fsdp axis does not split leaves with fewer elements: the latency of gathering one would outweigh the memory saved.
@@ -61,6 +65,7 @@ class LeafPlan:
     reason: str
     n_shards: int  # the number of distinct shards of the leaf
     is_read: bool | None = None  # whether the loss reads it; None if no loss was traced
+    kind: Kind = OTHER
     is_stored_split: bool = False  # whether the model axis splits only its storage: layers compute with all of it
 
     @property
@@ -128,17 +133,21 @@ class Plan:
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """The rows of the table: (path, shape, spec, reason). Leaves that differ only in a list index share one row."""
-        merged: dict[tuple[str, ...], list[tuple[str, str]]] = {}
-        for name, leaf in self.leaves.items():
+        rows = []
+        for name, reason, alike in self._alike():
+            leaf = self[alike[0]]
             shape = " x ".join(map(str, leaf.shape)) or "scalar"
             spec = ", ".join("+".join(_axes(entry)) or "·" for entry in leaf.spec) or "·"
-            pattern, reason = (re.sub(r"(?<=\.)\d+(?=\.)", "*", text) for text in (name, leaf.reason))
-            merged.setdefault((pattern, shape, spec, reason), []).append((name, leaf.reason))
-        rows = []
-        for (_, shape, spec, _), alike in merged.items():
-            name, reason = map(_common, zip(*alike, strict=True))
             rows.append((name + (f"  ({len(alike)}x)" if len(alike) > 1 else ""), shape, spec, reason))
         return rows
+
+    def _alike(self) -> list[tuple[str, str, list[str]]]:
+        """The leaves that differ only in a list index: the path and the reason that they share, and their names."""
+        merged: dict[tuple[Any, ...], list[str]] = {}
+        for name, leaf in self.leaves.items():
+            pattern, reason = (re.sub(r"(?<=\.)\d+(?=\.)", "*", text) for text in (name, leaf.reason))
+            merged.setdefault((pattern, leaf.shape, leaf.spec, reason), []).append(name)
+        return [(_common(names), _common([self[name].reason for name in names]), names) for names in merged.values()]
 
     def explain(self) -> str:
         """The plan as a table of path, shape, mesh axis of each dim and reason, followed by totals and warnings."""
@@ -146,10 +155,55 @@ class Plan:
         widths = [max(len(row[i]) for row in table) for i in range(3)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in table]
         lines.insert(1, "-" * max(map(len, lines)))
+        return "\n".join([*lines, self._totals(), *(f"warning: {warning}" for warning in self.warnings)])
+
+    def _repr_html_(self) -> str:
+        """The same as a table of a notebook."""
+        page = HtmlPage()
+        self.add_to(page)
+        return page.html()
+
+    def add_to(self, page: HtmlPage) -> None:
+        """Adds the table and the warnings to a page."""
+        page.table(f"plan on {self._totals()}", ("leaf", "shape", "split", "reason"), self.rows())
+        page.warnings(self.warnings)
+
+    def _totals(self) -> str:
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         total = f"{self.n_parameters:,} parameters, {self.n_bytes / 2**20:,.1f} MiB"
-        lines.append(f"mesh {mesh}: {total}, {self.n_bytes_per_device / 2**20:,.1f} MiB a device")
-        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+        return f"mesh {mesh}: {total}, {self.n_bytes_per_device / 2**20:,.1f} MiB a device"
+
+    def draw(self, path: str | Path, *, where: str = "*") -> Path:
+        """Draws each array as a rectangle, cut where mesh axes split it, in a row for each layer; returns the path.
+
+        ```python
+        deployer.plan(model, loss_fn, batch).draw("plan.png", where="blocks.*")
+        ```
+
+        **Arguments:**
+
+        - `path`: of the picture, in the format of its suffix: `.png`, `.svg`, `.pdf`.
+        - `where`: a glob over the names of leaves, for some of them.
+
+        Raises ImportError without matplotlib (extra `draw`), ValueError for a glob that matches nothing and for a suffix
+        that matplotlib does not write.
+        """
+        pictures = []
+        for name, reason, alike in self._alike():
+            if not fnmatch.filter(alike, where):
+                continue
+            *layer, module, leaf = ["", "", *name.split(".")]
+            spec, shape = self[alike[0]].spec, self[alike[0]].shape
+            axes = [tuple((axis, self.mesh.shape[axis]) for axis in _axes(entry)) for entry in spec]
+            axes += [()] * (len(shape) - len(axes))
+            own = ".".join(part for part in (module, leaf) if part) + (f"  ({len(alike)}x)" if len(alike) > 1 else "")
+            layer = ".".join(part for part in layer if part)
+            why = re.split(r"[:; ]", reason)[0]  # its first word; what the model axis leaves whole, fsdp may split
+            pictures.append(Picture(layer, own, shape, tuple(axes), "" if why == "replicated" and any(axes) else why))
+        if not pictures:
+            raise ValueError(f"`where`: expected a path of the model, got {where!r}.{nearest(where, self.leaves)}")
+        draw(pictures, Path(path), title=self._totals())
+        return Path(path)
 
 
 def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, trace: Trace | None = None) -> Plan:
@@ -180,6 +234,7 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
         max_replicated = _n_replicated(splits, sizes)
         found = order(trace, mesh.shape[MODEL], followers(model), max_replicated)
         stored = _reorder(splits, stacked, found, sizes, max_replicated)
+    kinds = kinds_of(model, trace)
     chosen = _resolve_overrides(overrides or {}, leaves, mesh)
     unknown = _rules.Split(None, "replicated: no known layer")
     # For each array, by its id, the leaf whose split all leaves that hold the array get; one with a split if there is one.
@@ -200,7 +255,8 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
             )
         spec, reason = chosen[name] if name in chosen else _spec(shape, n_stacked, split, mesh)
         is_stored = twin in stored and name not in chosen
-        planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, _n_shards(spec, mesh), is_stored_split=is_stored)
+        n_shards = _n_shards(spec, mesh)
+        planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, n_shards, kind=kinds[name], is_stored_split=is_stored)
     if mesh.shape[MODEL] * mesh.shape[FSDP] > 1:
         whole = {name: leaf for name, leaf in planned.items() if leaf.n_shards == 1 and name not in chosen}
         warnings += _why_replicated(whole, sum(math.prod(leaf.shape) for leaf in planned.values()))
@@ -339,7 +395,8 @@ def shardings_like(state: PyTree, plan: Plan) -> PyTree:
     """The shardings of the leaves of an optimizer state (or of gradients, or of averages).
 
     A leaf gets the sharding of the parameter whose name ends its own and whose shape it has: `0.mu.head.weight` that of
-    `head.weight`. It is replicated if there is none.
+    `head.weight`. So does one that has a number for each block of the parameter, along the dims whose blocks divide over the
+    shards. All others are replicated.
 
     **Arguments:**
 
@@ -352,9 +409,18 @@ def shardings_like(state: PyTree, plan: Plan) -> PyTree:
             planned = plan.leaves.get(".".join(parts[i:]))
             if planned is not None and planned.shape == tuple(leaf.shape):
                 return NamedSharding(plan.mesh, planned.spec)
+            if planned is not None and _are_blocks(leaf.shape, planned.shape):
+                of_dims = zip(leaf.shape, planned.spec, strict=True)
+                kept = [None if n % _n_shards(P(entry), plan.mesh) else entry for n, entry in of_dims]
+                return NamedSharding(plan.mesh, P(*kept)) if any(kept) else replicated(plan.mesh)
         return replicated(plan.mesh)
 
     return jtu.tree_map_with_path(of, state)
+
+
+def _are_blocks(shape: Sequence[int], of: Sequence[int]) -> bool:
+    """Whether an array has one entry for each block of equal size of another."""
+    return len(shape) == len(of) and all(n and size % n == 0 for n, size in zip(shape, of, strict=True))
 
 
 def _resolve_overrides(overrides: Overrides, leaves: Mapping[str, Any], mesh: Mesh) -> dict[str, tuple[P, str]]:

@@ -1,9 +1,10 @@
 """Traced functions: jaxprs, what they contain, and their computation under rules.
 
-Owns the trace of a loss, the tables of inner jaxprs and of views, constants, counts of FLOPs, and the interpreter. Knows
-nothing of meshes, plans or training. Open `_interpret.py` first, then `_inner.py`.
+Owns the trace of a loss, the tables of inner jaxprs and of views, constants, counts of FLOPs, the uses of weights, and the
+interpreter. Knows nothing of meshes, plans or training. Open `_interpret.py` first, then `_inner.py`.
 """
 
+from ._alike import alike as alike, same_array as same_array
 from ._body import Body as Body, Known as Known
 from ._flops import matmul_flops as matmul_flops, product_flops as product_flops
 from ._inline import inlined as inlined
@@ -18,6 +19,8 @@ from ._inner import (
     insides as insides,
     run as run,
     scan_counts as scan_counts,
+    shapes_in as shapes_in,
+    value_of as value_of,
 )
 from ._interpret import (
     Group as Group,
@@ -32,3 +35,4 @@ from ._interpret import (
 )
 from ._trace import Trace as Trace
 from ._views import repeats as repeats, view as view
+from ._weight_uses import SPREAD as SPREAD, WeightUses as WeightUses

@@ -89,6 +89,10 @@ class Rule:
 
     follows: ClassVar[type[Tag] | None] = None  # the tags that are this rule's own
 
+    def rewritten(self, closed: Any) -> Any:
+        """The closed jaxpr to compute instead of the traced one, before any rule looks at it; its inputs are the same."""
+        return closed
+
     def of(self, closed: Any) -> "Rule | None":
         """The rule for one traced function, which it may look at; None where it would change nothing."""
         del closed
@@ -139,6 +143,8 @@ def transformed(fn: Callable[..., Any], rules: Sequence[Rule]) -> Callable[..., 
 
 def interpret(closed: Any, args: Sequence[Any], rules: Sequence[Rule]) -> list[Any]:
     """The outputs of a closed jaxpr, computed under rules."""
+    for rule in rules:
+        closed = rule.rewritten(closed)
     finders = [rule for rule in rules if type(rule).groups is not Rule.groups]
     body = Body(closed, [None] * len(args))
     if finders and has_jits(closed):

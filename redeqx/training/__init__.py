@@ -13,10 +13,19 @@ from ._callbacks import (
 )
 from ._ema import EMA as EMA
 from ._engine import Engine as Engine
+from ._evaluation import evaluate as evaluate
 from ._job import Job as Job, Setting as Setting, make_job as make_job
-from ._loop import Fit as Fit, in_order as in_order, train as train, update as update
+from ._loop import (
+    Fit as Fit,
+    as_one_step as as_one_step,
+    in_order as in_order,
+    train as train,
+    update as update,
+)
+from ._loss import Loss as Loss, trace_loss as trace_loss
 from ._memory import REMATS as REMATS
 from ._options import FitOptions as FitOptions, takes as takes
+from ._parts import Parts as Parts
 from ._precision import Precision as Precision
 from ._program import (
     Program as Program,
@@ -30,10 +39,4 @@ from ._recipe import Recipe as Recipe, plan_model as plan_model
 from ._resume import resume_newest as resume_newest
 from ._run import Run as Run
 from ._schedules import lr_schedule as lr_schedule
-from ._step import (
-    Functions as Functions,
-    Loss as Loss,
-    Parts as Parts,
-    as_sums as as_sums,
-    make_predict_step as make_predict_step,
-)
+from ._step import make_predict_step as make_predict_step

@@ -7,17 +7,17 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jaxtyping import PyTree
 
-from ..checkpoint import Checkpoints
+from .._tree import PyTree
+from ..checkpoint import CheckpointFolder, Checkpoints
 from ..compiled import profile_of
 from ..errors import check_count
+from ..storage import Location
 
 
 class Callback:
@@ -64,7 +64,7 @@ class Callback:
     def on_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         """After an epoch, with the metrics of its evaluation, or else of its last step; before its checkpoint is saved."""
 
-    def on_save(self, trainer: Any, path: Path) -> None:
+    def on_save(self, trainer: Any, path: Location) -> None:
         """After a checkpoint is complete on disk. The loop waits for that where a callback overrides this method. The state
         of the callback that the checkpoint holds is the one before this call."""
 
@@ -113,6 +113,13 @@ class EarlyStopping(Callback):
     Raises ValueError at the first evaluation without the metric.
     """
 
+    metric: str
+    patience: int
+    mode: str
+    min_delta: float
+    best: float | None
+    n_worse: int
+
     def __init__(self, metric: str, patience: int, mode: str = "min", min_delta: int | float = 0.0):
         check_count(patience, "patience")
         if mode not in ("min", "max"):
@@ -120,8 +127,7 @@ class EarlyStopping(Callback):
         if not min_delta >= 0:
             raise ValueError(f"`min_delta`: expected at least 0, got {min_delta}. Pass the least change that counts.")
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
-        self.best: float | None = None
-        self.n_worse = 0
+        self.best, self.n_worse = None, 0
 
     def on_fit_start(self, trainer: Any) -> None:
         if self.n_worse >= self.patience:  # of a fit that is resumed after it was stopped
@@ -172,6 +178,10 @@ class SaveEvery(Callback):
 
     Raises ValueError without a workdir.
     """
+
+    minutes: float
+    every: int
+    keep_last: int
 
     def __init__(self, minutes: int | float, *, every: int = 10, keep_last: int = 2):
         if not minutes > 0:
@@ -234,11 +244,11 @@ class Profile(Callback):
 
     def _start(self, trainer: Any) -> None:
         if jax.process_index() == 0:
-            jax.profiler.start_trace(str(trainer.deployer.workdir / "profile"))
+            jax.profiler.start_trace(str(trainer.deployer.local_workdir / "profile"))
             self._is_tracing = True
 
     def _report(self, trainer: Any) -> None:
-        traces = (trainer.deployer.workdir / "profile").rglob("*.xplane.pb")
+        traces = (trainer.deployer.local_workdir / "profile").rglob("*.xplane.pb")
         trace = max(traces, key=lambda path: path.stat().st_mtime_ns)
         found = profile_of(trace, trainer.compiled_step.as_text(), len(self.steps))
         if found is None:
@@ -306,7 +316,7 @@ class Callbacks:
             self.was_called = True
             callback.on_step(self.trainer, dict(metrics))
 
-    def saved(self, path: Path, checkpoints: Checkpoints) -> None:
+    def saved(self, path: Location, checkpoints: Checkpoints) -> None:
         """Call `on_save` once the checkpoint is on disk, but not for one that is saved inside of it."""
         if not self.is_saving and self.overriding("on_save"):
             checkpoints.wait()
@@ -361,7 +371,9 @@ def states_to_record(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def states_of_record(record: Mapping[str, Any], checkpoints: Checkpoints, path: Path, *, verify: bool) -> dict[str, Any]:
+def states_of_record(
+    record: Mapping[str, Any], checkpoints: CheckpointFolder, path: Location, *, verify: bool
+) -> dict[str, Any]:
     """The callbacks' states of a checkpoint.
 
     **Arguments:**

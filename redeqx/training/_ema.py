@@ -4,15 +4,18 @@ There it is split over the mesh as the parameters are, saved and resumed with th
 step, and left alone by a step that is skipped.
 """
 
+from collections.abc import Iterable
+from itertools import count
 from typing import Any, cast
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
 
+from .._tree import PyTree
+from ..machine import is_in_host
 from ._callbacks import Callback
+from ._precision import widened
 
 
 class AverageState(eqx.Module):
@@ -36,9 +39,8 @@ class Averaging(optax.GradientTransformationExtraArgs):
         inner = optax.with_extra_args_support(optimizer)
 
         def init(params: Any) -> Any:
-            # At least float32: bfloat16 would lose the small steps of an average.
-            average = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), params)
-            return AverageState(inner.init(params), average, name)
+            # In bfloat16 the small steps of an average would be lost.
+            return AverageState(inner.init(params), widened(params), name)
 
         def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
             updates, of_inner = inner.update(updates, state.inner, params, **extra)
@@ -51,12 +53,23 @@ class Averaging(optax.GradientTransformationExtraArgs):
         return averaging
 
 
+def n_averages(optimizer: optax.GradientTransformation) -> int:
+    """How many averages an optimizer keeps."""
+    return 1 + n_averages(optimizer.inner) if isinstance(optimizer, Averaging) else 0
+
+
+def n_averages_of(tensors: Iterable[str]) -> int:
+    """How many averages there are in an optimizer's state, by the names of its tensors."""
+    names = tuple(tensors)
+    return next(n for n in count() if not any(name.startswith("inner." * n + "average.") for name in names))
+
+
 class EMA(Callback):
     """Keeps an exponential moving average of the trained weights, evaluates it and saves it beside the model.
 
-    After each step `average = decay * average + (1 - decay) * weights`, beginning with the weights at the start of the fit.
-    Evaluations report `ema_loss` (and each other metric of the loss) beside `loss`. Checkpoints hold the averaged model as
-    `ema.safetensors`.
+    After each step `average = decay * average + (1 - decay) * weights`, beginning with the weights at the start of the fit,
+    or with those of the checkpoint that it resumes, where that has no average. Evaluations report `ema_loss` (and each other
+    metric of the loss) beside `loss`. Checkpoints hold the averaged model as `ema.safetensors`.
 
     ```python
     ema = redeqx.EMA(decay=0.999)
@@ -74,6 +87,9 @@ class EMA(Callback):
 
     Raises ValueError for another decay.
     """
+
+    decay: float
+    name: str
 
     def __init__(self, decay: int | float = 0.999, *, name: str = "ema"):
         if not 0 <= decay < 1:
@@ -117,4 +133,8 @@ class EMA(Callback):
 
 
 def _like(average: Any, x: Any) -> Any:
-    return average.astype(x.dtype) if eqx.is_array(x) and average.dtype != x.dtype else average
+    """An average in the dtype and in the memory of the leaf that it is of."""
+    if not isinstance(x, jax.Array) or average is x:
+        return average
+    average = jax.device_put(average, x.sharding) if is_in_host(average.sharding) else average
+    return average.astype(x.dtype) if average.dtype != x.dtype else average

@@ -1,47 +1,50 @@
-"""One model and its optimizer on a mesh: plan, place, update, evaluate, save, restore.
+"""One model and its optimizer on a mesh: plan, place, update, save, restore.
 
-Epochs, schedules of evaluations and saves, and callbacks are the loop's, in `_loop.py`.
+Evaluations are in `_evaluation.py`. Epochs, schedules of evaluations and saves, and callbacks are the loop's, in `_loop.py`.
 """
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import equinox as eqx
 import jax
-import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from .._tree import named_leaves
-from ..checkpoint import Checkpoints, array_leaves
-from ..compiled import checked as checked_work
+from .._version import __version__
+from ..checkpoint import CheckpointFolder, Checkpoints
 from ..data import Batch, BatchSize, Prefetch, Slice, batches
-from ..distributed import Peers, agree_on_program, agree_on_values
-from ..errors import DamagedError, check_alive, check_model
-from ..machine import as_shapes, cache_use
-from ..monitor import ProgressLine, Work
-from ..partition import Plan, place
+from ..errors import DamagedError, check_alive
+from ..machine import as_shapes
+from ..monitor import ProgressLine
+from ..partition import Plan
+from ..storage import Location, location
+from ._agreement import agree_on_opt_state, agree_on_trainer, check_rows
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
-from ._header import header_rows, of_attention
-from ._memory import Choice, choices, described, is_hopeless, memory_of, needs
+from ._calls import Calls
+from ._ema import AverageState, Averaging, n_averages, n_averages_of
+from ._header import header_rows, of_loss
+from ._loss import n_rows
+from ._memory import Choice, choices, described, first_that_fits, least_memory, memory_of
+from ._metrics import Metrics, Update
 from ._nonfinite import why_nonfinite
-from ._program import Program
+from ._precision import with_new_masters
+from ._program import Program, shard_bytes
 from ._progress import Position, Progress, check_record
 from ._recipe import Recipe
 from ._run import Run
 from ._state import TrainState
 from ._work import counted_share, work_of
 
-_FEW = 2**10  # the most numbers in a leaf of an optimizer's state that belongs to no parameter
-# Metrics are read this many steps late, so that the device always has a step queued while the host reads.
-_LAG = 2
+
+def _within(averages: AverageState, state: PyTree) -> AverageState:
+    """Averages with another state of the optimizer that they wrap."""
+    is_it = jax.tree.structure(averages.inner) == jax.tree.structure(state)
+    inner = state if is_it else _within(cast(AverageState, averages.inner), state)
+    return AverageState(inner, averages.average, averages.name)
 
 
 class DamagedCheckpoint(DamagedError):
@@ -49,7 +52,7 @@ class DamagedCheckpoint(DamagedError):
 
 
 class Engine:
-    """The state of training, and what one update, one evaluation or one checkpoint does with it.
+    """The state of training, and what one update or one checkpoint does with it.
 
     **Arguments:**
 
@@ -65,10 +68,15 @@ class Engine:
     - `progress`: the position in the fits.
     - `n_fits`: the number of fits that have ended.
     - `follows`: whether `progress.position` belongs to this script's fits; None until a fit has looked for an earlier run.
-    - `last_metrics`: of the newest update whose metrics have been read.
+    - `calls`: those of the model's steps.
+    - `metrics`: those of its updates.
     - `callbacks`: of the fit that runs; None outside of one.
     - `callback_states`: of the fit that was resumed, interrupted or ended last.
     - `stops`: whether the fit is asked to stop after this step.
+    - `is_updating`: whether updates are being taken.
+    - `line_of_updates`: measures the updates of a loop of the user's own, from one to the next.
+    - `key`: that of which each step takes its own.
+    - `given`: the model and the state of its layers until they are placed; None from then on.
     - `checkpoints`: those of the workdir; None without one.
     - `warned`: damaged checkpoints that the user has been warned of.
     """
@@ -81,30 +89,27 @@ class Engine:
         self.progress = Progress()
         self.n_fits = 0
         self.follows: bool | None = None
-        self.last_metrics: dict[str, float] = {}
+        self.calls = Calls(run)
+        self.metrics = Metrics(run.console, recipe.skips, max_skipped)
         self.callbacks: Callbacks | None = None
         self.callback_states: dict[str, dict[str, Any]] = {}
         self.stops = False
         self.is_updating = False
-        self.warned: set[Path] = set()
+        self.line_of_updates = run.console.progress(title="update")
+        self.warned: set[Location] = set()
         self.key = run.next_key()
-        self.given: tuple[PyTree, PyTree] | None = (model, model_state)  # until placed
-        self._held: TrainState | None = None  # from then on
+        self.given: tuple[PyTree, PyTree] | None = (model, model_state)
+        self._held: TrainState | None = None  # once the model is placed
         self._is_planned = False  # from the loss, when a batch was at hand
-        self._compiled: set[Any] = set()
-        self._works: dict[Any, Work] = {}  # of the train step, by the signature of its batch
-        self._lowered: dict[Any, jax.stages.Lowered] = {}  # likewise
-        self._signature: Any = None  # of the newest step
-        self._unread: deque[tuple[int, int | None, jax.Array, Batch, Work]] = deque()
-        self._restore_from: Path | None = None  # a checkpoint to load once the model is placed
+        self._restore_from: Location | None = None  # a checkpoint to load once the model is placed
         self._has_chosen = False  # what fits into memory
-        self._max_skipped = max_skipped
-        self._n_skipped_in_a_row = 0
         self._n_passes = 0  # over examples
         weakref.finalize(self, recipe.workers.close)
         self.checkpoints = None
         if run.workdir is not None:
-            self.checkpoints = Checkpoints(run.workdir / "ckpts", run.peers, run.console.info, run=run)
+            self.checkpoints = Checkpoints(
+                run.workdir / "ckpts", run.peers, run.console.info, run=run, before_commit=run.upload
+            )
 
     # --- the model and where it lies -------------------------------------------------------------------------------------
 
@@ -115,8 +120,8 @@ class Engine:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing has been computed with the program yet."""
-        return not self._compiled
+        """Whether the train step has to compile, whatever the batch."""
+        return self._held is None or not self.calls.knows(self._held.program.train_step)
 
     @property
     def state(self) -> TrainState:
@@ -176,20 +181,27 @@ class Engine:
         is_alike = all(plan.leaves[name].spec == leaf.spec for name, leaf in before.items())
         self.plan, self._is_planned = plan, batch is not None
         if self._held is None:
-            self._held = self._make_state(self.recipe.program(plan, *self.trees))
-            self.given = None
-            self._compiled = set()
-            self._restore()
-            self._agree_on_opt_state()
+            path = self._restore_from
+            with nullcontext() if path is None else self._resuming(path), self._averages_of(self.checkpoints, path):
+                self._held = self._make_state(self.recipe.program(plan, *self.trees))
+                self.given = None
+                self._restore()
+            agree_on_opt_state(self.run.peers, self.state.opt_tree)
             run, state = self.run, self.state
-            run.console.header(header_rows(run, self.recipe, plan, state, trace, self.precision))
+            rows = header_rows(run, self.recipe, plan, state, trace, self.precision)
+            run.console.header(rows)
+            run.console.records.begin(rows, plan.explain)
             return
         if not is_alike:
             self._held.move(self.recipe.program(plan, *self.trees))
-            self._compiled = set()
             self.run.console.info(f"plan: {plan.summary()}; now in the order of the loss")
-        for name, said in of_attention(self.recipe, self.run.mesh, trace).items():  # the header had no loss to look at
+        for name, said in of_loss(self.recipe, plan, trace).items():  # the header had no loss to look at
             self.run.console.info(f"{name}: {said}")
+
+    def place_for(self, batch: Batch) -> None:
+        """`place`, with the shapes of this batch."""
+        if self._held is None or not self._is_planned:  # asked before every step, for which no shapes are made
+            self.place(batch.micro_batch)
 
     def _make_state(self, program: Program) -> TrainState:
         """The state of step 0; where a checkpoint is to be restored, the shapes that it is loaded into."""
@@ -197,40 +209,36 @@ class Engine:
         if (path := self._restore_from) is None:
             return TrainState.of(self.recipe.parts, program, model, state, self.key)
         held = TrainState.to_load(self.recipe.parts, program, model, self.key)
-        with self._resuming(path):
-            held.match(self.need_checkpoints(), path, opt_state=True)  # before the given values are freed
+        held.match(self.need_checkpoints(), path, opt_state=True)  # before the given values are freed
         return held
 
     def _agree(self) -> None:
         """Check that the arrays still exist, and that the trainers of all processes are alike."""
         model, state = self.trees
         check_alive(model, "model")  # another trainer may have updated the arrays of `deployer.init` since
-        leaves, peers, recipe = array_leaves(self.trees), self.run.peers, self.recipe
-        peers.agree("model", {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves.items()})
-        settings = {"accumulate_grad_batches": recipe.accumulate, "precision": self.precision}
-        peers.agree("Trainer", {**settings, "trained leaves": len(recipe.parts.names[0])})
-        with self.run.watch.paused():
-            agree_on_values(peers, "model", array_leaves(model))
-            agree_on_values(peers, "model_state", array_leaves(state))
-
-    def _agree_on_opt_state(self) -> None:
-        """Check the numbers that an optimizer keeps in its state, as `optax.inject_hyperparams` does."""
-        leaves = {name: leaf for name, leaf in array_leaves(self.state.opt_tree).items() if leaf.size <= _FEW}
-        agree_on_values(self.run.peers, "optimizer", leaves)
+        settings = {"accumulate_grad_batches": self.recipe.accumulate, "precision": self.precision}
+        agree_on_trainer(self.run, model, state, {**settings, "trained leaves": len(self.recipe.parts.names[0])})
 
     def use_optimizer(self, optimizer: optax.GradientTransformation) -> None:
-        """Train with another optimizer: one whose state is that of the current one, or has it as `inner`."""
+        """Train with another optimizer: one whose state is that of the current one, within averages or without them."""
         if optimizer is self.recipe.optimizer:
             return
         self.recipe = replace(self.recipe, optimizer=optimizer)
-        if self._held is not None:
-            assert self.plan is not None
-            before = self.state.opt_tree
-            self._held.program = program = self.recipe.program(self.plan, *self.trees)
-            self._compiled = set()
-            if program.opt_treedef != jax.tree.structure(before):
-                made = jax.tree.unflatten(program.opt_treedef, program.init_opt_state(self._held.trained))
-                self._held.opt_state = jax.tree.leaves(eqx.tree_at(lambda state: state.inner, made, before))
+        if self._held is None:
+            return
+        assert self.plan is not None
+        held, before = self._held, self._held.opt_tree
+        held.program = program = self.recipe.program(self.plan, *self.trees)
+        if not held.is_loaded:
+            held.opt_state = list(program.opt_state)
+            return
+        new = before
+        while jax.tree.structure(new) != program.opt_treedef and isinstance(new, AverageState):
+            new = new.inner
+        if jax.tree.structure(new) != program.opt_treedef:
+            made = jax.tree.unflatten(program.opt_treedef, program.init_opt_state(held.trained))
+            new = _within(made, before)
+        held.opt_state = jax.tree.leaves(new)
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
@@ -241,7 +249,7 @@ class Engine:
     def batches(self, steps: Iterable[Slice], size: BatchSize) -> Prefetch:
         """The batch of each step, prepared ahead by a thread; to be closed."""
         self._n_passes += 1
-        check = None if self.run.peers.n == 1 else partial(_check_rows, self.run.peers, self._n_passes)
+        check = None if self.run.peers.n == 1 else partial(check_rows, self.run.peers, self._n_passes)
         return batches(steps, self.recipe.workers, size, self.run.mesh, check)
 
     @contextmanager
@@ -269,22 +277,21 @@ class Engine:
         self.run.peers.check()
         if self.checkpoints is not None:
             self.checkpoints.check()
-        self.place(batch.micro_batch)
+        self.place_for(batch)
         self._choose_memory(batch, line)
-        args = self.state.train_args(batch.groups, batch.n_micro_batches)
-        vector = self.state.advance(self._call("train step", self.state.program.train_step, args, batch, line))
+        assert self.plan is not None
+        program, plan, args = self.state.program, self.plan, self.state.train_args(batch.groups, batch.n_micro_batches)
+        count = lambda: work_of(self.recipe, plan, *self.trees, program.train_step, args)  # noqa: E731
+        outs, work = self.calls.train(program.train_step, args, batch, line, plan, count)
+        vector = self.state.advance(outs)
         self.step += 1
         self.progress.n_examples += batch.n_examples
         if position is not None:
             self.progress.position = position
         self.run.watch.beat(self.step)
-        vector.copy_to_host_async()
-        epoch = None if position is None else position.epoch
-        self._signature = batch.signature
-        work = self._works[self._signature] * counted_share(batch)
-        self._unread.append((self.step, epoch, vector, replace(batch, groups=()), work))  # frees the device's memory
-        if len(self._unread) > _LAG:
-            self._read_oldest(line)
+        epoch, work = None if position is None else position.epoch, work * counted_share(batch)
+        update = Update(self.step, epoch, program.metric_names, vector, replace(batch, groups=()), work)
+        self.metrics.add(update, line, self.progress, self._why_nonfinite)
 
     def _choose_memory(self, batch: Batch, line: ProgressLine) -> None:
         """With `memory="auto"`: take the first choice whose train step fits, before its first run.
@@ -292,158 +299,64 @@ class Engine:
         A program is compiled once: the step that runs is the one whose memory was asked for.
         """
         run, recipe = self.run, self.recipe
-        if recipe.memory is None or recipe.grad_fn is not None or ("train step", batch.signature) in self._compiled:
+        if recipe.memory is None or recipe.grad_fn is not None:
             return
-        memory = memory_of(run.mesh)
+        if self.calls.knows(self.state.program.train_step, batch.signature):
+            return
+        memory = least_memory(memory_of(run.mesh), run.peers)
         if memory is None:
             return
-        before = Choice(recipe.remat_on(run.mesh), recipe.n_parts)
-        rows = jax.tree.leaves(batch.micro_batch)[0].shape[0] // run.n_batch_shards
-        # A loss that draws would draw other numbers for other rows, and layers with a state see the rows of a micro-batch.
-        is_cut = not recipe.has_state and not recipe.trace(*self.trees, batch.micro_batch).reads_last
-        chosen, tried = before, {}
-        for chosen in choices(before, run.mesh.devices.flat[0].platform, rows if is_cut else 1):
-            if is_hopeless(chosen, tried, memory):
-                continue
-            if tried:
-                self._take(chosen)
-            with run.watch.paused(), line.compiling("train step"):
-                tried[chosen] = needs(lambda: self.compiled(batch), memory)
-            fits = tried[chosen].total <= memory.limit
-            if all(run.peers.gather("memory", fits)) if run.peers.n > 1 else fits:
-                break
-        if chosen != before or not self._has_chosen:
+        remat = recipe.remat_level
+        unroll = None if recipe.unroll_on(run.mesh, remat) is None else True
+        first = Choice(remat, recipe.n_parts, unroll, recipe.offload_opt_state)
+
+        def order() -> Iterator[Choice]:
+            yield first
+            # A loss that draws would draw other numbers for other rows, and layers with a state see a micro-batch's rows.
+            is_cut = not recipe.has_state and not recipe.trace(*self.trees, batch.micro_batch).reads_last
+            rows = n_rows(batch.micro_batch) // run.n_batch_shards if is_cut else 1
+            yield from choices(first, run.mesh.devices.flat[0].platform, rows)[1:]
+
+        def compiled(choice: Choice) -> jax.stages.Compiled:
+            if choice != first:
+                self._take(choice)
+            with line.compiling("train step"):
+                return self.compiled(batch)
+
+        with run.watch.paused():
+            opt_state = 0 if recipe.offload_opt_state else shard_bytes(self.state.opt_state)
+            tried = first_that_fits(order(), memory, compiled, run.peers, opt_state)
+        *_, (chosen, need) = tried.items()
+        if chosen != first or need.total > memory.limit or not self._has_chosen:
             run.console.info(described(tried, memory))
         self._has_chosen = True
 
     def _take(self, choice: Choice) -> None:
         """Go on with another train step; evaluations need less, and keep theirs."""
-        self.recipe = replace(self.recipe, remat=choice.remat, n_parts=choice.n_parts)
+        unroll = self.recipe.unroll if choice.unroll is None else choice.unroll
+        options = {"remat": choice.remat, "n_parts": choice.n_parts, "offload_opt_state": choice.offload_opt_state}
+        self.recipe = replace(self.recipe, unroll=unroll, **options)
         assert self.plan is not None
         old, new = self.state.program, self.recipe.program(self.plan, *self.trees)
-        self.state.program = replace(new, eval_step=old.eval_step, eval_names=old.eval_names)
-        self._compiled = {key for key in self._compiled if key[0] != "train step"}
+        self.state.move(replace(new, eval_step=old.eval_step, eval_names=old.eval_names))
 
     def flush(self, line: ProgressLine) -> None:
         """Wait for the device, and read, check and record the metrics of every step."""
-        while self._unread:
-            self._read_oldest(line)
-
-    @property
-    def newest_step(self) -> jax.stages.Compiled | None:
-        """The compiled program of the newest step of training; None before the first."""
-        return None if self._signature is None else self._lowered[self._signature].compile()
+        self.metrics.read_all(line, self.progress, self._why_nonfinite)
 
     def compiled(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled train step for a batch."""
-        self.place(batch.micro_batch)
+        self.place_for(batch)
         args = self.state.train_args(batch.groups, batch.n_micro_batches)
         return self.state.program.train_step.lower(*args).compile()
 
-    def _call(self, what: str, step: Callable[..., Any], args: tuple, batch: Batch, line: ProgressLine) -> Any:
-        """Call a jitted step, and report where it has to compile first."""
-        signature = (what, batch.signature)
-        if signature in self._compiled:
-            return step(*args)
-        work = checked_work(step, args, self.plan, batch.groups) if what == "train step" else nullcontext()
-        with self.run.watch.paused(), line.compiling(what) as notes, work, cache_use() as cached:
-            if self.run.peers.n > 1:  # lowered once: the call reuses it
-                agree_on_program(self.run.peers, what, step.lower(*args))
-            if what == "train step":
-                assert self.plan is not None
-                self._lowered[batch.signature] = step.lower(*args)  # the call reuses it
-                self._works[batch.signature] = work_of(self.recipe, self.plan, *self.trees, step, args)
-            outs = step(*args)
-            notes.append(cached.said())
-        self._compiled.add(signature)
-        return outs
-
-    def _read_oldest(self, line: ProgressLine) -> None:
-        """Read the metrics of the oldest unread step; check, show and record them."""
-        step, epoch, vector, batch, work = self._unread.popleft()
-        metrics, nonfinite = self._read(vector)
-        self._n_skipped_in_a_row = self._n_skipped_in_a_row + 1 if nonfinite else 0
-        if nonfinite and (not self.recipe.skips or self._n_skipped_in_a_row > self._max_skipped):
-            self._unread.clear()
-            raise ValueError(self._why_nonfinite(nonfinite[0], step, metrics[nonfinite[0]], batch))
-        if nonfinite:
-            self.progress.n_skipped += 1
-            said = f"step {step}: skipped, as `{nonfinite[0]}` is {metrics[nonfinite[0]]}; {self.progress.n_skipped} so far"
-            self.run.console.info(said)
-        self.last_metrics = metrics
-        shown = {} if epoch is None else {"epoch": epoch + 1}
-        line.update(
-            step,
-            metrics=metrics,
-            n_examples=batch.n_examples,
-            n_tokens=batch.n_tokens,
-            epoch=None if epoch is None else epoch + 1,
-            work=work,
-        )
-        self.run.console.metrics({**shown, **metrics}, step, speed=line.speed())
-
-    def _read(self, vector: jax.Array) -> tuple[dict[str, float], list[str]]:
-        """A step's metrics, and the names of those that had to be finite and are not."""
-        metrics = dict(zip(self.state.program.metric_names, np.asarray(vector).tolist(), strict=True))
-        return metrics, [name for name in ("loss", "grad_norm") if not np.isfinite(metrics[name])]
-
-    def _why_nonfinite(self, name: str, step: int, found: float, batch: Batch) -> str:
+    def _why_nonfinite(self, batch: Batch) -> str:
+        """The last good checkpoint, and what of a batch makes its loss not finite."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
         index = {} if self.checkpoints is None else self.checkpoints.index()
         last = f"The last good checkpoint is {index['last']}." if "last" in index else "Nothing was saved yet."
-        what = "the loss" if name == "loss" else "the gradient's norm"
-        often = f" for {self._n_skipped_in_a_row} steps one after the other" if self.recipe.skips else ""
-        reason = why_nonfinite(batch.rows, batch.places, lambda: self.recipe.trace(*self.trees, batch.rows))
-        return f"`{name}` at step {step}: expected {what} to be finite, got {found}{often}. {last} {reason}"
-
-    # --- evaluation --------------------------------------------------------------------------------------------------
-
-    def evaluate(self, steps: Iterator[Slice], size: BatchSize, model: PyTree | None = None) -> dict[str, float]:
-        """`{"loss": ...}` over all the examples, with every metric of `Loss.metrics`: sums over all batches, divided once.
-
-        **Arguments:**
-
-        - `steps`, `size`: the examples of each batch, and the batch's sizes.
-        - `model`: instead of the trained one, in its structure.
-        """
-        if model is not None:
-            self._check_alike(model)
-        if self.run.returns_zeros("eval_loss"):
-            return dict.fromkeys(self.recipe.metric_names(*self.trees, list(next(steps).examples)), 0.0)
-        sums: np.ndarray | float = 0.0
-        pending: deque[jax.Array] = deque()
-        weights: tuple[list[Any], list[Any]] | None = None
-        with self.run.console.progress(title="evaluate") as line, closing(self.batches(steps, size)) as upcoming:
-            for i, batch in enumerate(upcoming):
-                self.place(batch.micro_batch)
-                if weights is None and model is not None:
-                    weights = self.recipe.parts.take(place(model, self.state.program.plan))
-                args = self.state.eval_args(i, batch.groups, weights)
-                vector = self._call("eval step", self.state.program.eval_step, args, batch, line)
-                self.run.watch.beat_on()
-                vector.copy_to_host_async()
-                pending.append(vector)
-                if len(pending) > _LAG:
-                    sums = sums + np.asarray(pending.popleft(), np.float64)
-            for vector in pending:
-                sums = sums + np.asarray(vector, np.float64)
-        pairs = np.asarray(sums).reshape(-1, 2)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return dict(zip(self.state.program.eval_names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
-
-    def _check_alike(self, model: PyTree) -> None:
-        """Raise ValueError for a model whose arrays are not those of the trained one."""
-        check_model(model)
-        own, found = array_leaves(self.trees[0]), array_leaves(model)
-        for name in [*own, *(name for name in found if name not in own)]:
-            shapes = [None if name not in of else of[name].shape for of in (own, found)]
-            if shapes[0] != shapes[1]:
-                expected, got = ("no array" if shape is None else f"shape {shape}" for shape in shapes)
-                raise ValueError(
-                    f"`model`: `{name}`: expected {expected}, as in the trained model, got {got}. "
-                    "Pass a model of the same structure."
-                )
+        return f"{last} {why_nonfinite(batch.rows, batch.places, lambda: self.recipe.trace(*self.trees, batch.rows))}"
 
     def predicted_from(self) -> tuple[PyTree, PyTree, Plan]:
         """The model, the state of its layers and the plan that a Predictor of this trainer uses."""
@@ -470,8 +383,8 @@ class Engine:
         keep_last: int,
         save_opt_states: bool,
         save_float_dtype: Any,
-        then: Callable[[Path], None] | None = None,
-    ) -> Path:
+        then: Callable[[Location], None] | None = None,
+    ) -> Location:
         """Save the current step; returns the checkpoint's folder.
 
         **Arguments:**
@@ -482,14 +395,10 @@ class Engine:
         if self.run.is_dry_run:
             return self.need_checkpoints().folder / f"step_{self.step:08d}"  # it writes nothing
         self.place()
-        unread = [(step, batch, *self._read(vector)) for step, _, vector, batch, _ in self._unread]
-        for step, batch, found, nonfinite in unread:  # where a tracker saves, say
-            if nonfinite and not self.recipe.skips:
-                raise ValueError(self._why_nonfinite(nonfinite[0], step, found[nonfinite[0]], batch))
-        n_skipped = self.progress.n_skipped + sum(bool(nonfinite) for *_, nonfinite in unread)
-        last_metrics = unread[-1][2] if unread else self.last_metrics
+        # Where a tracker saves, say, the newest updates are not read yet.
+        last_metrics, n_skipped = self.metrics.ahead(self.progress.n_skipped, self._why_nonfinite)
         record = {
-            "redeqx": version("redeqx"),
+            "redeqx": __version__,
             "step": self.step,
             **self.progress.to_record(),
             "n_skipped": n_skipped,
@@ -513,7 +422,7 @@ class Engine:
             self.callbacks.saved(path, checkpoints)
         return path
 
-    def load(self, name: str | Path, *, opt_states: bool) -> None:
+    def load(self, name: str | Location, *, opt_states: bool) -> None:
         """Load a checkpoint, found complete first: there are values to lose.
 
         **Arguments:**
@@ -523,24 +432,33 @@ class Engine:
         """
         if self.is_updating:
             raise ValueError("`load_ckpt`: expected after `fit` or `train`, got called inside of it. Call it afterwards.")
-        path = self.need_checkpoints().resolve(name)
+        checkpoints: CheckpointFolder
+        if self.checkpoints is None and (not isinstance(name, str) or "/" in name):  # a path needs no workdir
+            checkpoints = CheckpointFolder(location(name, "checkpoint").parent, self.run.peers, self.run.console.info)
+        else:
+            checkpoints = self.need_checkpoints()
+        path = checkpoints.resolve(name)
         self._restore_from = None  # what was to be restored is replaced
         self.place()
         assert self._held is not None
-        checkpoints = self.need_checkpoints()
         record = checkpoints.record(path)
         if opt_states:
             check_record(path, record)
         steps = (record["step"], record.get("n_skipped", 0))
         states = states_of_record(record.get("callbacks", {}), checkpoints, path, verify=False) if opt_states else {}
-        self._held.load(checkpoints, path, steps if opt_states else None)
+        with self._averages_of(checkpoints, path if opt_states else None):
+            self._held.load(checkpoints, path, steps if opt_states else None)
+        self.metrics.forget()
         if opt_states:
             self.step = record["step"]
             self._take_up(record, states)
+        else:  # copies of other parameters would bring these back at the next step
+            held = self._held
+            held.opt_state = jax.tree.leaves(with_new_masters(held.opt_tree, held.parts.trained_tree(held.trained)))
         if self.follows is None and path.parent == checkpoints.folder:
             self.follows = False  # the next fit begins from this checkpoint, and not from the newest
 
-    def resume_from(self, path: Path, record: Mapping[str, Any]) -> None:
+    def resume_from(self, path: Location, record: Mapping[str, Any]) -> None:
         """Load a checkpoint of an earlier run: now, or once a batch is at hand and the model is placed."""
         self.step, self.follows = record["step"], True
         with self._resuming(path):
@@ -548,22 +466,46 @@ class Engine:
         self._take_up(record, states)
         self._restore_from = path
         if self._held is not None:
-            self._restore()
+            with self._resuming(path), self._averages_of(self.checkpoints, path):
+                self._restore()
 
     def _take_up(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
         """Go on from where a checkpoint's record says."""
         self.progress, self.callback_states = Progress.of_record(record), states
-        self.last_metrics = dict(record.get("train_metrics", {}))
+        self.metrics.last = dict(record.get("train_metrics", {}))
 
     def _restore(self) -> None:
         path, self._restore_from = self._restore_from, None
         if path is not None:
             assert self._held is not None
-            with self._resuming(path):
-                self._held.load(self.need_checkpoints(), path, (self.step, self.progress.n_skipped), verify=True)
+            self._held.load(self.need_checkpoints(), path, (self.step, self.progress.n_skipped), verify=True)
 
     @contextmanager
-    def _resuming(self, path: Path) -> Iterator[None]:
+    def _averages_of(self, checkpoints: CheckpointFolder | None, path: Location | None) -> Iterator[None]:
+        """A context in which the optimizer keeps as many averages as a checkpoint has. Others begin after it, with the
+        weights that were loaded; those that a trainer without averages has no use for are dropped after it."""
+        if checkpoints is None or path is None:
+            yield
+            return
+        given = optimizer = self.recipe.optimizer
+        n_saved = n_averages_of(checkpoints.tensors(path, "optimizer"))
+        if n_saved and not isinstance(given, Averaging):
+            self.run.console.info("the checkpoint's average is dropped: this trainer keeps none (callback `EMA`)")
+            for _ in range(n_saved):
+                optimizer = Averaging.of(optimizer, "dropped", 0.0)
+        while isinstance(optimizer, Averaging) and n_averages(optimizer) > n_saved:
+            self.run.console.info(
+                f"the average `{optimizer.name}` begins with the weights of the checkpoint, which has none"
+            )
+            optimizer = optimizer.inner
+        self.use_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.use_optimizer(given)
+
+    @contextmanager
+    def _resuming(self, path: Location) -> Iterator[None]:
         """Explain an error as one of resuming from a checkpoint; of a damaged one so that the fit takes another."""
         try:
             yield
@@ -577,13 +519,3 @@ class Engine:
                 f"`workdir`: expected a run that this trainer can go on with, got {path}, which it cannot: {error} "
                 "For a new run choose another workdir."
             ) from error
-
-
-def _check_rows(peers: Peers, n_pass: int, i: int, batch: PyTree) -> None:
-    """Check that the rows of step `i` are alike in all processes, whose shards belong to one array."""
-    rows = {name: f"{leaf.dtype} {list(leaf.shape[1:])} a row" for name, leaf in named_leaves(batch).items()}
-    advice = "Pad to one length, the same in every batch: a process collates the rows that its devices need."
-    if i == 0:
-        peers.agree("collate_fn", rows, advice)
-    else:  # without waiting: two steps ahead of the device
-        peers.compare(f"rows of pass {n_pass}, step {i}", "collate_fn", rows, advice)

@@ -6,8 +6,9 @@ from jax.sharding import Mesh
 
 from ..machine import split_heads, xla_settings
 from ..partition import Plan
-from ..tracing import Trace
-from ..transforms import attentions, fp8_products
+from ..tracing import Trace, equations
+from ..transforms import StackBlocks, attentions, fp8_products
+from ._functions import kind_of
 from ._precision import AS_GIVEN
 from ._program import shard_bytes
 from ._recipe import Recipe
@@ -29,16 +30,17 @@ def header_rows(
     """
     mesh, devices = run.mesh, run.mesh.devices.flat
     held, opt = shard_bytes([*state.trained, *state.frozen]), shard_bytes(state.opt_state)
+    where = " in the host's memory" if recipe.offload_opt_state else ""
     compiler = {"xla": xla_settings(mesh, recipe.xla_settings).said(), "compilation cache": run.cache}
     return {
         "devices": f"{mesh.size} x {devices[0].device_kind}",
         "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
         "parameters": f"{sum(x.size for x in state.trained):,} trained"
         + (f", {sum(x.size for x in state.frozen):,} frozen" if state.frozen else ""),
-        "bytes per device": f"{held / 2**20:,.1f} MiB parameters, {opt / 2**20:,.1f} MiB optimizer state",
+        "bytes per device": f"{held / 2**20:,.1f} MiB parameters, {opt / 2**20:,.1f} MiB optimizer state{where}",
         **_of_precision(recipe, mesh, trace, precision),
         "plan": plan.summary(),
-        **of_attention(recipe, mesh, trace),
+        **of_loss(recipe, plan, trace),
         **{name: said for name, said in compiler.items() if said},
         "workdir": str(run.workdir) if run.workdir else "none: nothing is recorded",
     }
@@ -55,9 +57,28 @@ def _of_precision(recipe: Recipe, mesh: Mesh, trace: Trace | None, said: str) ->
     return {"precision": said}
 
 
-def of_attention(recipe: Recipe, mesh: Mesh, trace: Trace | None) -> dict[str, str]:
+def of_loss(recipe: Recipe, plan: Plan, trace: Trace | None) -> dict[str, str]:
+    """What is said of how the loss is computed: its attention and its loops. With no trace nothing is known."""
+    return {} if trace is None else {**_of_attention(recipe, plan.mesh, trace), **_of_loops(recipe, plan, trace)}
+
+
+def _of_loops(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
+    """What is said of equal blocks that are computed as one loop, and of loops that are written out."""
+    mesh, closed, said = plan.mesh, trace.closed, []
+    if recipe.stacks_on(mesh) and recipe.grad_fn is None:
+        stacking = StackBlocks([kind_of(plan, name) for name in trace.names])
+        said += [f"{n} equal blocks as one (from {line or 'an unknown line'})" for n, line in stacking.found(closed)]
+        closed = stacking.rewritten(closed)
+    unrolling = recipe.unroll_on(mesh, recipe.remat_level)
+    if unrolling is not None:
+        n = sum(unrolling.claims(eqn) for eqn in equations(closed))
+        said += [f"{n} written out"] if n else []
+    return {"loops": "; ".join(said)} if said else {}
+
+
+def _of_attention(recipe: Recipe, mesh: Mesh, trace: Trace) -> dict[str, str]:
     """What is said of the attention in the loss, and a warning of what is made of all queries and keys all the same."""
-    if trace is None or not recipe.fuse_attention:
+    if not recipe.fuse_attention:
         return {}
     fused, left, dense = attentions(trace.closed, mesh.devices.flat[0].platform, split_heads(mesh))
     for what, n_bytes in dense.items():

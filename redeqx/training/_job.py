@@ -12,9 +12,9 @@ from ..data import BatchSize, Slice, collated_shapes
 from ..machine import FSDP, MODEL
 from ..partition import Plan
 from ..tracing import Rule
+from ._parts import Parts
 from ._program import Program
 from ._recipe import Recipe
-from ._step import Parts
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,20 @@ class Setting:
     n_fsdp_shards: int
     per_device_batch_size: int
     accumulate_grad_batches: int
-    remat: str = "auto"  # what loops compute again, as for `Trainer`
+    remat: str = "auto"  # as for `Trainer`, like the next two
+    unroll: bool = True
+    offload_opt_state: bool = False
     batch_size: int | None = None  # examples an update, where the script gives them instead of rows a device
 
     def code(self) -> str:
         """The arguments to write in a script."""
-        remat = "" if self.remat == "auto" else f', remat="{self.remat}"'
+        options = "" if self.remat == "auto" else f', remat="{self.remat}"'
+        options += "" if self.unroll else ", unroll=False"
+        options += ", offload_opt_state=True" if self.offload_opt_state else ""
         rows = f"per_device_batch_size={self.per_device_batch_size}"
         lines = [
             f"Deployer(n_model_shards={self.n_model_shards}, n_fsdp_shards={self.n_fsdp_shards})",
-            f"Trainer(accumulate_grad_batches={self.accumulate_grad_batches}{remat})",
+            f"Trainer(accumulate_grad_batches={self.accumulate_grad_batches}{options})",
             f"fit({rows if self.batch_size is None else f'batch_size={self.batch_size}'})",
         ]
         return "; ".join(lines)
@@ -48,7 +52,7 @@ class Job:
 
     - `batch`: shapes of the first step's rows, as `collate_fn` returns them.
     - `make_plan`: `(mesh, micro_batch)` to the plan.
-    - `make_program`: `(plan, change, remat)` to the steps, whose operations name their weights; `remat` as in `Setting`.
+    - `make_program`: `(plan, change, setting)` to the steps, whose operations name their weights.
     - `model`: of arrays or their shapes.
     - `with_model`: `(model, names)` to the same job for a model with fewer blocks, given for each of its leaves the name in
         the whole model; None where there is no such job.
@@ -61,7 +65,7 @@ class Job:
     setting: Setting
     batch: PyTree
     make_plan: Callable[[Mesh, PyTree], Plan]
-    make_program: Callable[[Plan, Rule | None, str], Program]
+    make_program: Callable[[Plan, Rule | None, Setting], Program]
     model: PyTree = None
     with_model: Callable[[PyTree, Mapping[str, str]], "Job"] | None = None
     can_remat: bool = True
@@ -90,6 +94,10 @@ def make_job(
         parts = Parts.of(fewer, map_named(lambda name, leaf: names[name] in trained, fewer))
         return make_job(replace(recipe, parts=parts), fewer, state, step, size, mesh, n_devices)
 
+    def make_program(plan: Plan, change: Rule | None, setting: Setting) -> Program:
+        chosen = {name: getattr(setting, name) for name in ("remat", "unroll", "offload_opt_state")}
+        return replace(recipe, **chosen).program(plan, model, state, named=True, change=change)
+
     return Job(
         setting=Setting(
             mesh.shape[MODEL],
@@ -97,13 +105,13 @@ def make_job(
             rows,
             recipe.accumulate,
             recipe.remat,
+            recipe.unroll,
+            recipe.offload_opt_state,
             batch_size=size.examples if size.by_examples else None,
         ),
         batch=collated_shapes(recipe.collate_fn, step.examples),
         make_plan=lambda mesh, micro_batch: recipe.plan_on(mesh, model, recipe.trace(model, state, micro_batch)),
-        make_program=lambda plan, change, remat: replace(recipe, remat=remat).program(
-            plan, model, state, named=True, change=change
-        ),
+        make_program=make_program,
         model=model,
         with_model=with_model,
         can_remat=recipe.grad_fn is None,

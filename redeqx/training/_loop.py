@@ -17,8 +17,8 @@ from ..data import (
     Slice,
     check_examples,
     collated_shapes,
+    differs_by_epoch,
     examples_of,
-    is_function,
     micro_batch_shapes,
     n_slices,
     sample_of,
@@ -29,6 +29,7 @@ from ..errors import as_metrics
 from ..monitor import ProgressLine
 from ._callbacks import Callbacks
 from ._engine import DamagedCheckpoint, Engine
+from ._evaluation import evaluate
 from ._job import Job, make_job
 from ._options import FitOptions
 from ._progress import Position
@@ -70,23 +71,31 @@ def train(engine: Engine, steps: Iterator[Slice], size: BatchSize) -> dict[str, 
             for _ in updates(engine, upcoming, line):
                 pass
         engine.flush(line)
-    return dict(engine.last_metrics)
+    return dict(engine.metrics.last)
 
 
-def update(engine: Engine, examples: Any) -> dict[str, float]:
-    """One update on all of these examples; returns its metrics."""
+def as_one_step(engine: Engine, examples: Any) -> tuple[Iterator[Slice], BatchSize]:
+    """All of these examples as one step, and its sizes."""
+    check_examples(examples, "examples")
     n = size_of(examples)
     if n is None:
         raise TypeError(
             f"`examples`: expected `len()` and integer items, got {type(examples).__name__}. Pass a list of them."
         )
     size = engine.batch_size(None, n)
-    line = engine.run.console.progress(first_step=engine.step, title="update")
+    return in_order(examples, size), size
+
+
+def update(engine: Engine, examples: Any) -> dict[str, float]:
+    """One update on all of these examples; returns its metrics."""
+    steps, size = as_one_step(engine, examples)
+    line = engine.line_of_updates
+    line.begin_step(engine.step)
     shown = line if engine.is_new else nullcontext()  # the compilation
-    with shown, engine.updating(), closing(engine.batches(in_order(examples, size), size)) as upcoming:
+    with shown, engine.updating(), closing(engine.batches(steps, size)) as upcoming:
         engine.update(next(upcoming), line)
         engine.flush(line)
-    return dict(engine.last_metrics)
+    return dict(engine.metrics.last)
 
 
 @dataclass
@@ -163,12 +172,13 @@ class Fit:
         engine.n_fits += 1
         if engine.checkpoints is not None:
             engine.checkpoints.wait()
+        engine.run.upload()
         self._summarise()
         return self._returned()
 
     def _returned(self) -> dict[str, float]:
         """What `fit` returns."""
-        return dict(self.metrics if self.options.evaluates else self.engine.last_metrics)
+        return dict(self.metrics if self.options.evaluates else self.engine.metrics.last)
 
     # --- when it ends ------------------------------------------------------------------------------------------------
 
@@ -291,8 +301,8 @@ class Fit:
             "sample": sample,
             "precision": engine.precision,
         }
-        # Of a function's epochs only one that was stopped within has to be the same again.
-        is_same_data = start.examples or not is_function(options.train_examples)
+        # Of epochs that differ only one that was stopped within has to be the same again.
+        is_same_data = start.examples or not differs_by_epoch(options.train_examples)
         unknown = () if is_same_data else ("train_size", "sample")
         check_setting(engine, {name: value for name, value in now.items() if name not in unknown})
         engine.progress.setting, engine.progress.learning_rate = now, None
@@ -322,8 +332,8 @@ class Fit:
         n = size_of(examples)
         if start is first:
             self._compare(start, n, sample_of(examples))
-        else:
-            engine.progress.setting["train_size"] = n
+        elif differs_by_epoch(options.train_examples):
+            engine.progress.setting |= {"train_size": n, "sample": sample_of(examples)}
         line.n_steps = self._last_step
         if n is not None and options.epochs is not None:
             left = n_slices(n - start.examples, self.size.examples, options.drop_remainder)
@@ -334,7 +344,7 @@ class Fit:
             if start is first:
                 # Before anything else is placed or evaluated: the plan is the loss's.
                 if (batch := upcoming.peek()) is not None:
-                    engine.place(batch.micro_batch)
+                    engine.place_for(batch)
                 if options.eval_examples is not None and options.eval_sanity_check:
                     self._check_evaluation(line)
                 self._begin_callbacks()
@@ -344,7 +354,7 @@ class Fit:
                 for _, is_last in taken:
                     if wanting := self.callbacks.wanting(engine.step):
                         engine.flush(line)
-                        self.callbacks.stepped(wanting, engine.last_metrics)
+                        self.callbacks.stepped(wanting, engine.metrics.last)
                     if is_last:
                         break  # what is due then is due at the end of the epoch
                     tags = self._evaluate(line) if _is_due(engine.step, options.eval_every_n_steps) else set()
@@ -366,9 +376,9 @@ class Fit:
         metrics: dict[str, float] = {}
         with line.pause("evaluating"):
             if options.eval_loss:
-                metrics.update(engine.evaluate(in_order(examples, self.eval_size), self.eval_size))
+                metrics.update(evaluate(engine, in_order(examples, self.eval_size), self.eval_size))
                 for name, model in self.callbacks.models().items():
-                    found = engine.evaluate(in_order(examples, self.eval_size), self.eval_size, model)
+                    found = evaluate(engine, in_order(examples, self.eval_size), self.eval_size, model)
                     metrics.update({f"{name}_{metric}": value for metric, value in found.items()})
             if options.eval_predictor is not None:
                 with engine.run.watch.paused():

@@ -1,20 +1,21 @@
 """Memory chosen at run time: the least recomputation, and the fewest parts of a micro-batch, with which the compiled train
 step fits into a device.
 
-Owns the levels of recomputation, the order of choices, and the question of whether a compiled step fits. The engine asks it
-before it runs a new program. What the levels do is in `transforms`; settings that change the mesh are for the dry run.
+Owns the levels of recomputation, the order of choices, and the search for the first that fits. The engine starts it before
+it runs a new program. What the levels do is in `transforms`; settings that change the mesh are for the dry run.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from ..machine import GIB, of_devices
+from ..distributed import Peers
+from ..machine import GIB, chip_of_kind
 
 # What the loops of a loss compute again in the backward pass, from the most memory to the least.
 REMATS = ("none", "matmuls", "full", "offload")
@@ -45,22 +46,35 @@ def memory_of(mesh: Mesh) -> Memory | None:
     device = mesh.local_devices[0]
     if device.platform == "cpu":
         return None
-    stats = device.memory_stats() or {}
-    chip = of_devices("this", [device]).chip if not stats else None
+    stats, chip = device.memory_stats() or {}, chip_of_kind(device.device_kind)
     limit = stats.get("bytes_limit") or (chip and chip.memory)
     return Memory(limit, stats.get("bytes_in_use")) if limit else None
 
 
+def least_memory(memory: Memory | None, peers: Peers) -> Memory | None:
+    """The least memory of all processes, so that they choose the same; None if one does not know its own."""
+    found = peers.gather("memory", None if memory is None else [memory.limit, memory.in_use])
+    if None in found:
+        return None
+    limits, in_use = zip(*found, strict=True)
+    return Memory(min(limits), None if None in in_use else max(in_use))
+
+
 @dataclass(frozen=True)
 class Choice:
-    """What a train step does to need less memory: what its loops compute again, and in how many parts it computes each
-    micro-batch."""
+    """What a train step does to need less memory: what its loops compute again, in how many parts it computes each
+    micro-batch, whether its loops over small layers are written out (None where none would be), and whether the optimizer's
+    state is in the memory of the host."""
 
     remat: str
     n_parts: int = 1
+    unroll: bool | None = None
+    offload_opt_state: bool = False
 
     def code(self) -> str:
-        return f'remat="{self.remat}"' + (f" and micro-batches in {self.n_parts} parts" if self.n_parts > 1 else "")
+        code = f'remat="{self.remat}"' + (", unroll=False" if self.unroll is False else "")
+        code += ", offload_opt_state=True" if self.offload_opt_state else ""
+        return code + (f" and micro-batches in {self.n_parts} parts" if self.n_parts > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -78,28 +92,72 @@ class Need:
 def choices(first: Choice, platform: str, n_rows: int) -> list[Choice]:
     """This choice and those that need less memory, in the order in which they are tried.
 
-    Two parts instead of one cost less than to compute all of a loop again, four about as much.
+    Loops that are written out are loops again before all else. Two parts instead of one cost less than to compute all of a
+    loop again, four about as much. The optimizer's state goes to the host last: a step waits for the bus.
 
     **Arguments:**
 
     - `n_rows`: of a micro-batch that a device has; parts of equal size are taken of these.
     """
-    levels = REMATS[:-1] if platform == "cpu" else REMATS  # a CPU is its own host
+    if first.unroll:
+        return [first, *choices(replace(first, unroll=False), platform, n_rows)]
+    is_own_host = platform == "cpu"
+    levels = REMATS[:-1] if is_own_host else REMATS
     levels = levels[levels.index(first.remat) :] if first.remat in levels else (first.remat,)
     halvings = [i for i in range(n_rows.bit_length()) if n_rows % (first.n_parts * 2**i) == 0] or [0]
-    costs = {(1.5 * i + j): Choice(remat, first.n_parts * 2**j) for i, remat in enumerate(levels) for j in halvings}
-    return [costs[cost] for cost in sorted(costs)]
+    costs = {
+        (1.5 * i + j): replace(first, remat=remat, n_parts=first.n_parts * 2**j)
+        for i, remat in enumerate(levels)
+        for j in halvings
+    }
+    found = [costs[cost] for cost in sorted(costs)]
+    return found if is_own_host else [*found, *(replace(each, offload_opt_state=True) for each in found)]
 
 
 def is_hopeless(choice: Choice, tried: Mapping[Choice, Need], memory: Memory) -> bool:
     """Whether a choice cannot fit, as one that differs in the number of parts needs too much: what a step needs shrinks at
     most as its parts do."""
-    same = [(other, need) for other, need in tried.items() if other.remat == choice.remat and need.total < math.inf]
+    fitting = ((other, need) for other, need in tried.items() if need.total < math.inf)
+    same = [(other, need) for other, need in fitting if replace(other, n_parts=choice.n_parts) == choice]
     return any(need.before + need.of_step * other.n_parts / choice.n_parts > memory.limit for other, need in same)
 
 
-def needs(compiled: Callable[[], jax.stages.Compiled], memory: Memory) -> Need:
-    """The memory of a compiled step. TPUs' compiler refuses one that does not fit."""
+def first_that_fits(
+    order: Iterable[Choice],
+    memory: Memory,
+    compiled: Callable[[Choice], jax.stages.Compiled],
+    peers: Peers,
+    opt_state: int = 0,
+) -> dict[Choice, Need]:
+    """What each choice needs that had to be compiled, up to the first that fits; if none does, up to the last.
+
+    **Arguments:**
+
+    - `memory`: the same in all processes.
+    - `compiled`: the train step of a choice.
+    - `peers`: the processes, which compile the same choices. A compiler may choose other kernels in each of them, so what
+        counts is the most that one needs.
+    - `opt_state`: bytes of the optimizer's state that a device has before.
+    """
+    tried: dict[Choice, Need] = {}
+    for choice in order:
+        if is_hopeless(choice, tried, memory):
+            continue
+        need = needs(lambda choice=choice: compiled(choice), memory, opt_state if choice.offload_opt_state else 0)
+        before, of_step = zip(*peers.gather("memory of a step", [need.before, need.of_step]), strict=True)
+        tried[choice] = Need(max(before), max(of_step))
+        if tried[choice].total <= memory.limit:
+            break
+    return tried
+
+
+def needs(compiled: Callable[[], jax.stages.Compiled], memory: Memory, moved: int = 0) -> Need:
+    """The memory of a compiled step. TPUs' compiler refuses one that does not fit.
+
+    **Arguments:**
+
+    - `moved`: bytes of what was in use that are in the memory of the host now.
+    """
     try:
         found: Any = compiled().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
@@ -107,7 +165,7 @@ def needs(compiled: Callable[[], jax.stages.Compiled], memory: Memory) -> Need:
             raise
         return Need(0, math.inf)
     outputs = found.output_size_in_bytes - found.alias_size_in_bytes
-    before = found.argument_size_in_bytes if memory.in_use is None else memory.in_use
+    before = found.argument_size_in_bytes if memory.in_use is None else memory.in_use - moved
     return Need(before, found.temp_size_in_bytes + outputs + found.generated_code_size_in_bytes)
 
 

@@ -4,11 +4,11 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..data import check_examples, size_of
 from ..errors import Plainly, check_count, check_function, check_predictor, check_readable_again
+from ..storage import Location
 from ._callbacks import Callbacks
 
 P = ParamSpec("P")
@@ -32,7 +32,7 @@ class FitOptions:
     eval_batch_size: int | None = None
     eval_loss: bool = True
     eval_predictor: Any = None
-    eval_metric_fn: Callable[[Any, list], Mapping[str, Any]] | None = None
+    eval_metric_fn: Callable[[Any, list[Any]], Mapping[str, Any]] | None = None
     eval_sanity_check: bool = True
     eval_every_n_steps: int | None = None
     save_every_n_steps: int | None = None
@@ -75,7 +75,7 @@ class FitOptions:
         """Whether a checkpoint is asked for, beside that of the end."""
         return bool(self.save_every_n_steps or self.save_ckpt_every_k_epochs or self.save_last_ckpt or self.tracked)
 
-    def check(self, workdir: Path | None) -> None:
+    def check(self, workdir: Location | None) -> None:
         """Raise ValueError or TypeError for arguments that cannot work."""
         check_count(self.keep_last, "keep_last")
         for name in ("n_epochs", "max_steps", "eval_every_n_steps", "save_every_n_steps", "save_ckpt_every_k_epochs"):

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
+from .._rounding import to_bfloat16
+from .._tree import PyTree
 from ..machine import FP8_DEVICES, has_fp8
 
 FP8 = "fp8"
@@ -71,7 +73,7 @@ class Precision:
     gradients: Any = "float32"
     rounding: str = "master"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         allowed = {
             "compute": ("float64", "float32", "bfloat16", "float16", FP8),
             "parameters": ("float32", "bfloat16"),
@@ -164,7 +166,7 @@ class Precision:
 
     def stored(self, leaves: Sequence[Any]) -> list[Any]:
         """Trained leaves, or their shapes, in the dtype that they are stored in."""
-        return [leaf if self.parameters is None else _cast(leaf, jnp.dtype(self.parameters)) for leaf in leaves]
+        return [leaf if self.parameters is None else cast(leaf, self.parameters) for leaf in leaves]
 
     def optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
         """An optimizer that computes in float32 whatever its parameters are stored in, where they are rounded."""
@@ -195,7 +197,7 @@ class Precision:
 class _OfDtype(Precision):
     """That of a `compute_dtype` alone, which may be any floating dtype."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         pass
 
 
@@ -216,25 +218,21 @@ def _is_floating(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _cast(leaf: Any, dtype: Any) -> Any:
-    if not _is_floating(leaf) or leaf.dtype == dtype:
+def cast(leaf: Any, dtype: Any) -> Any:
+    """A floating leaf, or its shape, in another dtype; any other leaf as it is."""
+    if not _is_floating(leaf) or leaf.dtype == jnp.dtype(dtype):
         return leaf
     return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
 
 def widened(tree: PyTree) -> PyTree:
     """Floating leaves in at least float32."""
-    return jax.tree.map(lambda x: _cast(x, jnp.promote_types(x.dtype, jnp.float32)) if _is_floating(x) else x, tree)
+    return jax.tree.map(lambda x: cast(x, jnp.promote_types(x.dtype, jnp.float32)) if _is_floating(x) else x, tree)
 
 
 def round_stochastically(x: Array, key: Array) -> Array:
-    """Float32 as bfloat16, rounded up or down by chance: to each neighbour in proportion to how near it is, so that the mean
-    is `x`."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    kept = (bits + noise) & jnp.uint32(0xFFFF0000)  # a bfloat16 is the upper half of a float32
-    rounded = jax.lax.bitcast_convert_type(kept, jnp.float32)
-    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+    """Float32 as bfloat16, rounded up or down by chance."""
+    return to_bfloat16(x, jax.random.bits(key, x.shape, jnp.uint16))
 
 
 # --- optimizers of narrow parameters -----------------------------------------------------------------------------------
@@ -255,6 +253,19 @@ def _wide(optimizer: optax.GradientTransformation) -> optax.GradientTransformati
         return inner.update(widened(updates), state, widened(params), **extra)
 
     return optax.GradientTransformationExtraArgs(lambda params: inner.init(widened(params)), update)
+
+
+def with_new_masters(opt_state: PyTree, params: PyTree) -> PyTree:
+    """An optimizer's state whose float32 copies, where it keeps some, are those of these parameters."""
+
+    def copied(x: Array, wide: Array) -> Array:
+        return jnp.copy(x) if wide is x else wide  # a step deletes both
+
+    def renewed(node: Any) -> Any:
+        is_master = isinstance(node, MasterState)
+        return MasterState(node.inner, jax.tree.map(copied, params, widened(params))) if is_master else node
+
+    return jax.tree.map(renewed, opt_state, is_leaf=lambda node: isinstance(node, MasterState))
 
 
 def _with_masters(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

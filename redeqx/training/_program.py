@@ -13,10 +13,12 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from ..machine import Options, replicated
+from ..machine import Options, in_host, replicated
 from ..partition import Plan, shardings_like
 from ..tracing import as_fun
-from ._step import Functions, Layout, Parts, make_eval_step, make_train_step
+from ._functions import Functions
+from ._parts import Parts
+from ._step import Layout, make_eval_step, make_train_step
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,16 @@ def make_program(
     skip_nonfinite: bool = False,
     n_parts: int = 1,
     options: Options | None = None,
+    *,
+    offload_opt_state: bool = False,
 ) -> Program:
-    """The program of a model and its state, of arrays or of their shapes; `skip_nonfinite`, `n_parts` and `options` as for
-    `make_train_step`."""
+    """The program of a model and its state, of arrays or of their shapes.
+
+    **Arguments:**
+
+    - `skip_nonfinite`, `n_parts`, `options`: as for `make_train_step`.
+    - `offload_opt_state`: whether the arrays of the optimizer's state live in the memory of the host.
+    """
     parts, plan = functions.parts, functions.plan
     whole = replicated(plan.mesh)
     trained, frozen = placed_shapes(parts, model, plan)
@@ -80,6 +89,8 @@ def make_program(
 
     traced, opt_tree = jax.make_jaxpr(init, return_shape=True)(trained)
     opt_state = jax.tree.leaves(jax.tree.map(placed, opt_tree, shardings_like(opt_tree, plan)))
+    if offload_opt_state:  # a count stays: to copy it would take longer than to use it
+        opt_state = [placed(leaf, in_host(leaf.sharding)) if leaf.ndim else leaf for leaf in opt_state]
     opt_treedef, state_treedef = jax.tree.structure(opt_tree), jax.tree.structure(state)
     states = [placed(leaf, whole) for leaf in jax.tree.leaves(state)]
     layout = Layout(*([leaf.sharding for leaf in leaves] for leaves in (trained, opt_state, states)))
@@ -106,5 +117,5 @@ def make_program(
 
 
 def shard_bytes(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
-    """Bytes of these arrays (or shapes with shardings) that one device holds."""
+    """Bytes of these arrays (or shapes with shardings) that one device holds, or that its host holds for it."""
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in arrays)

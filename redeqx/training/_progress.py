@@ -5,11 +5,11 @@ Few numbers are enough for a run that was killed to end with the same bits as on
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..checkpoint import MANIFEST
 from ..errors import brief, damaged, is_size
+from ..storage import Location
 from ._callbacks import is_states
 
 
@@ -117,7 +117,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def check_record(folder: Path, record: Mapping[str, Any]) -> None:
+def check_record(folder: Location, record: Mapping[str, Any]) -> None:
     """Raise DamagedError where a checkpoint's `trainer.json` is not one that a Trainer has written."""
     for name, (rule, is_right) in _RECORDED.items():
         if name not in record and name not in _DEFAULTS:

@@ -16,9 +16,11 @@ from ..machine import FSDP, Options, chip_of_kind, xla_settings
 from ..partition import Overrides, Plan, make_plan, mark_read
 from ..tracing import Rule, Trace
 from ..transforms import KeepEverything, UnrollLoops
+from ._functions import Functions
+from ._loss import as_sums, trace_loss
+from ._parts import Parts
 from ._precision import AS_GIVEN, Precision
 from ._program import Program, make_program
-from ._step import Functions, Parts, as_sums
 
 
 def plan_model(model: PyTree, mesh: Mesh, trace: Trace | None = None, overrides: Overrides | None = None) -> Plan:
@@ -47,6 +49,8 @@ class Recipe:
     - `remat`, `memory`: what loops compute again in the backward pass, and what decides it, as for `Trainer`.
     - `n_parts`: of each micro-batch, computed one after the other.
     - `unroll`: whether loops over few layers are written out on GPUs.
+    - `stack_blocks`: whether equal blocks are computed as one loop; None leaves it to the devices.
+    - `offload_opt_state`: whether the optimizer's state is in the memory of the host between updates.
     - `xla_settings`: of the train and eval steps, as for `Deployer`.
     """
 
@@ -67,16 +71,13 @@ class Recipe:
     memory: str | None = None
     n_parts: int = 1
     unroll: bool = True
+    stack_blocks: bool | None = None
+    offload_opt_state: bool = False
     xla_settings: Options | str | None = "auto"
 
     def trace(self, model: PyTree, state: PyTree, batch: PyTree) -> Trace:
         """The loss, traced for the shapes of a batch."""
-
-        def total(model: PyTree, batch: PyTree, key: Any) -> Any:
-            out = self._loss(model, state, batch, key)
-            return as_sums(out, jax.tree.leaves(batch)[0].shape[0])[0]
-
-        return Trace.of(total, model, batch, jax.eval_shape(lambda: jax.random.key(0)))
+        return trace_loss(lambda model, batch, key: self._loss(model, state, batch, key), model, batch)
 
     def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None) -> Plan:
         """The model's plan on a mesh: in the order of the loss where its trace is given."""
@@ -102,20 +103,39 @@ class Recipe:
         - `named`, `change`: as for `Functions`.
         """
         self.precision.check(plan.mesh)
-        remat = "none" if isinstance(change, KeepEverything) else self.remat_on(plan.mesh)
+        remat = "none" if isinstance(change, KeepEverything) else self.remat_level
         functions = Functions(
-            self.parts, plan, self.loss_fn, self.has_state, self.precision, self.grad_fn, named, change,
-            self.fuse_attention, remat, self.unroll_on(plan.mesh, remat),
-        )  # fmt: skip
+            self.parts,
+            plan,
+            self.loss_fn,
+            has_state=self.has_state,
+            precision=self.precision,
+            grad_fn=self.grad_fn,
+            named=named,
+            change=change,
+            fuse_attention=self.fuse_attention,
+            remat=remat,
+            unroll=self.unroll_on(plan.mesh, remat),
+            stack_blocks=self.stacks_on(plan.mesh),
+        )
         options = xla_settings(plan.mesh, self.xla_settings).options
-        return make_program(functions, model, state, self.optimizer, self.lr_schedule_fn, self.skips, self.n_parts, options)
+        return make_program(
+            functions,
+            model,
+            state,
+            self.optimizer,
+            self.lr_schedule_fn,
+            self.skips,
+            self.n_parts,
+            options,
+            offload_opt_state=self.offload_opt_state,
+        )
 
-    def remat_on(self, mesh: Mesh) -> str:
-        """What loops compute again on the devices of a mesh: on those whose memory is what a step waits for, by default all
-        but products."""
-        if self.remat != "auto":
-            return self.remat
-        return "none" if mesh.devices.flat[0].platform == "cpu" else "matmuls"
+    @property
+    def remat_level(self) -> str:
+        """What loops compute again: by default all but products, since a step waits for memory more than for elementwise
+        work, on CPUs too (tests/benchmarks/README.md)."""
+        return "matmuls" if self.remat == "auto" else self.remat
 
     def unroll_on(self, mesh: Mesh, remat: str) -> UnrollLoops | None:
         """Which loops are written out on the devices of a mesh: none where all of a body is recomputed, which XLA would
@@ -125,6 +145,11 @@ class Recipe:
             return None
         chip = chip_of_kind(device.device_kind)
         return None if chip is None else UnrollLoops(chip, mesh.size)
+
+    def stacks_on(self, mesh: Mesh) -> bool:
+        """Whether equal blocks are computed as one loop on the devices of a mesh: by default where loops compute again what
+        they need not keep, which saves memory, and where compiling takes longest."""
+        return mesh.devices.flat[0].platform != "cpu" if self.stack_blocks is None else self.stack_blocks
 
     def opt_shapes(self, model: PyTree) -> PyTree:
         """The shapes of the optimizer's state."""

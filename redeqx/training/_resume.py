@@ -3,10 +3,10 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ..errors import DamagedError
+from ..storage import Location
 from ._engine import Engine
 from ._progress import Progress, check_record
 
@@ -48,7 +48,7 @@ def resume_newest(engine: Engine, *, may_resume: bool = True, reads_twice: bool 
     engine.run.console.info(f"resuming from {path}, step {engine.step}")
 
 
-def _first_valid(engine: Engine, there: Sequence[Path], reads_twice: bool) -> tuple[Path | None, dict[str, Any]]:
+def _first_valid(engine: Engine, there: Sequence[Location], reads_twice: bool) -> tuple[Location | None, dict[str, Any]]:
     """The first of these checkpoints that shows no damage, with its record."""
     checkpoints = engine.checkpoints
     assert checkpoints is not None

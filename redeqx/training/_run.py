@@ -11,6 +11,7 @@ from jaxtyping import PRNGKeyArray
 from ..distributed import Peers, Preemption, Watch
 from ..machine import Options, dry, n_batch_shards
 from ..monitor import Console
+from ..storage import Location, Staging
 
 
 @dataclass(eq=False)
@@ -24,11 +25,12 @@ class Run:
     - `console`: prints, and records metrics.
     - `watch`: ends the run when no step finishes any more.
     - `preemption`: reports the signals that ask the run to stop.
-    - `workdir`: the folder of the run; None records nothing.
+    - `workdir`: the folder of the run, on a disk or in an object store; None records nothing.
     - `seed`: the one seed of the run.
     - `is_dry_run`: whether models are shapes and nothing is computed.
     - `xla_settings`: as given to the Deployer.
     - `cache`: what is said of the compilation cache; None for nothing.
+    - `staging`: of process 0, where the workdir is in an object store: the local folder of what is no checkpoint.
     """
 
     mesh: Mesh
@@ -36,11 +38,12 @@ class Run:
     console: Console
     watch: Watch
     preemption: Preemption
-    workdir: Path | None
+    workdir: Location | None
     seed: int
     is_dry_run: bool = False
     xla_settings: Options | str | None = "auto"
     cache: str | None = None
+    staging: Staging | None = None
     n_keys: int = 0
     records_begun: bool = False
 
@@ -48,6 +51,18 @@ class Run:
     def n_batch_shards(self) -> int:
         """The number of parts that the rows of a batch are split into: the data axis times the fsdp axis."""
         return n_batch_shards(self.mesh)
+
+    @property
+    def local(self) -> Path | None:
+        """The folder on this machine into which process 0 writes what is no checkpoint; None where nothing is recorded."""
+        if self.staging is not None:
+            return self.staging.folder
+        return self.workdir if isinstance(self.workdir, Path) else None
+
+    def upload(self) -> None:
+        """Upload what was written to `local`, where the workdir is in an object store. Raises OSError if that fails."""
+        if self.staging is not None:
+            self.staging.upload()
 
     def next_key(self) -> PRNGKeyArray:
         """The next key: the same at the same call of every run with the same seed."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,11 +11,12 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._tree import is_key, named_leaves
-from ..checkpoint import Checkpoints
+from ..checkpoint import CheckpointFolder
 from ..machine import put, replicated
 from ..partition import place
+from ..storage import Location
+from ._parts import Parts
 from ._program import Program
-from ._step import Parts
 
 
 @dataclass
@@ -114,12 +114,14 @@ class TrainState:
         model_state = {"model_state": self.model_state} if self.layers else {}
         return {"model": self.model, **model_state, **({"optimizer": self.opt_tree} if opt_state else {})}
 
-    def match(self, checkpoints: Checkpoints, path: Path, *, opt_state: bool) -> None:
+    def match(self, checkpoints: CheckpointFolder, path: Location, *, opt_state: bool) -> None:
         """Raise ValueError where a checkpoint is of another model or optimizer; its headers are read, and no tensors."""
         for kind, (template, _) in self._templates(opt_state).items():
             checkpoints.match(path, kind, template)
 
-    def load(self, checkpoints: Checkpoints, path: Path, steps: tuple[int, int] | None, *, verify: bool = False) -> None:
+    def load(
+        self, checkpoints: CheckpointFolder, path: Location, steps: tuple[int, int] | None, *, verify: bool = False
+    ) -> None:
         """Take the values of a checkpoint, each device its own slices. The arrays that were there are freed first, so that
         no device holds two states.
 

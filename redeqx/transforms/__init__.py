@@ -1,7 +1,8 @@
 """Rules on the traced step: how some equations of a loss are computed otherwise, with the same values and gradients.
 
 One rule a file, each a `tracing.Rule`: weights gathered at use, equal parts of a split dim resharded, grouped convolutions,
-fused attention, products with weights in fp8, recomputation, unrolled loops. Knows nothing of optimizers, batches or files.
+fused attention, products with weights in fp8, recomputation, unrolled loops, equal blocks as
+one loop. Knows nothing of optimizers, batches or files.
 Open `_gather.py` first.
 """
 
@@ -12,5 +13,6 @@ from ._grouped_convolution import FixGroupedConvolutions as FixGroupedConvolutio
 from ._pick import PickByComparison as PickByComparison
 from ._remat import KeepEverything as KeepEverything, RematLoops as RematLoops
 from ._reshard import Reshard as Reshard
+from ._stack_blocks import StackBlocks as StackBlocks
 from ._unroll import UnrollLoops as UnrollLoops
 from ._weight_products import WeightProducts as WeightProducts, fp8_products as fp8_products

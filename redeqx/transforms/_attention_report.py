@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from ..compiled import line_of
 from ..kernels import Setting, dense_bytes, kernel_of
 from ..tracing import Body, inlined, insides, view
-from ._fuse_attention import attentions_in, described, without_known_mask
+from ._fuse_attention import MIN_QUERIES, attentions_in, described, without_known_mask
 from ._scores import Scores, follow_scores, softmax_of
 
 
@@ -85,7 +85,10 @@ def _why_left(body: Body, eqn: Any) -> str | None:
     readers = [reader for reader in body.readers(eqn.outvars[0]) if reader is not None]
     of_products = [reader for reader in readers if _leads_to_product(body, reader)]
     if is_of_product and of_products:
-        return "the scores or the weights are also read elsewhere, or more dims are summed over than one"
+        return (
+            f"fewer than {MIN_QUERIES} queries, or scores or weights that are also read elsewhere, or more dims summed over "
+            "than one"
+        )
     if is_of_product and readers and _MAY_DROP & {reader.primitive.name for reader in readers}:
         return f"`{readers[0].primitive.name}` between the weights and the values, as of a dropout"
     if scores.stop is not None and of_products and scores.stop in _CAPS:

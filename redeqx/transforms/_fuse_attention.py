@@ -25,7 +25,7 @@ from ..tracing import Body, Group, Rule, Site, plain, run
 from ._bands import Inequalities, band, inequalities
 from ._scores import SIZE, Operand, Scores, follow_scores, weights_from
 
-_MIN_QUERIES = 16  # for fewer, as where one token is decoded at a time, the weights are small and the keys are read once
+MIN_QUERIES = 16  # for fewer, as where one token is decoded at a time, the weights are small and the keys are read once
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _built(
     out = [dims[dim] for dim in product.params["dimension_numbers"][1][side]]
     out += [*free, SIZE] if side == 0 else [SIZE, *free]
     queries = [label for label in q.labels if label not in batch and label != SIZE]
-    if math.prod(shape[label] for label in queries) < _MIN_QUERIES:
+    if math.prod(shape[label] for label in queries) < MIN_QUERIES:
         return None
     meaning = _meaning(body, scores, shape, axis, queries)
     query, setting, masks = meaning

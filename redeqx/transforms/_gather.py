@@ -12,9 +12,10 @@ Cost: a gather of each weight in the forward pass and one in the backward pass, 
 `jax.checkpoint` for each use of a weight.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -152,11 +153,32 @@ class GatherAtUse(Rule):
         weights = [value.tag for value in ins if _is_weight(value)]
         if _is_weight(ins[0]) and (of_view := _seen(eqn, ins[0].tag)) is not None:
             return [_view(eqn, ins, of_view)]
+        if eqn.primitive.name == "stack" and len(weights) == len(ins) and (stack := _stack_of(eqn, weights)) is not None:
+            values = [weight.settled(each.value).value for weight, each in zip(weights, ins, strict=True)]
+            return [stack.begin(run(eqn, values)[0])]
         if eqn.primitive.name in REMATS:
             return site.rest(_keeping_nothing_gathered(eqn), ins)
         if site.enters(eqn):
             return None
         return _use(eqn, ins, weights, site)
+
+
+def _stack_of(eqn: Any, weights: Sequence[_Weight]) -> _Weight | None:
+    """What weights that are sharded alike are along a dim of their own; None for any other weights."""
+    of, axis = [weight.of_view or weight.shardings for weight in weights], eqn.params["axis"]
+    if any((each.storage, each.compute) != (of[0].storage, of[0].compute) for each in of):
+        return None
+    n_dims = len(eqn.outvars[0].aval.shape)
+    stack = of[0].of_view([None if i == axis else i - (i > axis) for i in range(n_dims)])
+    return stack and _Weight(replace(stack, name=_common_name([each.name for each in of])))
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """One name for weights of several blocks: theirs, with `*` for the numbers in which they differ."""
+    parts = [re.split(r"(\d+)", name) for name in names]
+    if len(set(map(len, parts))) > 1:
+        return names[0]
+    return "".join(of[0] if len(set(of)) == 1 else "*" for of in zip(*parts, strict=True))
 
 
 def _is_weight(value: Any) -> bool:

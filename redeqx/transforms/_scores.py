@@ -90,12 +90,17 @@ def softmax_of(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
         return eqn.invars[inner.closed.jaxpr.invars.index(found[0])], [eqn], found[2]
     if eqn.primitive.name != "div":
         return None
-    exp, (total, of_total) = body.producer(eqn.invars[0]), _back(body, eqn.invars[1], ("broadcast_in_dim", "reshape"))
+    exp, (total, of_total) = body.producer(eqn.invars[0]), _back(body, eqn.invars[1], _ON_THE_WAY_TO_THE_SUM)
     if exp is None or exp.primitive.name != "exp" or total is None or total.primitive.name != "reduce_sum":
         return None
-    if total.invars[0] is not exp.outvars[0] or len(total.params["axes"]) != 1:
+    summed, casts = total.invars[0], []
+    if summed is not exp.outvars[0]:  # `jnp.sum` adds up in float32 what is in bfloat16
+        casts = [body.producer(summed)]
+        if casts[0] is None or casts[0].primitive.name != "convert_element_type" or casts[0].invars[0] is not exp.outvars[0]:
+            return None
+    if len(total.params["axes"]) != 1:
         return None
-    members, axis, source = [eqn, *of_total, total, exp], int(total.params["axes"][0]), exp.invars[0]
+    members, axis, source = [eqn, *of_total, total, *casts, exp], int(total.params["axes"][0]), exp.invars[0]
     if not _is_sum_of_each(eqn, of_total, total, axis):
         return None
     shifted = body.producer(source)
@@ -107,6 +112,7 @@ def softmax_of(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
     return source, members, axis
 
 
+_ON_THE_WAY_TO_THE_SUM = ("broadcast_in_dim", "reshape", "convert_element_type")
 _ON_THE_WAY_TO_THE_LARGEST = ("broadcast_in_dim", "reshape", "stop_gradient", "max", "transpose", "convert_element_type")
 
 

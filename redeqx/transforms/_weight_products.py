@@ -25,9 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..tracing import Rule, Site, all_inside, plain, repeats, run
+from ..tracing import SPREAD, Rule, Site, WeightUses, all_inside, plain, repeats, run
 from ._gather import gathered
-from ._weight_uses import SPREAD, WeightUses
 
 _E4M3, _E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 _TILE = 16  # cuBLAS multiplies fp8 matrices whose sides are multiples of this

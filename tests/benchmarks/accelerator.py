@@ -6,8 +6,8 @@ latents), and a stranger's model of `eqx.nn.MultiheadAttention` (12 x 768, 4 x 4
 temporaries, bytes read and written, and the bound on MFU that follows from the published rates of the chip where memory and
 matmuls overlap. Nothing is run. cuDNN's workspace is not among the temporaries, as its plans need a GPU.
 
-    pip install -e ".[topology-gpu]"
-    python tests/benchmarks/accelerator.py [--topology gpu:h100-80gb:1 v5e:2x2] [--models gpt2 stranger]
+    pip install -e ".[topology-gpu]"        # --flax also needs `flax`
+    python tests/benchmarks/accelerator.py [--topology gpu:h100-80gb:1 v5e:2x2] [--models gpt2 stranger] [--flax]
 
 About a minute for each line, and three where loops are unrolled.
 """
@@ -17,8 +17,10 @@ import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # there is no GPU to time kernels on
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -26,14 +28,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import SingleDeviceSharding
+from step_speed import Sizes, flax_gpt2, next_token_loss
 
 import redeqx
+from redeqx.compiled import Module, bytes_moved
 from redeqx.models import lora
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.nn import cross_entropy
 from redeqx.models.unet import UNet, UNetConfig
 from redeqx.models.vit import ViTConfig, ViTForImageClassification
+from redeqx.tracing import matmul_flops
 
 GIB = 2**30
 
@@ -143,9 +149,9 @@ CASES = {
     "stranger": Case(Stranger, plain_loss, 4, tokens(4096)),
 }
 RULES = {
-    "as written": {"fuse_attention": False, "remat": "none", "unroll": False},
-    "fused attention": {"fuse_attention": True, "remat": "none", "unroll": False},
-    "and remat of loops": {"fuse_attention": True, "remat": "matmuls", "unroll": False},
+    "as written": {"fuse_attention": False, "remat": "none", "unroll": False, "stack_blocks": False},
+    "fused attention": {"fuse_attention": True, "remat": "none", "unroll": False, "stack_blocks": False},
+    "and remat of loops": {"fuse_attention": True, "remat": "matmuls", "unroll": False},  # equal blocks are one loop
     "and loops unrolled by size": {"fuse_attention": True, "remat": "matmuls"},
 }
 
@@ -167,17 +173,54 @@ def measure(case: Case, topology: str, rules: dict[str, Any]) -> redeqx.DryRun:
         return trainer.dry_run([case.example] * case.rows, batch_size=case.rows, search=False)
 
 
+def measure_flax(topology: str) -> tuple[float, float, float, float]:
+    """GPT-2 as a user of flax writes it, the same sizes and kernels: GiB of temporaries, GiB read and written, MFU at most,
+    seconds to compile."""
+    sizes = Sizes(n_layers=12, d_model=768, n_heads=12, vocab_size=50304, batch=16, seq=1024)
+    model = flax_gpt2(sizes, jnp.bfloat16, partial(redeqx.attention, causal=True))
+    optimizer = optax.adamw(1e-4)
+
+    def step(params: Any, opt_state: Any, ids: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return next_token_loss(model.apply(params, ids).astype(jnp.float32), ids)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    with redeqx.described(topology) as machine:
+        sharding = SingleDeviceSharding(machine.devices[0])
+        on_device = lambda tree: jax.tree.map(  # noqa: E731
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+        ids = jax.ShapeDtypeStruct((sizes.batch, sizes.seq), jnp.int32, sharding=sharding)
+        params = on_device(jax.eval_shape(model.init, jax.random.key(0), ids))
+        traced = jax.jit(step, donate_argnums=(0, 1)).trace(params, on_device(jax.eval_shape(optimizer.init, params)), ids)
+        began = time.perf_counter()
+        compiled = traced.lower().compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+        seconds = time.perf_counter() - began
+    chip, moved = machine.chip, bytes_moved(Module.of(compiled.as_text() or ""))
+    assert chip is not None
+    ideal = sum(n / chip.rate(dtype) for dtype, n in matmul_flops(traced.jaxpr.jaxpr).items())
+    temporaries: Any = compiled.memory_analysis()
+    return temporaries.temp_size_in_bytes / GIB, moved / GIB, ideal / max(ideal, moved / chip.bandwidth), seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", nargs="+", default=["gpu:h100-80gb:1"])
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--flax", action="store_true", help="also GPT-2 in flax, with the same kernels")
     args = parser.parse_args()
     for topology in args.topology:
         print(
             f"{topology}\n{'':40}{'temporaries, GiB':>18}{'read + written, GiB':>21}{'MFU at most':>13}{'compiled in':>13}"
         )
         table(topology, args.models, args.rules)
+        if args.flax and topology.startswith("gpu"):
+            temporaries, moved, mfu, seconds = measure_flax(topology)
+            print(f"{'gpt2':12}{'a flax twin':28}{temporaries:18.1f}{moved:21.0f}{mfu:>13.0%}{seconds:11.0f} s", flush=True)
 
 
 def table(topology: str, models: list[str], rules_of: list[str]) -> None:

@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -132,10 +133,19 @@ def plain(sizes: Sizes) -> Run:
     return loop(step, (model, optimizer.init(eqx.filter(model, eqx.is_array))), sizes)
 
 
-def flax_gpt2(sizes: Sizes) -> Any:
-    """GPT-2 in flax.linen, from `ids [batch, seq]` to logits; the blocks are unrolled, as linen users write them."""
+def flax_gpt2(sizes: Sizes, dtype: Any = None, attention: Callable[..., Any] | None = None) -> Any:
+    """GPT-2 in flax.linen, from `ids [batch, seq]` to logits; the blocks are unrolled, as linen users write them.
+
+    **Arguments:**
+
+    - `dtype`: in which layers compute; parameters are in float32.
+    - `attention`: `(q, k, v)` to the causal attention; `jax.nn.dot_product_attention` by default.
+    """
     import flax.linen as nn
     import jax
+
+    attend = attention or partial(jax.nn.dot_product_attention, is_causal=True)
+    layers = {"dtype": dtype}
 
     kernel = nn.initializers.normal(0.02)
     residual_kernel = nn.initializers.normal(0.02 / (2 * sizes.n_layers) ** 0.5)
@@ -144,26 +154,26 @@ def flax_gpt2(sizes: Sizes) -> Any:
         @nn.compact
         def __call__(self, x):
             heads = (*x.shape[:2], sizes.n_heads, -1)
-            h = nn.LayerNorm(epsilon=1e-5)(x)
+            h = nn.LayerNorm(epsilon=1e-5, **layers)(x)
             q, k, v = (
-                nn.Dense(sizes.d_model, kernel_init=kernel, name=name)(h).reshape(heads)
+                nn.Dense(sizes.d_model, kernel_init=kernel, name=name, **layers)(h).reshape(heads)
                 for name in ("query", "key", "value")
             )
-            h = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
-            x = x + nn.Dense(sizes.d_model, kernel_init=residual_kernel, name="output")(h)
-            h = nn.LayerNorm(epsilon=1e-5)(x)
-            h = nn.gelu(nn.Dense(4 * sizes.d_model, kernel_init=kernel, name="up")(h))
-            return x + nn.Dense(sizes.d_model, kernel_init=residual_kernel, name="down")(h)
+            h = attend(q, k, v).reshape(x.shape)
+            x = x + nn.Dense(sizes.d_model, kernel_init=residual_kernel, name="output", **layers)(h)
+            h = nn.LayerNorm(epsilon=1e-5, **layers)(x)
+            h = nn.gelu(nn.Dense(4 * sizes.d_model, kernel_init=kernel, name="up", **layers)(h))
+            return x + nn.Dense(sizes.d_model, kernel_init=residual_kernel, name="down", **layers)(h)
 
     class GPT2(nn.Module):
         @nn.compact
         def __call__(self, ids):
-            embedding = nn.Embed(sizes.vocab_size, sizes.d_model, embedding_init=kernel, name="embedding")
+            embedding = nn.Embed(sizes.vocab_size, sizes.d_model, embedding_init=kernel, name="embedding", **layers)
             positions = self.param("positions", nn.initializers.normal(0.01), (sizes.seq, sizes.d_model))
-            x = embedding(ids) + positions
+            x = embedding(ids) + positions.astype(dtype or positions.dtype)
             for _ in range(sizes.n_layers):
                 x = Block()(x)
-            return embedding.attend(nn.LayerNorm(epsilon=1e-5)(x))
+            return embedding.attend(nn.LayerNorm(epsilon=1e-5, **layers)(x))
 
     return GPT2()
 

@@ -24,7 +24,7 @@ from einops import rearrange
 
 from redeqx.machine import GPUS
 from redeqx.tracing import transformed
-from redeqx.transforms import FuseAttention, PickByComparison, RematLoops, UnrollLoops
+from redeqx.transforms import FuseAttention, PickByComparison, RematLoops, StackBlocks, UnrollLoops
 
 
 class EinsumBlock(eqx.Module):
@@ -112,10 +112,10 @@ MODELS: dict[str, tuple[str, Callable[..., Any], Case, tuple[int, int, int]]] = 
     "esm2": ("esm2quinox", esm2, Case(lambda key: esm2(30, 640, 20, key), same_token_loss, 16, tokens(1023)), (3, 40, 4)),
     "jaxonmodels": (
         "jaxonmodels", jaxonmodels_vit,
-        Case(lambda key: jaxonmodels_vit(12, 768, 12, key), class_loss, 128, _IMAGE), (2, 48, 4),
+        Case(lambda key: jaxonmodels_vit(12, 768, 12, key), class_loss, 128, _IMAGE), (4, 48, 4),
     ),
     "equimo": (
-        "equimo", equimo_vit, Case(lambda key: equimo_vit(12, 768, 12, key), class_loss, 128, _IMAGE), (2, 48, 4)
+        "equimo", equimo_vit, Case(lambda key: equimo_vit(12, 768, 12, key), class_loss, 128, _IMAGE), (4, 48, 4)
     ),
     "einsum": ("jax", einsum, Case(lambda key: einsum(12, 768, 12, key), next_token_loss, 8, tokens(2048)), (3, 48, 4)),
 }  # fmt: skip
@@ -125,6 +125,7 @@ def difference(make: Callable[..., Any], sizes: tuple[int, int, int], case: Case
     """The largest relative difference of the loss and of each gradient of a small model, with the rules and without."""
     rng = np.random.default_rng(0)
     arrays, static = eqx.partition(make(*sizes, jax.random.key(0)), eqx.is_inexact_array)
+    n_weights = len(jax.tree.leaves(arrays))
 
     def draw(x: Any) -> Any:
         shape = (2, *np.shape(x)) if np.ndim(x) != 1 else (2, 65)
@@ -135,7 +136,8 @@ def difference(make: Callable[..., Any], sizes: tuple[int, int, int], case: Case
     def loss(arrays: Any, batch: Any) -> jax.Array:
         return case.loss_fn(eqx.combine(arrays, static), batch, jax.random.key(1))
 
-    rules = [UnrollLoops(GPUS["h100-80gb"].chip), RematLoops(keeps_products=True), FuseAttention(), PickByComparison()]
+    rules = [StackBlocks([()] * n_weights), UnrollLoops(GPUS["h100-80gb"].chip), RematLoops("matmuls")]
+    rules += [FuseAttention(), PickByComparison()]
     found, wanted = (jax.jit(jax.value_and_grad(fn))(arrays, batch) for fn in (transformed(loss, rules), loss))
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     return max(float(jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-6)) for a, b in pairs)
@@ -145,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="gpu:h100-80gb:1")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=["as written", "and loops unrolled by size"])
     args = parser.parse_args()
     for name in args.models:
         package, make, case, small = MODELS[name]
@@ -152,7 +155,7 @@ def main() -> None:
             print(f"{name}: `{package}` is not installed")
             continue
         print(f"{name}: gradients differ by {difference(make, small, case):.1e}", flush=True)
-        for rules in ("as written", "and loops unrolled by size"):
+        for rules in args.rules:
             run = measure(case, args.topology, RULES[rules])
             step, estimate = run.steps["train"], run.estimate
             bound = "" if estimate is None else f", MFU at most {estimate.mfu:.0%}"

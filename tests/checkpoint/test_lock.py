@@ -79,7 +79,7 @@ def save(checkpoints, step):
 
 def left_by(path, **changes):
     """A lock as another process has left it."""
-    owner = {**_lock._this_process(), **changes}
+    owner = {**_lock.this_process(), **changes}
     path.write_text(json.dumps(owner))
     return owner
 

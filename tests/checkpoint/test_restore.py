@@ -108,6 +108,7 @@ def state_bytes(trainer):
 
 
 @pytest.mark.parametrize("how", ["made by the deployer", "made on one device", "predicted before", "load_ckpt"])
+@pytest.mark.sweep
 def test_no_device_holds_two_states(how, workdir, peak):
     gc.collect()
     before = live_bytes()
@@ -374,3 +375,21 @@ def test_without_an_index_the_newest_may_be_damaged(workdir, original):
     said = [str(warning.message) for warning in caught]
     assert ["index.json" in said[0], "step_00000004" in said[1]] == [True, True]
     ends_as_the_whole_run(trainer, original)
+
+
+def test_a_path_needs_no_workdir(tmp_path):
+    """Its values are those that were saved, and training goes on from them; nothing is written there."""
+    saved = make_trainer(tmp_path / "run")
+    saved.fit(DATA, batch_size=8, n_epochs=2)
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    trainer = make_trainer(None)
+    trainer.load_ckpt(tmp_path / "run" / "ckpts" / "step_00000004")
+    assert trainer.step == 4
+    for a, b in zip(arrays(trainer), arrays(saved), strict=True):
+        np.testing.assert_array_equal(a, b)
+    trainer.fit(DATA, batch_size=8, n_epochs=1)
+    assert trainer.step == 6 and sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+    with pytest.raises(ValueError, match=r"`workdir`: expected a folder for checkpoints, got None\."):
+        make_trainer(None).load_ckpt("last")
+    with pytest.raises(ValueError, match="expected the folder of a checkpoint, got one that is not there"):
+        make_trainer(None).load_ckpt(str(tmp_path / "other"))

@@ -13,6 +13,7 @@ import pytest
 import redeqx
 from redeqx.compiled import _repeated_work as _work
 from redeqx.compiled._hlo import Module
+from redeqx.compiled._sources import shortened
 
 ROWS, T, D, F, EXPERTS = 16, 8, 16, 64, 4
 LINES = {}
@@ -25,7 +26,7 @@ def here(name):
 
 
 def shown(name):
-    return _work._shown(f"{__file__}:{LINES[name]}")
+    return shortened(f"{__file__}:{LINES[name]}")
 
 
 class Experts(eqx.Module):
@@ -93,6 +94,7 @@ def told(model, loss, n_model_shards=1, n_fsdp_shards=1, rows=ROWS, **kwargs):
 
 
 @pytest.mark.parametrize(("shards", "times", "total"), [((1, 8), 8, "8.0"), ((2, 2), 4, "4.0")])
+@pytest.mark.sweep
 def test_experts_over_the_tokens_of_the_batch_are_reported_with_their_lines(shards, times, total):
     (found,) = told(Experts(), over_the_batch, *shards)
     assert found == (

@@ -402,10 +402,10 @@ def test_an_iterable_goes_on_from_where_it_was(kind):
     for i, step in enumerate(whole):
         again = kind(11)
         assert taken(slices(again, 3, position=step.position, state=step.state)) == taken(whole[i + 1 :])
-        # With a state nothing is read twice; without, what was seen is read past.
-        assert again.n_read == 11 - (0 if kind is Plain else step.position)
+        # With a state only the examples that are compared are read twice; without, what was seen is read past.
+        assert again.n_read == 11 - (0 if kind is Plain else step.position - step.state["n_taken"])
         assert taken(slices(again, 3)) == taken(whole)  # the epoch after that begins at its begin
-    assert (whole[0].state is None) == (kind is Plain)
+    assert (whole[0].state["state"] is None) == (kind is Plain)
 
 
 def test_an_iterator_with_state_is_its_own_iterable():
@@ -424,7 +424,7 @@ def test_a_dataset_of_grain_goes_on_from_its_state():
     for given in (dataset, loader):
         whole = list(slices(given, 4))
         assert flat(whole) == list(range(11))
-        assert whole[0].state is not None
+        assert whole[0].state["state"] is not None
         assert taken(slices(given, 4, position=4, state=whole[0].state)) == taken(whole[1:])
 
 
@@ -464,9 +464,9 @@ class WithState:
 @pytest.mark.parametrize(
     ("state", "found"),
     [
-        ({"rng": np.arange(2)}, "dict (Object of type ndarray is not JSON serializable)"),
-        (random.Random(0).getstate(), "tuple (which comes back as another value)"),
-        ({"of_worker": {0: 3}}, "dict (which comes back as another value)"),
+        ({"rng": np.array([None])}, "a part that is a ndarray"),
+        (random.Random(0).getstate(), "a part that is a tuple"),
+        ({"of_worker": {0: 3}}, "a dict with keys that are no strings"),
     ],
 )
 def test_a_state_that_json_would_not_give_back_is_refused(state, found):
@@ -474,13 +474,13 @@ def test_a_state_that_json_would_not_give_back_is_refused(state, found):
         next(slices(WithState(state), 2))
     assert str(raised.value) == (
         f"`train_examples.get_state()`: expected a state that JSON can store, got {found}. "
-        "Return numbers, strings, lists, dicts with string keys, or bytes."
+        "Return numbers, strings, lists, dicts with string keys, bytes, or arrays."
     )
 
 
 @pytest.mark.parametrize("state", [None, 3, [1, {"a": [2.5, None]}], {"rng": np.random.default_rng(0).bit_generator.state}])
 def test_a_state_of_plain_values_is_kept(state):
-    assert next(slices(WithState(state), 2)).state == state
+    assert next(slices(WithState(state), 2)).state["state"] == state
 
 
 def test_an_iterator_that_is_used_up_is_said():
@@ -698,4 +698,4 @@ def test_a_fit_goes_on_in_the_middle_of_an_epoch(source, tmp_path):
     assert rest == whole[-len(rest) :]
     assert weights == wanted
     if source in ("stateful", "loader"):
-        assert given.n_read == sum(map(len, rest))  # what was seen is not read again
+        assert sum(map(len, rest)) <= given.n_read < 11  # what was seen is not read again, but to be compared

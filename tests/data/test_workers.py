@@ -276,6 +276,7 @@ def test_a_function_defined_interactively_is_refused():
     assert "got one that was defined interactively. Define it at the top of a module" in done.stderr
 
 
+@pytest.mark.sweep
 def test_processes_outlive_the_signals_that_are_this_processs_and_not_this_process(tmp_path):
     """A signal to the whole job is for the run to handle; where the run is killed, none of its processes stays."""
     end = "if __name__ == '__main__':\n    signal.signal(signal.SIGTERM, lambda *_: None)\n    main()\n"

@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import topologies
 
 import redeqx
-from redeqx.dry_run._forecast import DryRunDone
+from redeqx.dry_run._figures import Step
+from redeqx.dry_run._forecast import DryRunDone, _offloaded
+from redeqx.machine import _devices
 from redeqx.machine._chips import GPUS, TPUS
 from redeqx.machine._devices import describe, dry, of_devices
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
@@ -70,6 +73,7 @@ def deployer(n_model=1, n_fsdp=1, **options):
     "shards, accumulate",
     [pytest.param((4, 1), 1, marks=pytest.mark.sweep), pytest.param((1, 8), 1, marks=pytest.mark.sweep), ((2, 2), 2)],
 )
+@pytest.mark.sweep
 def test_memory_is_what_the_real_step_takes(shards, accumulate):
     config = GPT2Config(512, 32, d_model=64, n_layers=3, n_heads=4).without_dropout()
     trainer, rows = make_trainer(deployer(*shards), config, accumulate_grad_batches=accumulate), np.zeros((64, 32), np.int32)
@@ -95,6 +99,14 @@ def test_the_report_names_layers_axes_and_lines():
         "row: its input arrives split by", "to spare",
     ):  # fmt: skip
         assert expected in text, expected
+    html = run._repr_html_()
+    for expected in (
+        ">all-gather</th>",
+        ">fsdp</td>",
+        f">{run.verdict()}</td>",
+        *(f">{cell}</t" for cell in run.plan.rows()[0]),
+    ):
+        assert expected in html, expected
     gathered = [c for c in run.to_json()["steps"]["train"]["collectives"] if c["kind"] == "all-gather"]
     assert {c["layer"] for c in gathered} >= {"stack.blocks.mlp.up.weight", "stack.blocks.attention.query.weight"}
     assert all(c["axes"] == ["fsdp"] for c in gathered if c["layer"].startswith("stack.blocks"))
@@ -102,6 +114,7 @@ def test_the_report_names_layers_axes_and_lines():
 
 
 @pytest.mark.parametrize("with_remat", [False, pytest.param(True, marks=pytest.mark.sweep)])
+@pytest.mark.sweep
 def test_flops_are_counted_and_recomputation_apart(with_remat):
     """A step computes three products for each matmul of the loss; remat computes the forward pass once more, and fused
     attention its scores."""
@@ -361,6 +374,30 @@ def test_a_described_tpu_compiles_and_says_what_it_sends():
 
 
 @needs_tpu_compiler
+@pytest.mark.sweep
+def test_the_optimizers_state_in_the_memory_of_the_host():
+    config = GPT2Config(512, 32, d_model=256, n_layers=2, n_heads=4).without_dropout()
+    rows = np.zeros((64, 32), np.int32)
+    with redeqx.described("v5e:2x2"):
+        with_it, without = (
+            make_trainer(deployer(2, 2), config, offload_opt_state=offload).dry_run(rows, 2) for offload in (True, False)
+        )
+    state = without.held["optimizer state"]
+    assert with_it.in_host == pytest.approx(state, abs=64) and with_it.held["optimizer state"] <= 64
+    assert with_it.steps["train"].arguments == pytest.approx(without.steps["train"].arguments - state, rel=0.01)
+    assert with_it.steps["train"].host_bytes == pytest.approx(2 * with_it.in_host, rel=0.01)
+    assert with_it.estimate.host > 0 and "in the memory of the host: optimizer state" in str(with_it)
+    assert with_it.to_json()["in_host"] == with_it.in_host
+
+
+def test_what_a_compiler_without_hosts_compiled_is_estimated():
+    step = Step(needs=1000, compile_seconds=0.0, arguments=500)
+    found = _offloaded(step, 300, beside=200)
+    assert (found.needs, found.arguments, found.host_bytes) == (700, 200, 600)
+    assert _offloaded(step, 300, beside=600).needs == 900
+
+
+@needs_tpu_compiler
 def test_a_mesh_whose_axes_share_a_side_of_the_torus():
     """`jax.make_mesh` raises for 8 x 8 on 4 x 4 x 4 chips."""
     with redeqx.described("v4:4x4x4"):
@@ -404,6 +441,27 @@ def test_a_described_gpu_compiles_and_counts_its_hosts():
 def test_an_absent_compiler_names_its_extra():
     with pytest.raises(ImportError, match=r'expected the GPU compiler, got none .* `pip install "redeqx\[topology-gpu\]"`'):
         describe("gpu:a100-40gb:4")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_gpu_compiler_is_started_without_the_check_of_libraries_that_only_runs_need(monkeypatch, is_late):
+    """Also where JAX has started its backends already, and left the plugin out since one library did not load."""
+    seen = []
+
+    def get_topology_desc(**kwargs):
+        seen.append(os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK"))
+        if is_late and "initialized" not in seen:
+            raise NotImplementedError("topology not implemented for cuda")
+        return SimpleNamespace(devices=[kwargs["topology"]])
+
+    plugin = SimpleNamespace(initialize=lambda: seen.append("initialized"))
+    point = SimpleNamespace(name="xla_cuda13", load=lambda: plugin)
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    monkeypatch.setattr(topologies, "get_topology_desc", get_topology_desc)
+    monkeypatch.setattr(_devices, "entry_points", lambda group: [point])
+    assert describe("gpu:a100-40gb:2x4").devices == ("1x2x4",)
+    assert seen == (["1", "initialized", "1"] if is_late else ["1"])
+    assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def test_each_model_gets_the_gradient_of_its_own_loss(pair):
         assert all(jnp.all(leaf == 0) for leaf in jax.tree.leaves(getattr(grads, other)))
 
 
+@pytest.mark.sweep
 def test_the_generator_learns_at_every_nth_step_only(pair):
     optimizer = make_optimizer(Args(n_critic_steps=3))
     params = eqx.filter(pair, eqx.is_inexact_array)

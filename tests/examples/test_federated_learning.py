@@ -85,6 +85,7 @@ def trainer_on(shape, local):
     )  # fmt: skip
 
 
+@pytest.mark.sweep
 def test_rounds_agree_with_the_loop_and_on_two_meshes(clients):
     one, four = trainer_on((1, 1, 1), LOCAL), trainer_on((2, 1, 2), LOCAL)
     losses = [trainer.train(clients * 2, 4 // trainer.deployer.n_batch_shards)["loss"] for trainer in (one, four)]

@@ -185,7 +185,7 @@ def test_killed_and_run_again_it_ends_with_the_same_bits(data, finished, tmp_pat
 def test_command_line(flag, status, words):
     process = start(flag)
     try:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=180)
     finally:
         process.kill()
     assert process.returncode == status, output

@@ -89,6 +89,7 @@ def test_meta_gradient_through_several_steps_equals_finite_differences():
     assert max(float(jnp.abs(g - f).max() / jnp.abs(g).max()) for g, f in pairs) > 0.1
 
 
+@pytest.mark.sweep
 def test_values_and_meta_gradients_do_not_depend_on_the_mesh():
     """On (data=2, fsdp=2, model=2) they are those of the plain function: one step of SGD of rate 1 shows the gradient."""
     # 64 x 64 is the smallest that fsdp splits. At a rate of 0.05 this network overshoots, and each step doubles the rounding

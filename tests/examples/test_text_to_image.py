@@ -243,6 +243,7 @@ def test_folders_without_images_are_refused(tmp_path, images):
         main(Args(data=tmp_path, workdir=tmp_path / "run"))
 
 
+@pytest.mark.sweep
 def test_folders_that_are_no_pipeline_are_refused(saved, tmp_path):
     def refused(change, message):
         folder = tmp_path / "pipeline"

@@ -63,6 +63,7 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.sweep
 def test_the_standard_library_is_its_own_source_in_one_order():
     files = standard_library()
     assert files == standard_library()

@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 import redeqx
-from redeqx.machine import CacheUse, cache_use, start_cache, uncached_where_described
+from redeqx.machine import CacheUse, _compilation_cache, cache_use, start_cache, uncached_where_described
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +39,18 @@ def folder():
 def test_accelerators_have_one_in_the_user_s_cache(unset, platform):
     assert start_cache(True, platform) == str(unset) == folder()
     assert unset.is_dir() and unset.stat().st_mode & 0o077 == 0  # what is in it is executed
+
+
+def test_the_user_s_cache_keeps_what_was_used_last(unset, monkeypatch, tmp_path):
+    monkeypatch.setattr(_compilation_cache, "MOST", 250)
+    for i, folder in enumerate([unset, tmp_path / "given"]):
+        folder.mkdir(parents=True)
+        for age in range(4):
+            (folder / f"step-{age}-cache").write_bytes(bytes(100))
+            os.utime(folder / f"step-{age}-cache", (1e9 - age, 1e9 - age))
+        start_cache(True if i == 0 else folder, "gpu")
+    assert sorted(path.name for path in unset.iterdir()) == ["step-0-cache", "step-1-cache"]
+    assert len(list((tmp_path / "given").iterdir())) == 4  # the user's to keep
 
 
 def test_the_home_folder_has_it_by_default(unset, monkeypatch, tmp_path):
@@ -90,6 +102,13 @@ def test_a_folder_that_cannot_be_written_switches_it_off_and_is_said(unset, tmp_
     assert folder() is None
 
 
+def test_what_is_no_folder_is_refused_before_anything_is_done(tmp_path):
+    with pytest.raises(TypeError) as raised:
+        redeqx.Deployer(workdir=tmp_path / "run", compilation_cache=5)
+    assert str(raised.value) == "`compilation_cache`: expected True, False or a folder, got 5. Pass one of them."
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_is_said_of_a_compilation(unset, tmp_path):
     assert CacheUse().said() == "" and CacheUse(n_misses=1).said() == ""  # there is no cache
     start_cache(tmp_path / "own", "cpu")
@@ -130,6 +149,7 @@ print(trainer.fit(np.ones((16, 8), np.float32), batch_size=16, n_epochs=1))
 """
 
 
+@pytest.mark.sweep
 def test_a_second_run_reads_what_the_first_compiled(tmp_path):
     hidden = ("JAX_COMPILATION_CACHE_DIR", "REDEQX_COMPILATION_CACHE")
     env = {name: value for name, value in os.environ.items() if name not in hidden}

@@ -84,10 +84,12 @@ def fit(capsys, **kwargs):
 def test_they_reach_the_compiled_step_and_are_said(capsys, tmp_path):
     """XLA writes a dump of what is compiled with that option, and of nothing else."""
     given = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True, "xla_foo": 1}
-    _, out = fit(capsys, xla_settings=given)
+    trainer, out = fit(capsys, xla_settings=given)
+    trainer.get_default_predictor(lambda model, x, key: jax.vmap(model)(x)).predict(np.ones((8, 8), np.float32), 1)
     assert f"xla                xla_dump_to={tmp_path}, xla_dump_hlo_as_text=true, xla_foo left out: " in out
     modules = {path.name.split(".")[1] for path in tmp_path.iterdir() if path.name.startswith("module_")}
-    assert "jit_step_fn" in modules and modules <= {"jit_step_fn", "jit__lambda"}  # the other tried the options
+    steps = {"jit_step_fn", "jit_predict_fn"}
+    assert steps <= modules <= steps | {"jit__lambda"}  # the other tried the options
 
 
 def test_without_any_nothing_is_said(capsys):

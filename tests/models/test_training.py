@@ -49,6 +49,7 @@ def marked(training):
 
 @pytest.mark.parametrize("training", [marked(training) for training in TRAININGS])
 @pytest.mark.sweep
+@pytest.mark.timeout(900)  # the UNet and the VAE take minutes on a loaded machine
 def test_trains_to_the_same_on_every_mesh(training):
     trainer, losses = fit(training, 2, 2)
     assert dict(trainer.deployer.mesh.shape) == {"data": 2, "fsdp": 2, "model": 2}

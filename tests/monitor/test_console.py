@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redeqx.monitor._console import Console, _duration
+from redeqx.monitor._console import Console
+from redeqx.monitor._live import _duration
 
 METRICS = {"loss": 2.34512, "learning_rate": 3e-4, "grad_norm": 1.2345}
 

@@ -113,6 +113,23 @@ def test_the_reasons_name_the_layer_that_caused_them():
     assert of_structure("gru")["cell.weight_hh"].reason.startswith("replicated: costs less than any split of it")
 
 
+def test_blocks_that_the_loss_stacks_are_split_as_those_it_computes_one_by_one():
+    def one_by_one(blocks, x):
+        for up, bias, down in blocks:
+            x = x + jnp.tanh(x @ up + bias) @ down
+        return jnp.sum(x)
+
+    def stacked(blocks, x):
+        layers = [jnp.stack(of) for of in zip(*blocks, strict=True)]
+        return jnp.sum(jax.lax.scan(lambda x, of: (x + jnp.tanh(x @ of[0] + of[1]) @ of[2], None), x, layers)[0])
+
+    deployer = redeqx.Deployer(n_model_shards=2, verbose=False)
+    blocks = [(jnp.ones((8, 16)), jnp.ones(16), jnp.ones((16, 8))) for _ in range(3)]
+    for loss in (one_by_one, stacked):
+        plan = deployer.plan(blocks, lambda model, batch, key, loss=loss: loss(model, batch), jnp.ones((4, 8)))
+        assert [leaf.spec for leaf in plan.leaves.values()] == [P(None, "model"), P("model"), P("model", None)] * 3
+
+
 # --- transforms around a loss ---------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ def test_every_equation_of_a_structure_is_of_a_known_form(name):
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.sweep] * (x == "unet")) for x in TRAININGS])
+@pytest.mark.sweep
 def test_every_equation_of_a_family_is_of_a_known_form(name):
     training = TRAININGS[name]
     model = eqx.filter_eval_shape(training.make, jax.random.key(0))

@@ -274,6 +274,7 @@ TRAINED = [
 @pytest.mark.parametrize(
     ("name", "shards"), [case if i % 2 else pytest.param(*case, marks=pytest.mark.sweep) for i, case in enumerate(TRAINED)]
 )
+@pytest.mark.sweep
 def test_an_update_is_that_of_the_whole_model(x64, name, shards):
     model, loss, batch = made(name, jnp.float64)
     deployer = redeqx.Deployer(n_model_shards=shards[0], n_fsdp_shards=shards[1], verbose=False)

@@ -26,6 +26,7 @@ def debris(workdir):
 
 
 @pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.sweep), 1])
+@pytest.mark.sweep
 def test_a_peer_that_is_killed_is_left(tmp_path, culprit):
     run = train(tmp_path, "--fault", "kill", "--in", culprit, *QUICK)
     assert run.code == 137  # 128 + SIGKILL
@@ -165,6 +166,7 @@ def test_rows_of_another_shape_are_named(tmp_path):
     ) in run.lines[-1]
 
 
+@pytest.mark.sweep
 def test_arguments_that_differ_are_named(tmp_path):
     run = train(tmp_path, "--fault", "seed", *QUICK)
     assert run.code == 1

@@ -100,6 +100,7 @@ def test_nor_do_they_where_the_last_step_does_not_divide():
     assert_close(*map(leaves, trainers))
 
 
+@pytest.mark.sweep
 def test_parameters_do_not_depend_on_accumulation():
     """Of one cut; the sweep has all, on every mesh, with a last step that is smaller."""
     (one, expected), (cut, losses) = (train(2, 2, optax.sgd(0.1, momentum=0.9), accumulate=n, dropout=0.0) for n in (1, 4))
@@ -157,6 +158,7 @@ def test_evaluation_does_not_depend_on_the_batch_size():
     np.testing.assert_allclose(losses[0], float(whole.total / whole.weight), rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_metrics_of_a_loss_are_summed_like_it():
     trainer = make_trainer(1, 2, optax.sgd(0.1))
     counted = np.mean([label < VOCAB // 2 for row in EXAMPLES for label in row[1:]])

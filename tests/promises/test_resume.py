@@ -197,6 +197,7 @@ class StreamIterator:
         self.next = state["next"]
 
 
+@pytest.mark.sweep
 def test_stream_with_state_goes_on_where_it_stood(tmp_path):
     whole = make_trainer(tmp_path / "whole")
     fit(whole, Stream([]))

@@ -373,6 +373,39 @@ def test_ema_begins_with_the_weights_of_a_trained_model_and_goes_on_in_the_next_
         np.testing.assert_allclose(found, leaf, rtol=1e-6, atol=1e-7)
 
 
+def test_an_average_is_added_to_a_run_that_had_none(tmp_path):
+    """It begins with the weights of the checkpoint; where the loop was one's own until then, too."""
+    own = make_trainer(tmp_path)
+    for i in range(2):
+        own.update(DATA[8 * i : 8 * i + 8])
+    own.save_ckpt("plain")
+    slow, fast, models = redeqx.EMA(0.9, name="slow"), redeqx.EMA(0.5, name="fast"), Models()
+    fit(own, slow, models, max_steps=4)
+    for found, leaf in zip(arrays(slow.model), averaged(0.9, models.seen), strict=True):
+        np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
+    again, more = make_trainer(tmp_path), Models()
+    fit(again, slow, fast, more, max_steps=6)
+    assert again.step == 6
+    for found, leaf in zip(arrays(slow.model), averaged(0.9, [*models.seen, *more.seen[1:]]), strict=True):
+        np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
+    for found, leaf in zip(arrays(fast.model), averaged(0.5, more.seen), strict=True):
+        np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
+    again.load_ckpt("plain")  # which has no average; this trainer keeps two
+    assert again.step == 2
+    fit(again, slow, fast, max_steps=3)
+
+
+def test_a_run_goes_on_without_the_average_that_it_had(tmp_path):
+    plain = make_trainer()
+    fit(plain, max_steps=4)
+    fit(make_trainer(tmp_path), redeqx.EMA(0.9), redeqx.EMA(0.5, name="fast"), max_steps=2)
+    loaded, resumed = make_trainer(tmp_path), make_trainer(tmp_path)
+    loaded.load_ckpt()
+    assert loaded.step == 2 and jax.tree.structure(loaded.opt_state) == jax.tree.structure(plain.opt_state)
+    fit(resumed, max_steps=4)
+    assert bits((resumed.model, resumed.opt_state)) == bits((plain.model, plain.opt_state))
+
+
 def test_two_averages_and_skipped_steps():
     trainer = make_trainer(on_nonfinite="skip")
     slow, fast, models = redeqx.EMA(0.9, name="slow"), redeqx.EMA(0.5, name="fast"), Models()

@@ -32,6 +32,7 @@ def trained(**options):
 
 
 @pytest.mark.parametrize("where", [pytest.param("threads", marks=pytest.mark.sweep), "processes"])
+@pytest.mark.sweep
 def test_a_fit_is_the_same_and_its_workers_end_with_the_trainer(where):
     _, metrics, expected = trained()
     trainer, found, leaves = trained(n_collate_workers=2, collate_in=where)

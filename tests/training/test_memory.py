@@ -2,6 +2,9 @@
 
 import dataclasses
 import logging
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import equinox as eqx
@@ -13,7 +16,7 @@ import pytest
 
 import redeqx
 from redeqx.training import _engine, _memory
-from redeqx.training._memory import Choice, Memory, Need, choices, is_hopeless, memory_of
+from redeqx.training._memory import Choice, Memory, Need, choices, first_that_fits, is_hopeless, least_memory, memory_of
 
 EXAMPLES = list(np.random.default_rng(0).normal(size=(256, 32)).astype(np.float32))
 STACK = eqx.filter_vmap(lambda key: eqx.nn.MLP(32, 32, 256, 1, jax.nn.gelu, key=key))(jax.random.split(jax.random.key(0), 6))
@@ -29,7 +32,7 @@ def loss_fn(model, batch, key):
 
 
 def make_trainer(shards=(1, 1), **options):
-    options = {"memory": "auto", "loss_fn": loss_fn, **options}
+    options = {"memory": "auto", "loss_fn": loss_fn, "remat": "none", **options}
     deployer = redeqx.Deployer(0, *shards, workdir=options.pop("workdir", None))
     return redeqx.Trainer(deployer, model=STACK, optimizer=optax.sgd(0.1), collate_fn=np.stack, **options)
 
@@ -72,7 +75,7 @@ def test_the_least_recomputation_that_fits_is_taken(limit, whole, capsys):
         limit(size)
         trainer = make_trainer((2, 2))
         leaves = trained(trainer)
-        assert trainer._engine.recipe.remat == (remat if remat != "none" else "auto")
+        assert trainer._engine.recipe.remat == remat
         for a, b in zip(leaves, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
         said = " ".join(capsys.readouterr().out.split())
@@ -90,6 +93,7 @@ def test_where_nothing_fits_it_says_so_and_goes_on(limit, whole, capsys):
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.sweep), 2])
+@pytest.mark.sweep
 def test_micro_batches_are_cut_where_that_changes_no_number(limit, accumulate, capsys):
     """Also those of the smaller last step, which are fewer than in a full one, and rows that do not divide."""
     examples = [*EXAMPLES, *EXAMPLES[:70]]
@@ -106,6 +110,7 @@ def test_micro_batches_are_cut_where_that_changes_no_number(limit, accumulate, c
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sweep
 def test_a_loss_that_draws_is_not_cut(limit):
     limit(1000)
 
@@ -138,7 +143,7 @@ def test_a_larger_batch_is_looked_at_again(limit, whole):
     limit(needs_of("none"))
     trainer = make_trainer()
     trained(trainer)
-    assert trainer._engine.recipe.remat == "auto"
+    assert trainer._engine.recipe.remat == "none"
     trainer.train(EXAMPLES * 2, batch_size=512)
     assert trainer._engine.recipe.remat in ("matmuls", "full")
 
@@ -153,6 +158,7 @@ def test_evaluations_keep_their_program(limit, whole):
     assert trainer.eval_loss(EXAMPLES, batch_size=256) != before
 
 
+@pytest.mark.sweep
 def test_nothing_of_it_is_saved(limit, whole, tmp_path):
     """A run that begins on a small device goes on on a large one."""
     limit(needs_of("matmuls"))
@@ -162,7 +168,7 @@ def test_nothing_of_it_is_saved(limit, whole, tmp_path):
     limit(2**40)
     second = make_trainer(workdir=tmp_path)
     second.fit(EXAMPLES, batch_size=64, max_steps=4)
-    assert second.step == 4 and second._engine.recipe.remat == "auto"
+    assert second.step == 4 and second._engine.recipe.remat == "none"
 
 
 # --- of devices ---------------------------------------------------------------------------------------------------------
@@ -181,13 +187,19 @@ def test_the_memory_of_a_device_is_what_it_says_or_what_its_kind_has():
 
 
 def test_the_order_of_choices():
-    found = [(choice.remat, choice.n_parts) for choice in choices(Choice("matmuls"), "tpu", 4)]
-    assert found == [
+    found = [(choice.remat, choice.n_parts, choice.offload_opt_state) for choice in choices(Choice("matmuls"), "tpu", 4)]
+    levels = [
         ("matmuls", 1), ("matmuls", 2), ("full", 1), ("matmuls", 4), ("full", 2), ("offload", 1), ("full", 4),
         ("offload", 2), ("offload", 4),
     ]  # fmt: skip
+    assert found == [(*level, in_host) for in_host in (False, True) for level in levels]
     assert [choice.remat for choice in choices(Choice("none"), "cpu", 1)] == ["none", "matmuls", "full"]
     assert choices(Choice("offload", 2), "cpu", 3) == [Choice("offload", 2)]
+    written_out = choices(Choice("matmuls", 1, unroll=True), "gpu", 1)
+    assert [(choice.remat, choice.unroll) for choice in written_out if not choice.offload_opt_state] == [
+        ("matmuls", True), ("matmuls", False), ("full", False), ("offload", False)
+    ]  # fmt: skip
+    assert written_out[1].code() == 'remat="matmuls", unroll=False'
     tried = {Choice("full"): Need(400, 1200), Choice("matmuls"): Need(0, float("inf"))}
     assert is_hopeless(Choice("full", 1), tried, Memory(1000)) and not is_hopeless(Choice("full", 2), tried, Memory(1000))
     assert not is_hopeless(Choice("matmuls", 2), tried, Memory(1000))
@@ -201,6 +213,85 @@ def test_what_a_step_needs_is_beside_what_is_in_use():
     compiled = lambda: SimpleNamespace(memory_analysis=lambda: found)  # noqa: E731
     assert _memory.needs(compiled, Memory(1000)) == Need(50, 30 + 5 + 2)
     assert _memory.needs(compiled, Memory(1000, in_use=70)) == Need(70, 30 + 5 + 2)
+    assert _memory.needs(compiled, Memory(1000, in_use=70), moved=20) == Need(50, 30 + 5 + 2)
+
+
+class Gathering:
+    """Two processes of a run, as threads, which give up on each other after some seconds."""
+
+    def __init__(self):
+        self.values, self.barrier = [None, None], threading.Barrier(2, timeout=10)
+
+    def of(self, index):
+        def gather(topic, value):
+            self.values[index] = (topic, value)
+            self.barrier.wait()
+            (first, own), (second, other) = self.values
+            assert first == second
+            self.barrier.wait()
+            return [own, other]
+
+        return SimpleNamespace(gather=gather)
+
+
+def compiled_step(n_bytes):
+    found = SimpleNamespace(
+        argument_size_in_bytes=0, temp_size_in_bytes=n_bytes, output_size_in_bytes=0, alias_size_in_bytes=0,
+        generated_code_size_in_bytes=0,
+    )  # fmt: skip
+    return SimpleNamespace(memory_analysis=lambda: found)
+
+
+def test_all_processes_try_the_same_choices():
+    """Also if the device of one has less room, or its compiler takes more for the same step."""
+    order = [Choice("none"), Choice("none", 2), Choice("matmuls"), Choice("full")]
+    steps = [{"none": 900, "matmuls": 500, "full": 100}, {"none": 1300, "matmuls": 700, "full": 100}]
+    devices = [Memory(1000, 100), Memory(990, 350)]
+    pair = Gathering()
+
+    def process(index):
+        peers = pair.of(index)
+        memory = least_memory(devices[index], peers)
+        tried = first_that_fits(
+            order, memory, lambda choice: compiled_step(steps[index][choice.remat] // choice.n_parts), peers
+        )
+        return memory, tried
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(process, range(2))
+    assert (
+        one
+        == other
+        == (
+            Memory(990, 350),
+            # A second part of 1300 bytes beside 350 cannot fit into 990, though one of 900 could.
+            {Choice("none"): Need(350, 1300), Choice("matmuls"): Need(350, 700), Choice("full"): Need(350, 100)},
+        )
+    )
+
+
+@pytest.mark.parametrize(("known", "least"), [(Memory(10), Memory(10)), (Memory(30, 5), Memory(20)), (None, None)])
+def test_the_least_memory_of_all_processes(known, least):
+    pair = Gathering()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda index: least_memory((known, Memory(20))[index], pair.of(index)), range(2)))
+    assert found == [least, least]
+
+
+def test_what_the_compiler_refuses_in_one_process_fits_in_none():
+    pair = Gathering()
+
+    def process(index):
+        def compiled(choice):
+            if index == 0 and choice.remat == "none":
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: it exceeds available HBM")
+            return compiled_step(10)
+
+        return first_that_fits([Choice("none"), Choice("full")], Memory(100), compiled, pair.of(index))
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(process, range(2))
+    assert one == other and one == {Choice("none"): Need(0, math.inf), Choice("full"): Need(0, 10)}
 
 
 def test_a_refusal_of_the_compiler_is_no_error():

@@ -1,5 +1,6 @@
 """A step that is not finite ends a run, or is skipped where asked to: then nothing that a step carries changes by a bit."""
 
+import json
 import os
 import subprocess
 import sys
@@ -87,6 +88,27 @@ def test_finite_steps_are_the_same_with_it():
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", FINITE], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_what_a_broken_pass_left_unread_is_not_read_after_a_load(tmp_path):
+    """Metrics are read some steps late: those of steps that a checkpoint undoes are no steps of the next pass."""
+    trainer = make_trainer(tmp_path, on_nonfinite="raise")
+    trainer.train(list(range(8, 16)), 2)
+    trainer.save_ckpt()
+    expected = bits(trainer)
+
+    def broken():
+        yield from [BAD] * 16
+        raise OSError("unplugged")
+
+    with pytest.raises(OSError, match="unplugged"):
+        trainer.train(broken(), 2)
+    assert trainer.step > 1
+    trainer.load_ckpt()
+    assert bits(trainer) == expected
+    trainer.train(list(range(16, 48)), 2)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
 
 
 def test_the_count_survives_a_resume(tmp_path):

@@ -330,6 +330,23 @@ def test_small_updates_are_not_lost(rounding, moves):
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "master"])
+def test_a_model_that_is_loaded_alone_is_the_one_that_is_trained_on(tmp_path, rounding):
+    """Its float32 copies are not among what is loaded, and those of before must not bring the old model back."""
+    precision = redeqx.Precision(**HALF, rounding=rounding)
+    options = {"model": [jnp.ones(8)], "loss_fn": drift, "optimizer": optax.sgd(0.25), "precision": precision}
+    trainer = make_trainer(workdir=tmp_path, **options)
+    trainer.update(make_examples(8))
+    trainer.save_ckpt("early")
+    for _ in range(2):
+        trainer.update(make_examples(8))
+    np.testing.assert_array_equal(trainer.model[0], 1 - 3 * 0.25)
+    trainer.load_ckpt("early", load_opt_states=False)
+    np.testing.assert_array_equal(trainer.model[0], 1 - 0.25)
+    trainer.update(make_examples(8))
+    np.testing.assert_array_equal(trainer.model[0], 1 - 2 * 0.25)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "master"])
 def test_optimizer_state_is_in_float32(rounding):
     trainer = make_trainer(optimizer=optax.adam(1e-3), precision=redeqx.Precision(**HALF, rounding=rounding))
     trainer.update(make_examples(8))

@@ -70,9 +70,8 @@ def loss_fn(model, ids, key):
 
 def make_trainer(workdir=None, *, remat=False, loggers=(), shards=(2, 2), **kwargs):
     deployer = redeqx.Deployer(0, *shards, workdir=workdir, verbose=False, loggers=loggers)
-    return redeqx.Trainer(
-        deployer, model=Model(remat), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn, **kwargs
-    )
+    options = {"collate_fn": np.stack, "loss_fn": loss_fn, **kwargs}
+    return redeqx.Trainer(deployer, model=Model(remat), optimizer=optax.sgd(0.1), **options)
 
 
 def examples(n):
@@ -117,6 +116,25 @@ def test_mfu_is_the_share_of_the_chip_s_rate(kwargs, clock, monkeypatch, tmp_pat
         assert line["tokens_per_second"] == pytest.approx(8 * SEQ)
         assert log.seen[line["step"]].items() >= line.items() - {("step", line["step"])}
     assert set(metrics) == {"loss", "grad_norm"} and set(log.seen[1]) == {"epoch", "loss", "grad_norm"}
+
+
+def test_a_loop_of_the_user_s_own_has_the_speed_of_its_updates(clock, tmp_path):
+    """What it does between them does not count."""
+
+    def collate(rows):
+        clock.now += 2
+        return np.stack(rows)
+
+    trainer = make_trainer(tmp_path, collate_fn=collate)
+    trainer.train(examples(16), batch_size=16)
+    for _ in range(3):
+        clock.now += 100
+        trainer.update(examples(16))
+    lines = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 3, 4]
+    for line in lines:
+        assert line["examples_per_second"] == pytest.approx(8)
+        assert line["model_flops_per_second"] == pytest.approx(flops(16) / 8 / 2)
 
 
 def test_bfloat16_has_the_chip_s_rate_of_bfloat16(clock, monkeypatch, tmp_path):

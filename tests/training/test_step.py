@@ -1,7 +1,5 @@
 """The steps: what a loss may be, a model in parts, which leaves are trained, dtypes, own gradients, state, optimizers."""
 
-from types import SimpleNamespace
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,10 @@ from jax.sharding import PartitionSpec as P
 import redeqx
 from redeqx._tree import named_leaves
 from redeqx.machine._mesh import replicated
-from redeqx.training._step import Parts, _accumulate, as_sums, rules_of
+from redeqx.training._functions import rules_of
+from redeqx.training._loss import as_sums
+from redeqx.training._parts import Parts
+from redeqx.training._step import _accumulate
 
 
 class Recorder:
@@ -611,6 +612,7 @@ def test_arrays_that_init_made_are_taken_over():
 
 
 @pytest.mark.parametrize("shards", [pytest.param((1, 1), marks=pytest.mark.sweep), (2, 2)], ids=str)
+@pytest.mark.sweep
 def test_remat_of_loops_saves_memory_and_changes_no_number(shards):
     """`"matmuls"` computes no product twice: as many FLOPs as without."""
     stack = eqx.filter_vmap(lambda key: eqx.nn.MLP(64, 64, 256, 1, jax.nn.gelu, key=key))(
@@ -642,11 +644,9 @@ def test_remat_of_loops_saves_memory_and_changes_no_number(shards):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_what_loops_recompute_by_default_follows_the_platform():
-    recipe = make_trainer(deployer())._engine.recipe
-    assert recipe.remat_on(deployer().mesh) == "none"
-    on_gpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
-    assert recipe.remat_on(on_gpu) == "matmuls"
+def test_loops_recompute_all_but_products_by_default():
+    assert make_trainer(deployer())._engine.recipe.remat_level == "matmuls"
+    assert make_trainer(deployer(), remat="none")._engine.recipe.remat_level == "none"
     expected = "`remat`: expected 'auto' or one of 'none', 'matmuls', 'full', 'offload', got 'some'"
     with pytest.raises(ValueError, match=expected):
         make_trainer(deployer(), remat="some")

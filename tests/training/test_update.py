@@ -1,5 +1,6 @@
 """Loops of one's own by `update`, fits that end by `max_steps`, what `fit` returns, and optimizers that read the loss."""
 
+import contextlib
 import inspect
 
 import equinox as eqx
@@ -70,6 +71,26 @@ def test_a_loop_of_updates_resumes(tmp_path):
     assert again.step == 5
     assert bits(again) == bits(whole)
     assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, lambda: redeqx.described("this")], ids=["real", "dry"])
+@pytest.mark.parametrize(
+    ("examples", "error", "expected"),
+    [
+        (
+            lambda: iter([*DATA]),
+            TypeError,
+            "`examples`: expected `len()` and integer items, got list_iterator. Pass a list of them.",
+        ),
+        ([], ValueError, "`examples`: expected at least one example, got none. Look at what was loaded."),
+    ],
+)
+def test_what_is_no_batch_of_an_update(context, examples, error, expected):
+    with context():
+        trainer = make_trainer(shards=(1, 1))
+        with pytest.raises(error) as raised:
+            trainer.update(examples() if callable(examples) else examples)
+    assert str(raised.value) == expected
 
 
 def test_updates_inside_of_a_fit_are_refused():
@@ -152,6 +173,7 @@ def test_a_plateau_lowers_the_learning_rate():
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.sweep), 2])
+@pytest.mark.sweep
 def test_lbfgs_searches_along_its_line(accumulate):
     def plain(model, batch, key):
         return ((jax.vmap(model)(batch[:, :5])[:, 0] - batch[:, 5]) ** 2).mean()

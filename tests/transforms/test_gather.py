@@ -301,6 +301,12 @@ def lax_map(x, w):
     return jax.lax.map(lambda row: jnp.tanh(row @ w), x)
 
 
+@case(MATRIX, MATRIX, MATRIX)
+def stacked_by_the_loss(x, u, v, w):
+    ws = jnp.stack([u, v, w], axis=1)
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.moveaxis(ws, 1, 0))[0] + x @ jnp.stack([u, w.T])[1]
+
+
 @case(STACKED, (LAYERS, D, 8), (LAYERS, 8, D))
 def frozen_stack_with_adapters(x, ws, a, b):
     def body(x, layer):
@@ -369,6 +375,11 @@ def scanned_loss(weights, x):
     return jnp.mean(jax.vmap(lambda x: jax.lax.scan(two_layouts, x, tuple(layers))[0])(x + shift) ** 2)
 
 
+def stacked_loss(weights, x):
+    shift, *weights = weights
+    return scanned_loss([shift, jnp.stack(weights[::2]), jnp.stack(weights[1::2])], x)
+
+
 def axes_of(collective, mesh):
     """The mesh axes over which the collective's groups extend."""
     coordinates = np.unravel_index(collective.group, tuple(mesh.shape.values()))
@@ -376,7 +387,7 @@ def axes_of(collective, mesh):
 
 
 @pytest.mark.parametrize("mesh_name", MESHES)
-@pytest.mark.parametrize("loss", [unstacked_loss, scanned_loss])
+@pytest.mark.parametrize("loss", [unstacked_loss, scanned_loss, stacked_loss])
 def test_one_gather_a_pass_and_one_reduction_for_each_weight_and_none_of_activations(loss, mesh_name):
     mesh = make_mesh(*MESHES[mesh_name])
     lead = (LAYERS,) if loss is scanned_loss else ()

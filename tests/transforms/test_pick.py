@@ -60,6 +60,21 @@ def test_the_same_values_and_gradients(fn, labels):
         np.testing.assert_allclose(jax.jit(found)(LOGITS, labels), jax.jit(wanted)(LOGITS, labels), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint32"])
+@pytest.mark.parametrize("mode", [None, "fill", "clip"])
+def test_labels_may_be_narrower_than_the_number_of_entries(dtype, mode):
+    """As bytes are that index a vocabulary with a few more entries."""
+    logits = jnp.asarray(rng.normal(size=(ROWS, 300)), jnp.float32)
+    labels = jnp.asarray([3, 120], dtype)
+
+    def picked(logits, labels):
+        return jax.vmap(lambda row, label: row.at[label].get(mode=mode, wrap_negative_indices=False))(logits, labels)
+
+    changed = transformed(picked, [PickByComparison()])
+    assert not any(eqn.primitive.name == "gather" for eqn in equations(jax.make_jaxpr(changed)(logits, labels)))
+    np.testing.assert_array_equal(changed(logits, labels), logits[jnp.arange(ROWS), labels.astype(jnp.int32)])
+
+
 def test_what_is_not_picked_may_be_anything():
     """Entries of minus infinity, as of a masked vocabulary, change no other row's value and no gradient."""
     logits = LOGITS.at[..., 4].set(-jnp.inf)

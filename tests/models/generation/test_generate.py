@@ -41,6 +41,7 @@ def searches():
 
 
 @pytest.mark.parametrize(("golden", "search"), [*searches()], indirect=["golden"], scope="module")
+@pytest.mark.sweep
 def test_gives_the_tokens_of_transformers(search, golden):
     case, model, expected = golden
     np.testing.assert_array_equal(_generation.ours(model, case, _generation.SEARCHES[search]), expected[search])
@@ -58,6 +59,7 @@ def greedy_by_hand(ids, mask, n):
     return tokens
 
 
+@pytest.mark.sweep
 def test_greedy_equals_calls_without_a_cache():
     expected = greedy_by_hand(IDS, LEFT, 6)
     np.testing.assert_array_equal(generate(MODEL, IDS, mask=LEFT, max_new_tokens=6), expected)

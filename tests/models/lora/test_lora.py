@@ -21,7 +21,7 @@ from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.lora import LoraLinear
 from redeqx.models.vit import ViTConfig, ViTForImageClassification
 from redeqx.partition._plan import place
-from redeqx.training._step import Parts
+from redeqx.training import Parts
 
 KEY = jax.random.key(0)
 CONFIG = GPT2Config(vocab_size=48, n_positions=16, d_model=32, n_layers=2, n_heads=4).without_dropout()

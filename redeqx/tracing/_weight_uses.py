@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from ..tracing import insides, scan_counts
+from ._inner import insides, scan_counts
 
 # What a value depends on is an integer: a bit for parameters, one for data, and one for each product with a weight.
 _WEIGHTS, _DATA = 1, 2
@@ -44,7 +44,7 @@ class WeightUses:
     _is_settled: bool = True  # whether what is read now is what the last iteration of each loop around reads
     _memo: dict[tuple[int, bool, tuple[int, ...]], list[int]] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         n_inputs = len(self.closed.jaxpr.invars)
         self._outputs(self.closed, [_WEIGHTS] * self.n_weights + [_DATA] * (n_inputs - self.n_weights))
 
@@ -57,6 +57,11 @@ class WeightUses:
         """Whether a product is neither a first nor a last one."""
         found = self._found.get(id(eqn))
         return found is not None and found.is_fed and bool(self._followed & found.bit)
+
+    def is_last(self, eqn: Any) -> bool:
+        """Whether it is a product with a weight from which no other such product is made: it makes the logits."""
+        found = self._found.get(id(eqn))
+        return found is not None and self.side(eqn) is not None and not self._followed & found.bit
 
     def _outputs(self, closed: Any, inputs: Sequence[int]) -> list[int]:
         """What the outputs of a jaxpr depend on."""

@@ -1,0 +1,27 @@
+"""Which checkpoint a path means: the folder of one, a workdir, its `ckpts`, or a name of their index."""
+
+from ..distributed import Peers
+from ..storage import Location
+from ._manager import Checkpoints
+from ._manifest import MANIFEST
+
+_FOLDER = "ckpts"  # of a workdir
+
+
+def find_checkpoint(path: Location, peers: Peers) -> tuple[Checkpoints, Location]:
+    """The checkpoint that a path means, and the folder of checkpoints that it is in.
+
+    Raises ValueError where it means none.
+    """
+    if (path / MANIFEST).is_file():
+        return Checkpoints(path.parent, peers), path
+    for of, name in ((path / _FOLDER, "last"), (path, "last"), (path.parent, path.name), (path.parent / _FOLDER, path.name)):
+        checkpoints = Checkpoints(of, peers)
+        if checkpoints.exist():
+            return checkpoints, checkpoints.resolve(name)
+    found = "a folder without one" if path.is_dir() else "nothing there"
+    raise ValueError(
+        f"`{path}`: expected a safetensors file, a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds some, or "
+        f"a name of its index (`runs/x/ckpts/last`), got {found}. For a folder of Hugging Face use "
+        "`redeqx.models.from_pretrained`."
+    )

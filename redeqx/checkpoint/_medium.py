@@ -1,0 +1,245 @@
+"""How checkpoints come into a folder and leave it: by renaming on a disk, by a manifest that is written last in a store.
+
+`_manager` decides what is written, kept and removed, and when; `_layouts` and `_safetensors` own the files with tensors.
+"""
+
+import errno
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..distributed import Peers
+from ..storage import Location, StorePath
+from ._folder import INDEX_FILE, order
+from ._layouts import Capabilities, probe
+from ._manifest import MANIFEST, TMP, write_json, write_manifest
+
+
+class Medium(ABC):
+    """The folder of a run's checkpoints, for the process that holds its claim.
+
+    A checkpoint is written to `place(name)`, and counts from `commit` on. A kill at any moment leaves the checkpoints that
+    were committed, and what `sweep` removes.
+    """
+
+    folder: Location
+
+    @abstractmethod
+    def need(self) -> None:
+        """Raise OSError if the folder's place was there at the start of the run, and is gone."""
+
+    @abstractmethod
+    def make(self) -> None:
+        """Create the folder."""
+
+    @abstractmethod
+    def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
+        """What several processes can do there. All of them call it. Raises OSError if it cannot be written."""
+
+    @abstractmethod
+    def need_room(self, name: str, n_bytes: int) -> int:
+        """The free bytes. Raises OSError if a checkpoint does not fit."""
+
+    @abstractmethod
+    def place(self, name: str) -> Location:
+        """Where the files of a new checkpoint are written."""
+
+    @abstractmethod
+    def begin(self, name: str) -> None:
+        """Prepare that place."""
+
+    @abstractmethod
+    def commit(
+        self, name: str, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
+    ) -> None:
+        """Make the files at `place(name)` a checkpoint. The arguments are those of `write_manifest`."""
+
+    @abstractmethod
+    def point(self, index: Mapping[str, str]) -> None:
+        """Replace the index."""
+
+    @abstractmethod
+    def sweep(self) -> None:
+        """Remove the remains of unfinished saves and removals."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Called when a save has ended, whether it has failed or not."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint."""
+
+    @abstractmethod
+    def failure(self, error: OSError, name: str, n_bytes: int, free: int) -> OSError:
+        """The error of a save that could not be written."""
+
+
+def medium_of(folder: Location) -> Medium:
+    """The medium of a folder."""
+    return Store(folder) if isinstance(folder, StorePath) else Disk(folder)
+
+
+class Disk(Medium):
+    """A folder of a file system."""
+
+    def __init__(self, folder: Path):
+        self.folder: Path = folder
+        self._has_place = folder.parent.is_dir()  # then every save needs it
+
+    def need(self) -> None:
+        workdir = self.folder.parent
+        if self._has_place and not workdir.is_dir():
+            why = "expected the run's folder, which was there at its start, got none. Mount it again, or save elsewhere"
+            raise OSError(errno.ENOENT, why, str(workdir))
+
+    def make(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _fsync_folder(self.folder.parent)
+
+    def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
+        try:
+            capabilities = probe(self.folder / f"{TMP}probe", peers)
+        except OSError as error:
+            why = f"expected a folder that can be written, got {error.strerror!r}. Make room, or save elsewhere"
+            raise OSError(error.errno, why, str(self.folder)) from error
+        if not capabilities.is_shared:
+            log(
+                f"{self.folder}: not shared by all {peers.n} processes, so each keeps its part of every checkpoint on "
+                "its own disk. Resuming needs all of the parts: a `workdir` that every host mounts is better"
+            )
+        elif not capabilities.in_place and peers.n > 1:
+            log(f"{self.folder}: several processes cannot write one file there, so each writes its own")
+        return capabilities
+
+    def need_room(self, name: str, n_bytes: int) -> int:
+        free = shutil.disk_usage(self.folder).free
+        if n_bytes > free:
+            raise OSError(
+                errno.ENOSPC,
+                f"expected {n_bytes} bytes free, got {free}. Make room, or save elsewhere",
+                str(self.folder / name),
+            )
+        return free
+
+    def place(self, name: str) -> Path:
+        return self.folder / f"{TMP}{name}"
+
+    def begin(self, name: str) -> None:
+        self.place(name).mkdir()
+
+    def commit(
+        self, name: str, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
+    ) -> None:
+        tmp = self.place(name)
+        write_manifest(tmp, record, tags, files)
+        _fsync_folder(tmp)
+        os.rename(tmp, self.folder / name)
+        _fsync_folder(self.folder)
+
+    def point(self, index: Mapping[str, str]) -> None:
+        new_index = self.folder / f"{TMP}{INDEX_FILE}"
+        write_json(new_index, index)
+        os.replace(new_index, self.folder / INDEX_FILE)
+        _fsync_folder(self.folder)
+
+    def sweep(self) -> None:
+        for path in self.folder.glob(f"{TMP}*"):
+            _delete(path)
+
+    def end(self) -> None:
+        self.sweep()
+
+    def remove(self, name: str) -> None:
+        # Renamed first: if it is killed halfway, no folder that looks like a checkpoint is left.
+        doomed = self.folder / f"{TMP}{name}"
+        os.rename(self.folder / name, doomed)
+        _delete(doomed)
+
+    def failure(self, error: OSError, name: str, n_bytes: int, free: int) -> OSError:
+        return OSError(
+            error.errno,
+            f"expected to write {n_bytes} bytes, got {error.strerror!r} with {free} bytes free at first. "
+            "Earlier checkpoints are whole. Make room, or save elsewhere",
+            str(self.folder / name),
+        )
+
+
+class Store(Medium):
+    """A place in an object store, where nothing can be renamed, and an object appears when it is complete.
+
+    A checkpoint's files are written where they stay; without a manifest they are the remains of a save that was killed.
+    """
+
+    def __init__(self, folder: StorePath):
+        self.folder: StorePath = folder
+
+    def need(self) -> None:
+        """A store has no folders that could be missing."""
+
+    def make(self) -> None:
+        """Nor any to create."""
+
+    def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
+        del peers, log
+        # The shards of several processes are strided runs of a tensor, but the parts of an object are contiguous, of 5 MiB
+        # at least, and have to be sent by one client in most libraries. So each process writes files of its own.
+        return Capabilities(is_shared=True, in_place=False)
+
+    def need_room(self, name: str, n_bytes: int) -> int:
+        return 0  # a store does not tell, and has enough
+
+    def place(self, name: str) -> StorePath:
+        return self.folder / name
+
+    def begin(self, name: str) -> None:
+        """Nothing to prepare."""
+
+    def commit(
+        self, name: str, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
+    ) -> None:
+        write_manifest(self.place(name), record, tags, files)
+
+    def point(self, index: Mapping[str, str]) -> None:
+        write_json(self.folder / INDEX_FILE, index)
+
+    def sweep(self) -> None:
+        keys = self.folder.sizes()
+        complete = {key.removesuffix(f"/{MANIFEST}") for key in keys if key.endswith(f"/{MANIFEST}")}
+        folders = {key: key.partition("/")[0] for key in keys if "/" in key}
+        self.folder.delete(key for key, name in folders.items() if order(name)[0] >= 0 and name not in complete)
+
+    def end(self) -> None:
+        """Nothing is swept, in case another run has taken the folder over, whose files would look like remains. The next
+        save sweeps, after it has looked at the lock."""
+
+    def remove(self, name: str) -> None:
+        path = self.folder / name
+        (path / MANIFEST).unlink()  # first: if it is killed halfway, what is left is no checkpoint
+        path.delete(path.sizes())
+
+    def failure(self, error: OSError, name: str, n_bytes: int, free: int) -> OSError:
+        del n_bytes, free
+        return OSError(
+            error.errno,
+            f"{error.strerror}. Earlier checkpoints are whole: run the script again to go on from the last one",
+            str(self.folder / name),
+        )
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

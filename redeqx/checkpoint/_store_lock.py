@@ -1,0 +1,118 @@
+"""The lock of a folder in an object store: as `_lock`, by writes that a store makes on a condition.
+
+The owner creates the object if there is none, and replaces it every few seconds if it is still the one it wrote. A lock that
+another process has left behind is replaced in the same way: of several that try, one succeeds. S3 and Google Cloud Storage
+have such writes. If a store has none, there is no lock, and it is said.
+"""
+
+import contextlib
+import errno
+import json
+import secrets
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..storage import AtEnd, StoreError, StorePath
+from ._lock import is_left, is_same, refusal, taken_over, this_process
+
+BEAT = 10.0  # seconds between two touches, each of which is a request that costs
+STALE = 60.0  # seconds without a touch after which an owner on another machine counts as gone
+_MOST_TRIES = 5
+
+
+class StoreLock:
+    """Reserves a folder of checkpoints for this process, until `release` or the end of the process."""
+
+    def __init__(self, folder: StorePath, log: Callable[[str], None] = lambda text: None):
+        """Raises LockedError if another process holds the lock, StoreError if the store does not answer. It may wait up to
+        `STALE` seconds, and logs that it does."""
+        self.path = folder.with_name(f"{folder.name}.lock")
+        self._folder = folder
+        self._me = {**this_process(), "token": secrets.token_hex(8)}
+        self._end: AtEnd | None = None
+        try:
+            version = self._acquire(log)
+        except StoreError as error:
+            if error.errno != errno.ENOTSUP:
+                raise
+            version = None
+        if version is None:
+            log(f"{folder}: this store cannot write on a condition, so nothing keeps another run out")
+            return
+        ended = threading.Event()
+        threading.Thread(target=_beat, args=(self.path, self._me, version, ended), name="redeqx-lock", daemon=True).start()
+        self._end = AtEnd(self, partial(_release, self.path, self._me, ended))
+
+    def release(self) -> None:
+        """Let other runs write into the folder."""
+        if self._end is not None:
+            self._end()
+
+    def check(self) -> None:
+        """Raise OSError if another run has taken the folder over while this process was frozen, or if the store does not
+        answer."""
+        found = None if self._end is None else _read(self.path)
+        if found is not None and not _is_mine(found[0], self._me):
+            raise taken_over(self._folder, found[0])
+
+    def _acquire(self, log: Callable[[str], None]) -> dict[str, str] | None:
+        """The version of the lock once it is this process's; None if the store writes without looking."""
+        content = json.dumps(self._me).encode()
+        found = None
+        for _ in range(_MOST_TRIES):
+            version = self.path.write_bytes(content, replacing=None)
+            if version is not None:
+                return None if self.path.write_bytes(content, replacing=None) is not None else version
+            found = _read(self.path)
+            if found is None:
+                continue
+            if _is_mine(found[0], self._me):  # the first answer was lost, and the request repeated
+                return found[1]
+            if not is_left(found, lambda: _read(self.path), self._me, self._folder, self.path, log, STALE):
+                continue
+            version = self.path.write_bytes(content, replacing=found[1])
+            if version is not None:
+                return version
+        raise refusal(self._folder, {} if found is None else found[0], self.path)
+
+
+def _is_mine(owner: dict[str, Any], me: dict[str, Any]) -> bool:
+    return owner.get("token") == me["token"]
+
+
+def _read(path: StorePath) -> tuple[dict[str, Any], dict[str, str]] | None:
+    """The owner in a lock, and the lock's version; None if there is no lock."""
+    try:
+        content, version = path.version()
+    except FileNotFoundError:
+        return None
+    try:
+        owner = json.loads(content)
+    except (ValueError, RecursionError):
+        owner = {}
+    return (owner if isinstance(owner, dict) else {}), version
+
+
+def _beat(path: StorePath, me: dict[str, Any], version: dict[str, str], ended: threading.Event) -> None:
+    n = 0
+    while not ended.wait(BEAT):
+        n += 1  # so that each version is another
+        with contextlib.suppress(OSError):
+            written = path.write_bytes(json.dumps({**me, "beat": n}).encode(), replacing=version)
+            if written is None:
+                found = _read(path)
+                if found is None or not _is_mine(found[0], me):
+                    return  # taken over: `check` finds it
+                written = found[1]
+            version = written
+
+
+def _release(path: StorePath, me: dict[str, Any], ended: threading.Event) -> None:
+    ended.set()
+    if is_same(this_process(), me):  # not in a forked child
+        with contextlib.suppress(OSError):
+            found = _read(path)
+            if found is not None and _is_mine(found[0], me):
+                path.unlink()

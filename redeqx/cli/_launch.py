@@ -1,0 +1,30 @@
+"""`redeqx launch`: a script as several processes of one run, on this machine."""
+
+import argparse
+import sys
+from typing import Any
+
+from ..distributed import launch
+from ._scripts import add_script, check_script
+
+
+def add(commands: Any) -> None:
+    """Adds the command to the parser's."""
+    parser = commands.add_parser(
+        "launch",
+        help="run a script as several processes on this machine",
+        description="Start a script several times on this machine, as the processes of one run. What they print has their "
+        "number before it; where one fails the others end, and its exit code is kept.",
+    )
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many")
+    parser.add_argument("--port", type=int, help="of process 0; a free one by default")
+    add_script(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.processes < 1:
+        raise ValueError(f"`--processes`: expected at least 1, got {args.processes}. Pass how many.")
+    check_script(args)
+    script = ["-m", args.script] if args.is_module else [args.script]
+    return launch(args.processes, [sys.executable, *script, *args.args], args.port)

@@ -1,0 +1,17 @@
+"""The arguments of commands that run a script, as Python itself takes them: a path, or `-m` and a module's name."""
+
+import argparse
+from pathlib import Path
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Adds `-m`, the script and its arguments, which come last."""
+    parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module's name")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
+
+
+def check_script(args: argparse.Namespace) -> None:
+    """Raises ValueError where there is no such script."""
+    if not (args.is_module or Path(args.script).is_file()):
+        raise ValueError(f"`{args.script}`: expected a script, got no such file. For a module write `-m {args.script}`.")

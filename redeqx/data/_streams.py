@@ -1,0 +1,183 @@
+"""Iterables of examples whose position can be saved: the state that a later run continues from, and the proof that it does.
+
+Owns the two conventions of states (`get_state` / `set_state`, `state_dict` / `load_state_dict`), their form in JSON, and the
+comparison of the first examples after a restart with those that followed in the earlier run. Not every state is complete:
+`datasets`, for one, does not save its shuffle buffers, and drops what they held.
+"""
+
+import base64
+import contextlib
+import importlib
+import itertools
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+_BYTES, _ARRAY = "bytes in base 64", "array in base 64"
+_N_AHEAD = 8  # examples that are compared: a shuffle buffer that is filled anew may give the same first one by chance
+
+
+class Stream(Iterator[Any]):
+    """The examples of an iterable, from a position on.
+
+    A run continues with the examples that followed in the run before: by its state; where that leads elsewhere, or there is
+    none, by reading past the examples before. If neither leads there, a warning says so. Examples that differ at each
+    reading (random crops, say) cannot be compared; there the state is trusted.
+
+    **Arguments:**
+
+    - `position`: the number of examples before.
+    - `saved`: what `state` returned there.
+    - `name`: of the iterable, in errors.
+    """
+
+    def __init__(self, iterable: Any, position: int = 0, saved: Any = None, name: str = "train_examples"):
+        self._iterable, self._name = iterable, name
+        self._ahead: deque[Any] = deque()  # examples that were read to be recorded, and not taken yet
+        self._error: Exception | None = None  # raised in reading the one after them
+        self._record: dict[str, Any] = {}  # of the point where they were read
+        self._n_taken = 0  # of them since
+        if not position:
+            self._iterator = iter(iterable)
+            return
+        if not (isinstance(saved, dict) and saved.keys() == {"state", "next", "n_taken"}):
+            saved = {"state": saved, "next": None, "n_taken": 0}
+        self._n_taken = saved["n_taken"]
+        self._record = {name: saved[name] for name in ("state", "next")}
+        self._resume(position - self._n_taken, **self._record)
+        for _ in range(min(self._n_taken, len(self._ahead))):
+            self._ahead.popleft()
+
+    def __next__(self) -> Any:
+        if self._ahead:
+            self._n_taken += 1
+            return self._ahead.popleft()
+        if self._error is not None:
+            raise self._error
+        return next(self._iterator)
+
+    def state(self) -> Any:
+        """The state at this point, as JSON: a state of the iterable, a checksum of the examples after that, which are read
+        for it, and the number of those that have been taken since."""
+        if not self._ahead:
+            methods = _methods(self._iterator) or _methods(self._iterable)
+            state = None if methods is None else _to_json(methods[0](), f"{self._name}.{methods[0].__name__}()")
+            self._record, self._n_taken = {"state": state, "next": self._read_ahead()}, 0
+        return {**self._record, "n_taken": self._n_taken}
+
+    def _read_ahead(self) -> int | None:
+        """Read the next examples; returns their checksum."""
+        try:
+            self._ahead.extend(itertools.islice(self._iterator, _N_AHEAD))
+        except Exception as error:  # raised where that example is asked for, after those before it
+            self._error = error
+        return checksum(*self._ahead) if self._ahead else None
+
+    def _resume(self, position: int, state: Any, next: int | None) -> None:
+        """Continue after the examples of a record, and read ahead."""
+        before = None
+        if state is not None and (before := self._begin_from(_from_json(state))) is not None:
+            found = self._read_ahead()
+            if next in (None, found):
+                return
+            self._begin_from(_from_json(state))
+            if self._read_ahead() != found:
+                return  # they are drawn anew at each reading
+            self._begin_from(before[0])
+        else:
+            self._iterator = iter(self._iterable)
+        deque(itertools.islice(self._iterator, position), maxlen=0)
+        if self._read_ahead() != next and next is not None:
+            warnings.warn(
+                f"`{self._name}`: expected, after {position} examples, those that followed when the checkpoint was saved, "
+                "got others. This run does not continue the earlier one exactly: seed what draws the examples, and leave "
+                "the data as it is.",
+                stacklevel=2,
+            )
+
+    def _begin_from(self, state: Any) -> tuple[Any] | None:
+        """Set the state; returns the one before, in a tuple. None if there is no state to set."""
+        self._ahead.clear()
+        self._error = None
+        self._iterator = iter(self._iterable)
+        if (methods := _methods(self._iterator)) is not None:
+            before = methods[0]()
+            methods[1](state)
+            return (before,)
+        if (methods := _methods(self._iterable)) is None:
+            return None
+        before = methods[0]()
+        methods[1](state)
+        self._iterator = iter(self._iterable)  # it starts from the state of its iterable
+        return (before,)
+
+
+def checksum(*examples: Any) -> int | None:
+    """A checksum of examples; None if they do not consist of numbers and text."""
+    with contextlib.suppress(TypeError):
+        return zlib.crc32(b"".join(map(_bytes_of, examples)))
+    return None
+
+
+def _bytes_of(example: Any) -> bytes:
+    match example:
+        case str() | bytes() | bool() | int() | float() | None:
+            return repr(example).encode()
+        case dict():
+            return b"{" + b",".join(_bytes_of(key) + b":" + _bytes_of(value) for key, value in example.items()) + b"}"
+        case list() | tuple():
+            return b"[" + b",".join(map(_bytes_of, example)) + b"]"
+        case np.ndarray() | np.generic() | jax.Array() if example.dtype != object:
+            return f"{example.dtype}{example.shape}".encode() + np.asarray(example).tobytes()
+    raise TypeError(type(example).__name__)
+
+
+def _methods(holder: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """The methods that get and set an object's state; None if it has none."""
+    for get, set_ in _METHODS:
+        if hasattr(holder, get) and hasattr(holder, set_):
+            return getattr(holder, get), getattr(holder, set_)
+    return None
+
+
+def _to_json(state: Any, where: str) -> Any:
+    """A state as JSON returns it. Bytes (the state of grain's DataLoader) and arrays (part of torch's) become text."""
+    match state:
+        case None | bool() | int() | float() | str():
+            return state
+        case list():
+            return [_to_json(part, where) for part in state]
+        case dict() if all(isinstance(name, str) for name in state):
+            return {name: _to_json(part, where) for name, part in state.items()}
+        case bytes():
+            return {_BYTES: base64.b64encode(state).decode("ascii")}
+    library = type(state).__module__.partition(".")[0]
+    if library not in ("numpy", "torch") or not hasattr(state, "__array__") or (array := np.asarray(state)).dtype == object:
+        found = (
+            "a dict with keys that are no strings" if isinstance(state, dict) else f"a part that is a {type(state).__name__}"
+        )
+        raise TypeError(
+            f"`{where}`: expected a state that JSON can store, got {found}. "
+            "Return numbers, strings, lists, dicts with string keys, bytes, or arrays."
+        )
+    data = base64.b64encode(array.tobytes()).decode("ascii")
+    return {_ARRAY: data, "dtype": array.dtype.str, "shape": list(array.shape), "library": library}
+
+
+def _from_json(state: Any) -> Any:
+    if isinstance(state, list):
+        return [_from_json(part) for part in state]
+    if not isinstance(state, dict):
+        return state
+    if state.keys() == {_BYTES}:
+        return base64.b64decode(state[_BYTES])
+    if state.keys() == {_ARRAY, "dtype", "shape", "library"}:
+        array = np.frombuffer(base64.b64decode(state[_ARRAY]), state["dtype"]).reshape(state["shape"]).copy()
+        return array if state["library"] == "numpy" else importlib.import_module("torch").from_numpy(array)
+    return {name: _from_json(part) for name, part in state.items()}

@@ -1,0 +1,74 @@
+"""Rows of a fixed length, cut from a flat array of tokens: the examples of language modelling.
+
+Owns the cut. `_token_cache` makes such arrays from texts; any other works too, such as a `np.memmap` of a file of tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Integer
+
+from ..errors import check_count
+
+
+class TokenRows(Sequence[Any]):
+    """Rows of `length` tokens, each `stride` tokens after the one before; an object with `len()` and integer items.
+
+    An item is an int32 array `[length]`; with `ends` a dict of `tokens` and `segments`, int32 arrays `[length]` both.
+    Segments number the documents within the row from 1 on, as masks of attention take them. The last row ends with the last
+    token: it overlaps the one before where tokens do not divide, and no token is left out. Tokens are read on access.
+
+    **Arguments:**
+
+    - `tokens`: all tokens, one document after another, such as `np.memmap("train.bin", np.uint16, "r")`.
+    - `length`: of a row, in tokens.
+    - `stride`: by default `length`. `TokenRows(tokens, n + 1, stride=n)` makes each token but the first the target of one
+        prediction, where the model reads `row[:-1]` and predicts `row[1:]`.
+    - `ends`: where each document ends, in tokens from the start; ascending.
+
+    Raises TypeError for tokens that are not a flat array of integers, ValueError for fewer of them than a row has, and for a
+    stride that would leave tokens out.
+    """
+
+    def __init__(
+        self,
+        tokens: Integer[np.ndarray, " n_tokens"],
+        length: int,
+        *,
+        stride: int | None = None,
+        ends: Integer[np.ndarray, " n_documents"] | None = None,
+    ):
+        check_count(length, "length")
+        check_count(stride, "stride", optional=True)
+        if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            found = f"{tokens.dtype}{list(tokens.shape)}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
+            raise TypeError(
+                f"`tokens`: expected a flat array of integers, got {found}. Pass those of all documents as one array."
+            )
+        self._tokens, self._length, self._ends = tokens, int(length), ends
+        self._stride = self._length if stride is None else int(stride)
+        if self._stride > self._length:
+            raise ValueError(
+                f"`stride`: expected at most `length`, {length}, got {stride}, which leaves tokens out. Pass a smaller one."
+            )
+        if len(tokens) < self._length:
+            raise ValueError(f"`tokens`: expected at least a row of {length}, got {len(tokens)}. Pass a smaller `length`.")
+        self._n = 1 - (self._length - len(tokens)) // self._stride
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(self._n))]
+        start = min(range(self._n)[i] * self._stride, len(self._tokens) - self._length)
+        row = np.array(self._tokens[start : start + self._length], np.int32)
+        return row if self._ends is None else {"tokens": row, "segments": self._segments(start)}
+
+    def _segments(self, start: int) -> Int[np.ndarray, " length"]:
+        assert self._ends is not None
+        first, last = np.searchsorted(self._ends, (start + 1, start + self._length))
+        cuts = np.unique(self._ends[first:last])  # an empty document ends where the one before does
+        lengths = np.diff(cuts - start, prepend=0, append=self._length)
+        return np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)

@@ -1,0 +1,214 @@
+"""Delivers what is recorded to a tracker by name, in a thread: one that is slow or fails neither delays nor ends a run.
+
+What could not be delivered is kept and tried again. How far the delivery has come is kept in the workdir, so that a resumed
+run continues the run of the tracker, without what it does again and with what the tracker missed.
+"""
+
+import json
+import os
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from ..distributed import at_end
+from ._media import Medium
+from ._trackers import TRACKERS, NamedTracker, Opening, Row
+
+GAP = 1.0  # seconds between two deliveries: a request holds what was recorded since the one before
+FIRST_RETRY, LAST_RETRY = 2.0, 60.0  # seconds between attempts, doubled each time
+PATIENCE = 60.0  # seconds that the last delivery may take at the end
+ROOM = 2**28  # bytes that may wait
+ROW_SIZE = 1024  # bytes, roughly
+BATCH = 1000  # rows
+
+# A point of the record: a step, and the number of rows recorded at it so far. A rerun records the same rows.
+Mark = tuple[int, int]
+NOTHING: Mark = (-1, 0)
+
+
+class Delivery:
+    """Delivers to one tracker. The first thing recorded opens its run.
+
+    **Arguments:**
+
+    - `name`: of the tracker.
+    - `workdir`: where the run's id and the delivered mark are kept; None keeps neither.
+    - `say`: prints a line.
+    """
+
+    def __init__(self, name: str, workdir: Path | None, say: Callable[[str], None]):
+        self._name, self._workdir, self._say = name, workdir, say
+        self._kind = TRACKERS[name]
+        self._file = None if workdir is None or self._kind.purges else workdir / "trackers" / f"{name}.json"
+        self._run_id, self._sent, self._sent_media = _state(self._file)
+        self._is_new = self._run_id is None  # begun by this process
+        self._done_media = self._sent_media  # the step of the newest medium that an earlier process delivered
+        self._done = self._sent  # rows up to here are not delivered again
+        self._at = NOTHING  # of the newest row
+        self._purge_step: int | None = None
+        self._pending: deque[tuple[Any, Mark, int]] = deque()
+        self._size, self._lock = 0, threading.Lock()
+        self._tracker: NamedTracker | None = None
+        self._thread: threading.Thread | None = None
+        self._ends = threading.Event()
+        self._has_failed = self._has_warned = self._is_stuck = False
+
+    # --- called by the run --------------------------------------------------------------------------------------------
+
+    def row(self, row: Row) -> None:
+        """Delivers metrics, unless the tracker has them from before."""
+        self._at = (row.step, self._at[1] + 1 if row.step == self._at[0] else 1)
+        if self._at > self._done:
+            self._put(row, self._at, ROW_SIZE)
+
+    def medium(self, medium: Medium) -> None:
+        """Delivers an image or a text, unless the tracker has it from before."""
+        if medium.step > self._done_media:
+            self._put(medium, NOTHING, len(medium.data))
+
+    def config(self, values: Mapping[str, str]) -> None:
+        """Delivers what a run is made of, by name."""
+        self._put(dict(values), NOTHING, ROW_SIZE)
+
+    def rewind(self, step: int, rows: Iterable[Row]) -> None:
+        """Continues after `step`, up to which an earlier process recorded these rows; those missing are delivered.
+
+        From the start on, it is another run of the tracker.
+        """
+        self.close()
+        if step <= 0 and not self._is_new:
+            self._run_id, self._sent, self._sent_media, self._is_new = *_UNKNOWN, True
+            self._done_media = -1
+        self._purge_step, self._done, self._at = step + 1, self._sent, NOTHING
+        if not self._kind.purges:  # one that purges keeps the rest itself
+            for row in rows:
+                self.row(row)
+
+    def close(self) -> None:
+        """Delivers what waits, and ends the tracker's run; warns where that takes too long. What is recorded later continues
+        the run."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._ends.set()
+        thread.join(PATIENCE)
+        if thread.is_alive():
+            self._is_stuck = True
+            self._warn(f"to take its last records within {PATIENCE:g} s, got no answer")
+
+    def leave(self) -> None:
+        """As `close`, without waiting for it."""
+        self._ends.set()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _put(self, item: Any, mark: Mark, size: int) -> None:
+        if self._is_stuck:
+            return
+        with self._lock:
+            self._pending.append((item, mark, size))
+            self._size += size
+            while self._size > ROOM:
+                self._size -= self._pending.popleft()[2]
+        if self._thread is None:
+            self._ends.clear()
+            self._thread = threading.Thread(target=self._run, name=f"redeqx-{self._name}", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        forget = at_end(self.close)
+        wait, ends = 0.0, False
+        while not ends:
+            ends = self._ends.wait(wait)
+            try:
+                self._deliver()
+                if ends and self._tracker is not None:
+                    tracker, self._tracker = self._tracker, None
+                    tracker.close(_is_failing())
+            except Exception as error:
+                self._warn(f"to record, got {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                self._has_failed, wait = True, min(max(2 * wait, FIRST_RETRY), LAST_RETRY)
+                continue
+            if self._has_failed:
+                self._say(f"{self._name}: records again")
+            self._has_failed, wait = False, GAP
+        forget()
+
+    def _deliver(self) -> None:
+        if self._tracker is None:
+            self._tracker = tracker = self._kind(Opening(self._workdir, self._run_id, self._purge_step))
+            self._purge_step = None  # done once: what is recorded from here on stays
+            self._run_id = tracker.run_id
+            self._keep()
+            self._say(f"{self._name}: {tracker.where}")
+        while waiting := self._next():
+            item, mark, _ = waiting[-1]
+            if isinstance(item, Row):
+                self._tracker.rows([row for row, _, _ in waiting])
+                self._sent = max(self._sent, mark)
+                self._keep()
+            elif isinstance(item, Medium):
+                self._tracker.medium(item)
+                self._sent_media = max(self._sent_media, item.step)
+                self._keep()
+            else:
+                self._tracker.config(item)
+            with self._lock:  # unless they have made room for others
+                while self._pending and waiting and self._pending[0] is waiting[0]:
+                    self._size -= self._pending.popleft()[2]
+                    waiting.pop(0)
+
+    def _next(self) -> list[tuple[Any, Mark, int]]:
+        """What is delivered next: some rows at once, or one other thing."""
+        with self._lock:
+            first = list(self._pending)[:BATCH]
+        return list(takewhile(lambda each: isinstance(each[0], Row), first)) or first[:1]
+
+    def _keep(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # the checkpoints report a disk that is full
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                beside = self._file.with_suffix(".tmp")
+                beside.write_text(
+                    json.dumps({"run_id": self._run_id, "sent": self._sent, "media": self._sent_media}), "utf-8"
+                )
+                os.replace(beside, self._file)
+
+    def _warn(self, got: str) -> None:
+        """Warns once, from whichever thread; where warnings are errors, it is printed: a tracker ends no run."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        kept = "" if self._workdir is None else " All of it is in the workdir, too."
+        message = (
+            f"`loggers`: expected {self._name} {got}. Training goes on; what it misses is kept, and sent when it works "
+            f"again.{kept}"
+        )
+        try:
+            warnings.warn(message, stacklevel=3)
+        except Warning:
+            print(message, file=sys.stderr)
+
+
+_UNKNOWN = (None, NOTHING, -1)
+
+
+def _state(file: Path | None) -> tuple[str | None, Mark, int]:
+    """The tracker's run that an earlier process began, and how far it came: in the metrics, and in images and texts."""
+    try:
+        state = {} if file is None else json.loads(file.read_text("utf-8"))
+        step, n = state["sent"]
+        return str(state["run_id"]), (int(step), int(n)), int(state["media"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return _UNKNOWN
+
+
+def _is_failing() -> bool:
+    """Whether an exception ends this script; in a notebook the exception of a cell ends nothing."""
+    return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")

@@ -1,0 +1,331 @@
+"""The progress of a loop: a live line on a terminal, one updated display in a notebook, plain lines elsewhere.
+
+It shows what it is told, and measures time alone; `_console.py` owns the stream.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from rich.console import Console as RichConsole, ConsoleOptions
+from rich.live import Live
+from rich.text import Text
+
+from ._meter import Meter, Work
+
+REDRAWS_PER_SECOND = 5
+NOTEBOOK_UPDATES_PER_SECOND = 2  # each is a message to the browser
+# Seconds between plain lines where no live line can be drawn: often at first, when one looks; the last one repeats.
+PLAIN_GAPS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
+# The least seconds between two records of the speed.
+SPEED_GAP = 1.0
+# The least share of time that is shown as waiting for data.
+WORTH_SHOWING = 0.01
+BAR_WIDTH = 16
+SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad norm"}
+
+
+class Shows(Protocol):
+    """What a line uses of the console that shows it: the line that is shown, and how."""
+
+    _progress: "ProgressLine | None"
+    _prints: bool
+    _own_file: bool
+    _is_notebook: bool
+    _peak_memory: Callable[[], int | None]
+
+    @property
+    def _terminal(self) -> RichConsole: ...
+    def info(self, message: str) -> None: ...
+
+
+class ProgressLine:
+    """The progress of a loop; `Console.progress` makes it.
+
+    On a terminal it is a line that a thread redraws a few times a second, also while a model compiles. Elsewhere it is plain
+    lines: the first step, then at growing intervals, and the last. `n_epochs` and `n_steps` may be set once they are known.
+    """
+
+    def __init__(
+        self, console: Shows, *, n_epochs: int | None, n_steps: int | None, first_step: int, title: str, unit: str = "step"
+    ):
+        self.n_epochs = n_epochs
+        self.n_steps = n_steps
+        self._console = console
+        self._title, self._unit = title, unit
+        self._shows = False
+        self._outer: ProgressLine | None = None  # the one that shows, where this one runs inside it
+        self._live: Live | NotebookLine | None = None
+        self._step = first_step
+        self._epoch: int | None = None
+        self._metrics: Mapping[str, float] = {}
+        self._doing = ""
+        self._doing_since = 0.0
+        self._meter = Meter()
+        self._peak_memory: int | None = None
+        self._speed_due = 0.0  # when the speed is recorded next
+        self._began = time.perf_counter()
+        self._due = 0.0  # when the next plain line is
+        self._n_lines = 0
+        self._said_step = first_step
+
+    def __enter__(self) -> "ProgressLine":
+        console = self._console
+        self._began = time.perf_counter()
+        if console._progress is not None:
+            self._outer = console._progress
+            return self
+        console._progress = self
+        self._shows = console._prints
+        if self._shows and console._is_notebook:
+            self._live = NotebookLine(lambda: "  ".join(field.plain for field in self._live_fields()))
+        elif self._shows and console._terminal.is_interactive:
+            # What the user prints goes above the line. Only what would reach the terminal anyway: standard error sent
+            # to a file must stay there.
+            redirect = not console._own_file
+            live = Live(
+                console=console._terminal,
+                get_renderable=lambda: _Packed(self._live_fields()),
+                refresh_per_second=REDRAWS_PER_SECOND,
+                redirect_stdout=redirect,
+                redirect_stderr=redirect and is_terminal(sys.stderr),
+            )
+            live.start()
+            self._live = live
+            # rich hides the cursor, and a killed process would leave it hidden.
+            console._terminal.show_cursor(True)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._console._progress is self:
+            self._console._progress = None
+        self._doing = ""
+        if self._live is not None:
+            self._live.stop()
+        elif self._shows and self._said_step != self._step:
+            self._say_line(time.perf_counter())
+        self._shows, self._live = False, None
+
+    def update(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float],
+        n_examples: int,
+        n_tokens: int | None = None,
+        epoch: int | None = None,
+        work: Work | None = None,
+    ) -> None:
+        """Shows a finished step. Costs microseconds, unless a plain line is due.
+
+        **Arguments:**
+
+        - `step`: steps done, those before a resume included.
+        - `metrics`: what to show; `loss`, `learning_rate`, `grad_norm` and others by name.
+        - `n_examples`, `n_tokens`: the size of this step's batch, over all devices; `n_tokens` where it is known.
+        - `epoch`: the epoch that the step belongs to; the first is 1.
+        - `work`: what one device computed in it, where that is known.
+        """
+        self._meter.step(step - self._step, n_examples, n_tokens, work)
+        now = time.perf_counter()
+        self._step, self._epoch, self._metrics = step, epoch, metrics
+        if self._shows and self._live is None and (now >= self._due or step == self.n_steps):
+            self._say_line(now)
+
+    def speed(self) -> dict[str, float]:
+        """The rates of the newest steps and `peak_memory_bytes`, by name, to be recorded with the metrics of a step. Empty
+        where nothing was measured yet, and within a second of the last time."""
+        now = time.perf_counter()
+        if now < self._speed_due or not (rates := self._meter.rates()):
+            return {}
+        self._speed_due = now + SPEED_GAP
+        self._peak_memory = self._console._peak_memory()
+        return rates if self._peak_memory is None else {**rates, "peak_memory_bytes": self._peak_memory}
+
+    def begin_step(self, done: int) -> None:
+        """The next step begins now, after so many: the time before it counts in no rate. For loops of the user's own."""
+        self._step = done
+        self._meter.begin()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """A context in which the loop waits for its next batch; the share of such time is shown and recorded."""
+        return self._meter.waiting()
+
+    @contextmanager
+    def compiling(self, what: str) -> Iterator[list[str]]:
+        """Prints that `what` compiles, and how long it took; with it the notes that are added to the list that it yields.
+        Neither that time nor the next step counts in a rate."""
+        if self._outer is not None:
+            with self._outer.compiling(what) as notes:
+                yield notes
+            return
+        notes: list[str] = []
+        if self._shows and self._live is None:
+            self._console.info(f"compiling {what}")
+        began = time.perf_counter()
+        with self.pause(f"compiling {what}"):
+            yield notes
+        self._meter.restart()
+        if self._shows:
+            took = f"compiled {what} in {_duration(time.perf_counter() - began)}"
+            self._console.info(", ".join([took, *filter(None, notes)]))
+
+    @contextmanager
+    def pause(self, doing: str) -> Iterator[None]:
+        """Shows other work ("evaluating", "saving"), whose time counts in no rate."""
+        if self._outer is not None:
+            with self._outer.pause(doing):
+                yield
+            return
+        before = self._doing, self._doing_since
+        self._doing, self._doing_since = doing, time.perf_counter()
+        try:
+            with self._meter.paused():
+                yield
+        finally:
+            self._doing, self._doing_since = before
+
+    def _say_line(self, now: float) -> None:
+        terminal = self._console._terminal
+        width = terminal.width if terminal.is_terminal else sys.maxsize  # a log file has no width
+        self._console.info("\n".join(line.plain for line in _packed(self._fields(), width)))
+        self._due = now + PLAIN_GAPS[min(self._n_lines, len(PLAIN_GAPS) - 1)]
+        self._n_lines += 1
+        self._said_step = self._step
+
+    def _fields(self) -> list[Text]:
+        now = time.perf_counter()
+        fields = [Text(self._title, style="bold")] if self._title else []
+        if self._epoch is not None:
+            fields.append(_field("epoch", _of(self._epoch, self.n_epochs)))
+        fields.append(_field(self._unit, _of(self._step, self.n_steps)))
+        fields += [_field(SHORT_NAMES.get(name, name), _number_text(name, x)) for name, x in self._metrics.items()]
+        fields += self._speed_fields()
+        seconds = self._meter.seconds_per_step
+        if self._step == self.n_steps:
+            fields.append(_field(_duration(now - self._began), "in all", dim_first=False))
+        elif self.n_steps is not None and seconds is not None:
+            fields.append(_field(_duration((self.n_steps - self._step) * seconds), "left", dim_first=False))
+        else:
+            fields.append(_field(_duration(now - self._began), "so far", dim_first=False))
+        return fields
+
+    def _speed_fields(self) -> list[Text]:
+        """Of the FLOP/s the share of the chip's, where that is known; of waiting only what is worth a look."""
+        rates = self._meter.rates()
+        fields = [
+            _field(_rate(rates[name]), unit, dim_first=False)
+            for name, unit in (("examples_per_second", "examples/s"), ("tokens_per_second", "tokens/s"))
+            if name in rates
+        ]
+        if "mfu" in rates:
+            fields.append(_field("MFU", f"{rates['mfu']:.1%}"))
+        elif "model_flops_per_second" in rates:
+            fields.append(_field(_flops(rates["model_flops_per_second"]), "a device", dim_first=False))
+        if self._peak_memory is not None:
+            fields.append(_field("peak", f"{self._peak_memory / 2**30:.1f} GiB"))
+        if rates.get("data_wait", 0) >= WORTH_SHOWING:
+            fields.append(_field("waiting for data", f"{rates['data_wait']:.0%}"))
+        return fields
+
+    def _live_fields(self) -> list[Text]:
+        fields = self._fields()
+        if self.n_steps:
+            full, empty = "━─" if self._console._terminal.encoding.startswith("utf") else "#-"
+            n_full = BAR_WIDTH * self._step // self.n_steps
+            fields.insert(0, Text.assemble((full * n_full, "cyan"), (empty * (BAR_WIDTH - n_full), "dim")))
+        if self._doing:
+            elapsed = _duration(time.perf_counter() - self._doing_since)
+            fields.insert(0, Text(f"{self._doing}, {elapsed}", style="yellow"))
+        return fields
+
+
+class NotebookLine:
+    """A line as one display of a notebook, which a thread updates in its place."""
+
+    def __init__(self, line: Callable[[], str]):
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        self._line, self._shown = line, line()
+        # Text, since HTML would need a style of each front end.
+        self._display: Any = display({"text/plain": self._shown}, raw=True, display_id=True)
+        self._stops = threading.Event()
+        self._thread = threading.Thread(target=self._update_always, name="redeqx-notebook", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Shows the last state, which stays."""
+        self._stops.set()
+        self._thread.join()
+        self._update()
+
+    def _update_always(self) -> None:
+        while not self._stops.wait(1 / NOTEBOOK_UPDATES_PER_SECOND):
+            self._update()
+
+    def _update(self) -> None:
+        if (line := self._line()) != self._shown:
+            self._shown = line
+            self._display.update({"text/plain": line}, raw=True)
+
+
+def _packed(fields: Sequence[Text], width: int) -> Iterator[Text]:
+    """Fields in as few lines as the width allows, each kept whole."""
+    line = Text()
+    for field in fields:
+        if line and line.cell_len + 2 + field.cell_len > width:
+            yield line
+            line = Text()
+        line = Text.assemble(line, "  ", field) if line else field
+    yield line
+
+
+class _Packed:
+    """What the live display draws."""
+
+    def __init__(self, fields: Sequence[Text]):
+        self._fields = fields
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> Iterator[Text]:
+        yield from _packed(self._fields, options.max_width)
+
+
+def is_terminal(stream: Any) -> bool:
+    return stream is not None and stream.isatty()
+
+
+def _field(first: str, second: str, *, dim_first: bool = True) -> Text:
+    return Text.assemble((first, "dim" if dim_first else ""), " ", (second, "" if dim_first else "dim"))
+
+
+def _of(done: int, total: int | None) -> str:
+    return f"{done:,}" if total is None else f"{done:,}/{total:,}"
+
+
+def _number_text(name: str, value: float) -> str:
+    if name == "learning_rate":
+        return f"{value:.2e}"
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
+def _flops(per_second: float) -> str:
+    for unit, factor in (("T", 1e12), ("G", 1e9)):
+        if per_second >= factor:
+            return f"{per_second / factor:.3g} {unit}FLOP/s"
+    return f"{per_second / 1e6:.3g} MFLOP/s"
+
+
+def _duration(seconds: float) -> str:
+    """Hours, minutes and seconds, such as `1:23` or `27:01:23`; below ten seconds, `4.2s`."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

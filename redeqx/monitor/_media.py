@@ -1,0 +1,126 @@
+"""Images and texts of a run: plain files in `workdir/media/`, by step and name. PNG is written here, without a library."""
+
+import io
+import re
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# How far floats may lie outside of 0 to 1: what bfloat16 rounds.
+_ROUNDED = 1 / 256
+_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # channels: as PNG counts them
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True)
+class Medium:
+    """An image or a text of one step.
+
+    **Arguments:**
+
+    - `name`: as trackers show it.
+    - `step`: optimizer updates done.
+    - `content`: a PNG file, or a text.
+    """
+
+    name: str
+    step: int
+    content: bytes | str
+
+    @property
+    def filename(self) -> str:
+        """Such as `step_00000100_samples.png`."""
+        name = re.sub(r"[^\w.-]", "_", self.name)
+        return f"step_{self.step:08d}_{name}.{'txt' if self.is_text else 'png'}"
+
+    @property
+    def is_text(self) -> bool:
+        return isinstance(self.content, str)
+
+    @property
+    def data(self) -> bytes:
+        """The bytes of its file."""
+        return self.content.encode() if isinstance(self.content, str) else self.content
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of an image, in pixels."""
+        width, height = struct.unpack(">II", self.data[16:24])
+        return height, width
+
+    def write(self, folder: Path) -> Path:
+        """Writes its file into a folder, which is made; returns its path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / self.filename
+        path.write_bytes(self.data)
+        return path
+
+
+def rewind_media(folder: Path, step: int) -> None:
+    """Deletes the files of images and texts after `step`."""
+    for path in folder.glob("step_*"):
+        found = re.match(r"step_(\d{8,})_.*\.(png|txt)$", path.name)
+        if found is not None and int(found[1]) > step:
+            path.unlink()
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError for the name of an image or a text that names no file."""
+    if not re.search(r"\w", name):
+        raise ValueError(f"`name`: expected letters or digits, which name a file, got {name!r}. Pass a name.")
+
+
+def check_image(image: Any) -> Any:
+    """An image as `png` takes it: an array of numpy, or a matplotlib figure as it is.
+
+    Raises TypeError and ValueError for what is neither.
+    """
+    if hasattr(image, "savefig"):
+        return image
+    if not (getattr(image, "is_fully_addressable", True) or image.is_fully_replicated):
+        raise ValueError(
+            f"`image`: expected an array that this process holds whole, got parts of {image.shape} on several processes. "
+            "Gather it with `jax.experimental.multihost_utils.process_allgather(image, tiled=True)`."
+        )
+    try:
+        pixels = np.asarray(image)
+        pixels = pixels if pixels.dtype == np.uint8 else pixels.astype(np.float32)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"`image`: expected an array or a matplotlib figure, got {type(image).__name__}. Convert it first."
+        ) from None
+    if pixels.ndim not in (2, 3) or 0 in pixels.shape or (pixels.ndim == 3 and pixels.shape[2] not in _COLOR_TYPES):
+        raise ValueError(
+            f"`image`: expected the shape [height, width], or [height, width, channels] with 1, 3 or 4 channels, got "
+            f"{list(pixels.shape)}. Move the channels last, and join several images to one, "
+            "as by `np.concatenate(images, axis=1)`."
+        )
+    if pixels.dtype == np.uint8:
+        return pixels
+    low, high = float(pixels.min()), float(pixels.max())
+    if not (low >= -_ROUNDED and high <= 1 + _ROUNDED):  # NaN is neither
+        raise ValueError(
+            f"`image`: expected numbers from 0 to 1, or uint8, got {low:.6g} to {high:.6g}. Rescale it, or pass uint8."
+        )
+    return np.round(pixels.clip(0, 1) * 255).astype(np.uint8)
+
+
+def png(image: Any) -> bytes:
+    """The PNG file of an image that `check_image` returned."""
+    if hasattr(image, "savefig"):
+        file = io.BytesIO()
+        image.savefig(file, format="png")
+        return file.getvalue()
+    height, width, channels = image.shape if image.ndim == 3 else (*image.shape, 1)
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
+    # Each row begins with its filter; 0 is none.
+    rows = np.pad(image.reshape(height, width * channels), ((0, 0), (1, 0)))
+    return _SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(rows.tobytes())) + _chunk(b"IEND", b"")
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,0 +1,293 @@
+"""Trackers by name: how TensorBoard, Weights & Biases, MLflow and Trackio open a run, continue it, record in it, and end it.
+
+Each is a class that knows one package, which it imports when a run is opened. It may take its time and raise: `_delivery.py`
+calls it in a thread.
+"""
+
+import importlib.util
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any, Protocol, SupportsFloat, runtime_checkable
+
+from ._media import Medium
+
+PROJECT = "redeqx"  # where the environment names none
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """An object that records metrics: a `wandb` run, or a class of three lines.
+
+    It is called in the loop, in process 0, and what it raises ends the fit. It may have two more methods, which are then
+    called too: `log_image(name, image, step)`, with an array of uint8 `[height, width]` or `[height, width, channels]`, or
+    with the matplotlib figure that was given; and `log_text(name, text, step)`.
+    """
+
+    def log(self, metrics: dict[str, float], step: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """The metrics of one step, and the time at which they were recorded, in seconds since 1970."""
+
+    step: int
+    numbers: Mapping[str, float]
+    time: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a run of a tracker is opened with.
+
+    **Arguments:**
+
+    - `folder`: the workdir; None without one.
+    - `run_id`: of the run to continue, which an earlier process began; None for a new one.
+    - `purge_step`: from which on what an earlier process recorded is done again; None for nothing.
+    """
+
+    folder: Path | None
+    run_id: str | None = None
+    purge_step: int | None = None
+
+    @property
+    def title(self) -> str | None:
+        return None if self.folder is None else self.folder.resolve().name
+
+
+class NamedTracker(Protocol):
+    """A run of a tracker, opened by `__init__(opening)`.
+
+    **Attributes:**
+
+    - `package`: what is imported. `install`: what to install for it.
+    - `purges`: whether it deletes what is done again; for others that is left out.
+    - `run_id`: by which a later process continues the run.
+    - `where`: the address or folder where it is seen.
+    """
+
+    package: str
+    install: str
+    purges: bool
+    run_id: str
+    where: str
+
+    def __init__(self, opening: Opening) -> None: ...
+    def config(self, values: Mapping[str, str]) -> None: ...
+    def rows(self, rows: Sequence[Row]) -> None: ...
+    def medium(self, medium: Medium) -> None: ...
+    def close(self, failed: bool) -> None: ...
+
+
+class TensorBoard:
+    package, install, purges = "tensorboardX", "redeqx[tensorboard]", True
+
+    def __init__(self, opening: Opening) -> None:
+        from tensorboardX import SummaryWriter
+
+        assert opening.folder is not None, "checked"
+        self.run_id, self.where = "", str(opening.folder / "tensorboard")
+        self._writer = SummaryWriter(self.where, purge_step=opening.purge_step)
+
+    def config(self, values: Mapping[str, str]) -> None:
+        table = "".join(f"|{name}|{value.replace('|', chr(92) + '|')}|\n" for name, value in values.items())
+        self._writer.add_text("config", f"|name|value|\n|-|-|\n{table}", 0)
+        self._writer.flush()
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            for name, value in row.numbers.items():
+                self._writer.add_scalar(name, value, row.step, walltime=row.time)
+        self._writer.flush()  # its default of two minutes would be lost to a kill
+
+    def medium(self, medium: Medium) -> None:
+        if medium.is_text:
+            indented = "\n".join("    " + line for line in str(medium.content).splitlines())  # Markdown, as it is
+            self._writer.add_text(medium.name, indented, medium.step)
+        else:
+            from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+            height, width = medium.size
+            image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=medium.data)
+            summary = Summary(value=[Summary.Value(tag=medium.name, image=image)])
+            assert self._writer.file_writer is not None
+            self._writer.file_writer.add_summary(summary, medium.step)
+        self._writer.flush()
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class WandB:
+    package, install, purges = "wandb", "redeqx[wandb]", False
+
+    def __init__(self, opening: Opening) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False):
+            raise RuntimeError("no API key is configured: run `wandb login`, or set WANDB_MODE=offline")
+        # A run of its own, beside any other of the script. The console is redeqx's: wandb would copy each redraw of it.
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            name=os.environ.get("WANDB_NAME") or opening.title,
+            id=opening.run_id,
+            resume=None if opening.run_id is None else "allow",
+            dir=opening.folder,
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self.run_id = self._run.id
+        self.where = (None if self._run.offline else self._run.url) or str(Path(self._run.dir).parent)
+
+    def config(self, values: Mapping[str, str]) -> None:
+        self._run.config.update(dict(values), allow_val_change=True)
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._run.log(dict(row.numbers), step=row.step)
+
+    def medium(self, medium: Medium) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        if medium.is_text:
+            self._run.log({medium.name: wandb.Html(f"<pre>{escape(str(medium.content))}</pre>")}, step=medium.step)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                self._run.log({medium.name: wandb.Image(str(medium.write(Path(folder))))}, step=medium.step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class MLflow:
+    package, install, purges = "mlflow", "redeqx[mlflow]", False
+
+    def __init__(self, opening: Opening) -> None:
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+
+        # The client, not the module's functions: those keep one active run for the script, which is its own.
+        self._client = client = MlflowClient()
+        if opening.run_id is None:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+            experiment = client.get_experiment_by_name(name)
+            experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
+            self.run_id = client.create_run(experiment_id, run_name=opening.title).info.run_id
+        else:
+            self.run_id = opening.run_id
+            client.update_run(self.run_id, status="RUNNING")
+        self.where = f"{client.tracking_uri}, run {self.run_id}"
+
+    def config(self, values: Mapping[str, str]) -> None:
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
+
+        known = self._client.get_run(self.run_id).data.params  # these are never changed: they say how the run began
+        new = [Param(name, value[:_MLFLOW_PARAM]) for name, value in values.items() if name not in known]
+        self._client.log_batch(self.run_id, params=new)
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        metrics = [
+            Metric(name, value, int(row.time * 1000), row.step) for row in rows for name, value in row.numbers.items()
+        ]
+        for start in range(0, len(metrics), _MLFLOW_BATCH):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + _MLFLOW_BATCH])
+
+    def medium(self, medium: Medium) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self._client.log_artifact(self.run_id, str(medium.write(Path(folder))), "media")
+
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
+
+
+_MLFLOW_PARAM, _MLFLOW_BATCH = 6000, 1000  # the characters and metrics that a request may hold
+
+
+class Trackio:
+    package, install, purges = "trackio", "redeqx[trackio]", False
+
+    def __init__(self, opening: Opening) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        # It continues a run by its name, so a name is used once.
+        self.run_id = opening.run_id or "-".join(filter(None, [opening.title, uuid.uuid4().hex[:8]]))
+        project = os.environ.get("TRACKIO_PROJECT") or PROJECT
+        self._run = trackio.init(project, self.run_id, resume="allow", embed=False)
+        self.where = f"trackio show --project {project}, run {self.run_id}"
+
+    def config(self, values: Mapping[str, str]) -> None:
+        self._run.config.update(values)  # goes with the next row
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._run.log(dict(row.numbers), step=row.step)
+
+    def medium(self, medium: Medium) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        if medium.is_text:
+            self._run.log({medium.name: trackio.Markdown(f"```\n{medium.content}\n```")}, step=medium.step)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                self._run.log({medium.name: trackio.Image(str(medium.write(Path(folder))))}, step=medium.step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, type[NamedTracker]] = {
+    "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio
+}  # fmt: skip
+
+
+def check_loggers(loggers: Any, workdir: Path | None, run_tensorboard: bool) -> tuple[list[str], list[Tracker]]:
+    """The trackers by name, each once, and those that are objects. Every process calls it, so that all of them stop.
+
+    Raises TypeError, ValueError and ImportError, as `Console` documents.
+    """
+    if isinstance(loggers, str):
+        raise TypeError(f"`loggers`: expected a list of trackers, got {loggers!r}. Pass `loggers=[{loggers!r}]`.")
+    named, objects = ["tensorboard"] if run_tensorboard else [], []
+    for i, logger in enumerate(loggers):
+        if isinstance(logger, str) and logger not in TRACKERS:
+            raise ValueError(
+                f"`loggers[{i}]`: expected one of {sorted(TRACKERS)}, or an object with `log(metrics, step)`, got "
+                f"{logger!r}. Pass one of them."
+            )
+        if not isinstance(logger, str | Tracker):
+            raise TypeError(
+                f"`loggers[{i}]`: expected an object with `log(metrics, step)`, got {type(logger).__name__}. "
+                "Wrap it in a class that has one."
+            )
+        if not isinstance(logger, str):
+            objects.append(logger)
+        elif logger not in named:
+            named.append(logger)
+    argument = "run_tensorboard" if run_tensorboard else "loggers"
+    if "tensorboard" in named and workdir is None:
+        raise ValueError(f"`{argument}`: expected a `workdir` to write to, got None. Pass `workdir=`.")
+    for name in named:
+        tracker = TRACKERS[name]
+        if importlib.util.find_spec(tracker.package) is None:
+            raise ImportError(
+                f"`{argument if name == 'tensorboard' else 'loggers'}`: expected {tracker.package}, got no such package. "
+                f'Run `pip install "{tracker.install}"`, or do without this tracker.'
+            )
+    return named, objects
+
+
+def as_number(name: str, value: SupportsFloat) -> float:
+    """A metric as a float. Raises TypeError for what is not one number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        shape = getattr(value, "shape", None)
+        got = repr(value)[:80] if shape is None else f"an array of shape {shape}"
+        raise TypeError(f"`{name}`: expected one number as a metric, got {got}. Reduce it to one.") from None

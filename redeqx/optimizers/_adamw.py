@@ -1,0 +1,107 @@
+"""AdamW whose moments take two bytes a parameter, or four, instead of eight.
+
+Owns the update; `_moments` owns the formats. What is computed is what `optax.adamw` computes, in float32, but for the
+rounding of the moments between updates.
+
+Source: D. Kingma and J. Ba, *Adam* (arXiv:1412.6980); I. Loshchilov and F. Hutter, *Decoupled Weight Decay Regularization*
+(arXiv:1711.05101).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int, PyTree
+
+from .._tree import nearest
+from ._groups import decay_mask
+from ._moments import FORMATS, noises, read, write, zeros
+
+
+class AdamState(NamedTuple):
+    """The number of updates; both moments, each in the shape of its parameter; and the scales of their blocks, None for
+    moments without."""
+
+    count: Int[Array, ""]
+    mu: PyTree[Array]
+    nu: PyTree[Array]
+    mu_scales: PyTree[Array | None]
+    nu_scales: PyTree[Array | None]
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    moments: str = "8bit",
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    mask: PyTree | Callable[[PyTree], PyTree[bool]] = decay_mask,
+) -> optax.GradientTransformation:
+    """AdamW with moments in few bits: of 8 bytes a parameter that `optax.adamw` keeps, 2.1 remain, or 4.
+
+    ```python
+    trainer = redeqx.Trainer(..., optimizer=adamw(3e-4, moments="8bit"))
+    ```
+
+    Moments are split over the mesh like their parameters, and saved in these bits. They are rounded by chance, with numbers
+    that depend on the step and the leaf alone: a resumed run ends with the same bits.
+
+    **Arguments:**
+
+    - `learning_rate`: a number, or a schedule of updates.
+    - `moments`: `"8bit"`, with a float32 scale for each block of 64 to 256 numbers, or `"bfloat16"`. Those of leaves of less
+        than 4096 numbers stay in float32.
+    - `b1`, `b2`: the decay rates of the two moments.
+    - `eps`: added to the root of the second moment.
+    - `weight_decay`: times the learning rate.
+    - `mask`: the leaves that decay, as for `optax.adamw`.
+
+    Raises ValueError for another format.
+    """
+    if moments not in FORMATS:
+        named = " or ".join(f"'{name}'" for name in FORMATS)
+        raise ValueError(
+            f"`moments`: expected {named}, got {moments!r}.{nearest(str(moments), FORMATS)} For float32 use `optax.adamw`."
+        )
+    return optax.chain(
+        _scale_by_adam(moments, b1, b2, eps),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def _scale_by_adam(form: str, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    def init(params: PyTree) -> AdamState:
+        leaves, treedef = jax.tree.flatten(params)
+        first, second = ([zeros(x.shape, which, form) for x in leaves] for which in ("first", "second"))
+        (mu, mu_scales), (nu, nu_scales) = (_unzipped(treedef, made) for made in (first, second))
+        return AdamState(jnp.zeros((), jnp.int32), mu, nu, mu_scales, nu_scales)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        del params
+        count = jnp.asarray(optax.safe_increment(state.count))
+        leaves, treedef = jax.tree.flatten(updates)
+        stored = zip(*(treedef.flatten_up_to(tree) for tree in state[1:]), strict=True)
+        steps_key = jax.random.fold_in(jax.random.key(0), count)
+        made, first, second = [], [], []
+        for i, (g, (mu, nu, mu_scales, nu_scales)) in enumerate(zip(leaves, stored, strict=True)):
+            m = b1 * read(mu, mu_scales, "first") + (1 - b1) * g
+            v = b2 * read(nu, nu_scales, "second") + (1 - b2) * jnp.square(g.astype(jnp.float32))
+            made.append((m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps)).astype(g.dtype))
+            noise = noises(jax.random.fold_in(steps_key, i), g.shape)
+            first.append(write(m, mu, "first", noise[0]))
+            second.append(write(v, nu, "second", noise[1]))
+        (mu, mu_scales), (nu, nu_scales) = (_unzipped(treedef, pairs) for pairs in (first, second))
+        return jax.tree.unflatten(treedef, made), AdamState(count, mu, nu, mu_scales, nu_scales)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _unzipped(treedef: Any, pairs: list[tuple[Array, Array | None]]) -> tuple[PyTree, PyTree]:
+    """A tree of moments, and one of their scales."""
+    stored, scales = zip(*pairs, strict=True) if pairs else ((), ())
+    return jax.tree.unflatten(treedef, stored), jax.tree.unflatten(treedef, scales)

@@ -1,0 +1,132 @@
+"""Groups of leaves by their kind, as masks and as optimizers: which are weight matrices, embeddings, biases, norms.
+
+Owns the functions over kinds. What kind a leaf is, `partition` decides: without a plan by the types of Equinox's layers, and
+with the plan of a traced loss by what the loss computes with it, which also covers arrays outside of layers.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import optax
+from jax.tree_util import GetAttrKey
+from jaxtyping import PyTree
+
+from .._tree import is_array_like, map_named, nearest, render
+from ..partition import KINDS, Kind, Plan, kinds_of
+
+_DECAYING = ("matrix", "head", "embedding", "convolution")
+_DEFAULT = "default"  # the group of all other kinds
+
+
+def kinds(params: PyTree, plan: Plan | None = None) -> PyTree[str]:
+    """The kind of each leaf, in the structure of `params`: `"matrix"`, `"head"`, `"embedding"`, `"convolution"`, `"bias"`,
+    `"norm"` or `"other"`.
+
+    A matrix is the weight of a fully connected layer or of a projection of an attention, stacked or not; a head is one that
+    makes the outputs. Without a plan, that is the last one in field order that is not stacked, unless it has as many outputs
+    as an embedding has features: then the output layer is taken to be tied to the embedding.
+
+    **Arguments:**
+
+    - `params`: a model, or its trained leaves; of arrays or of their shapes.
+    - `plan`: `deployer.plan(model, loss_fn, batch)`, for models with arrays outside of Equinox's layers.
+
+    Raises ValueError where the plan is of another model.
+    """
+    found = kinds_by_name(params, plan)
+    return map_named(lambda name, leaf: found[name].name if name in found else "other", params)
+
+
+def of_kind(*names: str, plan: Plan | None = None) -> Callable[[PyTree], PyTree[bool]]:
+    """The mask of the leaves of these kinds, for `optax.masked` and for each `mask` argument of optax.
+
+    ```python
+    optax.masked(optax.add_decayed_weights(0.1), of_kind("matrix", "head"))
+    ```
+
+    **Arguments:**
+
+    - `names`: of kinds, as for `kinds`.
+    - `plan`: as for `kinds`.
+
+    Raises ValueError for an unknown kind.
+    """
+    for name in names:
+        _check_kind(name)
+    return lambda params: jax.tree.map(lambda kind: kind in names, kinds(params, plan))
+
+
+def decay_mask(params: PyTree, plan: Plan | None = None) -> PyTree[bool]:
+    """True for the leaves that should have weight decay: matrices, heads, embeddings and convolutions.
+
+    Pass it as `optax.adamw(learning_rate, mask=decay_mask)`. The number of dims is not enough to decide, because the biases
+    of scanned layers also have two. Without a plan, arrays of other modules decay if their field is called `weight`.
+
+    **Arguments:**
+
+    - `params`, `plan`: as for `kinds`; with a plan, pass `functools.partial(decay_mask, plan=plan)`.
+
+    Raises ValueError where the plan is of another model.
+    """
+    found = kinds_by_name(params, plan)
+
+    def decays(path: tuple[Any, ...], leaf: Any) -> bool:
+        kind = found.get(render(path))
+        if plan is None and kind is not None and kind.name == "other":
+            return bool(path) and isinstance(path[-1], GetAttrKey) and path[-1].name == "weight"
+        return kind is not None and kind.name in _DECAYING
+
+    return jtu.tree_map_with_path(decays, params)
+
+
+def groups(
+    transforms: Mapping[str, optax.GradientTransformation],
+    default: optax.GradientTransformation,
+    *,
+    plan: Plan | None = None,
+) -> optax.GradientTransformation:
+    """An optimizer that updates each kind of leaf in a way of its own.
+
+    ```python
+    optimizer = groups({"embedding": optax.adam(1e-2), "norm": optax.sgd(1e-3)}, default=optax.adamw(1e-3))
+    ```
+
+    **Arguments:**
+
+    - `transforms`: an optimizer for each kind, by the names that `kinds` returns.
+    - `default`: the optimizer of all other leaves.
+    - `plan`: as for `kinds`.
+
+    Raises ValueError for an unknown kind.
+    """
+    for name in transforms:
+        _check_kind(name)
+
+    def labels(params: PyTree) -> PyTree[str]:
+        return jax.tree.map(lambda kind: kind if kind in transforms else _DEFAULT, kinds(params, plan))
+
+    return optax.partition({**transforms, _DEFAULT: default}, labels)
+
+
+def kinds_by_name(params: PyTree, plan: Plan | None) -> dict[str, Kind]:
+    """The kinds of the array leaves, by name; those of a plan where one is given.
+
+    Raises ValueError where the plan lacks a leaf.
+    """
+    if plan is None:
+        return kinds_of(params)
+    names = [render(path) for path, leaf in jtu.tree_flatten_with_path(params)[0] if is_array_like(leaf)]
+    for name in names:
+        if name not in plan.leaves:
+            raise ValueError(
+                f"`plan`: expected the plan of this model, got one without `{name}`. "
+                "Pass `deployer.plan(model, loss_fn, batch)` of the model that is trained."
+            )
+    return {name: plan[name].kind for name in names}
+
+
+def _check_kind(name: str) -> None:
+    if name not in KINDS:
+        raise ValueError(f"`{name}`: expected a kind of leaf.{nearest(name, KINDS)} Pass one of {', '.join(KINDS)}.")

@@ -1,0 +1,147 @@
+"""Moments of gradients in few bits: bfloat16, or 8 bits a number with a float32 scale a block.
+
+Owns the formats. A block is a run of numbers along one dim, with the largest magnitude as its scale. A first moment `m` is
+kept as `127 sqrt(|m| / scale)` and its sign, a second moment `v` as `255 (v / scale)^(1/4)`, both as whole numbers: a linear
+scale would have too few steps for the small numbers of a block, and a second moment that becomes zero would make an update
+infinite. So no second moment above zero is rounded to zero.
+
+Moments change by less than a step of these formats at a time: `v` by a thousandth, where `b2=0.999`. So they are rounded up
+or down by chance, right on average; rounded to the nearest, they would stay where they are.
+
+Source: block-wise scales, T. Dettmers et al., *8-bit Optimizers via Block-wise Quantization* (arXiv:2110.02861), which looks
+up a table of steps instead of taking roots; stochastic rounding (arXiv:2010.06192).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._rounding import to_bfloat16
+
+# Leaves with fewer numbers stay in float32: they take no memory, and norms and biases are sensitive.
+MIN_SIZE = 2**12
+_BLOCKS = range(256, 63, -1)  # numbers in a block; 64 have scales of a sixteenth of their bytes
+_SHARDS = (64, 32, 16, 8, 4, 2, 1)
+_STEPS = {"first": 127, "second": 255}
+_ROOTS = {"first": 1, "second": 2}  # how often the square root is taken
+
+FORMATS = ("8bit", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a leaf: of `size` numbers each, along the dim `dim`."""
+
+    dim: int
+    size: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> "Blocks | None":
+        """The blocks of a leaf: along its last dim that has any, of a size that many numbers of shards leave whole. None for
+        a leaf that is small, or has no such dim.
+
+        They depend on the shape alone, so that a checkpoint restores onto any mesh.
+        """
+        if math.prod(shape) < MIN_SIZE:
+            return None
+        for dim in reversed(range(len(shape))):
+            for n_shards in _SHARDS:
+                part, rest = divmod(shape[dim], n_shards)
+                size = next((size for size in _BLOCKS if not rest and part % size == 0), None)
+                if size is not None:
+                    return cls(dim, size)
+        return None
+
+    def scales(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the scales: that of the leaf, with a block in place of its numbers."""
+        return tuple(n // self.size if dim == self.dim else n for dim, n in enumerate(shape))
+
+    def cut(self, x: Array) -> Array:
+        """The leaf with the dim `dim` as two: blocks, and the numbers of one."""
+        shape = x.shape
+        return x.reshape(*shape[: self.dim], shape[self.dim] // self.size, self.size, *shape[self.dim + 1 :])
+
+    def spread(self, scales: Array) -> Array:
+        """Scales as they are multiplied with `cut` leaves."""
+        return jnp.expand_dims(scales, self.dim + 1)
+
+
+def zeros(shape: Sequence[int], which: str, form: str) -> tuple[Array, Array | None]:
+    """A moment of zeros, and its scales; None where it has none.
+
+    **Arguments:**
+
+    - `which`: `"first"` or `"second"`.
+    - `form`: one of `FORMATS`.
+    """
+    blocks = Blocks.of(shape)
+    if blocks is None:
+        return jnp.zeros(shape, jnp.float32), None
+    if form == "bfloat16":
+        return jnp.zeros(shape, jnp.bfloat16), None
+    dtype = jnp.int8 if which == "first" else jnp.uint8
+    return jnp.zeros(shape, dtype), jnp.zeros(blocks.scales(shape), jnp.float32)
+
+
+def read(stored: Array, scales: Array | None, which: str) -> Array:
+    """A moment in float32."""
+    if scales is None:
+        return stored.astype(jnp.float32)
+    blocks = Blocks.of(stored.shape)
+    assert blocks is not None, "it has scales"
+    codes = blocks.cut(stored).astype(jnp.float32)
+    return (jnp.sign(codes) * _value(jnp.abs(codes), which) * blocks.spread(scales)).reshape(stored.shape)
+
+
+def write(x: Array, like: Array, which: str, noise: Array) -> tuple[Array, Array | None]:
+    """A moment as it is stored, and its scales.
+
+    **Arguments:**
+
+    - `x`: float32.
+    - `like`: as stored before, for its dtype.
+    - `noise`: uint16 in the shape of `x`.
+    """
+    if like.dtype == jnp.float32:
+        return x, None
+    if like.dtype == jnp.bfloat16:
+        return to_bfloat16(x, noise), None
+    blocks = Blocks.of(x.shape)
+    assert blocks is not None, "it is stored in blocks"
+    cut = blocks.cut(x)
+    scales = jnp.max(jnp.abs(cut), axis=blocks.dim + 1)
+    whole = blocks.spread(scales)
+    part = jnp.abs(cut) / jnp.where(whole == 0, 1, whole)
+    lower = jnp.floor(_code(part, which))
+    below, above = _value(lower, which), _value(lower + 1, which)
+    codes = lower + ((part - below) / (above - below) > blocks.cut(noise).astype(jnp.float32) / 2**16)
+    if which == "second":
+        codes = jnp.where(part > 0, jnp.maximum(codes, 1), codes)
+    codes = jnp.sign(cut) * jnp.minimum(codes, _STEPS[which])
+    return codes.astype(like.dtype).reshape(x.shape), scales
+
+
+def _code(part: Any, which: str) -> Array:
+    """The place of a number from 0 to 1 among the steps, before it is rounded."""
+    for _ in range(_ROOTS[which]):
+        part = jnp.sqrt(part)
+    return part * _STEPS[which]
+
+
+def _value(code: Any, which: str) -> Array:
+    """The number from 0 to 1 that a step stands for."""
+    part = code / _STEPS[which]
+    for _ in range(_ROOTS[which]):
+        part = jnp.square(part)
+    return part
+
+
+def noises(key: Array, shape: Sequence[int]) -> tuple[Array, Array]:
+    """Two arrays of uint16, for the two moments of a leaf."""
+    bits = jax.random.bits(key, tuple(shape), jnp.uint32)
+    return (bits & 0xFFFF).astype(jnp.uint16), (bits >> 16).astype(jnp.uint16)

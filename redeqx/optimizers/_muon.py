@@ -1,0 +1,172 @@
+"""Muon: momentum whose matrices are made orthogonal, for the weight matrices of a model; another optimizer for the rest.
+
+Owns the update, and the choice of leaves. `_newton_schulz` owns the iteration and the devices that compute it, `_groups` the
+functions over kinds of leaves.
+
+Source: K. Jordan et al. 2024, *Muon: An optimizer for hidden layers in neural networks*; the constant root mean square of
+updates and the weight decay, *Muon is Scalable for LLM Training* (arXiv:2502.16982). The formulas are those of
+`optax.contrib.muon`, which takes leaves of two dims for matrices: of scanned layers it would orthogonalize the stacks of
+biases, and give the stacks of matrices to Adam.
+"""
+
+import fnmatch
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Int, PyTree
+
+from .._tree import is_array_like, map_named, named_leaves, nearest
+from ..partition import Kind, Plan
+from ._groups import decay_mask, kinds_by_name
+from ._newton_schulz import NewtonSchulz, orthogonalize
+
+_PUBLISHED = ((3.4445, -4.7750, 2.0315),) * 5
+
+
+class MuonState(NamedTuple):
+    """The number of updates, and the mean of gradients."""
+
+    count: Int[Array, ""]
+    mu: PyTree[Array]
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    plan: Plan | None = None,
+    *,
+    weight_decay: float = 0.0,
+    beta: float = 0.95,
+    nesterov: bool = True,
+    ns_coeffs: Sequence[Sequence[float]] = _PUBLISHED,
+    ns_dtype: Any = None,
+    eps: float = 1e-8,
+    consistent_rms: float | None = 0.2,
+    mu_dtype: Any = None,
+    rest: optax.GradientTransformation | None = None,
+    exclude: Sequence[str] = (),
+) -> optax.GradientTransformation:
+    """Muon for the weight matrices of a model's hidden layers, and `rest` for all other leaves: output heads, embeddings,
+    convolutions, biases, norms.
+
+    ```python
+    trainer = redeqx.Trainer(..., optimizer=muon(3e-4, weight_decay=0.1))
+    ```
+
+    Of leaves that stack matrices (layers of a scan, vmapped layers) each matrix is orthogonalized for itself. In a Trainer
+    the matrices are dealt out over the devices of the mesh: the iterations need no collective, and every mesh gives the same
+    numbers.
+
+    **Arguments:**
+
+    - `learning_rate`: of the matrices, and of the default `rest`; a number, or a schedule of updates.
+    - `plan`: `deployer.plan(model, loss_fn, batch)`: finds matrices by what the loss multiplies with, for models with arrays
+        outside of Equinox's layers. By default matrices are those of Equinox's layers, as `kinds` says.
+    - `weight_decay`: of matrices, and of the leaves of the default `rest` that `decay_mask` marks; times the learning rate.
+    - `beta`, `nesterov`: of the momentum.
+    - `ns_coeffs`: the three coefficients of each Newton-Schulz iteration; by default five times those published.
+    - `ns_dtype`: in which these are computed: `"bfloat16"` is what was published, and twice as fast where matmuls are; None
+        for the dtype of the gradients.
+    - `eps`: added to norms.
+    - `consistent_rms`: updates are scaled by `consistent_rms * sqrt(max(fan_in, fan_out))`. Their root mean square is then
+        that of AdamW's updates, so that its learning rate and weight decay suit both. None scales as first published, by
+        `sqrt(max(1, fan_out / fan_in))`; learning rates are then near 0.02, and `rest` needs its own.
+    - `mu_dtype`: of the momentum; None for that of the parameters.
+    - `rest`: AdamW with `b2=0.95` by default.
+    - `exclude`: globs over names of matrices that `rest` updates all the same (`"patches.weight"`).
+
+    Raises ValueError where no leaf is such a matrix, where a glob matches none, and for coefficients that are not triples.
+    """
+    iterate = NewtonSchulz(_triples(ns_coeffs), eps, ns_dtype)
+    of_matrices = optax.chain(
+        _scale_by_muon(iterate, plan, beta, nesterov, consistent_rms, mu_dtype),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    if rest is None:
+        rest = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay, mask=_decays(plan))
+
+    def labels(params: PyTree) -> PyTree[str]:
+        chosen = _matrices(params, plan, exclude)
+        return map_named(lambda name, _: "matrices" if name in chosen else "rest", params)
+
+    return optax.partition({"matrices": of_matrices, "rest": rest}, labels)
+
+
+def _decays(plan: Plan | None) -> Callable[[PyTree], PyTree[bool]]:
+    return lambda params: decay_mask(params, plan)
+
+
+def _triples(coeffs: Any) -> tuple[tuple[float, float, float], ...]:
+    given = np.shape(coeffs)
+    if len(given) != 2 or given[1] != 3 or not given[0]:
+        raise ValueError(
+            f"`ns_coeffs`: expected three numbers for each iteration, got shape {given}. Pass `((a, b, c),) * 5`, say."
+        )
+    return tuple((float(a), float(b), float(c)) for a, b, c in coeffs)
+
+
+def _matrices(params: PyTree, plan: Plan | None, exclude: Sequence[str]) -> set[str]:
+    """The names of the leaves that Muon updates."""
+    kinds = kinds_by_name(params, plan)
+    found = [name for name, kind in kinds.items() if kind.name == "matrix"]
+    if kinds and not found:
+        advice = "Choose another optimizer."
+        if plan is None:
+            advice = "Where its matrices are not in Equinox's layers, pass `deployer.plan(model, loss_fn, batch)` as `plan`."
+        raise ValueError(f"`muon`: expected a model with hidden weight matrices, got none in {len(kinds)} leaves. {advice}")
+    chosen = set(found)
+    for pattern in exclude:
+        matched = fnmatch.filter(found, pattern)
+        if not matched:
+            raise ValueError(f"`exclude`: expected globs over names of matrices, got {pattern!r}.{nearest(pattern, found)}")
+        chosen -= set(matched)
+    return chosen
+
+
+def _scale_by_muon(
+    iterate: NewtonSchulz,
+    plan: Plan | None,
+    beta: float,
+    nesterov: bool,
+    consistent_rms: float | None,
+    mu_dtype: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Gradients of matrices as their momentum, made orthogonal and scaled by shape.
+
+    A Trainer passes the plan of its mesh to each update. It tells where leaves live, and comes before the one given here,
+    which may be of another mesh; this one tells what leaves are.
+    """
+    given = plan
+
+    def init(params: PyTree) -> MuonState:
+        mu = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=mu_dtype), params)
+        return MuonState(jnp.zeros((), jnp.int32), mu)
+
+    def update(updates: Any, state: Any, params: Any = None, *, plan: Plan | None = None, **extra: Any) -> Any:
+        del params, extra
+        count = jnp.asarray(optax.safe_increment(state.count))
+        mu = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.mu, updates)
+        if nesterov:
+            later, now = (1 - beta ** optax.safe_increment(count), 1 - beta**count)
+            momentum = jax.tree.map(lambda m, g: beta * m / later + (1 - beta) * g / now, mu, updates)
+        else:
+            momentum = mu  # the iteration divides by its norm
+        kinds = kinds_by_name(momentum, given)
+        leaves = {name: leaf for name, leaf in named_leaves(momentum).items() if is_array_like(leaf)}
+        made = orthogonalize(leaves, kinds, given if plan is None else plan, iterate)
+        scaled = map_named(lambda name, x: _scale(x.shape, kinds[name], consistent_rms) * made[name], momentum)
+        return scaled, MuonState(count, jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _scale(shape: Sequence[int], kind: Kind, consistent_rms: float | None) -> float:
+    fan_out, fan_in = (math.prod(shape[dim] for dim in dims) for dims in (kind.outputs, kind.inputs))
+    if consistent_rms is None:
+        return math.sqrt(max(1.0, fan_out / fan_in))
+    return consistent_rms * math.sqrt(max(fan_in, fan_out))

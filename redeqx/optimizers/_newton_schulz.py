@@ -1,0 +1,230 @@
+"""Newton-Schulz: makes matrices orthogonal, nearly, by products alone; batches of them, spread over the devices of a mesh.
+
+Owns the iteration, and where it is computed. Parameters are split along dims of their matrices, so each product of the
+iteration would need a collective. Instead the matrices of equal shape, of all leaves and of all layers that a leaf stacks,
+are dealt out: by one exchange each device gets some of them whole, iterates on those alone, and by another exchange gives
+back the parts. What is computed stays the same.
+
+Source: K. Jordan et al. 2024, *Muon: An optimizer for hidden layers in neural networks*; that the work is dealt out, as in
+the same authors' modded-nanogpt and in *Muon is Scalable for LLM Training* (arXiv:2502.16982).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.sharding import Mesh, PartitionSpec as P
+from jaxtyping import Array, Float
+
+from ..partition import Kind, Plan
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NewtonSchulz:
+    """The iteration: `x <- a x + b (x xᵀ) x + c (x xᵀ)² x`, from `x` divided by its Frobenius norm.
+
+    **Arguments:**
+
+    - `coefficients`: a triple `(a, b, c)` for each iteration.
+    - `eps`: added to the norm.
+    - `dtype`: in which it is computed; None for that of the matrices.
+    """
+
+    coefficients: tuple[tuple[float, float, float], ...]
+    eps: float
+    dtype: Any = None
+
+    def __call__(self, x: Float[Array, "batch rows cols"]) -> Float[Array, "batch rows cols"]:
+        """Matrices `U S Vᵀ` as nearly `U Vᵀ`, each for itself; products are smallest where there are no more rows than
+        columns."""
+        with jax.named_scope("newton_schulz"):
+            dtype = x.dtype
+            x = x.astype(dtype if self.dtype is None else self.dtype)
+            x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + self.eps)
+            for a, b, c in self.coefficients:
+                gram = x @ x.mT
+                x = a * x + (b * gram + c * (gram @ gram)) @ x
+            return x.astype(dtype)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A leaf as a batch of matrices with no more rows than columns.
+
+    **Arguments:**
+
+    - `shape`: of the leaf.
+    - `stack`, `rows`, `cols`: the leaf's dims that become each of the three dims.
+    - `axes`: for each dim of the leaf, the mesh axes that split it while the batch is made.
+    """
+
+    shape: tuple[int, ...]
+    stack: tuple[int, ...]
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+    axes: tuple[Axes, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], kind: Kind, axes: Sequence[Axes]) -> "_View":
+        sizes = [math.prod(shape[dim] for dim in dims) for dims in (kind.outputs, kind.inputs)]
+        rows, cols = kind.outputs, kind.inputs
+        # Of square matrices either side may be the rows: leaves that are split alike but for that then share a batch.
+        if (sizes[0], axes[rows[0]]) > (sizes[1], axes[cols[0]]):
+            rows, cols = cols, rows
+        stack = tuple(dim for dim in range(len(shape)) if dim not in (*rows, *cols))
+        leading = {dims[0] for dims in (stack, rows, cols) if dims}  # of dims that are merged, only the first may be split
+        kept = tuple(axes[dim] if dim in leading else () for dim in range(len(shape)))
+        return cls(tuple(shape), stack, rows, cols, kept)
+
+    @property
+    def n_matrices(self) -> int:
+        return math.prod(self.shape[dim] for dim in self.stack)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of rows and of columns of one matrix."""
+        return math.prod(self.shape[dim] for dim in self.rows), math.prod(self.shape[dim] for dim in self.cols)
+
+    def axes_of(self, dims: tuple[int, ...]) -> Axes:
+        return self.axes[dims[0]] if dims else ()
+
+    @property
+    def spec(self) -> P:
+        return P(*(axes or None for axes in self.axes))
+
+    def _patterns(self) -> tuple[str, str]:
+        names = [" ".join(f"d{dim}" for dim in dims) for dims in (range(len(self.shape)), self.stack, self.rows, self.cols)]
+        return names[0], " ".join(f"({name})" for name in names[1:])
+
+    def flat(self, x: Array) -> Float[Array, "batch rows cols"]:
+        """The leaf, or a device's part of it, as a batch."""
+        whole, batch = self._patterns()
+        return rearrange(x, f"{whole} -> {batch}")
+
+    def unflat(self, x: Float[Array, "batch rows cols"], shape: Sequence[int]) -> Array:
+        """The inverse of `flat`; `shape` is that of the leaf or of the device's part."""
+        whole, batch = self._patterns()
+        return rearrange(x, f"{batch} -> {whole}", **{f"d{dim}": size for dim, size in enumerate(shape)})
+
+
+def orthogonalize(
+    matrices: Mapping[str, Array], kinds: Mapping[str, Kind], plan: Plan | None, iterate: NewtonSchulz
+) -> dict[str, Array]:
+    """Each leaf with its matrices made orthogonal, in the sharding that it has.
+
+    **Arguments:**
+
+    - `matrices`: leaves of at least one matrix, by name.
+    - `kinds`: tell the dims of one matrix; all others stack them.
+    - `plan`: where leaves of these names live; None for one device, or a computation that XLA splits.
+    """
+    views = {name: _View.of(x.shape, kinds[name], _axes_of(name, x, plan)) for name, x in matrices.items()}
+    if plan is None or plan.mesh.size == 1:
+        return {name: view.unflat(iterate(view.flat(matrices[name])), view.shape) for name, view in views.items()}
+    batches: dict[Any, list[str]] = {}
+    for name, view in views.items():
+        split = (view.axes_of(view.stack), view.axes_of(view.rows), view.axes_of(view.cols))
+        batches.setdefault((view.sizes, split, matrices[name].dtype), []).append(name)
+    made: dict[str, Array] = {}
+    for (_, split, _), names in batches.items():
+        outs = _dealt_out([matrices[name] for name in names], [views[name] for name in names], split, plan.mesh, iterate)
+        made.update(zip(names, outs, strict=True))
+    return {name: made[name] for name in matrices}
+
+
+def _axes_of(name: str, x: Array, plan: Plan | None) -> tuple[Axes, ...]:
+    """For each dim, the mesh axes that split it; axes of size 1 are left out."""
+    leaf = None if plan is None else plan.leaves.get(name)
+    if plan is None or leaf is None or leaf.shape != x.shape:
+        return ((),) * x.ndim
+    entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in leaf.spec]
+    return tuple(tuple(axis for axis in entry if plan.mesh.shape[axis] > 1) for entry in entries)
+
+
+# --- dealing out -------------------------------------------------------------------------------------------------------
+
+
+def _dealt_out(
+    leaves: Sequence[Array], views: Sequence[_View], split: tuple[Axes, Axes, Axes], mesh: Mesh, iterate: NewtonSchulz
+) -> list[Array]:
+    """Leaves whose matrices have one shape and are split alike, made orthogonal: each device computes some of all."""
+    stack, rows, cols = split
+    n_here = sum(view.n_matrices for view in views) // math.prod(mesh.shape[axis] for axis in stack)
+    used = _axes_to_use(n_here, split, mesh)
+
+    def here(*parts: Array) -> list[Array]:
+        flat = [view.flat(part) for view, part in zip(views, parts, strict=True)]
+        batch = jnp.concatenate(flat)
+        whole, undo = _exchange(batch, used, rows, cols, mesh)
+        batch = undo(iterate(whole))[: len(batch)]
+        starts = [sum(map(len, flat[:i])) for i in range(1, len(flat))]
+        pieces = jnp.split(batch, starts)
+        return [view.unflat(piece, part.shape) for view, piece, part in zip(views, pieces, parts, strict=True)]
+
+    specs = [view.spec for view in views]
+    return jax.shard_map(here, mesh=mesh, in_specs=tuple(specs), out_specs=specs, check_vma=False)(*leaves)
+
+
+def _axes_to_use(n: int, split: tuple[Axes, Axes, Axes], mesh: Mesh) -> frozenset[str]:
+    """The mesh axes over which `n` matrices are dealt out: those with which the busiest device has fewest, and of these the
+    fewest devices, over the fewest axes that do not split the leaves: what these compute has to be gathered."""
+    axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in split[0]]
+    choices = [frozenset(of) for k in range(len(axes) + 1) for of in combinations(axes, k)]
+
+    def cost(used: frozenset[str]) -> tuple[int, int, int]:
+        n_devices = math.prod(mesh.shape[axis] for axis in used)
+        return -(-n // n_devices), n_devices, len(used - {*split[1], *split[2]})
+
+    return min(choices, key=cost)
+
+
+def _exchange(
+    x: Float[Array, "batch rows cols"], used: frozenset[str], rows: Axes, cols: Axes, mesh: Mesh
+) -> tuple[Array, Callable[[Array], Array]]:
+    """This device's share of the whole matrices, of which `x` is its part; and what brings them back.
+
+    One all-to-all for each axis that splits the matrices and is used (one all-gather where it is not), and back; for axes
+    that only repeat them a slice, and back an all-gather. The batch is padded until it divides; so it stays after the way
+    back.
+    """
+    undos: list[Callable[[Array], Array]] = []
+
+    def split(x: Array, axis: str, dim: int) -> Array:
+        size = x.shape[dim] // mesh.shape[axis]
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, dim)
+
+    def gather(x: Array, axis: str, dim: int) -> Array:
+        return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+
+    def swap(x: Array, axis: str, cut: int, joined: int) -> Array:
+        # XLA for CPUs sends slices of `x`; without the barrier it may see through these to values of several layouts, which
+        # its own verifier then refuses.
+        return jax.lax.all_to_all(jax.lax.optimization_barrier(x), axis, cut, joined, tiled=True)
+
+    n_devices = math.prod(mesh.shape[axis] for axis in used)
+    x = jnp.pad(x, [(0, -len(x) % n_devices), (0, 0), (0, 0)])
+    for axis in sorted(used - {*rows, *cols}):
+        x = split(x, axis, 0)
+        undos.append(lambda x, axis=axis: gather(x, axis, 0))
+    for dim, axes in ((1, rows), (2, cols)):
+        for axis in reversed(axes):  # the last splits what the others have split
+            if axis in used:
+                x = swap(x, axis, 0, dim)
+                undos.append(lambda x, axis=axis, dim=dim: swap(x, axis, dim, 0))
+            else:
+                x = gather(x, axis, dim)
+                undos.append(lambda x, axis=axis, dim=dim: split(x, axis, dim))
+
+    def undo(x: Array) -> Array:
+        for back in reversed(undos):
+            x = back(x)
+        return x
+
+    return x, undo

@@ -1,0 +1,224 @@
+"""A picture of a plan: each array as a rectangle, cut where mesh axes split it, with the part of one device in full colour.
+
+It is given names, shapes and numbers, and knows no plan. matplotlib is imported here, when a picture is drawn.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..machine import FSDP, MODEL
+
+# Of Okabe and Ito, told apart by colour-blind readers; the axes are also written below each array.
+_COLORS = {(): "#7f7f7f", (MODEL,): "#0072b2", (FSDP,): "#e69f00", (FSDP, MODEL): "#009e73"}
+_OTHER = "#cc79a7"  # where an override names other axes
+_PALE = 0.25  # opacity of what other devices hold
+_WIDTH, _MARGIN = 10.0, 0.25  # inches of the picture at most, and of its border
+_TYPICAL, _LEAST, _MOST = 0.75, 0.09, 1.5  # inches of a side
+_GAP, _TITLE, _LINE, _LETTER = 0.28, 0.3, 0.135, 0.062  # inches between arrays, of a title, of a line of text, of a letter
+_TOP, _LEGEND = 0.45, 0.45  # inches of the first line, and of a colour of the last beside its text
+_SHEET = 0.05  # inches by which the sheets of a stack are shifted
+_MOST_CUTS = 32  # closer ones would be one grey area
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An array to draw, or several that are split alike.
+
+    **Arguments:**
+
+    - `layer`, `name`: the first and the last components of its path.
+    - `axes`: for each dim, the mesh axes that split it, with their sizes.
+    - `text`: a word on why.
+    """
+
+    layer: str
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[tuple[tuple[str, int], ...], ...]
+    text: str = ""
+
+    @property
+    def shown(self) -> tuple[int, ...]:
+        """The dims that are drawn: at most two, first those that are split, then the largest."""
+        order = sorted(range(len(self.shape)), key=lambda dim: (not self.axes[dim], -self.shape[dim], dim))
+        return tuple(sorted(order[:2]))
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The mesh axes that split it, sorted."""
+        return tuple(sorted({axis for of in self.axes for axis, _ in of}))
+
+    @property
+    def lines(self) -> list[str]:
+        """The text below it."""
+        shape = " x ".join(map(str, self.shape)) or "scalar"
+        split = ", ".join(f"dim {dim}: {' and '.join(axis for axis, _ in of)}" for dim, of in enumerate(self.axes) if of)
+        return [self.name, shape, *([self.text] if self.text else []), *([split] if split else [])]
+
+    def n_parts(self, dim: int) -> int:
+        """The number of parts of a dim."""
+        return math.prod(n for _, n in self.axes[dim])
+
+
+def draw(pictures: Sequence[Picture], path: Path, *, title: str) -> None:
+    """Draws a row for each layer, and writes it in the format of the path's suffix.
+
+    Raises ImportError without matplotlib, ValueError for a suffix that it does not write.
+    """
+    try:
+        from matplotlib.figure import Figure  # and no pyplot: figures and backend of the caller stay as they are
+        from matplotlib.patches import Rectangle
+    except ImportError as error:
+        raise ImportError(
+            '`Plan.draw`: expected matplotlib, got no such package. Run `pip install "redeqx[draw]"`, or print '
+            "`plan.explain()`."
+        ) from error
+    side = _Side(pictures)
+    rows = [row for layer, of in groupby(pictures, lambda each: each.layer) for row in _rows(layer, list(of), side)]
+    keys = _keys(pictures, side)
+    width = max(
+        _MARGIN + max(row.right for row in rows), _LEGEND + sum(_LEGEND + 0.95 * _LETTER * len(text) for *_, text in keys)
+    )
+    height = _TOP + sum(row.height for row in rows) + _TOP
+    fig = Figure(figsize=(width, height))
+    formats = fig.canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ValueError(
+            f"`{path}`: expected a suffix among {', '.join(sorted(formats))}, got {path.suffix!r}. Pass `plan.png`, say."
+        )
+    ax: Any = fig.add_axes((0, 0, 1, 1))
+    ax.set(xlim=(0, width), ylim=(height, 0))  # inches, counted from the top
+    ax.axis("off")
+    ax.text(_MARGIN, 0.28, title, fontsize=9)
+    top = _TOP
+    for row in rows:
+        if row.title is not None:
+            ax.plot([_MARGIN, width - _MARGIN], [top, top], color="#d8d8d8", linewidth=0.6)
+        _draw_row(ax, row, top, side)
+        top += row.height
+    left = _MARGIN
+    for color, alpha, text in keys:
+        ax.add_patch(Rectangle((left, height - 0.26), 0.2, 0.12, facecolor=color, alpha=alpha, edgecolor="none"))
+        ax.text(left + 0.27, height - 0.155, text, fontsize=8)
+        left += _LEGEND + 0.95 * _LETTER * len(text)
+    fig.savefig(path, dpi=150)
+
+
+def _keys(pictures: Sequence[Picture], side: "_Side") -> list[tuple[str, float, str]]:
+    """The legend: colour, opacity and text of what there is."""
+    found = sorted({picture.over for picture in pictures}, key=lambda over: (not over, len(over), over != (MODEL,), over))
+    keys = [(_color(of), 1.0, f"split by {' and '.join(of)}" if of else "replicated") for of in found]
+    if any(found):
+        keys += [("#000000", 1.0, "full colour: one device's part"), ("#000000", _PALE, "pale: the others'")]
+    if any(side.is_cut_short(picture.shape[dim]) for picture in pictures for dim in picture.shown):
+        keys.append(("#ffffff", 1.0, "gap: longer than drawn"))
+    return keys
+
+
+def _color(over: tuple[str, ...]) -> str:
+    return _COLORS.get(over, _OTHER)
+
+
+class _Side:
+    """The inches of a dim: by its square root, so that small ones are seen beside large ones."""
+
+    def __init__(self, pictures: Sequence[Picture]):
+        largest = [max(picture.shape) for picture in pictures if len(picture.shape) > 1]
+        self._inches = _TYPICAL / median(largest or [1]) ** 0.5
+
+    def __call__(self, size: int) -> float:
+        return min(max(self._inches * size**0.5, _LEAST), _MOST)
+
+    def is_cut_short(self, size: int) -> bool:
+        """Whether a dim is drawn shorter than it is."""
+        return self._inches * size**0.5 > _MOST
+
+    def of(self, picture: Picture) -> tuple[float, float]:
+        """Width and height. A vector is a column: its dim is that of a matrix's rows."""
+        height, width = [*(self(picture.shape[dim]) for dim in picture.shown), _LEAST, _LEAST][:2]
+        return width, height
+
+    def n_sheets(self, picture: Picture) -> int:
+        """The rectangles that stand for the dims that are not drawn."""
+        return min(3, math.prod(size for dim, size in enumerate(picture.shape) if dim not in picture.shown))
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Arrays beside each other, with their distances from the left."""
+
+    title: str | None
+    placed: list[tuple[float, Picture]]
+    tallest: float  # of the rectangles, with their sheets
+    right: float  # where the last one ends
+
+    @property
+    def height(self) -> float:
+        n_lines = max(len(picture.lines) for _, picture in self.placed)
+        return (_TITLE if self.title else _SHEET * 2) + self.tallest + n_lines * _LINE + _GAP
+
+
+def _rows(layer: str, pictures: Sequence[Picture], side: _Side) -> list[_Row]:
+    """The rows of one layer: as many arrays beside each other as there is room for."""
+    rows: list[list[tuple[float, Picture]]] = [[]]
+    rights, left = [0.0], _MARGIN
+    for picture in pictures:
+        width = max(side.of(picture)[0] + 2 * _SHEET, _LETTER * max(map(len, picture.lines)))
+        if rows[-1] and left + width > _WIDTH - _MARGIN:
+            rows.append([])
+            rights.append(0.0)
+            left = _MARGIN
+        rows[-1].append((left, picture))
+        rights[-1] = left + width
+        left += width + _GAP
+    tallest = [max(side.of(picture)[1] for _, picture in row) + 2 * _SHEET for row in rows]
+    titles = [layer, *[None] * (len(rows) - 1)]
+    return [_Row(*of) for of in zip(titles, rows, tallest, rights, strict=True)]
+
+
+def _draw_row(ax: Any, row: _Row, top: float, side: _Side) -> None:
+    if row.title:
+        ax.text(_MARGIN, top + 0.18, row.title, fontsize=9, weight="bold")
+    top += _TITLE if row.title else _SHEET * 2
+    for left, picture in row.placed:
+        height = side.of(picture)[1]
+        _draw_one(ax, picture, left, top + row.tallest - height, side)
+        for i, line in enumerate(picture.lines):
+            ax.text(left, top + row.tallest + (i + 1) * _LINE, line, fontsize=7, color="#000000" if i == 0 else "#4d4d4d")
+
+
+def _draw_one(ax: Any, picture: Picture, left: float, top: float, side: _Side) -> None:
+    """One array: its sheets, the part of the first device, the cuts, and a gap where a side is shorter than it should be."""
+    from matplotlib.patches import Rectangle
+
+    width, height = side.of(picture)
+    color = _color(picture.over)
+    rows, columns = [*(picture.n_parts(dim) for dim in picture.shown), 1, 1][:2]
+    pale = _PALE if picture.over else 1.0
+    for i in reversed(range(side.n_sheets(picture))):
+        at = (left + i * _SHEET, top - i * _SHEET)
+        ax.add_patch(Rectangle(at, width, height, facecolor="#ffffff", edgecolor="none"))
+        ax.add_patch(Rectangle(at, width, height, facecolor=color, alpha=pale, edgecolor="none"))
+        ax.add_patch(Rectangle(at, width, height, facecolor="none", edgecolor="#ffffff", linewidth=1))
+    if picture.over:
+        ax.add_patch(Rectangle((left, top), width / columns, height / rows, facecolor=color, edgecolor="none"))
+    style = {"color": "#ffffff", "linewidth": 0.8, "solid_capstyle": "butt"}
+    for i in range(1, rows) if rows <= _MOST_CUTS else ():
+        ax.plot([left, left + width], [top + i * height / rows] * 2, **style)
+    for i in range(1, columns) if columns <= _MOST_CUTS else ():
+        ax.plot([left + i * width / columns] * 2, [top, top + height], **style)
+    for dim, is_rows in zip(picture.shown, (True, False), strict=False):
+        if side.is_cut_short(picture.shape[dim]):
+            x, y = ([left - 0.05, left + width + 0.05], [top + 0.6 * height] * 2)
+            if not is_rows:
+                x, y = [left + 0.6 * width] * 2, [top - 0.05, top + height + 0.05]
+            ax.plot(x, y, color="#ffffff", linewidth=5)
+            shift = 0.03
+            for sign in (-1, 1):
+                moved = ([x_ + sign * shift * (not is_rows) for x_ in x], [y_ + sign * shift * is_rows for y_ in y])
+                ax.plot(*moved, color="#7f7f7f", linewidth=0.6)

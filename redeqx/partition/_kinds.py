@@ -1,0 +1,134 @@
+"""The kind of every leaf: weight matrix, output head, embedding, convolution, bias, norm; and which dims make one matrix.
+
+Owns the names of kinds. They follow from the types of Equinox's layers, and, where a loss was traced, from what the loss
+computes with each leaf. They are the same on every mesh. Optimizers treat kinds differently; `_layers` and `_dataflow` say
+how leaves are split.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from .._tree import is_array_like, named_leaves, render
+from ..tracing import Trace, WeightUses
+from ._dataflow import uses
+from ._flow import Use
+from ._layers import _CONVS, _LAYERS, NORMS, _n_stacked, _within
+
+KINDS = ("matrix", "head", "embedding", "convolution", "bias", "norm", "other")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a leaf is to its layer.
+
+    **Arguments:**
+
+    - `name`: one of `"matrix"` (the weight of a fully connected layer or of a projection of an attention), `"head"` (one
+        that makes the outputs), `"embedding"`, `"convolution"`, `"bias"` (of one of these layers), `"norm"` (all leaves of a
+        normalisation), `"other"`.
+    - `outputs`, `inputs`: of a matrix and of a head, the dims of the layer's outputs and of its inputs, over which the
+        product sums. All other dims stack matrices: layers of a scan, experts, heads that are vmapped.
+    """
+
+    name: str
+    outputs: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
+
+
+OTHER = Kind("other")
+
+
+def kinds_of(model: PyTree, trace: Trace | None = None) -> dict[str, Kind]:
+    """The kind of every array leaf, by name.
+
+    Without a trace, arrays outside of Equinox's layers are `"other"`, and the head is the last fully connected layer in
+    field order: unless it is stacked, or has as many outputs as an embedding has features, as before an output layer that is
+    tied to the embedding.
+
+    **Arguments:**
+
+    - `model`: of arrays or their shapes; also with None, or nodes without leaves, in place of some of them.
+    - `trace`: of a loss of this model, or of one of which this one has some leaves.
+    """
+    kinds = {name: OTHER for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
+    linears: dict[str, eqx.nn.Linear] = {}
+    widths: set[int] = set()
+    for path, node in jtu.tree_flatten_with_path(model, is_leaf=lambda node: isinstance(node, _LAYERS))[0]:
+        if not isinstance(node, _LAYERS):
+            continue
+        if isinstance(node, eqx.nn.Linear):
+            linears[_within(render(path), "weight")] = node
+        if isinstance(node, eqx.nn.Embedding):
+            widths.add(node.embedding_size)
+        own = {_within(render(path), leaf): leaf for leaf in ("weight", "bias")}
+        known = {name: _by_type(node, leaf) for name, leaf in own.items()}
+        if isinstance(node, NORMS):
+            known = {_within(render(path), leaf): Kind("norm") for leaf in named_leaves(node)}
+        kinds |= {name: kind for name, kind in known.items() if name in kinds}
+    if trace is not None:
+        found = _by_loss(trace)
+        for name in kinds.keys() & found.keys():
+            if kinds[name].name == "other" or (kinds[name].name == "matrix" and found[name].name in ("head", "embedding")):
+                kinds[name] = found[name]
+    elif linears:
+        (*_, (name, last)) = linears.items()
+        is_alone = is_array_like(last.weight) and _n_stacked(last) == 0
+        if is_alone and last.out_features not in widths:
+            kinds[name] = Kind("head", (0,), (1,))
+    return kinds
+
+
+def _by_type(layer: Any, leaf: str) -> Kind:
+    """The kind of the weight or the bias of a layer."""
+    if leaf == "bias":
+        return Kind("bias")
+    if isinstance(layer, _CONVS):
+        return Kind("convolution")
+    if isinstance(layer, eqx.nn.Embedding):
+        return Kind("embedding")
+    n = max(_n_stacked(layer), 0)
+    return Kind("matrix", (n,), (n + 1,))
+
+
+def _by_loss(trace: Trace) -> Mapping[str, Kind]:
+    """The kind of each leaf that a traced loss looks rows up in, or multiplies data with."""
+    products, looked_up = uses(trace)
+    weights = WeightUses(trace.closed, len(trace.leaves))
+    of_leaf: dict[int, list[Use]] = {}
+    for use in products:
+        of_leaf.setdefault(use.view.leaf, []).append(use)
+    kinds = {}
+    for i, (name, leaf) in enumerate(zip(trace.names, trace.leaves, strict=True)):
+        if i in looked_up:
+            kinds[name] = Kind("embedding")
+        elif i in of_leaf:
+            kinds[name] = _of_products(of_leaf[i], leaf.shape, weights)
+    return kinds
+
+
+def _of_products(found: Sequence[Use], shape: Sequence[int], weights: WeightUses) -> Kind:
+    if any(use.eqn.primitive.name != "dot_general" for use in found):
+        return Kind("convolution")
+    outputs, inputs = _dims(found[0], shape)
+    if not outputs or not inputs:
+        return OTHER  # a vector: it scales, or sums up
+    return Kind("head" if all(weights.is_last(use.eqn) for use in found) else "matrix", outputs, inputs)
+
+
+def _dims(use: Use, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dims of a leaf that are the outputs of a product, and those that are its inputs."""
+    outputs, inputs = [], []
+    for i, of in enumerate(use.view.dims):
+        if of is None or i in use.batched:
+            continue
+        dims, size = [of], shape[of]
+        while size < use.shape[i] and dims[-1] + 1 < len(shape):  # dims that the view has merged
+            dims.append(dims[-1] + 1)
+            size *= shape[dims[-1]]
+        (inputs if i in use.summed else outputs).extend(dims)
+    return tuple(sorted(outputs)), tuple(sorted(inputs))

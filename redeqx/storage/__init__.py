@@ -1,0 +1,11 @@
+"""Object stores: paths in S3 and Google Cloud Storage, for what reads and writes a folder on a disk as well.
+
+Owns the requests (by `obstore`, an optional package), their retries and errors, arrays that are read in ranges, and the
+local folder from which small files are uploaded. Knows nothing of checkpoints or runs. Open `_path.py` first.
+"""
+
+from ._array import StoredArray as StoredArray, View as View, fetch as fetch
+from ._end import AtEnd as AtEnd
+from ._objects import StoreError as StoreError
+from ._path import Location as Location, StorePath as StorePath, exists as exists, location as location
+from ._staging import Staging as Staging

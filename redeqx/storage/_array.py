@@ -1,0 +1,180 @@
+"""An array in an object, of which only the bytes that are used are read.
+
+It has shape, dtype, and what makes views of a NumPy array: indexing, transposing, reshaping. Its values come with
+`np.asarray`, or for several views at once, with their common bytes read once, with `fetch`.
+
+How a view lies in the object is followed by NumPy itself: each view has a twin, an array over addresses without memory,
+which is never read.
+"""
+
+import mmap
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+from . import _objects
+from ._path import StorePath
+
+_SPAN = _objects.PART  # bytes that one request reads, where they can be cut
+_GAP = 2**20  # bytes that are rather read and dropped than left out: a request takes as long as they do
+
+
+class StoredArray:
+    """A view of a part of an object, as an array.
+
+    **Arguments:**
+
+    - `path`: of the object.
+    - `twin`: of the view.
+    - `base`: the address that stands for the object's first byte.
+    """
+
+    def __init__(self, path: StorePath, twin: np.ndarray, base: int):
+        self.path, self._twin, self._base = path, twin, base
+
+    @classmethod
+    def of(cls, path: StorePath, size: int) -> "StoredArray":
+        """All bytes of an object of that size, as an array of one dim."""
+        if size == 0:
+            return cls(path, np.empty(0, np.uint8), 0)
+        addresses = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        twin = np.frombuffer(addresses, np.uint8)
+        return cls(path, twin, twin.ctypes.data)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._twin.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._twin.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self._twin.ndim
+
+    @property
+    def size(self) -> int:
+        return self._twin.size
+
+    @property
+    def nbytes(self) -> int:
+        return self._twin.nbytes
+
+    @property
+    def T(self) -> "StoredArray":
+        return self._like(self._twin.T)
+
+    def __len__(self) -> int:
+        return len(self._twin)
+
+    def __getitem__(self, index: Any) -> "StoredArray":
+        index = index if isinstance(index, tuple) else (index,)
+        # With an ellipsis, an item is a view of no dims; without, NumPy would read it.
+        return self._like(self._twin[index if any(part is ... for part in index) else (*index, ...)])
+
+    def view(self, dtype: Any) -> "StoredArray":
+        """The same bytes as another dtype."""
+        return self._like(self._twin.view(dtype))
+
+    def reshape(self, *shape: Any) -> "StoredArray":
+        """As `numpy.ndarray.reshape`, of what is contiguous."""
+        return self._like(self._twin.reshape(*shape))
+
+    def transpose(self, *axes: Any) -> "StoredArray":
+        """As `numpy.ndarray.transpose`."""
+        return self._like(self._twin.transpose(*axes))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy  # it is read anew each time
+        (values,) = fetch([self])
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def _like(self, twin: np.ndarray) -> "StoredArray":
+        if twin.size and not np.may_share_memory(twin, self._twin):
+            raise ValueError(f"`{self.path}`: expected a view of its tensors, got a copy. Read it first: `np.asarray`.")
+        return StoredArray(self.path, twin, self._base)
+
+
+View: TypeAlias = np.ndarray | StoredArray  # a tensor of a file, on a disk or in an object store
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a view, and where its values go: `[start, stop)` are the bytes of the object from its first to its last."""
+
+    start: int
+    stop: int
+    twin: np.ndarray
+    out: np.ndarray
+
+
+def fetch(views: Sequence[Any], dtype: Any = None) -> list[np.ndarray]:
+    """Copies of views of one file, in C order, cast to a dtype if one is given.
+
+    Of an object, bytes that several views need are read once, and of others only small gaps. Beside the copies a few parts
+    of `PART` bytes are in memory.
+    """
+    if not all(isinstance(view, StoredArray) for view in views):
+        return [np.array(view, dtype, order="C") for view in views]
+    outs = [np.empty(view.shape, view.dtype if dtype is None else dtype) for view in views]
+    pieces = [piece for view, out in zip(views, outs, strict=True) for piece in _pieces(view._twin, out, view._base)]
+    with ThreadPoolExecutor(_objects.CONCURRENT, "redeqx-read") as pool:
+        for read in [pool.submit(_read, views[0].path, group) for group in _groups(pieces)]:
+            read.result()
+    return outs
+
+
+def _pieces(twin: np.ndarray, out: np.ndarray, base: int) -> Iterator[_Piece]:
+    """A view as pieces that span no more than a part where they can be cut, in the order of the object."""
+    if twin.size == 0:
+        return
+    order = sorted(range(twin.ndim), key=lambda axis: -abs(twin.strides[axis]))
+    twin, out = twin.transpose(order), out.transpose(order)
+    low, high = byte_bounds(twin)
+    if high - low <= _SPAN or twin.ndim == 0:
+        yield _Piece(low - base, high - base, twin, out)
+        return
+    inner_low, inner_high = byte_bounds(twin[:1])
+    stride, inner = abs(twin.strides[0]), inner_high - inner_low
+    if inner > _SPAN and twin.ndim > 1:
+        for i in range(len(twin)):
+            yield from _pieces(twin[i], out[i], base)
+        return
+    # One by one where what lies between is better left out.
+    n = 1 if stride - inner > _GAP else max(1, _SPAN // max(stride, 1))
+    for i in range(0, len(twin), n):
+        low, high = byte_bounds(twin[i : i + n])
+        yield _Piece(low - base, high - base, twin[i : i + n], out[i : i + n])
+
+
+def _groups(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """The pieces that one request reads together: those that overlap, and small ones that are near."""
+    group: list[_Piece] = []
+    start = stop = 0
+    for piece in sorted(pieces, key=lambda piece: (piece.start, piece.stop)):
+        is_near = piece.start - stop <= _GAP and max(stop, piece.stop) - start <= _SPAN
+        if group and not (piece.start < stop or is_near):
+            yield group
+            group = []
+        if not group:
+            start = piece.start
+            stop = piece.stop
+        group.append(piece)
+        stop = max(stop, piece.stop)
+    if group:
+        yield group
+
+
+def _read(path: StorePath, group: list[_Piece]) -> None:
+    start, stop = group[0].start, max(piece.stop for piece in group)
+    data = path.read(start, stop)
+    for piece in group:
+        twin = piece.twin
+        first = sum((n - 1) * stride for n, stride in zip(twin.shape, twin.strides, strict=True) if stride < 0)
+        offset = piece.start - start - first  # of the item at index 0, which negative strides put behind others
+        piece.out[...] = np.ndarray(twin.shape, twin.dtype, data, offset, twin.strides)

@@ -1,0 +1,31 @@
+"""Requests to make at the end of an object's life."""
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class AtEnd:
+    """Calls a function once: when it is called itself, or when its owner is collected, or when the process ends.
+
+    The collector runs in whatever thread allocates, perhaps one that holds a lock: there a thread of its own makes the call.
+
+    **Arguments:**
+
+    - `owner`: of the thing to end; the function must not refer to it.
+    """
+
+    def __init__(self, owner: Any, act: Callable[[], None]):
+        self._act: Callable[[], None] | None = act
+        self._busy = threading.Lock()
+        weakref.finalize(owner, lambda: threading.Thread(target=self, name="redeqx-end").start()).atexit = False
+        atexit.register(self)
+
+    def __call__(self) -> None:
+        with self._busy:
+            act, self._act = self._act, None
+        if act is not None:
+            atexit.unregister(self)
+            act()

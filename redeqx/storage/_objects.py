@@ -1,0 +1,216 @@
+"""Requests to object stores: read, write, list and delete objects. Every other file of this package goes through here.
+
+`obstore` retries requests that fail with a 5xx, a dropped connection or a timeout, each after a longer pause. What it raises
+in the end becomes an OSError: `FileNotFoundError` for an object that is not there, `StoreError` for a store that does not
+answer or refuses. An object is replaced at once, so a reader sees the old one or the new one.
+"""
+
+import errno
+import functools
+import importlib.util
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SCHEMES = {"s3": "S3Store", "gs": "GCSStore"}
+PART = 2**23  # bytes sent or read by one request
+CONCURRENT = 8  # requests at once, of one call
+TIMEOUT = 120.0  # seconds for one request: 8 of 8 MiB on a link of 0.5 MiB/s
+RETRIES = 10  # after pauses of `PAUSE` at first and 15 s at most
+PAUSE = 0.1  # seconds
+GIVE_UP = 180.0  # seconds after which a request is not retried
+_MOST_PARTS = 9_000  # S3 takes 10,000
+
+
+class StoreError(OSError):
+    """An object store does not answer, or refuses a request: nothing is known of what it holds."""
+
+
+def check_installed() -> None:
+    """Raise ImportError without `obstore`."""
+    if importlib.util.find_spec("obstore") is None:
+        raise ImportError(
+            "`s3://`, `gs://`: expected obstore, which reads and writes object stores, got no such package. "
+            'Run `pip install "redeqx[stores]"`, or pass a folder.'
+        )
+
+
+def read(scheme: str, bucket: str, key: str, start: int = 0, stop: int | None = None) -> bytes:
+    """The bytes `[start, stop)` of an object, or all of them."""
+    import obstore
+
+    if start == stop:
+        return b""
+    store = _open(scheme, bucket)
+    with _errors(scheme, bucket, key):
+        if stop is None:
+            return _repeated(lambda: bytes(obstore.get(store, key).bytes()))
+        found = _repeated(lambda: bytes(obstore.get_range(store, key, start=start, end=stop)))
+    if len(found) != stop - start:
+        text = f"expected {stop - start} bytes from {start} on, got {len(found)}. The object is cut short: load another"
+        raise OSError(errno.EIO, text, f"{scheme}://{bucket}/{key}")
+    return found
+
+
+def version(scheme: str, bucket: str, key: str) -> tuple[bytes, dict[str, str]]:
+    """An object's bytes, and what `write(replacing=...)` takes to replace these alone."""
+    import obstore
+
+    def get() -> tuple[bytes, dict[str, str]]:
+        found = obstore.get(_open(scheme, bucket), key)
+        return bytes(found.bytes()), _version(found.meta)
+
+    with _errors(scheme, bucket, key):
+        return _repeated(get)
+
+
+def size(scheme: str, bucket: str, key: str) -> int | None:
+    """Bytes of an object, None if there is none."""
+    import obstore
+
+    try:
+        with _errors(scheme, bucket, key):
+            return obstore.head(_open(scheme, bucket), key)["size"]
+    except FileNotFoundError:
+        return None
+
+
+def sizes(scheme: str, bucket: str, key: str) -> dict[str, int]:
+    """Bytes of each object below a key, by the rest of its key."""
+    import obstore
+
+    with _errors(scheme, bucket, key, is_list=True):
+        found = _repeated(lambda: obstore.list(_open(scheme, bucket), key or None).collect())
+    return {each["path"][len(key) :].lstrip("/"): each["size"] for each in found}
+
+
+def has_any(scheme: str, bucket: str, key: str) -> bool:
+    """Whether there are objects below a key."""
+    import obstore
+
+    with _errors(scheme, bucket, key, is_list=True):
+        return _repeated(lambda: any(obstore.list(_open(scheme, bucket), key or None, chunk_size=1)))
+
+
+def write(
+    scheme: str, bucket: str, key: str, data: bytes, replacing: dict[str, str] | str | None = "any"
+) -> dict[str, str] | None:
+    """Write an object in one request; returns its version.
+
+    **Arguments:**
+
+    - `replacing`: `"any"`, whatever is there; None, only if there is none; a version, only that one. If it is not so,
+        nothing is written and None is returned. So it is where the answer was lost after it was written: who asks for a
+        condition reads what is there then.
+    """
+    import obstore
+    from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+    mode: Any = {"any": "overwrite"}.get(replacing) if isinstance(replacing, str) else replacing or "create"
+    try:
+        with _errors(scheme, bucket, key):
+            put = lambda: obstore.put(_open(scheme, bucket), key, data, mode=mode, use_multipart=False)  # noqa: E731
+            return _version(_repeated(put))
+    except OSError as error:
+        if isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
+            return None
+        if replacing != "any" and isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+
+
+def upload(scheme: str, bucket: str, key: str, content: Callable[[], Iterable[memoryview | bytes]], n_bytes: int) -> None:
+    """Write an object of `n_bytes`, in chunks that `content` makes, a few of them in memory. It appears when it is complete,
+    or never. `content` is called once more if it has to be repeated."""
+    import obstore
+
+    if n_bytes <= PART:
+        write(scheme, bucket, key, b"".join(content()))
+        return
+    part = max(PART, math.ceil(n_bytes / _MOST_PARTS))
+    store = _open(scheme, bucket)
+    with _errors(scheme, bucket, key):
+        _repeated(lambda: obstore.put(store, key, iter(content()), chunk_size=part, max_concurrency=CONCURRENT))
+
+
+def delete(scheme: str, bucket: str, keys: Sequence[str]) -> None:
+    """Delete objects. Those that are not there are deleted already."""
+    import obstore
+
+    with _errors(scheme, bucket, keys[0] if keys else ""):
+        if keys:
+            _repeated(lambda: obstore.delete(_open(scheme, bucket), keys))
+
+
+def _repeated(act: Callable[[], T]) -> T:
+    """What `act` returns. It is repeated if an answer is cut off: `obstore` repeats what has no answer yet."""
+    from obstore.exceptions import BaseError
+
+    for attempt in range(RETRIES):
+        try:
+            return act()
+        except BaseError as error:
+            if "response body" not in str(error):
+                raise
+        time.sleep(min(PAUSE * 2**attempt, 15) * random.uniform(0.5, 1))
+    return act()
+
+
+def _version(found: Any) -> dict[str, str]:
+    return {name: found[name] for name in ("e_tag", "version") if found[name] is not None}
+
+
+def _open(scheme: str, bucket: str) -> Any:
+    return _opened(scheme, bucket, os.getpid())  # connections do not survive a fork
+
+
+@functools.lru_cache(maxsize=16)
+def _opened(scheme: str, bucket: str, pid: int) -> Any:
+    """The store of a bucket: credentials, region and endpoint are those of the environment, or of the machine."""
+    del pid
+    check_installed()
+    from obstore import store
+
+    endpoints = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    is_plain = scheme == "s3" and any(os.environ.get(name, "").startswith("http://") for name in endpoints)
+    client = {"timeout": timedelta(seconds=TIMEOUT), "connect_timeout": timedelta(seconds=10), "allow_http": is_plain}
+    backoff = {"init_backoff": timedelta(seconds=PAUSE), "max_backoff": timedelta(seconds=15), "base": 2}
+    retry = {"max_retries": RETRIES, "backoff": backoff, "retry_timeout": timedelta(seconds=GIVE_UP)}
+    return getattr(store, SCHEMES[scheme])(bucket, client_options=client, retry_config=retry)
+
+
+@contextmanager
+def _errors(scheme: str, bucket: str, key: str, *, is_list: bool = False) -> Iterator[None]:
+    """Raise what a store raises as an OSError that names the object, or the bucket if there is none to list."""
+    from obstore import exceptions
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, "no such object", f"{scheme}://{bucket}/{key}") from error
+    except (exceptions.BaseError, NotImplementedError) as error:
+        number = next((number for kinds, number in _numbers().items() if isinstance(error, kinds)), errno.EIO)
+        got = str(error).split("\n", 1)[0][:400]
+        if is_list and "404 Not Found" in got:  # what is listed need not exist, but the bucket has to
+            text = "expected a bucket, got none of that name. Create it, or correct the address"
+            raise StoreError(errno.ENOENT, text, f"{scheme}://{bucket}") from error
+        text = f"expected the store to answer, got: {got}. Check the address, the credentials and the network"
+        raise StoreError(number, text, f"{scheme}://{bucket}/{key}") from error
+
+
+@functools.cache
+def _numbers() -> dict[tuple[type[Exception], ...], int]:
+    """The numbers of errors that are not of input and output."""
+    from obstore import exceptions
+
+    return {
+        (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError): errno.EACCES,
+        (exceptions.NotSupportedError, NotImplementedError): errno.ENOTSUP,
+    }

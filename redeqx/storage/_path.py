@@ -1,0 +1,197 @@
+"""A path in an object store, with the methods of `pathlib.Path` that this library uses to read.
+
+A store has no folders: a path is one where there are objects below it. `str` gives the address, as it was written.
+"""
+
+import errno
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TypeAlias
+
+from ..errors import brief_name
+from . import _objects
+
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+)://([^/]*)(?:/(.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Stat:
+    """What is known of an object without reading it."""
+
+    st_size: int
+
+
+@dataclass(frozen=True, order=True)
+class StorePath:
+    """A place in an object store: `s3://bucket/key` or `gs://bucket/key`.
+
+    **Arguments:**
+
+    - `key`: without a slash at either end; empty for the bucket itself.
+    """
+
+    scheme: str
+    bucket: str
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
+
+    def __truediv__(self, other: str) -> "StorePath":
+        return StorePath(self.scheme, self.bucket, "/".join(part for part in (self.key, other) if part))
+
+    @property
+    def name(self) -> str:
+        """The last part; empty for a bucket."""
+        return PurePosixPath(self.key).name
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name, from its last dot on."""
+        return PurePosixPath(self.key).suffix
+
+    @property
+    def parent(self) -> "StorePath":
+        """What it is in; a bucket is in itself."""
+        return StorePath(self.scheme, self.bucket, self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> "StorePath":
+        """What is beside it."""
+        return self.parent / name
+
+    def relative_to(self, other: "StorePath") -> PurePosixPath:
+        """The path from another one to this one, which is below it."""
+        return PurePosixPath(self.key).relative_to(other.key)
+
+    def resolve(self) -> "StorePath":
+        """Itself: a store has no links."""
+        return self
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def is_file(self) -> bool:
+        """Whether it is an object."""
+        return bool(self.key) and self._do(_objects.size) is not None
+
+    def is_dir(self) -> bool:
+        """Whether there are objects below it."""
+        return self._do(_objects.has_any)
+
+    def exists(self) -> bool:
+        """Whether it is an object, or there are objects below it."""
+        return self.is_file() or self.is_dir()
+
+    def stat(self) -> Stat:
+        """The size of an object. Raises FileNotFoundError if there is none."""
+        size = self._do(_objects.size)
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+        return Stat(size)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each object below, however deep, by its path from here."""
+        return self._do(_objects.sizes)
+
+    def iterdir(self) -> Iterator["StorePath"]:
+        """What is right below."""
+        return (self / name for name in dict.fromkeys(key.partition("/")[0] for key in self.sizes()))
+
+    def glob(self, pattern: str) -> Iterator["StorePath"]:
+        """The objects and folders below that match, each part of the pattern a name."""
+        depth = pattern.count("/") + 1
+        below = dict.fromkeys("/".join(key.split("/")[:depth]) for key in self.sizes() if key.count("/") >= depth - 1)
+        parts = pattern.split("/")
+        return (self / key for key in below if all(map(fnmatch.fnmatchcase, key.split("/"), parts)))
+
+    def read_bytes(self) -> bytes:
+        """An object's bytes."""
+        return self._do(_objects.read)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes `[start, stop)` of an object."""
+        return self._do(_objects.read, start, stop)
+
+    def chunks(self, start: int, stop: int) -> Iterator[bytes]:
+        """The bytes `[start, stop)` of an object in order, in pieces: a few are read at once."""
+        places = [(at, min(at + _objects.PART, stop)) for at in range(start, stop, _objects.PART)]
+        with ThreadPoolExecutor(_objects.CONCURRENT, "redeqx-read") as pool:
+            pending = [pool.submit(self.read, *place) for place in places[: _objects.CONCURRENT]]
+            later = iter(places[_objects.CONCURRENT :])
+            while pending:
+                yield pending.pop(0).result()
+                pending += [pool.submit(self.read, *place) for place in [next(later, None)] if place is not None]
+
+    def version(self) -> tuple[bytes, dict[str, str]]:
+        """An object's bytes, and the version of them that `write_bytes` can replace."""
+        return self._do(_objects.version)
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def write_bytes(self, data: bytes, replacing: dict[str, str] | str | None = "any") -> dict[str, str] | None:
+        """Write an object; as `_objects.write`."""
+        return self._do(_objects.write, data, replacing)
+
+    def upload(self, content: Callable[[], Iterable[memoryview | bytes]], n_bytes: int) -> None:
+        """Write an object of `n_bytes`, in chunks that `content` makes; once more if the request has to be repeated."""
+        self._do(_objects.upload, content, n_bytes)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects below it, by their paths from here."""
+        _objects.delete(self.scheme, self.bucket, [(self / name).key for name in names])
+
+    def unlink(self) -> None:
+        """Delete the object, if there is one."""
+        _objects.delete(self.scheme, self.bucket, [self.key])
+
+    def _do(self, act, *args):
+        return act(self.scheme, self.bucket, self.key, *args)
+
+
+Location: TypeAlias = Path | StorePath
+
+
+def location(path: "str | Path | StorePath", name: str = "path") -> Location:
+    """A path, on a disk or in an object store.
+
+    **Arguments:**
+
+    - `path`: `s3://bucket/key`, `gs://bucket/key`, or a path on a disk.
+    - `name`: of the argument, for errors.
+
+    Raises ValueError for another kind of address, ImportError for a store without `obstore`.
+    """
+    if isinstance(path, StorePath):
+        return path
+    if isinstance(path, Path) and re.match(r"(s3|gs):/[^/]", os.fspath(path)):
+        raise ValueError(
+            f"`{name}`: expected the address of an object store as a string, got {path!r}, in which `Path` has removed a "
+            "slash. Pass the string."
+        )
+    match = _ADDRESS.fullmatch(path) if isinstance(path, str) else None
+    if match is None:
+        return Path(path)
+    scheme, bucket, key = match[1], match[2], (match[3] or "").strip("/")
+    if scheme not in _objects.SCHEMES:
+        known = ", ".join(f"{each}://" for each in _objects.SCHEMES)
+        raise ValueError(
+            f"`{name}`: expected a folder, or an address that begins with {known}, got {brief_name(str(path))}. Use one of "
+            "them, or mount the store and pass the folder."
+        )
+    parts = key.split("/") if key else []
+    if not bucket or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(
+            f"`{name}`: expected `{scheme}://bucket/key`, got {brief_name(str(path))}. Pass a bucket, and a key without "
+            "empty parts, `.` and `..`."
+        )
+    _objects.check_installed()
+    return StorePath(scheme, bucket, key)
+
+
+def exists(path: Location) -> bool:
+    """Whether there is something at a path; a link on a disk counts, wherever it leads."""
+    return os.path.lexists(path) if isinstance(path, Path) else path.exists()

@@ -1,0 +1,39 @@
+"""What all processes of a run must have alike, checked before anything is computed with it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import PyTree
+
+from .._tree import named_leaves
+from ..checkpoint import array_leaves
+from ..distributed import Peers, agree_on_values
+from ._run import Run
+
+_FEW = 2**10  # the most numbers in a leaf of an optimizer's state that belongs to no parameter
+
+
+def agree_on_trainer(run: Run, model: PyTree, model_state: PyTree, settings: Mapping[str, Any]) -> None:
+    """Check the arrays of a model, the state of its layers, and other settings of a trainer by name."""
+    leaves = array_leaves((model, model_state))
+    run.peers.agree("model", {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves.items()})
+    run.peers.agree("Trainer", settings)
+    with run.watch.paused():
+        agree_on_values(run.peers, "model", array_leaves(model))
+        agree_on_values(run.peers, "model_state", array_leaves(model_state))
+
+
+def agree_on_opt_state(peers: Peers, opt_state: PyTree) -> None:
+    """Check the numbers that an optimizer keeps in its state, as `optax.inject_hyperparams` does."""
+    leaves = {name: leaf for name, leaf in array_leaves(opt_state).items() if leaf.size <= _FEW}
+    agree_on_values(peers, "optimizer", leaves)
+
+
+def check_rows(peers: Peers, n_pass: int, i: int, batch: PyTree) -> None:
+    """Check that the rows of step `i` of a pass are alike, as all processes' shards belong to one array."""
+    rows = {name: f"{leaf.dtype} {list(leaf.shape[1:])} a row" for name, leaf in named_leaves(batch).items()}
+    advice = "Pad to one length, the same in every batch: a process collates the rows that its devices need."
+    if i == 0:
+        peers.agree("collate_fn", rows, advice)
+    else:  # without waiting: two steps ahead of the device
+        peers.compare(f"rows of pass {n_pass}, step {i}", "collate_fn", rows, advice)

@@ -1,0 +1,69 @@
+"""An evaluation: the loss and its metrics over all examples, as sums over batches that are divided once."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from ..checkpoint import array_leaves
+from ..data import BatchSize, Slice
+from ..errors import check_model
+from ..partition import place
+from ._engine import Engine
+from ._metrics import LAG
+
+
+def evaluate(engine: Engine, steps: Iterator[Slice], size: BatchSize, model: PyTree | None = None) -> dict[str, float]:
+    """`{"loss": ...}` over all the examples, with every metric of `Loss.metrics`.
+
+    **Arguments:**
+
+    - `steps`, `size`: the examples of each batch, and the batch's sizes.
+    - `model`: instead of the trained one, in its structure.
+
+    Raises ValueError for a `model` of another structure.
+    """
+    if model is not None:
+        _check_alike(engine, model)
+    run, recipe = engine.run, engine.recipe
+    if run.returns_zeros("eval_loss"):
+        return dict.fromkeys(recipe.metric_names(*engine.trees, list(next(steps).examples)), 0.0)
+    sums: np.ndarray | float = 0.0
+    pending: deque[jax.Array] = deque()
+    weights: tuple[list[Any], list[Any]] | None = None
+    with run.console.progress(title="evaluate") as line, closing(engine.batches(steps, size)) as upcoming:
+        for i, batch in enumerate(upcoming):
+            engine.place_for(batch)
+            state = engine.state
+            if weights is None and model is not None:
+                weights = recipe.parts.take(place(model, state.program.plan))
+            args = state.eval_args(i, batch.groups, weights)
+            vector = engine.calls.evaluate(state.program.eval_step, args, batch, line)
+            run.watch.beat_on()
+            vector.copy_to_host_async()
+            pending.append(vector)
+            if len(pending) > LAG:
+                sums = sums + np.asarray(pending.popleft(), np.float64)
+        for vector in pending:
+            sums = sums + np.asarray(vector, np.float64)
+    pairs = np.asarray(sums).reshape(-1, 2)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return dict(zip(engine.state.program.eval_names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
+
+
+def _check_alike(engine: Engine, model: PyTree) -> None:
+    """Raise ValueError for a model whose arrays are not those of the trained one."""
+    check_model(model)
+    own, found = array_leaves(engine.trees[0]), array_leaves(model)
+    for name in [*own, *(name for name in found if name not in own)]:
+        shapes = [None if name not in of else of[name].shape for of in (own, found)]
+        if shapes[0] != shapes[1]:
+            expected, got = ("no array" if shape is None else f"shape {shape}" for shape in shapes)
+            raise ValueError(
+                f"`model`: `{name}`: expected {expected}, as in the trained model, got {got}. "
+                "Pass a model of the same structure."
+            )

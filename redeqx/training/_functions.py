@@ -1,0 +1,161 @@
+"""What the user wrote, as functions of flat lists of arrays: the loss and its gradient, evaluated under the plan's rules."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import NamedSharding
+from jaxtyping import Array, PyTree
+
+from .._tree import is_array_like, named_leaves
+from ..machine import MODEL, split_heads
+from ..partition import Plan
+from ..tracing import Rule, transformed
+from ..transforms import (
+    FixGroupedConvolutions,
+    FuseAttention,
+    GatherAtUse,
+    PickByComparison,
+    RematLoops,
+    Reshard,
+    Shardings,
+    StackBlocks,
+    UnrollLoops,
+    WeightProducts,
+)
+from ._loss import as_sums, n_rows
+from ._parts import Parts
+from ._precision import AS_GIVEN, Precision
+
+
+def kind_of(plan: Plan, name: str) -> Any:
+    """What weights must have in common to be stacked: how they are stored, and computed with."""
+    return plan.sharding(name).spec, plan.spec_in_use(name)
+
+
+def rules_of(
+    parts: Parts, plan: Plan, *, named: bool = False, convolutions: bool = True, fuse_attention: bool = True
+) -> list[Rule]:
+    """What is computed otherwise of a function of the trained arrays and then the frozen ones, in the order of the walk.
+
+    Weights are gathered first: the rules after that meet plain arrays. The others claim different equations.
+
+    **Arguments:**
+
+    - `named`: whether the program names the weight of each operation, gathered or not; it computes the same.
+    - `convolutions`: whether gradients are taken of what is convolved.
+    - `fuse_attention`: whether attention is computed by the platform's kernel.
+    """
+    shardings, splits = [], []
+    for name in (name for names in parts.names for name in names):
+        of = Shardings(plan.sharding(name), NamedSharding(plan.mesh, plan.spec_in_use(name)), name)
+        shardings.append(of if of.is_gathered or named else None)
+        splits.append(plan.model_dim(name))
+    rules: list[Rule] = []
+    if any(of is not None for of in shardings):
+        rules.append(GatherAtUse(shardings))
+    if plan.mesh.shape[MODEL] > 1:
+        rules += [FixGroupedConvolutions(plan.mesh)] if convolutions else []
+        rules.append(Reshard(splits, plan.mesh))
+    return [*rules, FuseAttention(split_heads(plan.mesh))] if fuse_attention else rules
+
+
+@dataclass(frozen=True)
+class Functions:
+    """What the user wrote, over a model in parts."""
+
+    parts: Parts
+    plan: Plan
+    loss_fn: Callable[..., Any]
+    has_state: bool = False
+    precision: Precision = AS_GIVEN
+    grad_fn: Callable[..., Any] | None = None
+    named: bool = False  # as `rules_of` says
+    change: Rule | None = None  # what else is changed of the loss, before what the plan changes
+    fuse_attention: bool = True
+    remat: str = "none"  # of loops without one of their own, as for `Trainer`, but for "auto"
+    unroll: UnrollLoops | None = None
+    stack_blocks: bool = False  # of the loss
+
+    def _model(self, weights: Sequence[Array], inference: bool) -> PyTree:
+        n_trained = len(self.parts.names[0])
+        return self.parts.put(
+            weights[:n_trained], weights[n_trained:], inference=inference, compute_dtype=self.precision.dtype
+        )
+
+    def _planned(self, fn: Callable[..., Any], *, is_loss: bool = False, is_trained: bool = False) -> Callable[..., Any]:
+        rules = rules_of(self.parts, self.plan, named=self.named, fuse_attention=self.fuse_attention)
+        in_fp8, summed_in = self.precision.in_fp8, self.precision.summed_in
+        if in_fp8 or summed_in is not None:
+            n_weights = sum(map(len, self.parts.names))
+            is_cpu = self.plan.mesh.devices.flat[0].platform == "cpu"
+            rules.append(WeightProducts(n_weights, in_fp8, summed_in, emulated=is_cpu))
+        first: list[Rule] = []
+        if self.stack_blocks and is_loss:
+            first.append(StackBlocks([kind_of(self.plan, name) for names in self.parts.names for name in names]))
+        first += [] if self.change is None else [self.change]
+        if is_trained:  # without a backward pass there is nothing to keep or to recompute
+            rules.append(PickByComparison())
+            first += [] if self.unroll is None else [self.unroll]
+            first += [] if self.remat == "none" else [RematLoops(self.remat)]
+        return transformed(fn, [*first, *rules])
+
+    def loss(self, inference: bool) -> Callable[..., Any]:
+        """`(weights, state, batch, key) -> (total, (weight, metrics, state))`, weights gathered at their use."""
+
+        def loss(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
+            model = self._model(weights, inference)
+            out = self.loss_fn(model, *([state] if self.has_state else []), batch, key)
+            out, state = self._with_state(out, state, "loss_fn")
+            total, weight, metrics = as_sums(out, n_rows(batch))
+            return total, (weight, metrics, state)
+
+        return self._planned(loss, is_loss=True, is_trained=not inference)
+
+    def gradient(self) -> Callable[..., Any]:
+        """`(trained, frozen, state, batch, key) -> (gradients of the total, total, weight, metrics, state)`."""
+        loss = self.loss(inference=False)
+
+        def default(trained: list, frozen: list, state: PyTree, batch: PyTree, key: Array) -> Any:
+            def of_trained(trained: list) -> Any:
+                return loss([*trained, *frozen], state, batch, key)
+
+            (total, (weight, metrics, state)), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
+            return grads, total, weight, metrics, state
+
+        if self.grad_fn is None:
+            return default
+        grad_fn = self.grad_fn
+
+        def user(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
+            model = self._model(weights, inference=False)
+            out = grad_fn(model, *([state] if self.has_state else []), batch, key)
+            out, grads = _pair(out, "grad_fn", "(loss, grads)")
+            out, state = self._with_state(out, state, "grad_fn")
+            total, weight, metrics = as_sums(out, n_rows(batch), "grad_fn")
+            leaves = {name: leaf for name, leaf in named_leaves(grads).items() if is_array_like(leaf)}
+            picked = []
+            for name, param in zip(self.parts.names[0], weights, strict=False):
+                if name not in leaves or leaves[name].shape != param.shape:
+                    found = leaves[name].shape if name in leaves else "none"
+                    raise ValueError(
+                        f"`grad_fn` gradient `{name}`: expected shape {param.shape}, got {found}. "
+                        "Return a gradient for every trainable leaf, in the model's structure."
+                    )
+                picked.append(leaves[name] * weight)
+            return picked, total, weight, metrics, state
+
+        planned_fn = self._planned(user)
+        return lambda trained, frozen, *rest: planned_fn([*trained, *frozen], *rest)
+
+    def _with_state(self, out: Any, state: PyTree, where: str) -> tuple[Any, PyTree]:
+        return _pair(out, where, "(loss, state)", ", as `model_state` was given") if self.has_state else (out, state)
+
+
+def _pair(out: Any, where: str, names: str, why: str = "") -> tuple[Any, Any]:
+    if isinstance(out, tuple) and len(out) == 2:
+        return out
+    found = f"{len(out)} values" if isinstance(out, tuple) else "an array" if eqx.is_array(out) else type(out).__name__
+    raise TypeError(f"`{where}`: expected `{names}`{why}, got {found}. Return both.")

@@ -1,0 +1,98 @@
+"""The loss: a sum and what divides it, checked, and traced.
+
+Sums are kept as sums: totals and weights are added over rows, devices and micro-batches, and divided once. So no number
+depends on how the work was cut.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from ..tracing import Trace
+
+
+class Loss(eqx.Module):
+    """The exact form of a loss: a sum, and what to divide it by.
+
+    The library adds totals and weights over devices, micro-batches and evaluation batches, and divides once.
+
+    **Arguments:**
+
+    - `total`: a scalar, the sum over the rows (or tokens) of a micro-batch.
+    - `weight`: a scalar, how many of them there are. It is not differentiated.
+    - `metrics`: more sums by name, reported divided by `weight`; or pairs `(total, weight)` with their own.
+    """
+
+    total: Any
+    weight: Any
+    metrics: Mapping[str, Any] = eqx.field(default_factory=dict)
+
+
+# Names that the library itself records.
+_RESERVED = {"step", "epoch", "loss", "grad_norm", "learning_rate"}
+
+
+def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Array, dict[str, tuple[Array, Array]]]:
+    """A loss as `(total, weight, {name: (total, weight)})`, all scalars of float32 (float64 in 64-bit mode).
+
+    **Arguments:**
+
+    - `loss`: a `Loss`, or a scalar that is a mean over `n_rows` rows.
+
+    Raises TypeError for anything that is not numbers, ValueError for numbers that are not scalars.
+    """
+    dtype = jnp.zeros(()).dtype
+
+    def scalar(name: str, value: Any) -> Array:
+        if not eqx.is_array_like(value):
+            raise TypeError(
+                f"`{where}`: expected {name} to be a scalar, got {type(value).__name__}. "
+                "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`."
+            )
+        value = jnp.asarray(value)
+        if value.shape != ():
+            raise ValueError(
+                f"`{where}`: expected {name} to be a scalar, got shape {value.shape}. "
+                "Return its mean, or `redeqx.Loss(total=its sum, weight=its size)`."
+            )
+        if not jnp.issubdtype(value.dtype, jnp.number) or jnp.issubdtype(value.dtype, jnp.complexfloating):
+            raise TypeError(f"`{where}`: expected {name} to be a real number, got {value.dtype}. Convert it to one.")
+        return value.astype(dtype)
+
+    def differentiable(name: str, value: Any) -> Array:
+        if jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.integer):
+            raise TypeError(
+                f"`{where}`: expected {name} to be a floating number, got an integer. No gradient flows through it."
+            )
+        return scalar(name, value)
+
+    if not isinstance(loss, Loss):
+        return differentiable("the loss", loss) * n_rows, jnp.asarray(n_rows, dtype), {}
+    weight = jax.lax.stop_gradient(scalar("`Loss.weight`", loss.weight))
+    metrics = {}
+    for name, metric in loss.metrics.items():
+        if name in _RESERVED:
+            raise ValueError(
+                f"`{where}`: expected names of metrics other than {sorted(_RESERVED)}, got {name!r}. Rename it."
+            )
+        total, over = metric if isinstance(metric, tuple) else (metric, weight)
+        metrics[name] = (scalar(f"metric {name!r}", total), scalar(f"the weight of metric {name!r}", over))
+    return differentiable("`Loss.total`", loss.total), weight, jax.lax.stop_gradient(metrics)
+
+
+def n_rows(batch: PyTree) -> int:
+    """The rows of a batch."""
+    return jax.tree.leaves(batch)[0].shape[0]
+
+
+def trace_loss(loss_fn: Callable[[PyTree, PyTree, Any], Any], model: PyTree, batch: PyTree) -> Trace:
+    """The total of `loss_fn(model, batch, key)`, traced for the shapes of a model and a batch."""
+
+    def total(model: PyTree, batch: PyTree, key: Any) -> Any:
+        return as_sums(loss_fn(model, batch, key), n_rows(batch))[0]
+
+    return Trace.of(total, model, batch, jax.eval_shape(lambda: jax.random.key(0)))

@@ -1,0 +1,61 @@
+"""A model in parts: the arrays that are trained, those that are not, and everything else.
+
+A step takes a model apart once and jits a function of flat lists of arrays. `eqx.filter_jit` would walk the whole module on
+every call; here the walk happens once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._tree import is_array_like, named_leaves
+from ._precision import cast
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a model is taken apart into flat lists of arrays, and put together again.
+
+    `trained` and `frozen` arrays are lists in the tree's order; what is no array stays in `static`.
+    """
+
+    names: tuple[tuple[str, ...], tuple[str, ...]]  # of the trained and the frozen leaves
+    treedefs: tuple[Any, Any]
+    static: PyTree
+
+    @classmethod
+    def of(cls, model: PyTree, trainable: Any = eqx.is_inexact_array) -> "Parts":
+        """The parts of a model, or of its shapes."""
+        arrays, static = eqx.partition(model, is_array_like)
+        # Shapes count as the arrays that they stand for, which `eqx.is_inexact_array` alone would not see.
+        trained, frozen = eqx.partition(arrays, _is_inexact if trainable is eqx.is_inexact_array else trainable)
+        names = (tuple(named_leaves(trained)), tuple(named_leaves(frozen)))
+        return cls(names, (jax.tree.structure(trained), jax.tree.structure(frozen)), static)
+
+    def take(self, model: PyTree) -> tuple[list[Any], list[Any]]:
+        """The trained and the frozen arrays of a model of the same structure."""
+        leaves = named_leaves(model)
+        return [leaves[name] for name in self.names[0]], [leaves[name] for name in self.names[1]]
+
+    def trained_tree(self, trained: Sequence[Any]) -> PyTree:
+        """The model with None for all but the trained arrays, as an optimizer sees it."""
+        return jax.tree.unflatten(self.treedefs[0], trained)
+
+    def put(
+        self, trained: Sequence[Any], frozen: Sequence[Any], *, inference: bool = False, compute_dtype: Any = None
+    ) -> PyTree:
+        """The model of these arrays, its floating leaves cast to `compute_dtype` where that is given."""
+        trees = [jax.tree.unflatten(d, leaves) for d, leaves in zip(self.treedefs, (trained, frozen), strict=True)]
+        if compute_dtype is not None:
+            trees = jax.tree.map(lambda x: cast(x, compute_dtype), trees)
+        model = eqx.combine(*trees, self.static)
+        return eqx.nn.inference_mode(model) if inference else model
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return is_array_like(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -1,0 +1,204 @@
+"""`redeqx inspect`: what it prints of runs, checkpoints, files and folders, and each of its errors."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import save_file
+
+import redeqx
+from redeqx.models import gpt2, save_pretrained
+from tests.cli.commands import error, printed
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The workdir of a run with two checkpoints."""
+    workdir = tmp_path_factory.mktemp("run")
+    deployer = redeqx.Deployer(workdir=workdir, n_model_shards=2, verbose=False)
+    trainer = redeqx.Trainer(
+        deployer,
+        model=[eqx.nn.Linear(4, 8, key=jax.random.key(0)) for _ in range(11)],
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: sum(jnp.sum(jax.vmap(layer)(batch) ** 2) for layer in model),
+    )
+    trainer.save_ckpt("first", metrics={"loss": 0.5})
+    trainer.update(np.ones((8, 4), np.float32))
+    trainer.save_ckpt(metrics={"loss": 0.25, "accuracy": 1.0})
+    return workdir
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A Hugging Face folder with shards."""
+    config = gpt2.GPT2Config(vocab_size=32, n_positions=8, d_model=16, n_layers=2, n_heads=2)
+    return save_pretrained(gpt2.GPT2(config, key=jax.random.key(0)), config, tmp_path / "folder", max_shard_size="10KB")
+
+
+def test_a_workdir_shows_its_checkpoints_and_the_last_one(run, capsys):
+    lines = printed(capsys, "inspect", run).splitlines()
+    assert [line.split() for line in lines[:4]] == [
+        ["checkpoints", "of", f"{run}/ckpts"],
+        ["name", "named", "size", "metrics"],
+        ["step_00000000", "first", "6.42", "KiB", "loss", "0.5"],
+        ["step_00000001", "last", "6.42", "KiB", "loss", "0.25,", "accuracy", "1"],
+    ]
+    assert [line.split() for line in lines[4:9]] == [
+        [f"{run}/ckpts/step_00000001"],
+        ["step", "1"],
+        ["metrics", "loss", "0.25,", "accuracy", "1"],
+        ["named", "last"],
+        ["saved", "by", "redeqx", redeqx.__version__, "on", "data=4", "x", "fsdp=1", "x", "model=2"],
+    ]
+    names = [line.split()[0] for line in lines if line.startswith("  1")]
+    assert names == ["1.bias", "1.weight", "10.bias", "10.weight"]
+    assert ["2.weight", "float32", "8", "x", "4", "128", "B"] in [line.split() for line in lines]
+    assert lines[-1].split() == ["22", "tensors", "float32", "440", "numbers", "1.72", "KiB"]
+
+
+def test_a_checkpoint_by_a_name_one_kind_and_a_pattern(run, capsys):
+    options = ("--kind", "optimizer", "--match", "*.trace.3.*", "--match", "*.trace.1.bias", "--check")
+    lines = printed(capsys, "inspect", run / "ckpts" / "first", *options).splitlines()
+    assert lines[0] == f"{run}/ckpts/step_00000000" and "  checksums  as they were written" in lines
+    at = lines.index("optimizer.safetensors")
+    assert [line.split()[0] for line in lines[at + 2 : -1]] == ["0.trace.1.bias", "0.trace.3.bias", "0.trace.3.weight"]
+    assert lines[-1].split()[:4] == ["3", "of", "22", "tensors"]
+
+
+def test_json_holds_all_of_it(run, capsys):
+    said = json.loads(printed(capsys, "inspect", run, "--json", "--kind", "all"))
+    assert {"step", "seed", "mesh"} < said["record"].keys() and said["record"]["metrics"] == {"loss": 0.25, "accuracy": 1.0}
+    assert said["path"] == f"{run}/ckpts/step_00000001" and said["tags"] == ["last"] and said["checked"] is False
+    assert [of["step"] for of in said["checkpoints"]] == [0, 1]
+    assert said["files"] == {path.name: path.stat().st_size for path in (run / "ckpts" / "step_00000001").iterdir()}
+    assert said["tensors"]["model"]["0.weight"] == {"dtype": "float32", "shape": [8, 4], "bytes": 128}
+    totals = {"tensors": 22, "numbers": 440, "bytes": 1760, "dtypes": {"float32": 440}}
+    assert said["totals"] == {"model": totals, "optimizer": totals}
+
+
+def test_a_file_of_any_dtypes(tmp_path, capsys):
+    path = tmp_path / "weights.safetensors"
+    save_file({"a": np.ones((), np.float32), "b.10": np.ones((2, 3), jnp.bfloat16), "b.9": np.ones(4, np.int8)}, path)
+    lines = printed(capsys, "inspect", path).splitlines()
+    assert [line.split() for line in lines[2:]] == [
+        ["weights.safetensors"],
+        ["tensor", "dtype", "shape", "size"],
+        ["a", "float32", "scalar", "4", "B"],
+        ["b.9", "int8", "4", "4", "B"],
+        ["b.10", "bfloat16", "2", "x", "3", "12", "B"],
+        ["3", "tensors", "bfloat16,", "int8,", "float32", "11", "numbers", "20", "B"],
+    ]
+
+
+def test_a_folder_of_shards_says_what_its_config_does(folder, capsys):
+    lines = printed(capsys, "inspect", folder).splitlines()
+    assert [line.split() for line in lines[:4]] == [
+        [str(folder)], ["model_type", "gpt2"], ["architectures", "GPT2LMHeadModel"], ["dtype", "float32"],
+    ]  # fmt: skip
+    assert "model.safetensors.index.json" in lines and lines[-1].split()[:2] == ["28", "tensors"]
+    said = json.loads(printed(capsys, "inspect", folder / "model.safetensors.index.json", "--json"))
+    assert said["totals"]["model"]["tensors"] == 28 and "config" not in said
+
+
+def test_a_single_file_goes_before_an_index(folder, capsys):
+    save_file({"x": np.ones(2, np.float32)}, folder / "model.safetensors")
+    assert list(json.loads(printed(capsys, "inspect", folder, "--json"))["tensors"]["model"]) == ["x"]
+
+
+def test_a_lost_index_is_rebuilt(run, capsys):
+    (run / "ckpts" / "index.json").unlink()
+    assert f"{run}/ckpts/step_00000001" in printed(capsys, "inspect", run).splitlines()
+
+
+def test_a_damaged_checkpoint_is_named(run, capsys):
+    (run / "ckpts" / "step_00000000" / "model.safetensors").unlink()
+    row = printed(capsys, "inspect", run).splitlines()[2]
+    assert row.split() == ["step_00000000", "first", "damaged"]
+    said = error(capsys, "inspect", run / "ckpts" / "first")
+    assert said.startswith(f"`{run}/ckpts/step_00000000/model.safetensors`: expected ") and "bytes, got no file." in said
+
+
+def test_check_reads_the_bytes(run, capsys):
+    path = run / "ckpts" / "step_00000001" / "model.safetensors"
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x7f")
+    printed(capsys, "inspect", run)
+    said = error(capsys, "inspect", run, "--check")
+    assert said.startswith(f"`{path}`: expected crc32 ") and said.endswith("load another checkpoint.")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (
+            ("--kind", "optimiser"),
+            "`--kind`: expected model, optimizer or all, got 'optimiser'. Did you mean `optimizer`? Pass one of them.",
+        ),
+        (
+            ("--match", "1.wait"),
+            "`1.wait`: expected a pattern of tensors' names, got one that matches none of 22. Did you mean `1.weight`? "
+            'Quote it, and write "*" for any text.',
+        ),
+    ],
+)
+def test_options_that_name_nothing(run, capsys, options, said):
+    assert error(capsys, "inspect", run, *options) == said
+
+
+def test_paths_that_hold_nothing(tmp_path, run, folder, capsys):
+    assert error(capsys, "inspect", tmp_path / "x") == (
+        f"`{tmp_path}/x`: expected a safetensors file, a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds "
+        "some, or a name of its index (`runs/x/ckpts/last`), got nothing there. For a folder of Hugging Face use "
+        "`redeqx.models.from_pretrained`."
+    )
+    assert error(capsys, "inspect", tmp_path) == (
+        f"`{tmp_path}`: expected a workdir, a checkpoint, or a folder of safetensors files, got one whose folders hold "
+        f"some: folder, run. Pass `{tmp_path}/folder`, say."
+    )
+    (tmp_path / "empty").mkdir()
+    assert error(capsys, "inspect", tmp_path / "empty") == (
+        f"`{tmp_path}/empty`: expected a workdir, a checkpoint, or a folder of safetensors files, got one that holds "
+        "nothing. Pass another path; `redeqx inspect --help` lists what is taken."
+    )
+    assert error(capsys, "inspect", run / "ckpts" / "frist").endswith(
+        "expected one of last, first, step_00000000, step_00000001, or the path of a checkpoint, got 'frist'. Did you mean "
+        "`first`? Pass one of those."
+    )
+    assert error(capsys, "inspect", folder, "--check") == (
+        f"`--check`: expected a checkpoint of redeqx, whose trainer.json has checksums, got {folder}. Leave it out: the "
+        "headers are checked in any case."
+    )
+    (folder / "config.json").write_text("{")
+    said = error(capsys, "inspect", folder)
+    assert said.startswith(f"`{folder}/config.json`: expected JSON, got ") and said.endswith("Correct the file.")
+
+
+def test_names_that_would_break_a_line_do_not(tmp_path, capsys):
+    save_file({"a\x1b[31m\nb": np.ones(2, np.float32)}, tmp_path / "x.safetensors")
+    assert "  a\\x1b[31m\\nb  float32" in printed(capsys, "inspect", tmp_path / "x.safetensors")
+
+
+def test_the_installed_command_and_the_module_are_one(run, tmp_path):
+    """A reader that leaves (`| head -1`) is no error."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    line = f'"{sys.executable}" -m redeqx inspect "{run}" --json | head -c 9; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, '{"path": ', "")

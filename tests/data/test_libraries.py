@@ -1,0 +1,199 @@
+"""The real data libraries: what `fit` reads from each, and that a resumed run continues with the same examples.
+
+`datasets` and `grain` come with the `dev` extra, torch and torchdata with `parity`.
+"""
+
+import collections
+
+import numpy as np
+import pytest
+
+from redeqx.data import Mixture, MixtureStream, TokenRows
+from redeqx.data._examples import check_examples, examples_of, size_of, slices
+
+N, BATCH = 23, 4
+
+
+def number(example):
+    return int(example["x"] if isinstance(example, dict) else example)
+
+
+def read(make, epoch=0, **position):
+    steps = slices(examples_of(make(), epoch), BATCH, **position)
+    return [([number(example) for example in step.examples], step) for step in steps]
+
+
+def assert_continues(make, expected=None, epoch=0, after=(0, 1, 3, 4)):
+    """From the end of each step, a new object gives what follows there; returns the order of the whole epoch."""
+    check_examples(make())
+    whole = read(make, epoch)
+    taken = [numbers for numbers, _ in whole]
+    order = [number for numbers in taken for number in numbers]
+    assert order == expected if expected is not None else sorted(order) == list(range(N))
+    for i in (i for i in after if i < len(whole)):
+        step = whole[i][1]
+        rest = read(make, epoch, position=step.position, state=step.state)
+        assert [numbers for numbers, _ in rest] == taken[i + 1 :], f"after step {i}"
+    return order
+
+
+# --- datasets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def columns():
+    datasets = pytest.importorskip("datasets", exc_type=ImportError)
+    return datasets.Dataset.from_dict({"x": list(range(N))})
+
+
+def test_rows_of_datasets_have_a_length_and_go_into_mixtures(columns):
+    assert size_of(columns) == N
+    assert sorted(number(row) for step in slices(columns, BATCH, seed=(0,)) for row in step.examples) == list(range(N))
+    mixture = Mixture({"rows": (columns.with_format("numpy"), 0.5), "list": ([-1], 0.5)}, size=2 * N)
+    assert sorted(number(example) for example in mixture) == [-1] * N + list(range(N))
+
+
+@pytest.mark.parametrize("n_shards", [1, 3])
+@pytest.mark.parametrize("change", ["as it is", "map", "map in batches", "filter", "numpy"])
+def test_a_stream_of_datasets_continues(change, n_shards, columns):
+    def make():
+        stream = columns.to_iterable_dataset(num_shards=n_shards)
+        match change:
+            case "map":
+                return stream.map(lambda row: {"x": row["x"] + 1})
+            case "map in batches":
+                return stream.map(lambda rows: {"x": [x + 1 for x in rows["x"]]}, batched=True, batch_size=5)
+            case "filter":
+                return stream.filter(lambda row: row["x"] % 2)
+            case "numpy":
+                return stream.with_format("numpy")
+        return stream
+
+    add = 1 if "map" in change else 0
+    assert_continues(make, [x + add for x in range(N) if change != "filter" or x % 2])
+
+
+@pytest.mark.parametrize("n_shards", [1, 3])
+def test_a_shuffle_buffer_of_datasets_loses_nothing(n_shards, columns):
+    """Its state leaves out what the buffer holds: by that alone, a resumed run would miss those examples."""
+
+    def make():
+        return columns.to_iterable_dataset(num_shards=n_shards).shuffle(seed=0, buffer_size=7)
+
+    orders = [assert_continues(make, epoch=epoch) for epoch in range(2)]
+    assert orders[0] != orders[1]
+    step = read(make)[2][1]
+    stream = make()
+    stream.load_state_dict(step.state["state"])
+    assert len(list(stream)) < N - step.position  # where this fails, datasets saves its buffers
+
+
+def test_a_stream_that_was_resumed_begins_the_next_epoch_at_its_begin(columns):
+    def make():
+        return columns.to_iterable_dataset(num_shards=3).shuffle(seed=0, buffer_size=7)
+
+    step = read(make)[2][1]
+    stream = make()
+    read(lambda: stream, 0, position=step.position, state=step.state)
+    assert [numbers for numbers, _ in read(lambda: stream, 1)] == [numbers for numbers, _ in read(make, 1)]
+
+
+# --- grain ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grain():
+    return pytest.importorskip("grain", exc_type=ImportError)
+
+
+def test_a_map_of_grain_has_a_length(grain):
+    dataset = grain.MapDataset.range(N).shuffle(seed=1).map(lambda x: 2 * x)
+    assert size_of(dataset) == N
+    assert sorted(number(x) for step in slices(dataset, BATCH, seed=(0,)) for x in step.examples) == list(range(0, 2 * N, 2))
+
+
+@pytest.mark.parametrize("kind", ["iterable", "filter", "window", "mix", "loader"])
+def test_an_iterable_of_grain_continues(kind, grain):
+    def make():
+        dataset = grain.MapDataset.range(N).shuffle(seed=1)
+        match kind:
+            case "filter":
+                return dataset.to_iter_dataset().filter(lambda x: x % 2 == 0)
+            case "window":
+                return grain.experimental.WindowShuffleIterDataset(dataset.to_iter_dataset(), window_size=5, seed=1)
+            case "mix":
+                other = grain.MapDataset.range(100, 107)
+                return grain.IterDataset.mix([dataset.to_iter_dataset(), other.to_iter_dataset()], weights=[0.7, 0.3])
+            case "loader":
+                shards = grain.sharding.NoSharding()
+                sampler = grain.samplers.IndexSampler(N, shard_options=shards, shuffle=True, num_epochs=1, seed=3)
+                return grain.DataLoader(data_source=list(range(N)), sampler=sampler, worker_count=0)
+        return dataset.to_iter_dataset()
+
+    expected = None
+    if kind in ("filter", "mix"):
+        expected = [number(x) for x in make()]
+    assert_continues(make, expected)
+
+
+def test_grain_in_a_mixture_continues(grain, columns):
+    def stream():
+        return MixtureStream(
+            {
+                "grain": (grain.MapDataset.range(N).shuffle(seed=1).to_iter_dataset(), 0.5),
+                "datasets": (columns.to_iterable_dataset(num_shards=3).shuffle(seed=0, buffer_size=7), 0.3),
+                "list": (list(range(100, 110)), 0.2),
+            }
+        )
+
+    def first(n, **position):
+        steps = slices(stream(), BATCH, **position)
+        return [([number(example) for example in step.examples], step) for step, _ in zip(steps, range(n), strict=False)]
+
+    whole = first(20)
+    taken = collections.Counter(x for numbers, _ in whole[:18] for x in numbers)
+    assert all(taken[x] >= 2 for x in range(5))  # of both sources
+    for i in (0, 7, 18):
+        rest = first(19 - i, position=whole[i][1].position, state=whole[i][1].state)
+        assert [numbers for numbers, _ in rest] == [numbers for numbers, _ in whole[i + 1 :]]
+
+
+# --- numpy ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_memory_map_is_read_in_rows(tmp_path):
+    np.arange(N * 8, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    tokens = np.memmap(tmp_path / "train.bin", np.uint16, "r")
+    for examples in (tokens.reshape(-1, 8), TokenRows(tokens, 8)):
+        rows = [row for step in slices(examples, BATCH, seed=(0,)) for row in step.examples]
+        assert sorted(int(row[0]) for row in rows) == list(range(0, 8 * N, 8))
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
+@pytest.mark.parametrize("kind", ["loader", "workers", "stateful", "stateful, shuffled", "stateful workers"])
+def test_a_loader_of_torch_continues(kind):
+    """Workers are spawned: forked ones would inherit JAX's threads, of which JAX warns."""
+    torch = pytest.importorskip("torch", exc_type=ImportError)
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", exc_type=ImportError)
+
+    def make():
+        loader = stateful.StatefulDataLoader if "stateful" in kind else torch.utils.data.DataLoader
+        workers = {"num_workers": 2, "multiprocessing_context": "spawn"} if "workers" in kind else {}
+        order = {"shuffle": True, "generator": torch.Generator().manual_seed(0)} if "shuffled" in kind else {}
+        return loader(list(range(N)), batch_size=None, **workers, **order)
+
+    after = (3,) if "workers" in kind else (0, 1, 3)
+    assert assert_continues(make, after=after) != list(range(N)) or "shuffled" not in kind
+
+
+@pytest.mark.parity
+def test_a_dataset_of_torch_has_a_length():
+    torch = pytest.importorskip("torch", exc_type=ImportError)
+    dataset = torch.utils.data.TensorDataset(torch.arange(N))
+    check_examples(dataset)
+    got = [int(row[0]) for step in slices(dataset, BATCH, seed=(0,)) for row in step.examples]
+    assert sorted(got) == list(range(N)) and got != list(range(N))

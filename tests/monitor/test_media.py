@@ -1,0 +1,183 @@
+"""Images and texts: their files, what is refused, and what trackers get of them."""
+
+import struct
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx.monitor import Console
+from redeqx.monitor._media import Medium, check_image, png
+
+
+class Album:
+    """A tracker that takes images and texts."""
+
+    def __init__(self):
+        self.seen = []
+
+    def log(self, metrics, step):
+        self.seen.append(step)
+
+    def log_image(self, name, image, step):
+        self.seen.append((name, image.shape, image.dtype, step))
+
+    def log_text(self, name, text, step):
+        self.seen.append((name, text, step))
+
+
+def pixels(file: bytes) -> np.ndarray:
+    """The pixels of a PNG file, read by the format's own rules."""
+    assert file[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks, at = {}, 8
+    while at < len(file):
+        (n,) = struct.unpack(">I", file[at : at + 4])
+        kind, data = file[at + 4 : at + 8], file[at + 8 : at + 8 + n]
+        assert struct.unpack(">I", file[at + 8 + n : at + 12 + n]) == (zlib.crc32(kind + data),)
+        chunks[kind], at = data, at + 12 + n
+    width, height, depth, color, *rest = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
+    assert depth == 8 and rest == [0, 0, 0] and [*chunks] == [b"IHDR", b"IDAT", b"IEND"]
+    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
+    assert not rows[:, 0].any()
+    return rows[:, 1:].reshape(height, width, {0: 1, 2: 3, 6: 4}[color])
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_png_keeps_every_pixel(channels):
+    image = np.random.default_rng(0).integers(0, 256, (5, 7, channels), dtype=np.uint8)
+    np.testing.assert_array_equal(pixels(png(check_image(image))), image)
+    np.testing.assert_array_equal(pixels(png(check_image(image[::2, ::-1]))), image[::2, ::-1])
+    assert Medium("x", 0, png(image)).size == (5, 7)
+
+
+def test_floats_from_0_to_1_are_rounded():
+    image = jnp.array([[0.0, 0.5, 1.0], [1 / 255, 1.001, -0.001]], jnp.float32)
+    np.testing.assert_array_equal(pixels(png(check_image(image)))[..., 0], [[0, 128, 255], [1, 255, 0]])
+    half = jnp.full((2, 2, 3), 0.25, jnp.bfloat16)
+    assert (pixels(png(check_image(half))) == 64).all()
+
+
+def test_pillow_reads_it():
+    image = pytest.importorskip("PIL.Image")
+    import io
+
+    given = np.random.default_rng(1).integers(0, 256, (9, 4, 3), dtype=np.uint8)
+    with image.open(io.BytesIO(png(given))) as read:
+        np.testing.assert_array_equal(np.asarray(read), given)
+
+
+@pytest.mark.parametrize(
+    "image, error, message",
+    [
+        (
+            np.zeros((2, 3, 8, 8)),
+            ValueError,
+            "`image`: expected the shape [height, width], or [height, width, channels] with 1, 3 or 4 channels, got "
+            "[2, 3, 8, 8]. Move the channels last, and join several images to one, as by `np.concatenate(images, axis=1)`.",
+        ),
+        (np.zeros((3, 8, 8)), ValueError, "got [3, 8, 8]. Move the channels last"),
+        (np.zeros((0, 8)), ValueError, "got [0, 8]. Move"),
+        (np.full((2, 2), 3.5), ValueError, "`image`: expected numbers from 0 to 1, or uint8, got 3.5 to 3.5. Rescale it,"),
+        (np.array([[0, 200]]), ValueError, "`image`: expected numbers from 0 to 1, or uint8, got 0 to 200. Rescale it, or"),
+        (np.array([[np.nan, 0.5]]), ValueError, "`image`: expected numbers from 0 to 1, or uint8, got nan to nan. Rescale"),
+        ("cat.png", TypeError, "`image`: expected an array or a matplotlib figure, got str. Convert it first."),
+    ],
+)
+@pytest.mark.parametrize("is_main", [True, False])
+def test_other_images_are_refused_in_every_process(image, error, message, is_main, tmp_path):
+    console = Console(tmp_path, is_main=is_main)
+    with pytest.raises(error) as raised:
+        console.records.image("x", image, 1)
+    assert message in str(raised.value)
+    assert not (tmp_path / "media").exists()
+
+
+def test_names_are_those_of_files(tmp_path):
+    console = Console(tmp_path)
+    console.records.text("eval/of the 3rd: ü", "é", 12)
+    assert [path.name for path in (tmp_path / "media").iterdir()] == ["step_00000012_eval_of_the_3rd__ü.txt"]
+    assert next((tmp_path / "media").iterdir()).read_text("utf-8") == "é"
+    with pytest.raises(
+        ValueError, match=r"`name`: expected letters or digits, which name a file, got '\.\./'\. Pass a name"
+    ):
+        console.records.text("../", "x", 1)
+
+
+def test_a_figure_of_matplotlib(tmp_path):
+    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(2, 1), dpi=50)
+    figure.subplots().plot([1, 2])
+    Console(tmp_path).records.image("curve", figure, 3)
+    data = (tmp_path / "media" / "step_00000003_curve.png").read_bytes()
+    assert Medium("x", 0, data).size == (50, 100)
+
+
+def test_rewind_deletes_those_of_later_steps_and_nothing_else(tmp_path):
+    console = Console(tmp_path)
+    for step in (1, 2, 3):
+        console.metrics({"loss": 1.0}, step)
+        console.records.text("words", "x", None)
+    (tmp_path / "media" / "step_notes.txt").write_text("mine")
+    console.close()
+    console.rewind(2)
+    console.records.text("now", "x", None)  # at the step that was resumed
+    found = sorted(path.name for path in (tmp_path / "media").iterdir())
+    assert found == ["step_00000001_words.txt", "step_00000002_now.txt", "step_00000002_words.txt", "step_notes.txt"]
+
+
+def test_tensorboard_gets_them(tmp_path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    console = Console(tmp_path, loggers=["tensorboard"], verbose=False)
+    image = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    console.records.begin({"mesh": "data=8 | model=1"}, lambda: "the plan")
+    console.records.image("samples", image, 5)
+    console.records.text("words", "<b>\n*x*", 6)
+    console.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    data, found = file.read_bytes(), {}
+    while data:
+        n = struct.unpack("<Q", data[:8])[0]
+        event = Event.FromString(data[12 : 12 + n])
+        data = data[16 + n :]
+        found.update({value.tag: (event.step, value) for value in event.summary.value})
+    step, value = found["samples"]
+    assert step == 5 and (value.image.height, value.image.width) == (4, 6)
+    np.testing.assert_array_equal(pixels(value.image.encoded_image_string), image)
+    texts = {tag: value.tensor.string_val[0].decode() for tag, (_, value) in found.items() if tag != "samples"}
+    assert texts == {
+        "config/text_summary": "|name|value|\n|-|-|\n|mesh|data=8 \\| model=1|\n",
+        "plan/text_summary": "    the plan",
+        "words/text_summary": "    <b>\n    *x*",
+    }
+
+
+class Samples(redeqx.Callback):
+    every = 2
+
+    def on_step(self, trainer, metrics):
+        trainer.deployer.log_image("samples", jax.nn.sigmoid(trainer.model.weight))
+        trainer.deployer.log_text("words", f"at {trainer.step}")
+
+
+def test_a_callback_records_at_its_step(tmp_path):
+    import equinox as eqx
+
+    album = Album()
+    deployer = redeqx.Deployer(workdir=tmp_path, loggers=[album], verbose=False)
+    trainer = redeqx.Trainer(
+        deployer,
+        model=eqx.nn.Linear(4, 8, key=jax.random.key(0)),
+        optimizer=optax.sgd(1e-2),
+        collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: (jax.vmap(model)(batch) ** 2).mean(),
+    )
+    trainer.fit(np.ones((32, 4), np.float32), batch_size=8, callbacks=[Samples()])
+    of_2, of_4 = ([("samples", (8, 4), np.uint8, step), ("words", f"at {step}", step)] for step in (2, 4))
+    assert album.seen == [1, 2, *of_2, 3, 4, *of_4]
+    files = [f"step_0000000{step}_{name}" for step in (2, 4) for name in ("samples.png", "words.txt")]
+    assert sorted(path.name for path in (tmp_path / "media").iterdir()) == files

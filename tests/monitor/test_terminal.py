@@ -1,0 +1,183 @@
+"""What a person sees: a pseudo-terminal at several widths, one without escape codes, one without colours, and a notebook."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+PATH = "/home/user/experiments/2026-11-23/language_modelling/runs/llama-1b-bf16-fsdp2-tp2/ckpts/step_00000006"
+RUN = f"""
+import fcntl, os, struct, sys, termios, time
+from redeqx.monitor import Console
+
+def run():
+    console = Console(None)
+    console.header({{
+        "mesh": "data=2 x fsdp=2 x model=2",
+        "bytes per device": "2,357.1 MiB parameters, 4,714.2 MiB optimizer state",
+        "precision": "bfloat16 for the loss, float32 parameters; 224 of 225 products with weights in fp8",
+        "workdir": {PATH!r},
+    }})
+    metrics = {{"loss": 2.34512, "learning_rate": 3e-4, "grad_norm": 1.2345}}
+    with console.progress(n_epochs=3, n_steps=6) as line:
+        with line.compiling("train step") as notes:
+            notes.append("from the cache")
+        for step in range(1, 7):
+            line.update(step, metrics=metrics, n_examples=512, n_tokens=1 << 20, epoch=1 + step // 3)
+            time.sleep(0.25 if step == 3 else 0.01)
+            if step == 3:
+                print("printed by the user")
+        console.info("step 6: eval loss 2.1234, eval perplexity 8.3611, eval accuracy 0.51234")
+        console.info("step 6: saved {PATH} (last, argmin_loss)")
+    console.table("sent", ("kind", "layer"), [("all-reduce", "stack.blocks.attention.output.weight")])
+    console.summary({{"eval loss": "2.1234"}})
+"""
+SETTINGS = {
+    "40": (40, {}),
+    "80": (80, {}),
+    "120": (120, {}),
+    "dumb": (80, {"TERM": "dumb"}),
+    "no colour": (80, {"NO_COLOR": "1"}),
+}
+
+
+@pytest.fixture(scope="module")
+def written():
+    """What one script writes to a pseudo-terminal in each setting."""
+    script = f"""{RUN}
+for width, env in {[*SETTINGS.values()]!r}:
+    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    os.environ.update(TERM="xterm-256color")
+    os.environ.update(env)
+    run()
+    print("=" * 9)
+"""
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "CI")}
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=child, stdout=child, stderr=child, env=env)
+    os.close(child)
+    data = b""
+    try:
+        while chunk := read(parent):
+            data += chunk
+        assert process.wait(60) == 0, data.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(parent)
+    return dict(zip(SETTINGS, data.decode().split("=" * 9), strict=False))
+
+
+def read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # the other end is closed
+        return b""
+
+
+def screen(text: str, width: int) -> list[str]:
+    """The lines that a terminal shows, which wraps at its width; and where it wrapped, which ends in a backslash."""
+    rows, row, column = [""], 0, 0
+    for code, char in re.findall(r"\x1b\[([0-9;?]*[A-Za-z])|([\s\S])", text):
+        if char and char not in "\r\n":
+            if column == width:
+                rows[row] += "\\"
+                row, column = row + 1, 0
+                rows[row:] = rows[row:] or [""]
+            rows[row] = rows[row][:column].ljust(column) + char + rows[row][column + 1 :]
+            column += 1
+        elif char == "\n":
+            row += 1
+            rows[row:] = rows[row:] or [""]
+        elif char == "\r":
+            column = 0
+        elif code == "2K":
+            rows[row] = ""
+        elif code.endswith("A"):
+            row -= int(code[:-1] or 1)
+        else:
+            assert code.endswith("m") or code in ("?25l", "?25h"), code
+    return [line.rstrip() for line in rows if line.strip()]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_lines_are_whole_and_in_the_order_of_what_happened(written, name):
+    width = SETTINGS[name][0]
+    lines = screen(written[name], width)
+    whole = "\n".join(lines).replace("\\\n", "")
+    assert PATH in whole  # copied in one piece
+    wrapped = [line for line in lines if line.endswith("\\")]
+    assert all(re.search(r"[/\w.-]{20}\\$", line) for line in wrapped), wrapped  # only paths, which have no spaces
+    order = [
+        "redeqx", "mesh", "workdir", "compiled train step", "printed by the user", "step 6: eval", "step 6: saved",
+        "step 6/6", "sent", "all-reduce", "done", "2.1234",
+    ]  # fmt: skip
+    order = order if name != "dumb" else [*order[:5], "step 6/6", "step 6: eval", "step 6: saved", *order[8:]]
+    at = 0
+    for what in order:
+        at = whole.index(what, at) + 1
+    assert len(re.findall("step 6/6", whole)) == 1
+    fields = re.findall(r"[\d,]+ examples/s|[\d,]+ tokens/s|grad norm 1\.2345|lr 3\.00e-04", whole)
+    assert len(set(fields)) >= 4  # none is torn by the end of a line
+
+
+def test_values_stand_below_their_names_where_there_is_no_room(written):
+    lines = screen(written["40"], 40)
+    at = lines.index("  bytes per device")
+    assert lines[at + 1 : at + 3] == ["    2,357.1 MiB parameters, 4,714.2 MiB", "    optimizer state"]
+    assert "  mesh  data=2 x fsdp=2 x model=2" in lines  # this one has room
+    assert lines[lines.index("  workdir") + 1] == f"    {PATH[:36]}\\"
+    (line,) = [line for line in screen(written["80"], 80) if "precision" in line]
+    assert line == "  precision         bfloat16 for the loss, float32 parameters; 224 of 225"
+
+
+def test_escape_codes_are_those_that_the_terminal_wants(written):
+    assert "\x1b" not in written["dumb"] and "compiling train step" in written["dumb"]
+    assert re.search(r"\x1b\[\d*;?3\dm", written["80"]) and not re.search(r"\x1b\[\d*;?[349]\dm", written["no colour"])
+
+
+NOTEBOOK = f"{RUN}\nrun()"
+
+
+@pytest.mark.sweep
+def test_a_notebook_has_one_display_that_is_updated(tmp_path):
+    for package in ("nbclient", "ipykernel"):
+        pytest.importorskip(package)
+    import nbformat
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(NOTEBOOK)])
+    (tmp_path / "run.ipynb").write_text(nbformat.writes(notebook))
+    script = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import nbclient, nbformat
+class Counting(nbclient.NotebookClient):
+    n = 0
+    def process_message(self, message, cell, index):
+        Counting.n += message["msg_type"] == "update_display_data"
+        return super().process_message(message, cell, index)
+notebook = nbformat.read("run.ipynb", 4)
+Counting(notebook, timeout=150, kernel_name="python3").execute()
+print(json.dumps([Counting.n, notebook.cells[0].outputs]))
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JUPYTER_PLATFORM_DIRS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    n_updates, outputs = json.loads(run.stdout.splitlines()[-1])
+    (shown,) = [each["data"] for each in outputs if each["output_type"] == "display_data"]
+    assert re.search(r"epoch 3/3  step 6/6  loss 2\.3451 .* in all$", shown["text/plain"]) and list(shown) == ["text/plain"]
+    assert 1 <= n_updates <= 5
+    text = "".join(each["text"] for each in outputs if each["output_type"] == "stream")
+    assert "\x1b" not in text and len([line for line in text.splitlines() if "step 6" in line]) == 2
+    assert text.index("redeqx") < text.index("compiled train step") < text.index("printed by") < text.index("2.1234")

@@ -1,0 +1,373 @@
+"""Trackers by name: what is delivered to them, also after a resume, where they fail, and at the end of a script."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from redeqx.monitor import Console, _delivery, _trackers
+
+
+class Fake:
+    """A tracker whose runs are lists of what they were given, by their ids."""
+
+    package, install, purges = "json", "redeqx[fake]", False
+    runs: ClassVar[dict[str, list]] = {}
+    fails: ClassVar[list[Exception]] = []  # the next calls
+    blocks: threading.Event | None = None
+
+    def __init__(self, opening):
+        self._fail()
+        self.run_id = opening.run_id or f"run {len(self.runs)}"
+        self.where = f"at {self.run_id}"
+        self.seen = self.runs.setdefault(self.run_id, [])
+        self.seen.append("continued" if opening.run_id else "begun")
+
+    def _fail(self):
+        if self.blocks is not None:
+            self.blocks.wait()
+        if self.fails:
+            raise self.fails.pop(0)
+
+    def config(self, values):
+        self.seen.append(values)
+
+    def rows(self, rows):
+        self._fail()
+        self.seen += [(row.step, dict(row.numbers)) for row in rows]
+
+    def medium(self, medium):
+        self.seen.append((medium.step, medium.filename))
+
+    def close(self, failed):
+        self.seen.append("failed" if failed else "closed")
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    monkeypatch.setattr(Fake, "runs", {})
+    monkeypatch.setattr(Fake, "fails", [])
+    monkeypatch.setattr(Fake, "blocks", None)
+    monkeypatch.setitem(_trackers.TRACKERS, "fake", Fake)
+    monkeypatch.setattr(_delivery, "GAP", 0.01)
+    monkeypatch.setattr(_delivery, "FIRST_RETRY", 0.01)
+    return Fake
+
+
+def steps(seen: list) -> list[int]:
+    return [each[0] for each in seen if isinstance(each, tuple) and isinstance(each[1], dict)]
+
+
+def wait_for(condition) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def record(console: Console, *steps: int) -> None:
+    for step in steps:
+        console.metrics({"loss": step / 2}, step, speed={"rate": 7.0})
+
+
+# What is passed as `loggers`
+
+
+@pytest.mark.parametrize(
+    "loggers, error, message",
+    [
+        ("wandb", TypeError, "`loggers`: expected a list of trackers, got 'wandb'. Pass `loggers=['wandb']`."),
+        (
+            ["wandb", "wandbb"],
+            ValueError,
+            "`loggers[1]`: expected one of ['fake', 'mlflow', 'tensorboard', 'trackio', 'wandb'], or an object with "
+            "`log(metrics, step)`, got 'wandbb'. Pass one of them.",
+        ),
+        (["tensorboard"], ValueError, "`loggers`: expected a `workdir` to write to, got None. Pass `workdir=`."),
+        (
+            ["trackio"],
+            ImportError,
+            "`loggers`: expected trackio, got no such package. "
+            'Run `pip install "redeqx[trackio]"`, or do without this tracker.',
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_main", [True, False])
+def test_names_are_checked_in_every_process(loggers, error, message, is_main, monkeypatch):
+    for package in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(error) as raised:
+        Console(None, loggers=loggers, is_main=is_main)
+    assert str(raised.value) == message
+
+
+def test_nothing_is_imported_before_something_is_recorded(tmp_path, fake):
+    fake.fails.append(AssertionError("opened"))
+    Console(tmp_path, loggers=["fake", "fake"], verbose=False).close()
+    Console(tmp_path, loggers=["fake"], is_main=False).metrics({"loss": 1.0}, 1)
+    assert not fake.runs and fake.fails and not list(tmp_path.iterdir())
+
+
+# What they are given
+
+
+def test_what_is_recorded_is_delivered_in_its_order(tmp_path, fake, capsys):
+    console = Console(tmp_path, loggers=["fake", "fake"])
+    console.records.begin({"mesh": "data=8"}, lambda: "whole")
+    record(console, 1, 2)
+    console.records.text("words", "hello", None)
+    record(console, 3)
+    console.close()
+    rows = [(step, {"rate": 7.0, "loss": step / 2}) for step in (1, 2, 3)]
+    plan, words = (0, "step_00000000_plan.txt"), (2, "step_00000002_words.txt")
+    assert fake.runs == {"run 0": ["begun", {"mesh": "data=8"}, plan, *rows[:2], words, rows[2], "closed"]}
+    assert capsys.readouterr().out == "fake: at run 0\n"
+    record(console, 4)  # what is recorded later continues the run
+    console.close()
+    assert fake.runs["run 0"][-3:] == ["continued", (4, {"rate": 7.0, "loss": 2.0}), "closed"]
+
+
+def test_metrics_of_a_lower_step_are_delivered_too(fake):
+    console = Console(None, loggers=["fake"], verbose=False)
+    record(console, 5, 1, 1)
+    console.close()
+    assert steps(fake.runs["run 0"]) == [5, 1, 1]
+
+
+def test_a_resumed_run_continues_the_run_of_the_tracker_without_what_it_does_again(tmp_path, fake):
+    first = Console(tmp_path, loggers=["fake"], verbose=False)
+    first.rewind(0)
+    record(first, 1, 2, 3, 3, 4)
+    first.records.text("words", "of 4", None)
+    first.close()
+    again = Console(tmp_path, loggers=["fake"], verbose=False)
+    again.rewind(2)
+    record(again, 3, 3, 4)
+    again.records.text("words", "of 4", None)
+    record(again, 5)
+    again.records.text("words", "of 5", None)
+    again.close()
+    (seen,) = fake.runs.values()
+    assert steps(seen) == [1, 2, 3, 3, 4, 5]
+    assert [x for x in seen if isinstance(x, str)] == ["begun", "closed", "continued", "closed"]
+    assert [x[0] for x in seen if isinstance(x[1], str) and isinstance(x, tuple)] == [4, 5]
+
+
+def test_a_resumed_run_delivers_what_the_tracker_missed(tmp_path, fake):
+    first = Console(tmp_path, verbose=False)  # without the tracker
+    record(first, 1, 2, 3)
+    first.close()
+    again = Console(tmp_path, loggers=["fake"], verbose=False)
+    again.rewind(2)
+    record(again, 3)
+    again.close()
+    rows = [(1, {"loss": 0.5}), (2, {"loss": 1.0}), (3, {"rate": 7.0, "loss": 1.5})]
+    assert fake.runs == {"run 0": ["begun", *rows, "closed"]}
+
+
+def test_a_run_from_the_start_is_another_run_of_the_tracker(tmp_path, fake):
+    for _ in range(2):
+        console = Console(tmp_path, loggers=["fake"], verbose=False)
+        record(console, 0)  # before the fit
+        console.rewind(0)
+        record(console, 1)
+        console.close()
+    assert [steps(seen) for seen in fake.runs.values()] == [[0, 1], [0, 0, 1]]  # as metrics.jsonl
+
+
+def test_a_damaged_state_begins_a_run(tmp_path, fake):
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "fake.json").write_text('{"run_id": ')
+    console = Console(tmp_path, loggers=["fake"], verbose=False)
+    record(console, 1)
+    console.close()
+    state = json.loads((tmp_path / "trackers" / "fake.json").read_text())
+    assert state == {"run_id": "run 0", "sent": [1, 1], "media": -1}
+
+
+# Where they fail
+
+
+def test_a_tracker_that_fails_warns_once_and_gets_all_when_it_works_again(tmp_path, fake, capsys):
+    fake.fails += [ConnectionError("no\nnetwork")] * 3
+    with pytest.warns(UserWarning) as caught:
+        console = Console(tmp_path, loggers=["fake"])
+        record(console, 1, 2)
+        wait_for(lambda: not fake.fails)
+        record(console, 3)
+        console.close()
+    assert [str(w.message) for w in caught] == [
+        "`loggers`: expected fake to record, got ConnectionError: no network. Training goes on; what it misses is kept, and "
+        "sent when it works again. All of it is in the workdir, too."
+    ]
+    assert steps(fake.runs["run 0"]) == [1, 2, 3]
+    assert capsys.readouterr().out.splitlines() == ["fake: at run 0", "fake: records again"]
+
+
+def test_a_tracker_that_fails_ends_no_run_where_warnings_are_errors(fake, capsys):
+    fake.fails += [ConnectionError("no network")] * 99
+    console = Console(None, loggers=["fake"], verbose=False)
+    record(console, 1, 2, 3)
+    console.close()
+    assert capsys.readouterr().err.startswith("`loggers`: expected fake to record, got ConnectionError: no network.")
+    assert not fake.runs
+
+
+def test_a_tracker_that_hangs_delays_nothing(fake, monkeypatch):
+    monkeypatch.setattr(_delivery, "PATIENCE", 0.05)
+    fake.blocks = threading.Event()
+    console = Console(None, loggers=["fake"], verbose=False)
+    record(console, *range(100))
+    with pytest.warns(UserWarning, match=r"expected fake to take its last records within 0\.05 s, got no answer"):
+        console.close()
+    console.close()
+    record(console, 101)
+    (thread,) = [each for each in threading.enumerate() if each.name == "redeqx-fake"]
+    fake.blocks.set()
+    thread.join(30)
+    assert steps(fake.runs["run 0"]) == [*range(100)]
+
+
+def test_what_waits_is_bounded(fake, monkeypatch):
+    monkeypatch.setattr(_delivery, "ROOM", 3 * _delivery.ROW_SIZE)
+    fake.blocks = threading.Event()
+    console = Console(None, loggers=["fake"], verbose=False)
+    record(console, *range(10))
+    fake.blocks.set()
+    console.close()
+    assert steps(fake.runs["run 0"]) == [7, 8, 9]
+
+
+def test_a_console_that_is_dropped_ends_its_runs(fake):
+    console = Console(None, loggers=["fake"], verbose=False)
+    record(console, 1)
+    del console
+    wait_for(lambda: fake.runs and fake.runs["run 0"][-1] == "closed")
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_trackers import Fake
+from redeqx.monitor import Console, _trackers
+_trackers.TRACKERS["fake"] = Fake
+Fake.close = lambda self, failed: print(len(self.seen), "failed" if failed else "closed")
+console = Console(None, loggers=["fake"], verbose=False)
+console.metrics({{"loss": 1.0}}, 1)
+{last}
+"""
+
+
+@pytest.mark.parametrize("last, said, code", [("", "2 closed\n", 0), ("raise ValueError('x')", "2 failed\n", 1)])
+def test_the_end_of_a_script_ends_the_run(last, said, code):
+    script = SCRIPT.format(tests=str(Path(__file__).parent), last=last)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.stdout, run.returncode) == (said, code), run.stderr
+
+
+# The packages themselves
+
+
+REAL = """
+import os, sys
+import numpy as np
+import redeqx
+from redeqx.monitor import _delivery
+_delivery.PATIENCE = 250  # the packages take seconds to import, minutes on a machine with other work
+name, begin, end, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+deployer = redeqx.Deployer(workdir="run", loggers=[name])
+deployer.begin_records(begin)
+deployer.log_config({"rate": 0.5})
+for step in range(begin + 1, end + 1):
+    deployer.log_metrics({"loss": step / 2}, step)
+    deployer.log_image("samples", np.full((4, 6, 3), step / 10))
+    deployer.log_text("words", f"<b>|{step}|</b>")
+deployer._run.console.close()
+if how == "kill":
+    os._exit(9)
+if how == "raise":
+    raise ValueError("boom")
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_the_package_itself_killed_and_resumed(name, tmp_path):
+    pytest.importorskip(name)
+    env = {
+        **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "WANDB_MODE": "offline", "WANDB_SILENT": "true",
+        "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+    }  # fmt: skip
+    (tmp_path / "train.py").write_text(REAL)
+    for begin, end, how, code in ((0, 4, "kill", 9), (2, 5, "raise", 1), (5, 6, "end", 0)):
+        command = [sys.executable, "train.py", name, str(begin), str(end), how]
+        run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False)
+        assert run.returncode == code, run.stdout + run.stderr
+        assert "expected" not in run.stderr, run.stderr
+    run_id = json.loads((tmp_path / "run" / "trackers" / f"{name}.json").read_text())["run_id"]
+    read = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}[name]
+    losses, media = read(tmp_path, run_id)
+    assert losses == [(step, step / 2) for step in range(1, 7)]
+    assert media == [*range(1, 7)]
+
+
+def read_wandb(folder: Path, run_id: str) -> tuple[list, list]:
+    """The losses and the steps of the images in the files of its offline runs, all of one id."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    losses, media = [], []
+    parts = sorted((folder / "run" / "wandb").glob("offline-run-*"))
+    assert len(parts) == 3 and all(part.name.endswith(run_id) for part in parts)
+    for part in parts:
+        for record in map(Record.FromString, leveldb_records(next(part.glob("*.wandb")).read_bytes())):
+            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            if "loss" in items:
+                losses.append((record.history.step.num, json.loads(items["loss"])))
+        media += [int(image.name.split("_")[1]) for image in (part / "files/media/images").iterdir()]
+    return losses, sorted(media)
+
+
+def leveldb_records(data: bytes) -> Iterator[bytes]:
+    """The records of LevelDB's log format: blocks of 32 KiB with parts of records, each after its crc, length and kind."""
+    record, at = b"", 7  # after the file's own header
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # too little for another part
+            at += 32768 - at % 32768
+            continue
+        n, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        record += data[at + 7 : at + 7 + n]
+        at += 7 + n
+        if kind in (1, 4):  # whole, last
+            yield record
+            record = b""
+
+
+def read_mlflow(folder: Path, run_id: str) -> tuple[list, list]:
+    """Those of its file store, all of one run."""
+    store = next((folder / "mlruns").glob(f"*/{run_id}"))
+    losses = [line.split() for line in (store / "metrics/loss").read_text().splitlines()]
+    assert (store / "params/rate").read_text() == "0.5" and len(list(store.parent.glob("*/metrics"))) == 1
+    images = (store / "artifacts/media").glob("*_samples.png")
+    return [(int(step), float(value)) for _, value, step in losses], sorted(int(path.name[5:13]) for path in images)
+
+
+def read_trackio(folder: Path, run_id: str) -> tuple[list, list]:
+    """Those of its database, all of one run."""
+    import sqlite3
+
+    database = sqlite3.connect(next((folder / "trackio").glob("*.db")))
+    rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    database.close()
+    assert {name for name, _, _ in rows} == {run_id}
+    found = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    return [(s, m["loss"]) for s, m in found if "loss" in m], [s for s, m in found if "samples" in m]

@@ -1,0 +1,97 @@
+"""The tutorials: each runs as a script and as a notebook, and no link of them leads nowhere."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+FOLDER = DOCS / "pages" / "tutorials"
+SOURCES = sorted(FOLDER.glob("*.py"))
+by_name = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+
+
+def run_python(script, *args, folder):
+    env = {**os.environ, "PYTHONPATH": str(DOCS.parent), "MPLBACKEND": "agg"}
+    command = [sys.executable, "-W", "error", str(script), *map(str, args)]
+    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=580, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+@by_name
+def test_a_tutorial_runs_as_a_script(source, tmp_path):
+    """What it claims, its own assertions check."""
+    run_python(source, folder=tmp_path)
+    assert not list(tmp_path.iterdir())  # a reader's folder stays as it is
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+def test_a_tutorial_runs_as_a_notebook_and_becomes_a_page(tmp_path):
+    source = tmp_path / "diffusion.py"
+    source.write_text((FOLDER / "diffusion.py").read_text())
+    run_python(DOCS / "tutorials.py", source, folder=tmp_path)
+    page = (tmp_path / "diffusion.md").read_text()
+    pictures = re.findall(r"!\[[^]]*\]\((\S+)\)", page)
+    assert len(pictures) == 4 and all((tmp_path / picture).stat().st_size > 1000 for picture in pictures)
+    assert page.startswith("# Draw digits by diffusion\n") and "compiled train step in" in page
+    notebook = nbformat.read(tmp_path / "diffusion.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    (fit,) = [cell for cell in notebook.cells if "trainer.fit(" in cell.source]
+    line, lines, figure = fit.outputs  # the line that was updated in its place, all that was printed, the picture
+    assert [output.output_type for output in fit.outputs] == ["display_data", "stream", "display_data"]
+    assert "step 1,200/1,200" in line.data["text/plain"] and "\ncompiled train step in" in lines.text
+    assert "image/png" in figure.data
+
+
+@by_name
+def test_a_source_and_its_notebook_are_the_same(source):
+    notebook = runpy.run_path(str(DOCS / "tutorials.py"))["read"](source)
+    again = nbformat.reads(nbformat.writes(notebook), as_version=4)
+    again.metadata = {"jupytext": {"notebook_metadata_filter": "-all", "cell_metadata_filter": "-all"}}
+    assert jupytext.writes(again, fmt="py:percent") == source.read_text()
+    kinds = [cell.cell_type for cell in notebook.cells]
+    assert kinds[0] == "markdown" and kinds.count("code") > 8
+
+
+def test_a_page_shows_what_was_printed_and_drawn(tmp_path):
+    """Without a kernel: a notebook with one output of each kind."""
+    source = tmp_path / "small.py"
+    source.write_text("# %% [markdown]\n# # Small\n#\n# Text.\n\n# %%\nprint(1)\n")
+    functions = runpy.run_path(str(DOCS / "tutorials.py"))
+    notebook = functions["read"](source)
+    make = nbformat.v4.new_output
+    notebook.cells[1].outputs = [
+        make("stream", name="stdout", text="a < b\n"),
+        make("execute_result", data={"text/plain": "{'loss': 1}"}, execution_count=1),
+        make("display_data", data={"image/png": "iVBORw0KGgo="}),
+    ]
+    functions["write"](notebook, source)
+    page = (tmp_path / "small.md").read_text()
+    assert page.startswith("# Small\n\n*This page is a notebook: [download it](small.ipynb), or [as a script](small.py).*\n")
+    assert "```python\nprint(1)\n```" in page
+    assert "``` { .text .printed }\na < b\n```" in page and "``` { .text .printed }\n{'loss': 1}\n```" in page
+    (picture,) = re.findall(r"!\[[^]]*\]\((\S+)\)", page)
+    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@by_name
+def test_links_lead_somewhere(source):
+    prose = "\n".join(cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown")
+    for target in re.findall(r"\]\(([^)#\s]+)", prose):
+        if not target.startswith("http"):
+            found = FOLDER / target
+            assert found.is_file() or found.with_suffix(".py") in SOURCES, target
+
+
+def test_every_tutorial_is_in_the_navigation():
+    listed = re.findall(r": tutorials/(\w+)\.md$", (DOCS / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == [path.stem for path in SOURCES]

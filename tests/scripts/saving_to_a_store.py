@@ -1,0 +1,102 @@
+"""Processes that save a checkpoint into an object store, one after another.
+
+    saving_to_a_store.py N < TRIALS
+
+Each line of standard input is a trial, `["s3://bucket/folder", step]`: N processes save one checkpoint together, and keep no
+other. For each, two lines of standard output: their process ids once they are there, and their exit codes.
+
+The processes are forked from this one, before JAX has devices and before a request was made: importing takes longer than a
+trial.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+
+os.environ.setdefault("NPROC", "16")
+
+import jax
+import numpy as np
+import obstore  # noqa: F401
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from redeqx.checkpoint import _lock, _store_lock
+from redeqx.checkpoint._manager import Checkpoints
+from redeqx.distributed import Peers, _cluster
+from redeqx.machine._mesh import make_mesh, put
+from redeqx.storage import location
+
+warnings.filterwarnings("ignore", message="os.fork")
+N = int(sys.argv[1])
+LIMIT = 60.0
+_store_lock.STALE, _lock.GRACE = 1.0, 5.0
+
+
+def trees(step):
+    mesh = make_mesh(2, 2)
+    specs = {"columns": P("model", None), "rows": P(None, "model"), "both": P("fsdp", "model"), "whole": P()}
+    return {
+        "model": {
+            name: put(np.full((4, 8), step, np.float32) + np.arange(8, dtype=np.float32), NamedSharding(mesh, spec))
+            for name, spec in specs.items()
+        },
+        "optimizer": {"count": put(np.asarray(step, np.int32), NamedSharding(mesh, P()))},
+    }
+
+
+def process(index, folder, step, port):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4 // N)
+    peers = Peers()
+    if N > 1:
+        os.environ.update(REDEQX_PROCESSES=str(N), REDEQX_PROCESS_ID=str(index), REDEQX_HOST0=f"127.0.0.1:{port}")
+        peers = _cluster.start(None, None, None, None, None)
+    checkpoints = Checkpoints(location(folder), peers)
+    checkpoints.save(step, trees(step), {"step": step}, keep_last=1)
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def run(folder, step):
+    port, pids = free_port(), []
+    for index in range(N):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            os.dup2(2, 1)  # gloo prints to standard output
+            try:
+                process(index, folder, step, port)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                if code == 0:
+                    sys.exit(0)  # with what a process does at its end
+                os._exit(code)
+        pids.append(pid)
+    print(json.dumps(pids), flush=True)
+    codes, until = {}, time.monotonic() + LIMIT
+    while len(codes) < N:
+        for pid in pids:
+            if pid not in codes:
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                elif time.monotonic() > until:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    print(json.dumps([codes[pid] for pid in pids]), flush=True)
+
+
+for line in sys.stdin:
+    run(*json.loads(line))

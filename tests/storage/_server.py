@@ -1,0 +1,71 @@
+"""An S3-compatible server on this machine, moto's, with faults on demand."""
+
+import logging
+import threading
+import urllib.request
+
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+
+class _Quiet(WSGIRequestHandler):
+    def log(self, *args):
+        pass
+
+
+class Server:
+    """Answers S3's requests from memory.
+
+    **Attributes:**
+
+    - `fault`: called with method and path of each request, before it is handled. It returns None for an ordinary answer; a
+        status, such as 503, to answer with that; or `"cut"` to cut the body of the answer off.
+    - `after`: called likewise after the request was handled, before it is answered.
+    - `requests`: methods and paths so far.
+    """
+
+    def __init__(self):
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self.fault = self.after = lambda method, path: None
+        self.requests = []
+        self._one = threading.Lock()  # moto looks at a condition and writes without a lock of its own
+        self._app = DomainDispatcherApplication(create_backend_app)
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Quiet)
+        self.url = f"http://127.0.0.1:{self._server.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def _answer(self, environ, start_response):
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        if environ.get("QUERY_STRING"):
+            path += "?" + environ["QUERY_STRING"]
+        self.requests.append((method, path))
+        fault = self.fault(method, path)
+        if isinstance(fault, int):
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start_response(f"{fault} Fault", [("Content-Length", "0")])
+            return [b""]
+        with self._one:
+            body = list(self._app(environ, start_response))
+        self.after(method, path)
+        if fault == "cut":
+            content = b"".join(body)
+            return [content[: len(content) // 2]]
+        return body
+
+    def make_bucket(self, name):
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/{name}", method="PUT"), timeout=30).close()
+
+    def environment(self):
+        """What a process needs to find the server."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_REGION": "us-east-1",
+        }
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=30)

@@ -1,0 +1,28 @@
+"""One S3 server for the tests of this folder, and a bucket for each test."""
+
+import itertools
+
+import pytest
+
+from tests.storage._server import Server
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def bucket(server, monkeypatch):
+    """The address of an empty bucket."""
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    name = f"bucket{next(_numbers)}"
+    server.make_bucket(name)
+    yield f"s3://{name}"
+    server.fault = server.after = lambda method, path: None
+    server.requests.clear()

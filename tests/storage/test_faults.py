@@ -1,0 +1,270 @@
+"""A store that fails, is slow, or refuses, and processes that are killed: nothing is lost, and nothing wrong is read."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redeqx.checkpoint._manager import Checkpoints
+from redeqx.errors import DamagedError
+from redeqx.storage import StoreError, _objects, location
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "saving_to_a_store.py"
+TREE = {"w": np.arange(3 * 2**20, dtype=np.float32).reshape(3, -1), "b": np.ones(5, np.int32)}  # two parts of an object
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Pauses and limits as short as a test's."""
+    monkeypatch.setattr(_objects, "TIMEOUT", 1.0)
+    monkeypatch.setattr(_objects, "RETRIES", 3)
+    monkeypatch.setattr(_objects, "PAUSE", 0.01)
+    _objects._opened.cache_clear()
+    yield
+    _objects._opened.cache_clear()
+
+
+def saved(folder, step, **kwargs):
+    checkpoints = Checkpoints(location(folder))
+    checkpoints.save(step, {"model": {**TREE, "step": np.full(2, step)}}, {"step": step}, **kwargs)
+    return checkpoints
+
+
+def read(checkpoints):
+    """The step of the last checkpoint, once all of it is verified."""
+    path = checkpoints.newest()[0]
+    step = checkpoints.record(path)["step"]
+    like = {**TREE, "step": np.zeros(2, np.int64)}
+    tree = checkpoints.load(path, "model", like, verify=True)
+    assert all(np.array_equal(tree[name], TREE[name]) for name in TREE)
+    assert tree["step"].tolist() == [step] * 2
+    return step
+
+
+@pytest.mark.parametrize("status", [503, "cut"])
+def test_requests_that_fail_are_repeated(bucket, server, status, quick):
+    count = itertools.count()
+    server.fault = lambda method, path: status if next(count) % 3 == 0 else None
+    checkpoints = saved(f"{bucket}/ckpts", 1)
+    assert read(checkpoints) == 1
+    answers = len(server.requests)
+    server.fault = lambda method, path: None
+    server.requests.clear()
+    assert read(saved(f"{bucket}/ckpts", 2)) == 2
+    assert answers > len(server.requests)  # some were repeated
+
+
+@pytest.mark.sweep
+def test_a_slow_answer_is_asked_for_again(bucket, server, quick):
+    slow = iter([True] * 3)
+    server.fault = lambda method, path: time.sleep(3) if next(slow, False) else None
+    checkpoints = saved(f"{bucket}/ckpts", 1)
+    slow = iter([True] * 3)
+    assert read(checkpoints) == 1
+
+
+def test_a_store_that_does_not_answer_loses_nothing(bucket, server, quick):
+    """A save fails with the store's answer. The earlier checkpoint is not taken for damaged, and is there afterwards."""
+    checkpoints = saved(f"{bucket}/ckpts", 1)
+    server.fault = lambda method, path: 503 if method in ("PUT", "POST") else None
+    with pytest.raises(OSError, match=r"expected the store to answer, got: .*503.*Earlier checkpoints are whole: run"):
+        checkpoints.save(2, {"model": TREE}, {"step": 2})
+    server.fault = lambda method, path: 503 if "trainer.json" in path or "list-type" in path else None
+    for act in (checkpoints.newest, lambda: checkpoints.record(location(f"{bucket}/ckpts/step_00000001"))):
+        with pytest.raises(StoreError, match=r"expected the store to answer, got: .*503"):
+            act()
+    server.fault = lambda method, path: None
+    assert read(checkpoints) == 1
+    assert read(saved(f"{bucket}/ckpts", 2)) == 2
+
+
+def test_a_refusal_is_said_at_once(bucket, server):
+    checkpoints = saved(f"{bucket}/ckpts", 1)
+    server.fault = lambda method, path: 403
+    began = time.monotonic()
+    with pytest.raises(StoreError, match=r"expected the store to answer, got: .*403.*Check the address, the credentials"):
+        checkpoints.newest()
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("change", ["flipped", "short", "missing"])
+def test_damage_is_found_and_passed_over(bucket, change):
+    checkpoints = saved(f"{bucket}/ckpts", 1)
+    checkpoints.save(2, {"model": TREE}, {"step": 2})
+    file = location(f"{bucket}/ckpts/step_00000002/model.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.unlink()
+    if change != "missing":
+        file.write_bytes(bytes(content) if change == "flipped" else bytes(content[:-8]))
+    last, before = checkpoints.newest()
+    with pytest.raises(DamagedError, match=r"model\.safetensors`: expected (crc32|\d+ bytes)"):
+        checkpoints.record(last)
+    assert checkpoints.record(before)["step"] == 1
+
+
+def test_the_remains_of_a_kill_are_no_checkpoint_and_are_swept(bucket):
+    checkpoints = saved(f"{bucket}/ckpts", 1)
+    remains = location(f"{bucket}/ckpts/step_00000007")
+    (remains / "model.safetensors").write_bytes(b"unfinished")
+    location(f"{bucket}/ckpts/notes.txt").write_bytes(b"a user's")
+    location(f"{bucket}/ckpts/other/notes.txt").write_bytes(b"a user's")
+    assert checkpoints.names() == ["step_00000001"] and read(checkpoints) == 1
+    checkpoints.save(2, {"model": TREE}, {"step": 2})
+    assert not remains.exists()
+    assert sorted(path.name for path in location(f"{bucket}/ckpts").iterdir()) == [
+        "index.json", "notes.txt", "other", "step_00000001", "step_00000002",
+    ]  # fmt: skip
+
+
+def test_a_run_whose_lock_was_taken_over_writes_and_sweeps_no_more(bucket):
+    checkpoints = saved(f"{bucket}/ckpts", 1)
+    lock = location(f"{bucket}/ckpts.lock")
+    lock.write_bytes(json.dumps({"pid": 12, "host": "node7", "machine": "another"}).encode())
+    remains = location(f"{bucket}/ckpts/step_00000002/model.safetensors")  # of the other run, which is saving
+    remains.write_bytes(b"unfinished")
+    with pytest.raises(OSError, match=r"expected a folder that is this run's own, got one that process 12 on node7"):
+        checkpoints.save(3, {"model": TREE}, {"step": 3})
+    assert remains.is_file() and checkpoints.names() == ["step_00000001"]
+    del checkpoints
+    assert json.loads(lock.read_bytes())["pid"] == 12
+
+
+def test_of_several_that_take_a_lock_over_one_succeeds(bucket, monkeypatch):
+    from redeqx.checkpoint import _lock, _store_lock
+
+    monkeypatch.setattr(_store_lock, "STALE", 1.0)
+    monkeypatch.setattr(_store_lock, "BEAT", 0.1)
+    monkeypatch.setattr(_lock, "GRACE", 0.1)
+    path = location(f"{bucket}/ckpts")
+    (path.with_name("ckpts.lock")).write_bytes(b'{"pid": 12, "host": "node7", "machine": "another"}')
+    held, refused, numbers = [], [], itertools.count(1)
+    me = _lock.this_process()
+    monkeypatch.setattr(_store_lock, "this_process", lambda: {**me, "machine": f"machine {next(numbers)}"})
+
+    def take():
+        try:
+            held.append(_store_lock.StoreLock(path))
+        except _lock.LockedError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(held) == 1 and len(refused) == 3 and all("which process" in text for text in refused)
+    held[0].check()
+
+
+def test_a_lock_is_renewed_and_one_that_is_not_is_taken_over(bucket, monkeypatch):
+    from redeqx.checkpoint import _store_lock
+
+    monkeypatch.setattr(_store_lock, "BEAT", 0.1)
+    path, said = location(f"{bucket}/ckpts"), []
+    lock = _store_lock.StoreLock(path)
+    first = lock.path.version()
+    until = time.monotonic() + 20
+    while lock.path.version() == first and time.monotonic() < until:
+        time.sleep(0.05)
+    assert lock.path.version() != first
+    lock.check()
+    lock.release()
+    assert not lock.path.exists() and not said
+
+
+class Trials:
+    """The script that saves; it forks a process, or several, for each trial."""
+
+    def __init__(self, server, n):
+        environment = {**os.environ, **server.environment(), "PYTHONPATH": str(SCRIPT.parents[2]), "NPROC": "16"}
+        command = [sys.executable, str(SCRIPT), str(n)]
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, folder, step, pids=None):
+        """Save a checkpoint; returns the exit codes. `pids` is filled with the processes, once they are there."""
+        self.process.stdin.write(json.dumps([folder, step]) + "\n")
+        self.process.stdin.flush()
+        started = json.loads(self.process.stdout.readline())
+        if pids is not None:
+            pids.extend(started)
+        return json.loads(self.process.stdout.readline())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+        self.process.stdout.close()
+
+
+def kill_at(server, folder, point, pids, victims, when):
+    """Kill processes at the given request of a save, counted from 0 without those of the lock. Returns the requests seen."""
+    seen, busy = [], threading.Lock()
+
+    def look(method, path):
+        if "ckpts.lock" in path or folder not in path:
+            return
+        with busy:
+            seen.append((method, path))
+            if len(seen) - 1 == point:
+                until = time.monotonic() + 20
+                while not pids and time.monotonic() < until:
+                    time.sleep(0.01)
+                for index in victims:
+                    os.kill(pids[index], signal.SIGKILL)
+
+    setattr(server, when, look)
+    return seen
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("n", "victims"), [(1, [0]), (2, [0]), (2, [1]), (2, [0, 1])])
+def test_a_kill_at_any_request_leaves_the_old_or_the_new(bucket, server, n, victims):
+    """SIGKILL before each request of a save is handled, and after it. The next run goes on, and what was left is swept."""
+    name = bucket.removeprefix("s3://")
+    whole = f"{bucket}/whole/ckpts"
+    with Trials(server, n) as trials:
+        assert trials.run(whole, 1) == [0] * n
+        first = {key: (location(whole) / key).read_bytes() for key in location(whole).sizes()}
+        seen = kill_at(server, name, -1, [], [], "fault")
+        assert trials.run(whole, 2) == [0] * n
+        server.fault = lambda method, path: None
+        n_points = len(seen)
+        assert n_points > 8, seen
+        # Of two processes, which take longer to start, before every third request.
+        points = itertools.product(("fault", "after"), range(n_points + 1)) if n == 1 else [
+            ("fault", point) for point in (*range(victims[-1], n_points - 3, 3), *range(n_points - 3, n_points + 1))
+        ]  # fmt: skip
+        found = set()
+        for when, point in points:
+            folder = f"{bucket}/{when}{point}/ckpts"
+            for key, content in first.items():
+                (location(folder) / key).write_bytes(content)
+            pids = []
+            kill_at(server, name, point, pids, victims, when)
+            codes = trials.run(folder, 2, pids)
+            server.fault = server.after = lambda method, path: None
+            checkpoints = Checkpoints(location(folder))
+            step = checkpoints.record(checkpoints.newest()[0])["step"]
+            assert step in (1, 2)
+            assert step == 2 or any(codes)
+            for each in checkpoints.names():
+                checkpoints.record(location(folder) / each)
+            found.add(step)
+            # The next run: its steps go on from there, and nothing else is left.
+            if point % 4 == 3:
+                assert trials.run(folder, 3) == [0] * n
+                assert {key.partition("/")[0] for key in location(folder).sizes()} == {"index.json", "step_00000003"}
+                assert checkpoints.record(checkpoints.newest()[0])["step"] == 3
+        assert found == {1, 2}

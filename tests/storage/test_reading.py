@@ -1,0 +1,134 @@
+"""Tensors in an object are read in ranges: each byte that is needed once, and few others."""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import redeqx
+from redeqx import models
+from redeqx.checkpoint import load_tree, write_tensors
+from redeqx.cli import main
+from redeqx.machine import make_mesh
+from redeqx.storage import StoredArray, _array, _objects, fetch, location
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Requests of a few bytes, so that small arrays take many; returns the ranges that are read."""
+    monkeypatch.setattr(_array, "_SPAN", 256)
+    monkeypatch.setattr(_array, "_GAP", 32)
+    read, ranges = _objects.read, []
+
+    def note(scheme, bucket, key, start=0, stop=None):
+        ranges.append((start, stop))
+        return read(scheme, bucket, key, start, stop)
+
+    monkeypatch.setattr(_objects, "read", note)
+    return ranges
+
+
+VIEWS = {
+    "all": lambda x: x,
+    "rows": lambda x: x[3:9],
+    "columns": lambda x: x[:, 5:7],
+    "steps": lambda x: x[::-2, 1::3],
+    "transposed": lambda x: x.T[4:8],
+    "reshaped": lambda x: x.reshape(4, 3, 20)[1:3, :, ::4].transpose(2, 0, 1),
+    "item": lambda x: x[2, 3],
+    "row": lambda x: x[-1],
+    "none": lambda x: x[5:5],
+    "scalar": lambda x: x[1:2, 1:2].reshape(()),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_views_are_those_of_numpy(bucket, small, dtype):
+    values = np.arange(240).reshape(12, 20).astype(dtype)
+    path = location(f"{bucket}/x")
+    path.write_bytes(b"header" + values.tobytes())
+    whole = StoredArray.of(path, 6 + values.nbytes)[6:].view(dtype).reshape(12, 20)
+    for name, view in VIEWS.items():
+        found, expected = view(whole), view(values)
+        assert found.shape == expected.shape and found.dtype == expected.dtype, name
+        assert np.array_equal(np.asarray(found), expected), name
+    together = fetch([view(whole) for view in VIEWS.values()], "float64")
+    for name, found in zip(VIEWS, together, strict=True):
+        assert found.dtype == np.float64 and np.array_equal(found, VIEWS[name](values)), name
+    with pytest.raises(ValueError, match=r"expected a view of its tensors, got a copy\. Read it first: `np\.asarray`"):
+        whole[[3, 1]]
+
+
+@pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P(None, ("data", "model")), P()])
+def test_each_byte_is_read_once_for_all_devices(bucket, small, spec):
+    values = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
+    path = location(f"{bucket}/x.safetensors")
+    write_tensors(path, {"w": values})
+    mesh = make_mesh(4, 1)
+    small.clear()
+    tree = load_tree(path, {"w": jax.ShapeDtypeStruct((64, 48), np.float32)}, lambda name: NamedSharding(mesh, spec))
+    assert np.array_equal(tree["w"], values)
+    header = path.stat().st_size - values.nbytes
+    read = sorted((start, stop) for start, stop in small if start >= header)
+    assert read[0][0] == header and read[-1][1] == header + values.nbytes
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(read))  # no byte twice
+
+
+def test_of_rows_of_another_process_nothing_is_read(bucket, small):
+    """What one device needs, as where the others are another process's."""
+    values = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
+    path = location(f"{bucket}/x")
+    path.write_bytes(values.tobytes())
+    whole = StoredArray.of(path, values.nbytes).view(np.float32).reshape(64, 48)
+    assert np.array_equal(np.asarray(whole[16:32]), values[16:32])
+    assert sum(stop - start for start, stop in small) == values[16:32].nbytes
+    small.clear()
+    assert np.array_equal(np.asarray(whole[:, :12]), values[:, :12])  # with gaps of 144 bytes, which are left out
+    assert sum(stop - start for start, stop in small) == values[:, :12].nbytes
+
+
+@pytest.fixture
+def folder(bucket, tmp_path):
+    """A small GPT-2 as a Hugging Face folder, on the disk and in the store."""
+    config = models.gpt2.GPT2Config(vocab_size=64, n_positions=16, d_model=32, n_heads=2, n_layers=2)
+    model = models.gpt2.GPT2(config, key=jax.random.key(0))
+    models.save_pretrained(model, config, tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    for path in (tmp_path / "hf").iterdir():
+        location(f"{bucket}/hf/{path.name}").write_bytes(path.read_bytes())
+    return tmp_path / "hf"
+
+
+def leaves_of(model):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(model) if hasattr(leaf, "shape")]
+
+
+def test_a_hugging_face_folder_is_read_in_place(bucket, folder):
+    deployer = redeqx.Deployer(0, 2, 2, verbose=False)
+    for kwargs in ({}, {"deployer": deployer, "dtype": "float16"}):
+        here, config = models.from_pretrained(folder, **kwargs)
+        there, same = models.from_pretrained(f"{bucket}/hf", **kwargs)
+        assert config == same and same.extra.files == {"tokenizer.json": b"{}"}
+        for a, b in zip(leaves_of(here), leaves_of(there), strict=True):
+            assert a.dtype == b.dtype and np.array_equal(a, b)
+    with pytest.raises(ValueError, match=rf"`{bucket}/no`: expected a folder, got nothing there"):
+        models.from_pretrained(f"{bucket}/no")
+
+
+def test_the_command_reads_addresses(bucket, folder, tmp_path, capsys):
+    assert main(["inspect", f"{bucket}/hf", "--json"]) == 0
+    there = json.loads(capsys.readouterr().out)
+    main(["inspect", str(folder), "--json"])
+    here = json.loads(capsys.readouterr().out)
+    assert there["tensors"] == here["tensors"] and there["path"] == f"{bucket}/hf" and there["files"] == here["files"]
+    main(["convert", f"{bucket}/hf", str(tmp_path / "one.safetensors"), "--dtype", "bfloat16"])
+    main(["convert", str(folder), str(tmp_path / "two.safetensors"), "--dtype", "bfloat16"])
+    assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
+    main(["convert", f"{bucket}/hf", str(tmp_path / "folder")])
+    assert (tmp_path / "folder" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert main(["convert", str(folder), f"{bucket}/out"]) != 0
+    assert "expected a path on a disk, got an object store's. Write to a disk, then copy it." in capsys.readouterr().err

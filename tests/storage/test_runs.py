@@ -1,0 +1,183 @@
+"""A run whose workdir is in an object store: recorded, resumed, predicted from and inspected there."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx.storage import location
+
+DATA = np.random.default_rng(0).normal(size=(22, 6)).astype(np.float32)
+
+
+def make_model():
+    return eqx.nn.MLP(6, 1, 16, 2, key=jax.random.key(0))
+
+
+def loss_fn(model, batch, key):
+    noise = 1 + 0.1 * jax.random.normal(key, batch.shape)
+    return (jax.vmap(model)(batch * noise)[:, 0] ** 2).mean()
+
+
+def run(workdir, n_epochs=2, shards=2, stop=None, **kwargs):
+    """A fit of six steps, or of those until `stop`; returns the trainer."""
+    deployer = redeqx.Deployer(0, shards, workdir=workdir, verbose=False)
+    trainer = redeqx.Trainer(
+        deployer, model=make_model(), optimizer=optax.adam(1e-2), collate_fn=np.stack, loss_fn=loss_fn
+    )  # fmt: skip
+    options = {"save_every_n_steps": 2, "save_last_ckpt": True, **kwargs}
+    if stop is not None:
+        options["max_steps"] = stop
+    trainer.fit(DATA, None, n_epochs, batch_size=8, **options)
+    return trainer
+
+
+def bits_of(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
+
+
+def bits(trainer):
+    return bits_of((trainer.model, trainer.opt_state))
+
+
+def pred_fn(model, batch, key):
+    return jax.vmap(model)(batch)
+
+
+def test_a_run_in_a_store_is_that_of_a_folder(bucket, tmp_path):
+    """Its values, its files but for the place, and its metrics, with a stop half way."""
+    alone = run(tmp_path / "run")
+    first = run(f"{bucket}/run", stop=3)
+    assert str(first.deployer.workdir) == f"{bucket}/run"
+    again = run(f"{bucket}/run")
+    assert bits(again) == bits(alone)
+    there, here = location(f"{bucket}/run"), tmp_path / "run"
+    again.deployer.save_outputs([{"a": 1}])
+    assert (there / "outputs" / "outputs.jsonl").read_bytes() == b'{"a": 1}\n'
+    assert (there / "metrics.jsonl").read_bytes() == (here / "metrics.jsonl").read_bytes()
+    names = {path.name for path in (there / "ckpts").iterdir()}
+    assert names == {path.name for path in (here / "ckpts").iterdir()}
+    step = "ckpts/step_00000006/model.safetensors"
+    assert (there / step).read_bytes() == (here / step).read_bytes()
+
+
+def test_what_was_saved_is_loaded_from_its_address(bucket, capsys):
+    trainer = run(f"{bucket}/run", stop=2)
+    like = eqx.filter_eval_shape(make_model)
+    for path in ("run", "run/ckpts/last", "run/ckpts/step_00000002", "run/ckpts/step_00000002/model.safetensors"):
+        model = redeqx.load(f"{bucket}/{path}", like, trainer.deployer)
+        assert bits_of(model) == bits_of(trainer.model)
+    with pytest.raises(ValueError, match=rf"`{bucket}/none`: expected a safetensors file, .* got nothing there"):
+        redeqx.load(f"{bucket}/none", like)
+    deployer = trainer.deployer
+    predictor = redeqx.Predictor.load(f"{bucket}/run", deployer, like=like, collate_fn=np.stack, pred_fn=pred_fn)
+    assert len(predictor.predict(DATA, batch_size=8)) == len(DATA)
+
+
+def test_a_second_run_is_kept_out(bucket):
+    trainer = run(f"{bucket}/run", stop=2)
+    checkpoints = trainer._engine.checkpoints
+    with checkpoints.writing():
+        code = f"""
+from redeqx.checkpoint._manager import Checkpoints
+from redeqx.storage import location
+Checkpoints(location({f"{bucket}/run/ckpts"!r})).save(9, {{}}, {{}})
+"""
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "LockedError: `workdir`: expected a folder that no other run writes into, got" in found.stderr
+    assert checkpoints.names() == ["step_00000002"]
+    assert not location(f"{bucket}/run/ckpts.lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("ftp://host/run", r"expected a folder, or an address that begins with s3://, gs://, got ftp://host/run"),
+        ("s3://", r"expected `s3://bucket/key`, got s3://\. Pass a bucket"),
+        ("s3://bucket/a/../b", r"expected `s3://bucket/key`, got s3://bucket/a/\.\./b"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(path, said):
+    with pytest.raises(ValueError, match=f"`workdir`: {said}"):
+        redeqx.Deployer(workdir=path, verbose=False)
+
+
+def test_without_obstore_it_is_said_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ImportError, match=r'expected obstore, .* got no such package\. Run `pip install "redeqx\[stores\]"`'
+    ):
+        redeqx.Deployer(workdir="gs://bucket/run", verbose=False)
+    assert location(str(tmp_path)) == tmp_path
+    with pytest.raises(
+        ValueError, match=r"expected the address of an object store as a string, got PosixPath\('s3:/bucket'\)"
+    ):
+        location(Path("s3://bucket"))
+
+
+def test_a_bucket_that_is_not_there_is_said_at_the_start(bucket):
+    with pytest.raises(OSError, match=f"expected a bucket, got none of that name.*{bucket}-none"):
+        redeqx.Deployer(workdir=f"{bucket}-none/run", verbose=False)
+
+
+def test_metrics_of_a_step_are_there_with_its_checkpoint(bucket, server):
+    """They are uploaded before the manifest, so that a resumed run has all lines up to its step."""
+    run(f"{bucket}/run", stop=2)
+    puts = [path for method, path in server.requests if method == "PUT"]
+    manifest = next(i for i, path in enumerate(puts) if path.endswith("step_00000002/trainer.json"))
+    assert any(path.endswith("/metrics.jsonl") for path in puts[:manifest])
+    lines = location(f"{bucket}/run/metrics.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+TRAIN = """
+import hashlib, sys
+import redeqx
+redeqx.simulate_devices(8)
+from tests.storage.test_runs import bits, run
+print("ended with", hashlib.sha256(b"".join(bits(run(sys.argv[1])))).hexdigest())
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stage", ["model.safetensors", "metrics.jsonl", "trainer.json", "index.json"])
+def test_a_run_killed_while_it_saves_ends_with_the_same_bits(bucket, server, stage):
+    """SIGKILL when a request of the save of step 4 reaches the store; then the script is run again."""
+
+    def start(folder):
+        command = [sys.executable, "-c", TRAIN, f"{bucket}/{folder}"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def ended(process):
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        return next(line for line in out.splitlines() if line.startswith("ended with"))
+
+    expected = ended(start("whole"))
+    seen = []
+
+    def kill(method, path):
+        seen.append(path)
+        is_second = any("step_00000004" in each for each in seen)  # its model is the first request
+        if method == "PUT" and path.endswith(f"/{stage}") and is_second and process.poll() is None:
+            process.kill()
+
+    process = start("killed")
+    server.fault = kill
+    process.communicate(timeout=300)
+    server.fault = lambda method, path: None
+    assert process.returncode == -9
+    last = json.loads(location(f"{bucket}/killed/ckpts/index.json").read_bytes())["last"]
+    assert last == "step_00000003" or (stage == "index.json" and last == "step_00000004")
+    assert ended(start("killed")) == expected
+    names = [f"{bucket}/{folder}/metrics.jsonl" for folder in ("whole", "killed")]
+    assert len({location(name).read_bytes() for name in names}) == 1

@@ -1,0 +1,70 @@
+"""The optimizer's state in the memory of the host: the same bits, and no other checkpoints."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx.training import _engine
+from redeqx.training._memory import Choice, Memory
+
+EXAMPLES = list(np.random.default_rng(0).normal(size=(96, 16)).astype(np.float32))
+
+
+def make_trainer(offload, shards=(2, 2), **options):
+    deployer = redeqx.Deployer(0, *shards, workdir=options.pop("workdir", None))
+    return redeqx.Trainer(
+        deployer,
+        model=eqx.nn.MLP(16, 16, 32, 2, key=jax.random.key(0)),
+        optimizer=optax.adamw(1e-2),
+        collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2),
+        **{"offload_opt_state": offload, **options},
+    )
+
+
+def bits(trainer):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(eqx.filter((trainer.model, trainer.opt_state), eqx.is_array))]
+
+
+def kinds(trainer):
+    return {x.ndim > 0: x.sharding.memory_kind for x in jax.tree.leaves(trainer.opt_state)}
+
+
+@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "skip", "accumulate_grad_batches": 2}])
+def test_it_trains_to_the_same_bits(options, capsys):
+    one, other = (make_trainer(offload, **options) for offload in (False, True))
+    capsys.readouterr()
+    for trainer in (one, other):
+        trainer.fit(EXAMPLES, batch_size=32, n_epochs=2)
+    assert bits(one) == bits(other)
+    assert kinds(other) == {True: "pinned_host", False: "device"} and kinds(one) == {True: "device", False: "device"}
+    assert " ".join(capsys.readouterr().out.split()).count("MiB optimizer state in the host's memory") == 1
+
+
+def test_a_run_continues_with_it_and_without(tmp_path):
+    """And an average of the weights, which is in that state, is evaluated and predicted with."""
+    straight = make_trainer(False)
+    straight.fit(EXAMPLES, batch_size=32, n_epochs=2, callbacks=[redeqx.EMA(0.9)], eval_examples=EXAMPLES)
+    make_trainer(True, workdir=tmp_path).fit(EXAMPLES, batch_size=32, max_steps=2, callbacks=[redeqx.EMA(0.9)])
+    make_trainer(False, workdir=tmp_path).fit(EXAMPLES, batch_size=32, max_steps=4, callbacks=[redeqx.EMA(0.9)])
+    ema, last = redeqx.EMA(0.9), make_trainer(True, workdir=tmp_path)
+    metrics = last.fit(EXAMPLES, batch_size=32, n_epochs=2, callbacks=[ema], eval_examples=EXAMPLES)
+    assert last.step == 6 and bits(last) == bits(straight)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(eqx.filter(ema.model, eqx.is_array))} == {"device"}
+    assert metrics["ema_loss"] == last.eval_loss(EXAMPLES, batch_size=32, model=ema.model)
+
+
+def test_memory_auto_moves_it_to_the_host_where_nothing_else_helps(monkeypatch, capsys):
+    expected = make_trainer(False)
+    expected.fit(EXAMPLES, batch_size=32, n_epochs=1)
+    needed = expected.compiled_step.memory_analysis()
+    monkeypatch.setattr(_engine, "memory_of", lambda mesh: Memory(needed.argument_size_in_bytes, 2**20))
+    monkeypatch.setattr(_engine, "choices", lambda first, platform, n: [first, Choice("none", offload_opt_state=True)])
+    trainer = make_trainer(False, memory="auto")
+    trainer.fit(EXAMPLES, batch_size=32, n_epochs=1)
+    assert bits(trainer) == bits(expected) and kinds(trainer)[True] == "pinned_host"
+    assert '(remat="none", offload_opt_state=True): ' in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,380 @@
+"""Which blocks are computed as one scan, and that they compute the same."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx.tracing import equations, transformed
+from redeqx.transforms import FuseAttention, StackBlocks
+
+D, N = 8, 5
+rng = np.random.default_rng(0)
+X = jnp.asarray(rng.normal(size=(4, D)), jnp.float32)
+KEY = jax.random.key(0)
+
+
+def weights(n=N, d=D):
+    return [jnp.asarray(rng.normal(size=(d, d)) / d, jnp.float32) for _ in range(n)]
+
+
+def scans(traced):
+    return [eqn.params["length"] for eqn in equations(traced) if eqn.primitive.name == "scan"]
+
+
+def check(fn, ws, *rest, expected, kinds=None, rules=()):
+    """The scans of `fn(weights, *rest)` are as expected, its value and its gradients are the same."""
+    flat, treedef = jax.tree.flatten(ws)
+
+    def of_flat(flat, *rest):
+        return fn(jax.tree.unflatten(treedef, flat), *rest)
+
+    stacking = transformed(of_flat, [StackBlocks(kinds or ["any"] * len(flat)), *rules])
+    before, after = (jax.make_jaxpr(f)(flat, *rest) for f in (of_flat, stacking))
+    assert scans(after) == [*scans(before), *expected] if not scans(before) else scans(after) == expected
+    (value, grads), (wanted, wanted_grads) = (jax.jit(jax.value_and_grad(f))(flat, *rest) for f in (stacking, of_flat))
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    for a, b in zip(grads, wanted_grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()))
+    return after
+
+
+# --- what is stacked -------------------------------------------------------------------------------------------------
+
+
+def one_by_one(ws, x):
+    for w in ws:
+        x = x + jax.nn.gelu(x @ w)
+    return jnp.sum(x**2)
+
+
+def in_pairs(ws, x):
+    for i, w in enumerate(ws):
+        x = jnp.tanh(x @ w) if i % 2 else x + jnp.sin(x @ w)
+    return jnp.sum(x)
+
+
+def with_keys(ws, x):
+    for w, key in zip(ws, jax.random.split(KEY, len(ws)), strict=True):
+        x = x + jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ w, 0)
+    return jnp.sum(x**2)
+
+
+def with_indices(ws, x):
+    """Keys by `fold_in`, rates that rise as those of stochastic depth, and slices of one array."""
+    table = jnp.sin(jnp.arange(len(ws) * D, dtype=x.dtype)).reshape(len(ws), D)
+    for i, w in enumerate(ws):
+        noise = jax.random.normal(jax.random.fold_in(KEY, i), x.shape)
+        x = x + 0.1 * i * (x @ w) + 0.01 * noise + table[i]
+    return jnp.sum(x**2)
+
+
+def with_every_output(ws, x):
+    hidden = []
+    for w in ws:
+        x = jnp.tanh(x @ w)
+        hidden.append(x.mean())
+    return jnp.sum(x) + jnp.stack(hidden).prod() + hidden[2]
+
+
+def with_two_carries(ws, x):
+    a, b = x, 2 * x
+    for w in ws:
+        a, b = b + jnp.tanh(a @ w), a
+    return jnp.sum(a * b)
+
+
+def jitted(ws, x):
+    block = jax.jit(lambda x, w: x + jax.nn.relu(x @ w))
+    return jnp.sum(functools.reduce(block, ws, x) ** 2)
+
+
+def with_remat(ws, x):
+    block = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w), policy=jax.checkpoint_policies.save_only_these_names("nothing"))
+    return jnp.sum(functools.reduce(block, ws, x) ** 2)
+
+
+def with_constants(ws, x):
+    """Each block makes the same mask anew, as an array that its trace is closed over."""
+    for w in ws:
+        x = x + jnp.where(np.tril(np.ones((4, D), bool)), x @ w, 0)
+    return jnp.sum(x**2)
+
+
+def between_others(ws, x):
+    x = jnp.tanh(x @ ws[0])
+    for w in ws[1:-1]:
+        x = x + jnp.tanh(x @ w)
+    return jnp.sum(jnp.sin(x @ ws[-1]) ** 2)
+
+
+def in_two_lists(ws, x):
+    half = len(ws) // 2
+    for w in ws[:half]:
+        x = x + jnp.tanh(x @ w)
+    x = jnp.sort(x)
+    for w in ws[half:]:
+        x = x * jnp.cos(x @ w)
+    return jnp.sum(x)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (3 * g,))  # told apart from the derivative of `2 * x`
+
+
+def with_own_derivative(ws, x):
+    for w in ws:
+        x = x + jnp.tanh(doubled(x @ w))
+    return jnp.sum(x**2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "n", "expected"),
+    [
+        (one_by_one, 5, [5]),
+        (in_pairs, 8, [4]),
+        (with_keys, 5, [5]),
+        (with_indices, 5, [5]),
+        (with_every_output, 5, [5]),
+        (with_two_carries, 5, [5]),
+        (jitted, 5, [5]),
+        (with_remat, 5, [5]),
+        (with_constants, 5, [5]),
+        (between_others, 7, [5]),
+        (in_two_lists, 9, [4, 5]),
+        (with_own_derivative, 5, [5]),
+    ],
+)
+def test_equal_blocks_become_one_scan(fn, n, expected):
+    check(fn, weights(n), X, expected=expected)
+
+
+def test_constants_stay_constants():
+    """So that a mask is seen for what it is inside the scan, too."""
+    traced = check(with_constants, weights(), X, expected=[N])
+    (scan,) = (eqn for eqn in equations(traced) if eqn.primitive.name == "scan")
+    masks = [var for var in scan.params["jaxpr"].jaxpr.invars if var.aval.dtype == bool]
+    assert [var.aval.shape for var in masks] == [(4, D)]
+
+
+# --- what is left ----------------------------------------------------------------------------------------------------
+
+
+def other_functions(ws, x):
+    for w, fn in zip(ws, (jnp.sin, jnp.tanh, jnp.cos, jnp.exp, jnp.square), strict=True):
+        x = fn(x @ w)
+    return jnp.sum(x)
+
+
+def of_the_first(ws, x):
+    """What the first block makes is read by all."""
+    first = jnp.tanh(x @ ws[0])
+    for w in ws:
+        x = x + jnp.tanh(x @ w) * first
+    return jnp.sum(x)
+
+
+def two_back(ws, x):
+    before = x
+    for w in ws:
+        x, before = jnp.tanh(x @ w) + before, x
+    return jnp.sum(x)
+
+
+def one_weight(ws, x):
+    for _ in range(6):
+        x = jnp.tanh(x @ ws[0])
+    return jnp.sum(x)
+
+
+def no_product(ws, x):
+    for w in ws:
+        x = jnp.tanh(x * w[0])
+    return jnp.sum(x)
+
+
+@jax.custom_jvp
+def steeper(x, by):
+    return x * by / by
+
+
+@steeper.defjvp
+def _(primals, tangents):
+    return steeper(*primals), tangents[0] * primals[1]
+
+
+def other_derivatives(ws, x):
+    """Each block's derivative is closed over a number of its own; the values are the same."""
+
+    def through(scale):
+        @jax.custom_vjp
+        def same(x):
+            return x * 1.0
+
+        same.defvjp(lambda x: (x * 1.0, None), lambda _, g: (scale * g,))
+        return same
+
+    for i, w in enumerate(ws):
+        x = x + through(float(i))(x @ w)
+    return jnp.sum(x**2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "n"), [(other_functions, 5), (one_weight, 5), (no_product, 5), (one_by_one, 3), (other_derivatives, 5)]
+)
+def test_other_blocks_are_left_as_they_are(fn, n):
+    check(fn, weights(n), X, expected=[])
+
+
+def test_a_value_of_two_blocks_back_is_handed_on():
+    check(two_back, weights(8), X, expected=[8])
+
+
+def test_what_the_first_block_makes_for_all_is_no_carry():
+    check(of_the_first, weights(6), X, expected=[6])
+
+
+def test_blocks_of_other_sizes_are_left():
+    ws = [jnp.asarray(rng.normal(size=(a, b)), jnp.float32) for a, b in zip([8, 6, 4, 6, 8], [6, 4, 6, 8, 3], strict=True)]
+
+    def fn(ws, x):
+        return jnp.sum(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x))
+
+    check(fn, ws, X, expected=[])
+
+
+def test_weights_that_are_sharded_otherwise_are_not_stacked():
+    check(one_by_one, weights(6), X, expected=[], kinds=[0, 0, 0, 1, 1, 1])
+    check(one_by_one, weights(8), X, expected=[4], kinds=[0, 1] * 4)
+    check(one_by_one, weights(9), X, expected=[5], kinds=[0, 0, 0, 0, 0, 1, 2, 1, 2])
+
+
+def test_a_derivative_that_reads_an_operand_stays():
+    def fn(ws, x):
+        for w in ws:
+            x = x + steeper(x @ w, jnp.float32(3))
+        return jnp.sum(x**2)
+
+    check(fn, weights(), X, expected=[N])
+
+
+def test_effects_are_left_in_their_order(capsys):
+    def fn(ws, x):
+        for w in ws:
+            x = x + jnp.tanh(x @ w)
+            jax.debug.print("{}", x[0, 0])
+        return jnp.sum(x)
+
+    check(fn, weights(), X, expected=[])
+
+
+def test_the_report_names_number_and_line():
+    (n, line), = StackBlocks(["any"] * N).found(jax.make_jaxpr(one_by_one)(weights(), X))  # fmt: skip
+    assert n == N and "test_stack_blocks.py:" in line
+
+
+# --- with the other rules, on meshes ---------------------------------------------------------------------------------
+
+
+class Block(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, d, key):
+        keys = jax.random.split(key)
+        self.norm, self.dropout = eqx.nn.LayerNorm(d), eqx.nn.Dropout(0.1)
+        self.attention = eqx.nn.MultiheadAttention(4, d, key=keys[0])
+        self.mlp = eqx.nn.MLP(d, d, 2 * d, 1, jax.nn.gelu, key=keys[1])
+
+    def __call__(self, x, key):
+        y = jax.vmap(self.norm)(x)
+        mask = jnp.tril(jnp.ones((len(x), len(x)), bool))
+        x = x + self.dropout(self.attention(y, y, y, mask=mask), key=key)
+        return x + jax.vmap(self.mlp)(x)
+
+
+class Decoder(eqx.Module):
+    table: jax.Array
+    blocks: list
+
+    def __init__(self, key):
+        first, *keys = jax.random.split(key, 5)
+        self.table = 0.1 * jax.random.normal(first, (32, 16))
+        self.blocks = [Block(16, key) for key in keys]
+
+    def __call__(self, ids, key):
+        x = self.table[ids]
+        for block, own in zip(self.blocks, jax.random.split(key, len(self.blocks)), strict=True):
+            x = block(x, own)
+        return x @ self.table.T
+
+
+def loss_fn(model, batch, key):
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(batch["row"])
+    logits = jax.vmap(model)(batch["ids"], keys)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"]).mean()
+
+
+EXAMPLES = [{"ids": ids, "row": np.int32(i)} for i, ids in enumerate(rng.integers(0, 32, (16, 16)))]
+
+
+def trained(n_model, n_fsdp, stack_blocks, **options):
+    deployer = redeqx.Deployer(n_model_shards=n_model, n_fsdp_shards=n_fsdp, verbose=False)
+    trainer = redeqx.Trainer(
+        deployer,
+        model=Decoder(jax.random.key(0)),
+        optimizer=optax.sgd(0.1),
+        collate_fn=lambda examples: jax.tree.map(lambda *rows: np.stack(rows), *examples),
+        loss_fn=loss_fn,
+        stack_blocks=stack_blocks,
+        **options,
+    )
+    losses = [trainer.update(EXAMPLES)["loss"] for _ in range(2)]
+    return losses, jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))
+
+
+def test_attention_is_fused_inside():
+    params, static = eqx.partition(Decoder(jax.random.key(0)), eqx.is_array)
+
+    def fn(params, batch):
+        return loss_fn(eqx.combine(params, static), batch, KEY)
+
+    batch = jax.tree.map(lambda *rows: np.stack(rows), *EXAMPLES)
+    traced = check(fn, params, batch, expected=[4], rules=[FuseAttention()])
+    fused = [eqn for eqn in equations(traced) if eqn.primitive.name == "attention"]
+    assert len(fused) == 1 and "causal=True" in str(fused[0].params)
+
+
+@functools.cache
+def as_written():
+    return trained(1, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("n_model", "n_fsdp", "options"),
+    [
+        (2, 2, {}),
+        pytest.param(1, 1, {}, marks=pytest.mark.sweep),
+        pytest.param(1, 8, {}, marks=pytest.mark.sweep),
+        pytest.param(4, 1, {}, marks=pytest.mark.sweep),
+        pytest.param(2, 4, {"remat": "matmuls"}, marks=pytest.mark.sweep),
+        pytest.param(1, 4, {"remat": "full"}, marks=pytest.mark.sweep),
+    ],
+)
+def test_training_is_the_same_on_meshes(n_model, n_fsdp, options):
+    losses, leaves = trained(n_model, n_fsdp, True, **options)
+    wanted, wanted_leaves = as_written()
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    for a, b in zip(leaves, wanted_leaves, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
