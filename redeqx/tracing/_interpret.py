@@ -151,11 +151,12 @@ def interpret(closed: Any, args: Sequence[Any], rules: Sequence[Rule]) -> list[A
         flat = Body(inlined(closed), [None] * len(args))
         body = flat if _Walk(tuple(finders)).has_groups(flat) else body
     active = tuple(rule for rule in (rule.of(body.closed) for rule in rules) if rule is not None)
-    if not active:
-        return as_fun(closed)(*args)
     for rule in active:
         args = rule.tag(args)
-    return _Walk(active).evaluate(body, args, active, ())
+    walk = _Walk(active)
+    if not walk.changes(body) and not any(isinstance(arg, Tagged) for arg in args):
+        return as_fun(closed)(*args)  # equation by equation, tracing would take longer
+    return walk.evaluate(body, args, active, ())
 
 
 @dataclass(frozen=True)
