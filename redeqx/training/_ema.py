@@ -1,67 +1,15 @@
-"""An exponential moving average of the weights, kept in the optimizer's state.
+"""The callback that keeps an exponential moving average of the weights."""
 
-There it is split over the mesh as the parameters are, saved and resumed with the optimizer, updated inside the compiled
-step, and left alone by a step that is skipped.
-"""
-
-from collections.abc import Iterable
-from itertools import count
 from typing import Any, cast
 
 import equinox as eqx
 import jax
 import optax
+from jaxtyping import PyTree
 
-from .._tree import PyTree
 from ..machine import is_in_host
+from ._averages import Averaging
 from ._callbacks import Callback
-from ._precision import widened
-
-
-class AverageState(eqx.Module):
-    """The state of an averaging optimizer: that of the optimizer it wraps, and the average of the trained parameters."""
-
-    inner: PyTree
-    average: PyTree
-    name: str = eqx.field(static=True)
-
-
-class Averaging(optax.GradientTransformationExtraArgs):
-    """An optimizer that also averages the parameters that it makes."""
-
-    inner: optax.GradientTransformationExtraArgs
-    name: str
-    decay: float
-
-    @classmethod
-    def of(cls, optimizer: optax.GradientTransformation, name: str, decay: float) -> "Averaging":
-        """Wraps an optimizer."""
-        inner = optax.with_extra_args_support(optimizer)
-
-        def init(params: Any) -> Any:
-            # In bfloat16 the small steps of an average would be lost.
-            return AverageState(inner.init(params), widened(params), name)
-
-        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-            updates, of_inner = inner.update(updates, state.inner, params, **extra)
-            new = eqx.apply_updates(params, updates)
-            average = jax.tree.map(lambda a, x: decay * a + (1 - decay) * x.astype(a.dtype), state.average, new)
-            return updates, AverageState(of_inner, average, name)
-
-        averaging = cls(init, update)
-        averaging.inner, averaging.name, averaging.decay = inner, name, decay
-        return averaging
-
-
-def n_averages(optimizer: optax.GradientTransformation) -> int:
-    """How many averages an optimizer keeps."""
-    return 1 + n_averages(optimizer.inner) if isinstance(optimizer, Averaging) else 0
-
-
-def n_averages_of(tensors: Iterable[str]) -> int:
-    """How many averages there are in an optimizer's state, by the names of its tensors."""
-    names = tuple(tensors)
-    return next(n for n in count() if not any(name.startswith("inner." * n + "average.") for name in names))
 
 
 class EMA(Callback):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import optax
@@ -23,9 +23,9 @@ from ..monitor import ProgressLine
 from ..partition import Plan
 from ..storage import Location, location
 from ._agreement import agree_on_opt_state, agree_on_trainer, check_rows
+from ._averages import as_state_of, with_saved_averages
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._calls import Calls
-from ._ema import AverageState, Averaging, n_averages, n_averages_of
 from ._header import header_rows, of_loss
 from ._loss import n_rows
 from ._memory import Choice, choices, described, first_that_fits, least_memory, memory_of
@@ -38,13 +38,6 @@ from ._recipe import Recipe
 from ._run import Run
 from ._state import TrainState
 from ._work import counted_share, work_of
-
-
-def _within(averages: AverageState, state: PyTree) -> AverageState:
-    """Averages with another state of the optimizer that they wrap."""
-    is_it = jax.tree.structure(averages.inner) == jax.tree.structure(state)
-    inner = state if is_it else _within(cast(AverageState, averages.inner), state)
-    return AverageState(inner, averages.average, averages.name)
 
 
 class DamagedCheckpoint(DamagedError):
@@ -232,12 +225,8 @@ class Engine:
         if not held.is_loaded:
             held.opt_state = list(program.opt_state)
             return
-        new = before
-        while jax.tree.structure(new) != program.opt_treedef and isinstance(new, AverageState):
-            new = new.inner
-        if jax.tree.structure(new) != program.opt_treedef:
-            made = jax.tree.unflatten(program.opt_treedef, program.init_opt_state(held.trained))
-            new = _within(made, before)
+        init = lambda: jax.tree.unflatten(program.opt_treedef, program.init_opt_state(held.trained))  # noqa: E731
+        new = as_state_of(program.opt_treedef, before, init)
         held.opt_state = jax.tree.leaves(new)
 
     # --- updates -----------------------------------------------------------------------------------------------------
@@ -487,18 +476,9 @@ class Engine:
         if checkpoints is None or path is None:
             yield
             return
-        given = optimizer = self.recipe.optimizer
-        n_saved = n_averages_of(checkpoints.tensors(path, "optimizer"))
-        if n_saved and not isinstance(given, Averaging):
-            self.run.console.info("the checkpoint's average is dropped: this trainer keeps none (callback `EMA`)")
-            for _ in range(n_saved):
-                optimizer = Averaging.of(optimizer, "dropped", 0.0)
-        while isinstance(optimizer, Averaging) and n_averages(optimizer) > n_saved:
-            self.run.console.info(
-                f"the average `{optimizer.name}` begins with the weights of the checkpoint, which has none"
-            )
-            optimizer = optimizer.inner
-        self.use_optimizer(optimizer)
+        given = self.recipe.optimizer
+        tensors = checkpoints.tensors(path, "optimizer")
+        self.use_optimizer(with_saved_averages(given, tensors, self.run.console.info))
         try:
             yield
         finally:
