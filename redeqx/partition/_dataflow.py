@@ -570,6 +570,7 @@ _EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
     "split": _divided,
     "reshape": _reshaped,
     "dynamic_update_slice": _updated,
+    "optimization_barrier": lambda run, eqn, ins: ins,  # each output is its operand
     "scan": _scan,
     "while": _while,
     "cond": _branches,

@@ -81,6 +81,8 @@ class WeightUses:
     def _of(self, eqn: Any, ins: list[int]) -> list[int]:
         if insides(eqn):
             return self._through(eqn, ins)
+        if eqn.primitive.name == "optimization_barrier":  # each output is its operand
+            return ins
         every = 0
         for of in ins:
             every |= of

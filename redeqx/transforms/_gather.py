@@ -156,6 +156,10 @@ class GatherAtUse(Rule):
         if eqn.primitive.name == "stack" and len(weights) == len(ins) and (stack := _stack_of(eqn, weights)) is not None:
             values = [weight.settled(each.value).value for weight, each in zip(weights, ins, strict=True)]
             return [stack.begin(run(eqn, values)[0])]
+        if eqn.primitive.name == "optimization_barrier":  # each output is its operand
+            kept = [value.tag.settled(value.value) if _is_weight(value) else value for value in ins]
+            outs = run(eqn, [value.value if _is_weight(value) else plain(value) for value in kept])
+            return [Tagged(out, value.tag) if _is_weight(value) else out for out, value in zip(outs, kept, strict=True)]
         if eqn.primitive.name in REMATS:
             return site.rest(_keeping_nothing_gathered(eqn), ins)
         if site.enters(eqn):

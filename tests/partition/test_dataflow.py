@@ -167,6 +167,7 @@ WRAPPED = {
     "einsum": lambda w1, w2, x: jnp.einsum("fd,bf->bd", w2, jnp.tanh(jnp.einsum("df,bd->bf", w1, x))),
     "scaled weights": lambda w1, w2, x: two(2 * w1.astype(jnp.float32) ** 2, jnp.tril(w2) * w2.std(), x),
     "stop_gradient": lambda w1, w2, x: two(w1, w2, jax.lax.stop_gradient(x)),
+    "barrier": lambda w1, w2, x: two(*jax.lax.optimization_barrier((w1, w2, x))),
     "grad inside": lambda w1, w2, x: jax.grad(lambda x: jnp.square(two(w1, w2, x)).sum())(x),
 }
 

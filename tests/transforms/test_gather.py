@@ -181,6 +181,18 @@ def while_loop(x, w, v):
     return x @ (v / jnp.linalg.norm(jax.lax.stop_gradient(u @ w)))
 
 
+@case(UP, DOWN, STACKED)
+def barriers(x, up, down, ws):
+    """Each of a barrier's outputs is its operand: weights pass it as they are stored."""
+    x, up, down = jax.lax.optimization_barrier((x, up.T, down))
+
+    def body(x, w):
+        w, x = jax.lax.optimization_barrier((w, x))
+        return jnp.tanh(x @ w), None
+
+    return jax.lax.scan(body, block(x, up.T, down), ws)[0]
+
+
 @case(UP, DOWN, MATRIX)
 def cond_and_switch(x, up, down, w):
     x = jax.lax.cond(x.sum() > 1e6, lambda x: x, lambda x: block(x, up, down), x)
