@@ -102,8 +102,7 @@ _CAPS = {"tanh", "mul", "div", "max", "min", "clamp", "logistic", "erf", "exp"}
 
 def _leads_to_product(body: Body, eqn: Any) -> bool:
     while eqn is not None and eqn.primitive.name != "dot_general":
-        readers = body.readers(eqn.outvars[0])
-        if view(eqn) is None or len(readers) != 1:
+        if view(eqn) is None or len(readers := body.readers(eqn.outvars[0])) != 1:
             return False
         eqn = readers[0]
     return eqn is not None

@@ -81,6 +81,8 @@ def weights_from(body: Body, atom: Any) -> tuple[list[Any], tuple[Any, list[Any]
 
 def softmax_of(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
     """What a softmax is taken of, its equations and its dim, where this equation makes one."""
+    if len(eqn.outvars) != 1:
+        return None
     if eqn.primitive.name == "custom_jvp_call":
         inner = body.inside(eqn)
         last = inner.producer(inner.closed.jaxpr.outvars[0])
