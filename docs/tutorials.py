@@ -41,8 +41,9 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 def execute(notebook: nbformat.NotebookNode, timeout: int = 300) -> None:
     """Runs all cells in a kernel, in an empty folder; a cell that takes longer than `timeout` seconds raises."""
-    # The kernel keeps a backend that it finds in the environment, and every other one shows no picture in a notebook.
-    env = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    # The kernel keeps a backend that it finds in the environment, and every other one shows no picture in a notebook. The
+    # devices are simulated; a TPU's plug-in that finds no TPU would write so into the page.
+    env = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline", "JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         NotebookClient(
             notebook,
