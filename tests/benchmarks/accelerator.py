@@ -156,9 +156,9 @@ RULES = {
 }
 
 
-def measure(case: Case, topology: str, rules: dict[str, Any]) -> redeqx.DryRun:
+def measure(case: Case, topology: str, rules: dict[str, Any], n_fsdp_shards: int) -> redeqx.DryRun:
     with redeqx.described(topology):
-        deployer = redeqx.Deployer(verbose=False)
+        deployer = redeqx.Deployer(n_fsdp_shards=n_fsdp_shards, verbose=False)
         model = deployer.init(lambda: case.make(jax.random.key(0)))
         trainer = redeqx.Trainer(
             deployer,
@@ -211,25 +211,26 @@ def main() -> None:
     parser.add_argument("--topology", nargs="+", default=["gpu:h100-80gb:1"])
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--n-fsdp-shards", type=int, default=1, help="of topologies with several chips")
     parser.add_argument("--flax", action="store_true", help="also GPT-2 in flax, with the same kernels")
     args = parser.parse_args()
     for topology in args.topology:
         print(
             f"{topology}\n{'':40}{'temporaries, GiB':>18}{'read + written, GiB':>21}{'MFU at most':>13}{'compiled in':>13}"
         )
-        table(topology, args.models, args.rules)
+        table(topology, args.models, args.rules, args.n_fsdp_shards)
         if args.flax and topology.startswith("gpu"):
             temporaries, moved, mfu, seconds = measure_flax(topology)
             print(f"{'gpt2':12}{'a flax twin':28}{temporaries:18.1f}{moved:21.0f}{mfu:>13.0%}{seconds:11.0f} s", flush=True)
 
 
-def table(topology: str, models: list[str], rules_of: list[str]) -> None:
+def table(topology: str, models: list[str], rules_of: list[str], n_fsdp_shards: int) -> None:
     for name in models:
         for rules in rules_of:
             options = RULES[rules]
             if name != "stranger" and not options["fuse_attention"]:
                 continue  # redeqx's own models call the kernel themselves
-            run = measure(CASES[name], topology, options)
+            run = measure(CASES[name], topology, options, n_fsdp_shards)
             step, estimate = run.steps["train"], run.estimate
             bound = "" if estimate is None else f"{estimate.mfu:.0%}"
             fits = "" if run.fits else "  does not fit"
