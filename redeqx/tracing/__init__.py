@@ -34,5 +34,6 @@ from ._interpret import (
     transformed as transformed,
 )
 from ._trace import Trace as Trace
+from ._unknown import or_as_written as or_as_written
 from ._views import repeats as repeats, view as view
 from ._weight_uses import SPREAD as SPREAD, WeightUses as WeightUses

@@ -15,6 +15,7 @@ it or a rule claims something in it.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -23,6 +24,7 @@ from jax.extend import core as jex
 from ._body import Body
 from ._inline import has_jits, inlined
 from ._inner import Place, as_fun, insides, is_replaceable, place_of, run, shapes_in, value_of, with_insides
+from ._unknown import or_as_written
 
 
 class Tag:
@@ -144,7 +146,7 @@ def transformed(fn: Callable[..., Any], rules: Sequence[Rule]) -> Callable[..., 
 def interpret(closed: Any, args: Sequence[Any], rules: Sequence[Rule]) -> list[Any]:
     """The outputs of a closed jaxpr, computed under rules."""
     for rule in rules:
-        closed = rule.rewritten(closed)
+        closed = or_as_written(partial(rule.rewritten, closed), closed, f"`{type(rule).__name__}`")
     finders = [rule for rule in rules if type(rule).groups is not Rule.groups]
     body = Body(closed, [None] * len(args))
     if finders and has_jits(closed):

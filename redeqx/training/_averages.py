@@ -11,8 +11,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import optax
-from jaxtyping import PyTree
 
+from .._tree import PyTree
 from ._precision import widened
 
 

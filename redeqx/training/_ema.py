@@ -5,8 +5,8 @@ from typing import Any, cast
 import equinox as eqx
 import jax
 import optax
-from jaxtyping import PyTree
 
+from .._tree import PyTree
 from ..machine import is_in_host
 from ._averages import Averaging
 from ._callbacks import Callback

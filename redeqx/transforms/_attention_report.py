@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding
 
 from ..compiled import line_of
 from ..kernels import Setting, dense_bytes, kernel_of
-from ..tracing import Body, inlined, insides, view
+from ..tracing import Body, inlined, insides, or_as_written, view
 from ._fuse_attention import MIN_QUERIES, attentions_in, described, without_known_mask
 from ._scores import Scores, follow_scores, softmax_of
 
@@ -76,6 +77,10 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
 
 def _why_left(body: Body, eqn: Any) -> str | None:
     """Why a softmax between two products is left as it is; None where it is none."""
+    return or_as_written(partial(_reason_of, body, eqn), None, "a softmax that is left")
+
+
+def _reason_of(body: Body, eqn: Any) -> str | None:
     softmax = softmax_of(body, eqn)
     if softmax is None:
         return None

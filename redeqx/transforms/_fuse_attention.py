@@ -14,14 +14,16 @@ the weights again instead of reading them.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from ..compiled import line_of
 from ..kernels import Setting, attend
-from ..tracing import Body, Group, Rule, Site, plain, run
+from ..tracing import Body, Group, Rule, Site, or_as_written, plain, run
 from ._bands import Inequalities, band, inequalities
 from ._scores import SIZE, Operand, Scores, follow_scores, weights_from
 
@@ -192,7 +194,8 @@ _WORDS = {"mask": "a mask", "bias": "a bias", "lengths": "lengths", "query_segme
 def attentions_in(body: Body) -> list["_Attention"]:
     """The attentions of a body, closed or not."""
     products = (eqn for eqn in body.eqns if eqn.primitive.name == "dot_general")
-    return [found for eqn in products if (found := _attention(body, eqn)) is not None]
+    found = (or_as_written(partial(_attention, body, eqn), None, f"attention at {line_of(eqn)}") for eqn in products)
+    return [attention for attention in found if attention is not None]
 
 
 def _attention(body: Body, product: Any) -> _Attention | None:
@@ -252,7 +255,7 @@ def _built(
     free = [dims[dim] for dim in range(len(dims)) if dim not in of_weights and dim not in weights_batch]
     out = [dims[dim] for dim in product.params["dimension_numbers"][1][side]]
     out += [*free, SIZE] if side == 0 else [SIZE, *free]
-    queries = [label for label in q.labels if label not in batch and label != SIZE]
+    queries = [label for label in q.labels if label is not None and label not in batch and label != SIZE]
     if math.prod(shape[label] for label in queries) < MIN_QUERIES:
         return None
     meaning = _meaning(body, scores, shape, axis, queries)

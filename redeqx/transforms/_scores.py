@@ -126,6 +126,8 @@ def _is_sum_of_each(eqn: Any, way: Sequence[Any], total: Any, axis: int) -> bool
     - `way`: the views from the divisor back to the sum.
     """
     divisor = eqn.invars[1].aval.shape
+    if not divisor:  # a scalar: the sum of a vector
+        return math.prod(eqn.outvars[0].aval.shape) == eqn.outvars[0].aval.shape[axis]
     back: list[int | None] = [dim if size != 1 else None for dim, size in enumerate(divisor)]
     for each in way:
         dims = view(each)
@@ -140,7 +142,7 @@ def _is_sum_of_each(eqn: Any, way: Sequence[Any], total: Any, axis: int) -> bool
 
 def _is_alike_along(body: Body, atom: Any, dim: int) -> bool:
     """Whether an array has the same entries all along a dim."""
-    if isinstance(atom, jex.Literal) or atom.aval.shape[dim] == 1:
+    if isinstance(atom, jex.Literal) or atom.aval.ndim == 0 or atom.aval.shape[dim] == 1:
         return True
     while (eqn := body.producer(atom)) is not None and (dims := view(eqn)) is not None:
         before = dims[dim]
@@ -211,7 +213,7 @@ def _follow_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) -
             continue
         factor = scores.scale * (1 if eqn.primitive.name == "add" else -1)
         if _scalar(body, other) is None:  # the same number everywhere changes nothing
-            bias = _without_repeats(body, Operand(other, labels))
+            bias = _without_repeats(body, Operand(other, labels if other.aval.ndim else ()))
             mask = _as_mask(body, bias, factor)
             tried.masks += [] if mask is None else [mask]
             tried.biases += [(bias, factor)] if mask is None else []

@@ -123,7 +123,7 @@ def _is_for_fp8(eqn: Any, uses: WeightUses) -> bool:
         n_contracted = math.prod(var.aval.shape[dim] for dim in dims)
         if not jnp.issubdtype(var.aval.dtype, jnp.floating) or n_contracted % _TILE:
             return False
-        if not n_contracted or math.prod(var.aval.shape) // n_contracted % _TILE:
+        if not var.aval.size or var.aval.size // n_contracted % _TILE:
             return False
     return True
 

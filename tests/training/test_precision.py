@@ -242,6 +242,8 @@ def test_products_between_the_first_and_the_last_are_in_fp8():
     narrow = [leaf[..., :8] if leaf.ndim == 3 else leaf for leaf in leaves]
     wrong = jax.make_jaxpr(lambda leaves, x: (x @ leaves[0]) @ leaves[1] @ leaves[1].T @ leaves[0])
     assert fp8_products(wrong([narrow[0], narrow[1][0]], x), 2)[0] == 0  # 8 columns are no multiple of 16
+    empty = jax.make_jaxpr(lambda leaves, x: x @ leaves[0] @ leaves[1] @ leaves[1].T @ leaves[0])
+    assert fp8_products(empty([jnp.ones((D, D)), jnp.ones((D, 0))], x), 2)[0] == 0  # adapters of rank 0
     merged = jax.make_jaxpr(lambda leaves, x: x @ leaves[0] @ (leaves[1] + leaves[2]) @ leaves[0])
     assert fp8_products(merged([jnp.ones((D, D))] * 3, x), 3) == (1, 3)  # a weight that is made of two
 

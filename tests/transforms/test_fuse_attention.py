@@ -258,6 +258,59 @@ LEFT = {
 }
 
 
+def shifted_by_the_largest_of_all(q, k, v):
+    scores = jnp.einsum("bthd,bshd->bhts", q, k)
+    weights = jnp.exp(scores - scores.max())
+    return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
+
+
+def with_a_learned_scalar(q, k, v):
+    return written(q, k, v, before=lambda scores: scores + q[0, 0, 0, 0])
+
+
+def latents(q, k, v):
+    """Queries with a leading dim of size 1, which the softmax has not."""
+    scores = q[:1, :, 0] @ k[0, :, 0].T
+    return jax.nn.softmax(scores.squeeze(0)) @ v[0, :, 0]
+
+
+def weights_of_layers(q, k, v):
+    """A softmax of a vector that is in no attention."""
+    weights = jnp.exp(q[0, :3, 0, 0])
+    return jnp.tensordot(weights / weights.sum(), jnp.stack([q, k, v]), 1)
+
+
+def one_query(q, k, v):
+    """By hand and of one query: a vector of scores, divided by a scalar."""
+    weights = jnp.exp(k[0, :, 0] @ q[0, 0, 0])
+    return (weights / weights.sum()) @ v[0, :, 0]
+
+
+SCALARS = {
+    "shifted by the largest of all": (shifted_by_the_largest_of_all, 1),
+    "a learned scalar": (with_a_learned_scalar, 1),
+    "latents": (latents, 1),
+    "weights of layers": (weights_of_layers, 0),
+    "one query": (one_query, 0),
+}
+
+
+@pytest.mark.parametrize(("fn", "n"), SCALARS.values(), ids=SCALARS)
+def test_scalars_and_dims_of_size_1_are_followed(fn, n):
+    assert n_fused(fn, heads()) == n
+    assert_same(fn, heads())
+
+
+def test_a_form_that_is_not_known_runs_as_it_is_written(monkeypatch):
+    def fails(*args):
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr("redeqx.transforms._fuse_attention.follow_scores", fails)
+    says = r"search for attention at .*test_fuse_attention.py:\d+.* knows, got IndexError .*computed as it is written"
+    with pytest.warns(UserWarning, match=says):
+        assert_same(written, heads())
+
+
 @pytest.mark.parametrize(("fn", "reason"), LEFT.values(), ids=LEFT)
 def test_what_is_no_plain_attention_is_left_and_says_why(fn, reason):
     fused, left, _ = attentions(jax.make_jaxpr(fn)(*heads()))

@@ -1,0 +1,25 @@
+"""Searches through equations that may have a form that nobody has seen: another version of JAX's, or a stranger's."""
+
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def or_as_written(search: Callable[[], T], otherwise: T, what: str) -> T:
+    """What a search finds. Where it fails, `otherwise`, with a warning: the function is computed as it is written.
+
+    **Arguments:**
+
+    - `what`: was searched for, and where.
+    """
+    try:
+        return search()
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        warnings.warn(
+            f"`loss_fn`: expected a form that the search for {what} knows, got {type(error).__name__} ({error}). "
+            "It is computed as it is written, with the same numbers. Please report it as a bug.",
+            stacklevel=2,
+        )
+        return otherwise
