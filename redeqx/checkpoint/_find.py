@@ -1,5 +1,7 @@
 """Which checkpoint a path means: the folder of one, a workdir, its `ckpts`, or a name of their index."""
 
+from pathlib import Path
+
 from ..distributed import Peers
 from ..storage import Location
 from ._manager import Checkpoints
@@ -13,6 +15,8 @@ def find_checkpoint(path: Location, peers: Peers) -> tuple[Checkpoints, Location
 
     Raises ValueError where it means none.
     """
+    if isinstance(path, Path) and path.name in ("", ".."):  # `.`: its own name is asked for below
+        path = path.resolve()
     if (path / MANIFEST).is_file():
         return Checkpoints(path.parent, peers), path
     for of, name in ((path / _FOLDER, "last"), (path, "last"), (path.parent, path.name), (path.parent / _FOLDER, path.name)):

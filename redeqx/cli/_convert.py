@@ -20,8 +20,9 @@ from .._tree import is_array_like, map_named
 from ..checkpoint import Checkpoints, TensorReader, file_size, write_tensors
 from ..machine import described
 from ..monitor import Console, size_text
-from ..storage import Location, StorePath, location
+from ..storage import Location, StorePath
 from ._inspect import Found, look
+from ._paths import as_location
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAIN = ("model", "diffusion_pytorch_model")  # the files of a model, whatever else is beside them
@@ -49,12 +50,12 @@ def add(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", type=location, metavar="SRC", help="as PATH of `redeqx inspect`")
-    parser.add_argument("to", type=location, metavar="DST", help="a folder or file that does not exist yet")
+    parser.add_argument("source", type=as_location, metavar="SRC", help="as PATH of `redeqx inspect`")
+    parser.add_argument("to", type=as_location, metavar="DST", help="a folder or file that does not exist yet")
     parser.add_argument("--dtype", choices=_DTYPES, help="of floating tensors; as they are by default")
     parser.add_argument(
         "--config",
-        type=location,
+        type=as_location,
         metavar="FOLDER",
         help="the Hugging Face folder whose config.json and tokenizer describe the model of a checkpoint: the one that it "
         "was made from; it need not hold weights",

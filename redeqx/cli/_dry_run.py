@@ -71,7 +71,7 @@ def add(commands: Any) -> None:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"([\d.]+) ?([KMG]I?B)?", text.upper())
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMG]I?B)?", text.upper())
     if found is None:
         raise argparse.ArgumentTypeError(f"expected bytes such as 10GB or 9.5GiB, got {text!r}")
     return int(float(found.group(1)) * _UNITS[found.group(2) or ""])

@@ -18,7 +18,8 @@ from ..checkpoint import INDEX, MANIFEST, Checkpoints, Manifest, TensorReader, f
 from ..distributed import Peers
 from ..errors import DamagedError, brief, brief_name, load_json
 from ..monitor import Console, size_text
-from ..storage import Location, location
+from ..storage import Location
+from ._paths import as_location
 
 _CONFIGS = ("config.json", "adapter_config.json", "scheduler_config.json")
 # What is shown of a configuration of Hugging Face.
@@ -48,7 +49,7 @@ def add(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("path", type=location, metavar="PATH")
+    parser.add_argument("path", type=as_location, metavar="PATH")
     parser.add_argument(
         "--match", action="append", default=[], metavar="PATTERN",
         help='only tensors whose name matches, as "*.attention.*"; given again, those of each',

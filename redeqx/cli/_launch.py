@@ -27,4 +27,6 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(f"`--processes`: expected at least 1, got {args.processes}. Pass how many.")
     check_script(args)
     script = ["-m", args.script] if args.is_module else [args.script]
+    if args.port is not None and not 0 < args.port < 2**16:
+        raise ValueError(f"`--port`: expected 1 to 65535, got {args.port}. Leave it out for a free one.")
     return launch(args.processes, [sys.executable, *script, *args.args], args.port)

@@ -22,8 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)  # which looks at paths
         return args.run(args)
     except (ValueError, ImportError, OSError) as error:
         print(error, file=sys.stderr)

@@ -14,6 +14,7 @@ from ._examples import (
     collated_shapes as collated_shapes,
     differs_by_epoch as differs_by_epoch,
     examples_of as examples_of,
+    is_function as is_function,
     micro_batch_shapes as micro_batch_shapes,
     n_slices as n_slices,
     read as read,

@@ -7,7 +7,7 @@ collates several at once.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -170,7 +170,7 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
     if is_function(given):
         return check_function(given, name, ["epoch"])
     check_examples_kind(given, name)
-    if isinstance(given, str | bytes | dict) or not (_is_sized(given) or hasattr(given, "__iter__")):
+    if isinstance(given, str | bytes | Mapping) or not (_is_sized(given) or hasattr(given, "__iter__")):
         raise TypeError(
             f"`{name}`: expected examples with `len()` and integer items, an iterable, or a function of the epoch, got "
             f"{type(given).__name__}. Pass a list with one entry for each example."
@@ -358,7 +358,8 @@ def batches(
             given.places,
         )
 
-    return Prefetch(map(prepared, drawn_ahead((read_step(i, step) for i, step in enumerate(steps)), workers.n)))
+    read_steps = drawn_ahead((read_step(i, step) for i, step in enumerate(steps)), workers.n)
+    return Prefetch(prepared(given) for given in read_steps)  # with `map`, StopIteration in a collate_fn would end the pass
 
 
 class _Step(NamedTuple):

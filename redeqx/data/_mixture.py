@@ -225,6 +225,8 @@ def _order(name: str, n: int, seed: int, pass_: int) -> np.ndarray:
 
 def _passes(name: str, n: int, seed: int, start: int, count: int) -> np.ndarray:
     """The indices of `count` examples of a source of `n`, in its passes one after another, from the example `start` on."""
+    if n == 1:  # as many passes as examples
+        return np.zeros(count, np.int64)
     first, last = start // n, (start + count - 1) // n
     orders = [_order(name, n, seed, i) for i in range(first, last + 1)]
     return np.concatenate(orders)[start - first * n :][:count].copy()

@@ -7,6 +7,7 @@ comparison of the first examples after a restart with those that followed in the
 
 import base64
 import contextlib
+import copy
 import importlib
 import itertools
 import warnings
@@ -38,7 +39,8 @@ class Stream(Iterator[Any]):
     """
 
     def __init__(self, iterable: Any, position: int = 0, saved: Any = None, name: str = "train_examples"):
-        self._iterable, self._name = iterable, name
+        self._given = self._iterable = iterable
+        self._name = name
         self._ahead: deque[Any] = deque()  # examples that were read to be recorded, and not taken yet
         self._error: Exception | None = None  # raised in reading the one after them
         self._record: dict[str, Any] = {}  # of the point where they were read
@@ -89,7 +91,7 @@ class Stream(Iterator[Any]):
             self._begin_from(_from_json(state))
             if self._read_ahead() != found:
                 return  # they are drawn anew at each reading
-            self._begin_from(before[0])
+            self._begin_again(before[0])
         else:
             self._iterator = iter(self._iterable)
         deque(itertools.islice(self._iterator, position), maxlen=0)
@@ -101,10 +103,20 @@ class Stream(Iterator[Any]):
                 stacklevel=2,
             )
 
+    def _begin_again(self, before: Any) -> None:
+        """Begin where the iterable began before a state was set."""
+        if self._iterable is self._given:
+            self._begin_from(before)
+            return
+        self._ahead.clear()
+        self._error, self._iterable = None, self._given
+        self._iterator = iter(self._iterable)
+
     def _begin_from(self, state: Any) -> tuple[Any] | None:
         """Set the state; returns the one before, in a tuple. None if there is no state to set."""
         self._ahead.clear()
         self._error = None
+        self._iterable = _own_state(self._given)
         self._iterator = iter(self._iterable)
         if (methods := _methods(self._iterator)) is not None:
             before = methods[0]()
@@ -116,6 +128,17 @@ class Stream(Iterator[Any]):
         methods[1](state)
         self._iterator = iter(self._iterable)  # it starts from the state of its iterable
         return (before,)
+
+
+def _own_state(iterable: Any) -> Any:
+    """An iterable that can be set to a state of its own: a stream of `datasets` begins there at each later pass too, so the
+    user's stays as it is. Others are as given."""
+    if not type(iterable).__module__.startswith("datasets."):
+        return iterable
+    own = copy.copy(iterable)
+    if own.__dict__ is iterable.__dict__:  # as `datasets` copies
+        own.__dict__ = dict(iterable.__dict__)
+    return own
 
 
 def checksum(*examples: Any) -> int | None:

@@ -69,7 +69,9 @@ def rewind_media(folder: Path, step: int) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for the name of an image or a text that names no file."""
+    """Raises TypeError or ValueError for the name of an image or a text that names no file."""
+    if not isinstance(name, str):
+        raise TypeError(f"`name`: expected a string, got {type(name).__name__}. Pass the name first.")
     if not re.search(r"\w", name):
         raise ValueError(f"`name`: expected letters or digits, which name a file, got {name!r}. Pass a name.")
 

@@ -3,6 +3,7 @@
 `metrics.jsonl` holds what a run computed, and a rerun repeats it to the byte; `speed.jsonl` holds what a clock said of it.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -48,7 +49,7 @@ class Records:
 
     def metrics(self, values: Mapping[str, SupportsFloat], step: int, speed: Mapping[str, SupportsFloat]) -> None:
         """Records metrics of one step; arguments and errors as for `Console.metrics`."""
-        self._step = step
+        self._step = step = _as_step(step)
         if not self._is_main:
             return
         if "step" in values:
@@ -68,15 +69,19 @@ class Records:
         """Records an image; arguments and errors as for `Deployer.log_image`."""
         check_name(name)
         image = check_image(image)
+        step = self._step if step is None else _as_step(step)
         if self._is_main and (self._files or self._deliveries):
-            self._medium(Medium(name, self._step if step is None else step, png(image)))
+            self._medium(Medium(name, step, png(image)))
         self._call("log_image", name, image, step)
 
     def text(self, name: str, text: str, step: int | None) -> None:
         """Records a text."""
         check_name(name)
+        if not isinstance(text, str):
+            raise TypeError(f"`text`: expected a string, got {type(text).__name__}. Pass `str(text)`.")
+        step = self._step if step is None else _as_step(step)
         if self._is_main:
-            self._medium(Medium(name, self._step if step is None else step, text))
+            self._medium(Medium(name, step, text))
         self._call("log_text", name, text, step)
 
     def config(self, values: Mapping[str, Any]) -> None:
@@ -118,11 +123,18 @@ class Records:
         for delivery in self._deliveries:
             delivery.medium(medium)
 
-    def _call(self, method: str, name: str, value: Any, step: int | None) -> None:
+    def _call(self, method: str, name: str, value: Any, step: int) -> None:
         """Hand it to the trackers that are objects and have the method."""
         for logger in self._objects if self._is_main else ():
             if callable(log := getattr(logger, method, None)):
-                log(name, value, self._step if step is None else step)
+                log(name, value, step)
+
+
+def _as_step(step: Any) -> int:
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise TypeError(f"`step`: expected an integer, got {step!r}. Pass `trainer.step`.") from None
 
 
 def _leave(deliveries: Iterable[Delivery]) -> None:

@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -219,7 +219,7 @@ class Trackio:
         # It continues a run by its name, so a name is used once.
         self.run_id = opening.run_id or "-".join(filter(None, [opening.title, uuid.uuid4().hex[:8]]))
         project = os.environ.get("TRACKIO_PROJECT") or PROJECT
-        self._run = trackio.init(project, self.run_id, resume="allow", embed=False)
+        self._run: Any = trackio.init(project, self.run_id, resume="allow", embed=False)
         self.where = f"trackio show --project {project}, run {self.run_id}"
 
     def config(self, values: Mapping[str, str]) -> None:
@@ -254,6 +254,8 @@ def check_loggers(loggers: Any, workdir: Path | None, run_tensorboard: bool) -> 
     """
     if isinstance(loggers, str):
         raise TypeError(f"`loggers`: expected a list of trackers, got {loggers!r}. Pass `loggers=[{loggers!r}]`.")
+    if not isinstance(loggers, Iterable):
+        raise TypeError(f"`loggers`: expected a list of trackers, got {type(loggers).__name__}. Write [logger].")
     named, objects = ["tensorboard"] if run_tensorboard else [], []
     for i, logger in enumerate(loggers):
         if isinstance(logger, str) and logger not in TRACKERS:
@@ -261,11 +263,10 @@ def check_loggers(loggers: Any, workdir: Path | None, run_tensorboard: bool) -> 
                 f"`loggers[{i}]`: expected one of {sorted(TRACKERS)}, or an object with `log(metrics, step)`, got "
                 f"{logger!r}. Pass one of them."
             )
-        if not isinstance(logger, str | Tracker):
-            raise TypeError(
-                f"`loggers[{i}]`: expected an object with `log(metrics, step)`, got {type(logger).__name__}. "
-                "Wrap it in a class that has one."
-            )
+        if isinstance(logger, type) or not isinstance(logger, str | Tracker):
+            found = f"the class {logger.__name__}" if isinstance(logger, type) else type(logger).__name__
+            advice = "Pass an instance of it." if isinstance(logger, type) else "Wrap it in a class that has one."
+            raise TypeError(f"`loggers[{i}]`: expected an object with `log(metrics, step)`, got {found}. {advice}")
         if not isinstance(logger, str):
             objects.append(logger)
         elif logger not in named:

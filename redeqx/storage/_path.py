@@ -16,7 +16,7 @@ from typing import TypeAlias
 from ..errors import brief_name
 from . import _objects
 
-_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+)://([^/]*)(?:/(.*))?", re.DOTALL)
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)(?:/(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -167,15 +167,15 @@ def location(path: "str | Path | StorePath", name: str = "path") -> Location:
     """
     if isinstance(path, StorePath):
         return path
-    if isinstance(path, Path) and re.match(r"(s3|gs):/[^/]", os.fspath(path)):
+    if re.match(r"(s3|gs):/[^/]", os.fspath(path)):
         raise ValueError(
-            f"`{name}`: expected the address of an object store as a string, got {path!r}, in which `Path` has removed a "
-            "slash. Pass the string."
+            f"`{name}`: expected the address of an object store as a string, got {path!r}, with one slash: `Path` removes "
+            "the other. Pass the string with two."
         )
     match = _ADDRESS.fullmatch(path) if isinstance(path, str) else None
     if match is None:
         return Path(path)
-    scheme, bucket, key = match[1], match[2], (match[3] or "").strip("/")
+    scheme, bucket, key = match[1].lower(), match[2], (match[3] or "").strip("/")
     if scheme not in _objects.SCHEMES:
         known = ", ".join(f"{each}://" for each in _objects.SCHEMES)
         raise ValueError(

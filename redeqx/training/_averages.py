@@ -4,15 +4,15 @@ The average is part of the optimizer's state: split over the mesh as the paramet
 inside the compiled step, and left alone by a step that is skipped.
 """
 
-from collections.abc import Callable, Iterable
-from itertools import count
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import equinox as eqx
 import jax
 import optax
 
 from .._tree import PyTree
+from ..machine import is_in_host
 from ._precision import widened
 
 
@@ -51,51 +51,75 @@ class Averaging(optax.GradientTransformationExtraArgs):
         return averaging
 
 
+def names_of(optimizer: optax.GradientTransformation) -> list[str]:
+    """The names of the averages that an optimizer keeps, the outermost first."""
+    return [optimizer.name, *names_of(optimizer.inner)] if isinstance(optimizer, Averaging) else []
+
+
 def with_saved_averages(
-    optimizer: optax.GradientTransformation, tensors: Iterable[str], say: Callable[[str], None]
+    optimizer: optax.GradientTransformation, saved: Sequence[str], say: Callable[[str], None]
 ) -> optax.GradientTransformation:
-    """An optimizer with as many averages as a checkpoint has, so that its state can be loaded.
+    """An optimizer with the averages of a checkpoint, in their order, so that its state can be loaded.
 
     **Arguments:**
 
-    - `tensors`: the names of the tensors of the checkpoint's optimizer.
+    - `saved`: the names of the checkpoint's averages, as `names_of` gives them.
     - `say`: is told of each average that is new to the run, or that this run has no use for.
     """
-    n_saved = _n_saved(tuple(tensors))
-    if n_saved and not isinstance(optimizer, Averaging):
-        say("the checkpoint's average is dropped: this trainer keeps none (callback `EMA`)")
-        for _ in range(n_saved):
-            optimizer = Averaging.of(optimizer, "dropped", 0.0)
-    while isinstance(optimizer, Averaging) and _n_averages(optimizer) > n_saved:
-        say(f"the average `{optimizer.name}` begins with the weights of the checkpoint, which has none")
+    own = names_of(optimizer)
+    if own == list(saved):
+        return optimizer
+    for name in (name for name in saved if name not in own):
+        say(f"the checkpoint's average `{name}` is dropped, unless a fit before the next step keeps one (callback `EMA`)")
+    for name in (name for name in own if name not in saved):
+        say(f"the average `{name}` begins with the weights of the checkpoint, which has none")
+    while isinstance(optimizer, Averaging):
         optimizer = optimizer.inner
+    for name in reversed(saved):
+        optimizer = Averaging.of(optimizer, name, 0.0)  # no step is taken with it
     return optimizer
 
 
-def as_state_of(treedef: Any, state: PyTree, init: Callable[[], PyTree]) -> PyTree:
-    """The state of one optimizer as that of another, which keeps more averages, or fewer, of the same one.
+def with_averages(
+    names: Sequence[str], state: PyTree, aside: dict[str, PyTree], init: Callable[[], PyTree]
+) -> tuple[PyTree, dict[str, PyTree]]:
+    """The state of an optimizer that keeps other averages, from that of one which is the same but for them; and the
+    averages that it has no use for, by name.
 
     **Arguments:**
 
-    - `treedef`: the structure of the other's state.
-    - `init`: makes the other's state from the weights as they are: averages that are new begin there.
+    - `names`: of the averages to keep, the outermost first.
+    - `aside`: averages of the same weights that another state had no use for.
+    - `init`: makes such a state from the weights as they are: averages that are new begin there.
     """
-    found = state
-    while jax.tree.structure(found) != treedef and isinstance(found, AverageState):
-        found = found.inner
-    return found if jax.tree.structure(found) == treedef else _around(init(), state)
+    averages, state = _taken_apart(state)
+    averages = {**aside, **averages}
+    if set(names) - set(averages):
+        averages = {**_taken_apart(init())[0], **averages}
+    for name in reversed(names):
+        state = AverageState(state, averages.pop(name), name)
+    return state, averages
 
 
-def _around(averages: AverageState, state: PyTree) -> AverageState:
-    """Averages around another state of the optimizer that they wrap."""
-    is_wrapped = jax.tree.structure(averages.inner) == jax.tree.structure(state)
-    inner = state if is_wrapped else _around(averages.inner, state)
-    return AverageState(inner, averages.average, averages.name)
+def averaged_models(model: PyTree, opt_state: PyTree) -> dict[str, PyTree]:
+    """The averaged models that an optimizer's state holds, by name, in the dtypes and memories of the trained model."""
+    averages, _ = _taken_apart(opt_state)
+    return {
+        name: jax.tree.map(_like, eqx.combine(cast(PyTree, average), model), model) for name, average in averages.items()
+    }
 
 
-def _n_averages(optimizer: optax.GradientTransformation) -> int:
-    return 1 + _n_averages(optimizer.inner) if isinstance(optimizer, Averaging) else 0
+def _taken_apart(state: PyTree) -> tuple[dict[str, PyTree], PyTree]:
+    """The averages of a state by name, and the state that they wrap."""
+    averages = {}
+    while isinstance(state, AverageState):
+        averages[state.name], state = state.average, state.inner
+    return averages, state
 
 
-def _n_saved(names: tuple[str, ...]) -> int:
-    return next(n for n in count() if not any(name.startswith("inner." * n + "average.") for name in names))
+def _like(average: Any, x: Any) -> Any:
+    """An average in the dtype and in the memory of the leaf that it is of."""
+    if not isinstance(x, jax.Array) or average is x:
+        return average
+    average = jax.device_put(average, x.sharding) if is_in_host(average.sharding) else average
+    return average.astype(x.dtype) if average.dtype != x.dtype else average

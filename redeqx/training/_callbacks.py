@@ -5,6 +5,7 @@ The base class is the interface; `EarlyStopping`, `SaveEvery` and `Profile` use 
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -336,19 +337,24 @@ class Callbacks:
         return {name: model for callback in self.each for name, model in callback.models(self.trainer).items()}
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """The state of each callback that has one, by its class and its position in the list."""
-        states = {_key(i, callback): callback.state() for i, callback in enumerate(self.each)}
+        """The state of each callback that has one, by its class and its position among those of its class."""
+        states = {key: callback.state() for key, callback in self._keyed().items()}
         return {key: state for key, state in states.items() if state}
 
     def load(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Give each callback the state that was saved of it."""
-        for i, callback in enumerate(self.each):
-            if _key(i, callback) in states:
-                callback.load_state(states[_key(i, callback)])
+        for key, callback in self._keyed().items():
+            if key in states:
+                callback.load_state(states[key])
 
-
-def _key(i: int, callback: Callback) -> str:
-    return f"{type(callback).__name__}_{i}"
+    def _keyed(self) -> dict[str, Callback]:
+        n_before: Counter[str] = Counter()
+        keyed = {}
+        for callback in self.each:
+            name = type(callback).__name__
+            keyed[f"{name}_{n_before[name]}"] = callback
+            n_before[name] += 1
+        return keyed
 
 
 def arrays_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

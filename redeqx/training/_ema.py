@@ -1,14 +1,12 @@
 """The callback that keeps an exponential moving average of the weights."""
 
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
-import equinox as eqx
-import jax
 import optax
 
 from .._tree import PyTree
-from ..machine import is_in_host
-from ._averages import Averaging
+from ._averages import Averaging, averaged_models
 from ._callbacks import Callback
 
 
@@ -72,17 +70,14 @@ class EMA(Callback):
         return isinstance(optimizer, Averaging) and (optimizer.name == self.name or self._is_in(optimizer.inner))
 
     def models(self, trainer: Any) -> dict[str, PyTree]:
-        state = trainer.opt_state
-        while state.name != self.name:
-            state = state.inner
-        model = trainer.model
-        averaged = eqx.combine(cast(PyTree, state.average), model)
-        return {self.name: jax.tree.map(_like, averaged, model)}
+        return {self.name: averaged_models(trainer.model, trainer.opt_state)[self.name]}
 
 
-def _like(average: Any, x: Any) -> Any:
-    """An average in the dtype and in the memory of the leaf that it is of."""
-    if not isinstance(x, jax.Array) or average is x:
-        return average
-    average = jax.device_put(average, x.sharding) if is_in_host(average.sharding) else average
-    return average.astype(x.dtype) if average.dtype != x.dtype else average
+def check_names(callbacks: Iterable[Callback]) -> None:
+    """Raise ValueError for two averages of one name."""
+    names = [callback.name for callback in callbacks if isinstance(callback, EMA)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"`callbacks`: expected averages with names of their own, got {name!r} twice. Pass `EMA(name='slow')`, say."
+            )

@@ -23,7 +23,7 @@ from ..monitor import ProgressLine
 from ..partition import Plan
 from ..storage import Location, location
 from ._agreement import agree_on_opt_state, agree_on_trainer, check_rows
-from ._averages import as_state_of, with_saved_averages
+from ._averages import averaged_models, names_of, with_averages, with_saved_averages
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._calls import Calls
 from ._header import header_rows, of_loss
@@ -95,6 +95,7 @@ class Engine:
         self._held: TrainState | None = None  # once the model is placed
         self._is_planned = False  # from the loss, when a batch was at hand
         self._restore_from: Location | None = None  # a checkpoint to load once the model is placed
+        self._averages_aside: dict[str, PyTree] = {}  # those of a checkpoint that no fit has kept yet, until the next step
         self._has_chosen = False  # what fits into memory
         self._n_passes = 0  # over examples
         weakref.finalize(self, recipe.workers.close)
@@ -226,8 +227,9 @@ class Engine:
             held.opt_state = list(program.opt_state)
             return
         init = lambda: jax.tree.unflatten(program.opt_treedef, program.init_opt_state(held.trained))  # noqa: E731
-        new = as_state_of(program.opt_treedef, before, init)
-        held.opt_state = jax.tree.leaves(new)
+        state, self._averages_aside = with_averages(names_of(optimizer), before, self._averages_aside, init)
+        pairs = zip(jax.tree.leaves(state), program.opt_state, strict=True)
+        held.opt_state = [x if x.sharding == shape.sharding else jax.device_put(x, shape.sharding) for x, shape in pairs]
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
@@ -268,6 +270,7 @@ class Engine:
             self.checkpoints.check()
         self.place_for(batch)
         self._choose_memory(batch, line)
+        self._averages_aside = {}
         assert self.plan is not None
         program, plan, args = self.state.program, self.plan, self.state.train_args(batch.groups, batch.n_micro_batches)
         count = lambda: work_of(self.recipe, plan, *self.trees, program.train_step, args)  # noqa: E731
@@ -396,6 +399,7 @@ class Engine:
             "mesh": dict(self.run.mesh.shape),
             "metrics": dict(metrics),
             "train_metrics": last_metrics,
+            "averages": names_of(self.recipe.optimizer),
         }
         checkpoints = self.need_checkpoints()
         trees = self.state.trees(opt_state=save_opt_states)
@@ -403,6 +407,7 @@ class Engine:
         record["callbacks"] = states_to_record(states)
         if arrays := arrays_of(states):
             trees["callbacks"] = arrays
+        trees |= averaged_models(self.state.model, self.state.opt_tree)
         if self.callbacks is not None:
             trees |= self.callbacks.models()
         self.progress.saved = (self.step, self.progress.position)
@@ -476,12 +481,20 @@ class Engine:
         if checkpoints is None or path is None:
             yield
             return
-        given = self.recipe.optimizer
-        tensors = checkpoints.tensors(path, "optimizer")
-        self.use_optimizer(with_saved_averages(given, tensors, self.run.console.info))
+        given, held = self.recipe.optimizer, self._held
+        optimizer = with_saved_averages(given, checkpoints.record(path).get("averages", []), self.run.console.info)
+        before = None if held is None or optimizer is given else (held.program, held.opt_state)
+        self.use_optimizer(optimizer)
+        self._averages_aside = {}  # of the weights that are replaced
         try:
             yield
+        except BaseException:
+            if held is not None and held.is_loaded and before is not None:  # nothing was freed, and nothing changes
+                self.recipe = replace(self.recipe, optimizer=given)
+                held.program, held.opt_state = before
+            raise
         finally:
+            del before
             self.use_optimizer(given)
 
     @contextmanager

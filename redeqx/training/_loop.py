@@ -19,6 +19,7 @@ from ..data import (
     collated_shapes,
     differs_by_epoch,
     examples_of,
+    is_function,
     micro_batch_shapes,
     n_slices,
     sample_of,
@@ -28,6 +29,7 @@ from ..data import (
 from ..errors import as_metrics
 from ..monitor import ProgressLine
 from ._callbacks import Callbacks
+from ._ema import check_names
 from ._engine import DamagedCheckpoint, Engine
 from ._evaluation import evaluate
 from ._job import Job, make_job
@@ -39,6 +41,8 @@ from ._resume import check_setting, resume_newest
 def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> Iterator[Slice]:
     """The examples of each step of one pass, in their own order."""
     check_examples(examples, "examples")
+    if is_function(examples):
+        raise TypeError("`examples`: expected examples, got a function, which only `fit` calls, with an epoch. Call it.")
     return slices(examples, size.examples, drop_remainder=drop_remainder, name="examples")
 
 
@@ -125,6 +129,7 @@ class Fit:
         self.callbacks = Callbacks(options.callbacks, self.trainer)
         self.evaluated_at: int | None = None  # the step of the newest evaluation
         self.has_started = self.is_stopping = False
+        check_names(options.callbacks)
         optimizer = engine.recipe.optimizer
         for callback in options.callbacks:
             optimizer = callback.wrap_optimizer(optimizer)
@@ -163,6 +168,8 @@ class Fit:
                 engine.callback_states = self.callbacks.states()
                 self.callbacks.call("on_fit_end", self._returned())
         except BaseException:
+            if self.has_started:
+                engine.callback_states = self.callbacks.states()
             if engine.checkpoints is not None:
                 engine.checkpoints.settle()
             raise
@@ -304,7 +311,8 @@ class Fit:
         # Of epochs that differ only one that was stopped within has to be the same again.
         is_same_data = start.examples or not differs_by_epoch(options.train_examples)
         unknown = () if is_same_data else ("train_size", "sample")
-        check_setting(engine, {name: value for name, value in now.items() if name not in unknown})
+        if engine.step > engine.progress.first_step:  # else no update was made with the other sizes
+            check_setting(engine, {name: value for name, value in now.items() if name not in unknown})
         engine.progress.setting, engine.progress.learning_rate = now, None
 
     # --- an epoch ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """`redeqx inspect`: what it prints of runs, checkpoints, files and folders, and each of its errors."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import redeqx
+from redeqx.cli import main
 from redeqx.models import gpt2, save_pretrained
 from tests.cli.commands import error, printed
 
@@ -202,3 +204,26 @@ def test_the_installed_command_and_the_module_are_one(run, tmp_path):
         ["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, '{"path": ', "")
+
+
+def test_paths_are_explained_before_any_work(saved, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "expected obstore" in error(capsys, "inspect", "s3://bucket/run")
+    for argv, says in (
+        (("inspect", "file:///tmp/x"), "expected a folder, or an address that begins with"),
+        (
+            ("dry-run", "--topology", "cpu:8", "--memory", "1.2.3GB", "train.py"),
+            "expected bytes such as 10GB or 9.5GiB",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            main([*argv])
+        assert says in capsys.readouterr().err
+    assert "`--port`: expected 1 to 65535, got 99999" in error(
+        capsys, "launch", "--processes", "2", "--port", "99999", __file__
+    )
+
+
+def test_a_checkpoint_from_inside_its_folder(saved, capsys, monkeypatch):
+    monkeypatch.chdir(saved / "ckpts" / "step_00000001")
+    assert "last" in printed(capsys, "inspect", ".").split("named")[1].split("\n")[0]

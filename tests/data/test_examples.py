@@ -1,5 +1,6 @@
 """Examples to batches: how rows are cut, what `collate_fn` may return, the order, every kind of source, the thread ahead."""
 
+import collections
 import functools
 import itertools
 import random
@@ -699,3 +700,47 @@ def test_a_fit_goes_on_in_the_middle_of_an_epoch(source, tmp_path):
     assert weights == wanted
     if source in ("stateful", "loader"):
         assert sum(map(len, rest)) <= given.n_read < 11  # what was seen is not read again, but to be compared
+
+
+def small_trainer(collate_fn=lambda examples: np.array(examples, np.float32)[:, None]):
+    return redeqx.Trainer(
+        redeqx.Deployer(verbose=False),
+        model=eqx.nn.Linear(1, 1, key=jax.random.key(0)),
+        optimizer=optax.sgd(0.01),
+        collate_fn=collate_fn,
+        loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2),
+    )
+
+
+def test_a_collate_fn_that_raises_stop_iteration_does_not_end_the_pass():
+    def collate_fn(examples):
+        if 7 in examples:
+            next(iter([]))
+        return np.array(examples, np.float32)[:, None]
+
+    trainer = small_trainer(collate_fn)
+    for call in (trainer.fit, trainer.eval_loss):
+        with pytest.raises(RuntimeError, match="generator raised StopIteration"):
+            call(list(range(20)), batch_size=2)
+
+
+def test_mappings_are_no_examples(tmp_path):
+    np.savez(tmp_path / "columns.npz", x=np.arange(4))
+    for columns in (collections.UserDict(x=[1, 2], y=[3, 4]), np.load(tmp_path / "columns.npz")):
+        with pytest.raises(TypeError, match=r"expected examples with `len.*got (UserDict|NpzFile)"):
+            check_examples(columns)
+
+
+def test_a_function_of_the_epoch_is_for_fit_alone():
+    trainer = small_trainer()
+    for call in (trainer.train, trainer.eval_loss):
+        with pytest.raises(TypeError, match="`examples`: expected examples, got a function, which only `fit` calls"):
+            call(lambda epoch: [1.0, 2.0], batch_size=2)
+
+
+def test_a_fit_that_made_no_update_binds_no_later_one():
+    trainer = small_trainer()
+    with pytest.raises(ValueError, match="could not convert"):
+        trainer.fit(["a"] * 8, batch_size=4)
+    trainer.fit([float(i) for i in range(10)], batch_size=2)
+    assert trainer.step == 5

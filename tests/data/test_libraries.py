@@ -4,6 +4,7 @@
 """
 
 import collections
+import itertools
 
 import numpy as np
 import pytest
@@ -86,6 +87,20 @@ def test_a_shuffle_buffer_of_datasets_loses_nothing(n_shards, columns):
     stream = make()
     stream.load_state_dict(step.state["state"])
     assert len(list(stream)) < N - step.position  # where this fails, datasets saves its buffers
+
+
+@pytest.mark.parametrize("buffer", [0, 7])
+def test_a_stream_that_a_run_resumed_still_begins_at_its_begin(buffer, columns):
+    """Not at the state that was loaded: an evaluation, or another trainer, may read the same object."""
+    stream = columns.to_iterable_dataset()
+    stream = stream.shuffle(seed=0, buffer_size=buffer) if buffer else stream
+    whole = [number(row) for row in stream]
+    step = next(itertools.islice(slices(stream, BATCH), 2, None))
+    rest = [
+        number(row) for later in slices(stream, BATCH, position=step.position, state=step.state) for row in later.examples
+    ]
+    assert rest == whole[step.position :]
+    assert [number(row) for later in slices(stream, BATCH) for row in later.examples] == whole
 
 
 def test_a_stream_that_was_resumed_begins_the_next_epoch_at_its_begin(columns):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import redeqx
 from redeqx.monitor._console import Console
 from redeqx.monitor._live import _duration
 
@@ -174,6 +175,38 @@ def test_loggers_get_each_their_own_dict(tmp_path):
     (metrics, step), (other, _) = first.seen[0], second.seen[0]
     assert step == 7 and metrics["loss"] == 0.5 and type(metrics["loss"]) is float and math.isnan(metrics["bad"])
     assert other is not metrics
+
+
+def test_loggers_that_are_no_list_of_objects():
+    class Own:
+        def log(self, metrics, step):
+            pass
+
+    for loggers, says in (
+        (
+            [Own],
+            r"`loggers\[0\]`: expected an object with `log\(metrics, step\)`, got the class Own\. Pass an instance of it",
+        ),
+        (Own(), r"`loggers`: expected a list of trackers, got Own\. Write \[logger\]"),
+        (None, r"`loggers`: expected a list of trackers, got NoneType"),
+    ):
+        with pytest.raises(TypeError, match=says):
+            redeqx.Deployer(loggers=loggers, verbose=False)
+
+
+def test_steps_texts_and_names_of_other_types(tmp_path):
+    deployer = redeqx.Deployer(workdir=tmp_path, verbose=False)
+    deployer.log_metrics({"a": 1.0}, np.int64(3))
+    deployer.log_text("note", "of a numpy step", step=np.int64(4))
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 3
+    for call, says in (
+        (lambda: deployer.log_metrics({"a": 1.0}, 7.0), r"`step`: expected an integer, got 7\.0\. Pass `trainer\.step`"),
+        (lambda: deployer.log_metrics({"a": 1.0}, None), "`step`: expected an integer, got None"),
+        (lambda: deployer.log_text("note", 5), "`text`: expected a string, got int"),
+        (lambda: deployer.log_text(3, "x"), "`name`: expected a string, got int"),
+    ):
+        with pytest.raises(TypeError, match=says):
+            call()
 
 
 def test_logger_without_log():

@@ -121,6 +121,10 @@ def test_without_obstore_it_is_said_what_to_install(monkeypatch, tmp_path):
         ValueError, match=r"expected the address of an object store as a string, got PosixPath\('s3:/bucket'\)"
     ):
         location(Path("s3://bucket"))
+    with pytest.raises(ValueError, match=r"got 's3:/bucket', with one slash"):  # as `str` of that Path
+        location("s3:/bucket")
+    with pytest.raises(ImportError, match="expected obstore"):  # an address, and no folder of that name
+        location("S3://bucket")
 
 
 def test_a_bucket_that_is_not_there_is_said_at_the_start(bucket):

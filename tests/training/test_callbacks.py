@@ -293,9 +293,9 @@ def test_state_is_resumed_to_the_bit(step, tmp_path):
     assert again.loaded
     assert again.n == whole.n == 6
     assert again.sums.tobytes() == whole.sums.tobytes()
-    other = Counts()
-    fit(make_trainer(tmp_path / "killed"), redeqx.Callback(), other, n_epochs=3)  # at another position it begins anew
-    assert (other.loaded, other.n) == (False, 3)
+    other, new = Counts(), Counts()
+    fit(make_trainer(tmp_path / "killed"), redeqx.Callback(), other, new, n_epochs=3)  # the first of its class goes on
+    assert (other.loaded, other.n, new.loaded, new.n) == (True, 9, False, 3)
 
 
 # --- averages -----------------------------------------------------------------------------------------------------------
@@ -404,6 +404,80 @@ def test_a_run_goes_on_without_the_average_that_it_had(tmp_path):
     assert loaded.step == 2 and jax.tree.structure(loaded.opt_state) == jax.tree.structure(plain.opt_state)
     fit(resumed, max_steps=4)
     assert bits((resumed.model, resumed.opt_state)) == bits((plain.model, plain.opt_state))
+
+
+def test_averages_are_known_by_name_when_a_run_resumes(tmp_path):
+    def both():
+        return redeqx.EMA(0.9, name="a"), redeqx.EMA(0.5, name="b")
+
+    plain = make_trainer()
+    fit(plain, *both(), max_steps=2)
+    for kept in ("ab", "ba", "a", "b", "bc"):
+        workdir, (a, b) = tmp_path / kept, both()
+        fit(make_trainer(workdir), a, b, max_steps=2)
+        expected = {"a": bits(a.model), "b": bits(b.model)}
+        new = {"a": redeqx.EMA(0.9, name="a"), "b": redeqx.EMA(0.5, name="b"), "c": redeqx.EMA(0.5, name="c")}
+        again, seen = make_trainer(workdir), {}
+
+        class Sees(redeqx.Callback):
+            def on_fit_start(self, trainer, seen=seen, new=new, kept=kept):
+                seen.update({name: bits(new[name].model) for name in kept})
+
+        fit(again, *(new[name] for name in kept), Sees(), max_steps=3)
+        assert {name: seen[name] for name in kept if name in expected} == {
+            name: model for name, model in expected.items() if name in kept
+        }
+
+
+def test_a_fit_that_is_done_keeps_the_average_for_the_one_after_it(tmp_path):
+    def script(workdir, *callbacks):
+        trainer, ema = make_trainer(workdir), redeqx.EMA(0.9)
+        fit(trainer, n_epochs=1)
+        fit(trainer, ema, *callbacks, n_epochs=2, save_every_n_steps=1)
+        return bits((ema.model, trainer.model, trainer.opt_state))
+
+    whole = script(tmp_path / "whole")
+    with pytest.raises(Killed):
+        script(tmp_path / "killed", KillAt(6))
+    assert script(tmp_path / "killed") == whole
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_average_as_it_is(tmp_path):
+    other = redeqx.Trainer(
+        redeqx.Deployer(workdir=tmp_path / "other", verbose=False),
+        model=eqx.nn.MLP(5, 1, 8, 1, key=jax.random.key(1)),
+        optimizer=optax.adam(1e-2),
+        collate_fn=np.stack,
+        loss_fn=loss_fn,
+    )
+    path = other.save_ckpt()
+    trainer, ema = make_trainer(tmp_path / "own"), redeqx.EMA(0.9)
+    fit(trainer, ema)
+    before = bits((trainer.model, trainer.opt_state, ema.model))
+    with pytest.raises(ValueError, match="differ"):
+        trainer.load_ckpt(path)
+    assert bits((trainer.model, trainer.opt_state, ema.model)) == before
+
+
+def test_a_checkpoint_after_the_fit_has_the_average_too(tmp_path):
+    trainer, ema = make_trainer(tmp_path), redeqx.EMA(0.9)
+    fit(trainer, ema)
+    trainer.save_ckpt("final")
+    assert bits(redeqx.load(tmp_path / "ckpts/final", like=trainer.model, kind="ema")) == bits(ema.model)
+
+
+def test_two_averages_of_one_name_are_refused():
+    says = r"`callbacks`: expected averages with names of their own, got 'ema' twice\. Pass `EMA\(name='slow'\)`"
+    with pytest.raises(ValueError, match=says):
+        fit(make_trainer(), redeqx.EMA(0.9), redeqx.EMA(0.5))
+
+
+def test_a_fit_goes_on_in_the_same_process_with_the_state_of_the_moment_it_was_interrupted():
+    trainer, counts = make_trainer(), Counts()
+    with pytest.raises(Killed):
+        fit(trainer, counts, KillAt(4))
+    fit(trainer, counts)
+    assert counts.n == 6
 
 
 def test_two_averages_and_skipped_steps():
