@@ -476,8 +476,8 @@ class Engine:
 
     @contextmanager
     def _averages_of(self, checkpoints: CheckpointFolder | None, path: Location | None) -> Iterator[None]:
-        """A context in which the optimizer keeps as many averages as a checkpoint has. Others begin after it, with the
-        weights that were loaded; those that a trainer without averages has no use for are dropped after it."""
+        """A context in which the optimizer keeps the averages that a checkpoint has, and no others. After it, those that are
+        new begin with the weights that were loaded, and those without a use are set aside until the next step."""
         if checkpoints is None or path is None:
             yield
             return

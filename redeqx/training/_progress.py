@@ -91,6 +91,11 @@ def _is_best(value: Any) -> bool:
     )
 
 
+def _are_names(value: Any) -> bool:
+    is_list = isinstance(value, list) and all(isinstance(name, str) and name.isidentifier() for name in value)
+    return is_list and len(set(value)) == len(value)
+
+
 _SIZE = ("an integer from 0 on", is_size)
 _SIZE_OR_NONE = ("an integer from 1 on, or null", lambda value: value is None or (is_size(value) and value > 0))
 # What a Trainer writes, each with its valid values; `data_state` is the user's own.
@@ -108,12 +113,14 @@ _RECORDED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "learning_rate": ("a number, or null", lambda value: value is None or _is_number(value)),
     **dict.fromkeys(("metrics", "train_metrics"), ("an object", lambda value: isinstance(value, dict))),
     "callbacks": ("values and arrays for each", is_states),
+    "averages": ("a list of names", _are_names),
 }
 # What earlier releases did not write, and the value that stands for it.
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("batch_size", "accumulate_grad_batches", "drop_remainder", "sample", "precision", "learning_rate")),
     **dict.fromkeys(("n_skipped", "n_examples", "first_step"), 0),
     **{name: {} for name in ("metrics", "train_metrics", "callbacks")},
+    "averages": [],
 }
 
 

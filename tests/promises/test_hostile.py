@@ -525,6 +525,7 @@ VALUES = {
     "n_examples": [-1, True, 10**30, 0.0, None],
     "first_step": [-1, True, 10**30, 0.0, None],
     "train_metrics": [None, [], 3],
+    "averages": [None, "ema", {}, [3], [""], ["a.b"], ["ema", "ema"]],
     "callbacks": [
         None,
         [],
