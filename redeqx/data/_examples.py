@@ -175,8 +175,13 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
             f"`{name}`: expected examples with `len()` and integer items, an iterable, or a function of the epoch, got "
             f"{type(given).__name__}. Pass a list with one entry for each example."
         )
-    if size_of(given) == 0:
+    n = size_of(given)
+    if n == 0:
         raise ValueError(f"`{name}`: expected at least one example, got none. Look at what was loaded.")
+    if n is not None and n > _MOST:  # as grain's `repeat()`
+        raise ValueError(
+            f"`{name}`: expected a number of examples, got {n:,}, as of endless repeats. Leave them out: `n_epochs` repeats."
+        )
 
 
 def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
@@ -266,7 +271,14 @@ def sample_of(examples: Any) -> int | None:
 
 
 def _is_sized(examples: Any) -> bool:
+    """Whether they have a length and integer items. An IterableDataset of torch may have a length; its items raise."""
+    if any((cls.__module__, cls.__name__) == _TORCH_ITERABLE for cls in type(examples).__mro__):
+        return False
     return hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
+
+
+_TORCH_ITERABLE = ("torch.utils.data.dataset", "IterableDataset")
+_MOST = 2**40  # examples; a permutation of them would not fit into memory
 
 
 def differs_by_epoch(given: Any) -> bool:

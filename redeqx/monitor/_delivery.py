@@ -30,6 +30,9 @@ BATCH = 1000  # rows
 # A point of the record: a step, and the number of rows recorded at it so far. A rerun records the same rows.
 Mark = tuple[int, int]
 NOTHING: Mark = (-1, 0)
+# A step, and the names of the images and texts of it.
+MediaMark = tuple[int, frozenset[str]]
+NO_MEDIA: MediaMark = (-1, frozenset())
 
 
 class Delivery:
@@ -48,7 +51,7 @@ class Delivery:
         self._file = None if workdir is None or self._kind.purges else workdir / "trackers" / f"{name}.json"
         self._run_id, self._sent, self._sent_media = _state(self._file)
         self._is_new = self._run_id is None  # begun by this process
-        self._done_media = self._sent_media  # the step of the newest medium that an earlier process delivered
+        self._done_media = self._sent_media  # images and texts up to here are not delivered again
         self._done = self._sent  # rows up to here are not delivered again
         self._at = NOTHING  # of the newest row
         self._purge_step: int | None = None
@@ -69,7 +72,13 @@ class Delivery:
 
     def medium(self, medium: Medium) -> None:
         """Delivers an image or a text, unless the tracker has it from before."""
-        if medium.step > self._done_media:
+        step, names = self._done_media
+        if medium.step > step or (medium.step == step and medium.name not in names):
+            self._put(medium, NOTHING, len(medium.data))
+
+    def first(self, medium: Medium) -> None:
+        """Delivers an image or a text that a run begins with, unless an earlier process began this one."""
+        if self._is_new:
             self._put(medium, NOTHING, len(medium.data))
 
     def config(self, values: Mapping[str, str]) -> None:
@@ -84,7 +93,7 @@ class Delivery:
         self.close()
         if step <= 0 and not self._is_new:
             self._run_id, self._sent, self._sent_media, self._is_new = *_UNKNOWN, True
-            self._done_media = -1
+            self._done_media = NO_MEDIA
         self._purge_step, self._done, self._at = step + 1, self._sent, NOTHING
         if not self._kind.purges:  # one that purges keeps the rest itself
             for row in rows:
@@ -155,7 +164,9 @@ class Delivery:
                 self._keep()
             elif isinstance(item, Medium):
                 self._tracker.medium(item)
-                self._sent_media = max(self._sent_media, item.step)
+                step, names = self._sent_media
+                if item.step >= step:
+                    self._sent_media = (item.step, (names if item.step == step else frozenset()) | {item.name})
                 self._keep()
             else:
                 self._tracker.config(item)
@@ -175,9 +186,8 @@ class Delivery:
             with suppress(OSError):  # the checkpoints report a disk that is full
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 beside = self._file.with_suffix(".tmp")
-                beside.write_text(
-                    json.dumps({"run_id": self._run_id, "sent": self._sent, "media": self._sent_media}), "utf-8"
-                )
+                media = self._sent_media[0], sorted(self._sent_media[1])
+                beside.write_text(json.dumps({"run_id": self._run_id, "sent": self._sent, "media": media}), "utf-8")
                 os.replace(beside, self._file)
 
     def _warn(self, got: str) -> None:
@@ -196,15 +206,15 @@ class Delivery:
             print(message, file=sys.stderr)
 
 
-_UNKNOWN = (None, NOTHING, -1)
+_UNKNOWN = (None, NOTHING, NO_MEDIA)
 
 
-def _state(file: Path | None) -> tuple[str | None, Mark, int]:
+def _state(file: Path | None) -> tuple[str | None, Mark, MediaMark]:
     """The tracker's run that an earlier process began, and how far it came: in the metrics, and in images and texts."""
     try:
         state = {} if file is None else json.loads(file.read_text("utf-8"))
-        step, n = state["sent"]
-        return str(state["run_id"]), (int(step), int(n)), int(state["media"])
+        (step, n), (at, names) = state["sent"], state["media"]
+        return str(state["run_id"]), (int(step), int(n)), (int(at), frozenset(map(str, names)))
     except (OSError, ValueError, KeyError, TypeError):
         return _UNKNOWN
 

@@ -95,7 +95,7 @@ class Records:
             self.config(rows)
             plan = Medium("plan", self._step, explain_plan())
             for delivery in self._deliveries:
-                delivery.medium(plan)
+                delivery.first(plan)
 
     def rewind(self, step: int) -> None:
         """Deletes what was recorded after `step`, for a run that resumes from there."""

@@ -731,6 +731,11 @@ def test_mappings_are_no_examples(tmp_path):
             check_examples(columns)
 
 
+def test_endless_examples_with_a_length_are_refused():
+    with pytest.raises(ValueError, match=r"expected a number of examples, got 1,125,.* as of endless repeats"):
+        check_examples(range(2**50))
+
+
 def test_a_function_of_the_epoch_is_for_fit_alone():
     trainer = small_trainer()
     for call in (trainer.train, trainer.eval_loss):

@@ -206,6 +206,21 @@ def test_a_loader_of_torch_continues(kind):
 
 
 @pytest.mark.parity
+def test_an_iterable_dataset_of_torch_may_have_a_length():
+    """It inherits a `__getitem__` that raises."""
+    torch = pytest.importorskip("torch", exc_type=ImportError)
+
+    class Numbers(torch.utils.data.IterableDataset):
+        def __len__(self):
+            return N
+
+        def __iter__(self):
+            return iter(range(N))
+
+    check_examples(Numbers())
+    assert [example for step in slices(Numbers(), BATCH) for example in step.examples] == list(range(N))
+
+
 def test_a_dataset_of_torch_has_a_length():
     torch = pytest.importorskip("torch", exc_type=ImportError)
     dataset = torch.utils.data.TensorDataset(torch.arange(N))

@@ -183,6 +183,19 @@ def test_a_run_from_the_start_is_another_run_of_the_tracker(tmp_path, fake):
     assert [steps(seen) for seen in fake.runs.values()] == [[0, 1], [0, 0, 1]]  # as metrics.jsonl
 
 
+def test_what_a_rerun_adds_to_the_last_step_is_delivered(tmp_path, fake):
+    for names in (["sample"], ["sample", "report"], ["sample", "report"]):
+        console = Console(tmp_path, loggers=["fake"], verbose=False)
+        console.rewind(8)
+        console.records.begin({}, lambda: "the plan")
+        for name in names:
+            console.records.text(name, "text", 8)
+        console.close()
+    assert list(fake.runs) == ["run 0"]
+    media = [seen for seen in fake.runs["run 0"] if isinstance(seen, tuple)]
+    assert [(step, name.split("_")[-1]) for step, name in media] == [(8, "plan.txt"), (8, "sample.txt"), (8, "report.txt")]
+
+
 def test_a_damaged_state_begins_a_run(tmp_path, fake):
     (tmp_path / "trackers").mkdir()
     (tmp_path / "trackers" / "fake.json").write_text('{"run_id": ')
@@ -190,7 +203,7 @@ def test_a_damaged_state_begins_a_run(tmp_path, fake):
     record(console, 1)
     console.close()
     state = json.loads((tmp_path / "trackers" / "fake.json").read_text())
-    assert state == {"run_id": "run 0", "sent": [1, 1], "media": -1}
+    assert state == {"run_id": "run 0", "sent": [1, 1], "media": [-1, []]}
 
 
 # Where they fail
