@@ -220,12 +220,6 @@ class CheckpointFolder:
         """Forget which checkpoints are damaged, so that all are read again."""
         self._damaged.clear()
 
-    def tensors(self, path: Location, kind: str) -> list[str]:
-        """The names of the tensors of one of a checkpoint's trees. Raises as `match` does."""
-        with self._noting(path):
-            read = lambda: list(TensorReader(self._file(path, kind)).names())  # noqa: E731
-            return agreed(self._peers, f"names of {kind}", path / f"{kind}{TENSORS}", read)[0]
-
     def match(self, path: Location, kind: str, template: PyTree) -> None:
         """Raise, in all processes, the errors that `load` raises for a file's header. Reads no tensors."""
         with self._noting(path):

@@ -95,6 +95,7 @@ class Engine:
         self._held: TrainState | None = None  # once the model is placed
         self._is_planned = False  # from the loss, when a batch was at hand
         self._restore_from: Location | None = None  # a checkpoint to load once the model is placed
+        self._saved_averages: Sequence[str] | None = None  # in that checkpoint
         self._averages_aside: dict[str, PyTree] = {}  # those of a checkpoint that no fit has kept yet, until the next step
         self._has_chosen = False  # what fits into memory
         self._n_passes = 0  # over examples
@@ -176,7 +177,7 @@ class Engine:
         self.plan, self._is_planned = plan, batch is not None
         if self._held is None:
             path = self._restore_from
-            with nullcontext() if path is None else self._resuming(path), self._averages_of(self.checkpoints, path):
+            with nullcontext() if path is None else self._resuming(path), self._averages_of(self._saved_averages):
                 self._held = self._make_state(self.recipe.program(plan, *self.trees))
                 self.given = None
                 self._restore()
@@ -432,7 +433,7 @@ class Engine:
         else:
             checkpoints = self.need_checkpoints()
         path = checkpoints.resolve(name)
-        self._restore_from = None  # what was to be restored is replaced
+        self._restore_from = self._saved_averages = None  # what was to be restored is replaced
         self.place()
         assert self._held is not None
         record = checkpoints.record(path)
@@ -440,7 +441,7 @@ class Engine:
             check_record(path, record)
         steps = (record["step"], record.get("n_skipped", 0))
         states = states_of_record(record.get("callbacks", {}), checkpoints, path, verify=False) if opt_states else {}
-        with self._averages_of(checkpoints, path if opt_states else None):
+        with self._averages_of(record.get("averages", []) if opt_states else None):
             self._held.load(checkpoints, path, steps if opt_states else None)
         self.metrics.forget()
         if opt_states:
@@ -458,9 +459,9 @@ class Engine:
         with self._resuming(path):
             states = states_of_record(record.get("callbacks", {}), self.need_checkpoints(), path, verify=True)
         self._take_up(record, states)
-        self._restore_from = path
+        self._restore_from, self._saved_averages = path, record.get("averages", [])
         if self._held is not None:
-            with self._resuming(path), self._averages_of(self.checkpoints, path):
+            with self._resuming(path), self._averages_of(self._saved_averages):
                 self._restore()
 
     def _take_up(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
@@ -469,20 +470,25 @@ class Engine:
         self.metrics.last = dict(record.get("train_metrics", {}))
 
     def _restore(self) -> None:
-        path, self._restore_from = self._restore_from, None
+        path, self._restore_from, self._saved_averages = self._restore_from, None, None
         if path is not None:
             assert self._held is not None
             self._held.load(self.need_checkpoints(), path, (self.step, self.progress.n_skipped), verify=True)
 
     @contextmanager
-    def _averages_of(self, checkpoints: CheckpointFolder | None, path: Location | None) -> Iterator[None]:
+    def _averages_of(self, saved: Sequence[str] | None) -> Iterator[None]:
         """A context in which the optimizer keeps the averages that a checkpoint has, and no others. After it, those that are
-        new begin with the weights that were loaded, and those without a use are set aside until the next step."""
-        if checkpoints is None or path is None:
+        new begin with the weights that were loaded, and those without a use are set aside until the next step.
+
+        **Arguments:**
+
+        - `saved`: the names of the checkpoint's averages; None where no checkpoint is loaded.
+        """
+        if saved is None:
             yield
             return
         given, held = self.recipe.optimizer, self._held
-        optimizer = with_saved_averages(given, checkpoints.record(path).get("averages", []), self.run.console.info)
+        optimizer = with_saved_averages(given, saved, self.run.console.info)
         before = None if held is None or optimizer is given else (held.program, held.opt_state)
         self.use_optimizer(optimizer)
         self._averages_aside = {}  # of the weights that are replaced
@@ -505,7 +511,7 @@ class Engine:
         except ValueError as error:
             # A second fit finds that run again, and does not overwrite it.
             self.step, self.progress, self.follows = 0, Progress(), None
-            self._restore_from, self.callback_states = None, {}
+            self._restore_from, self._saved_averages, self.callback_states = None, None, {}
             if isinstance(error, DamagedError):
                 raise DamagedCheckpoint(str(error)) from error
             raise ValueError(
