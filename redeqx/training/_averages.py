@@ -101,12 +101,14 @@ def with_averages(
     return state, averages
 
 
-def averaged_models(model: PyTree, opt_state: PyTree) -> dict[str, PyTree]:
-    """The averaged models that an optimizer's state holds, by name, in the dtypes and memories of the trained model."""
-    averages, _ = _taken_apart(opt_state)
-    return {
-        name: jax.tree.map(_like, eqx.combine(cast(PyTree, average), model), model) for name, average in averages.items()
-    }
+def averages_in(state: PyTree) -> dict[str, PyTree]:
+    """The averages that an optimizer's state holds, by name."""
+    return _taken_apart(state)[0]
+
+
+def as_model(average: PyTree, model: PyTree) -> PyTree:
+    """An averaged model, in the dtypes and memories of the trained one."""
+    return jax.tree.map(_like, eqx.combine(cast(PyTree, average), model), model)
 
 
 def _taken_apart(state: PyTree) -> tuple[dict[str, PyTree], PyTree]:

@@ -6,7 +6,7 @@ from typing import Any
 import optax
 
 from .._tree import PyTree
-from ._averages import Averaging, averaged_models
+from ._averages import Averaging, as_model, averages_in
 from ._callbacks import Callback
 
 
@@ -70,7 +70,7 @@ class EMA(Callback):
         return isinstance(optimizer, Averaging) and (optimizer.name == self.name or self._is_in(optimizer.inner))
 
     def models(self, trainer: Any) -> dict[str, PyTree]:
-        return {self.name: averaged_models(trainer.model, trainer.opt_state)[self.name]}
+        return {self.name: as_model(averages_in(trainer.opt_state)[self.name], trainer.model)}
 
 
 def check_names(callbacks: Iterable[Callback]) -> None:

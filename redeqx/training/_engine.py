@@ -23,7 +23,7 @@ from ..monitor import ProgressLine
 from ..partition import Plan
 from ..storage import Location, location
 from ._agreement import agree_on_opt_state, agree_on_trainer, check_rows
-from ._averages import averaged_models, names_of, with_averages, with_saved_averages
+from ._averages import as_model, averages_in, names_of, with_averages, with_saved_averages
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._calls import Calls
 from ._header import header_rows, of_loss
@@ -408,9 +408,11 @@ class Engine:
         record["callbacks"] = states_to_record(states)
         if arrays := arrays_of(states):
             trees["callbacks"] = arrays
-        trees |= averaged_models(self.state.model, self.state.opt_tree)
-        if self.callbacks is not None:
-            trees |= self.callbacks.models()
+        models = {} if self.callbacks is None else self.callbacks.models()
+        for name, average in averages_in(self.state.opt_tree).items():  # also after the fit whose callback keeps it
+            if name not in models:
+                models[name] = as_model(average, self.state.model)
+        trees |= models
         self.progress.saved = (self.step, self.progress.position)
         path = checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
         if self.callbacks is not None:
