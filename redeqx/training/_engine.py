@@ -443,7 +443,7 @@ class Engine:
             check_record(path, record)
         steps = (record["step"], record.get("n_skipped", 0))
         states = states_of_record(record.get("callbacks", {}), checkpoints, path, verify=False) if opt_states else {}
-        with self._averages_of(record.get("averages", []) if opt_states else None):
+        with self._averages_of(self._averages_of_record(record) if opt_states else None):
             self._held.load(checkpoints, path, steps if opt_states else None)
         self.metrics.forget()
         if opt_states:
@@ -461,7 +461,7 @@ class Engine:
         with self._resuming(path):
             states = states_of_record(record.get("callbacks", {}), self.need_checkpoints(), path, verify=True)
         self._take_up(record, states)
-        self._restore_from, self._saved_averages = path, record.get("averages", [])
+        self._restore_from, self._saved_averages = path, self._averages_of_record(record)
         if self._held is not None:
             with self._resuming(path), self._averages_of(self._saved_averages):
                 self._restore()
@@ -476,6 +476,10 @@ class Engine:
         if path is not None:
             assert self._held is not None
             self._held.load(self.need_checkpoints(), path, (self.step, self.progress.n_skipped), verify=True)
+
+    def _averages_of_record(self, record: Mapping[str, Any]) -> Sequence[str]:
+        """The names of a checkpoint's averages; of an earlier release, which wrote none, those of this trainer."""
+        return record.get("averages", names_of(self.recipe.optimizer))
 
     @contextmanager
     def _averages_of(self, saved: Sequence[str] | None) -> Iterator[None]:

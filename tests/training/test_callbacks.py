@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import redeqx
+from redeqx.checkpoint import _manifest
 from redeqx.training._callbacks import Callbacks
 from tests._processes import train
 
@@ -427,6 +428,19 @@ def test_averages_are_known_by_name_when_a_run_resumes(tmp_path):
         assert {name: seen[name] for name in kept if name in expected} == {
             name: model for name, model in expected.items() if name in kept
         }
+
+
+def test_a_checkpoint_of_an_earlier_release_has_the_averages_of_its_trainer(tmp_path):
+    whole, ema = make_trainer(tmp_path / "whole"), redeqx.EMA(0.9)
+    fit(whole, ema, max_steps=4)
+    fit(make_trainer(tmp_path / "again"), redeqx.EMA(0.9), max_steps=2)
+    path = tmp_path / "again/ckpts/step_00000002/trainer.json"
+    record = json.loads(path.read_text())
+    del record["crc32"], record["averages"]
+    path.write_text(json.dumps({**record, "crc32": _manifest._crc32_of_manifest(record)}))
+    trainer, again = make_trainer(tmp_path / "again"), redeqx.EMA(0.9)
+    fit(trainer, again, max_steps=4)
+    assert bits((again.model, trainer.opt_state)) == bits((ema.model, whole.opt_state))
 
 
 def test_a_fit_that_is_done_keeps_the_average_for_the_one_after_it(tmp_path):
