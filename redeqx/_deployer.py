@@ -25,6 +25,7 @@ from .errors import (
     check_function,
     check_model,
     check_model_function,
+    check_number,
     explained,
 )
 from .machine import (
@@ -123,6 +124,10 @@ class Deployer(KnowsRedco):
         xla_settings: Options | str | None = "auto",
     ):
         check_count(jax_seed, "jax_seed", 0)
+        timeouts = {"heartbeat_timeout": heartbeat_timeout, "start_timeout": start_timeout, "hang_timeout": hang_timeout}
+        for name, seconds in timeouts.items():
+            is_optional, advice = name == "hang_timeout", "Pass seconds."
+            check_number(seconds, name, "a number above 0", lambda seconds: seconds > 0, advice, optional=is_optional)
         check_compilation_cache(compilation_cache)
         check_xla_settings(xla_settings)
         folder = None

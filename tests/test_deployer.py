@@ -392,7 +392,7 @@ def test_a_fit_takes_the_steps_that_its_schedule_counts(accumulate):
         ),
         (
             {"warmup_steps": -1},
-            "`warmup_steps`: expected a warm-up of 0 to the 13 updates of the fit, got -1. Choose another length.",
+            "`warmup_steps`: expected at least 0 or None, got -1. Pass 0 or more.",
         ),
         (
             {"warmup_ratio": 1.5},
@@ -407,6 +407,20 @@ def test_a_fit_takes_the_steps_that_its_schedule_counts(accumulate):
 )
 def test_a_schedule_that_cannot_be_is_refused(kwargs, expected):
     assert message(ValueError, schedule, **kwargs) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("start_timeout", 0, "`start_timeout`: expected a number above 0, got 0. Pass seconds."),
+        ("hang_timeout", "60", "`hang_timeout`: expected a number above 0 or None, got '60'. Pass seconds."),
+        ("heartbeat_timeout", float("nan"), "`heartbeat_timeout`: expected a number above 0, got nan. Pass seconds."),
+        ("heartbeat_timeout", None, "`heartbeat_timeout`: expected a number above 0, got None. Pass seconds."),
+    ],
+)
+def test_a_timeout_is_a_number_of_seconds(name, value, expected):
+    error = ValueError if isinstance(value, int | float) else TypeError
+    assert message(error, redeqx.Deployer, **{name: value}) == expected
 
 
 # --- what is said and recorded ------------------------------------------------------------------------------------------

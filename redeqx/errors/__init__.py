@@ -13,6 +13,7 @@ from ._arguments import (
     check_function as check_function,
     check_model as check_model,
     check_model_function as check_model_function,
+    check_number as check_number,
     check_optimizer as check_optimizer,
     check_predictor as check_predictor,
     check_readable_again as check_readable_again,

@@ -7,9 +7,10 @@ Each error names the argument, the value and the next step. `_user_code` handles
 import inspect
 import operator
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,27 @@ def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False
     if count < least:
         advice = advice or ("Pass a positive number." if least == 1 else f"Pass {least} or more.")
         raise ValueError(f"`{name}`: expected at least {least}{or_none}, got {count}. {advice}")
+
+
+def check_number(
+    value: Any, name: str, expected: str, holds: Callable[[Any], bool], advice: str, *, optional: bool = False
+) -> None:
+    """Raise TypeError if `value` is not a real number, ValueError if it is not one as expected.
+
+    **Arguments:**
+
+    - `expected`, `holds`: which numbers are right, in words and as a function; NaN holds for none.
+    - `advice`: the next step.
+    - `optional`: whether None is allowed too.
+    """
+    if optional and value is None:
+        return
+    is_number = isinstance(value, Real) or getattr(value, "shape", None) == ()
+    error = None if is_number and not isinstance(value, bool) else TypeError
+    if error is None and not holds(value):
+        error = ValueError
+    if error is not None:
+        raise error(f"`{name}`: expected {expected}{' or None' if optional else ''}, got {_brief(value)}. {advice}")
 
 
 def check_folder(path: Any, name: str) -> None:

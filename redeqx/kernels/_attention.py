@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from ..errors import check_count
+from ..errors import check_count, check_number
 from ._primitive import attention_p
 from ._setting import Setting
 
@@ -60,8 +60,7 @@ def attention(
     batch = _check_shapes(q, k, v)
     if window is not None:
         check_count(window, "window")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"`dropout`: expected a probability in [0, 1), got {dropout}. Pass 0 for none.")
+    check_number(dropout, "dropout", "a probability in [0, 1)", lambda dropout: 0 <= dropout < 1, "Pass 0 for none.")
     if dropout and key is None:
         raise ValueError("`key`: expected a PRNG key for `dropout`, got None. Pass one, or `dropout=0`.")
     extras: dict[str, Any] = {}

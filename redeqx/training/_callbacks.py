@@ -17,7 +17,7 @@ import optax
 from .._tree import PyTree
 from ..checkpoint import CheckpointFolder, Checkpoints
 from ..compiled import profile_of
-from ..errors import check_count
+from ..errors import check_count, check_number
 from ..storage import Location
 
 
@@ -125,8 +125,8 @@ class EarlyStopping(Callback):
         check_count(patience, "patience")
         if mode not in ("min", "max"):
             raise ValueError(f"`mode`: expected 'min' or 'max', got {mode!r}. Pass one of the two.")
-        if not min_delta >= 0:
-            raise ValueError(f"`min_delta`: expected at least 0, got {min_delta}. Pass the least change that counts.")
+        advice = "Pass the least change that counts."
+        check_number(min_delta, "min_delta", "a number of at least 0", lambda least: least >= 0, advice)
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
         self.best, self.n_worse = None, 0
 
@@ -185,8 +185,8 @@ class SaveEvery(Callback):
     keep_last: int
 
     def __init__(self, minutes: int | float, *, every: int = 10, keep_last: int = 2):
-        if not minutes > 0:
-            raise ValueError(f"`minutes`: expected more than 0, got {minutes}. Pass the minutes between two checkpoints.")
+        advice = "Pass the minutes between two checkpoints."
+        check_number(minutes, "minutes", "a number above 0", lambda minutes: minutes > 0, advice)
         check_count(every, "every")
         check_count(keep_last, "keep_last")
         self.minutes, self.every, self.keep_last = minutes, every, keep_last

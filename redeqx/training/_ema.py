@@ -6,6 +6,7 @@ from typing import Any
 import optax
 
 from .._tree import PyTree
+from ..errors import check_number
 from ._averages import Averaging, as_model, averages_in
 from ._callbacks import Callback
 
@@ -31,15 +32,15 @@ class EMA(Callback):
     - `decay`: the weight of the average in its update, from 0 to 1, without 1.
     - `name`: what metrics and files begin with; two averages need two names.
 
-    Raises ValueError for another decay.
+    Raises ValueError for another decay, TypeError for what is no number.
     """
 
     decay: float
     name: str
 
     def __init__(self, decay: int | float = 0.999, *, name: str = "ema"):
-        if not 0 <= decay < 1:
-            raise ValueError(f"`decay`: expected a number from 0 to below 1, got {decay}. 0.999 averages about 1000 steps.")
+        advice = "0.999 averages about 1000 steps."
+        check_number(decay, "decay", "a number from 0 to below 1", lambda decay: 0 <= decay < 1, advice)
         if not name.isidentifier() or name in ("model", "model_state", "optimizer", "callbacks", "eval"):
             raise ValueError(f"`name`: expected letters, and no name of another file, got {name!r}. Pass 'ema', say.")
         self.decay, self.name = decay, name

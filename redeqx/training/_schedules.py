@@ -1,6 +1,10 @@
 """Learning rates over the updates of a fit."""
 
+import math
+
 import optax
+
+from ..errors import check_count, check_number
 
 
 def lr_schedule(
@@ -13,8 +17,11 @@ def lr_schedule(
     end_learning_rate: float,
 ) -> optax.Schedule:
     """A linear warm-up, then a decay to the last of `n_steps` updates; arguments as for `Deployer.get_lr_schedule_fn`."""
-    if learning_rate is None:
-        raise TypeError("`learning_rate`: expected a number, got None. Pass that of the updates after the warm-up.")
+    advice = "Pass that of the updates after the warm-up."
+    check_number(learning_rate, "learning_rate", "a number", math.isfinite, advice)
+    assert learning_rate is not None
+    check_number(warmup_ratio, "warmup_ratio", "a number", math.isfinite, "Pass a share of all updates.")
+    check_count(warmup_steps, "warmup_steps", 0, optional=True)
     n_warmup = round(warmup_ratio * n_steps) if warmup_steps is None else warmup_steps
     if not 0 <= n_warmup <= n_steps:
         name, found = ("warmup_ratio", warmup_ratio) if warmup_steps is None else ("warmup_steps", warmup_steps)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from typing import cast
 
 import equinox as eqx
 import jax
@@ -546,8 +547,11 @@ MISTAKES = {
     "`callbacks[0].every`: expected at least 1, got 0.": (lambda: fit(make_trainer(), NeverStops()), ValueError),
     "`patience`: expected at least 1, got 0.": (lambda: redeqx.EarlyStopping("loss", 0), ValueError),
     "`mode`: expected 'min' or 'max', got 'most'.": (lambda: redeqx.EarlyStopping("loss", 1, "most"), ValueError),
-    "`min_delta`: expected at least 0, got -1.0.": (lambda: redeqx.EarlyStopping("loss", 1, min_delta=-1.0), ValueError),
-    "`minutes`: expected more than 0, got 0.": (lambda: redeqx.SaveEvery(0), ValueError),
+    "`min_delta`: expected a number of at least 0, got -1.0.": (
+        lambda: redeqx.EarlyStopping("loss", 1, min_delta=-1.0),
+        ValueError,
+    ),
+    "`minutes`: expected a number above 0, got 0.": (lambda: redeqx.SaveEvery(0), ValueError),
     "`SaveEvery`: expected a `workdir` to write to, got None.": (
         lambda: fit(make_trainer(), redeqx.SaveEvery(1)),
         ValueError,
@@ -560,7 +564,13 @@ MISTAKES = {
         lambda: fit(make_trainer(), redeqx.Profile(range(1, 3))),
         ValueError,
     ),
+    "`min_delta`: expected a number of at least 0, got 'a'.": (
+        lambda: redeqx.EarlyStopping("loss", 1, min_delta=cast(float, "a")),
+        TypeError,
+    ),
+    "`minutes`: expected a number above 0, got '3'.": (lambda: redeqx.SaveEvery(cast(float, "3")), TypeError),
     "`decay`: expected a number from 0 to below 1, got 1.0.": (lambda: redeqx.EMA(1.0), ValueError),
+    "`decay`: expected a number from 0 to below 1, got 'ema'.": (lambda: redeqx.EMA(cast(float, "ema")), TypeError),
     "`name`: expected letters, and no name of another file, got 'model'.": (
         lambda: redeqx.EMA(name="model"),
         ValueError,
