@@ -64,7 +64,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         `model_state`: `(model, state, batch, key)` to `(loss, state)`.
     - `model_state`: of layers that have one (`eqx.nn.BatchNorm`), as `eqx.nn.make_with_state` gives it.
     - `trainable`: which leaves are trained: a function of a leaf, or a PyTree of booleans in the model's structure.
-    - `lr_schedule_fn`: of steps; only logged. Give the same to the optimizer.
+    - `lr_schedule_fn`: of steps; logged. A fit that goes on after it has reached 0 warns. Give the same to the optimizer.
     - `accumulate_grad_batches`: micro-batches a step.
     - `precision`: `"float32"`, or `"bfloat16"`: parameters, losses, sums of gradients and updates in float32, everything
         else that a loss computes in bfloat16. Or `"fp8"`: as `"bfloat16"`, with products with weights in 8-bit floating

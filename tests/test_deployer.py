@@ -374,6 +374,9 @@ def test_a_fit_takes_the_steps_that_its_schedule_counts(accumulate):
     logged = [metrics["learning_rate"] for metrics, _ in recorded.rows]
     np.testing.assert_allclose(logged, values(lr, range(n_steps)), rtol=1e-6)
     assert float(lr(n_steps)) == 0.0
+    if accumulate == 1:
+        with pytest.warns(UserWarning, match=f"expected a learning rate above 0 until step {2 * n_steps}, the last of"):
+            trainer.fit(examples, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from ._job import Job, make_job
 from ._options import FitOptions
 from ._progress import Position
 from ._resume import check_setting, resume_newest
+from ._schedules import warn_of_zero_rate
 
 
 def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> Iterator[Slice]:
@@ -348,6 +349,8 @@ class Fit:
             later = (options.epochs - epoch - 1) * n_slices(n, self.size.examples, options.drop_remainder)
             n_steps = engine.step + left + later
             line.n_steps = n_steps if line.n_steps is None else min(n_steps, line.n_steps)
+        if start is first and line.n_steps is not None and (schedule := engine.recipe.lr_schedule_fn) is not None:
+            warn_of_zero_rate(schedule, line.n_steps - engine.progress.n_skipped)
         with closing(engine.batches(self.steps(epoch, start, examples), self.size)) as upcoming:
             if start is first:
                 # Before anything else is placed or evaluated: the plan is the loss's.

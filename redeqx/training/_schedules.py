@@ -1,6 +1,9 @@
 """Learning rates over the updates of a fit."""
 
 import math
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import optax
 
@@ -44,3 +47,13 @@ def lr_schedule(
     if n_warmup == 0:
         return decay
     return optax.join_schedules([optax.linear_schedule(init_learning_rate, learning_rate, n_warmup), decay], [n_warmup])
+
+
+def warn_of_zero_rate(schedule: Callable[[Any], Any], n_steps: int) -> None:
+    """Warn where a schedule is over before the last of `n_steps` steps, from which on updates change nothing."""
+    if n_steps > 2 and float(schedule(n_steps - 1)) == float(schedule(n_steps - 2)) == 0:
+        warnings.warn(
+            f"`lr_schedule_fn`: expected a learning rate above 0 until step {n_steps}, the last of this fit, got 0 before "
+            "it. Pass `get_lr_schedule_fn` the `n_epochs` of all fits.",
+            stacklevel=2,
+        )
