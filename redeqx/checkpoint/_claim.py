@@ -20,10 +20,6 @@ from ._store_lock import StoreLock
 _holders: "weakref.WeakValueDictionary[str, Claim]" = weakref.WeakValueDictionary()
 
 
-def _lock_of(folder: Location, log: Callable[[str], None]) -> Lock | StoreLock:
-    return StoreLock(folder, log) if isinstance(folder, StorePath) else Lock(folder, log)
-
-
 class Claim:
     """One trainer's claim to a folder.
 
@@ -57,18 +53,23 @@ class Claim:
         if _holders.get(key) not in (None, self):
             gc.collect()  # an unused trainer is collected only with its cycles
         before = _holders.get(key)
-        problem = None
-        if self._peers.index == 0:
+
+        def take() -> str | None:
+            """Why the folder cannot be had; None where this run has it."""
             try:
                 if before is not None and before is not self:
                     self._check_holder(before)
                     self._lock, before._lock = before._lock, None
-                self._lock = self._lock or _lock_of(self.folder, self._log)
+                if self._lock is None:
+                    folder, log = self.folder, self._log
+                    self._lock = StoreLock(folder, log) if isinstance(folder, StorePath) else Lock(folder, log)
             except LockedError as error:
-                problem = error
-        refusal = self._peers.gather("claim", None if problem is None else str(problem))[0]
+                return str(error)
+            return None
+
+        refusal = self._peers.together("claim", take, alone=True)[0]
         if refusal is not None:
-            raise problem or LockedError(refusal)
+            raise LockedError(refusal)
         if before is not None and before is not self:
             before._is_held, before._is_taken = False, True
         self._is_held, self._is_taken = True, False

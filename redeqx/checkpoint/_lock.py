@@ -60,7 +60,13 @@ class Lock:
         else:
             found = _read(self.path)
             raise refusal(self._folder, {} if found is None else found[0], self.path)
-        os.write(self._fd, json.dumps(self._me).encode())
+        try:
+            os.write(self._fd, json.dumps(self._me).encode())
+        except OSError:  # a full disk
+            os.close(self._fd)
+            self.path.unlink(missing_ok=True)
+            self._fd = -1
+            return
         threading.Thread(target=_beat, args=(self._fd, ended), name="redeqx-lock", daemon=True).start()
         self._finalizer = weakref.finalize(self, _release, self.path, self._fd, self._me, ended)
 
@@ -71,9 +77,11 @@ class Lock:
 
     def check(self) -> None:
         """Raise OSError if another run has taken the folder over while this process was frozen."""
-        owner = None if self._fd == -1 else _read(self.path)
-        if owner is not None and owner[0] != self._me:
-            raise taken_over(self._folder, owner[0])
+        if self._fd is None or self._fd == -1:
+            return
+        owner = _read(self.path)
+        if (owner is not None and owner[0] != self._me) or _is_deleted(self._fd):
+            raise taken_over(self._folder, {} if owner is None else owner[0])
 
     def _take_over(self) -> None:
         """Remove the lock of a process that has ended. Raises LockedError if it has not."""
@@ -147,6 +155,8 @@ def taken_over(folder: Location, owner: dict[str, Any]) -> OSError:
 
 def _name(owner: dict[str, Any]) -> str:
     """The owner, for a message."""
+    if not owner:
+        return "another process"
     shown = {name: brief_name(str(owner.get(name, "unknown"))) for name in ("pid", "host", "since")}
     return f"process {shown['pid']} on {shown['host']} (since {shown['since']} UTC)"
 
@@ -160,6 +170,14 @@ def _release(path: Path, fd: int, me: dict[str, Any], ended: threading.Event) ->
                 os.unlink(path)
     with contextlib.suppress(OSError):
         os.close(fd)
+
+
+def _is_deleted(fd: int) -> bool:
+    """Whether a lock was removed while this process held it: one that took it over has ended already."""
+    try:
+        return os.fstat(fd).st_nlink == 0
+    except OSError as error:
+        return error.errno == errno.ESTALE  # of a file that NFS's server no longer has
 
 
 def _beat(fd: int, ended: threading.Event) -> None:
@@ -186,8 +204,8 @@ def _read(path: Path) -> tuple[dict[str, Any], int] | None:
 
 
 def this_process() -> dict[str, Any]:
+    """What a lock file says about its owner."""
     pid = os.getpid()
-    """What a lock says of its owner."""
     return {
         "host": socket.gethostname(),
         "pid": pid,

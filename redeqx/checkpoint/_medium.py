@@ -3,6 +3,7 @@
 `_manager` decides what is written, kept and removed, and when; `_layouts` and `_safetensors` own the files with tensors.
 """
 
+import contextlib
 import errno
 import os
 import shutil
@@ -151,7 +152,8 @@ class Disk(Medium):
             _delete(path)
 
     def end(self) -> None:
-        self.sweep()
+        with contextlib.suppress(OSError):  # not in place of the error of the save; the next one sweeps again
+            self.sweep()
 
     def remove(self, name: str) -> None:
         # Renamed first: if it is killed halfway, no folder that looks like a checkpoint is left.

@@ -53,9 +53,11 @@ class StoreLock:
     def check(self) -> None:
         """Raise OSError if another run has taken the folder over while this process was frozen, or if the store does not
         answer."""
-        found = None if self._end is None else _read(self.path)
-        if found is not None and not _is_mine(found[0], self._me):
-            raise taken_over(self._folder, found[0])
+        if self._end is None:
+            return
+        found = _read(self.path)
+        if found is None or not _is_mine(found[0], self._me):
+            raise taken_over(self._folder, {} if found is None else found[0])
 
     def _acquire(self, log: Callable[[str], None]) -> dict[str, str] | None:
         """The version of the lock once it is this process's; None if the store writes without looking."""

@@ -21,7 +21,8 @@ class _Buffer:
     def fill(self) -> None:
         """Prepare items, at most `depth` ahead, until the last one, an error, or `is_done`."""
         items, self.items = self.items, None
-        assert items is not None
+        if items is None:  # closed before the thread began
+            return
         error = None
         try:
             while True:

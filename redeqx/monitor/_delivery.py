@@ -170,10 +170,10 @@ class Delivery:
                 self._keep()
             else:
                 self._tracker.config(item)
-            with self._lock:  # unless they have made room for others
-                while self._pending and waiting and self._pending[0] is waiting[0]:
+            delivered = set(map(id, waiting))
+            with self._lock:  # some may have made room for others already
+                while self._pending and id(self._pending[0]) in delivered:
                     self._size -= self._pending.popleft()[2]
-                    waiting.pop(0)
 
     def _next(self) -> list[tuple[Any, Mark, int]]:
         """What is delivered next: some rows at once, or one other thing."""

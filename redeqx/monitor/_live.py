@@ -107,7 +107,7 @@ class ProgressLine:
             self._live.stop()
         elif self._shows and self._said_step != self._step:
             self._say_line(time.perf_counter())
-        self._shows, self._live = False, None
+        self._shows, self._live, self._outer = False, None, None
 
     def update(
         self,
@@ -161,6 +161,7 @@ class ProgressLine:
         if self._outer is not None:
             with self._outer.compiling(what) as notes:
                 yield notes
+            self._meter.restart()
             return
         notes: list[str] = []
         if self._shows and self._live is None:
@@ -177,7 +178,7 @@ class ProgressLine:
     def pause(self, doing: str) -> Iterator[None]:
         """Shows other work ("evaluating", "saving"), whose time counts in no rate."""
         if self._outer is not None:
-            with self._outer.pause(doing):
+            with self._outer.pause(doing), self._meter.paused():
                 yield
             return
         before = self._doing, self._doing_since

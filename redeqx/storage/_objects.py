@@ -113,7 +113,7 @@ def write(
     import obstore
     from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-    mode: Any = {"any": "overwrite"}.get(replacing) if isinstance(replacing, str) else replacing or "create"
+    mode: Any = "overwrite" if replacing == "any" else replacing or "create"
     try:
         with _errors(scheme, bucket, key):
             put = lambda: obstore.put(_open(scheme, bucket), key, data, mode=mode, use_multipart=False)  # noqa: E731

@@ -17,8 +17,8 @@ from ._path import StorePath
 
 
 class Staging:
-    """A temporary folder whose files are uploaded to a place in a store. It is removed when the process ends, after a last
-    upload.
+    """A temporary folder whose files are uploaded to a place in a store. When the process ends, and when this object is
+    collected, what is left is uploaded and the folder removed; if that fails, it is kept, with a warning.
 
     **Arguments:**
 
@@ -38,15 +38,11 @@ class Staging:
             (self.folder / name).write_bytes(content)
         self._uploaded = {name: _version(self.folder / name) for name in there}
         self._busy = threading.Lock()  # a save in the background uploads too
-        self._end = AtEnd(self, partial(_end, self.folder, to, self._uploaded, self._busy))
+        AtEnd(self, partial(_end, self.folder, to, self._uploaded, self._busy))
 
     def upload(self) -> None:
         """Upload the files that have changed. Raises OSError if the store does not take one."""
         _upload(self.folder, self.to, self._uploaded, self._busy)
-
-    def close(self) -> None:
-        """Upload what is left, and remove the folder. Warns, and keeps it, if that fails."""
-        self._end()
 
 
 def _version(path: Path) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -328,9 +329,10 @@ class Callbacks:
                 self.is_saving = False
 
     def close(self) -> None:
-        """The fit has ended."""
-        for callback in self.each:
-            callback.close()
+        """The fit has ended. Each is closed, whatever another one raises."""
+        with ExitStack() as stack:
+            for callback in reversed(self.each):
+                stack.callback(callback.close)
 
     def models(self) -> dict[str, PyTree]:
         """The models of all callbacks, by name."""

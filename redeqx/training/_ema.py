@@ -56,7 +56,8 @@ class EMA(Callback):
             raise ValueError("`EMA.model`: expected a fit that has started, got none. Pass the callback to `fit` first.")
         return self.models(self._trainer)[self.name]
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def attach(self, trainer: Any) -> None:
+        """Take the average from this trainer, also where its fit was done by an earlier run."""
         self._trainer = trainer
 
     def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -74,9 +75,12 @@ class EMA(Callback):
         return {self.name: as_model(averages_in(trainer.opt_state)[self.name], trainer.model)}
 
 
-def check_names(callbacks: Iterable[Callback]) -> None:
-    """Raise ValueError for two averages of one name."""
-    names = [callback.name for callback in callbacks if isinstance(callback, EMA)]
+def attach(callbacks: Iterable[Callback], trainer: Any) -> None:
+    """Tell the averages of a fit their trainer. Raises ValueError for two of one name."""
+    averages = [callback for callback in callbacks if isinstance(callback, EMA)]
+    names = [callback.name for callback in averages]
+    for callback in averages:
+        callback.attach(trainer)
     for name in names:
         if names.count(name) > 1:
             raise ValueError(

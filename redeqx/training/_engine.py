@@ -3,7 +3,6 @@
 Evaluations are in `_evaluation.py`. Epochs, schedules of evaluations and saves, and callbacks are the loop's, in `_loop.py`.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -21,7 +20,7 @@ from ..errors import DamagedError, check_alive
 from ..machine import as_shapes
 from ..monitor import ProgressLine
 from ..partition import Plan
-from ..storage import Location, location
+from ..storage import AtEnd, Location, location
 from ._agreement import agree_on_opt_state, agree_on_trainer, check_rows
 from ._averages import as_model, averages_in, names_of, with_averages, with_saved_averages
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
@@ -99,7 +98,7 @@ class Engine:
         self._averages_aside: dict[str, PyTree] = {}  # those of a checkpoint that no fit has kept yet, until the next step
         self._has_chosen = False  # what fits into memory
         self._n_passes = 0  # over examples
-        weakref.finalize(self, recipe.workers.close)
+        AtEnd(self, recipe.workers.close)
         self.checkpoints = None
         if run.workdir is not None:
             self.checkpoints = Checkpoints(
@@ -223,7 +222,7 @@ class Engine:
             return
         assert self.plan is not None
         held, before = self._held, self._held.opt_tree
-        held.program = program = self.recipe.program(self.plan, *self.trees)
+        held.program = program = self._program_with_eval(held.program)
         if not held.is_loaded:
             held.opt_state = list(program.opt_state)
             return
@@ -325,13 +324,17 @@ class Engine:
         self._has_chosen = True
 
     def _take(self, choice: Choice) -> None:
-        """Go on with another train step; evaluations need less, and keep theirs."""
+        """Go on with another train step."""
         unroll = self.recipe.unroll if choice.unroll is None else choice.unroll
         options = {"remat": choice.remat, "n_parts": choice.n_parts, "offload_opt_state": choice.offload_opt_state}
         self.recipe = replace(self.recipe, unroll=unroll, **options)
+        self.state.move(self._program_with_eval(self.state.program))
+
+    def _program_with_eval(self, old: Program) -> Program:
+        """The program of a recipe that trains otherwise: evaluations are computed as before, and need not compile again."""
         assert self.plan is not None
-        old, new = self.state.program, self.recipe.program(self.plan, *self.trees)
-        self.state.move(replace(new, eval_step=old.eval_step, eval_names=old.eval_names))
+        new = self.recipe.program(self.plan, *self.trees)
+        return replace(new, eval_step=old.eval_step, eval_names=old.eval_names)
 
     def flush(self, line: ProgressLine) -> None:
         """Wait for the device, and read, check and record the metrics of every step."""
@@ -413,8 +416,8 @@ class Engine:
             if name not in models:
                 models[name] = as_model(average, self.state.model)
         trees |= models
-        self.progress.saved = (self.step, self.progress.position)
         path = checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
+        self.progress.saved = (self.step, self.progress.position)
         if self.callbacks is not None:
             self.callbacks.saved(path, checkpoints)
         return path
@@ -435,8 +438,7 @@ class Engine:
         else:
             checkpoints = self.need_checkpoints()
         path = checkpoints.resolve(name)
-        self._restore_from = self._saved_averages = None  # what was to be restored is replaced
-        self.place()
+        self.place()  # with what was to be restored, as this checkpoint may turn out to be no good
         assert self._held is not None
         record = checkpoints.record(path)
         if opt_states:

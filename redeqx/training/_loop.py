@@ -29,7 +29,7 @@ from ..data import (
 from ..errors import as_metrics
 from ..monitor import ProgressLine
 from ._callbacks import Callbacks
-from ._ema import check_names
+from ._ema import attach
 from ._engine import DamagedCheckpoint, Engine
 from ._evaluation import evaluate
 from ._job import Job, make_job
@@ -130,7 +130,7 @@ class Fit:
         self.callbacks = Callbacks(options.callbacks, self.trainer)
         self.evaluated_at: int | None = None  # the step of the newest evaluation
         self.has_started = self.is_stopping = False
-        check_names(options.callbacks)
+        attach(options.callbacks, self.trainer)
         optimizer = engine.recipe.optimizer
         for callback in options.callbacks:
             optimizer = callback.wrap_optimizer(optimizer)
@@ -169,10 +169,10 @@ class Fit:
                 engine.callback_states = self.callbacks.states()
                 self.callbacks.call("on_fit_end", self._returned())
         except BaseException:
-            if self.has_started:
-                engine.callback_states = self.callbacks.states()
             if engine.checkpoints is not None:
                 engine.checkpoints.settle()
+            if self.has_started:
+                engine.callback_states = self.callbacks.states()
             raise
         finally:
             engine.callbacks = None
@@ -356,11 +356,12 @@ class Fit:
                 # Before anything else is placed or evaluated: the plan is the loss's.
                 if (batch := upcoming.peek()) is not None:
                     engine.place_for(batch)
-                if options.eval_examples is not None and options.eval_sanity_check:
-                    self._check_evaluation(line)
                 self._begin_callbacks()
                 if self._is_over():
                     return
+                if options.eval_examples is not None and options.eval_sanity_check:
+                    # On one batch, so that a mistake in it shows before training and not after an epoch.
+                    self._measure(self._first_evaluated(), line)
             with closing(updates(engine, upcoming, line, start.fit, epoch)) as taken:
                 for _, is_last in taken:
                     if wanting := self.callbacks.wanting(engine.step):
@@ -406,10 +407,6 @@ class Fit:
                 f"which the evaluation returns, got {missing}. Return them from `eval_metric_fn`, or drop them."
             )
         return metrics
-
-    def _check_evaluation(self, line: ProgressLine) -> None:
-        """Run the whole evaluation on one batch, so that a mistake in it shows before training and not after an epoch."""
-        self._measure(self._first_evaluated(), line)
 
     def _first_evaluated(self) -> list[Any]:
         """The first examples of the evaluation, a batch of them."""

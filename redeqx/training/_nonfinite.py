@@ -40,11 +40,12 @@ def why_nonfinite(batch: PyTree[np.ndarray], places: Sequence[int], trace: Calla
 def _not_finite(name: str, leaf: np.ndarray, places: Sequence[int]) -> str | None:
     if not jax.numpy.issubdtype(leaf.dtype, np.inexact):
         return None
-    bad = ~np.isfinite(leaf.astype(np.complex128 if leaf.dtype.kind == "c" else np.float64))
+    wide = leaf.astype(np.complex128 if leaf.dtype.kind == "c" else np.float64)  # numpy knows no bfloat16
+    bad = ~np.isfinite(wide)
     if not bad.any():
         return None
     rows = np.flatnonzero(bad.reshape(len(bad), -1).any(1))
-    kind = "NaN" if np.isnan(leaf[bad].astype(np.float64)).any() else "infinite values"
+    kind = "NaN" if np.isnan(wide[bad]).any() else "infinite values"
     return f"`{name}` has {kind} in {len(rows)} of {len(leaf)} rows, the first from example {places[rows[0]]}"
 
 
