@@ -21,6 +21,8 @@ _NAMES = {"_": "Deployer, Trainer, Predictor"}  # of what is in no package
 def messages(source: str) -> Iterator[tuple[str, str]]:
     """The name of each error that a file raises with a text of its own, and the text."""
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in CHECKS and len(node.args) > 1:
+            yield "ValueError", CHECKS[ast.unparse(node.func)](*node.args)
         if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call) or not node.exc.args:
             continue
         kind, text = ast.unparse(node.exc.func).split(".")[-1], _text(node.exc.args[-1 if kind_takes_code(node.exc) else 0])
@@ -42,6 +44,29 @@ def _text(node: ast.AST) -> str:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _text(node.left) + _text(node.right)
     return "…"
+
+
+def _value(node: ast.AST) -> str:
+    return ast.unparse(node) if isinstance(node, ast.Constant) else "…"
+
+
+def _of_count(_value_given: ast.AST, name: ast.AST, least: ast.AST | None = None, *_rest: ast.AST) -> str:
+    return f"`{_text(name)}`: expected at least {1 if least is None else _value(least)}, got …."
+
+
+def _of_choice(_value_given: ast.AST, name: ast.AST, choices: ast.AST) -> str:
+    if not isinstance(choices, ast.Tuple):
+        return f"`{_text(name)}`: expected one of …, got …."
+    *most, last = map(_value, choices.elts)
+    return f"`{_text(name)}`: expected {', '.join(most)} or {last}, got …."
+
+
+def _of_number(_value_given: ast.AST, name: ast.AST, expected: ast.AST, *_rest: ast.AST) -> str:
+    return f"`{_text(name)}`: expected {_text(expected)}, got …."
+
+
+# What the checks of `redeqx.errors` raise, from their arguments.
+CHECKS = {"check_count": _of_count, "check_choice": _of_choice, "check_number": _of_number}
 
 
 def page() -> str:

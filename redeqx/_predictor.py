@@ -207,7 +207,7 @@ class Predictor(KnowsRedco):
 
     def _call(self, step: Callable[..., Any], args: tuple[Any, ...]) -> PyTree:
         """Call the jitted step, saying so where it has to compile first."""
-        signature = (step, *((x.shape, x.dtype) for x in jax.tree.leaves(args[3])))
+        signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args[3]))
         if signature in self._compiled:
             return step(*args)
         with self._deployer._run.console.progress(title="predict") as progress, progress.compiling("predict step"):
@@ -234,12 +234,14 @@ class Predictor(KnowsRedco):
             return (own if model is None else place(model, plan)), state, plan
         if self._plan is None:
             self._plan = self._deployer.plan(self._own(model))
-        state = _placed_whole(self._model_state, self._deployer)
         if model is not None:
-            return place(model, self._plan), state, self._plan
+            return place(model, self._plan), self._placed_state(), self._plan
         if self._placed is None:
-            self._placed = (place(self._model, self._plan), state)
+            self._placed = place(self._model, self._plan), self._placed_state()
         return *self._placed, self._plan
+
+    def _placed_state(self) -> PyTree:
+        return jax.tree.map(lambda leaf: put(leaf, replicated(self._deployer.mesh)), self._model_state)
 
     def _own(self, model: PyTree | None) -> PyTree:
         if model is None and self._model is None:
@@ -256,6 +258,7 @@ class Predictor(KnowsRedco):
             treedef = None if state is None else jax.tree.structure(state)
             step = self._make_step(parts, plan, treedef)
             self._step = (structure, parts, step)
+            self._compiled.clear()
         return self._step[1], self._step[2]
 
     def _make_step(self, parts: Parts, plan: Plan, treedef: Any, *, named: bool = False) -> Callable[..., Any]:
@@ -267,7 +270,3 @@ def _rows(outputs: PyTree) -> list[Any]:
     """A batch of outputs as a list of the rows: arrays, or PyTrees of them."""
     leaves, treedef = jax.tree.flatten(outputs)
     return [jax.tree.unflatten(treedef, row) for row in zip(*leaves, strict=True)]
-
-
-def _placed_whole(state: PyTree, deployer: Deployer) -> PyTree:
-    return jax.tree.map(lambda leaf: put(leaf, replicated(deployer.mesh)), state)

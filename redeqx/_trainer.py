@@ -17,6 +17,7 @@ from .errors import (
     OF_TRAINER,
     KnowsRedco,
     check_alive,
+    check_choice,
     check_count,
     check_function,
     check_model,
@@ -137,13 +138,9 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         stack_blocks: bool | None = None,
         offload_opt_state: bool = False,
     ):
-        if on_nonfinite not in ("raise", "skip"):
-            raise ValueError(f"`on_nonfinite`: expected 'raise' or 'skip', got {on_nonfinite!r}. Pass one of the two.")
-        if remat not in ("auto", *REMATS):
-            levels = ", ".join(map(repr, REMATS))
-            raise ValueError(f"`remat`: expected 'auto' or one of {levels}, got {remat!r}. Pass one of them.")
-        if memory not in (None, "auto"):
-            raise ValueError(f"`memory`: expected 'auto' or None, got {memory!r}. Pass one of the two.")
+        check_choice(on_nonfinite, "on_nonfinite", ("raise", "skip"))
+        check_choice(remat, "remat", ("auto", *REMATS))
+        check_choice(memory, "memory", ("auto", None))
         check_count(max_skipped, "max_skipped", 0, advice="Pass how many steps may be skipped.")
         check_count(accumulate_grad_batches, "accumulate_grad_batches")
         dtypes = Precision.of(precision, compute_dtype)
@@ -446,7 +443,8 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         The current arrays, which `trainer.model` returned, are deleted before new ones are read, as by a step.
 
         Raises ValueError where the checkpoint is damaged or of another model, naming what differs; nothing has
-        changed then. Inside `fit` too.
+        changed then. If a file can no longer be read after it was found complete, the trainer has no values until another
+        checkpoint is loaded. Raises ValueError inside of `fit` or `train`, too.
         """
         if not self.deployer.is_dry_run:  # there it has the shapes of this model
             self._engine.load(name, opt_states=load_opt_states)
@@ -472,14 +470,15 @@ class Trainer(KnowsRedco, Generic[ModelT]):
     # --- whole runs --------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Ends the running fit after this step, as at its end: the step is evaluated and saved. For callbacks, which process
-        0's calls count of; and for an `eval_metric_fn`. A later run of the script goes on from that step.
+        """Ends the running fit after this step, as at its end: the step is evaluated and saved. Call it in a callback or in
+        `eval_metric_fn`; with several processes only the call of process 0 counts. A later run of the script goes on from
+        that step.
 
         Raises ValueError outside of a fit.
         """
         if self._engine.callbacks is None:
             raise ValueError("`stop`: expected inside of `fit`, got called outside. Call it in a callback.")
-        self._engine.stops = True
+        self._engine.stop_requested = True
 
     @takes(FitOptions)
     def fit(self, options: FitOptions) -> dict[str, float]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from redeqx import errors
+
 
 def check_sizes(config: Any, *names: str) -> None:
     """Raises ValueError for a field below 1."""
@@ -29,9 +31,7 @@ def check_rates(config: Any, *names: str) -> None:
 
 def check_choice(config: Any, name: str, choices: Iterable[str]) -> None:
     """Raises ValueError for a field whose value is not one of the choices."""
-    choices, value = tuple(choices), getattr(config, name)
-    if value not in choices:
-        raise ValueError(f"`{name}`: expected {' or '.join(map(repr, choices))}, got {value!r}. Pass one of them.")
+    errors.check_choice(getattr(config, name), name, tuple(choices))
 
 
 def check_patches(config: Any) -> None:

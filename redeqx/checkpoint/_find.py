@@ -4,13 +4,13 @@ from pathlib import Path
 
 from ..distributed import Peers
 from ..storage import Location
-from ._manager import Checkpoints
+from ._folder import CheckpointFolder
 from ._manifest import MANIFEST
 
 _FOLDER = "ckpts"  # of a workdir
 
 
-def find_checkpoint(path: Location, peers: Peers) -> tuple[Checkpoints, Location]:
+def find_checkpoint(path: Location, peers: Peers) -> tuple[CheckpointFolder, Location]:
     """The checkpoint that a path means, and the folder of checkpoints that it is in.
 
     Raises ValueError where it means none.
@@ -18,9 +18,9 @@ def find_checkpoint(path: Location, peers: Peers) -> tuple[Checkpoints, Location
     if isinstance(path, Path) and path.name in ("", ".."):  # `.`: its own name is asked for below
         path = path.resolve()
     if (path / MANIFEST).is_file():
-        return Checkpoints(path.parent, peers), path
+        return CheckpointFolder(path.parent, peers), path
     for of, name in ((path / _FOLDER, "last"), (path, "last"), (path.parent, path.name), (path.parent / _FOLDER, path.name)):
-        checkpoints = Checkpoints(of, peers)
+        checkpoints = CheckpointFolder(of, peers)
         if checkpoints.exist():
             return checkpoints, checkpoints.resolve(name)
     found = "a folder without one" if path.is_dir() else "nothing there"

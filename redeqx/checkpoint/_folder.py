@@ -15,7 +15,6 @@ In an object store there is a checkpoint where there is a manifest: it is writte
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,7 @@ from jaxtyping import PyTree
 
 from .._tree import listed, nearest
 from ..distributed import Peers
-from ..errors import DamagedError, brief, brief_name
+from ..errors import DamagedError, brief, brief_name, warn
 from ..storage import Location, StoreError, StorePath, exists, location
 from ._manifest import MANIFEST, TENSORS, Manifest, agree_on_manifest, agreed, leads_out, own, read_json, read_manifest
 from ._reader import INDEX, TensorReader, check_tree, load_tree
@@ -129,10 +128,9 @@ class CheckpointFolder:
         last, names = max(everywhere, key=lambda each: order(each[1][0]) if each[1] else (-1, 0))
         if names and last is None:
             why = "no such file" if not exists(self.folder / INDEX_FILE) else "none of that name"
-            warnings.warn(
+            warn(
                 f"`{self.folder / INDEX_FILE}`: expected the name of the `last` checkpoint, got {why}. "
                 f"The newest one that is complete is taken.",
-                stacklevel=5,
             )
         return [self.folder / name for name in names]
 

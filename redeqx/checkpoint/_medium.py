@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed import Peers
-from ..storage import Location, StorePath
+from ..storage import Location, StorePath, fsync_folder
 from ._folder import INDEX_FILE, order
 from ._layouts import Capabilities, probe
 from ._manifest import MANIFEST, TMP, write_json, write_manifest
@@ -99,7 +99,7 @@ class Disk(Medium):
 
     def make(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        _fsync_folder(self.folder.parent)
+        fsync_folder(self.folder.parent)
 
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
         try:
@@ -137,15 +137,15 @@ class Disk(Medium):
     ) -> None:
         tmp = self.place(name)
         write_manifest(tmp, record, tags, files)
-        _fsync_folder(tmp)
+        fsync_folder(tmp)
         os.rename(tmp, self.folder / name)
-        _fsync_folder(self.folder)
+        fsync_folder(self.folder)
 
     def point(self, index: Mapping[str, str]) -> None:
         new_index = self.folder / f"{TMP}{INDEX_FILE}"
         write_json(new_index, index)
         os.replace(new_index, self.folder / INDEX_FILE)
-        _fsync_folder(self.folder)
+        fsync_folder(self.folder)
 
     def sweep(self) -> None:
         for path in self.folder.glob(f"{TMP}*"):
@@ -230,14 +230,6 @@ class Store(Medium):
             f"{error.strerror}. Earlier checkpoints are whole: run the script again to go on from the last one",
             str(self.folder / name),
         )
-
-
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _delete(path: Path) -> None:

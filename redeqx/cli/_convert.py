@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import load
 from .._tree import is_array_like, map_named
-from ..checkpoint import Checkpoints, TensorReader, file_size, write_tensors
+from ..checkpoint import CheckpointFolder, TensorReader, file_size, write_tensors
 from ..machine import described
 from ..monitor import Console, size_text
 from ..storage import Location, StorePath
@@ -141,7 +141,7 @@ def _file(args: argparse.Namespace, found: Found, path: Location) -> Callable[[P
     views = {name: reader.view(name) for name in reader.names()}
     _need_room(args.to, file_size(views, args.dtype))
     if found.manifest is not None:
-        Checkpoints(found.path.parent).record(found.path)  # verifies its files
+        CheckpointFolder(found.path.parent).record(found.path)  # verifies its files
     return lambda to: write_tensors(to, views, args.dtype, metadata={"format": "pt"})
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._tree import listed, nearest
-from ..checkpoint import INDEX, MANIFEST, Checkpoints, Manifest, TensorReader, find_checkpoint, read_manifest
+from ..checkpoint import INDEX, MANIFEST, CheckpointFolder, Manifest, TensorReader, find_checkpoint, read_manifest
 from ..distributed import Peers
 from ..errors import DamagedError, brief, brief_name, load_json
 from ..monitor import Console, size_text
@@ -182,7 +182,7 @@ def _config(folder: Location) -> dict[str, Any]:
     return {key: fields[key] for key in _KEYS if fields.get(key) is not None} if isinstance(fields, dict) else {}
 
 
-def _listed(checkpoints: Checkpoints, index: Mapping[str, str]) -> list[dict[str, Any]]:
+def _listed(checkpoints: CheckpointFolder, index: Mapping[str, str]) -> list[dict[str, Any]]:
     """A row for each checkpoint of a folder."""
     rows = []
     for name in checkpoints.names():
@@ -204,7 +204,7 @@ def _check(found: Found) -> None:
             f"`--check`: expected a checkpoint of redeqx, whose {MANIFEST} has checksums, got {found.path}. Leave it out: "
             "the headers are checked in any case."
         )
-    Checkpoints(found.path.parent).record(found.path)
+    CheckpointFolder(found.path.parent).record(found.path)
 
 
 # --- its tensors -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ not checked.
 
 import math
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import PyTree
 
+from ..errors import warn
 from ..machine import n_batch_shards
 from ..tracing import all_inside, product_flops
 from ._hlo import Instruction, Module, arrays_of
@@ -185,4 +185,4 @@ def checked(step: Any, args: tuple[Any, ...], plan: Any, groups: PyTree[jax.Arra
     yield
     module = Module.of(lowered.compile().as_text() or "")
     if (more := excess(traced.jaxpr.jaxpr, module, plan.repeats)) is not None:
-        warnings.warn(message(*more, module.n_devices), stacklevel=2)
+        warn(message(*more, module.n_devices))

@@ -65,7 +65,7 @@ class Prefetch(Iterator[Any]):
         self._start()
         buffer = self._buffer
         with buffer.change:
-            _briefly(lambda: buffer.change.wait_for(lambda: buffer.ready or buffer.is_done))
+            _without_thread_frames(lambda: buffer.change.wait_for(lambda: buffer.ready or buffer.is_done))
             if buffer.ready:
                 return buffer.ready[0]
             error, buffer.error = buffer.error, None
@@ -95,7 +95,7 @@ class Prefetch(Iterator[Any]):
             self._buffer.ready.clear()
             self._buffer.change.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
-            _briefly(self._thread.join)
+            _without_thread_frames(self._thread.join)
         self._under_way.discard(self)
 
     def __del__(self) -> None:
@@ -114,7 +114,7 @@ class Prefetch(Iterator[Any]):
         self._thread.start()
 
 
-def _briefly(wait: Callable[[], Any]) -> Any:
+def _without_thread_frames(wait: Callable[[], Any]) -> Any:
     """Call `wait`. A Ctrl-C meanwhile shows the line of the user's script, without frames of threads."""
     try:
         return wait()

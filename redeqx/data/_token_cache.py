@@ -27,10 +27,11 @@ from jaxtyping import Int
 from ..checkpoint import Lock, LockedError, write_json
 from ..errors import brief, check_function, is_size, load_json
 from ..monitor import Console
+from ..storage import fsync_folder
 from ._examples import check_examples, is_function, size_of
 from ._streams import checksum
 from ._tokens import TokenRows
-from ._workers import Arguments, Workers, drawn_ahead
+from ._workers import ArgumentNames, Workers, drawn_ahead
 
 MANIFEST, PROGRESS, ENDS = "manifest.json", "progress.json", "ends.bin"
 FORMAT = "redeqx tokens"
@@ -39,7 +40,7 @@ _TEXTS_A_CALL = 64
 _SECONDS_BETWEEN_SAVES = 30.0
 _SECONDS_BETWEEN_LOOKS = 0.5  # of a process that waits for another's build
 _CHUNK = 2**24  # bytes read at once
-_ARGUMENTS = Arguments("tokenize", "n_workers", "n_workers", "n_workers=0")
+_ARGUMENTS = ArgumentNames("tokenize", "n_workers", "n_workers", "n_workers=0")
 
 
 class TokenCache(Sequence[Any]):
@@ -253,6 +254,7 @@ class _Writer:
         self.n_documents = self.n_tokens = 0
         self._dtype, self._crc32 = "uint16", {"tokens": 0, "ends": 0}
         self._saved_at = time.monotonic()
+        self._files: dict[str, Any] = {}
         try:
             there = load_json(folder / PROGRESS)
             if there["made_of"] != made_of:
@@ -261,6 +263,7 @@ class _Writer:
             self._dtype, self._crc32 = there["dtype"], there["crc32"]
             self._open()
         except (OSError, ValueError, KeyError, TypeError):  # nothing that could be continued
+            self.close()
             self.n_documents = self.n_tokens = 0
             self._dtype, self._crc32 = "uint16", {"tokens": 0, "ends": 0}
             shutil.rmtree(folder, ignore_errors=True)
@@ -269,7 +272,6 @@ class _Writer:
 
     def _open(self) -> None:
         """Open both files, and cut off what was written after the record."""
-        self._files: dict[str, Any] = {}
         for dtype in {"uint16", "uint32"} - {self._dtype}:
             (self._folder / _tokens_file(dtype)).unlink(missing_ok=True)
         tokens, ends = self._folder / _tokens_file(self._dtype), self._folder / ENDS
@@ -330,9 +332,7 @@ class _Writer:
         (self._folder / PROGRESS).unlink(missing_ok=True)
         write_json(self._folder / MANIFEST, {**head, **counts, "files": files, "made_of": self._made_of})
         os.rename(self._folder, folder)
-        parent = os.open(folder.parent, os.O_RDONLY)
-        os.fsync(parent)
-        os.close(parent)
+        fsync_folder(folder.parent)
 
     def close(self) -> None:
         for file in self._files.values():

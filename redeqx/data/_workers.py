@@ -28,7 +28,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ..errors import RemoteTraceback, check_count
+from ..errors import RemoteTraceback, check_choice, check_count
 
 # A shell sends the first one, and a scheduler the others, to every process of a job. This process decides what they mean.
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
@@ -37,7 +37,7 @@ _waiting = threading.Lock()  # one thread at a time: `multiprocessing` loses the
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ArgumentNames:
     """What the arguments of the workers are called, for errors.
 
     **Arguments:**
@@ -82,11 +82,10 @@ class Workers:
         collate_fn: Callable[[list], PyTree],
         n_collate_workers: int = 0,
         collate_in: str = "threads",
-        names: Arguments = Arguments(),
+        names: ArgumentNames = ArgumentNames(),
     ):
         check_count(n_collate_workers, names.number, 0)
-        if collate_in not in ("threads", "processes"):
-            raise ValueError(f'`collate_in`: expected "threads" or "processes", got {collate_in!r}. Pass one of the two.')
+        check_choice(collate_in, "collate_in", ("threads", "processes"))
         self.n, self._names = n_collate_workers, names
         self._collate_fn = collate_fn
         self._function = _pickled(collate_fn, names) if self.n and collate_in == "processes" else None
@@ -162,7 +161,7 @@ def drawn_ahead(items: Iterator[Any], n: int) -> Iterator[Any]:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def _pickled(collate_fn: Callable[[list], PyTree], names: Arguments) -> bytes:
+def _pickled(collate_fn: Callable[[list], PyTree], names: ArgumentNames) -> bytes:
     """The function as worker processes are sent it; checked as far as this process can."""
     try:
         function = pickle.dumps(collate_fn)
@@ -199,7 +198,7 @@ def _is_guarded(script: Path) -> bool:
 class _Process:
     """A process that collates, one list of examples after another."""
 
-    def __init__(self, function: bytes, names: Arguments):
+    def __init__(self, function: bytes, names: ArgumentNames):
         self._names = names
         spawn = get_context("spawn")
         self._connection, far_end = spawn.Pipe()
@@ -257,7 +256,7 @@ class _Process:
         self._joined()
 
 
-def _serve(connection: Connection, function: bytes, names: Arguments, enable_x64: bool) -> None:
+def _serve(connection: Connection, function: bytes, names: ArgumentNames, enable_x64: bool) -> None:
     """The work of a worker process, until the other end of the connection closes."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -10,11 +10,11 @@ import contextlib
 import json
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from ..errors import warn
 from ._exits import exit_now, say
 from ._links import Link, PeerError
 from ._rendezvous import START, meet
@@ -167,7 +167,7 @@ class Peers:
         if self.index == 0:
             difference = _difference(what, dict(enumerate(found)), "Process 0's decides: compute it from all the outputs.")
             if difference is not None:
-                warnings.warn(difference, stacklevel=3)
+                warn(difference)
         return found[0]
 
     def compare(self, topic: str, what: str, values: Mapping[str, Any], advice: str = _SAME_SCRIPT) -> None:

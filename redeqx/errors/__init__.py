@@ -5,8 +5,10 @@ devices, models or training. Open `_arguments.py` first.
 """
 
 from ._arguments import (
+    alternatives as alternatives,
     as_metrics as as_metrics,
     check_alive as check_alive,
+    check_choice as check_choice,
     check_count as check_count,
     check_examples_kind as check_examples_kind,
     check_folder as check_folder,
@@ -18,7 +20,7 @@ from ._arguments import (
     check_predictor as check_predictor,
     check_readable_again as check_readable_again,
 )
-from ._frames import is_ours as is_ours
+from ._frames import is_ours as is_ours, warn as warn
 from ._redco import (
     OF_DEPLOYER as OF_DEPLOYER,
     OF_PREDICTOR as OF_PREDICTOR,

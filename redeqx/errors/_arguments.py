@@ -70,6 +70,19 @@ def check_number(
         raise error(f"`{name}`: expected {expected}{' or None' if optional else ''}, got {_brief(value)}. {advice}")
 
 
+def check_choice(value: Any, name: str, choices: Sequence[Any]) -> None:
+    """Raise ValueError if `value` is none of the choices."""
+    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+        which = "one of the two" if len(choices) == 2 else "one of them"
+        raise ValueError(f"`{name}`: expected {alternatives(choices)}, got {_brief(value)}. Pass {which}.")
+
+
+def alternatives(choices: Sequence[Any]) -> str:
+    """Choices in words: 'a', 'b' or None."""
+    *most, last = [repr(choice) for choice in choices]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
 def check_folder(path: Any, name: str) -> None:
     """Raise ValueError if a folder of that path can neither exist nor be created, because a part of the path is a file. The
     address of an object store is not looked at."""

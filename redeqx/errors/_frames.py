@@ -1,9 +1,15 @@
-"""Tells the library's own files from code that a user can read and change."""
+"""Tells the library's own files from code that a user can read and change, at whose lines warnings are shown."""
 
+import contextlib
+import inspect
 import os
+import warnings
 from functools import cache
 from pathlib import Path
 
+import jax
+
+_JAX = str(Path(jax.__file__).parent) + os.sep
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _MODELS = _PACKAGE + "models" + os.sep  # the reference models count as the user's
 
@@ -12,3 +18,16 @@ _MODELS = _PACKAGE + "models" + os.sep  # the reference models count as the user
 def is_ours(file: str) -> bool:
     """Whether a file belongs to the library, except for the reference models."""
     return file.startswith(_PACKAGE) and not file.startswith(_MODELS)
+
+
+def warn(message: str) -> None:
+    """Warn at the line outside of the library that has led here."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_back is not None and _is_between(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_between(file: str) -> bool:
+    """Whether a frame is between the user's call and a warning: of the library, or of what it calls itself by."""
+    return is_ours(file) or file.startswith((_JAX, "<")) or file == contextlib.__file__

@@ -101,10 +101,6 @@ class Console:
                 Text.assemble((f"  {name}\n" if is_below else beside, "dim"), "\n".join(lines)[0 if is_below else indent :])
             )
 
-    def summary(self, rows: Mapping[str, str], *, title: str = "done") -> None:
-        """Prints the results of a run, as `header` does."""
-        self.header(rows, title=title)
-
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Prints a table: folded into the width of a terminal, one line a row elsewhere, and never cut."""
         cells = [[str(cell) for cell in row] for row in rows]
@@ -168,14 +164,6 @@ class Console:
         Raises ValueError for a metric called `step` and TypeError for what is not one number.
         """
         self.records.metrics(values, step, speed or {})
-
-    def rewind(self, step: int) -> None:
-        """Deletes what was recorded after `step`, for a run that resumes from there."""
-        self.records.rewind(step)
-
-    def close(self) -> None:
-        """Closes files and trackers. What is recorded later opens them again."""
-        self.records.close()
 
     def progress(
         self,

@@ -3,11 +3,13 @@
 import json
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
+
+from ..errors import warn
+from ..storage import fsync_folder
 
 
 class JsonLines:
@@ -45,9 +47,8 @@ class JsonLines:
         for number, line in enumerate(lines, start=1):
             line_step = _step_of(line)
             if line_step is None:
-                warnings.warn(
+                warn(
                     f"`{self._path}`: expected JSON with a `step` in line {number}, got {line[:80]!r}. It is left out.",
-                    stacklevel=3,
                 )
             elif line_step <= step:
                 kept.append(line + "\n")
@@ -57,11 +58,7 @@ class JsonLines:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        fsync_folder(self._path.parent)
 
     def read(self) -> Iterator[tuple[int, dict[str, float]]]:
         """The step and the numbers of each line that can be read."""

@@ -7,5 +7,11 @@ local folder from which small files are uploaded. Knows nothing of checkpoints o
 from ._array import StoredArray as StoredArray, View as View, fetch as fetch
 from ._end import AtEnd as AtEnd
 from ._objects import StoreError as StoreError
-from ._path import Location as Location, StorePath as StorePath, exists as exists, location as location
+from ._path import (
+    Location as Location,
+    StorePath as StorePath,
+    exists as exists,
+    fsync_folder as fsync_folder,
+    location as location,
+)
 from ._staging import Staging as Staging

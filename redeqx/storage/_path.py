@@ -192,6 +192,15 @@ def location(path: "str | Path | StorePath", name: str = "path") -> Location:
     return StorePath(scheme, bucket, key)
 
 
+def fsync_folder(folder: Path) -> None:
+    """Wait until the names in a folder on a disk are safe from a loss of power."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def exists(path: Location) -> bool:
     """Whether there is something at a path; a link on a disk counts, wherever it leads."""
     return os.path.lexists(path) if isinstance(path, Path) else path.exists()

@@ -1,8 +1,9 @@
 """Searches through equations that may have a form that nobody has seen: another version of JAX's, or a stranger's."""
 
-import warnings
 from collections.abc import Callable
 from typing import TypeVar
+
+from ..errors import warn
 
 T = TypeVar("T")
 
@@ -17,9 +18,8 @@ def or_as_written(search: Callable[[], T], otherwise: T, what: str) -> T:
     try:
         return search()
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        warnings.warn(
+        warn(
             f"`loss_fn`: expected a form that the search for {what} knows, got {type(error).__name__} ({error}). "
             "It is computed as it is written, with the same numbers. Please report it as a bug.",
-            stacklevel=2,
         )
         return otherwise

@@ -64,7 +64,7 @@ def with_saved_averages(
     **Arguments:**
 
     - `saved`: the names of the checkpoint's averages, as `names_of` gives them.
-    - `say`: is told of each average that is new to the run, or that this run has no use for.
+    - `say`: called with a message for each average that is new to the run, or that this run has no use for.
     """
     own = names_of(optimizer)
     if own == list(saved):
@@ -83,8 +83,7 @@ def with_saved_averages(
 def with_averages(
     names: Sequence[str], state: PyTree, aside: dict[str, PyTree], init: Callable[[], PyTree]
 ) -> tuple[PyTree, dict[str, PyTree]]:
-    """The state of an optimizer that keeps other averages, from that of one which is the same but for them; and the
-    averages that it has no use for, by name.
+    """The same state of an optimizer with other averages; and the averages that are left over, by name.
 
     **Arguments:**
 

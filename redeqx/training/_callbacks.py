@@ -18,7 +18,7 @@ import optax
 from .._tree import PyTree
 from ..checkpoint import CheckpointFolder, Checkpoints
 from ..compiled import profile_of
-from ..errors import check_count, check_number
+from ..errors import check_choice, check_count, check_number
 from ..storage import Location
 
 
@@ -124,8 +124,7 @@ class EarlyStopping(Callback):
 
     def __init__(self, metric: str, patience: int, mode: str = "min", min_delta: int | float = 0.0):
         check_count(patience, "patience")
-        if mode not in ("min", "max"):
-            raise ValueError(f"`mode`: expected 'min' or 'max', got {mode!r}. Pass one of the two.")
+        check_choice(mode, "mode", ("min", "max"))
         advice = "Pass the least change that counts."
         check_number(min_delta, "min_delta", "a number of at least 0", lambda least: least >= 0, advice)
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta

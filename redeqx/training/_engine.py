@@ -64,7 +64,7 @@ class Engine:
     - `metrics`: those of its updates.
     - `callbacks`: of the fit that runs; None outside of one.
     - `callback_states`: of the fit that was resumed, interrupted or ended last.
-    - `stops`: whether the fit is asked to stop after this step.
+    - `stop_requested`: whether the fit is to stop after this step.
     - `is_updating`: whether updates are being taken.
     - `line_of_updates`: measures the updates of a loop of the user's own, from one to the next.
     - `key`: that of which each step takes its own.
@@ -85,7 +85,7 @@ class Engine:
         self.metrics = Metrics(run.console, recipe.skips, max_skipped)
         self.callbacks: Callbacks | None = None
         self.callback_states: dict[str, dict[str, Any]] = {}
-        self.stops = False
+        self.stop_requested = False
         self.is_updating = False
         self.line_of_updates = run.console.progress(title="update")
         self.warned: set[Location] = set()
@@ -392,7 +392,7 @@ class Engine:
             return self.need_checkpoints().folder / f"step_{self.step:08d}"  # it writes nothing
         self.place()
         # Where a tracker saves, say, the newest updates are not read yet.
-        last_metrics, n_skipped = self.metrics.ahead(self.progress.n_skipped, self._why_nonfinite)
+        last_metrics, n_skipped = self.metrics.newest_unread(self.progress.n_skipped, self._why_nonfinite)
         record = {
             "redeqx": __version__,
             "step": self.step,
@@ -423,7 +423,7 @@ class Engine:
         return path
 
     def load(self, name: str | Location, *, opt_states: bool) -> None:
-        """Load a checkpoint, found complete first: there are values to lose.
+        """Load a checkpoint. Its files are verified before any current value is freed.
 
         **Arguments:**
 

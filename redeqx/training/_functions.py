@@ -38,7 +38,7 @@ def kind_of(plan: Plan, name: str) -> Any:
 def rules_of(
     parts: Parts, plan: Plan, *, named: bool = False, convolutions: bool = True, fuse_attention: bool = True
 ) -> list[Rule]:
-    """What is computed otherwise of a function of the trained arrays and then the frozen ones, in the order of the walk.
+    """The rules that rewrite a function of the trained arrays followed by the frozen ones, in the order in which they apply.
 
     Weights are gathered first: the rules after that meet plain arrays. The others claim different equations.
 
@@ -73,7 +73,7 @@ class Functions:
     precision: Precision = AS_GIVEN
     grad_fn: Callable[..., Any] | None = None
     named: bool = False  # as `rules_of` says
-    change: Rule | None = None  # what else is changed of the loss, before what the plan changes
+    change: Rule | None = None  # one more rule, applied before those of the plan
     fuse_attention: bool = True
     remat: str = "none"  # of loops without one of their own, as for `Trainer`, but for "auto"
     unroll: UnrollLoops | None = None

@@ -1,9 +1,8 @@
 """What is printed before the first step: the devices, the model, and how its step is computed."""
 
-import warnings
-
 from jax.sharding import Mesh
 
+from ..errors import warn
 from ..machine import split_heads, xla_settings
 from ..partition import Plan
 from ..tracing import Trace, equations
@@ -83,10 +82,9 @@ def _of_attention(recipe: Recipe, mesh: Mesh, trace: Trace) -> dict[str, str]:
     fused, left, dense = attentions(trace.closed, mesh.devices.flat[0].platform, split_heads(mesh))
     for what, n_bytes in dense.items():
         if n_bytes > _LARGE:
-            warnings.warn(
+            warn(
                 f"attention: {what} take {n_bytes / 2**30:,.1f} GiB of a device, a number for each query and key. Use "
                 "`redeqx.attention` with `causal`, `window` or `lengths` where these say the same, or shorter rows.",
-                stacklevel=3,
             )
     said = [f"{n} fused ({what})" for what, n in fused.items()]
     said += [f"as written at {line or 'an unknown line'}: {reason}" for line, reason in left.items()]

@@ -158,7 +158,7 @@ class Fit:
             return self._returned()
         line = engine.run.console.progress(n_epochs=options.epochs, first_step=engine.step)
         listening = engine.run.preemption.listening() if engine.checkpoints is not None else nullcontext()
-        engine.stops, engine.callbacks, self.began_at = False, self.callbacks, engine.step
+        engine.stop_requested, engine.callbacks, self.began_at = False, self.callbacks, engine.step
         try:
             with listening, engine.run.watch.on(), line:
                 for epoch in self._epochs(start):
@@ -211,9 +211,9 @@ class Fit:
         """
         callbacks, engine = self.callbacks, self.engine
         if engine.run.peers.n == 1:
-            self.is_stopping = engine.stops
+            self.is_stopping = engine.stop_requested
         elif callbacks.was_called:
-            callbacks.was_called, self.is_stopping = False, bool(engine.run.decide(engine.stops))
+            callbacks.was_called, self.is_stopping = False, bool(engine.run.decide(engine.stop_requested))
         return self.is_stopping or self._is_at_last_step()
 
     def _begin_callbacks(self) -> None:
@@ -434,12 +434,12 @@ class Fit:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def _keep(self, tags: set[str], line: ProgressLine, *, is_due: bool = False) -> None:
-        """Save this step where that is due, or the run has been told to stop, which it then does; after every step."""
+        """Save this step if a save is due or the run is preempted, which then ends. Called after every step."""
         step = self.engine.step
-        is_told_to_stop = self.engine.checkpoints is not None and self.engine.run.preemption.is_due(step)
-        if tags or is_due or is_told_to_stop or _is_due(step, self.options.save_every_n_steps):
-            self._save(tags, line, to_resume=is_told_to_stop)
-        if is_told_to_stop:
+        is_preempted = self.engine.checkpoints is not None and self.engine.run.preemption.is_due(step)
+        if tags or is_due or is_preempted or _is_due(step, self.options.save_every_n_steps):
+            self._save(tags, line, to_resume=is_preempted)
+        if is_preempted:
             self._stop()
 
     def _end(self, line: ProgressLine) -> None:
@@ -462,7 +462,7 @@ class Fit:
             self._save(tags, line)
 
     def _save(self, tags: set[str], line: ProgressLine, *, to_resume: bool = False) -> None:
-        """Save this step as the options say; `to_resume`, all of it, as a run that is told to stop is to go on."""
+        """Save this step as the options say; `to_resume`, with everything that resuming needs, whatever they say."""
         options, engine = self.options, self.engine
         engine.flush(line)  # a loss that is not finite raises here, before anything is written
         step, names = engine.step, ", ".join(["last", *sorted(tags)])
@@ -477,7 +477,7 @@ class Fit:
             )
 
     def _stop(self) -> None:
-        """End the script, told to by a signal, once the last step is safe."""
+        """End the script, which a signal has preempted, once the last step is safe."""
         engine = self.engine
         assert engine.checkpoints is not None
         engine.checkpoints.wait()
@@ -495,7 +495,7 @@ class Fit:
                     rows[tag] = f"{best['value']:.6g} at step {best['step']}: {engine.checkpoints.resolve(tag)}"
             if "last" in index:
                 rows["last"] = str(engine.checkpoints.resolve("last"))
-        engine.run.console.summary(rows)
+        engine.run.console.header(rows, title="done")
 
 
 def _is_due(count: int, every: int | None) -> bool:

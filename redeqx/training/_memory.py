@@ -115,8 +115,8 @@ def choices(first: Choice, platform: str, n_rows: int) -> list[Choice]:
 
 
 def is_hopeless(choice: Choice, tried: Mapping[Choice, Need], memory: Memory) -> bool:
-    """Whether a choice cannot fit, as one that differs in the number of parts needs too much: what a step needs shrinks at
-    most as its parts do."""
+    """Whether a choice cannot fit, as one that differs in the number of parts needs too much: a step's memory shrinks at
+    most in proportion to the size of its parts."""
     fitting = ((other, need) for other, need in tried.items() if need.total < math.inf)
     same = [(other, need) for other, need in fitting if replace(other, n_parts=choice.n_parts) == choice]
     return any(need.before + need.of_step * other.n_parts / choice.n_parts > memory.limit for other, need in same)

@@ -91,7 +91,7 @@ class Metrics:
         self._unread.clear()
         self._n_skipped_in_a_row = 0
 
-    def ahead(self, n_skipped: int, why: Why) -> tuple[dict[str, float], int]:
+    def newest_unread(self, n_skipped: int, why: Why) -> tuple[dict[str, float], int]:
         """The newest update's metrics, and the number of those that were skipped, before all are read: nothing is shown.
 
         **Arguments:**

@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from .._rounding import to_bfloat16
 from .._tree import PyTree
+from ..errors import alternatives, check_choice
 from ..machine import FP8_DEVICES, has_fp8
 
 FP8 = "fp8"
@@ -81,12 +82,8 @@ class Precision:
         }
         for name, names in allowed.items():
             value = getattr(self, name)
-            if value is not None and _name(value) not in names:
-                raise ValueError(f"`Precision.{name}`: expected {_listed(names)} or None, got {value!r}. Pass one of them.")
-        if self.rounding not in ("master", "stochastic"):
-            raise ValueError(
-                f"`Precision.rounding`: expected 'master' or 'stochastic', got {self.rounding!r}. Pass one of the two."
-            )
+            check_choice(None if value is None else _name(value), f"Precision.{name}", (*names, None))
+        check_choice(self.rounding, "Precision.rounding", ("master", "stochastic"))
 
     @classmethod
     def of(cls, precision: Any, compute_dtype: Any) -> "Precision":
@@ -102,7 +99,7 @@ class Precision:
             given = precision
         else:
             raise ValueError(
-                f"`precision`: expected {_listed(_NAMED)} or a `redeqx.Precision`, got {precision!r}. "
+                f"`precision`: expected {alternatives([*_NAMED])} or a `redeqx.Precision`, got {precision!r}. "
                 "Pass one of them, or another dtype as `compute_dtype`."
             )
         if compute_dtype is not None and given.dtype != jnp.dtype(compute_dtype):
@@ -207,11 +204,6 @@ _NAMED = {
     "bfloat16": Precision("bfloat16", parameters="float32"),
     FP8: Precision(FP8, parameters="float32"),
 }
-
-
-def _listed(names: Any) -> str:
-    *most, last = [repr(name) for name in names]
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -48,7 +48,7 @@ class Program:
 
 
 def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """The shape of an array that lives under that sharding."""
+    """The shape of an array, with the sharding that it has."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 

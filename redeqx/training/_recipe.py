@@ -1,6 +1,5 @@
 """What a Trainer is given, and the plan and the program that follow from it on any mesh. No arrays are held here."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..data import Workers, collated_shapes
+from ..errors import warn
 from ..machine import FSDP, Options, chip_of_kind, xla_settings
 from ..partition import Overrides, Plan, make_plan, mark_read
 from ..tracing import Rule, Trace
@@ -27,7 +27,7 @@ def plan_model(model: PyTree, mesh: Mesh, trace: Trace | None = None, overrides:
     """The plan of a model on a mesh, in the order of its traced loss where there is one; warns of the plan's warnings."""
     plan = make_plan(model, mesh, overrides, trace)
     for message in plan.warnings:
-        warnings.warn(message, stacklevel=3)
+        warn(message)
     return plan if trace is None else mark_read(plan, trace)
 
 

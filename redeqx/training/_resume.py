@@ -1,11 +1,10 @@
 """Resuming an earlier run from the newest checkpoint of its workdir that is not damaged."""
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import DamagedError
+from ..errors import DamagedError, warn
 from ..storage import Location
 from ._engine import Engine
 from ._progress import Progress, check_record
@@ -65,7 +64,7 @@ def _first_valid(engine: Engine, there: Sequence[Location], reads_twice: bool) -
         checkpoints.note_damage(path, error)
         if path not in engine.warned:
             engine.warned.add(path)
-            warnings.warn(f"{error} It is passed over for the one before.", stacklevel=7)
+            warn(f"{error} It is passed over for the one before.")
         problem = problem or error
     if problem is not None:
         checkpoints.forget_damage()

@@ -94,7 +94,7 @@ class Run:
         """Delete what an earlier process recorded in the workdir after `step`, from which this one continues; once."""
         if not self.records_begun:
             self.records_begun = True
-            self.console.rewind(step)
+            self.console.records.rewind(step)
 
     def forget_records(self) -> None:
         """Let `begin_records` act once more, for a run that begins again from an earlier step."""

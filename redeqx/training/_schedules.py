@@ -1,13 +1,12 @@
 """Learning rates over the updates of a fit."""
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import optax
 
-from ..errors import check_count, check_number
+from ..errors import check_count, check_number, warn
 
 
 def lr_schedule(
@@ -52,8 +51,7 @@ def lr_schedule(
 def warn_of_zero_rate(schedule: Callable[[Any], Any], n_steps: int) -> None:
     """Warn where a schedule is over before the last of `n_steps` steps, from which on updates change nothing."""
     if n_steps > 2 and float(schedule(n_steps - 1)) == float(schedule(n_steps - 2)) == 0:
-        warnings.warn(
+        warn(
             f"`lr_schedule_fn`: expected a learning rate above 0 until step {n_steps}, the last of this fit, got 0 before "
             "it. Pass `get_lr_schedule_fn` the `n_epochs` of all fits.",
-            stacklevel=2,
         )

@@ -63,8 +63,8 @@ class TrainState:
 
     @classmethod
     def to_load(cls, parts: Parts, program: Program, model: PyTree, key: Array) -> "TrainState":
-        """One that `load` is to fill: no initial values are made, and of the model's only those are held that `of` would
-        take over, until `load` frees them."""
+        """A state for `load` to fill. It holds shapes, except for arrays of the model that have the right sharding already:
+        `load` frees those first."""
         whole = replicated(program.plan.mesh)
         given = parts.take(model)
         trained, frozen = (
@@ -148,13 +148,13 @@ class TrainState:
         self.is_loaded = True
 
     def _templates(self, opt_state: bool) -> dict[str, tuple[PyTree, Callable[[str], NamedSharding]]]:
-        """What `load` takes, by kind: arrays or shapes by name, and where each lives."""
+        """What `load` takes, by kind: arrays or shapes by name, and the sharding of each."""
         trees = self.trees(opt_state=opt_state)
         plan, whole = self.program.plan, replicated(self.program.plan.mesh)
         shardings = {"model": plan.sharding, "model_state": lambda _: whole}
         if opt_state:
-            homes = zip(named_leaves(trees["optimizer"]), (x.sharding for x in self.program.opt_state), strict=True)
-            shardings["optimizer"] = dict(homes).__getitem__
+            by_name = zip(named_leaves(trees["optimizer"]), (x.sharding for x in self.program.opt_state), strict=True)
+            shardings["optimizer"] = dict(by_name).__getitem__
         return {kind: (tree, shardings[kind]) for kind, tree in trees.items()}
 
     def _free(self, opt_state: bool) -> None:

@@ -89,7 +89,7 @@ _TRAIN, _EVAL, _ROUND = 0, 1, 2
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the lists of arrays that a train step carries live."""
+    """The shardings of the arrays that a train step carries."""
 
     trained: list[NamedSharding]
     opt_state: list[NamedSharding]

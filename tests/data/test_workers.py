@@ -216,7 +216,7 @@ def test_a_function_that_the_process_cannot_read_is_refused():
     ("kwargs", "kind", "message"),
     [
         ({"n_collate_workers": -1}, ValueError, "`n_collate_workers`: expected at least 0, got -1. Pass 0 or more."),
-        ({"collate_in": "fork"}, ValueError, '`collate_in`: expected "threads" or "processes", got \'fork\'. Pass one'),
+        ({"collate_in": "fork"}, ValueError, "`collate_in`: expected 'threads' or 'processes', got 'fork'. Pass one"),
     ],
 )
 def test_other_arguments_are_refused(kwargs, kind, message):

@@ -306,7 +306,7 @@ def test_refuses_what_it_does_not_implement(key, value, message):
         ("n_token_types", 0, r"`n_token_types`: expected at least 1, got 0"),
         ("n_heads", 5, r"`n_heads`: expected a divisor of `d_model`=24, got 5"),
         ("classifier_dropout", 1.0, r"`classifier_dropout`: expected a rate in \[0, 1\), got 1\.0"),
-        ("activation", "silu", r"`activation`: expected 'gelu' or 'gelu_new' or 'relu', got 'silu'\. Pass one of them"),
+        ("activation", "silu", r"`activation`: expected 'gelu', 'gelu_new' or 'relu', got 'silu'\. Pass one of them"),
     ],
 )
 def test_rejects_a_wrong_config(field, value, message):

@@ -87,7 +87,7 @@ def test_metrics_read_back_to_the_same_bits(tmp_path):
     console = Console(tmp_path / "new" / "run")
     for i, value in enumerate(values):
         console.metrics({"x": value}, i)
-    console.close()
+    console.records.close()
     read = lines(tmp_path / "new" / "run")
     assert [line["step"] for line in read] == list(range(len(values)))
     for line, value in zip(read, values, strict=True):
@@ -102,10 +102,10 @@ def test_metrics_are_on_disk_at_once_and_appended(tmp_path):
     console = Console(tmp_path)
     console.metrics({"loss": 2.5}, 1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.5}\n'
-    console.close()
+    console.records.close()
     console.metrics({"loss": np.float32(0.5), "n": 3}, 2)
     assert lines(tmp_path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 0.5, "n": 3.0}]
-    console.close()
+    console.records.close()
 
 
 def test_metrics_that_are_none(tmp_path):
@@ -124,28 +124,28 @@ def test_rewind_drops_later_lines_and_a_torn_one(tmp_path):
     console = Console(tmp_path)
     for step in range(1, 6):
         console.metrics({"loss": step / 3}, step)
-    console.close()
+    console.records.close()
     path = tmp_path / "metrics.jsonl"
     before = path.read_text().splitlines(keepends=True)
     path.write_text("".join(before) + '{"step": 6, "lo')
     resumed = Console(tmp_path)
-    resumed.rewind(3)
+    resumed.records.rewind(3)
     assert path.read_text() == "".join(before[:3])
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
     for step in (4, 5):
         resumed.metrics({"loss": step / 3}, step)
     assert path.read_text() == "".join(before)
-    resumed.rewind(4)  # with the file open
+    resumed.records.rewind(4)  # with the file open
     resumed.metrics({"loss": 5 / 3}, 5)
     assert path.read_text() == "".join(before)
-    resumed.close()
+    resumed.records.close()
 
 
 def test_rewind_warns_of_a_line_that_it_cannot_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.0}\n\0\0\0\n[3]\n{"step": 2, "loss": 1.0}\n')
     with pytest.warns(UserWarning) as caught:
-        Console(tmp_path).rewind(2)
+        Console(tmp_path).records.rewind(2)
     assert [str(w.message) for w in caught] == [
         rf"`{path}`: expected JSON with a `step` in line 2, got '\x00\x00\x00'. It is left out.",
         f"`{path}`: expected JSON with a `step` in line 3, got '[3]'. It is left out.",
@@ -154,8 +154,8 @@ def test_rewind_warns_of_a_line_that_it_cannot_read(tmp_path):
 
 
 def test_rewind_of_nothing(tmp_path):
-    Console(None).rewind(3)
-    Console(tmp_path).rewind(3)
+    Console(None).records.rewind(3)
+    Console(tmp_path).records.rewind(3)
     assert not list(tmp_path.iterdir())
 
 
@@ -164,7 +164,7 @@ def test_going_on_without_rewind_drops_only_the_torn_line(tmp_path):
     path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
     console = Console(tmp_path)
     console.metrics({"loss": 2.0}, 2)
-    console.close()
+    console.records.close()
     assert lines(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
 
 
@@ -239,16 +239,16 @@ def test_tensorboard(tmp_path):
     console = Console(tmp_path, run_tensorboard=True)
     for step in (1, 2, 3):
         console.metrics({"loss": step / 2, "eval/bleu": 1.0}, step)
-    console.close()
+    console.records.close()
     kept = [(step, name, step / 2 if name == "loss" else 1.0) for step in (1, 2) for name in ("loss", "eval/bleu")]
     assert scalars(tmp_path / "tensorboard")[:4] == kept
     # Event files are ordered by the second in their names.
     time.sleep(1.1)
     resumed = Console(tmp_path, run_tensorboard=True)
-    resumed.rewind(2)
+    resumed.records.rewind(2)
     resumed.metrics({"loss": 7.0}, 3)
     resumed.metrics({"loss": math.nan}, 4)
-    resumed.close()
+    resumed.records.close()
     *again, (step, name, value) = scalars(tmp_path / "tensorboard")
     assert again == [*kept, (3, "loss", 7.0)]
     assert (step, name) == (4, "loss") and math.isnan(value)
@@ -257,12 +257,12 @@ def test_tensorboard(tmp_path):
 def test_tensorboard_purges_once(tmp_path):
     pytest.importorskip("tensorboardX")
     console = Console(tmp_path, run_tensorboard=True)
-    console.rewind(0)
+    console.records.rewind(0)
     console.metrics({"loss": 1.0}, 1)
-    console.close()
+    console.records.close()
     time.sleep(1.1)
     console.metrics({"loss": 2.0}, 2)
-    console.close()
+    console.records.close()
     assert scalars(tmp_path / "tensorboard") == [(1, "loss", 1.0), (2, "loss", 2.0)]
 
 
@@ -287,8 +287,8 @@ def speak(console: Console) -> None:
         for step in (1, 2):
             console.metrics(METRICS, step)
             progress.update(step, metrics=METRICS, n_examples=8)
-    console.summary({"best": "1"})
-    console.close()
+    console.header({"best": "1"}, title="done")
+    console.records.close()
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -296,7 +296,7 @@ def test_only_the_main_process_speaks(tmp_path, terminal):
     out, recorder = io.StringIO(), Recorder()
     console = Console(tmp_path, is_main=False, file=out, terminal=terminal, loggers=[recorder])
     speak(console)
-    console.rewind(1)
+    console.records.rewind(1)
     assert out.getvalue() == "" and not list(tmp_path.iterdir()) and not recorder.seen
 
 
@@ -318,7 +318,7 @@ def test_plain_header_and_info():
     console.header({"mesh": "data=4, model=2", "workdir": path, "plan": "16 leaves\n12 split"})
     console.info("[bold]not markup[/bold] :smile:")
     console.info("one\ntwo", title="a title")
-    console.summary({"best": path})
+    console.header({"best": path}, title="done")
     assert out.getvalue().splitlines() == [
         "redeqx",
         "  mesh     data=4, model=2",

@@ -121,8 +121,8 @@ def test_rewind_deletes_those_of_later_steps_and_nothing_else(tmp_path):
         console.metrics({"loss": 1.0}, step)
         console.records.text("words", "x", None)
     (tmp_path / "media" / "step_notes.txt").write_text("mine")
-    console.close()
-    console.rewind(2)
+    console.records.close()
+    console.records.rewind(2)
     console.records.text("now", "x", None)  # at the step that was resumed
     found = sorted(path.name for path in (tmp_path / "media").iterdir())
     assert found == ["step_00000001_words.txt", "step_00000002_now.txt", "step_00000002_words.txt", "step_notes.txt"]
@@ -137,7 +137,7 @@ def test_tensorboard_gets_them(tmp_path):
     console.records.begin({"mesh": "data=8 | model=1"}, lambda: "the plan")
     console.records.image("samples", image, 5)
     console.records.text("words", "<b>\n*x*", 6)
-    console.close()
+    console.records.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
     data, found = file.read_bytes(), {}
     while data:

@@ -110,7 +110,7 @@ def run(console, clock, work, n_steps=5, seconds=0.4):
                 clock.now += seconds * 0.25
             line.update(step, metrics={"loss": 1.0}, n_examples=8, n_tokens=4096, work=work)
             console.metrics({"loss": 1.0}, step, speed=line.speed())
-    console.close()
+    console.records.close()
 
 
 def test_speed_is_recorded_once_a_second_beside_the_metrics(tmp_path, clock):
@@ -139,7 +139,7 @@ def test_a_metric_of_the_user_keeps_its_name(tmp_path):
     recorder = Recorder()
     console = Console(tmp_path, verbose=False, loggers=[recorder])
     console.metrics({"mfu": 7.0}, 1, speed={"mfu": 0.5})
-    console.close()
+    console.records.close()
     assert recorder.seen == [(1, {"mfu": 7.0})]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "mfu": 7.0}\n'
     assert (tmp_path / "speed.jsonl").read_text() == '{"step": 1, "mfu": 0.5}\n'
@@ -149,7 +149,7 @@ def test_speed_is_rewound_with_the_metrics(tmp_path):
     console = Console(tmp_path, verbose=False)
     for step in (1, 2, 3):
         console.metrics({"loss": 1.0}, step, speed={"mfu": 0.5})
-    console.rewind(2)
+    console.records.rewind(2)
     for name in ("metrics", "speed"):
         assert [json.loads(line)["step"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] == [1, 2]
 

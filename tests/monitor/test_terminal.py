@@ -38,7 +38,7 @@ def run():
         console.info("step 6: eval loss 2.1234, eval perplexity 8.3611, eval accuracy 0.51234")
         console.info("step 6: saved {PATH} (last, argmin_loss)")
     console.table("sent", ("kind", "layer"), [("all-reduce", "stack.blocks.attention.output.weight")])
-    console.summary({{"eval loss": "2.1234"}})
+    console.header({{"eval loss": "2.1234"}}, title="done")
 """
 SETTINGS = {
     "40": (40, {}),

@@ -111,7 +111,7 @@ def test_names_are_checked_in_every_process(loggers, error, message, is_main, mo
 
 def test_nothing_is_imported_before_something_is_recorded(tmp_path, fake):
     fake.fails.append(AssertionError("opened"))
-    Console(tmp_path, loggers=["fake", "fake"], verbose=False).close()
+    Console(tmp_path, loggers=["fake", "fake"], verbose=False).records.close()
     Console(tmp_path, loggers=["fake"], is_main=False).metrics({"loss": 1.0}, 1)
     assert not fake.runs and fake.fails and not list(tmp_path.iterdir())
 
@@ -125,36 +125,36 @@ def test_what_is_recorded_is_delivered_in_its_order(tmp_path, fake, capsys):
     record(console, 1, 2)
     console.records.text("words", "hello", None)
     record(console, 3)
-    console.close()
+    console.records.close()
     rows = [(step, {"rate": 7.0, "loss": step / 2}) for step in (1, 2, 3)]
     plan, words = (0, "step_00000000_plan.txt"), (2, "step_00000002_words.txt")
     assert fake.runs == {"run 0": ["begun", {"mesh": "data=8"}, plan, *rows[:2], words, rows[2], "closed"]}
     assert capsys.readouterr().out == "fake: at run 0\n"
     record(console, 4)  # what is recorded later continues the run
-    console.close()
+    console.records.close()
     assert fake.runs["run 0"][-3:] == ["continued", (4, {"rate": 7.0, "loss": 2.0}), "closed"]
 
 
 def test_metrics_of_a_lower_step_are_delivered_too(fake):
     console = Console(None, loggers=["fake"], verbose=False)
     record(console, 5, 1, 1)
-    console.close()
+    console.records.close()
     assert steps(fake.runs["run 0"]) == [5, 1, 1]
 
 
 def test_a_resumed_run_continues_the_run_of_the_tracker_without_what_it_does_again(tmp_path, fake):
     first = Console(tmp_path, loggers=["fake"], verbose=False)
-    first.rewind(0)
+    first.records.rewind(0)
     record(first, 1, 2, 3, 3, 4)
     first.records.text("words", "of 4", None)
-    first.close()
+    first.records.close()
     again = Console(tmp_path, loggers=["fake"], verbose=False)
-    again.rewind(2)
+    again.records.rewind(2)
     record(again, 3, 3, 4)
     again.records.text("words", "of 4", None)
     record(again, 5)
     again.records.text("words", "of 5", None)
-    again.close()
+    again.records.close()
     (seen,) = fake.runs.values()
     assert steps(seen) == [1, 2, 3, 3, 4, 5]
     assert [x for x in seen if isinstance(x, str)] == ["begun", "closed", "continued", "closed"]
@@ -164,11 +164,11 @@ def test_a_resumed_run_continues_the_run_of_the_tracker_without_what_it_does_aga
 def test_a_resumed_run_delivers_what_the_tracker_missed(tmp_path, fake):
     first = Console(tmp_path, verbose=False)  # without the tracker
     record(first, 1, 2, 3)
-    first.close()
+    first.records.close()
     again = Console(tmp_path, loggers=["fake"], verbose=False)
-    again.rewind(2)
+    again.records.rewind(2)
     record(again, 3)
-    again.close()
+    again.records.close()
     rows = [(1, {"loss": 0.5}), (2, {"loss": 1.0}), (3, {"rate": 7.0, "loss": 1.5})]
     assert fake.runs == {"run 0": ["begun", *rows, "closed"]}
 
@@ -177,20 +177,20 @@ def test_a_run_from_the_start_is_another_run_of_the_tracker(tmp_path, fake):
     for _ in range(2):
         console = Console(tmp_path, loggers=["fake"], verbose=False)
         record(console, 0)  # before the fit
-        console.rewind(0)
+        console.records.rewind(0)
         record(console, 1)
-        console.close()
+        console.records.close()
     assert [steps(seen) for seen in fake.runs.values()] == [[0, 1], [0, 0, 1]]  # as metrics.jsonl
 
 
 def test_what_a_rerun_adds_to_the_last_step_is_delivered(tmp_path, fake):
     for names in (["sample"], ["sample", "report"], ["sample", "report"]):
         console = Console(tmp_path, loggers=["fake"], verbose=False)
-        console.rewind(8)
+        console.records.rewind(8)
         console.records.begin({}, lambda: "the plan")
         for name in names:
             console.records.text(name, "text", 8)
-        console.close()
+        console.records.close()
     assert list(fake.runs) == ["run 0"]
     media = [seen for seen in fake.runs["run 0"] if isinstance(seen, tuple)]
     assert [(step, name.split("_")[-1]) for step, name in media] == [(8, "plan.txt"), (8, "sample.txt"), (8, "report.txt")]
@@ -201,7 +201,7 @@ def test_a_damaged_state_begins_a_run(tmp_path, fake):
     (tmp_path / "trackers" / "fake.json").write_text('{"run_id": ')
     console = Console(tmp_path, loggers=["fake"], verbose=False)
     record(console, 1)
-    console.close()
+    console.records.close()
     state = json.loads((tmp_path / "trackers" / "fake.json").read_text())
     assert state == {"run_id": "run 0", "sent": [1, 1], "media": [-1, []]}
 
@@ -216,7 +216,7 @@ def test_a_tracker_that_fails_warns_once_and_gets_all_when_it_works_again(tmp_pa
         record(console, 1, 2)
         wait_for(lambda: not fake.fails)
         record(console, 3)
-        console.close()
+        console.records.close()
     assert [str(w.message) for w in caught] == [
         "`loggers`: expected fake to record, got ConnectionError: no network. Training goes on; what it misses is kept, and "
         "sent when it works again. All of it is in the workdir, too."
@@ -229,7 +229,7 @@ def test_a_tracker_that_fails_ends_no_run_where_warnings_are_errors(fake, capsys
     fake.fails += [ConnectionError("no network")] * 99
     console = Console(None, loggers=["fake"], verbose=False)
     record(console, 1, 2, 3)
-    console.close()
+    console.records.close()
     assert capsys.readouterr().err.startswith("`loggers`: expected fake to record, got ConnectionError: no network.")
     assert not fake.runs
 
@@ -240,8 +240,8 @@ def test_a_tracker_that_hangs_delays_nothing(fake, monkeypatch):
     console = Console(None, loggers=["fake"], verbose=False)
     record(console, *range(100))
     with pytest.warns(UserWarning, match=r"expected fake to take its last records within 0\.05 s, got no answer"):
-        console.close()
-    console.close()
+        console.records.close()
+    console.records.close()
     record(console, 101)
     (thread,) = [each for each in threading.enumerate() if each.name == "redeqx-fake"]
     fake.blocks.set()
@@ -255,7 +255,7 @@ def test_what_waits_is_bounded(fake, monkeypatch):
     console = Console(None, loggers=["fake"], verbose=False)
     record(console, *range(10))
     fake.blocks.set()
-    console.close()
+    console.records.close()
     assert steps(fake.runs["run 0"]) == [7, 8, 9]
 
 
@@ -303,7 +303,7 @@ for step in range(begin + 1, end + 1):
     deployer.log_metrics({"loss": step / 2}, step)
     deployer.log_image("samples", np.full((4, 6, 3), step / 10))
     deployer.log_text("words", f"<b>|{step}|</b>")
-deployer._run.console.close()
+deployer._run.console.records.close()
 if how == "kill":
     os._exit(9)
 if how == "raise":

@@ -47,7 +47,7 @@ def test_the_errors_are_those_of_the_sources():
     """After a change of a message: `python docs/errors.py`."""
     written = runpy.run_path(str(DOCS / "errors.py"))["page"]()
     assert PAGES["errors.md"] == written
-    assert "- **ValueError**: `remat`: expected 'auto' or one of …, got …. Pass one of them." in written
+    assert "- **ValueError**: `on_nonfinite`: expected 'raise' or 'skip', got …." in written
 
 
 def test_every_page_is_in_the_navigation():

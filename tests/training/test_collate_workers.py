@@ -48,5 +48,5 @@ def test_a_fit_is_the_same_and_its_workers_end_with_the_trainer(where):
 def test_what_is_wrong_is_said_before_any_work():
     with pytest.raises(ValueError, match="`n_collate_workers`: expected at least 0, got -1"):
         make_trainer(n_collate_workers=-1)
-    with pytest.raises(ValueError, match='`collate_in`: expected "threads" or "processes", got \'fork\''):
+    with pytest.raises(ValueError, match="`collate_in`: expected 'threads' or 'processes', got 'fork'"):
         make_trainer(n_collate_workers=1, collate_in="fork")

@@ -90,7 +90,7 @@ def test_precisions_that_are_none_are_named():
         "`compute_dtype`: expected bfloat16, which `precision` says, got float32. Pass one of the two."
     )
     assert message(ValueError, redeqx.Precision, parameters="float16") == (
-        "`Precision.parameters`: expected 'float32' or 'bfloat16' or None, got 'float16'. Pass one of them."
+        "`Precision.parameters`: expected 'float32', 'bfloat16' or None, got 'float16'. Pass one of them."
     )
     assert message(ValueError, redeqx.Precision, rounding="nearest") == (
         "`Precision.rounding`: expected 'master' or 'stochastic', got 'nearest'. Pass one of the two."

@@ -647,7 +647,7 @@ def test_remat_of_loops_saves_memory_and_changes_no_number(shards):
 def test_loops_recompute_all_but_products_by_default():
     assert make_trainer(deployer())._engine.recipe.remat_level == "matmuls"
     assert make_trainer(deployer(), remat="none")._engine.recipe.remat_level == "none"
-    expected = "`remat`: expected 'auto' or one of 'none', 'matmuls', 'full', 'offload', got 'some'"
+    expected = "`remat`: expected 'auto', 'none', 'matmuls', 'full' or 'offload', got 'some'"
     with pytest.raises(ValueError, match=expected):
         make_trainer(deployer(), remat="some")
     with pytest.raises(ValueError, match=r"`memory`: expected 'auto' or None, got 'most'\. Pass one of the two\."):

@@ -241,18 +241,18 @@ def test_names_the_file_that_is_not_there(tmp_path):
         (
             DDIM,
             {"beta_schedule": "cosine"},
-            "`beta_schedule`: expected 'linear' or 'scaled_linear' or 'squaredcos_cap_v2', got",
+            "`beta_schedule`: expected 'linear', 'scaled_linear' or 'squaredcos_cap_v2', got",
         ),
         (DDIM, {"eta": -1.0}, "`eta`: expected at least 0, got -1.0"),
         (
             DDPM,
             {"prediction_type": "noise"},
-            "`prediction_type`: expected 'epsilon' or 'v_prediction' or 'sample', got 'noise'",
+            "`prediction_type`: expected 'epsilon', 'v_prediction' or 'sample', got 'noise'",
         ),
         (
             DDPM,
             {"timestep_spacing": "even"},
-            "`timestep_spacing`: expected 'leading' or 'trailing' or 'linspace', got 'even'",
+            "`timestep_spacing`: expected 'leading', 'trailing' or 'linspace', got 'even'",
         ),
         (DDPM, {"variance_type": "learned"}, "`variance_type`: expected 'fixed_small' or 'fixed_large', got 'learned'"),
     ],
