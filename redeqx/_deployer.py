@@ -271,7 +271,9 @@ class Deployer(KnowsRedco):
         shapes = eqx.filter_eval_shape(make_model)
         if self.is_dry_run:
             return as_shapes(shapes)
-        plan = self.plan(shapes) if plan is None else plan
+        if plan is not None:
+            plan.check(shapes)
+        plan = self.plan(shapes) if plan is None else plan.on(self.mesh)
         arrays, static = eqx.partition(shapes, is_array_like)
         shardings = [plan.sharding(name) for name in named_leaves(arrays)]
 

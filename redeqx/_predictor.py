@@ -12,7 +12,7 @@ from jaxtyping import PRNGKeyArray
 
 from ._deployer import Deployer
 from ._load import load
-from ._tree import PyTree, is_array_like
+from ._tree import PyTree, is_array_like, is_key
 from .data import BatchSize, Group, Prefetch, collate, pad_rows, place_rows, read, rows_here, size_of
 from .errors import (
     OF_PREDICTOR,
@@ -76,7 +76,9 @@ class Predictor(KnowsRedco):
         self._output_fn = output_fn or _rows
         self._model_state = model_state
         self._options = {"compute_dtype": compute_dtype, "fuse_attention": fuse_attention}
-        self._plan = plan
+        if plan is not None and model is not None:
+            plan.check(model)
+        self._plan = None if plan is None else plan.on(deployer.mesh)
         self._step: tuple[Any, Parts, Callable[..., Any]] | None = None
         self._compiled: set[Any] = set()
         self._placed: tuple[PyTree, PyTree] | None = None
@@ -144,6 +146,8 @@ class Predictor(KnowsRedco):
             return
         n_shards = self._deployer.n_batch_shards
         at_once = min(size.examples, n)
+        advice = "Pass the same examples in every process: each computes its share of them."
+        self._deployer._run.peers.agree("predict", {"len(examples)": n, "batch_size": size.examples}, advice)
         rows = -(-at_once // n_shards) * n_shards
         if self._deployer._run.returns_zeros("predict"):
             yield from self._zeros(examples, n, at_once, rows, model)
@@ -162,6 +166,8 @@ class Predictor(KnowsRedco):
                 batch = collate(self._collate_fn, read(examples, places), places)
                 yield n_rows, place_rows(pad_rows(batch, len(here)), np.arange(rows), split_rows(mesh), here)
 
+        if key is not None and not getattr(key, "shape", None) and not (eqx.is_array(key) and is_key(key)):
+            raise TypeError(f"`key`: expected a PRNG key, got {key!r}. Pass `jax.random.key(0)`, say.")
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
         key = put(key, replicated(mesh))
         pending: deque[tuple[int, PyTree]] = deque()

@@ -464,6 +464,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
             raise ValueError("`resume`: expected before the first update, got called inside of `fit`. It resumes by itself.")
         if not self.deployer.is_dry_run:
             resume_newest(engine, reads_twice=False)
+            engine.run.forget_records()  # of the steps since, where this process has taken some
             engine.run.begin_records(engine.step)
         return engine.step
 

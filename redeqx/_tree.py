@@ -4,6 +4,7 @@ Plans, errors and checkpoints all write `blocks.3.attn.query.weight`. This modul
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -73,6 +74,20 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """The end of an error message: `" Did you mean `x`?"` with the most similar of `names`, empty if none is similar."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean `{close[0]}`?" if close else ""
+
+
+_INDEX = re.compile(r"((?<![^.`])\d+(?![^.`]))")  # a list index in a name, which may be quoted in a text
+
+
+def without_indices(text: str) -> str:
+    """A name, or a text with quoted names, with `*` for each list index: equal for leaves that differ only in these."""
+    return _INDEX.sub("*", text)
+
+
+def merged(texts: Sequence[str]) -> str:
+    """Texts that differ only in list indices as one, with `*` for each index that differs."""
+    parts = zip(*(_INDEX.split(text) for text in texts), strict=True)
+    return "".join(alike[0] if len(set(alike)) == 1 else "*" for alike in parts)
 
 
 def listed(lines: Sequence[str], most: int = MOST_LISTED) -> list[str]:

@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from ..errors import warn
 from ..machine import n_batch_shards
-from ..tracing import all_inside, product_flops
+from ..tracing import all_inside, n_iterations, product_flops
 from ._hlo import Instruction, Module, arrays_of
 from ._sources import frames_of, line_among, line_of, shortened
 
@@ -88,7 +88,7 @@ def _of_jaxpr(jaxpr: Any, unknown: set[str]) -> _Count:
         inner = [_of_jaxpr(found.jaxpr, unknown) for found in all_inside(eqn)]
         if eqn.primitive.name == "cond":
             inner = _longest(inner)
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        times = n_iterations(eqn)
         for of in inner:
             if eqn.primitive.name == "while":
                 unknown.update(of.all)

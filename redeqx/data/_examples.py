@@ -333,7 +333,7 @@ def batches(
     workers: Workers,
     size: BatchSize,
     mesh: Mesh,
-    check: Callable[[int, PyTree], None] | None = None,
+    check: Callable[[int, PyTree, int], None] | None = None,
 ) -> Prefetch:
     """The batch of each step, prepared ahead by a thread; close it after use, as `Prefetch` says.
 
@@ -342,7 +342,8 @@ def batches(
     **Arguments:**
 
     - `workers`: they call `collate_fn`, for several steps at once; without any, the thread itself calls it.
-    - `check`: called by that thread with the number of each step and its collated rows.
+    - `check`: called by that thread with the number of each step, its collated rows, and the number of its examples in all
+        processes; after the last step with no rows and 0.
     """
 
     def read_step(i: int, step: Slice) -> "_Step":
@@ -353,11 +354,11 @@ def batches(
 
     def prepared(given: "_Step") -> Batch:
         batch = collate(lambda _: given.collated(), given.examples, given.places)
+        n_rows = len(given.step.examples)
         if check is not None:
-            check(given.i, batch)
+            check(given.i, batch, n_rows)
         # A remainder of full micro-batches runs in the program of a full step.
         is_full = len(given.cut) == 1 and given.cut[0].rows == size.micro_batch
-        n_rows = len(given.step.examples)
         tokens = n_tokens(batch)  # of this process's rows; those of other processes have the same length
         return Batch(
             place_batch(batch, given.cut, mesh, given.rows, size.n_micro_batches if is_full else 0),
@@ -371,7 +372,16 @@ def batches(
         )
 
     read_steps = drawn_ahead((read_step(i, step) for i, step in enumerate(steps)), workers.n)
-    return Prefetch(prepared(given) for given in read_steps)  # with `map`, StopIteration in a collate_fn would end the pass
+
+    def every() -> Iterator[Batch]:  # with `map`, StopIteration in a collate_fn would end the pass
+        n = 0
+        for given in read_steps:
+            yield prepared(given)
+            n += 1
+        if check is not None:
+            check(n, {}, 0)
+
+    return Prefetch(every())
 
 
 class _Step(NamedTuple):

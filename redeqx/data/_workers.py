@@ -9,6 +9,7 @@ which examples come and a batch goes back, and it ends when that connection clos
 
 import ast
 import contextlib
+import os
 import pickle  # between our own processes alone: nothing from a file or the network is unpickled
 import queue
 import signal
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from ..distributed import WORKER
 from ..errors import RemoteTraceback, check_choice, check_count
 
 # A shell sends the first one, and a scheduler the others, to every process of a job. This process decides what they mean.
@@ -204,7 +206,7 @@ class _Process:
         self._connection, far_end = spawn.Pipe()
         self._is_ready = False
         arguments = (far_end, function, names, bool(jax.config.read("jax_enable_x64")))
-        self._process = spawn.Process(target=_serve, args=arguments, name="redeqx-collate", daemon=True)
+        self._process = spawn.Process(target=_serve, args=arguments, name=WORKER, daemon=True)
         resource_tracker.ensure_running()  # by `start` otherwise, which would then let the signals through
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # inherited, until `_serve` ignores them
         try:
@@ -261,6 +263,7 @@ def _serve(connection: Connection, function: bytes, names: ArgumentNames, enable
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    threading.Thread(target=_end_with_parent, name="redeqx-parent", daemon=True).start()
     jax.config.update("jax_platforms", "cpu")  # a `collate_fn` that uses JAX takes no memory of the accelerator
     jax.config.update("jax_enable_x64", enable_x64)
     with contextlib.suppress(EOFError, ConnectionError):
@@ -281,6 +284,13 @@ def _serve(connection: Connection, function: bytes, names: ArgumentNames, enable
                 _send_error(connection, error, "".join(traceback.format_exception(type(error), error, frames)))
                 continue
             connection.send_bytes(result)
+
+
+def _end_with_parent() -> None:
+    """End this process with the one that started it, also within a call, which may take any time."""
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _send_error(connection: Connection, error: Exception, text: str) -> None:

@@ -4,7 +4,7 @@ Owns cluster detection, the rendezvous, the message channel beside JAX's collect
 launcher. Knows nothing of models or files. Open `_cluster.py` first.
 """
 
-from ._cluster import start as start
+from ._cluster import WORKER as WORKER, start as start
 from ._exits import at_end as at_end, discard as discard
 from ._interrupts import HANG as HANG, Preempted as Preempted, Preemption as Preemption, Watch as Watch
 from ._launch import launch as launch

@@ -8,6 +8,7 @@ before JAX starts, because in its runtime many failures abort without a Python e
 import atexit
 import contextlib
 import ipaddress
+import multiprocessing
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from ._rendezvous import START
 
 PORT = 55527  # of process 0 by default; the one that JAX's own detection takes on Kubernetes
 _HOOK = 30.0  # seconds that an exception hook may take, for example one that reports to a service
+WORKER = "redeqx-collate"  # the name of a process that collates
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _PROCESSES, _PROCESS_ID, _HOST0 = "REDEQX_PROCESSES", "REDEQX_PROCESS_ID", "REDEQX_HOST0"
 
@@ -72,6 +74,8 @@ def start(
     if JAX has been used already.
     """
     global _peers
+    if multiprocessing.current_process().name == WORKER:  # it imports the script, and is no process of the run
+        return Peers()
     place = find_place(n_processes, host0_address, host0_port, process_id, n_local_devices)
     if _peers is not None:
         if place is not None and (place.n, place.index) != (_peers.n, _peers.index):

@@ -47,7 +47,11 @@ class Preemption:
         self._is_interrupt = False  # by Ctrl-C
         self._change = threading.Lock()
         self._begin(is_on=False)
-        peers.on("preempted", lambda index, is_interrupt: self._handle(is_interrupt))
+        self._register()
+
+    def _register(self) -> None:
+        """Be the one that is called when another process was preempted."""
+        self._peers.on("preempted", lambda index, is_interrupt: self._handle(is_interrupt))
 
     def _begin(self, *, is_on: bool) -> None:
         self._is_on = is_on
@@ -88,6 +92,7 @@ class Preemption:
             acts[signal.SIGINT] = self._interrupt
         with self._change:
             self._begin(is_on=True)
+        self._register()  # another deployer of this run may have been made since
         try:
             with handled(acts), nullcontext() if _is_interactive() else _second_leaves():
                 yield
@@ -128,7 +133,7 @@ class Preemption:
     def end(self, step: int, log: Callable[[str], None]) -> NoReturn:
         """End the script once that step is saved: with exit code 75, or as Ctrl-C does, which a notebook survives."""
         is_interrupt, self._is_interrupt = self._is_interrupt, False
-        why = "stopped by Ctrl-C" if is_interrupt else "told to stop"
+        why = "stopped by Ctrl-C" if is_interrupt else "preempted"
         log(f"{why}: step {step} is saved; run the script again to go on from it")
         if not _is_interactive():
             end_in_time(_INTERRUPTED if is_interrupt else EXIT_CODE)

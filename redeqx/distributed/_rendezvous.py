@@ -9,6 +9,7 @@ one) the greeting must contain it; without one, everybody who knows this format 
 """
 
 import contextlib
+import errno
 import hmac
 import os
 import selectors
@@ -212,7 +213,7 @@ def _listening(host: str, port: int, bind: str) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        if error.errno == 98 or "in use" in str(error):
+        if error.errno == errno.EADDRINUSE or "in use" in str(error):
             raise ValueError(
                 f"`host0_port`: expected a free port, got {port}, which another program holds. Pass another everywhere."
             ) from error

@@ -39,9 +39,9 @@ class DryRunDone(SystemExit):
     """Ends the script of a dry run when its report is complete."""
 
     def __init__(self, run: DryRun):
-        is_replicated = all(f"{name} step" not in run.failed for name in ("eval", "predict"))
+        is_complete = all(f"{name} step" not in run.failed for name in ("eval", "predict"))
         fits = run.fits or (run.is_searched and run.best is not None)
-        super().__init__(EXIT_DOES_NOT_FIT if not fits else 0 if is_replicated else EXIT_FAILED)
+        super().__init__(EXIT_DOES_NOT_FIT if not fits else 0 if is_complete else EXIT_FAILED)
         self.run = run
 
 
@@ -144,16 +144,18 @@ def _levels(job: Job, run: DryRun) -> tuple[str, dict[str, Mapping[str, int]]]:
         return _traced(job, program, run.setting, only_train=True)["train"].jaxpr.jaxpr
 
     own = traced(run.setting.remat)
-    programs: dict[str, Any] = {}
+    own_content = content(own)
+    programs: dict[str, tuple[Any, Any]] = {}  # a jaxpr, and its content
     is_own_host = run.machine.devices[0].platform == "cpu"
     for remat in REMATS if job.can_remat else ():
         jaxpr = traced(remat) if remat != "offload" or not is_own_host else own
-        if content(jaxpr) not in map(content, programs.values()):
-            programs[remat] = jaxpr
-    same = [remat for remat, jaxpr in programs.items() if content(jaxpr) == content(own)]
+        found = content(jaxpr)
+        if all(found != other for _, other in programs.values()):
+            programs[remat] = jaxpr, found
+    same = [remat for remat, (_, found) in programs.items() if found == own_content]
     if len(programs) < 2 or not same:
-        same, programs = [run.setting.remat], {run.setting.remat: own}
-    return same[0], {remat: matmul_flops(jaxpr) for remat, jaxpr in programs.items()}
+        same, programs = [run.setting.remat], {run.setting.remat: (own, own_content)}
+    return same[0], {remat: matmul_flops(jaxpr) for remat, (jaxpr, _) in programs.items()}
 
 
 def _compiled(

@@ -5,11 +5,13 @@ the line of the script and the line of the user's function are next to each othe
 """
 
 import functools
+import re
 import sysconfig
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import equinox as eqx
 import jax
 
 from .._tree import is_array_like, listed, named_leaves
@@ -87,6 +89,10 @@ class RemoteTraceback(Exception):
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
 
 
+# What `eqx.error_if` says, in an error of the runtime that is made of it.
+_RAISED_IN_STEP = re.compile(r"_EquinoxRuntimeError: (.*?)(?:\n-{10}|\Z)", re.DOTALL)
+
+
 class Plainly:
     """A context whose errors show the user's frames: the line of the script, and the lines of the user's functions.
 
@@ -101,6 +107,11 @@ class Plainly:
         # Set on the error itself: raising it again would add a frame.
         if isinstance(error, Exception) and getattr(jax.config, "jax_traceback_filtering", None) != "off":
             error.__traceback__ = _without_ours(error, traceback)
+            if (raised := _RAISED_IN_STEP.search(str(error))) is not None:
+                raise eqx.EquinoxRuntimeError(
+                    f"{raised[1].strip()}\nRaised by an `eqx.error_if` while the step was computed. With "
+                    "`EQX_ON_ERROR=breakpoint` in the environment a debugger opens there."
+                ) from None
 
 
 def plainly(fn: Callable[P, Result]) -> Callable[P, Result]:

@@ -28,12 +28,12 @@ def attention(
 ) -> Float[Array, "*batch queries heads value_size"]:
     """Softmax attention that never holds the weights of all queries for all keys.
 
-    It is told what is seen, not given a mask, so that each platform's kernel can skip the rest: cuDNN's fused attention on
-    NVIDIA GPUs in bfloat16 and float16, splash attention on TPUs in bfloat16 and float32, elsewhere, and where these have
-    no kernel, blocks of queries one after the other, in plain XLA. On several TPUs splash attention needs to know how arrays
-    are split, which the `Trainer` and the `Predictor` tell it. The platform is that which is compiled for, so that a dry run
-    on a laptop has the kernels of its target. All derivatives work, also forward mode and second derivatives; so does
-    `jax.vmap`. The softmax is in float32.
+    Arguments such as `causal` and `window` replace a mask, so that each platform's kernel can skip the keys that no query
+    sees: cuDNN's fused attention on NVIDIA GPUs in bfloat16 and float16, splash attention on TPUs in bfloat16 and float32,
+    elsewhere, and where these have no kernel, blocks of queries one after the other, in plain XLA. On several TPUs splash
+    attention needs to know how arrays are split, which the `Trainer` and the `Predictor` tell it. The platform is that which
+    is compiled for, so that a dry run on a laptop has the kernels of its target. All derivatives work, also forward mode and
+    second derivatives; so does `jax.vmap`. The softmax is in float32.
 
     ```python
     out = redeqx.attention(q, k, v, causal=True)  # q: [batch, queries, heads, size]
@@ -53,7 +53,7 @@ def attention(
     - `dropout`: the probability, in [0, 1), that a weight is set to zero; `key` decides which. No kernel has one that takes
         a key, so this is computed in plain XLA everywhere.
 
-    A query that sees no key gets the mean of all values; of cuDNN and splash attention it gets what those give.
+    A query that sees no key gets the mean of all values; with cuDNN and splash attention its output is not specified.
 
     Raises ValueError for shapes that do not agree.
     """
@@ -123,6 +123,7 @@ def _check_shapes(q: Any, k: Any, v: Any) -> tuple[int, ...]:
 
 
 def _of_batch(name: str, x: Any, shape: tuple[int, ...]) -> Array:
+    x = jnp.asarray(x)
     if tuple(x.shape) != shape or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(
             f"`{name}`: expected integers of shape {shape}, got {x.dtype} of shape {tuple(x.shape)}. Pass one for each."
@@ -132,6 +133,7 @@ def _of_batch(name: str, x: Any, shape: tuple[int, ...]) -> Array:
 
 def _with_heads(bias: Any, shape: tuple[int, ...]) -> Array:
     """A bias with all dims of the scores, of size 1 where it repeats, but not along the keys."""
+    bias = jnp.asarray(bias)
     padded = (*(1,) * (len(shape) - bias.ndim), *bias.shape)
     if len(padded) != len(shape) or any(n not in (1, of) for n, of in zip(padded, shape, strict=True)):
         raise ValueError(

@@ -15,6 +15,9 @@ from einops import rearrange
 from ._setting import MASKED, Setting, seen
 
 BLOCK = 256  # queries of a block, at most
+# A largest score beyond this is left out of the log of the sum: from about 1e6 on float32 would lose the sum of the weights.
+# More than twice the log of any number of keys, so that one sees which it is.
+_FAR = 1e3
 
 Operands = dict[str, Any]
 
@@ -36,8 +39,10 @@ def forward(setting: Setting, q: Any, k: Any, v: Any, extras: Operands, most: in
         total = jnp.sum(weights, -1, keepdims=True)
         kept = _dropped(setting, weights, block)
         out = jnp.einsum("bgrts,bgsh->bgrth", kept.astype(v.dtype), values, preferred_element_type=jnp.float32)
-        # For a query that sees nothing, the sum alone: its largest score would swallow it.
-        log_sum = jnp.log(total) + jnp.where(most > MASKED / 2, most, 0.0)
+        log_sum = jnp.log(total)
+        if setting.may_be_far:
+            most = jnp.where(jnp.abs(most) < _FAR, most, 0.0)  # the sum alone, which `most` would swallow
+        log_sum = log_sum + most
         return sums, {"out": (out / total).astype(q.dtype), "log_sum": log_sum[..., 0]}
 
     _, outs = _by_block(of_block, {}, most, n_queries, {"q": _queries_first(q, groups), **_by_head(extras, groups)})
@@ -64,9 +69,11 @@ def backward(setting: Setting, q: Any, k: Any, v: Any, extras: Operands, out: An
     def of_block(sums: Operands, block: Operands) -> tuple[Operands, Operands]:
         scores = _scores(setting, block, keys)
         is_seen = scores > MASKED / 2 if setting.may_see_nothing else None
-        if is_seen is not None:  # `log_sum` is that of zeros, for a query that sees nothing
-            scores = jnp.where(jnp.any(is_seen, -1, keepdims=True), scores, 0.0)
-        weights = jnp.exp(scores - block["log_sum"][..., None])
+        log_sum = block["log_sum"][..., None]
+        if setting.may_be_far:  # told by `log_sum` itself, as scores that are computed again may be rounded otherwise
+            most = jnp.max(scores, -1, keepdims=True)
+            scores = jnp.where(jnp.abs(log_sum - most) > _FAR / 2, scores - most, scores)
+        weights = jnp.exp(scores - log_sum)
         of_weights = jnp.einsum("bgrth,bgsh->bgrts", block["g"], values, preferred_element_type=jnp.float32)
         of_scores = weights * (_dropped(setting, of_weights, block) - block["mean"][..., None])
         if is_seen is not None:

@@ -99,7 +99,12 @@ def _whole(setting: Setting, *operands: Any) -> list[Any]:
 
 def formula(eqn: Any) -> Any:
     """The attention of an equation as a closed jaxpr of products and a softmax, for what looks into it."""
-    return jax.make_jaxpr(partial(_whole, eqn.params["setting"]))(*(var.aval for var in eqn.invars))
+    return _formula(eqn.params["setting"], tuple(var.aval for var in eqn.invars))
+
+
+@cache  # equal layers share one trace, and so do the trials of a plan
+def _formula(setting: Setting, avals: tuple[Any, ...]) -> Any:
+    return jax.make_jaxpr(partial(_whole, setting))(*avals)
 
 
 def _plain(setting: Setting, *operands: Any) -> Any:
@@ -160,7 +165,7 @@ def _tangent_transpose(cotangents: Sequence[Any], *operands: Any, setting: Setti
 
 
 def _jvp_of(plain: Callable[..., list[Any]], primitive: Any) -> Callable[..., Any]:
-    """The derivative of what a primitive computes, by the plain formula, of which `out` and `log_sum` are no inputs."""
+    """The derivative of what a primitive computes, by the plain formula. That computes `out` and `log_sum` again."""
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, setting: Setting) -> Any:
         outs = primitive.bind(*primals, setting=setting)

@@ -28,7 +28,7 @@ def check_compilation_cache(given: Any) -> None:
 
 
 def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
-    """Set JAX's cache folder for this process; returns what a person is told, None for nothing.
+    """Set JAX's cache folder for this process; returns the line to print, or None.
 
     **Arguments:**
 
@@ -119,14 +119,14 @@ class CacheUse:
     **Arguments:**
 
     - `n_hits`, `n_misses`: programs that were read from it, and others.
-    - `seconds_saved`: compiling what was read took so much longer than reading it.
+    - `seconds_saved`: how much longer compiling would have taken than reading did.
     """
 
     n_hits: int = 0
     n_misses: int = 0
     seconds_saved: float = 0.0
 
-    def said(self) -> str:
+    def text(self) -> str:
         """One phrase for a person; empty where there is no cache."""
         if self.n_hits:  # the rest are small: JAX keeps no program that compiles within a second
             return f"read from the compilation cache, which saved {self.seconds_saved:.1f}s"

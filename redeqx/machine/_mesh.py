@@ -4,6 +4,7 @@ Owns the names of the mesh axes: no other module spells "data", "fsdp" or "model
 has *dims*.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,12 @@ def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence
 
 def n_batch_shards(mesh: Mesh) -> int:
     """The number of parts into which the rows of a batch are split: data x fsdp."""
-    return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec, which may be None, an axis, or several."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

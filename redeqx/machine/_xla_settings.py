@@ -61,7 +61,7 @@ class XlaSettings:
     options: dict[str, bool | int | float | str] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
 
-    def said(self) -> str:
+    def text(self) -> str:
         """One line for a person; empty where there are none."""
         spelled = {name: str(x).lower() if isinstance(x, bool) else x for name, x in self.options.items()}
         said = [f"{name}={x}" for name, x in spelled.items()]

@@ -89,8 +89,9 @@ def _scale_by_adam(form: str, b1: float, b2: float, eps: float) -> optax.Gradien
         steps_key = jax.random.fold_in(jax.random.key(0), count)
         made, first, second = [], [], []
         for i, (g, (mu, nu, mu_scales, nu_scales)) in enumerate(zip(leaves, stored, strict=True)):
-            m = b1 * read(mu, mu_scales, "first") + (1 - b1) * g
-            v = b2 * read(nu, nu_scales, "second") + (1 - b2) * jnp.square(g.astype(jnp.float32))
+            g32 = g.astype(jnp.float32)
+            m = b1 * read(mu, mu_scales, "first") + (1 - b1) * g32
+            v = b2 * read(nu, nu_scales, "second") + (1 - b2) * jnp.square(g32)
             made.append((m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps)).astype(g.dtype))
             noise = noises(jax.random.fold_in(steps_key, i), g.shape)
             first.append(write(m, mu, "first", noise[0]))

@@ -25,7 +25,7 @@ from .._rounding import to_bfloat16
 
 # Leaves with fewer numbers stay in float32: they take no memory, and norms and biases are sensitive.
 MIN_SIZE = 2**12
-_BLOCKS = range(256, 63, -1)  # numbers in a block; 64 have scales of a sixteenth of their bytes
+_BLOCKS = range(256, 63, -1)  # numbers in a block; with 64, the scales add a sixteenth to the bytes
 _SHARDS = (64, 32, 16, 8, 4, 2, 1)
 _STEPS = {"first": 127, "second": 255}
 _ROOTS = {"first": 1, "second": 2}  # how often the square root is taken
@@ -42,8 +42,8 @@ class Blocks:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> "Blocks | None":
-        """The blocks of a leaf: along its last dim that has any, of a size that many numbers of shards leave whole. None for
-        a leaf that is small, or has no such dim.
+        """The blocks of a leaf: along the last dim that divides into blocks, of a size that no usual number of shards cuts.
+        None for a leaf that is small, or has no such dim.
 
         They depend on the shape alone, so that a checkpoint restores onto any mesh.
         """

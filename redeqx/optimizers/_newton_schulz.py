@@ -21,6 +21,7 @@ from einops import rearrange
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Float
 
+from ..machine import axes_of
 from ..partition import Kind, Plan
 
 Axes = tuple[str, ...]
@@ -144,8 +145,7 @@ def _axes_of(name: str, x: Array, plan: Plan | None) -> tuple[Axes, ...]:
     leaf = None if plan is None else plan.leaves.get(name)
     if plan is None or leaf is None or leaf.shape != x.shape:
         return ((),) * x.ndim
-    entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in leaf.spec]
-    return tuple(tuple(axis for axis in entry if plan.mesh.shape[axis] > 1) for entry in entries)
+    return tuple(tuple(axis for axis in axes_of(entry) if plan.mesh.shape[axis] > 1) for entry in leaf.spec)
 
 
 # --- dealing out -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ What cannot be followed stays replicated, with a reason that names the primitive
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._tree import without_indices
 from ..kernels import formula
 from ..tracing import Trace, called, insides, scan_counts, view
 from ._flow import Flow, Pass, Use, View
@@ -84,7 +84,7 @@ def order(
 
     # Leaves whose names differ only in indices (those of a list of blocks) are changed together, if their splits are equal.
     alike: dict[str, list[int]] = {}
-    patterns = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in trace.names]
+    patterns = [without_indices(name) for name in trace.names]
     for i, pattern in enumerate(patterns):
         alike.setdefault(pattern, []).append(i)
 
@@ -389,7 +389,7 @@ def _loop(run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow],
 def _follow_loop(
     run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]
 ) -> list[Flow]:
-    start = run.standing()
+    start = run.snapshot()
     if any(run.is_open(flow) for flow in carry):  # parameters in the carry: the first iteration decides their splits
         run.evaluate(closed, [*consts, *carry, *slices])
         begun = {view.leaf for flow in carry for view in flow.views} & run.decided.keys()
@@ -406,7 +406,7 @@ def _follow_loop(
     for other in (begun, gathered):
         if other == carried:
             continue
-        end = run.standing()
+        end = run.snapshot()
         run.restore(start)
         if other is gathered:
             for var, flow in zip(closed.jaxpr.outvars, carried, strict=False):
@@ -423,7 +423,7 @@ def _iterate(
     run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]
 ) -> tuple[list[Flow], list[Flow]]:
     """The outputs of a loop, and the carry that its body returns, before it is resharded like the carry that it receives."""
-    start, carried = run.standing(), list(carry)
+    start, carried = run.snapshot(), list(carry)
     while True:
         outs = run.evaluate(closed, [*consts, *carried, *slices])
         made = [Flow(*run.split(out)) for out in outs[: len(carried)]]
@@ -586,7 +586,7 @@ def _is_elementwise(eqn: Any) -> bool:
     if any(var.aval.shape != shape for var in eqn.outvars):
         return False
     name = eqn.primitive.name
-    if name.startswith(("random_", "threefry", "custom_", "rng_")) or name in _NOT_ELEMENTWISE:
+    if name.startswith(("random_", "threefry", "custom_", "rng_", "scatter", "reduce_window")) or name in _NOT_ELEMENTWISE:
         return False
     return all(
         not (own := atom.aval.shape)
@@ -602,9 +602,6 @@ _NOT_ELEMENTWISE = {
     "triangular_solve",
     "lu",
     "householder_product",
-    "scatter",
-    "scatter-add",
-    "scatter_add",
     "pallas_call",
     "shard_map",
     "pure_callback",

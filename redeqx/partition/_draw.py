@@ -82,7 +82,9 @@ def draw(pictures: Sequence[Picture], path: Path, *, title: str) -> None:
     rows = [row for layer, of in groupby(pictures, lambda each: each.layer) for row in _rows(layer, list(of), side)]
     keys = _keys(pictures, side)
     width = max(
-        _MARGIN + max(row.right for row in rows), _LEGEND + sum(_LEGEND + 0.95 * _LETTER * len(text) for *_, text in keys)
+        _MARGIN + max(row.right for row in rows),
+        _LEGEND + sum(_LEGEND + 0.95 * _LETTER * len(text) for *_, text in keys),
+        2 * _MARGIN + 1.2 * _LETTER * len(title),
     )
     height = _TOP + sum(row.height for row in rows) + _TOP
     fig = Figure(figsize=(width, height))

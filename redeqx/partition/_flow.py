@@ -161,14 +161,14 @@ class Pass:
     reduced: set[Any] = field(default_factory=set)  # values whose gradient's all-reduce is already counted
     memo: "_Memo" = field(default_factory=lambda: _Memo())
 
-    def standing(self) -> "Pass":
+    def snapshot(self) -> "Pass":
         """A snapshot of everything found so far."""
         found = {name: type(value)(value) for name, value in vars(self).items() if isinstance(value, dict | set)}
         return replace(self, **found)
 
     def restore(self, other: "Pass") -> None:
         """Return to a snapshot."""
-        vars(self).update(vars(other.standing()))
+        vars(self).update(vars(other.snapshot()))
 
     def once(self, key: Any, follow: Callable[[], list[Flow]]) -> list[Flow]:
         """Memoizes `follow`: what it returns, and what it adds to this pass, for the same key in the same state.
@@ -184,7 +184,7 @@ class Pass:
                 getattr(self, name).update(values)
             self.cost += cost
         else:
-            before = self.standing()
+            before = self.snapshot()
             outs = follow()
             found = {
                 name: {k: v for k, v in value.items() if k not in was or was[k] is not v}
@@ -326,7 +326,7 @@ class Pass:
         """
         dim, cause = self.split(flow)
         aval = eqn.outvars[0].aval
-        repeated = eqn.primitive.name in ("broadcast_in_dim", "expand_dims")
+        repeated = eqn.primitive.name == "broadcast_in_dim"
         if flow.views and len(eqn.invars[0].aval.shape) == 1 and aval.shape and aval.shape[0] % self.n == 0:
             source = [0 if i == 0 else of for i, of in enumerate(source)]  # parts of a vector, maybe in another order
         new = [i for i, d in enumerate(source) if repeated and (d is None or eqn.invars[0].aval.shape[d] != aval.shape[i])]

@@ -15,13 +15,12 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import PyTree
 
-from .._tree import is_array_like, named_leaves, nearest, render
+from .._tree import is_array_like, merged, named_leaves, nearest, render, without_indices
 from ..compiled import line_of
-from ..machine import FSDP, MODEL, put as put_on_mesh, replicated
+from ..machine import FSDP, MODEL, axes_of, put as put_on_mesh, replicated
 from ..monitor import HtmlPage
 from ..tracing import Trace, product_flops
 from . import _rules
@@ -34,25 +33,13 @@ from ._layers import followers, walk
 MIN_FSDP_SIZE = 2**12
 # A replicated leaf with this many elements, and at least 1 % of its model, is worth a warning.
 LARGE_SIZE = 2**20
-_INDEX = re.compile(r"(?<![^.`])\d+(?![^.`])")  # a list index in a name
 _N_SHOWN = 3
 
 Overrides = Mapping[str, P | Sequence[str | Sequence[str] | None] | None]
 
 
-def _common(texts: Sequence[str]) -> str:
-    """Merges texts that differ only in the indices of dotted names: each differing index becomes `*`."""
-    parts = zip(*(text.split(".") for text in texts), strict=True)
-    return ".".join(alike[0] if len(set(alike)) == 1 else "*" for alike in parts)
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def _n_shards(spec: P, mesh: Mesh) -> int:
-    return math.prod(mesh.shape[axis] for entry in spec for axis in _axes(entry))
+    return math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
 
 
 @dataclass(frozen=True)
@@ -98,17 +85,28 @@ class Plan:
 
     def model_dim(self, name: str) -> int | None:
         """The dim that the model axis splits while a layer computes with the leaf; None if there is none."""
-        return next((dim for dim, entry in enumerate(self.spec_in_use(name)) if MODEL in _axes(entry)), None)
+        return next((dim for dim, entry in enumerate(self.spec_in_use(name)) if MODEL in axes_of(entry)), None)
 
     def spec_in_use(self, name: str) -> P:
         """The spec of a leaf while a layer computes with it: its storage spec without the axes that split only storage."""
         stored = {FSDP, MODEL} if self[name].is_stored_split else {FSDP}
-        return P(*(tuple(axis for axis in _axes(entry) if axis not in stored) or None for entry in self[name].spec))
+        return P(*(tuple(axis for axis in axes_of(entry) if axis not in stored) or None for entry in self[name].spec))
 
     def on(self, mesh: Mesh) -> "Plan":
         """The same specs on another mesh with the same axes."""
         leaves = {name: replace(leaf, n_shards=_n_shards(leaf.spec, mesh)) for name, leaf in self.leaves.items()}
         return replace(self, mesh=mesh, leaves=leaves)
+
+    def check(self, model: PyTree) -> None:
+        """Raise ValueError for a model with a leaf that this plan has not, or has of another shape."""
+        for name, leaf in named_leaves(model).items():
+            planned = self.leaves.get(name)
+            if is_array_like(leaf) and (planned is None or planned.shape != tuple(leaf.shape)):
+                found = "none of that name" if planned is None else f"shape {planned.shape}"
+                raise ValueError(
+                    f"`plan`: expected the plan of this model, whose `{name}` has shape {tuple(leaf.shape)}, got one with "
+                    f"{found}. Make it anew by `deployer.plan(model)`."
+                )
 
     @property
     def n_parameters(self) -> int:
@@ -126,7 +124,7 @@ class Plan:
 
     def summary(self) -> str:
         """One line with the number of leaves that each axis splits, and of those that are replicated."""
-        axes = [{axis for entry in leaf.spec for axis in _axes(entry)} for leaf in self.leaves.values()]
+        axes = [{axis for entry in leaf.spec for axis in axes_of(entry)} for leaf in self.leaves.values()]
         counts = {axis: sum(axis in of for of in axes) for axis in (MODEL, FSDP) if self.mesh.shape[axis] > 1}
         split = ", ".join(f"{n} split over {axis}" for axis, n in counts.items()) or "one shard"
         return f"{len(axes)} leaves: {split}, {sum(not of for of in axes)} replicated"
@@ -137,17 +135,17 @@ class Plan:
         for name, reason, alike in self._alike():
             leaf = self[alike[0]]
             shape = " x ".join(map(str, leaf.shape)) or "scalar"
-            spec = ", ".join("+".join(_axes(entry)) or "·" for entry in leaf.spec) or "·"
+            spec = ", ".join("+".join(axes_of(entry)) or "·" for entry in leaf.spec) or "·"
             rows.append((name + (f"  ({len(alike)}x)" if len(alike) > 1 else ""), shape, spec, reason))
         return rows
 
     def _alike(self) -> list[tuple[str, str, list[str]]]:
         """The leaves that differ only in a list index: the path and the reason that they share, and their names."""
-        merged: dict[tuple[Any, ...], list[str]] = {}
+        found: dict[tuple[Any, ...], list[str]] = {}
         for name, leaf in self.leaves.items():
-            pattern, reason = (re.sub(r"(?<=\.)\d+(?=\.)", "*", text) for text in (name, leaf.reason))
-            merged.setdefault((pattern, leaf.shape, leaf.spec, reason), []).append(name)
-        return [(_common(names), _common([self[name].reason for name in names]), names) for names in merged.values()]
+            pattern, reason = map(without_indices, (name, leaf.reason))
+            found.setdefault((pattern, leaf.shape, leaf.spec, reason), []).append(name)
+        return [(merged(names), merged([self[name].reason for name in names]), names) for names in found.values()]
 
     def explain(self) -> str:
         """The plan as a table of path, shape, mesh axis of each dim and reason, followed by totals and warnings."""
@@ -194,7 +192,7 @@ class Plan:
                 continue
             *layer, module, leaf = ["", "", *name.split(".")]
             spec, shape = self[alike[0]].spec, self[alike[0]].shape
-            axes = [tuple((axis, self.mesh.shape[axis]) for axis in _axes(entry)) for entry in spec]
+            axes = [tuple((axis, self.mesh.shape[axis]) for axis in axes_of(entry)) for entry in spec]
             axes += [()] * (len(shape) - len(axes))
             own = ".".join(part for part in (module, leaf) if part) + (f"  ({len(alike)}x)" if len(alike) > 1 else "")
             layer = ".".join(part for part in layer if part)
@@ -276,7 +274,7 @@ def _why_replicated(whole: Mapping[str, LeafPlan], total: int) -> list[str]:
     if small >= max(LARGE_SIZE, total // 10):
         rest = Counter[str]()
         for name in sizes.keys() - large:
-            pattern, reason = (_INDEX.sub("*", text) for text in (name, whole[name].reason))
+            pattern, reason = map(without_indices, (name, whole[name].reason))
             rest[f"`{pattern}` ({reason})"] += sizes[name]
         most = "; ".join(text for text, _ in rest.most_common(_N_SHOWN))
         found.append(
@@ -430,34 +428,41 @@ def _resolve_overrides(overrides: Overrides, leaves: Mapping[str, Any], mesh: Me
         matched = fnmatch.filter(leaves, pattern)
         if not matched:
             raise ValueError(f"`overrides[{pattern!r}]`: expected a path of the model.{nearest(pattern, leaves)}")
+        if isinstance(given, str):
+            raise ValueError(
+                f"`overrides[{pattern!r}]`: expected a mesh axis or None for each dim, got {given!r}. "
+                f"Write `({given!r}, None)` to split the first of two dims."
+            )
         spec = P() if given is None else P(*given)
         for name in matched:
             if name in chosen:
                 continue
             shape = tuple(leaves[name].shape)
-            if len(spec) > len(shape):
-                raise ValueError(
-                    f"`overrides[{pattern!r}]`: expected at most {len(shape)} entries for `{name}` of shape {shape}, "
-                    f"got {tuple(spec)}. Give one mesh axis or None a dim."
-                )
-            named = [axis for entry in spec for axis in _axes(entry)]
-            if len(set(named)) < len(named):
-                raise ValueError(
-                    f"`overrides[{pattern!r}]`: expected each mesh axis once, got {tuple(spec)}. Split one dim by it."
-                )
-            for dim, entry in enumerate(spec):
-                for axis in _axes(entry):
-                    if axis not in mesh.shape:
-                        raise ValueError(
-                            f"`overrides[{pattern!r}]`: expected mesh axes among {tuple(mesh.shape)}, got {axis!r}."
-                            f"{nearest(axis, mesh.shape)}"
-                        )
-                n = int(np.prod([mesh.shape[axis] for axis in _axes(entry)]))
-                if shape[dim] % n:
-                    raise ValueError(
-                        f"`overrides[{pattern!r}]`: expected dim {dim} of `{name}` to divide over {n} shards, got "
-                        f"{shape}. Choose another dim, or None."
-                    )
+            _check_spec(f"`overrides[{pattern!r}]`", spec, name, shape, mesh)
             full = P(*spec, *[None] * (len(shape) - len(spec)))
             chosen[name] = (full, f"overridden by {pattern!r}")
     return chosen
+
+
+def _check_spec(where: str, spec: P, name: str, shape: tuple[int, ...], mesh: Mesh) -> None:
+    """Raise ValueError for an override that does not suit the leaf of that name."""
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"{where}: expected at most {len(shape)} entries for `{name}` of shape {shape}, "
+            f"got {tuple(spec)}. Give one mesh axis or None a dim."
+        )
+    named = [axis for entry in spec for axis in axes_of(entry)]
+    if len(set(named)) < len(named):
+        raise ValueError(f"{where}: expected each mesh axis once, got {tuple(spec)}. Split one dim by it.")
+    for dim, entry in enumerate(spec):
+        for axis in axes_of(entry):
+            if axis not in mesh.shape:
+                raise ValueError(
+                    f"{where}: expected mesh axes among {tuple(mesh.shape)}, got {axis!r}.{nearest(axis, mesh.shape)}"
+                )
+        n = _n_shards(P(entry), mesh)
+        if shape[dim] % n:
+            raise ValueError(
+                f"{where}: expected dim {dim} of `{name}` to divide over {n} shards, got "
+                f"{shape}. Choose another dim, or None."
+            )

@@ -17,6 +17,7 @@ from ._inner import (
     called as called,
     equations as equations,
     insides as insides,
+    n_iterations as n_iterations,
     run as run,
     scan_counts as scan_counts,
     shapes_in as shapes_in,

@@ -1,10 +1,10 @@
-"""What a jaxpr takes: floating point operations of its matmuls and convolutions."""
+"""Counts a jaxpr's floating point operations: matmuls, convolutions and attention."""
 
 import math
 from collections import Counter
 from typing import Any
 
-from ._inner import all_inside
+from ._inner import all_inside, n_iterations
 
 
 def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True) -> Counter[str]:
@@ -24,7 +24,7 @@ def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True) -> Counter[str]
         inner = [matmul_flops(found.jaxpr, with_recomputation=with_recomputation) for found in all_inside(eqn)]
         if eqn.primitive.name == "cond":
             inner = [max(inner, key=lambda of: of.total(), default=Counter())]
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        times = n_iterations(eqn)
         for of in inner:
             flops.update({dtype: n * times for dtype, n in of.items()})
     return flops

@@ -32,8 +32,8 @@ def inlined(closed: Any) -> Any:
 
 
 def _is_plain_jit(eqn: Any) -> bool:
-    """Whether a jit does nothing but call: it donates no operand, and says of none where it is."""
-    if eqn.primitive.name not in ("jit", "pjit"):
+    """Whether a jit does nothing but call: it donates no operand and sets no sharding."""
+    if eqn.primitive.name != "jit":
         return False
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     is_anywhere = all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 REMATS = ("remat2", "checkpoint", "remat")
-_JITS = ("jit", "pjit")
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 # What calls one jaxpr on all of its operands, once.
-_CALLS = (*_JITS, *REMATS, *_CUSTOM, "closed_call", "core_call")
+_CALLS = ("jit", *REMATS, *_CUSTOM, "closed_call")
 # What may be given another inside. A custom derivative is of the inside that it was written for, and the inside of a
 # shard_map sees shards.
-_REPLACEABLE = (*_JITS, *REMATS, "scan", "while", "cond")
+_REPLACEABLE = ("jit", *REMATS, "scan", "while", "cond")
 
 Kind = Literal["same", "carry", "slice", "shard"]
 _SAME: Kind = "same"
@@ -152,11 +151,16 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
+def n_iterations(eqn: Any) -> int:
+    """How many times an equation computes what it has inside, as far as that is known: 1 for all but a scan."""
+    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
+
+
 # --- the table -----------------------------------------------------------------------------------------------------------
 
 
 def _call(eqn: Any) -> tuple[Inner, ...]:
-    for param in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    for param in ("jaxpr", "call_jaxpr"):
         if param in eqn.params:
             inner = closed(eqn.params[param])
             n = len(inner.jaxpr.invars)

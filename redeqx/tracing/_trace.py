@@ -81,6 +81,8 @@ def _live_inputs(jaxpr: Any, live_outputs: Sequence[bool], memo: _Memo) -> list[
             reads = _live_inputs_of_scan(eqn, outs, memo)
         elif inner is not None:
             reads = _live_inputs(inner.jaxpr, outs, memo)
+        elif eqn.primitive.name == "optimization_barrier":  # each output is its operand
+            reads = outs
         else:
             reads = [True] * len(eqn.invars)
         live.update(v for v, read in zip(eqn.invars, reads, strict=True) if read and not isinstance(v, jex.Literal))

@@ -1,4 +1,4 @@
-"""Searches through equations that may have a form that nobody has seen: another version of JAX's, or a stranger's."""
+"""Runs a search over equations that may fail on a form that it does not know, such as one of another version of JAX."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,7 +13,7 @@ def or_as_written(search: Callable[[], T], otherwise: T, what: str) -> T:
 
     **Arguments:**
 
-    - `what`: was searched for, and where.
+    - `what`: what is searched for, as the warning names it.
     """
     try:
         return search()

@@ -1,4 +1,4 @@
-"""Views: equations whose output is their first operand seen otherwise. One table says which dim is which."""
+"""Views: equations that only rearrange, cut, cast or repeat their first operand. One table says which dim is which."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -60,7 +60,6 @@ _TABLE: dict[str, Callable[[Any], Dims | None]] = {
     "stop_gradient": _same,
     "transpose": lambda eqn: [int(dim) for dim in eqn.params["permutation"]],
     "squeeze": _squeezed,
-    "expand_dims": _broadcast,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshaped,
     "slice": _sliced,

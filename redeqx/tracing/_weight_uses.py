@@ -1,8 +1,8 @@
 """Which equations of a traced function compute with weights, and where each product stands among the others.
 
 A weight is whatever depends on parameters alone: a parameter, a view of one, or what is computed of several, as `w + a @ b`.
-The first product is the one whose other operand depends on no parameter, and the last one that of whose output no other
-product is made: what reads the data, and what makes the logits. There may be several of both.
+A first product reads the data: its other operand depends on no parameter. A last product makes the logits: no other product
+depends on its output. There may be several of each.
 """
 
 from collections.abc import Sequence

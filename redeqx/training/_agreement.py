@@ -29,10 +29,21 @@ def agree_on_opt_state(peers: Peers, opt_state: PyTree) -> None:
     agree_on_values(peers, "optimizer", leaves)
 
 
-def check_rows(peers: Peers, n_pass: int, i: int, batch: PyTree) -> None:
-    """Check that the rows of step `i` of a pass are alike, as all processes' shards belong to one array."""
+def check_rows(peers: Peers, n_pass: int, i: int, batch: PyTree, n_examples: int) -> None:
+    """Check that step `i` of a pass has as many examples everywhere, and that its rows are alike, as all processes' shards
+    belong to one array.
+
+    **Arguments:**
+
+    - `batch`: the collated rows of this process.
+    - `n_examples`: of all processes; 0 after the last step.
+    """
     rows = {name: f"{leaf.dtype} {list(leaf.shape[1:])} a row" for name, leaf in named_leaves(batch).items()}
-    advice = "Pad to one length, the same in every batch: a process collates the rows that its devices need."
+    rows["the number of examples of a step"] = str(n_examples)
+    advice = (
+        "Pad to one length, the same in every batch: a process collates the rows that its devices need. Pass the same "
+        "examples in every process."
+    )
     if i == 0:
         peers.agree("collate_fn", rows, advice)
     else:  # without waiting: two steps ahead of the device

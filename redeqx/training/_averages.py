@@ -100,6 +100,14 @@ def with_averages(
     return state, averages
 
 
+def with_new_averages(state: PyTree, params: PyTree) -> PyTree:
+    """The state with its averages begun anew, from these parameters."""
+    if not isinstance(state, AverageState):
+        return state
+    average = jax.tree.map(lambda x, a: jax.device_put(x.astype(a.dtype), a.sharding), params, state.average)
+    return AverageState(with_new_averages(state.inner, params), average, state.name)
+
+
 def averages_in(state: PyTree) -> dict[str, PyTree]:
     """The averages that an optimizer's state holds, by name."""
     return _taken_apart(state)[0]

@@ -7,8 +7,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -46,9 +46,11 @@ class Callback:
 
     - `every`: `on_step` is called after every so many steps. The loop waits for the device at these steps; without a
         callback that overrides `on_step` it never does.
+    - `needs_eval`: whether it does nothing in a fit without an evaluation, which then is an error.
     """
 
     every: int = 1
+    needs_eval: bool = False
 
     def wants(self, step: int) -> bool:
         """Whether `on_step` is called after this step: every `every` steps."""
@@ -112,8 +114,10 @@ class EarlyStopping(Callback):
     - `mode`: `"min"` where less is better, `"max"` where more is.
     - `min_delta`: the least change that counts as an improvement.
 
-    Raises ValueError at the first evaluation without the metric.
+    Raises ValueError in a fit without an evaluation, and at the first one without the metric.
     """
+
+    needs_eval = True
 
     metric: str
     patience: int
@@ -327,11 +331,22 @@ class Callbacks:
             finally:
                 self.is_saving = False
 
-    def close(self) -> None:
-        """The fit has ended. Each is closed, whatever another one raises."""
-        with ExitStack() as stack:
-            for callback in reversed(self.each):
-                stack.callback(callback.close)
+    def __enter__(self) -> "Callbacks":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """The fit has ended. Each is closed, whatever another one raises; and the fit's own error stays what is raised."""
+        failed: list[Exception] = []
+        for callback in self.each:
+            try:
+                callback.close()
+            except Exception as raised:
+                failed.append(raised)
+        if failed and error is None:
+            raise failed[0]
+        for raised in failed:
+            assert error is not None
+            error.add_note(f"A callback's `close` failed after it: {type(raised).__name__}: {raised}")
 
     def models(self) -> dict[str, PyTree]:
         """The models of all callbacks, by name."""

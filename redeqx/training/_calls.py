@@ -97,7 +97,7 @@ class Calls:
             if run.peers.n > 1:  # the call reuses what is lowered
                 agree_on_program(run.peers, name, step.lower(*args))
             yield
-            notes.append(cached.said())
+            notes.append(cached.text())
 
 
 _TRAIN, _EVAL = "train step", "eval step"

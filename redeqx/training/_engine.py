@@ -22,7 +22,7 @@ from ..monitor import ProgressLine
 from ..partition import Plan
 from ..storage import AtEnd, Location, location
 from ._agreement import agree_on_opt_state, agree_on_trainer, check_rows
-from ._averages import as_model, averages_in, names_of, with_averages, with_saved_averages
+from ._averages import as_model, averages_in, names_of, with_averages, with_new_averages, with_saved_averages
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._calls import Calls
 from ._header import header_rows, of_loss
@@ -97,7 +97,6 @@ class Engine:
         self._saved_averages: Sequence[str] | None = None  # in that checkpoint
         self._averages_aside: dict[str, PyTree] = {}  # those of a checkpoint that no fit has kept yet, until the next step
         self._has_chosen = False  # what fits into memory
-        self._n_passes = 0  # over examples
         AtEnd(self, recipe.workers.close)
         self.checkpoints = None
         if run.workdir is not None:
@@ -239,8 +238,8 @@ class Engine:
 
     def batches(self, steps: Iterable[Slice], size: BatchSize) -> Prefetch:
         """The batch of each step, prepared ahead by a thread; to be closed."""
-        self._n_passes += 1
-        check = None if self.run.peers.n == 1 else partial(check_rows, self.run.peers, self._n_passes)
+        self.run.n_passes += 1
+        check = None if self.run.peers.n == 1 else partial(check_rows, self.run.peers, self.run.n_passes)
         return batches(steps, self.recipe.workers, size, self.run.mesh, check)
 
     @contextmanager
@@ -438,6 +437,9 @@ class Engine:
         else:
             checkpoints = self.need_checkpoints()
         path = checkpoints.resolve(name)
+        # Where this script has fits behind it that an earlier run has done, and that run was within the next one.
+        is_ahead = bool(self.follows and opt_states and 0 < self.n_fits <= self.progress.position.fit)
+        is_ahead &= self.progress.position != Position(self.n_fits)
         self.place()  # with what was to be restored, as this checkpoint may turn out to be no good
         assert self._held is not None
         record = checkpoints.record(path)
@@ -453,13 +455,17 @@ class Engine:
             self._take_up(record, states)
         else:  # copies of other parameters would bring these back at the next step
             held = self._held
-            held.opt_state = jax.tree.leaves(with_new_masters(held.opt_tree, held.parts.trained_tree(held.trained)))
-        if self.follows is None and path.parent == checkpoints.folder:
+            trained = held.parts.trained_tree(held.trained)
+            held.opt_state = jax.tree.leaves(with_new_averages(with_new_masters(held.opt_tree, trained), trained))
+        if is_ahead and path.parent == checkpoints.folder:
+            self.follows = None  # the next fit resumes what an earlier run has taken of it
+        elif self.follows is None and path.parent == checkpoints.folder:
             self.follows = False  # the next fit begins from this checkpoint, and not from the newest
 
     def resume_from(self, path: Location, record: Mapping[str, Any]) -> None:
         """Load a checkpoint of an earlier run: now, or once a batch is at hand and the model is placed."""
         self.step, self.follows = record["step"], True
+        self.metrics.forget()
         with self._resuming(path):
             states = states_of_record(record.get("callbacks", {}), self.need_checkpoints(), path, verify=True)
         self._take_up(record, states)

@@ -30,7 +30,7 @@ def header_rows(
     mesh, devices = run.mesh, run.mesh.devices.flat
     held, opt = shard_bytes([*state.trained, *state.frozen]), shard_bytes(state.opt_state)
     where = " in the host's memory" if recipe.offload_opt_state else ""
-    compiler = {"xla": xla_settings(mesh, recipe.xla_settings).said(), "compilation cache": run.cache}
+    compiler = {"xla": xla_settings(mesh, recipe.xla_settings).text(), "compilation cache": run.cache}
     return {
         "devices": f"{mesh.size} x {devices[0].device_kind}",
         "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),

@@ -97,7 +97,7 @@ def update(engine: Engine, examples: Any) -> dict[str, float]:
     line = engine.line_of_updates
     line.begin_step(engine.step)
     shown = line if engine.is_new else nullcontext()  # the compilation
-    with shown, engine.updating(), closing(engine.batches(steps, size)) as upcoming:
+    with shown, engine.updating(), engine.run.watch.on(), closing(engine.batches(steps, size)) as upcoming:
         engine.update(next(upcoming), line)
         engine.flush(line)
     return dict(engine.metrics.last)
@@ -160,7 +160,7 @@ class Fit:
         listening = engine.run.preemption.listening() if engine.checkpoints is not None else nullcontext()
         engine.stop_requested, engine.callbacks, self.began_at = False, self.callbacks, engine.step
         try:
-            with listening, engine.run.watch.on(), line:
+            with self.callbacks, listening, engine.run.watch.on(), line:
                 for epoch in self._epochs(start):
                     self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), line, start)
                     if self._is_over():
@@ -176,7 +176,6 @@ class Fit:
             raise
         finally:
             engine.callbacks = None
-            self.callbacks.close()
         engine.n_fits += 1
         if engine.checkpoints is not None:
             engine.checkpoints.wait()
@@ -285,6 +284,8 @@ class Fit:
             progress.first_step, engine.callback_states = engine.step, {}
         self.metrics = dict(progress.metrics)
         start = progress.position
+        if start == Position(fit):  # no step of it was taken: what was resumed is a loop of updates before it
+            progress.first_step, progress.setting = engine.step, {}
         n_epochs = self.options.epochs
         if n_epochs is not None and start.epoch >= n_epochs:
             engine.run.console.info(f"epoch {start.epoch} of {n_epochs} is done already: nothing to train")
@@ -339,6 +340,8 @@ class Fit:
         options, engine = self.options, self.engine
         examples = examples_of(options.train_examples, epoch)
         n = size_of(examples)
+        if differs_by_epoch(options.train_examples):
+            engine.run.peers.agree("train_examples", {f"the size of epoch {epoch}": n}, "Pass the same in every process.")
         if start is first:
             self._compare(start, n, sample_of(examples))
         elif differs_by_epoch(options.train_examples):

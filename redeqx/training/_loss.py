@@ -31,7 +31,15 @@ class Loss(eqx.Module):
     weight: Any
     metrics: Mapping[str, Any] = eqx.field(default_factory=dict)
 
+    def __check_init__(self) -> None:
+        found = self.metrics
+        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+            got = f"names {[*found]}" if isinstance(found, Mapping) else type(found).__name__
+            raise TypeError(f'`Loss.metrics`: expected a dict of sums by name, got {got}. Write {{"correct": n_correct}}.')
 
+
+_OF_LOSS = "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`."
+_OF_METRIC = "A metric is a scalar, a sum that is divided by `Loss.weight`, or a pair `(total, weight)`."
 # Names that the library itself records.
 _RESERVED = {"step", "epoch", "loss", "grad_norm", "learning_rate"}
 
@@ -47,12 +55,9 @@ def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Arra
     """
     dtype = jnp.zeros(()).dtype
 
-    def scalar(name: str, value: Any) -> Array:
+    def scalar(name: str, value: Any, advice: str = _OF_LOSS) -> Array:
         if not eqx.is_array_like(value):
-            raise TypeError(
-                f"`{where}`: expected {name} to be a scalar, got {type(value).__name__}. "
-                "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`."
-            )
+            raise TypeError(f"`{where}`: expected {name} to be a scalar, got {type(value).__name__}. {advice}")
         value = jnp.asarray(value)
         if value.shape != ():
             raise ValueError(
@@ -79,8 +84,11 @@ def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Arra
             raise ValueError(
                 f"`{where}`: expected names of metrics other than {sorted(_RESERVED)}, got {name!r}. Rename it."
             )
-        total, over = metric if isinstance(metric, tuple) else (metric, weight)
-        metrics[name] = (scalar(f"metric {name!r}", total), scalar(f"the weight of metric {name!r}", over))
+        pair = metric if isinstance(metric, tuple | list) and len(metric) == 2 else (metric, weight)
+        total, over = (
+            scalar(f"{of}metric {name!r}", x, _OF_METRIC) for of, x in zip(("", "the weight of "), pair, strict=True)
+        )
+        metrics[name] = (total, over)
     return differentiable("`Loss.total`", loss.total), weight, jax.lax.stop_gradient(metrics)
 
 

@@ -99,7 +99,8 @@ class FitOptions:
             check_predictor(self.eval_predictor)
         if self.eval_metric_fn is not None and self.eval_predictor is None:
             raise ValueError("`eval_metric_fn`: expected with an `eval_predictor`, got None. Pass the predictor too.")
-        needs_eval = self.eval_predictor is not None or self.eval_every_n_steps or self.tracked
+        of_callbacks = any(callback.needs_eval for callback in self.callbacks)
+        needs_eval = self.eval_predictor is not None or self.eval_every_n_steps or self.tracked or of_callbacks
         if needs_eval and not self.evaluates:
             raise ValueError(
                 "`eval_examples`: expected examples and something to evaluate, got "

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._tree import is_array_like, named_leaves
+from .._tree import is_array_like, listed, named_leaves
+from ..errors import brief
 from ._precision import cast
 
 
@@ -33,7 +34,20 @@ class Parts:
         """The parts of a model, or of its shapes."""
         arrays, static = eqx.partition(model, is_array_like)
         # Shapes count as the arrays that they stand for, which `eqx.is_inexact_array` alone would not see.
-        trained, frozen = eqx.partition(arrays, _is_inexact if trainable is eqx.is_inexact_array else trainable)
+        which = _is_inexact if trainable is eqx.is_inexact_array else trainable
+        try:
+            trained, frozen = eqx.partition(arrays, which)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "`trainable`: expected a function of a leaf, or a PyTree of booleans in the model's structure, got "
+                f"{brief(which)}: {brief(str(error))} For a part of the model use `eqx.tree_at` on a tree of False."
+            ) from error
+        fixed = [f"`{name}` ({leaf.dtype})" for name, leaf in named_leaves(trained).items() if not _is_inexact(leaf)]
+        if fixed:
+            raise ValueError(
+                f"`trainable`: expected floating leaves, which have gradients, got {', '.join(listed(fixed, 3))}. "
+                "Pass `eqx.is_inexact_array`, the default, or leave these out."
+            )
         names = (tuple(named_leaves(trained)), tuple(named_leaves(frozen)))
         return cls(names, (jax.tree.structure(trained), jax.tree.structure(frozen)), static)
 

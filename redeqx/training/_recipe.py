@@ -84,6 +84,7 @@ class Recipe:
         if self.plan is None:
             plan = plan_model(model, mesh, trace)
         else:
+            self.plan.check(model)
             plan = self.plan.on(mesh)
             plan = plan if trace is None else mark_read(plan, trace)
         if self.grad_fn is None and all(plan[name].is_read is False for name in self.parts.names[0]):
@@ -153,7 +154,14 @@ class Recipe:
 
     def opt_shapes(self, model: PyTree) -> PyTree:
         """The shapes of the optimizer's state."""
-        return jax.eval_shape(self.optimizer.init, self.parts.trained_tree(self.parts.take(model)[0]))
+        try:
+            return jax.eval_shape(self.optimizer.init, self.parts.trained_tree(self.parts.take(model)[0]))
+        except Exception as error:
+            error.add_note(
+                "Raised by `optimizer.init` of the trained arrays, which are the model with None for everything else. Masks "
+                "and labels have that structure; an optimizer whose parameters are something else cannot be used."
+            )
+            raise
 
     def metric_names(self, model: PyTree, state: PyTree, examples: list[Any]) -> list[str]:
         """The names of what an evaluation returns, found without computing it."""

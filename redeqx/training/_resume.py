@@ -82,6 +82,7 @@ def check_setting(engine: Engine, now: Mapping[str, Any]) -> None:
     Raises ValueError where the steps would hold other examples.
     """
     progress, schedule = engine.progress, engine.recipe.lr_schedule_fn
+    otherwise = "pass `resume=False`" if engine.checkpoints is None else "choose another workdir"
     differs = {
         name: (was, now[name]) for name, was in progress.setting.items() if now.get(name) is not None and now[name] != was
     }
@@ -89,13 +90,13 @@ def check_setting(engine: Engine, now: Mapping[str, Any]) -> None:
         was, found = differs["batch_size"]
         raise ValueError(
             f"`batch_size`: expected {was} examples an update, as in the run that is resumed, got {found}. "
-            f"Pass `batch_size={was}`, from which the rows a device follow on any mesh, or choose another workdir."
+            f"Pass `batch_size={was}`, from which the rows a device follow on any mesh, or {otherwise}."
         )
     if "train_size" in differs:
         was, found = differs["train_size"]
         raise ValueError(
             f"`train_examples`: expected {was}, as in the run that is resumed, got {found}. "
-            "Its order of examples would be another one. For new examples choose another workdir."
+            f"Its order of examples would be another one. For new examples {otherwise}."
         )
     said = [
         "other examples" if name == "sample" else f"`{name}` {found}, before {was}" for name, (was, found) in differs.items()

@@ -45,6 +45,7 @@ class Run:
     cache: str | None = None
     staging: Staging | None = None
     n_keys: int = 0
+    n_passes: int = 0  # over examples, by all engines: comparisons are named by it
     records_begun: bool = False
 
     @property

@@ -1,5 +1,6 @@
 """The train, eval and predict steps: one jitted program each for every mesh."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,8 +167,9 @@ def make_train_step(
         values.update({name: metric / over for name, (metric, over) in sorted(metrics.items())})
         tree = parts.trained_tree(trained)
         grad_tree, opt_tree = parts.trained_tree(grads), jax.tree.unflatten(opt_treedef, opt_state)
-        extra = {"value": values["loss"], "grad": grad_tree, "value_fn": loss_of, "plan": functions.plan}
-        updates, opt_tree = optimizer.update(grad_tree, opt_tree, tree, **(extra if takes_extra else {}))
+        of_loss = {"value": values["loss"], "value_fn": loss_of, "grad_fn": lambda tree, *_: jax.grad(loss_of)(tree)}
+        extra = {**of_loss, "grad": grad_tree, "plan": functions.plan} if takes_extra else {}
+        updates, opt_tree = _update(optimizer, grad_tree, opt_tree, tree, extra)
         trained = jax.tree.leaves(precision.updated(tree, updates, rounding_key))
         names[:] = values
         after = (trained, jax.tree.leaves(opt_tree), state)
@@ -183,6 +185,20 @@ def make_train_step(
     donated = (0, 1, 2, 3)
     jitted = jax.jit(step_fn, donate_argnums=donated, out_shardings=shardings, compiler_options=dict(options or {}))
     return jitted, names
+
+
+def _update(
+    optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]
+) -> tuple[PyTree, PyTree]:
+    """The optimizer's updates and new state; what it does not take of `extra` is left out, as some take a part only."""
+    while True:
+        try:
+            return optimizer.update(grads, state, params, **extra)
+        except TypeError as error:
+            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if refused is None or refused[1] not in extra:
+                raise
+            extra = {name: value for name, value in extra.items() if name != refused[1]}
 
 
 def _in_memory(space: Any, arrays: Sequence[Array], shardings: Sequence[NamedSharding]) -> list[Array]:

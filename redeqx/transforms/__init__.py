@@ -1,9 +1,8 @@
 """Rules on the traced step: how some equations of a loss are computed otherwise, with the same values and gradients.
 
 One rule a file, each a `tracing.Rule`: weights gathered at use, equal parts of a split dim resharded, grouped convolutions,
-fused attention, products with weights in fp8, recomputation, unrolled loops, equal blocks as
-one loop. Knows nothing of optimizers, batches or files.
-Open `_gather.py` first.
+fused attention, labels picked by comparison, products with weights in fp8, recomputation, unrolled loops, and equal blocks
+as one loop. Knows nothing of optimizers, batches or files. Open `_gather.py` first.
 """
 
 from ._attention_report import Attentions as Attentions, attentions as attentions

@@ -1,4 +1,4 @@
-"""What is said of the attention in a traced function: which of it is fused, by which kernel, and why the rest is not."""
+"""Reports the attention in a traced function: which of it is fused, by which kernel, and why the rest is not."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from ..compiled import line_of
 from ..kernels import Setting, dense_bytes, kernel_of
-from ..tracing import Body, inlined, insides, or_as_written, view
+from ..tracing import Body, inlined, insides, n_iterations, or_as_written, view
 from ._fuse_attention import MIN_QUERIES, attentions_in, described, without_known_mask
 from ._scores import Scores, follow_scores, softmax_of
 
@@ -22,8 +22,7 @@ class Attentions(NamedTuple):
 
     - `fused`: how many the rule computes, by what they see and by which kernel.
     - `left`: the lines of code of those that it leaves as they are written, each with the reason.
-    - `dense`: arrays of a number for each query and key that a step makes all the same, by what makes them: their bytes
-        on a device.
+    - `dense`: the bytes on a device of each `[queries, keys]` array that a step still makes, by what makes it.
     """
 
     fused: Counter[str]
@@ -66,7 +65,7 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
                 found.left[line] = reason
                 note(f"the weights at {line}", weights.size * weights.dtype.itemsize, Setting(1.0, split=split))
             if id(eqn) not in taken:
-                inner_times = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+                inner_times = times * n_iterations(eqn)
                 for index, inner in enumerate(insides(eqn)):
                     if inner.role not in ("condition", "manual"):
                         look(body.inside(eqn, index), inner_times)

@@ -100,7 +100,8 @@ class _Attention:
     def operands(self) -> tuple[Setting, list[Any]]:
         """The setting, and the shapes of queries, keys, values and what `setting.names` says."""
         size, value_size = (of.atom.aval.shape[of.labels.index(SIZE)] for of in (self.q, self.v))
-        heads, groups = math.prod(self.sizes[label] for label in self.heads), self.sizes[self.heads[0]] if self.heads else 1
+        heads = math.prod(self.sizes[label] for label in self.heads)
+        groups = math.prod(self.sizes[label] for label in self.heads[:1] if label in self.k.labels)
         n_rows, n_queries, n_keys = (math.prod(self.sizes[x] for x in of) for of in (self.rows, [self.query], [self.key]))
         dtype = self.q.atom.aval.dtype
         shapes = (n_queries, heads, size), (n_keys, groups, size), (n_keys, groups, value_size)
@@ -261,12 +262,13 @@ def _built(
     meaning = _meaning(body, scores, shape, axis, queries)
     query, setting, masks = meaning
     rows = [label for label in q.labels if label in batch]
-    heads = [*rows[-1:], *(label for label in queries if label != query)]
+    n_rows = max(len(rows) - 1, min(len(rows), 1))  # the last dim of several is that of the heads
+    heads = [*rows[n_rows:], *(label for label in queries if label != query)]
     return {
         "sizes": dict(enumerate(shape)),
         "key": axis,
         "query": query,
-        "rows": rows[:-1],
+        "rows": rows[:n_rows],
         "heads": heads,
         "q": q,
         "k": k,

@@ -242,7 +242,7 @@ def _keeping_nothing_gathered(eqn: Any) -> Any:
 
 # --- views of a weight -----------------------------------------------------------------------------------------------
 
-_PENDING = ("transpose", "squeeze", "expand_dims", "broadcast_in_dim", "reshape")
+_PENDING = ("transpose", "squeeze", "broadcast_in_dim", "reshape")
 _TAKEN = ("convert_element_type", "copy", "stop_gradient", "slice", "dynamic_slice")
 
 

@@ -87,7 +87,7 @@ def _conv_by_patches(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
         outputs = rearrange(jnp.transpose(gradient, numbers.out_spec), "b (g o) ... -> b g o (...)", g=groups)
         of_kernel = jnp.einsum("bgip,bgop->goi", patches, outputs, precision=params["precision"]).reshape(kernel.shape)
         inverse = sorted(range(kernel.ndim), key=lambda i: numbers.rhs_spec[i])
-        return of_x, jnp.transpose(of_kernel, inverse)
+        return of_x, jnp.transpose(of_kernel, inverse).astype(weight.dtype)
 
     conv.defvjp(forward, backward)
     return conv(x, weight)

@@ -28,7 +28,7 @@ class PickByComparison(Rule):
         (dim,) = eqn.params["dimension_numbers"].start_index_map
         out, size = eqn.outvars[0].aval, operand.shape[dim]
         others = [n for i, n in enumerate(operand.shape) if i != dim]
-        # In 8 bits the 300th entry would have the number 44 too.
+        # An 8-bit index wraps around: entry 300 would compare equal to 44.
         index = index.reshape(others).astype(jnp.int32 if index.dtype.itemsize < 4 else index.dtype)
         is_inside = (index >= 0) & (index < size)
         is_filled = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP

@@ -5,7 +5,7 @@ is on some of the model axis's shards only. Left to itself XLA straightens that 
 Here each of k parts over n shards is divided into n units; a shard holds k units before and k after, and sends them in
 k permutes, each shard one unit in each. That is what it holds once, the least that changes the places.
 
-Source: own measurements of the bytes that a step sends over the model axis, of which 197 kB are not the parts'. For two
+Source: own measurements of the bytes that a step sends over the model axis, 197 kB of them for other values. For two
 parts and for three, over four shards: 1245 -> 721 kB and 672 -> 393 kB on CPU's compiler; for two parts 1049 -> 721 kB on
 TPU v5e's. To ask XLA for the parts split (a sharding constraint) gives 983 and 786 kB.
 

@@ -209,7 +209,11 @@ def _follow_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) -
         own, other = eqn.invars[side], eqn.invars[1 - side]
         tried = Scores(eqns=[eqn], scale=scores.scale)
         is_full = not isinstance(own, jex.Literal) and own.aval.shape == eqn.outvars[0].aval.shape
-        if not is_full or not follow_scores(body, own, labels, tried):
+        if not is_full:
+            continue
+        if not follow_scores(body, own, labels, tried):
+            if tried.stop not in (None, "broadcast_in_dim"):  # what a mask or a bias is made of
+                scores.stop = tried.stop
             continue
         factor = scores.scale * (1 if eqn.primitive.name == "add" else -1)
         if _scalar(body, other) is None:  # the same number everywhere changes nothing

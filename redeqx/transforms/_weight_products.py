@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..tracing import SPREAD, Rule, Site, WeightUses, all_inside, plain, repeats, run
+from ..tracing import SPREAD, Rule, Site, WeightUses, all_inside, n_iterations, plain, repeats, run
 from ._gather import gathered
 
 _E4M3, _E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -142,7 +142,7 @@ def fp8_products(closed: Any, n_weights: int) -> tuple[int, int]:
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "dot_general" and uses.side(eqn) is not None:
                 in_fp8, every = in_fp8 + _is_for_fp8(eqn, uses), every + 1
-            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            times = n_iterations(eqn)
             for inner in all_inside(eqn):
                 more = count(inner.jaxpr)
                 in_fp8, every = in_fp8 + times * more[0], every + times * more[1]

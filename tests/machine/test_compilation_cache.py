@@ -110,10 +110,10 @@ def test_what_is_no_folder_is_refused_before_anything_is_done(tmp_path):
 
 
 def test_what_is_said_of_a_compilation(unset, tmp_path):
-    assert CacheUse().said() == "" and CacheUse(n_misses=1).said() == ""  # there is no cache
+    assert CacheUse().text() == "" and CacheUse(n_misses=1).text() == ""  # there is no cache
     start_cache(tmp_path / "own", "cpu")
-    assert CacheUse(n_misses=1).said() == "not found in the compilation cache"
-    assert CacheUse(1, 2, 12.34).said() == "read from the compilation cache, which saved 12.3s"
+    assert CacheUse(n_misses=1).text() == "not found in the compilation cache"
+    assert CacheUse(1, 2, 12.34).text() == "read from the compilation cache, which saved 12.3s"
 
 
 def test_hits_and_misses_are_counted(unset, tmp_path):

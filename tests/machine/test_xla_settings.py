@@ -61,7 +61,7 @@ def test_what_the_compiler_refuses_is_left_out_and_named():
     found = xla_settings(make_mesh(), given)
     assert found.options == {"xla_cpu_enable_fast_math": False}
     assert set(found.dropped) == {"xla_foo", "xla_cpu_enable_fast_min_max"}
-    assert found.said() == (
+    assert found.text() == (
         "xla_cpu_enable_fast_math=false, xla_foo left out: No such compile option: 'xla_foo', "
         f"xla_cpu_enable_fast_min_max left out: {found.dropped['xla_cpu_enable_fast_min_max']}"
     )

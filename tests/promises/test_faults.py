@@ -79,7 +79,7 @@ def test_a_scheduler_s_signal_saves_the_same_step(tmp_path, fault):
     run = train(tmp_path, "--fault", fault, "--params-only", *QUICK)
     assert run.code == 75
     step = last_whole(tmp_path)
-    assert f"[0] told to stop: step {step} is saved; run the script again to go on from it" in run.lines
+    assert f"[0] preempted: step {step} is saved; run the script again to go on from it" in run.lines
     assert not debris(tmp_path)
     assert 8 <= step <= 13
     again = train(tmp_path)

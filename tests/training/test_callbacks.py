@@ -228,8 +228,11 @@ def test_early_stopping_outlives_a_kill_and_a_run_that_was_stopped_is_not_traine
     again = make_trainer(tmp_path)
     assert scores.fit(again, redeqx.EarlyStopping("score", 2)) == {"score": 2.1}
     assert again.step == 12
-    scores.scores = (3.0,) * 8
-    trainer.fit(DATA, n_epochs=1, batch_size=8, callbacks=[stopping])  # the next fit begins anew
+    predictor = trainer.get_default_predictor(lambda model, batch, key: batch)
+    trainer.fit(  # the next fit begins anew
+        DATA, n_epochs=1, batch_size=8, callbacks=[stopping], eval_examples=DATA[:5], eval_predictor=predictor,
+        eval_metric_fn=lambda examples, outputs: {"score": 5.0},
+    )  # fmt: skip
     assert trainer.step == 15
 
 
@@ -387,7 +390,7 @@ def test_an_average_is_added_to_a_run_that_had_none(tmp_path):
         np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
     again, more = make_trainer(tmp_path), Models()
     fit(again, slow, fast, more, max_steps=6)
-    assert again.step == 6
+    assert again.step == 2 + 6  # the updates before the fit are none of it
     for found, leaf in zip(arrays(slow.model), averaged(0.9, [*models.seen, *more.seen[1:]]), strict=True):
         np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
     for found, leaf in zip(arrays(fast.model), averaged(0.5, more.seen), strict=True):
@@ -596,3 +599,75 @@ def test_mistakes_are_explained(expected):
     with pytest.raises(kind) as caught:
         make()
     assert str(caught.value).startswith(expected)
+
+
+# --- what fails ---------------------------------------------------------------------------------------------------------
+
+
+class Failing(redeqx.Callback):
+    """Raises in some of its methods; notes that it was closed."""
+
+    def __init__(self, *methods):
+        self.methods, self.is_closed = methods, False
+
+    def on_step(self, trainer, metrics):
+        if "on_step" in self.methods:
+            raise Killed
+
+    def close(self):
+        self.is_closed = True
+        if "close" in self.methods:
+            raise RuntimeError("close")
+
+
+def test_a_close_that_fails_neither_hides_the_error_of_the_fit_nor_keeps_others_open():
+    first, second = Failing("close"), Failing("on_step")
+    with pytest.raises(Killed) as raised:
+        fit(make_trainer(), first, second)
+    assert raised.value.__notes__ == ["A callback's `close` failed after it: RuntimeError: close"]
+    assert first.is_closed and second.is_closed
+    with pytest.raises(RuntimeError, match="close"):
+        fit(make_trainer(), Failing("close"))
+
+
+def test_early_stopping_needs_an_evaluation():
+    with pytest.raises(ValueError, match="`eval_examples`: expected examples and something to evaluate, got none"):
+        fit(make_trainer(), redeqx.EarlyStopping("loss", 2))
+
+
+class MadeAtStart(redeqx.Callback):
+    """A model of its own, made when the fit starts."""
+
+    def on_fit_start(self, trainer):
+        self.model = jax.tree.map(lambda x: x * 0 if eqx.is_array(x) else x, trainer.model)
+
+    def models(self, trainer):
+        return {"zeros": self.model}
+
+
+def test_a_callback_makes_its_model_when_the_fit_starts():
+    found = fit(make_trainer(), MadeAtStart(), n_epochs=1, eval_examples=DATA[:5])
+    assert found["zeros_loss"] == pytest.approx(float((DATA[:5, 5] ** 2).mean()), rel=1e-5)
+
+
+def test_the_average_of_a_fit_that_an_earlier_run_has_done_is_at_hand(tmp_path):
+    def run(max_steps):
+        ema, trainer = redeqx.EMA(0.5), make_trainer(tmp_path)
+        fit(trainer, ema, n_epochs=1)
+        seen = bits(ema.model)
+        fit(trainer, ema, max_steps=max_steps)
+        return seen, bits(ema.model)
+
+    run(2)
+    seen, after = run(4)
+    assert len(seen) == len(after) and seen != after
+
+
+def test_an_average_begins_anew_with_weights_that_are_loaded(tmp_path):
+    trainer, ema = make_trainer(tmp_path, optimizer=optax.sgd(0.1)), redeqx.EMA(0.9)
+    fit(trainer, n_epochs=1, max_steps=1)
+    first = trainer.save_ckpt("first")
+    fit(trainer, ema)
+    assert bits(ema.model) != bits(trainer.model)
+    trainer.load_ckpt(first, load_opt_states=False)
+    assert bits(ema.model) == bits(trainer.model)
