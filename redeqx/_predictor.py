@@ -27,7 +27,7 @@ from .errors import (
 from .machine import n_batch_shards, put, replicated, split_rows, xla_settings
 from .partition import Plan, place
 from .storage import Location
-from .training import Parts, Program, make_predict_step, placed, placed_shapes
+from .training import Parts, Program, agree_on_examples, make_predict_step, placed, placed_shapes
 
 
 class Predictor(KnowsRedco):
@@ -146,8 +146,7 @@ class Predictor(KnowsRedco):
             return
         n_shards = self._deployer.n_batch_shards
         at_once = min(size.examples, n)
-        advice = "Pass the same examples in every process: each computes its share of them."
-        self._deployer._run.peers.agree("predict", {"len(examples)": n, "batch_size": size.examples}, advice)
+        agree_on_examples(self._deployer._run.peers, "predict", n, size.examples)
         rows = -(-at_once // n_shards) * n_shards
         if self._deployer._run.returns_zeros("predict"):
             yield from self._zeros(examples, n, at_once, rows, model)

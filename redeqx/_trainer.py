@@ -38,6 +38,7 @@ from .training import (
     Parts,
     Precision,
     Recipe,
+    agree_on_examples,
     as_one_step,
     evaluate,
     in_order,
@@ -245,6 +246,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         """
         size = self._engine.batch_size(per_device_batch_size, batch_size)
         steps = in_order(examples, size, drop_remainder)
+        agree_on_examples(self._engine.run.peers, "train", size_of(examples), size.examples)
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(self._job(steps, size), run.machine, **run.options))
         return train(self._engine, steps, size)
@@ -309,6 +311,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         size = BatchSize.of(self.deployer.mesh, per_device_batch_size, batch_size)
         check_examples(examples, "examples")
         size = size.evenly(size_of(examples), self.deployer.mesh.size)
+        agree_on_examples(self._engine.run.peers, "eval_loss", size_of(examples), size.examples)
         return evaluate(self._engine, in_order(examples, size), size, model)
 
     def get_default_predictor(

@@ -296,8 +296,8 @@ class DDIM(Scheduler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.eta < 0:
-            raise ValueError(f"`eta`: expected at least 0, got {self.eta}. Pass 0 for no noise, 1 for DDPM's.")
+        if not 0 <= self.eta <= 1:
+            raise ValueError(f"`eta`: expected 0 to 1, got {self.eta}. Pass 0 for no noise, 1 for DDPM's.")
 
     rows = (*Scheduler.rows, Field("set_alpha_to_one", "ends_clean"))
 

@@ -124,6 +124,7 @@ def generate(
             f"`inputs`: expected token ids of shape (batch, prompt), got {ids.dtype} {ids.shape}. "
             "Pass at least one token each."
         )
+    mask = np.asarray(mask) if isinstance(mask, list | tuple) else mask
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"`mask`: expected the shape of `inputs`, {ids.shape}, got {mask.shape}. Pass a mark a token.")
     if isinstance(mask, np.ndarray) and not is_encoder_decoder and not mask[:, -1].all():
@@ -151,7 +152,7 @@ def generate(
     except ValueError as error:
         raise generation.told(error, keys) from None
     eos = eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None)
-    eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    eos = () if eos is None else tuple(int(token) for token in np.ravel(np.asarray(eos)))
     pad = pad_token_id if pad_token_id is not None else getattr(config, "pad_token_id", None)
     first, last = (
         getattr(config, name, generation.keys.get(name)) for name in ("forced_bos_token_id", "forced_eos_token_id")
@@ -164,6 +165,8 @@ def generate(
         **{**options, "n_return": options["n_return"] or 1},
     )
     mask = None if mask is None else jnp.asarray(mask, bool)
+    if mask is not None and not is_encoder_decoder:
+        ids = jnp.where(mask, ids, 0)  # padding may be a token that the model has no embedding of
     tokens = _generate(eqx.nn.inference_mode(model), ids, mask, key, rules)
     return tokens[:, 0] if options["n_return"] is None else tokens
 

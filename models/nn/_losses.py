@@ -66,6 +66,8 @@ def cross_entropy(
             f"`labels`: expected the shape of `x` without its last dim, {x.shape[:-1]}, got {labels.shape}. "
             "Cut both alike: the label of a token is the one after it."
         )
+    if not labels.shape:  # one token
+        x, labels = x[None], labels[None]
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"`chunk_size`: expected at least 1, got {chunk_size}. Pass None for all at once.")
     if chunk_size is not None and head is None:

@@ -86,15 +86,14 @@ def _dry_run(args: argparse.Namespace) -> int:
             machine, optimization=args.effort, search=not args.no_search, fit=args.fit, exact=args.exact, say=console.info
         ) as run:
             _run(args.script, args.args, args.is_module)
-    except DryRunDone as done:
-        done.run.show(console)
-        if args.json is not None:
-            done.run.save(args.json)
-        return int(done.code or 0)
+    except DryRunDone:
+        pass
     except SystemExit as error:
-        if error.code not in (None, 0):
+        if error.code not in (None, 0) and not run.done:
             raise
     except BaseException as error:
+        if run.done:
+            return _shown(run.done[0], args, console)
         _print_own_traceback(error)
         if run.zeros or "is not a valid JAX type" in str(error):
             zeros = "".join(f", `{what}` returned zeros" for what in sorted(run.zeros))
@@ -111,12 +110,22 @@ def _dry_run(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         return 1
+    if run.done:  # also where the script has caught what ends it
+        return _shown(run.done[0], args, console)
     print(
         f"`{args.script}`: expected a call of `Trainer.fit` or `Trainer.train`, got to its end without one. "
         "Give it the arguments with which it trains.",
         file=sys.stderr,
     )
     return 2
+
+
+def _shown(done: DryRunDone, args: argparse.Namespace, console: Console) -> int:
+    """Show and save the report; returns the exit code."""
+    done.run.show(console)
+    if args.json is not None:
+        done.run.save(args.json)
+    return int(done.code or 0)
 
 
 def _machine(topology: str, memory: int | None) -> Machine:

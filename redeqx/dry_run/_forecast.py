@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from ..compiled import Module, bytes_moved, collectives, host_bytes, temporaries, workspace_allowance
 from ..data import Group, cut_rows, group_sharding
-from ..machine import Machine, is_in_host, make_mesh, n_batch_shards, uncached_where_described
+from ..machine import Machine, dry, is_in_host, make_mesh, n_batch_shards, uncached_where_described
 from ..partition import Plan
 from ..tracing import matmul_flops
 from ..training import REMATS, Job, Program, Setting, shard_bytes
@@ -43,6 +43,8 @@ class DryRunDone(SystemExit):
         fits = run.fits or (run.is_searched and run.best is not None)
         super().__init__(EXIT_DOES_NOT_FIT if not fits else 0 if is_complete else EXIT_FAILED)
         self.run = run
+        if (described := dry()) is not None:
+            described.done.append(self)
 
 
 def dry_run(

@@ -103,6 +103,13 @@ def _check_shapes(q: Any, k: Any, v: Any) -> tuple[int, ...]:
             raise ValueError(
                 f"`{name}`: expected [*batch, positions, heads, size], got shape {tuple(x.shape)}. Add the missing dims."
             )
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"`{name}`: expected floating numbers, got {x.dtype}. Cast them with `.astype(jnp.float32)`.")
+    if 0 in k.shape[-3:-1] or 0 in q.shape[-2:]:
+        raise ValueError(
+            f"`q`, `k`: expected at least one key and one head, got shapes {tuple(q.shape)} and {tuple(k.shape)}. Leave "
+            "such an attention out."
+        )
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"`k`, `v`: expected the same leading dims, keys and heads, got shapes {tuple(k.shape)} and {tuple(v.shape)}. "
@@ -134,6 +141,11 @@ def _of_batch(name: str, x: Any, shape: tuple[int, ...]) -> Array:
 def _with_heads(bias: Any, shape: tuple[int, ...]) -> Array:
     """A bias with all dims of the scores, of size 1 where it repeats, but not along the keys."""
     bias = jnp.asarray(bias)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ValueError(
+            f"`bias`: expected floating numbers, which are added to the scores, got {bias.dtype}. Of a mask make "
+            "`jnp.where(mask, 0.0, -1e9)`, or say what it means by `causal`, `window`, `lengths` or `segments`."
+        )
     padded = (*(1,) * (len(shape) - bias.ndim), *bias.shape)
     if len(padded) != len(shape) or any(n not in (1, of) for n, of in zip(padded, shape, strict=True)):
         raise ValueError(

@@ -15,9 +15,6 @@ from einops import rearrange
 from ._setting import MASKED, Setting, seen
 
 BLOCK = 256  # queries of a block, at most
-# A largest score beyond this is left out of the log of the sum: from about 1e6 on float32 would lose the sum of the weights.
-# More than twice the log of any number of keys, so that one sees which it is.
-_FAR = 1e3
 
 Operands = dict[str, Any]
 
@@ -34,15 +31,12 @@ def forward(setting: Setting, q: Any, k: Any, v: Any, extras: Operands, most: in
 
     def of_block(sums: Operands, block: Operands) -> tuple[Operands, Operands]:
         scores = _scores(setting, block, keys)
-        most = jnp.max(scores, -1, keepdims=True)
+        most = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))  # a softmax does not depend on it
         weights = jnp.exp(scores - most)
         total = jnp.sum(weights, -1, keepdims=True)
         kept = _dropped(setting, weights, block)
         out = jnp.einsum("bgrts,bgsh->bgrth", kept.astype(v.dtype), values, preferred_element_type=jnp.float32)
-        log_sum = jnp.log(total)
-        if setting.may_be_far:
-            most = jnp.where(jnp.abs(most) < _FAR, most, 0.0)  # the sum alone, which `most` would swallow
-        log_sum = log_sum + most
+        log_sum = jnp.log(total) + most
         return sums, {"out": (out / total).astype(q.dtype), "log_sum": log_sum[..., 0]}
 
     _, outs = _by_block(of_block, {}, most, n_queries, {"q": _queries_first(q, groups), **_by_head(extras, groups)})
@@ -69,11 +63,8 @@ def backward(setting: Setting, q: Any, k: Any, v: Any, extras: Operands, out: An
     def of_block(sums: Operands, block: Operands) -> tuple[Operands, Operands]:
         scores = _scores(setting, block, keys)
         is_seen = scores > MASKED / 2 if setting.may_see_nothing else None
-        log_sum = block["log_sum"][..., None]
-        if setting.may_be_far:  # told by `log_sum` itself, as scores that are computed again may be rounded otherwise
-            most = jnp.max(scores, -1, keepdims=True)
-            scores = jnp.where(jnp.abs(log_sum - most) > _FAR / 2, scores - most, scores)
-        weights = jnp.exp(scores - log_sum)
+        # Not by `log_sum`: where scores are large, in float32 their maximum swallows the log of the sum.
+        weights = jax.nn.softmax(scores)
         of_weights = jnp.einsum("bgrth,bgsh->bgrts", block["g"], values, preferred_element_type=jnp.float32)
         of_scores = weights * (_dropped(setting, of_weights, block) - block["mean"][..., None])
         if is_seen is not None:
@@ -126,7 +117,8 @@ def _scores(setting: Setting, block: Operands, keys: Any) -> Any:
     """The scores of a block of queries, float32 `[B, G, R, t, S]`, `MASKED` where a key is not seen."""
     scores = jnp.einsum("bgrth,bgsh->bgrts", block["q"], keys, preferred_element_type=jnp.float32) * setting.scale
     if "bias" in block:
-        scores = scores + block["bias"].astype(jnp.float32)
+        # Low as it may be, a key that is seen weighs more than one that is not.
+        scores = jnp.maximum(scores + block["bias"].astype(jnp.float32), MASKED / 4)
     sees = seen(setting, block["rows"], keys.shape[2], block)
     return scores if sees is None else jnp.where(sees, scores, MASKED)
 
@@ -167,7 +159,7 @@ def _by_block(
 
     Each block is given the positions of its queries as `rows`. The last one is padded.
     """
-    n = -(-n_queries // most)
+    n = max(1, -(-n_queries // most))
     shared = {name: x for name, x in operands.items() if name not in _QUERIES or x.shape[_QUERIES[name]] == 1 != n_queries}
     if n == 1:
         return fn(sums, {**operands, "rows": jnp.arange(n_queries)})

@@ -68,11 +68,6 @@ class Setting:
         """Whether a query may see no key at all."""
         return self.window is not None or bool({"mask", "lengths", "query_segments"} & set(self.names))
 
-    @property
-    def may_be_far(self) -> bool:
-        """Whether all scores of a query may be far from zero: masked, or with a large negative bias."""
-        return self.may_see_nothing or "bias" in self.names
-
 
 def seen(setting: Setting, rows: Int[Array, " t"], n_keys: int, operands: dict[str, Any]) -> Bool[Array, "b g r t s"] | None:
     """The keys that some queries see, with 1 for dims along which all see the same; None for all keys.

@@ -231,11 +231,13 @@ class Dry:
 
     - `options`: further arguments of the dry run.
     - `zeros`: the methods that have returned zeros, because they were called before the first `fit`.
+    - `done`: what ended the script, once there is a report; a script may catch it.
     """
 
     machine: Machine
     options: dict[str, Any]
     zeros: set[str] = field(default_factory=set)
+    done: list[Any] = field(default_factory=list)
 
 
 class Shape(jax.ShapeDtypeStruct):

@@ -5,6 +5,7 @@ command line, of machines that are not there, or of the three classes over it. O
 `_step.py` for what a step computes.
 """
 
+from ._agreement import agree_on_examples as agree_on_examples
 from ._callbacks import (
     Callback as Callback,
     EarlyStopping as EarlyStopping,

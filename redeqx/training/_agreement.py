@@ -29,6 +29,17 @@ def agree_on_opt_state(peers: Peers, opt_state: PyTree) -> None:
     agree_on_values(peers, "optimizer", leaves)
 
 
+def agree_on_examples(peers: Peers, method: str, n: int | None, batch_size: int) -> None:
+    """Check that a method is called with as many examples everywhere: each process computes its share of all of them.
+
+    **Arguments:**
+
+    - `n`: the number of examples; None where it is not known.
+    """
+    advice = "Pass the same examples in every process: each computes its share of them."
+    peers.agree(method, {"len(examples)": n, "batch_size": batch_size}, advice)
+
+
 def check_rows(peers: Peers, n_pass: int, i: int, batch: PyTree, n_examples: int) -> None:
     """Check that step `i` of a pass has as many examples everywhere, and that its rows are alike, as all processes' shards
     belong to one array.

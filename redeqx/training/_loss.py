@@ -15,6 +15,14 @@ from jaxtyping import Array, PyTree
 from ..tracing import Trace
 
 
+def _by_name(metrics: Any) -> Mapping[str, Any]:
+    """Metrics as they are. Raises TypeError for what is no dict by names."""
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        got = f"names {[*metrics]}" if isinstance(metrics, Mapping) else type(metrics).__name__
+        raise TypeError(f'`Loss.metrics`: expected a dict of sums by name, got {got}. Write {{"correct": n_correct}}.')
+    return metrics
+
+
 class Loss(eqx.Module):
     """The exact form of a loss: a sum, and what to divide it by.
 
@@ -29,13 +37,7 @@ class Loss(eqx.Module):
 
     total: Any
     weight: Any
-    metrics: Mapping[str, Any] = eqx.field(default_factory=dict)
-
-    def __check_init__(self) -> None:
-        found = self.metrics
-        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-            got = f"names {[*found]}" if isinstance(found, Mapping) else type(found).__name__
-            raise TypeError(f'`Loss.metrics`: expected a dict of sums by name, got {got}. Write {{"correct": n_correct}}.')
+    metrics: Mapping[str, Any] = eqx.field(default_factory=dict, converter=_by_name)
 
 
 _OF_LOSS = "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`."

@@ -128,6 +128,26 @@ def test_a_process_of_the_same_number_is_another_one(tmp_path):
         Lock(tmp_path / "ckpts")
 
 
+def test_a_run_notices_that_another_one_took_over_and_has_ended(tmp_path):
+    """This one was frozen meanwhile."""
+    lock = Lock(tmp_path / "ckpts")
+    lock.check()
+    (tmp_path / "ckpts.lock").unlink()
+    with pytest.raises(OSError, match="that another process has taken over since"):
+        lock.check()
+
+
+def test_a_lock_that_cannot_be_written_is_none(tmp_path, monkeypatch):
+    def full(fd, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_lock.os, "write", full)
+    lock = Lock(tmp_path / "ckpts")
+    assert not (tmp_path / "ckpts.lock").exists()
+    lock.check()
+    lock.release()
+
+
 def test_a_zombie_has_ended(tmp_path):
     with start("") as child:
         while _lock._started(child.pid) is not None:

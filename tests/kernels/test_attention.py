@@ -284,6 +284,8 @@ ERRORS = {
         r"`segments`: expected integers of shape \(2, 20\), got float32",
     ),
     "bias": ((Q, Q, Q), {"bias": jnp.ones((3, 20, 20))}, r"`bias`: expected a shape that broadcasts to \(2, 4, 20, 20\)"),
+    "mask": ((Q, Q, Q), {"bias": jnp.ones((20, 20), bool)}, r"`bias`: expected floating numbers, .* got bool. Of a mask"),
+    "integers": ((Q.astype(int), Q, Q), {}, r"`q`: expected floating numbers, got int32"),
     "dropout": ((Q, Q, Q), {"dropout": 1.0}, r"`dropout`: expected a probability in \[0, 1\), got 1.0"),
     "key": ((Q, Q, Q), {"dropout": 0.1}, r"`key`: expected a PRNG key for `dropout`, got None"),
 }
@@ -293,3 +295,66 @@ ERRORS = {
 def test_errors_name_what_was_expected_and_found(args, setting, message):
     with pytest.raises(ValueError, match=message):
         redeqx.attention(*args, **setting)
+
+
+@pytest.mark.parametrize("low", [-1e9, -1e4, float(jnp.finfo(jnp.float32).min)])
+def test_a_query_whose_keys_all_have_a_large_negative_bias_weighs_them_as_they_are(low):
+    """Its largest score would swallow the log of its sum of weights, from which the backward pass makes the weights."""
+    bias = jnp.zeros((20, 20)).at[3].set(low).at[5, 7:].set(low)
+    assert_as_formula(qkv(), bias=bias)
+    if low > -1e30:  # below, keys that are not seen weigh as much in the formula
+        assert_as_formula(qkv(), bias=bias, causal=True)
+
+
+def test_lists_are_taken_as_arrays():
+    q, k, v = qkv()
+    got = redeqx.attention(q, k, v, lengths=[4, 17], bias=0.5)  # pyright: ignore[reportArgumentType]
+    np.testing.assert_array_equal(got, redeqx.attention(q, k, v, lengths=jnp.array([4, 17]), bias=jnp.full((1, 20), 0.5)))
+
+
+@pytest.mark.parametrize("size", [1.0, 2e6, 2e8])
+def test_scores_of_any_size_have_the_gradients_of_their_softmax(size):
+    q, k, v = jnp.full((BATCH, 6, HEADS, SIZE), size), jnp.ones((BATCH, 6, HEADS, SIZE)), draw((BATCH, 6, HEADS, SIZE))[0]
+    got, want = (value_and_grads(lambda v, fn=fn: fn(q, k, v), v) for fn in (redeqx.attention, by_formula))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("n", [5, 16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_forward_mode_with_a_bias_of_the_keys(n, causal):
+    q, k, v = qkv(n)
+    bias = draw((HEADS, 1, n))[0]
+    directions = draw(q.shape, k.shape, v.shape, bias.shape)
+    pairs = [
+        jax.jit(
+            lambda *args, fn=fn: jax.jvp(lambda q, k, v, b: fn(q, k, v, bias=b, causal=causal), args, tuple(directions))
+        )(q, k, v, bias)
+        for fn in (redeqx.attention, by_formula)
+    ]
+    assert_close(*pairs)
+
+
+def test_a_large_bias_that_repeats_over_queries_of_several_blocks():
+    shapes = (1, 257, 2, SIZE), (1, 257, 2, SIZE), (1, 257, 2, SIZE)
+    args = (*draw(*shapes), jnp.full((1, 1, 1, 257), 100.0))
+    got, want = (
+        value_and_grads(lambda q, k, v, b, fn=fn: fn(q, k, v, bias=b), *args) for fn in (redeqx.attention, by_formula)
+    )
+    assert_close(got, want, 2e-5)
+
+
+def test_no_query_sees_a_later_key_whatever_the_bias():
+    """Padding on the left, as low as a number can be."""
+    q, k, v = qkv(8)
+    bias = jnp.where(jnp.arange(8) < 2, jnp.finfo(jnp.float32).min, 0.0)
+    out = redeqx.attention(q, k, v, causal=True, bias=bias)
+    later = redeqx.attention(q, k, v.at[:, 4:].add(100.0), causal=True, bias=bias)
+    np.testing.assert_array_equal(out[:, :4], later[:, :4])
+    np.testing.assert_allclose(out[:, 1], v[:, :2].mean(1), rtol=1e-5)
+
+
+def test_no_queries_give_nothing_and_no_keys_are_an_error():
+    q, k, v = qkv(8)
+    assert redeqx.attention(q[:, :0], k, v).shape == (BATCH, 0, HEADS, SIZE)
+    with pytest.raises(ValueError, match="expected at least one key and one head, got shapes"):
+        redeqx.attention(q, k[:, :0], v[:, :0])

@@ -142,6 +142,19 @@ def test_metrics_of_a_lower_step_are_delivered_too(fake):
     assert steps(fake.runs["run 0"]) == [5, 1, 1]
 
 
+def test_what_makes_room_while_it_is_delivered_is_delivered_once(fake, monkeypatch):
+    monkeypatch.setattr(fake, "blocks", threading.Event())
+    monkeypatch.setattr(_delivery, "ROOM", 500)
+    console = Console(None, loggers=["fake"], verbose=False)
+    record(console, *range(1, 4))
+    time.sleep(0.1)  # these are being delivered
+    record(console, *range(4, 40))
+    fake.blocks.set()
+    console.records.close()
+    seen = steps(fake.runs["run 0"])
+    assert len(seen) == len(set(seen)) and seen == sorted(seen)
+
+
 def test_a_resumed_run_continues_the_run_of_the_tracker_without_what_it_does_again(tmp_path, fake):
     first = Console(tmp_path, loggers=["fake"], verbose=False)
     first.records.rewind(0)

@@ -151,10 +151,29 @@ MEAN = "Return its mean, or `redeqx.Loss(total=its sum, weight=its size)`."
             "`loss_fn`: expected the loss to be a real number, got complex64. Convert it to one.",
         ),
         (True, TypeError, "`loss_fn`: expected the loss to be a real number, got bool. Convert it to one."),
+        (
+            redeqx.Loss(1.0, 1.0, {"a": (1.0, 2.0, 3.0)}),
+            TypeError,
+            "`loss_fn`: expected metric 'a' to be a scalar, got tuple. A metric is a scalar, a sum that is divided by "
+            "`Loss.weight`, or a pair `(total, weight)`.",
+        ),
     ],
 )
 def test_what_is_no_loss_is_named(loss, error, expected):
     assert message(error, as_sums, loss, 6) == expected
+
+
+@pytest.mark.parametrize(
+    ("metrics", "found"),
+    [(None, "NoneType"), (["mse"], "list"), ({1: 0.0}, "names [1]")],
+)
+def test_metrics_are_a_dict_by_name(metrics, found):
+    expected = f'`Loss.metrics`: expected a dict of sums by name, got {found}. Write {{"correct": n_correct}}.'
+    assert message(TypeError, redeqx.Loss, 1.0, 1.0, metrics) == expected
+
+
+def test_a_list_of_two_is_a_pair_too():
+    assert plain(as_sums(redeqx.Loss(3.0, 4.0, {"a": [1.0, 5.0]}), 6))[2] == {"a": (1.0, 5.0)}
 
 
 def weighted(model, batch, key):
@@ -264,6 +283,27 @@ def test_trainable_is_a_function_or_a_tree():
     matrices = Parts.of(model, lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim == 2)
     assert matrices.names[0] == ("first.weight", "layers.0.weight")
     assert eqx.tree_equal(matrices.put(*matrices.take(model)), model)
+
+
+A_TREE = "`trainable`: expected a function of a leaf, or a PyTree of booleans in the model's structure,"
+
+
+@pytest.mark.parametrize(
+    ("trainable", "expected"),
+    [
+        (
+            eqx.is_array,
+            "`trainable`: expected floating leaves, which have gradients, got `count` (int32). Pass `eqx.is_inexact",
+        ),
+        (
+            "layers",
+            "`trainable`: expected a function of a leaf, or a PyTree of booleans in the model's structure, got 'layers'",
+        ),
+        ([True], f"{A_TREE} got [True]"),
+    ],
+)
+def test_what_cannot_be_trained_is_named(trainable, expected):
+    assert message(ValueError, Parts.of, Mixed(), trainable).startswith(expected)
 
 
 # --- which leaves are trained -------------------------------------------------------------------------------------------
@@ -563,6 +603,10 @@ def labels(tree):
 
 
 OPTIMIZERS = {
+    "sharpness-aware": lambda: optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-3), sync_period=2),
+    "sharpness-aware, clipped": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5), optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-3), sync_period=2)
+    ),
     "clipped adamw": lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2, weight_decay=0.1)),
     "momentum": lambda: optax.sgd(optax.linear_schedule(1e-2, 1e-1, 3), momentum=0.9, nesterov=True),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=32),

@@ -2,6 +2,8 @@
 
 import contextlib
 import inspect
+import json
+import shutil
 
 import equinox as eqx
 import jax
@@ -130,6 +132,74 @@ def test_max_steps_ends_a_fit_and_a_later_run_with_more_goes_on(tmp_path):
     assert again.step == 8
     again.fit(DATA, batch_size=8, n_epochs=1, max_steps=100)  # whichever is less
     assert again.step == 11
+
+
+def test_updates_before_a_fit_are_none_of_its_max_steps(tmp_path):
+    for kill_at in (3, None):
+        trainer = make_trainer(tmp_path)
+        with contextlib.suppress(KeyboardInterrupt):
+            for _ in range(trainer.resume(), 4):
+                trainer.update(DATA[:8])
+                trainer.save_ckpt()
+                if trainer.step == kill_at:
+                    raise KeyboardInterrupt
+            trainer.fit(DATA, batch_size=8, max_steps=5)
+    assert trainer.step == 9
+
+
+def test_resume_forgets_what_was_recorded_since(tmp_path):
+    trainer = make_trainer(tmp_path)
+    for _ in range(2):
+        trainer.update(DATA[:8])
+    trainer.save_ckpt()
+    for _ in range(2):
+        trainer.update(DATA[:8])
+    assert trainer.resume() == 2
+    trainer.update(DATA[:8])
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+
+
+def test_a_load_that_fails_after_a_resume_leaves_what_was_resumed(tmp_path):
+    trainer = make_trainer(tmp_path)
+    for name in ("first", "second"):
+        trainer.update(DATA[:8])
+        trainer.save_ckpt(name)
+    path = tmp_path / "ckpts" / "step_00000001" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    again = make_trainer(tmp_path)
+    assert again.resume() == 2
+    with pytest.raises(ValueError, match="crc32"):
+        again.load_ckpt("first")
+    assert again.step == 2 and bits(again) == bits(trainer)
+
+
+def test_a_rerun_goes_on_with_a_second_fit_that_begins_from_the_best_of_the_first(tmp_path):
+    def run(kill_at=None):
+        trainer, seen = make_trainer(tmp_path, loss_fn=loss_fn), []
+
+        class Kill(redeqx.Callback):
+            def on_step(self, trainer, metrics):
+                seen.append(trainer.step)
+                if trainer.step == kill_at:
+                    raise KeyboardInterrupt
+
+        options = {"batch_size": 8, "n_epochs": 2, "save_every_n_steps": 1, "callbacks": [Kill()]}
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.fit(DATA, eval_examples=DATA[:8], save_argmin_ckpt_by_metrics=["loss"], **options)
+            trainer.load_ckpt("argmin_loss")
+            trainer.fit(DATA, **options)
+        return trainer, seen
+
+    first, seen = run()
+    best = first.step - 6
+    assert seen[-6:] == list(range(best + 1, best + 7))
+    again, seen = run()
+    assert seen == [] and bits(again) == bits(first)
+    shutil.rmtree(tmp_path)
+    run(kill_at=best + 3 + (0 if best >= 6 else 6))
+    again, seen = run()
+    assert bits(again) == bits(first)
 
 
 def test_epochs_without_a_step_do_not_go_on_for_ever():

@@ -243,7 +243,8 @@ def test_names_the_file_that_is_not_there(tmp_path):
             {"beta_schedule": "cosine"},
             "`beta_schedule`: expected 'linear', 'scaled_linear' or 'squaredcos_cap_v2', got",
         ),
-        (DDIM, {"eta": -1.0}, "`eta`: expected at least 0, got -1.0"),
+        (DDIM, {"eta": -1.0}, "`eta`: expected 0 to 1, got -1.0"),
+        (DDIM, {"eta": 2.0}, "`eta`: expected 0 to 1, got 2.0"),
         (
             DDPM,
             {"prediction_type": "noise"},

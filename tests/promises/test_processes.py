@@ -1,0 +1,157 @@
+"""Scripts of several processes that pass, predict or train what is not the same in each, and runs with two deployers."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sweep
+
+LIMIT = 150.0  # seconds; each takes about ten
+HEAD = """
+import os, sys
+os.environ.setdefault("NPROC", "16")
+import equinox as eqx, jax, numpy as np, optax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+import redeqx
+
+DATA = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32)
+
+def loss_fn(model, batch, key):
+    return ((jax.vmap(model)(batch[:, :5])[:, 0] - batch[:, 5]) ** 2).mean()
+
+def make_trainer(deployer, loss_fn=loss_fn, **kwargs):
+    model = eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(0))
+    kwargs = {"optimizer": optax.adam(1e-2), "collate_fn": np.stack, **kwargs}
+    return redeqx.Trainer(deployer, model=model, loss_fn=loss_fn, **kwargs)
+
+def main():
+    deployer = redeqx.Deployer(verbose=False, hang_timeout=60)
+    index = jax.process_index()
+"""
+
+
+def begin(folder, body, *, guarded=True):
+    script = folder / "script.py"
+    end = 'if __name__ == "__main__":\n    main()\n'
+    script.write_text(textwrap.dedent(HEAD) + textwrap.indent(textwrap.dedent(body), "    " * guarded) + end * guarded)
+    command = [sys.executable, "-m", "redeqx", "launch", "--processes", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "NPROC": "16"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run(folder, body, **kwargs):
+    with begin(folder, body, **kwargs) as process:
+        try:
+            out, _ = process.communicate(timeout=LIMIT)
+        finally:
+            process.kill()
+    return process.returncode, out
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            """
+            trainer = make_trainer(deployer)
+            for n in (8, 4):
+                trainer.update(DATA[:n])
+            trainer.update(DATA[: (8, 4)[index]])
+            """,
+            "expected `the number of examples of a step` to be 8, as in process 0, got 4 in process 1.",
+        ),
+        (
+            """
+            trainer = make_trainer(deployer)
+            print(trainer.eval_loss(DATA[: (32, 16)[index]], batch_size=8))
+            """,
+            "`eval_loss`: expected `len(examples)` to be 32, as in process 0, got 16 in process 1. Pass the same examples",
+        ),
+        (
+            """
+            trainer = make_trainer(deployer)
+            trainer.update(DATA[:8])
+            predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(model)(batch[:, :5]))
+            predictor.predict(DATA[: (24, 16)[index]], batch_size=8)
+            """,
+            "`predict`: expected `len(examples)` to be 24, as in process 0, got 16 in process 1. Pass the same examples",
+        ),
+        (
+            """
+            make_trainer(deployer).fit(lambda epoch: DATA[: 64 - 8 * index * epoch], batch_size=8, n_epochs=2)
+            """,
+            "`train_examples`: expected `the size of epoch 1` to be 64, as in process 0, got 56 in process 1.",
+        ),
+    ],
+    ids=["update", "eval_loss", "predict", "an epoch"],
+)
+def test_other_numbers_of_examples_are_named(tmp_path, body, expected):
+    code, out = run(tmp_path, body)
+    assert code == 1 and expected in " ".join(out.split()), out
+
+
+def test_the_steps_of_one_trainer_are_not_compared_with_those_of_another(tmp_path):
+    """The first one has prepared steps that it never takes."""
+    code, out = run(
+        tmp_path,
+        """
+        of_pairs = lambda model, batch, key: loss_fn(model, batch[:, 0], key)
+        first, second = make_trainer(deployer), make_trainer(deployer, of_pairs)
+        first.fit(DATA, batch_size=8, n_epochs=2, max_steps=3)
+        for _ in range(2):
+            second.fit(np.stack([DATA, DATA], 1), batch_size=8, max_steps=5)
+        print("done", second.step)
+        """,
+    )
+    assert code == 0 and out.count("done 10") == 2, out
+
+
+def test_a_signal_reaches_the_fit_of_the_first_of_two_deployers(tmp_path):
+    """One process of two gets it: both save the same step."""
+    body = f"""
+    import time
+    def slowly(examples):
+        time.sleep(0.05)
+        return np.stack(examples)
+    first, _ = (redeqx.Deployer(workdir={str(tmp_path)!r} + "/" + name, hang_timeout=60) for name in "ab")
+    trainer = make_trainer(first, collate_fn=slowly)
+    class Says(redeqx.Callback):
+        def on_step(self, trainer, metrics):
+            print("step", trainer.step, os.getpid(), flush=True)
+    trainer.fit(DATA, batch_size=8, n_epochs=200, callbacks=[Says()])
+    """
+    with begin(tmp_path, body) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.startswith("[1] step 5 "):
+                    os.kill(int(line.split()[-1]), signal.SIGTERM)
+                    began = time.monotonic()
+                    break
+            out, _ = process.communicate(timeout=LIMIT)
+        finally:
+            process.kill()
+    assert process.returncode == 75 and "[0] preempted: step" in out, out
+    assert time.monotonic() - began < 45
+    assert (tmp_path / "a" / "ckpts" / "ckpts.json").exists() or list((tmp_path / "a" / "ckpts").glob("step_*"))
+
+
+def test_a_script_whose_deployer_stands_outside_of_its_guard_has_workers(tmp_path):
+    """They import the script, and are no processes of the run."""
+    body = """
+    deployer = redeqx.Deployer(verbose=False)
+
+    if __name__ == "__main__":
+        trainer = make_trainer(deployer, n_collate_workers=1, collate_in="processes")
+        trainer.fit(DATA, batch_size=8)
+        print("done", trainer.step)
+    """
+    code, out = run(tmp_path, "\n".join(["pass", textwrap.dedent(body)]).replace("pass\n", ""), guarded=False)
+    assert code == 0 and out.count("done 8") == 2, out
