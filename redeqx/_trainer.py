@@ -515,8 +515,8 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         - `eval_sanity_check`: whether to evaluate one batch before training, so that mistakes show at once.
         - `save_every_n_steps`, `save_ckpt_every_k_epochs`, `save_last_ckpt`: save every n steps; after every k-th epoch,
             to keep (`"epoch_3"` in the index); at the end of every epoch.
-        - `save_argmin_ckpt_by_metrics`, `save_argmax_ckpt_by_metrics`: names of metrics by which the best checkpoint is
-            kept (`"argmax_accuracy"` in the index).
+        - `save_argmin_ckpt_by_metrics`, `save_argmax_ckpt_by_metrics`: names of metrics by which the best checkpoint of
+            all fits of the run is kept (`"argmax_accuracy"` in the index).
         - `save_end`: whether to save the end of the fit, where there is a `workdir`.
         - `keep_last`: how many of the newest checkpoints are kept, beside those.
         - `save_opt_states`: whether to save the optimizer's state. Without it a run cannot be resumed.
