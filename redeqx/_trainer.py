@@ -65,7 +65,8 @@ class Trainer(KnowsRedco, Generic[ModelT]):
     - `loss_fn`: `(model, batch, key)` to a scalar, the mean over the rows of the batch, or to a `redeqx.Loss`. With
         `model_state`: `(model, state, batch, key)` to `(loss, state)`.
     - `model_state`: of layers that have one (`eqx.nn.BatchNorm`), as `eqx.nn.make_with_state` gives it.
-    - `trainable`: which leaves are trained: a function of a leaf, or a PyTree of booleans in the model's structure.
+    - `trainable`: which leaves are trained: a function of a leaf, or a PyTree of booleans in the model's structure; by
+        default all floating ones of 16 bits or more.
     - `lr_schedule_fn`: of steps; logged. A fit that goes on after it has reached 0 warns. Give the same to the optimizer.
     - `accumulate_grad_batches`: micro-batches a step.
     - `precision`: `"float32"`, or `"bfloat16"`: parameters, losses, sums of gradients and updates in float32, everything

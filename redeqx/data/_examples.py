@@ -79,10 +79,10 @@ def micro_batch_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[
 def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
     if isinstance(leaf, list):
         lengths = sorted({len(x) for x in leaf if hasattr(x, "__len__")})
-        found = f"a list of {len(leaf)}" + (f" with lengths {lengths[0]} to {lengths[-1]}" if lengths else "")
+        found = f"a list of {len(leaf)}" + (f" with lengths {lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else "")
         raise TypeError(
             f"`collate_fn` output `{name}`: expected an array of {n_rows} rows, got {found}. "
-            "Pad to one length and return `np.array(...)`."
+            f"{'Pad to one length and return' if len(lengths) > 1 else 'Return'} `np.array(...)`."
         )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise TypeError(

@@ -33,8 +33,9 @@ class Parts:
     def of(cls, model: PyTree, trainable: Any = eqx.is_inexact_array) -> "Parts":
         """The parts of a model, or of its shapes."""
         arrays, static = eqx.partition(model, is_array_like)
-        # Shapes count as the arrays that they stand for, which `eqx.is_inexact_array` alone would not see.
-        which = _is_inexact if trainable is eqx.is_inexact_array else trainable
+        # Shapes count as the arrays that they stand for, which `eqx.is_inexact_array` alone would not see; and weights in 8
+        # bits, which no arithmetic takes, are quantised ones.
+        which = _has_gradient if trainable is eqx.is_inexact_array else trainable
         try:
             trained, frozen = eqx.partition(arrays, which)
         except (TypeError, ValueError) as error:
@@ -42,11 +43,11 @@ class Parts:
                 "`trainable`: expected a function of a leaf, or a PyTree of booleans in the model's structure, got "
                 f"{brief(which)}: {brief(str(error))} For a part of the model use `eqx.tree_at` on a tree of False."
             ) from error
-        fixed = [f"`{name}` ({leaf.dtype})" for name, leaf in named_leaves(trained).items() if not _is_inexact(leaf)]
+        fixed = [f"`{name}` ({leaf.dtype})" for name, leaf in named_leaves(trained).items() if not _has_gradient(leaf)]
         if fixed:
             raise ValueError(
-                f"`trainable`: expected floating leaves, which have gradients, got {', '.join(listed(fixed, 3))}. "
-                "Pass `eqx.is_inexact_array`, the default, or leave these out."
+                "`trainable`: expected floating leaves of 16 bits or more, which have gradients, got "
+                f"{', '.join(listed(fixed, 3))}. Pass `eqx.is_inexact_array`, the default, or leave these out."
             )
         names = (tuple(named_leaves(trained)), tuple(named_leaves(frozen)))
         return cls(names, (jax.tree.structure(trained), jax.tree.structure(frozen)), static)
@@ -71,5 +72,5 @@ class Parts:
         return eqx.nn.inference_mode(model) if inference else model
 
 
-def _is_inexact(leaf: Any) -> bool:
-    return is_array_like(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+def _has_gradient(leaf: Any) -> bool:
+    return is_array_like(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) and jnp.finfo(leaf.dtype).bits >= 16

@@ -165,14 +165,13 @@ def make_train_step(
             values["learning_rate"] = jnp.asarray(lr_schedule_fn(step - n_skipped), total.dtype)
         # Sorted, as a scan sorts them: every program of a run must agree on the order.
         values.update({name: metric / over for name, (metric, over) in sorted(metrics.items())})
+        names[:] = values
         tree = parts.trained_tree(trained)
         grad_tree, opt_tree = parts.trained_tree(grads), jax.tree.unflatten(opt_treedef, opt_state)
         of_loss = {"value": values["loss"], "value_fn": loss_of, "grad_fn": lambda tree, *_: jax.grad(loss_of)(tree)}
         extra = {**of_loss, "grad": grad_tree, "plan": functions.plan} if takes_extra else {}
         updates, opt_tree = _update(optimizer, grad_tree, opt_tree, tree, extra)
-        trained = jax.tree.leaves(precision.updated(tree, updates, rounding_key))
-        names[:] = values
-        after = (trained, jax.tree.leaves(opt_tree), state)
+        after = (jax.tree.leaves(precision.updated(tree, updates, rounding_key)), jax.tree.leaves(opt_tree), state)
         if skip_nonfinite:
             is_finite = jnp.isfinite(values["loss"]) & jnp.isfinite(values["grad_norm"])
             after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, before)

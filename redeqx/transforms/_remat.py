@@ -90,6 +90,14 @@ class KeepEverything(Rule):
 
 def keeps(eqn: Any) -> bool:
     """Whether an equation is a loop that keeps what its backward pass reads."""
-    if eqn.primitive.name != "scan":
-        return False
-    return not any(inner.primitive.name in REMATS for inner in eqn.params["jaxpr"].jaxpr.eqns)
+    return eqn.primitive.name == "scan" and not _recomputes(eqn.params["jaxpr"].jaxpr)
+
+
+def _recomputes(jaxpr: Any) -> bool:
+    """Whether something of a jaxpr is rematerialised, also within a function that it calls."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in REMATS:
+            return True
+        if eqn.primitive.name == "jit" and _recomputes(eqn.params["jaxpr"].jaxpr):
+            return True
+    return False

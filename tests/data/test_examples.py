@@ -162,8 +162,7 @@ def test_numbers_get_jax_s_width(given, dtype):
         (
             {"inputs": {"y": [1, 2, 3]}},
             TypeError,
-            "`collate_fn` output `inputs.y`: expected an array of 3 rows, got a list of 3. "
-            "Pad to one length and return `np.array(...)`.",
+            "`collate_fn` output `inputs.y`: expected an array of 3 rows, got a list of 3. Return `np.array(...)`.",
         ),
         (
             {"ids": np.array([[1, 2], [3], [4, 5, 6]], dtype=object)},

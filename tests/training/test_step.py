@@ -285,6 +285,15 @@ def test_trainable_is_a_function_or_a_tree():
     assert eqx.tree_equal(matrices.put(*matrices.take(model)), model)
 
 
+def test_weights_in_8_bits_are_frozen():
+    model = {"a": jnp.ones(3, jnp.float8_e4m3fn), "b": jnp.ones(3, jnp.bfloat16), "c": jnp.ones(3, jnp.complex64)}
+    assert Parts.of(model).names == (("b", "c"), ("a",))
+    expected = (
+        "`trainable`: expected floating leaves of 16 bits or more, which have gradients, got `a` (float8_e4m3fn). Pass"
+    )
+    assert message(ValueError, Parts.of, model, lambda leaf: True).startswith(expected)
+
+
 A_TREE = "`trainable`: expected a function of a leaf, or a PyTree of booleans in the model's structure,"
 
 
@@ -293,7 +302,7 @@ A_TREE = "`trainable`: expected a function of a leaf, or a PyTree of booleans in
     [
         (
             eqx.is_array,
-            "`trainable`: expected floating leaves, which have gradients, got `count` (int32). Pass `eqx.is_inexact",
+            "`trainable`: expected floating leaves of 16 bits or more, which have gradients, got `count` (int32).",
         ),
         (
             "layers",

@@ -14,6 +14,7 @@ import redeqx
 from redeqx.machine import GPUS
 from redeqx.tracing import equations, transformed
 from redeqx.transforms import RematLoops, UnrollLoops
+from redeqx.transforms._remat import keeps
 
 CHIP = GPUS["h100-80gb"].chip
 ROWS, D, LAYERS = 4096, 64, 4
@@ -106,3 +107,12 @@ def test_only_gpus_unroll_and_only_where_it_pays():
     assert recipe().unroll_on(mesh(kind="an unknown GPU"), "matmuls") is None
     assert recipe().unroll_on(mesh(platform="tpu"), "matmuls") is None
     assert recipe().unroll_on(at.mesh, "none") is None
+
+
+def test_a_remat_within_a_jit_is_one_of_its_loop():
+    def loop(body):
+        step = lambda carry, _: (body(carry), None)  # noqa: E731
+        return jax.make_jaxpr(lambda x: jax.lax.scan(step, x, length=3))(jnp.ones(2)).jaxpr.eqns[-1]
+
+    assert keeps(loop(jnp.sin)) and keeps(loop(jax.jit(jnp.sin)))
+    assert not keeps(loop(jax.checkpoint(jnp.sin))) and not keeps(loop(jax.jit(jax.checkpoint(jnp.sin))))
