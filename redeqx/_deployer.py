@@ -79,9 +79,9 @@ class Deployer(KnowsRedco):
         objects with `log(metrics: dict, step: int)`. Those by name record in a thread, continue the same run of the tracker
         after a resume, and end no training: what they miss is kept, and sent when they work again.
 
-    Each step's metrics are recorded in `workdir/metrics.jsonl`, which a rerun repeats to the byte, in TensorBoard and by the
-    loggers. With them, from the second step on and at most once a second, goes the speed of the newest steps, which has
-    `workdir/speed.jsonl` for itself:
+    Each step's metrics are recorded in `workdir/metrics.jsonl`, which a rerun of a `fit` repeats to the byte (and one of
+    a loop of `update` that begins with `resume`), in TensorBoard and by the loggers. With them, from the second step on and
+    at most once a second, goes the speed of the newest steps, which has `workdir/speed.jsonl` for itself:
 
     - `examples_per_second`; `tokens_per_second`, where the batch has an integer array `[rows, seq]`: its elements, padding
         included. Neither compilation, evaluation nor saving counts.
@@ -142,26 +142,20 @@ class Deployer(KnowsRedco):
                 n_processes, host0_address, host0_port, process_id, n_local_devices,
                 heartbeat=heartbeat_timeout, timeout=start_timeout,
             )  # fmt: skip
-        if peers.n > 1:
-            given = {"jax_seed": jax_seed, "n_model_shards": n_model_shards, "n_fsdp_shards": n_fsdp_shards}
-            compiler = {"xla_settings": str(xla_settings)}  # other collectives in each process would wait for each other
-            versions = {"the version of redeqx": __version__, "the version of jax": jax.__version__}
-            devices = {"devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"}
-            peers.agree("Deployer", {**given, **compiler, "workdir": workdir, **versions, **devices})
+        given = {"jax_seed": jax_seed, "n_model_shards": n_model_shards, "n_fsdp_shards": n_fsdp_shards}
+        # With other settings of XLA in each process, other collectives would wait for each other.
+        _agree(peers, {**given, "xla_settings": str(xla_settings), "workdir": workdir})
         mesh = make_mesh(n_model_shards, n_fsdp_shards, None if described is None else described.machine.devices)
-        staging = None
+        staging, is_main = None, peers.index == 0
         if described is not None:
             console = Console(None, verbose=verbose)
         else:
-            is_main = peers.index == 0
-            local = folder if isinstance(folder, Path) else None
             if isinstance(folder, StorePath) and is_main:
                 staging = Staging(folder, RECORDS)
-                local = staging.folder
-            elif local is not None and is_main:
-                local.mkdir(parents=True, exist_ok=True)
+            elif isinstance(folder, Path) and is_main:
+                folder.mkdir(parents=True, exist_ok=True)
             console = Console(
-                local,
+                staging.folder if staging is not None else folder if isinstance(folder, Path) else None,
                 verbose=verbose,
                 run_tensorboard=run_tensorboard,
                 loggers=loggers,
@@ -442,3 +436,11 @@ class Deployer(KnowsRedco):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(lines, "utf-8")
         return path
+
+
+def _agree(peers: Peers, given: dict[str, Any]) -> None:
+    """Check that the arguments, the versions and the devices of all processes are alike."""
+    if peers.n > 1:
+        versions = {"the version of redeqx": __version__, "the version of jax": jax.__version__}
+        devices = {"devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"}
+        peers.agree("Deployer", {**given, **versions, **devices})
