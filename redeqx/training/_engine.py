@@ -97,7 +97,8 @@ class Engine:
         self._saved_averages: Sequence[str] | None = None  # in that checkpoint
         self._averages_aside: dict[str, PyTree] = {}  # those of a checkpoint that no fit has kept yet, until the next step
         self._has_chosen = False  # what fits into memory
-        AtEnd(self, recipe.workers.close)
+        if recipe.workers.n:
+            AtEnd(self, recipe.workers.close)
         self.checkpoints = None
         if run.workdir is not None:
             self.checkpoints = Checkpoints(

@@ -3,7 +3,7 @@
 Looked for once a step has failed, on the host; no step pays for it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -56,38 +56,32 @@ def _beyond(trace: Trace, names: Sequence[str], leaves: Sequence[np.ndarray]) ->
     """Where the loss looks up, by numbers of the batch alone, what is not there."""
     known = [Known(leaf, frozenset([name])) for name, leaf in zip(names, leaves, strict=True)]
     n_rest = len(trace.closed.jaxpr.invars) - len(trace.leaves) - len(known)
-    found: dict[str, None] = {}
-    _look_in(
-        Body(trace.closed, [None] * len(trace.leaves) + known + [None] * n_rest),
-        found,
-        dict(zip(names, leaves, strict=True)),
+    body = Body(trace.closed, [None] * len(trace.leaves) + known + [None] * n_rest)
+    of = dict(zip(names, leaves, strict=True))
+    return list(
+        dict.fromkeys(
+            f"`{name}` has values from {of[name].min()} to {of[name].max()}, {what}"
+            for sources, what in _lookups(body)
+            for name in sorted(sources)
+        )
     )
-    return list(found)
 
 
-def _look_in(body: Body, found: dict[str, None], leaves: dict[str, np.ndarray]) -> None:
-    """Note each lookup beyond what is there, and each value that is not finite, chosen by the batch alone."""
+def _lookups(body: Body) -> Iterator[tuple[frozenset[str], str]]:
+    """Each lookup beyond what is there, and each value that is not finite, that is chosen by the batch alone: the leaves of
+    the batch that choose it, and what is wrong with it."""
     for eqn in body.eqns:
         if called(eqn) is not None:
-            _look_in(body.inside(eqn), found, leaves)
-        if eqn.primitive.name == "gather" and body.sources(eqn.invars[1]):
-            dims = eqn.params["dimension_numbers"].start_index_map
+            yield from _lookups(body.inside(eqn))
+        if eqn.primitive.name == "gather" and (sources := body.sources(eqn.invars[1])):
             indices, shape = np.asarray(body.value(eqn.invars[1])), eqn.invars[0].aval.shape
-            for i, dim in enumerate(dims):
+            for i, dim in enumerate(eqn.params["dimension_numbers"].start_index_map):
                 last = shape[dim] - eqn.params["slice_sizes"][dim]
                 if ((indices[..., i] < 0) | (indices[..., i] > last)).any():
-                    for leaf in sorted(body.sources(eqn.invars[1]) or ()):
-                        found[f"{_range(leaf, leaves)}, which index a dim of {shape[dim]}"] = None
-        if eqn.primitive.name == "select_n" and body.sources(eqn.invars[0]):
+                    yield sources, f"which index a dim of {shape[dim]}"
+        if eqn.primitive.name == "select_n" and (sources := body.sources(eqn.invars[0])):
             which = np.asarray(body.value(eqn.invars[0]))
-            for i, case in enumerate(eqn.invars[1:]):
-                if not body.is_constant(case) or not (which == i).any():
-                    continue
-                values = np.asarray(body.value(case))
+            chosen = [case for i, case in enumerate(eqn.invars[1:]) if body.is_constant(case) and (which == i).any()]
+            for values in (np.asarray(body.value(case)) for case in chosen):
                 if values.dtype.kind == "f" and not np.isfinite(values).all():
-                    for leaf in sorted(body.sources(eqn.invars[0]) or ()):
-                        found[f"{_range(leaf, leaves)}, for some of which the loss is {values.flat[0]}"] = None
-
-
-def _range(name: str, leaves: dict[str, np.ndarray]) -> str:
-    return f"`{name}` has values from {leaves[name].min()} to {leaves[name].max()}"
+                    yield sources, f"for some of which the loss is {values.flat[0]}"
