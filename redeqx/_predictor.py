@@ -142,11 +142,11 @@ class Predictor(KnowsRedco):
             raise TypeError(
                 f"`examples`: expected `len()` and integer items, got {type(examples).__name__}. Pass a list of them."
             )
+        agree_on_examples(self._deployer._run.peers, "predict", n, size.examples)
         if n == 0:
             return
         n_shards = self._deployer.n_batch_shards
         at_once = min(size.examples, n)
-        agree_on_examples(self._deployer._run.peers, "predict", n, size.examples)
         rows = -(-at_once // n_shards) * n_shards
         if self._deployer._run.returns_zeros("predict"):
             yield from self._zeros(examples, n, at_once, rows, model)

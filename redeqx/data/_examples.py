@@ -334,6 +334,8 @@ def batches(
     size: BatchSize,
     mesh: Mesh,
     check: Callable[[int, PyTree, int], None] | None = None,
+    *,
+    checks_end: bool = False,
 ) -> Prefetch:
     """The batch of each step, prepared ahead by a thread; close it after use, as `Prefetch` says.
 
@@ -343,7 +345,8 @@ def batches(
 
     - `workers`: they call `collate_fn`, for several steps at once; without any, the thread itself calls it.
     - `check`: called by that thread with the number of each step, its collated rows, and the number of its examples in all
-        processes; after the last step with no rows and 0.
+        processes.
+    - `checks_end`: whether it is also called after the last step, with no rows and 0.
     """
 
     def read_step(i: int, step: Slice) -> "_Step":
@@ -378,7 +381,7 @@ def batches(
         for given in read_steps:
             yield prepared(given)
             n += 1
-        if check is not None:
+        if check is not None and checks_end:
             check(n, {}, 0)
 
     return Prefetch(every())

@@ -72,7 +72,7 @@ def check_number(
 
 def check_choice(value: Any, name: str, choices: Sequence[Any]) -> None:
     """Raise ValueError if `value` is none of the choices."""
-    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+    if not any(value is choice or (isinstance(value, type(choice)) and value == choice) for choice in choices):
         which = "one of the two" if len(choices) == 2 else "one of them"
         raise ValueError(f"`{name}`: expected {alternatives(choices)}, got {_brief(value)}. Pass {which}.")
 

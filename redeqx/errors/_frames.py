@@ -30,4 +30,4 @@ def warn(message: str) -> None:
 
 def _is_between(file: str) -> bool:
     """Whether a frame is between the user's call and a warning: of the library, or of what it calls itself by."""
-    return is_ours(file) or file.startswith((_JAX, "<")) or file == contextlib.__file__
+    return is_ours(file) or file.startswith((_JAX, "<frozen", "<string", "<@")) or file == contextlib.__file__

@@ -118,7 +118,7 @@ def _scores(setting: Setting, block: Operands, keys: Any) -> Any:
     scores = jnp.einsum("bgrth,bgsh->bgrts", block["q"], keys, preferred_element_type=jnp.float32) * setting.scale
     if "bias" in block:
         # Low as it may be, a key that is seen weighs more than one that is not.
-        scores = jnp.maximum(scores + block["bias"].astype(jnp.float32), MASKED / 4)
+        scores = scores + jnp.maximum(block["bias"].astype(jnp.float32), MASKED / 4)
     sees = seen(setting, block["rows"], keys.shape[2], block)
     return scores if sees is None else jnp.where(sees, scores, MASKED)
 

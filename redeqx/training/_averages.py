@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 
 from .._tree import PyTree
@@ -104,7 +105,8 @@ def with_new_averages(state: PyTree, params: PyTree) -> PyTree:
     """The state with its averages begun anew, from these parameters."""
     if not isinstance(state, AverageState):
         return state
-    average = jax.tree.map(lambda x, a: jax.device_put(x.astype(a.dtype), a.sharding), params, state.average)
+    copied = lambda x, a: jax.device_put(jnp.array(x, a.dtype, copy=True), a.sharding)  # noqa: E731 (a step donates both)
+    average = jax.tree.map(copied, params, state.average)
     return AverageState(with_new_averages(state.inner, params), average, state.name)
 
 

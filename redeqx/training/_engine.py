@@ -59,6 +59,7 @@ class Engine:
     - `plan`: how the model is split; None until something was computed.
     - `progress`: the position in the fits.
     - `n_fits`: the number of fits that have ended.
+    - `begun_fit`: the number of the fit that this process has begun last.
     - `follows`: whether `progress.position` belongs to this script's fits; None until a fit has looked for an earlier run.
     - `calls`: those of the model's steps.
     - `metrics`: those of its updates.
@@ -80,6 +81,7 @@ class Engine:
         self.plan = recipe.plan
         self.progress = Progress()
         self.n_fits = 0
+        self.begun_fit: int | None = None
         self.follows: bool | None = None
         self.calls = Calls(run)
         self.metrics = Metrics(run.console, recipe.skips, max_skipped)
@@ -237,11 +239,16 @@ class Engine:
         """The sizes of an update's batch, from what `fit` is given of them."""
         return BatchSize.of(self.run.mesh, per_device, total, self.recipe.accumulate, n_devices=n_devices)
 
-    def batches(self, steps: Iterable[Slice], size: BatchSize) -> Prefetch:
-        """The batch of each step, prepared ahead by a thread; to be closed."""
+    def batches(self, steps: Iterable[Slice], size: BatchSize, *, checks_end: bool = False) -> Prefetch:
+        """The batch of each step, prepared ahead by a thread; to be closed.
+
+        **Arguments:**
+
+        - `checks_end`: whether the processes compare where the steps end, as the number of examples is not known.
+        """
         self.run.n_passes += 1
         check = None if self.run.peers.n == 1 else partial(check_rows, self.run.peers, self.run.n_passes)
-        return batches(steps, self.recipe.workers, size, self.run.mesh, check)
+        return batches(steps, self.recipe.workers, size, self.run.mesh, check, checks_end=checks_end)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -440,16 +447,25 @@ class Engine:
         path = checkpoints.resolve(name)
         # Where this script has fits behind it that an earlier run has done, and that run was within the next one.
         is_ahead = bool(self.follows and opt_states and 0 < self.n_fits <= self.progress.position.fit)
-        is_ahead &= self.progress.position != Position(self.n_fits)
-        self.place()  # with what was to be restored, as this checkpoint may turn out to be no good
-        assert self._held is not None
+        is_ahead &= self.progress.position != Position(self.n_fits) and self.begun_fit != self.n_fits
         record = checkpoints.record(path)
         if opt_states:
             check_record(path, record)
+        pending = self._restore_from, self._saved_averages
+        self._restore_from = self._saved_averages = None
+        self.place()
+        assert self._held is not None
         steps = (record["step"], record.get("n_skipped", 0))
         states = states_of_record(record.get("callbacks", {}), checkpoints, path, verify=False) if opt_states else {}
-        with self._averages_of(self._averages_of_record(record) if opt_states else None):
-            self._held.load(checkpoints, path, steps if opt_states else None)
+        try:
+            with self._averages_of(self._averages_of_record(record) if opt_states else None):
+                self._held.load(checkpoints, path, steps if opt_states else None)
+        except ValueError:
+            if pending[0] is not None and self._held.is_loaded:  # of another model, say: what was resumed stays
+                self._restore_from, self._saved_averages = pending
+                with self._resuming(pending[0]), self._averages_of(self._saved_averages):
+                    self._restore()
+            raise
         self.metrics.forget()
         if opt_states:
             self.step = record["step"]

@@ -4,7 +4,7 @@ It drives an engine, which computes the updates.
 """
 
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -97,7 +97,8 @@ def update(engine: Engine, examples: Any) -> dict[str, float]:
     line = engine.line_of_updates
     line.begin_step(engine.step)
     shown = line if engine.is_new else nullcontext()  # the compilation
-    with shown, engine.updating(), engine.run.watch.on(), closing(engine.batches(steps, size)) as upcoming:
+    watched = engine.run.watch.on() if engine.run.peers.n > 1 else nullcontext()  # which costs a thread
+    with shown, engine.updating(), watched, closing(engine.batches(steps, size)) as upcoming:
         engine.update(next(upcoming), line)
         engine.flush(line)
     return dict(engine.metrics.last)
@@ -159,8 +160,9 @@ class Fit:
         line = engine.run.console.progress(n_epochs=options.epochs, first_step=engine.step)
         listening = engine.run.preemption.listening() if engine.checkpoints is not None else nullcontext()
         engine.stop_requested, engine.callbacks, self.began_at = False, self.callbacks, engine.step
+        engine.begun_fit = start.fit
         try:
-            with self.callbacks, listening, engine.run.watch.on(), line:
+            with self.callbacks, self._keeping_states(), listening, engine.run.watch.on(), line:
                 for epoch in self._epochs(start):
                     self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), line, start)
                     if self._is_over():
@@ -168,12 +170,6 @@ class Fit:
                 self._end(line)
                 engine.callback_states = self.callbacks.states()
                 self.callbacks.call("on_fit_end", self._returned())
-        except BaseException:
-            if engine.checkpoints is not None:
-                engine.checkpoints.settle()
-            if self.has_started:
-                engine.callback_states = self.callbacks.states()
-            raise
         finally:
             engine.callbacks = None
         engine.n_fits += 1
@@ -182,6 +178,19 @@ class Fit:
         engine.run.upload()
         self._summarise()
         return self._returned()
+
+    @contextmanager
+    def _keeping_states(self) -> Iterator[None]:
+        """A context that keeps the callbacks' states where the fit fails, before they are closed."""
+        engine = self.engine
+        try:
+            yield
+        except BaseException:
+            if engine.checkpoints is not None:
+                engine.checkpoints.settle()
+            if self.has_started:
+                engine.callback_states = self.callbacks.states()
+            raise
 
     def _returned(self) -> dict[str, float]:
         """What `fit` returns."""
@@ -354,7 +363,7 @@ class Fit:
             line.n_steps = n_steps if line.n_steps is None else min(n_steps, line.n_steps)
         if start is first and line.n_steps is not None and (schedule := engine.recipe.lr_schedule_fn) is not None:
             warn_of_zero_rate(schedule, line.n_steps - engine.progress.n_skipped)
-        with closing(engine.batches(self.steps(epoch, start, examples), self.size)) as upcoming:
+        with closing(engine.batches(self.steps(epoch, start, examples), self.size, checks_end=n is None)) as upcoming:
             if start is first:
                 # Before anything else is placed or evaluated: the plan is the loss's.
                 if (batch := upcoming.peek()) is not None:
@@ -365,6 +374,8 @@ class Fit:
                 if options.eval_examples is not None and options.eval_sanity_check:
                     # On one batch, so that a mistake in it shows before training and not after an epoch.
                     self._measure(self._first_evaluated(), line)
+                    if engine.run.peers.n == 1 and self._is_over():  # by an `eval_metric_fn`
+                        return
             with closing(updates(engine, upcoming, line, start.fit, epoch)) as taken:
                 for _, is_last in taken:
                     if wanting := self.callbacks.wanting(engine.step):

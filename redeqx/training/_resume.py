@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from ..errors import DamagedError, warn
 from ..storage import Location
 from ._engine import Engine
@@ -103,7 +105,7 @@ def check_setting(engine: Engine, now: Mapping[str, Any]) -> None:
     ]
     was = progress.learning_rate
     if was is not None and schedule is not None and engine.step:
-        found = float(schedule(engine.step - 1 - progress.n_skipped))
+        found = float(schedule(jnp.asarray(engine.step - 1 - progress.n_skipped, jnp.int32)))
         if not math.isclose(found, was, rel_tol=1e-5, abs_tol=1e-12):
             said.append(f"a learning rate at step {engine.step} of {found:.6g}, before {was:.6g}")
     if said:

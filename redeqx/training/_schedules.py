@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from ..errors import check_count, check_number, warn
@@ -50,7 +51,8 @@ def lr_schedule(
 
 def warn_of_zero_rate(schedule: Callable[[Any], Any], n_steps: int) -> None:
     """Warn where a schedule is over before the last of `n_steps` steps, from which on updates change nothing."""
-    if n_steps > 2 and float(schedule(n_steps - 1)) == float(schedule(n_steps - 2)) == 0:
+    rates = [float(schedule(jnp.asarray(step, jnp.int32))) for step in (n_steps - 2, n_steps - 1) if step > 0]
+    if len(rates) == 2 and rates == [0, 0]:
         warn(
             f"`lr_schedule_fn`: expected a learning rate above 0 until step {n_steps}, the last of this fit, got 0 before "
             "it. Pass `get_lr_schedule_fn` the `n_epochs` of all fits.",

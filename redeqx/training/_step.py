@@ -1,8 +1,10 @@
 """The train, eval and predict steps: one jitted program each for every mesh."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 import einops
@@ -13,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._tree import is_array_like, named_leaves
+from ..errors import is_ours
 from ..machine import Options, is_in_host, n_batch_shards, replicated, split_rows
 from ..partition import Plan
 from ..tracing import transformed
@@ -84,6 +87,7 @@ def _in_parts(groups: Sequence[PyTree], n_first: Any, n_parts: int, mesh: Mesh) 
     return parts, n_first * n_parts
 
 
+_OPTAX = os.path.dirname(optax.__file__) + os.sep
 # Streams of one key, told apart inside the steps: keys made outside would each compile a small program.
 _TRAIN, _EVAL, _ROUND = 0, 1, 2
 
@@ -140,9 +144,9 @@ def make_train_step(
             grads = jax.lax.with_sharding_constraint(grads, layout.trained)
             return (grads, total, weight, metrics), _state_leaves(tree, state, state_treedef)
 
-        def loss_of(tree, plan=None):
+        def loss_of(tree, plan=None, grad_fn=None):
             """The loss of this step's batch at other parameters. Line searches pass on to it what they do not know."""
-            del plan
+            del plan, grad_fn
 
             def micro_step(state, batch, key):
                 weights = [*jax.tree.leaves(tree), *frozen]
@@ -195,7 +199,10 @@ def _update(
             return optimizer.update(grads, state, params, **extra)
         except TypeError as error:
             refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if refused is None or refused[1] not in extra:
+            *_, (caller, _) = walk_tb(error.__traceback__)
+            file = caller.f_code.co_filename
+            is_call = is_ours(file) or file.startswith(_OPTAX)  # and no call within a user's own `update`
+            if refused is None or refused[1] not in extra or not is_call:
                 raise
             extra = {name: value for name, value in extra.items() if name != refused[1]}
 

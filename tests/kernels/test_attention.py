@@ -358,3 +358,10 @@ def test_no_queries_give_nothing_and_no_keys_are_an_error():
     assert redeqx.attention(q[:, :0], k, v).shape == (BATCH, 0, HEADS, SIZE)
     with pytest.raises(ValueError, match="expected at least one key and one head, got shapes"):
         redeqx.attention(q, k[:, :0], v[:, :0])
+
+
+def test_all_derivatives_agree_where_all_keys_are_as_low_as_can_be():
+    q, k, v = qkv(6)
+    bias = jnp.zeros((6, 6)).at[2].set(jnp.finfo(jnp.float32).min)
+    of = lambda q: redeqx.attention(q, k, v, bias=bias)  # noqa: E731
+    np.testing.assert_allclose(jax.jacfwd(of)(q), jax.jacrev(of)(q), rtol=1e-5, atol=1e-5)

@@ -671,3 +671,5 @@ def test_an_average_begins_anew_with_weights_that_are_loaded(tmp_path):
     assert bits(ema.model) != bits(trainer.model)
     trainer.load_ckpt(first, load_opt_states=False)
     assert bits(ema.model) == bits(trainer.model)
+    fit(trainer, ema, max_steps=1)  # a step donates the weights and the average
+    assert bits(ema.model) != bits(trainer.model)

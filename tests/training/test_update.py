@@ -174,6 +174,43 @@ def test_a_load_that_fails_after_a_resume_leaves_what_was_resumed(tmp_path):
     assert again.step == 2 and bits(again) == bits(trainer)
 
 
+def test_what_is_loaded_after_a_fit_that_failed_is_what_the_next_one_begins_with(tmp_path):
+    trainer, seen = make_trainer(tmp_path), []
+
+    class Notes(redeqx.Callback):
+        def on_step(self, trainer, metrics):
+            seen.append(trainer.step)
+            if trainer.step == 8:
+                raise KeyboardInterrupt
+
+    options = {"batch_size": 8, "n_epochs": 2, "save_every_n_steps": 1, "keep_last": 9, "callbacks": [Notes()]}
+    trainer.fit(DATA, batch_size=8, n_epochs=1)
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.fit(DATA, **options)
+    trainer.load_ckpt("step_00000005")
+    assert trainer.step == 5
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.fit(DATA, **options)
+    assert seen == [4, 5, 6, 7, 8, 6, 7, 8]
+
+
+def test_a_checkpoint_loads_after_one_whose_optimizer_is_another(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.update(DATA[:8])
+    trainer.save_ckpt()
+    again = make_trainer(tmp_path, optimizer=optax.sgd(1e-2, momentum=0.9))
+    assert again.resume() == 1
+    again.load_ckpt("last", load_opt_states=False)
+    assert bits(again)[:4] == bits(trainer)[:4]
+
+
+def test_a_schedule_gets_an_array():
+    schedule = lambda step: 1e-2 * step.astype(np.float32)  # noqa: E731
+    trainer = make_trainer(optimizer=optax.sgd(schedule), lr_schedule_fn=schedule)
+    trainer.fit(DATA, batch_size=8)
+    assert trainer.step == 3
+
+
 def test_a_rerun_goes_on_with_a_second_fit_that_begins_from_the_best_of_the_first(tmp_path):
     def run(kill_at=None):
         trainer, seen = make_trainer(tmp_path, loss_fn=loss_fn), []
