@@ -143,7 +143,7 @@ class _Chunks:
         n_padded = -seq % self.size
         rows = [(0, 0)] * (labels.ndim - 1)
         labels = jnp.pad(labels, [*rows, (0, n_padded)], constant_values=self.ignore_index)
-        x = jnp.pad(x, [*rows, (0, n_padded), (0, 0)])
+        x = jnp.pad(x, [*rows, (0, n_padded), (0, 0)], mode="edge")  # real tokens: a head may have no derivative at 0
         chunks = (
             rearrange(x, "... (n chunk) d -> n ... chunk d", chunk=self.size),
             rearrange(labels, "... (n chunk) -> n ... chunk", chunk=self.size),
