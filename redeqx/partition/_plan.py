@@ -16,9 +16,8 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jaxtyping import PyTree
 
-from .._tree import is_array_like, merged, named_leaves, nearest, render, without_indices
+from .._tree import PyTree, is_array_like, merged, named_leaves, nearest, render, without_indices
 from ..compiled import line_of
 from ..machine import FSDP, MODEL, axes_of, put as put_on_mesh, replicated
 from ..monitor import HtmlPage

@@ -259,7 +259,7 @@ def test_one_token_at_most_ends_a_text_by_force():
         ("n_heads", 5, r"`n_heads`: expected a divisor of `d_model`=24, got 5\."),
         ("n_decoder_heads", 5, r"`n_decoder_heads`: expected a divisor of `d_model`=24, got 5\."),
         ("activation_dropout", 1.0, r"`activation_dropout`: expected a rate in \[0, 1\), got 1\.0\."),
-        ("activation", "tanh", r"`activation`: expected 'gelu' or 'relu', got 'tanh'\. Pass one of them\."),
+        ("activation", "tanh", r"`activation`: expected 'gelu' or 'relu', got 'tanh'\. Pass one of the two\."),
     ],
 )
 def test_rejects_a_wrong_config(field, value, message):

@@ -201,7 +201,7 @@ def test_refuses_what_it_does_not_implement(name, value, message):
         ("d_embedding", 0, r"`d_embedding`: expected at least 1, got 0"),
         ("d_mlp", 0, r"`d_mlp`: expected at least 1, got 0"),
         ("n_heads", 5, r"`n_heads`: expected a divisor of `d_model`=32, got 5"),
-        ("activation", "silu", r"`activation`: expected 'relu' or 'gelu', got 'silu'\. Pass one of them"),
+        ("activation", "silu", r"`activation`: expected 'relu' or 'gelu', got 'silu'\. Pass one of the two"),
         ("attention_dropout", 1.0, r"`attention_dropout`: expected a rate in \[0, 1\), got 1\.0"),
     ],
 )
