@@ -314,7 +314,7 @@ def _meaning(
     default = max(queries, key=lambda label: shape[label])
     found: list[Inequalities] = []
     others, of_bands = [], []
-    for mask, is_seen in scores.masks:
+    for mask, is_seen in ((mask.operand, mask.is_seen) for mask in scores.masks):
         of = inequalities(body, mask.atom, negated=not is_seen)
         if of is None:
             others.append((mask, is_seen))

@@ -5,7 +5,7 @@ the product that made the scores; and on to the product that reads the weights. 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from ..tracing import Body, repeats, view
 from ._bands import inequalities
 
 _LOW = -1e4  # a score as low as that weighs nothing
+_LOST = -1e9  # scores and biases are lost in the rounding of a sum with this
+_LARGE = 2**22  # elements of a constant that is not looked into
 SIZE = "size"  # the label of the dim that a product contracts: the size of a head
 
 
@@ -36,6 +38,23 @@ class Operand:
         return jnp.expand_dims(x, [dim for dim, label in enumerate(order) if label not in labels])
 
 
+@dataclass(frozen=True)
+class Mask:
+    """Keys that are seen, and what the others' scores become.
+
+    **Arguments:**
+
+    - `is_seen`: whether True is seen.
+    - `level`: the score of a key that is not seen, or what is added to it.
+    - `bias`: the same as a bias with its factor, where it is added; None where it takes the place of the scores.
+    """
+
+    operand: Operand
+    is_seen: bool
+    level: float
+    bias: tuple[Operand, float] | None = None
+
+
 @dataclass
 class Scores:
     """What is done between the product of queries and keys and the softmax.
@@ -44,7 +63,7 @@ class Scores:
 
     - `eqns`: the equations, in any order.
     - `scale`: of the product.
-    - `masks`: with whether True is seen.
+    - `masks`: in any order.
     - `biases`: with the factor of each.
     - `product`: the product, and its dims' labels.
     - `stop`: the primitive that is no part of an attention, where there is one.
@@ -52,7 +71,7 @@ class Scores:
 
     eqns: list[Any] = field(default_factory=list)
     scale: float = 1.0
-    masks: list[tuple[Operand, bool]] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
     biases: list[tuple[Operand, float]] = field(default_factory=list)
     product: tuple[Any, tuple[Any, ...]] | None = None
     stop: str | None = None
@@ -167,7 +186,64 @@ def _back(body: Body, atom: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
 
 
 def follow_scores(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores) -> bool:
-    """Fill `scores` with what leads to a value of these labels; False where that is something else."""
+    """Fill `scores` with what leads to a value of these labels; False where that is something else, or masks that are not
+    one mask."""
+    return _follow(body, atom, labels, scores) and _settle_masks(body, scores)
+
+
+def _settle_masks(body: Body, scores: Scores) -> bool:
+    """Make biases of the masks that have to stay what is added; False where what is left is not one mask.
+
+    A kernel weighs all keys alike where a query sees none. As written it is so too where all of them are at one level, but
+    not where masks have several levels, or one at which scores and biases still count. (Where a mask's level is as low as
+    what a bias hides keys with, as in two masks of -1e9 one of which is added, such a query may weigh some of them only as
+    written.)
+    """
+    lows = [low for bias, factor in scores.biases if (low := _lowest(body, bias.atom, factor)) is not None]
+    levels = {mask.level for mask in scores.masks}
+    if all(_has_diagonal(body, mask.operand.atom, mask.is_seen) for mask in scores.masks):  # each query sees a key
+        if not lows or max(levels, default=-math.inf) <= min(_LOST, *lows):
+            return True
+    elif not lows and len(levels) == 1 and (not scores.biases or max(levels) <= _LOST):
+        return True
+    added = [mask for mask in scores.masks if mask.bias is not None]
+    scores.biases += [mask.bias for mask in added if mask.bias is not None]
+    scores.masks = [mask for mask in scores.masks if mask.bias is None]
+    lows, levels = [*lows, *(mask.level for mask in added)], {mask.level for mask in scores.masks}
+    if not levels or (len(levels) == 1 and max(levels) <= min([_LOST, *lows])):
+        return True
+    scores.stop = "select_n"
+    return False
+
+
+def _lowest(body: Body, atom: Any, factor: float) -> float | None:
+    """The lowest number that a bias seems to be made with, as a mask that is added is; None without one."""
+    found = [-abs(number * factor) for number in _numbers(body, atom, _DEPTH)]
+    return min((number for number in found if number <= _LOW), default=None)
+
+
+_DEPTH = 12  # equations between a bias and the number that it is made with
+_MADE_BY = {"mul", "add", "sub", "neg", "select_n", "max", "min", "convert_element_type", "stop_gradient"}
+
+
+def _numbers(body: Body, atom: Any, depth: int) -> Iterator[float]:
+    """The constants that a value is made of by sums, products and choices."""
+    if (number := _scalar(body, atom)) is not None:
+        yield number
+    elif not isinstance(atom, jex.Literal) and body.is_constant(atom):
+        if math.prod(atom.aval.shape) <= _LARGE and jnp.issubdtype(atom.aval.dtype, jnp.floating) and atom.aval.size:
+            value = np.asarray(body.value(atom), np.float64)
+            yield from (float(value.min()), float(value.max()))
+    elif depth and (eqn := body.producer(atom)) is not None:
+        if eqn.primitive.name in _MADE_BY:
+            for operand in eqn.invars:
+                yield from _numbers(body, operand, depth - 1)
+        elif view(eqn) is not None:
+            yield from _numbers(body, eqn.invars[0], depth - 1)
+
+
+def _follow(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores) -> bool:
+    """As `follow_scores`, whatever the masks are together."""
     while (eqn := body.producer(atom)) is not None:
         name = scores.stop = eqn.primitive.name
         if name == "dot_general":
@@ -187,7 +263,10 @@ def follow_scores(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores
             if low[0] == low[1]:
                 return False
             which = Operand(eqn.invars[0], labels if eqn.invars[0].aval.ndim else ())
-            scores.masks += _conjuncts(body, which, is_seen=low[0])
+            fill = fills[low.index(True)]
+            assert fill is not None
+            conjuncts = _conjuncts(body, which, is_seen=low[0])
+            scores.masks += [Mask(operand, is_seen, fill * scores.scale) for operand, is_seen in conjuncts]
             side = 1 + low.index(False)
         elif name in ("add", "sub"):
             return _follow_sum(body, eqn, labels, scores)
@@ -211,7 +290,7 @@ def _follow_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) -
         is_full = not isinstance(own, jex.Literal) and own.aval.shape == eqn.outvars[0].aval.shape
         if not is_full:
             continue
-        if not follow_scores(body, own, labels, tried):
+        if not _follow(body, own, labels, tried):
             if tried.stop not in (None, "broadcast_in_dim"):  # what a mask or a bias is made of
                 scores.stop = tried.stop
             continue
@@ -229,7 +308,7 @@ def _follow_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) -
     return False
 
 
-def _as_mask(body: Body, bias: Operand, factor: float) -> tuple[Operand, bool] | None:
+def _as_mask(body: Body, bias: Operand, factor: float) -> Mask | None:
     """The mask that a bias stands for: zero where a key is seen and very low elsewhere, but never low for all keys."""
     eqn = body.producer(bias.atom)
     if eqn is not None and eqn.primitive.name == "convert_element_type":
@@ -237,15 +316,23 @@ def _as_mask(body: Body, bias: Operand, factor: float) -> tuple[Operand, bool] |
     if eqn is None or eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
         return None
     fills = [_scalar(body, side) for side in eqn.invars[1:]]
-    if None in fills or 0 not in fills or min(fill * factor for fill in fills if fill is not None) > _LOW:
+    level = min((fill * factor for fill in fills if fill is not None), default=0)
+    if None in fills or 0 not in fills or level > _LOW:
         return None
     is_seen = fills[1] == 0
-    found = inequalities(body, eqn.invars[0], negated=not is_seen)
     # Where a query saw no key at all, its scores would still count under the low numbers: only bands with the diagonal.
-    of_band = {n for of in found or () for n, slope in zip(eqn.invars[0].aval.shape, of.slopes, strict=True) if slope}
-    if found is None or len(of_band) > 1 or any(sum(of.slopes) != 0 or of.start < 0 for of in found):
+    if not _has_diagonal(body, eqn.invars[0], is_seen):
         return None
-    return Operand(eqn.invars[0], bias.labels), is_seen
+    return Mask(Operand(eqn.invars[0], bias.labels), is_seen, level, (bias, factor))
+
+
+def _has_diagonal(body: Body, atom: Any, is_seen: bool) -> bool:
+    """Whether a mask is known to be a band with the diagonal, in which each query sees its own position."""
+    found = inequalities(body, atom, negated=not is_seen)
+    if found is None:
+        return False
+    of_band = {n for of in found for n, slope in zip(atom.aval.shape, of.slopes, strict=True) if slope}
+    return len(of_band) <= 1 and all(sum(of.slopes) == 0 and of.start >= 0 for of in found)
 
 
 def _conjuncts(body: Body, operand: Operand, is_seen: bool) -> list[tuple[Operand, bool]]:

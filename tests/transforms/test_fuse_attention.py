@@ -301,6 +301,36 @@ def test_scalars_and_dims_of_size_1_are_followed(fn, n):
     assert_same(fn, heads())
 
 
+PADDED_LEFT = jnp.arange(N) >= jnp.array([[6], [0]])  # padding on the left, so that the first queries see padding only
+LOWEST = jnp.finfo(jnp.float32).min
+
+
+def weighed(q, k, v, change):
+    """Attention whose scores are changed, of all queries: also of those that see no key."""
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(change(jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(SIZE)), -1), v)
+
+
+PADDED = PADDED_LEFT[:, None, None]
+SEVERAL_MASKS = {
+    "early GPT-2": lambda s: jnp.where(causal(), s, -1e4) + (1.0 - PADDED) * -1e4,
+    "both added, at -1e4": lambda s: s + jnp.where(causal(), 0.0, -1e4) + jnp.where(PADDED, 0.0, -1e4),
+    "two levels": lambda s: jnp.where(PADDED, jnp.where(causal(), s, LOWEST), -1e9),
+    "added below another": lambda s: jnp.where(PADDED, s + jnp.where(causal(), 0.0, LOWEST), -1e9),
+    "a bias above a mask": lambda s: jnp.where(PADDED, s, -1e4) + BIAS,
+    "one level": lambda s: jnp.where(PADDED, jnp.where(causal(), s, LOWEST), LOWEST),
+    "at once": lambda s: jnp.where(PADDED & causal(), s, -1e9),
+    "added at once": lambda s: s + jnp.where(PADDED & causal(), 0.0, -1e9),
+    "a level below the other": lambda s: jnp.where(causal(), s, -jnp.inf) + (1.0 - PADDED) * -1e9,
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_MASKS)
+def test_queries_that_see_no_key_weigh_what_they_do_as_written(name):
+    fn = partial(weighed, change=SEVERAL_MASKS[name])
+    assert_same(fn, heads())
+    assert n_fused(fn, heads()) == (name in ("both added, at -1e4", *list(SEVERAL_MASKS)[5:]))
+
+
 def test_a_form_that_is_not_known_runs_as_it_is_written(monkeypatch):
     def fails(*args):
         raise IndexError("list index out of range")
