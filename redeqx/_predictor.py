@@ -165,7 +165,7 @@ class Predictor(KnowsRedco):
                 batch = collate(self._collate_fn, read(examples, places), places)
                 yield n_rows, place_rows(pad_rows(batch, len(here)), np.arange(rows), split_rows(mesh), here)
 
-        if key is not None and not getattr(key, "shape", None) and not (eqx.is_array(key) and is_key(key)):
+        if key is not None and not (isinstance(key, jax.Array | np.ndarray) and (is_key(key) or key.ndim)):
             raise TypeError(f"`key`: expected a PRNG key, got {key!r}. Pass `jax.random.key(0)`, say.")
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
         key = put(key, replicated(mesh))

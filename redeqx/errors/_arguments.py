@@ -63,11 +63,10 @@ def check_number(
     if optional and value is None:
         return
     is_number = isinstance(value, Real) or getattr(value, "shape", None) == ()
-    error = None if is_number and not isinstance(value, bool) else TypeError
-    if error is None and not holds(value):
-        error = ValueError
-    if error is not None:
-        raise error(f"`{name}`: expected {expected}{' or None' if optional else ''}, got {_brief(value)}. {advice}")
+    is_number &= not isinstance(value, bool)
+    if not is_number or not holds(value):
+        kind = ValueError if is_number else TypeError
+        raise kind(f"`{name}`: expected {expected}{' or None' if optional else ''}, got {_brief(value)}. {advice}")
 
 
 def check_choice(value: Any, name: str, choices: Sequence[Any]) -> None:

@@ -16,17 +16,12 @@ from ._ema import EMA as EMA
 from ._engine import Engine as Engine
 from ._evaluation import evaluate as evaluate
 from ._job import Job as Job, Setting as Setting, make_job as make_job
-from ._loop import (
-    Fit as Fit,
-    as_one_step as as_one_step,
-    in_order as in_order,
-    train as train,
-    update as update,
-)
+from ._loop import Fit as Fit
 from ._loss import Loss as Loss, trace_loss as trace_loss
 from ._memory import REMATS as REMATS
 from ._options import FitOptions as FitOptions, takes as takes
 from ._parts import Parts as Parts
+from ._passes import as_one_step as as_one_step, in_order as in_order, train as train, update as update
 from ._precision import Precision as Precision
 from ._program import (
     Program as Program,

@@ -56,10 +56,6 @@ class EMA(Callback):
             raise ValueError("`EMA.model`: expected a fit that has started, got none. Pass the callback to `fit` first.")
         return self.models(self._trainer)[self.name]
 
-    def attach(self, trainer: Any) -> None:
-        """Take the average from this trainer, also where its fit was done by an earlier run."""
-        self._trainer = trainer
-
     def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
         if not isinstance(optimizer, Averaging) or not self._is_in(optimizer):
             return Averaging.of(optimizer, self.name, self.decay)
@@ -76,11 +72,12 @@ class EMA(Callback):
 
 
 def attach(callbacks: Iterable[Callback], trainer: Any) -> None:
-    """Tell the averages of a fit their trainer. Raises ValueError for two of one name."""
+    """Tell the averages of a fit their trainer, also where an earlier run has done that fit. Raises ValueError for two of
+    one name."""
     averages = [callback for callback in callbacks if isinstance(callback, EMA)]
     names = [callback.name for callback in averages]
     for callback in averages:
-        callback.attach(trainer)
+        callback._trainer = trainer
     for name in names:
         if names.count(name) > 1:
             raise ValueError(

@@ -41,7 +41,7 @@ class Parts:
         except (TypeError, ValueError) as error:
             raise ValueError(
                 "`trainable`: expected a function of a leaf, or a PyTree of booleans in the model's structure, got "
-                f"{brief(which)}: {brief(str(error))} For a part of the model use `eqx.tree_at` on a tree of False."
+                f"{brief(which)}. For a part of the model use `eqx.tree_at` on a tree of False."
             ) from error
         fixed = [f"`{name}` ({leaf.dtype})" for name, leaf in named_leaves(trained).items() if not _has_gradient(leaf)]
         if fixed:

@@ -16,7 +16,7 @@ import redeqx
 from redeqx.machine import Chip, peak_memory
 from redeqx.monitor import Work
 from redeqx.training import _work, in_order
-from redeqx.training._loop import updates
+from redeqx.training._passes import updates
 
 D, N_LAYERS, SEQ, VOCAB = 16, 3, 4, 32
 RATES = Chip("cpu", 0, bfloat16=8e6, float32=4e6, bandwidth=1, link=1)

@@ -1,0 +1,78 @@
+"""Passes over examples and single updates: what `train`, `update` and an epoch of a fit have in common.
+
+Epochs, evaluations and checkpoints are the fit's, in `_loop.py`; an update is the engine's, in `_engine.py`.
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import closing, nullcontext
+from typing import Any
+
+from ..data import Batch, BatchSize, Prefetch, Slice, check_examples, is_function, size_of, slices
+from ..monitor import ProgressLine
+from ._engine import Engine
+from ._progress import Position
+
+
+def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> Iterator[Slice]:
+    """The examples of each step of one pass, in their own order."""
+    check_examples(examples, "examples")
+    if is_function(examples):
+        raise TypeError("`examples`: expected examples, got a function, which only `fit` calls, with an epoch. Call it.")
+    return slices(examples, size.examples, drop_remainder=drop_remainder, name="examples")
+
+
+def updates(
+    engine: Engine, upcoming: Prefetch, line: ProgressLine, fit: int | None = None, epoch: int | None = None
+) -> Generator[tuple[Batch, bool], None, None]:
+    """Take the updates of one pass; after each yields its batch and whether it was the last.
+
+    **Arguments:**
+
+    - `fit`, `epoch`: of a fit, whose position is kept.
+    """
+    with engine.updating():
+        with line.waiting():
+            batch = next(upcoming, None)
+        while batch is not None:
+            position = None if fit is None or epoch is None else Position(fit, epoch, batch.position, batch.state)
+            engine.update(batch, line, position)
+            with line.waiting():
+                following = next(upcoming, None)
+            yield batch, following is None
+            batch = following
+
+
+def train(engine: Engine, steps: Iterator[Slice], size: BatchSize) -> dict[str, float]:
+    """One pass over examples; returns the last step's metrics."""
+    run = engine.run
+    with run.watch.on(), run.console.progress(first_step=engine.step, title="train") as line:
+        with closing(engine.batches(steps, size)) as upcoming:
+            for _ in updates(engine, upcoming, line):
+                pass
+        engine.flush(line)
+    return dict(engine.metrics.last)
+
+
+def as_one_step(engine: Engine, examples: Any) -> tuple[Iterator[Slice], BatchSize]:
+    """All of these examples as one step, and its sizes."""
+    check_examples(examples, "examples")
+    n = size_of(examples)
+    if n is None:
+        raise TypeError(
+            f"`examples`: expected `len()` and integer items, got {type(examples).__name__}. Pass a list of them."
+        )
+    size = engine.batch_size(None, n)
+    return in_order(examples, size), size
+
+
+def update(engine: Engine, examples: Any) -> dict[str, float]:
+    """One update on all of these examples; returns its metrics."""
+    steps, size = as_one_step(engine, examples)
+    line = engine.line_of_updates
+    line.begin_step(engine.step)
+    shown = line if engine.is_new else nullcontext()  # the compilation
+    watched = engine.run.watch.on() if engine.run.peers.n > 1 else nullcontext()  # which costs a thread
+    with shown, engine.updating(), watched, closing(engine.batches(steps, size)) as upcoming:
+        engine.update(next(upcoming), line)
+        engine.flush(line)
+    return dict(engine.metrics.last)
