@@ -40,8 +40,13 @@ def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence
         check_count(value, name, advice="Pass 1 to leave that axis unused.")
     n_shards = n_model_shards * n_fsdp_shards
     if n_devices % n_shards:
-        divisors = ", ".join(str(d) for d in range(1, n_devices + 1) if n_devices % d == 0)
         asked = f"`n_model_shards`={n_model_shards} x `n_fsdp_shards`={n_fsdp_shards} = {n_shards}"
+        if n_devices == 1:
+            raise ValueError(
+                f"{asked}: expected 1 on one device, got {n_shards}. Leave both out, or simulate devices on the CPU with "
+                "`redeqx.simulate_devices(8)` and JAX_PLATFORMS=cpu."
+            )
+        divisors = ", ".join(str(d) for d in range(1, n_devices + 1) if n_devices % d == 0)
         raise ValueError(
             f"{asked}: expected a product that divides the {n_devices} devices, got a remainder of "
             f"{n_devices % n_shards}. Choose a product among {divisors}."

@@ -32,7 +32,8 @@ class Staging:
         self.to = to
         to.is_dir()  # of a bucket that does not exist, no single object is missing
         there = {name: (to / name).read_bytes() for name in restored if (to / name).is_file()}
-        self.folder = Path(tempfile.mkdtemp(prefix="redeqx-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="redeqx-")) / (to.name or "bucket")  # trackers name their run after it
+        self.folder.mkdir()
         for name, content in there.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_bytes(content)
@@ -66,4 +67,4 @@ def _end(folder: Path, to: StorePath, uploaded: dict[str, tuple[int, int]], busy
     except OSError as error:
         warnings.warn(f"`{to}`: expected to take the run's records, got {error}. They are in {folder}.", stacklevel=2)
         return
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder.parent, ignore_errors=True)

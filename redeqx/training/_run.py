@@ -1,10 +1,12 @@
 """A run: the devices, processes, folder and console that all models trained by one script share."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
@@ -12,6 +14,11 @@ from ..distributed import Peers, Preemption, Watch
 from ..machine import Options, dry, n_batch_shards
 from ..monitor import Console
 from ..storage import Location, Staging
+
+
+@partial(jax.jit, static_argnums=0)  # a static seed may have more than 32 bits; one program, not one a call of `jax.random`
+def _key_of(seed: int, n: Any) -> PRNGKeyArray:
+    return jax.random.fold_in(jax.random.key(seed), n)
 
 
 @dataclass(eq=False)
@@ -68,7 +75,7 @@ class Run:
     def next_key(self) -> PRNGKeyArray:
         """The next key: the same at the same call of every run with the same seed."""
         self.n_keys += 1
-        return jax.random.fold_in(jax.random.key(self.seed), self.n_keys)
+        return _key_of(self.seed, np.uint32(self.n_keys))
 
     def decide(self, value: Any) -> Any:
         """Process 0's value (what JSON holds), in every process; each process calls it."""

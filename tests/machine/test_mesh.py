@@ -55,6 +55,15 @@ def test_shards_that_do_not_fit_are_refused(arguments, message):
         make_mesh(*arguments)
 
 
+def test_a_split_on_one_device_is_refused():
+    message = (
+        "`n_model_shards`=2 x `n_fsdp_shards`=1 = 2: expected 1 on one device, got 2. Leave both out, or simulate devices "
+        "on the CPU with `redeqx.simulate_devices(8)` and JAX_PLATFORMS=cpu."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_mesh(2, devices=jax.devices()[:1])
+
+
 def test_shardings():
     mesh = make_mesh(2, 2)
     assert replicated(mesh).spec == P()

@@ -57,6 +57,7 @@ def test_a_run_in_a_store_is_that_of_a_folder(bucket, tmp_path):
     alone = run(tmp_path / "run")
     first = run(f"{bucket}/run", stop=3)
     assert str(first.deployer.workdir) == f"{bucket}/run"
+    assert first.deployer.local_workdir.name == "run"  # the name that trackers give the run
     again = run(f"{bucket}/run")
     assert bits(again) == bits(alone)
     there, here = location(f"{bucket}/run"), tmp_path / "run"

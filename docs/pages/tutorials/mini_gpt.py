@@ -149,7 +149,7 @@ def loss_fn(model, batch, key):
 #
 # The `Deployer` arranges the devices as a grid, the *mesh*. You give one number: among how many devices each
 # layer is split. With `n_model_shards=2`, pairs of devices share the work of each layer, and each of the four
-# pairs gets its own part of the batch.
+# pairs gets its own part of the batch. On a single GPU, run the page with `JAX_PLATFORMS=cpu`.
 #
 # The folder is a temporary one, so that this page starts afresh each time. Give a folder of your own, and a run
 # that is started again continues where it was.
