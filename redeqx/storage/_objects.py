@@ -128,7 +128,10 @@ def write(
 
 def upload(scheme: str, bucket: str, key: str, content: Callable[[], Iterable[memoryview | bytes]], n_bytes: int) -> None:
     """Write an object of `n_bytes`, in chunks that `content` makes, a few of them in memory. It appears when it is complete,
-    or never. `content` is called once more if it has to be repeated."""
+    or never. `content` is called again if it has to be repeated.
+
+    Where the answer to the last request of an upload is lost, the request is repeated, and S3 knows no such upload any more.
+    """
     import obstore
 
     if n_bytes <= PART:
@@ -137,7 +140,8 @@ def upload(scheme: str, bucket: str, key: str, content: Callable[[], Iterable[me
     part = max(PART, math.ceil(n_bytes / _MOST_PARTS))
     store = _open(scheme, bucket)
     with _errors(scheme, bucket, key):
-        _repeated(lambda: obstore.put(store, key, iter(content()), chunk_size=part, max_concurrency=CONCURRENT))
+        put = lambda: obstore.put(store, key, iter(content()), chunk_size=part, max_concurrency=CONCURRENT)  # noqa: E731
+        _repeated(put, also=FileNotFoundError)
 
 
 def delete(scheme: str, bucket: str, keys: Sequence[str]) -> None:
@@ -149,15 +153,20 @@ def delete(scheme: str, bucket: str, keys: Sequence[str]) -> None:
             _repeated(lambda: obstore.delete(_open(scheme, bucket), keys))
 
 
-def _repeated(act: Callable[[], T]) -> T:
-    """What `act` returns. It is repeated if an answer is cut off: `obstore` repeats what has no answer yet."""
+def _repeated(act: Callable[[], T], also: type[Exception] | tuple[()] = ()) -> T:
+    """What `act` returns. It is repeated if an answer is cut off: `obstore` repeats what has no answer yet.
+
+    **Arguments:**
+
+    - `also`: what else it is repeated for.
+    """
     from obstore.exceptions import BaseError
 
     for attempt in range(RETRIES):
         try:
             return act()
-        except BaseError as error:
-            if "response body" not in str(error):
+        except (BaseError, FileNotFoundError) as error:
+            if not isinstance(error, also) and "response body" not in str(error):
                 raise
         time.sleep(min(PAUSE * 2**attempt, 15) * random.uniform(0.5, 1))
     return act()

@@ -5,13 +5,14 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import redeqx
 
@@ -64,15 +65,29 @@ def built(tmp_path_factory):
     return build(ROOT, tmp_path_factory.mktemp("dist"))
 
 
+def with_dependencies(requirements):
+    """The names of the packages that these requirements install."""
+    found, waiting = set(), [*requirements]
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        if requirement.name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found.add(requirement.name)
+            waiting += distribution(requirement.name).requires or ()
+    return found
+
+
 @pytest.fixture(scope="module")
 def python(built, tmp_path_factory):
-    """The Python of an environment that holds the wheel, and the dependencies of this one."""
+    """The Python of an environment that holds the wheel and what it declares to need, and nothing else."""
     folder = tmp_path_factory.mktemp("environment")
     run([sys.executable, "-m", "venv", "--without-pip", folder], folder)
     python = folder / "bin" / "python"
     (site,) = folder.glob("lib/python*/site-packages")
-    # By a path and not as a site: what is installed here as editable stays out.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for name in with_dependencies(PROJECT["project"]["dependencies"]):
+        files = distribution(name).files or ()
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            if not (site / top).exists():  # namespaces are of several
+                (site / top).symlink_to(distribution(name).locate_file(top))
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
     run([*pip, "install", "--quiet", "--no-deps", "--no-index", built[0]], folder)
     return python

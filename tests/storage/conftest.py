@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from redeqx.storage import _objects
 from tests.storage._server import Server
 
 _numbers = itertools.count()
@@ -26,3 +27,14 @@ def bucket(server, monkeypatch):
     yield f"s3://{name}"
     server.fault = server.after = lambda method, path: None
     server.requests.clear()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Pauses and limits as short as a test's."""
+    monkeypatch.setattr(_objects, "TIMEOUT", 1.0)
+    monkeypatch.setattr(_objects, "RETRIES", 3)
+    monkeypatch.setattr(_objects, "PAUSE", 0.01)
+    _objects._opened.cache_clear()
+    yield
+    _objects._opened.cache_clear()

@@ -15,21 +15,10 @@ import pytest
 
 from redeqx.checkpoint._manager import Checkpoints
 from redeqx.errors import DamagedError
-from redeqx.storage import StoreError, _objects, location
+from redeqx.storage import StoreError, location
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "saving_to_a_store.py"
 TREE = {"w": np.arange(3 * 2**20, dtype=np.float32).reshape(3, -1), "b": np.ones(5, np.int32)}  # two parts of an object
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Pauses and limits as short as a test's."""
-    monkeypatch.setattr(_objects, "TIMEOUT", 1.0)
-    monkeypatch.setattr(_objects, "RETRIES", 3)
-    monkeypatch.setattr(_objects, "PAUSE", 0.01)
-    _objects._opened.cache_clear()
-    yield
-    _objects._opened.cache_clear()
 
 
 def saved(folder, step, **kwargs):
@@ -49,7 +38,7 @@ def read(checkpoints):
     return step
 
 
-@pytest.mark.parametrize("status", [503, "cut"])
+@pytest.mark.parametrize("status", [500, 503, "cut"])
 def test_requests_that_fail_are_repeated(bucket, server, status, quick):
     count = itertools.count()
     server.fault = lambda method, path: status if next(count) % 3 == 0 else None
@@ -60,6 +49,15 @@ def test_requests_that_fail_are_repeated(bucket, server, status, quick):
     server.requests.clear()
     assert read(saved(f"{bucket}/ckpts", 2)) == 2
     assert answers > len(server.requests)  # some were repeated
+
+
+@pytest.mark.parametrize("n_lost", [1, 2])
+def test_an_upload_whose_last_answer_is_lost_is_repeated(bucket, server, quick, n_lost):
+    """The store has made the object of its parts and forgotten the upload: it refuses the request that is repeated."""
+    lost = iter([True] * n_lost)
+    server.fault = lambda method, path: "cut" if method == "POST" and "uploadId" in path and next(lost, False) else None
+    assert read(saved(f"{bucket}/ckpts", 1)) == 1
+    assert next(lost, None) is None
 
 
 @pytest.mark.sweep

@@ -118,6 +118,16 @@ def test_a_hugging_face_folder_is_read_in_place(bucket, folder):
         models.from_pretrained(f"{bucket}/no")
 
 
+def test_a_hugging_face_folder_is_read_from_a_store_that_fails(bucket, folder, server, quick):
+    here, _ = models.from_pretrained(folder)
+    count, faults = itertools.count(), itertools.cycle((500, "cut", 503))
+    server.fault = lambda method, path: next(faults) if next(count) % 3 == 0 else None
+    there, _ = models.from_pretrained(f"{bucket}/hf")
+    assert next(count) > 5
+    for a, b in zip(leaves_of(here), leaves_of(there), strict=True):
+        assert np.array_equal(a, b)
+
+
 def test_the_command_reads_addresses(bucket, folder, tmp_path, capsys):
     assert main(["inspect", f"{bucket}/hf", "--json"]) == 0
     there = json.loads(capsys.readouterr().out)

@@ -1,6 +1,7 @@
 """A run whose workdir is in an object store: recorded, resumed, predicted from and inspected there."""
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -68,6 +69,19 @@ def test_a_run_in_a_store_is_that_of_a_folder(bucket, tmp_path):
     assert names == {path.name for path in (here / "ckpts").iterdir()}
     step = "ckpts/step_00000006/model.safetensors"
     assert (there / step).read_bytes() == (here / step).read_bytes()
+
+
+def test_a_run_in_a_store_that_fails_has_the_same_bits(bucket, server, quick, tmp_path):
+    """A third of all requests fail, of a whole fit, of its second half after a restart, and of reading the result."""
+    alone = run(tmp_path / "run")
+    count, faults = itertools.count(), itertools.cycle((500, "cut", 503))
+    server.fault = lambda method, path: next(faults) if next(count) % 3 == 0 else None
+    run(f"{bucket}/run", stop=3)
+    again = run(f"{bucket}/run")
+    assert bits(again) == bits(alone) and again.step == 6
+    loaded = redeqx.load(f"{bucket}/run", like=make_model())
+    assert bits_of(loaded) == bits_of(alone.model)
+    assert next(count) > 100
 
 
 def test_what_was_saved_is_loaded_from_its_address(bucket, capsys):
