@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.promises.test_imports import LAYERS
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
@@ -18,17 +20,53 @@ def block(language, containing):
     return next(text for text in blocks if containing in text)
 
 
-def test_example_runs_and_prints_its_plan(tmp_path):
+def run(script, folder):
+    """What a script prints, run in a folder by a fresh interpreter, where warnings are errors."""
+    (folder / "script.py").write_text(script)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONWARNINGS": "error"}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_example_runs_and_prints_its_plan_and_its_weights_are_read(tmp_path):
     code = block("python", "class Net").replace("n_epochs=10", "n_epochs=1")
     code += "\nassert trainer.plan == deployer.plan(model, loss_fn, collate_fn(examples[:64]))\n"
-    (tmp_path / "example.py").write_text(code)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONWARNINGS": "error"}
-    run = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert block("text", "mlp.layers.0.weight") in run.stdout
+    code += block("python", "load_file").replace("step_00000240", "step_00000024")
+    code += "\nassert np.array_equal(weights['mlp.layers.0.weight'], model.mlp.layers[0].weight)\n"
+    assert block("text", "mlp.layers.0.weight") in run(code, tmp_path)
     assert (tmp_path / "runs/digits/ckpts/index.json").exists()
+
+
+MODELS = """
+import equinox as eqx, jax, numpy as np, optax, redeqx
+from redeqx.models import llama
+
+redeqx.simulate_devices(8)
+tiny = llama.LlamaConfig("llama", 64, 64, 16, 32, 2, 4, 4)
+save = redeqx.models.save_pretrained
+save(llama.Llama(tiny, key=jax.random.key(0)), tiny, "llama-3.1-8b")
+"""
+
+
+@pytest.mark.sweep
+def test_what_it_says_of_models_runs(tmp_path):
+    """With a tiny model in place of the folder, and the arguments that are left out."""
+    data = "collate_fn=collate_fn)\ntrainer.fit(examples, batch_size=4, n_epochs=1)\n"
+    data += "outputs = trainer.get_default_predictor(pred_fn).predict(examples, batch_size=4)\nassert len(outputs) == 8"
+    code = block("python", "lora.merge").replace("128, sample", "4, sample")
+    before, after = code.split("...)\n...")
+    collate = """
+def collate_fn(examples):
+    ids = np.stack(examples)
+    return {"ids": ids, "labels": np.roll(ids, -1, 1), "mask": np.ones_like(ids)}
+
+examples = list(np.random.default_rng(0).integers(3, 64, (8, 12), np.int32))
+"""
+    run(MODELS + collate + before + data + after, tmp_path)
+    assert (tmp_path / "adapter").is_dir() and (tmp_path / "llama-tuned" / "config.json").exists()
 
 
 def tree():
