@@ -1,11 +1,11 @@
-"""Writes `pages/errors.md`: every message that redeqx raises, from its sources, for those who search for one.
+"""Writes `pages/errors.md`: every message that redeqx raises or warns with, from its sources, for those who search for one.
 
 python docs/errors.py
 """
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -13,26 +13,76 @@ PAGE = ROOT / "docs" / "pages" / "errors.md"
 HEAD = """# Errors
 
 Each message says what was expected, what was found, and what to do next. `…` stands for what differs from run to run.
-The list is made from the sources; look for a few words of yours.
+The list is made from the sources; look for a few words of yours. Above each part stands what its errors come from.
 """
-_NAMES = {"_": "Deployer, Trainer, Predictor"}  # of what is in no package
+# Of each package: what its errors come from, and where to look first.
+CAUSES = {
+    "_": "An argument, or an order of calls, that a Deployer, Trainer or Predictor cannot work with. Nothing has "
+    "been computed yet.",
+    "checkpoint": "A file of a checkpoint is not as it was written (a full disk, a copy that was cut off), belongs to "
+    "another model, or another run holds the folder. [Checkpoints](ideas/checkpoints.md) says what a folder "
+    "holds.",
+    "cli": "What was typed after `redeqx`. `--help` lists what is taken.",
+    "data": "Examples that have no length, change between epochs, or cannot be read again; or a token cache that is "
+    "damaged. [Data](guides/data.md) says what examples may be.",
+    "distributed": "A process that is missing, lost, late, or has other arguments than the rest. Look at the first "
+    "traceback of the process that is named. [Clusters and pods](guides/clusters.md) has the table of what follows.",
+    "errors": "A check of your input before any work: a model that is no PyTree of arrays, a function with other arguments.",
+    "kernels": "Arrays for `redeqx.attention` whose shapes do not agree. A kernel that only declines is no error: another "
+    "computes.",
+    "machine": "Devices that are not there: a product of shards that does not divide them, a topology that is not known, "
+    "or a compiler that is not installed.",
+    "models": "A Hugging Face folder with a key or a tensor that the family does not have, or arguments of `generate`.",
+    "monitor": "A tracker that does not answer, or a value that is no metric. A tracker never ends a training.",
+    "optimizers": "A leaf that the optimizer cannot update in the way that was asked for.",
+    "partition": "A split that a leaf cannot have, or a name that is no leaf. `print(plan.explain())` lists them all.",
+    "storage": "The store: the address, the credentials, the network. Requests were repeated for three minutes before this.",
+    "tracing": "A function that is given to `transformed`.",
+    "training": "What `loss_fn`, `pred_fn`, `grad_fn` or a callback returned, what a fit was asked for, or a loss that is "
+    "not finite.",
+    "compiled": "What the compiled step shows, after the first compilation.",
+}
+WARNING = "warning"
 
 
 def messages(source: str) -> Iterator[tuple[str, str]]:
-    """The name of each error that a file raises with a text of its own, and the text."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in CHECKS and len(node.args) > 1:
-            yield "ValueError", CHECKS[ast.unparse(node.func)](*node.args)
-        if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call) or not node.exc.args:
-            continue
-        kind, text = ast.unparse(node.exc.func).split(".")[-1], _text(node.exc.args[-1 if kind_takes_code(node.exc) else 0])
-        if len(re.findall(r"[a-z]{2,}", text)) >= 4:
-            yield kind, text
+    """The errors and warnings that the functions of a file make with a text of their own: their names, and the texts."""
+    for function in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)):
+        named = dict(_assigned(function))
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            for kind, text in _of_call(call, named):
+                if len(re.findall(r"[a-z]{2,}", text)) >= 3:
+                    yield kind, text
 
 
-def kind_takes_code(call: ast.Call) -> bool:
-    """Whether an error's text is not its first argument, as of OSError(errno, text, path)."""
-    return ast.unparse(call.func) == "OSError" and len(call.args) == 2
+def _of_call(call: ast.Call, named: Mapping[str, list[ast.expr]]) -> Iterator[tuple[str, str]]:
+    name = ast.unparse(call.func).split(".")[-1]
+    if name in CHECKS and len(call.args) > 1:
+        yield CHECKS[name](*call.args)
+    elif name == "warn" and call.args:
+        yield from ((WARNING, text) for text in _texts(call.args[0], named))
+    elif name.endswith("Error") and call.args:
+        # An OSError's text is not its first argument: OSError(errno, text, path).
+        with_number = len(call.args) > 1 and (
+            name == "OSError" or ast.unparse(call.args[0]).startswith(("errno.", "error."))
+        )
+        yield from ((name, text) for text in _texts(call.args[1 if with_number else 0], named))
+
+
+def _assigned(function: ast.FunctionDef) -> dict[str, list[ast.expr]]:
+    """What each variable of a function may be."""
+    values: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            values.setdefault(node.targets[0].id, []).append(node.value)
+    return values
+
+
+def _texts(node: ast.expr, named: Mapping[str, list[ast.expr]]) -> list[str]:
+    """The texts that an expression may be: a variable is what was assigned to it."""
+    if isinstance(node, ast.Name) and node.id in named:
+        return [_text(value) for value in named[node.id]]
+    return [_text(node)]
 
 
 def _text(node: ast.AST) -> str:
@@ -50,23 +100,27 @@ def _value(node: ast.AST) -> str:
     return ast.unparse(node) if isinstance(node, ast.Constant) else "…"
 
 
-def _of_count(_value_given: ast.AST, name: ast.AST, least: ast.AST | None = None, *_rest: ast.AST) -> str:
-    return f"`{_text(name)}`: expected at least {1 if least is None else _value(least)}, got …."
+def _of_count(_value_given: ast.AST, name: ast.AST, least: ast.AST | None = None, *_rest: ast.AST) -> tuple[str, str]:
+    return "ValueError", f"`{_text(name)}`: expected at least {1 if least is None else _value(least)}, got …."
 
 
-def _of_choice(_value_given: ast.AST, name: ast.AST, choices: ast.AST) -> str:
+def _of_choice(_value_given: ast.AST, name: ast.AST, choices: ast.AST) -> tuple[str, str]:
     if not isinstance(choices, ast.Tuple):
-        return f"`{_text(name)}`: expected one of …, got …."
+        return "ValueError", f"`{_text(name)}`: expected one of …, got …."
     *most, last = map(_value, choices.elts)
-    return f"`{_text(name)}`: expected {', '.join(most)} or {last}, got …."
+    return "ValueError", f"`{_text(name)}`: expected {', '.join(most)} or {last}, got …."
 
 
-def _of_number(_value_given: ast.AST, name: ast.AST, expected: ast.AST, *_rest: ast.AST) -> str:
-    return f"`{_text(name)}`: expected {_text(expected)}, got …."
+def _of_number(_value_given: ast.AST, name: ast.AST, expected: ast.AST, *_rest: ast.AST) -> tuple[str, str]:
+    return "ValueError", f"`{_text(name)}`: expected {_text(expected)}, got …."
+
+
+def _of_damage(_path: ast.AST, rule: ast.AST, got: ast.AST) -> tuple[str, str]:
+    return "DamagedError", f"`…`: expected {_text(rule)}, got {_text(got)}. The file is damaged or unfinished."
 
 
 # What the checks of `redeqx.errors` raise, from their arguments.
-CHECKS = {"check_count": _of_count, "check_choice": _of_choice, "check_number": _of_number}
+CHECKS = {"check_count": _of_count, "check_choice": _of_choice, "check_number": _of_number, "damaged": _of_damage}
 
 
 def page() -> str:
@@ -80,7 +134,8 @@ def page() -> str:
     lines = [HEAD]
     for package, raised in sorted(found.items()):
         if raised:
-            lines += [f"## {_NAMES.get(package, f'redeqx.{package}')}", ""]
+            title = "Deployer, Trainer, Predictor" if package == "_" else f"redeqx.{package}"
+            lines += [f"## {title}", "", CAUSES[package], ""]
             lines += [f"- **{kind}**: {_as_markdown(text)}" for kind, text in sorted(raised, key=lambda each: each[::-1])]
             lines.append("")
     return "\n".join(lines).rstrip() + "\n"

@@ -15,6 +15,7 @@ from ._load import load
 from ._tree import PyTree, is_array_like, is_key
 from .data import BatchSize, Group, Prefetch, collate, pad_rows, place_rows, read, rows_here, size_of
 from .errors import (
+    ARGUMENTS_OF_PREDICTOR,
     OF_PREDICTOR,
     KnowsRedco,
     check_examples_kind,
@@ -48,7 +49,7 @@ class Predictor(KnowsRedco):
     - `fuse_attention`: as for `Trainer`.
     """
 
-    _instead_of = OF_PREDICTOR
+    _instead_of, _instead_of_arguments = OF_PREDICTOR, ARGUMENTS_OF_PREDICTOR
 
     def __init__(
         self,

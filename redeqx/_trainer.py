@@ -14,6 +14,7 @@ from ._tree import ModelT, PyTree
 from .data import BatchSize, Slice, Workers, check_examples, size_of
 from .dry_run import DryRun, DryRunDone, dry_run
 from .errors import (
+    ARGUMENTS_OF_TRAINER,
     OF_TRAINER,
     KnowsRedco,
     check_alive,
@@ -111,7 +112,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
     Raises ValueError where no leaf is trainable, and for fp8 on a device that does not multiply it.
     """
 
-    _instead_of = OF_TRAINER
+    _instead_of, _instead_of_arguments = OF_TRAINER, ARGUMENTS_OF_TRAINER
 
     def __init__(
         self,

@@ -22,6 +22,8 @@ from ._arguments import (
 )
 from ._frames import is_ours as is_ours, warn as warn
 from ._redco import (
+    ARGUMENTS_OF_PREDICTOR as ARGUMENTS_OF_PREDICTOR,
+    ARGUMENTS_OF_TRAINER as ARGUMENTS_OF_TRAINER,
     OF_DEPLOYER as OF_DEPLOYER,
     OF_PREDICTOR as OF_PREDICTOR,
     OF_TRAINER as OF_TRAINER,

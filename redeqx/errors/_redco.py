@@ -1,15 +1,33 @@
-"""Names of Redco that are others here: an attribute of that name is an error that says which."""
+"""Names of Redco that are others here: an attribute or an argument of that name is an error that says which."""
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class KnowsRedco:
-    """A class that knows what Redco called its attributes."""
+    """A class that knows what Redco called its attributes, and the arguments of its constructor."""
 
     _instead_of: ClassVar[Mapping[str, str]] = {}
+    _instead_of_arguments: ClassVar[Mapping[str, str]] = {}
 
     if not TYPE_CHECKING:  # a type checker is to report names that do not exist
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            if "_instead_of_arguments" not in cls.__dict__:  # a user's subclass has arguments of its own
+                return
+            init, known = cls.__init__, cls._instead_of_arguments
+
+            @functools.wraps(init)
+            def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+                for name in known.keys() & kwargs.keys():
+                    raise TypeError(
+                        f"`{cls.__name__}({name}=)`: expected an argument of redeqx, got one of Redco. {known[name]}"
+                    )
+                init(self, *args, **kwargs)
+
+            cls.__init__ = checked
 
         def __getattr__(self, name: str) -> Any:
             if name in self._instead_of:
@@ -42,6 +60,18 @@ OF_TRAINER = {
     "state": "Read `model`, `opt_state` and `step`.",
     "mesh": "Read `deployer.mesh`.",
     "workdir": "Read `deployer.workdir`.",
+}
+ARGUMENTS_OF_TRAINER = {
+    "apply_fn": "Leave it out: `loss_fn` calls the model.",
+    "params": "Pass the Equinox module as `model`.",
+    "params_sharding_rules": "Leave it out, or pass `plan=deployer.plan(model, loss_fn, batch, overrides={...})`.",
+    "opt_state": "Leave it out: `load_ckpt` and a rerun of the script restore it.",
+    "last_ckpt_info": "Leave it out: a rerun of the script continues the run of its workdir.",
+    "train_step_fn": "Pass `grad_fn` for gradients of your own, or write the loop with `update`.",
+}
+ARGUMENTS_OF_PREDICTOR = {
+    "params": "Pass the Equinox module as `model`.",
+    "params_sharding_rules": "Leave it out, or pass `plan=deployer.plan(model)`.",
 }
 OF_PREDICTOR = {
     "setup_running_step": "Call `predict`, which compiles at its first batch.",

@@ -1,5 +1,7 @@
 """Names of Redco: an error says what they are called here."""
 
+import inspect
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.errors import OF_DEPLOYER, OF_PREDICTOR, OF_TRAINER
+from redeqx.errors import ARGUMENTS_OF_PREDICTOR, ARGUMENTS_OF_TRAINER, OF_DEPLOYER, OF_PREDICTOR, OF_TRAINER
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,33 @@ def test_a_name_of_redco_is_an_error_that_says_ours(made, cls, name):
         getattr(made[cls], name)
     assert str(caught.value) == f"`{cls}.{name}`: expected a name of redeqx, got one of Redco. {NAMES[cls][name]}"
     assert name not in dir(type(made[cls]))  # or it would be ours
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_OF_TRAINER)
+def test_an_argument_of_redcos_trainer_is_an_error_that_says_ours(made, name):
+    message = f"`Trainer({name}=)`: expected an argument of redeqx, got one of Redco. {ARGUMENTS_OF_TRAINER[name]}"
+    with pytest.raises(TypeError) as caught:
+        redeqx.Trainer(made["Deployer"], collate_fn=np.stack, optimizer=optax.sgd(1.0), **{name: None})
+    assert str(caught.value) == message
+    assert name not in inspect.signature(redeqx.Trainer).parameters
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_OF_PREDICTOR)
+def test_an_argument_of_redcos_predictor_is_an_error_that_says_ours(made, name):
+    message = f"`Predictor({name}=)`: expected an argument of redeqx, got one of Redco. {ARGUMENTS_OF_PREDICTOR[name]}"
+    with pytest.raises(TypeError) as caught:
+        redeqx.Predictor(made["Deployer"], collate_fn=np.stack, pred_fn=print, **{name: None})
+    assert str(caught.value) == message
+    assert name not in inspect.signature(redeqx.Predictor).parameters
+
+
+def test_a_subclass_has_arguments_of_its_own(made):
+    class Mine(redeqx.Predictor):
+        def __init__(self, deployer, params):
+            super().__init__(deployer, collate_fn=np.stack, pred_fn=lambda model, batch, key: batch)
+            self.params = params
+
+    assert Mine(made["Deployer"], params=3).params == 3
 
 
 def test_other_names_are_missing_as_ever(made):

@@ -45,9 +45,19 @@ def test_snippets_run_one_after_the_other(name, tmp_path):
 
 def test_the_errors_are_those_of_the_sources():
     """After a change of a message: `python docs/errors.py`."""
-    written = runpy.run_path(str(DOCS / "errors.py"))["page"]()
+    functions = runpy.run_path(str(DOCS / "errors.py"))
+    written = functions["page"]()
     assert PAGES["errors.md"] == written
-    assert "- **ValueError**: `on_nonfinite`: expected 'raise' or 'skip', got …." in written
+    for said in (
+        "- **ValueError**: `on_nonfinite`: expected 'raise' or 'skip', got ….",  # by a check
+        "- **DamagedError**: `…`: expected `…` to have a shape of sizes, got …. The file is damaged or unfinished.",
+        "- **LockedError**: `workdir`: expected a folder that no other run writes into, got …",  # returned
+        "- **StoreError**: expected a bucket, got none of that name. Create it, or correct the address",  # by a variable
+        "- **OSError**: expected … bytes free, got …. Make room, or save elsewhere",  # after a number
+        "- **warning**: `lr_schedule_fn`: expected a learning rate above 0 until step …",
+    ):
+        assert said in written
+    assert all(cause in written for cause in functions["CAUSES"].values())
 
 
 def test_every_page_is_in_the_navigation():
