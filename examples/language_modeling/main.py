@@ -22,7 +22,7 @@ import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ import redeqx
 from examples.language_modeling.texts import Vocabulary, load_vocabulary, pad_left, prompt_of, read_examples
 from redeqx.models import Decoder, cross_entropy, from_pretrained, generate, lora, save_pretrained, weight_decay_mask
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.optimizers import muon
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Args:
     n_epochs: int = 1
     batch_size: int = 8  # Examples of one update, on all devices together.
     per_device_batch_size: int | None = None  # Rows of a micro-batch on one device. By default all of an update.
+    optimizer: Literal["adamw", "muon"] = "adamw"  # One learning rate suits both.
     learning_rate: float = 3e-3
     n_model_shards: int | None = None  # Devices over which each layer is sharded. By default 2 simulated ones, or 1.
     n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
@@ -157,9 +159,11 @@ def main(args: Args) -> dict[str, float]:
         len(train), batch_size=args.batch_size, n_epochs=args.n_epochs, learning_rate=args.learning_rate,
         schedule_type="cosine", warmup_ratio=0.05, end_learning_rate=args.learning_rate / 10,
     )  # fmt: skip
-    adamw = optax.adamw(lr, b2=0.95, weight_decay=0.1, mask=weight_decay_mask)
+    optimizer = optax.adamw(lr, b2=0.95, weight_decay=0.1, mask=weight_decay_mask)
+    if args.optimizer == "muon":  # the matrices of the blocks; all other leaves as before
+        optimizer = muon(lr, weight_decay=0.1, rest=optimizer)
     trainer = redeqx.Trainer(
-        deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(1.0), adamw), collate_fn=collate_fn,
+        deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(1.0), optimizer), collate_fn=collate_fn,
         loss_fn=loss_fn if args.pretrained is None else chunked_loss_fn, lr_schedule_fn=lr,
         accumulate_grad_batches=n_micro, **trainable,
     )  # fmt: skip

@@ -18,7 +18,9 @@ FILES = {str(path.relative_to(DOCS / "pages")): path for path in sorted(DOCS.glo
 PAGES = {name: path.read_text("utf-8") for name, path in FILES.items() if name not in TUTORIALS}
 WITH_CODE = [name for name, text in PAGES.items() if "```python" in text]
 QUICK = {"index.md"}
-FIGURES = {"figures/plan.svg", "figures/gathers.svg", "figures/memory.svg"}  # made by `make docs`
+# Made by `make docs`.
+FIGURES = set(re.findall(r'"(\w+\.svg)"', (DOCS / "figures.py").read_text("utf-8")))
+FIGURES = {f"figures/{name}" for name in FIGURES}
 
 
 def runnable(text):
