@@ -74,9 +74,9 @@ def data(tmp_path_factory):
     return path
 
 
-def run(data, workdir):
+def run(data, workdir, **changes):
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        scores = main(Args(data=data, workdir=workdir, **SIZES))
+        scores = main(Args(data=data, workdir=workdir, **SIZES, **changes))
     assert metrics(workdir)[-1] == {"step": N_STEPS, **scores}
     return scores["test_bits_per_byte"], output.getvalue()
 
@@ -166,6 +166,15 @@ def test_killed_and_run_again_it_ends_with_the_same_bits(data, finished, tmp_pat
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (resumed / name).read_bytes() == (whole / name).read_bytes()
     assert steps(tmp_path) == steps(finished[0])
+
+
+@pytest.mark.sweep
+def test_muon_learns_at_the_same_learning_rate(data, finished, tmp_path):
+    """And it is another optimizer: its state has no second moments of the blocks' matrices."""
+    bits, _ = run(data, tmp_path, optimizer="muon")
+    assert bits < 5  # of 8, for bytes
+    sizes = [(checkpoint(workdir, "last") / "optimizer.safetensors").stat().st_size for workdir in (tmp_path, finished[0])]
+    assert sizes[0] < 0.9 * sizes[1]
 
 
 @pytest.mark.parametrize(
