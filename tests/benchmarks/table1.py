@@ -60,6 +60,7 @@ ROWS = (
     Row("OPT-13B on A100", OPT, OPTConfig.opt_13b(), 1024, "gpu:a100-40gb:4", 4, "not listed for 4 x A100"),
     Row("T5-XXL-11B", T5, T5Config.v1_1_xxl(), 512, "v4:2x2x2", 8, "2 hosts x 4 TPU v4"),
     Row("OPT-13B", OPT, OPTConfig.opt_13b(), 1024, "v4:2x2x2", 8, "2 hosts x 4 TPU v4"),
+    Row("OPT-13B with FSDP", OPT, OPTConfig.opt_13b(), 1024, "v4:2x2x2", 2, "2 hosts x 4 TPU v4", n_fsdp_shards=4),
     Row("OPT-66B", OPT, OPTConfig.opt_66b(), 512, "v4:4x4x4", 8, "16 hosts x 4 TPU v4", n_fsdp_shards=8),
     Row(
         "LLaMA-3.1-405B", Llama, LlamaConfig.llama3_1("405b"), 8192, "v5p:4x8x8", 8, "past the paper", n_fsdp_shards=32,
