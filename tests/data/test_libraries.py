@@ -6,9 +6,13 @@
 import collections
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import redeqx
 from redeqx.data import Mixture, MixtureStream, TokenRows
 from redeqx.data._examples import check_examples, examples_of, size_of, slices
 
@@ -36,6 +40,70 @@ def assert_continues(make, expected=None, epoch=0, after=(0, 1, 3, 4)):
         rest = read(make, epoch, position=step.position, state=step.state)
         assert [numbers for numbers, _ in rest] == taken[i + 1 :], f"after step {i}"
     return order
+
+
+def trained(make, workdir, stop=None):
+    """A model's bits after two epochs over a source, the numbers that were collated, and the steps; `stop`: end after it."""
+    seen = []
+
+    def collate_fn(examples):
+        seen.extend(map(number, examples))
+        return np.array([number(example) for example in examples], np.float32)
+
+    class Stop(redeqx.Callback):
+        def on_step(self, trainer, metrics):
+            if trainer.step == stop:
+                trainer.stop()
+
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(workdir=workdir, verbose=False),
+        model=jnp.ones(3),
+        optimizer=optax.adam(0.1),
+        collate_fn=collate_fn,
+        loss_fn=lambda model, batch, key: ((model.sum() * batch / N + jax.random.normal(key)) ** 2).mean(),
+    )
+    trainer.fit(make(), batch_size=BATCH, n_epochs=2, callbacks=[Stop()])
+    return np.asarray(trainer.model).tobytes(), seen, trainer.step
+
+
+def source(kind):
+    """A function that makes a new object of a library, as a script that is started again does."""
+    if "datasets" in kind:
+        datasets = pytest.importorskip("datasets", exc_type=ImportError)
+        rows = datasets.Dataset.from_dict({"x": list(range(N))})
+        if "stream" in kind:
+            return lambda: rows.to_iterable_dataset(num_shards=3).shuffle(seed=0, buffer_size=7)
+        return lambda: rows
+    if "grain" in kind:
+        grain = pytest.importorskip("grain", exc_type=ImportError)
+        numbers = lambda: grain.MapDataset.range(N).shuffle(seed=1)  # noqa: E731
+        return (lambda: numbers().to_iter_dataset()) if "iterable" in kind else numbers
+    torch = pytest.importorskip("torch", exc_type=ImportError)
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", exc_type=ImportError)
+    loader = stateful.StatefulDataLoader if "stateful" in kind else torch.utils.data.DataLoader
+    workers = {"num_workers": 2, "multiprocessing_context": "spawn"} if "workers" in kind else {}
+    return lambda: loader(list(range(N)), batch_size=None, **workers)
+
+
+SWEEP = [
+    pytest.param(x, marks=pytest.mark.sweep) for x in ("datasets rows", "datasets stream", "grain map", "grain iterable")
+]
+PARITY = [  # they need torch
+    pytest.param(x, marks=[pytest.mark.parity, pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")])
+    for x in ("torch workers", "torch stateful workers")
+]
+
+
+@pytest.mark.parametrize("kind", SWEEP + PARITY)
+def test_a_fit_that_was_stopped_ends_with_the_same_bits(kind, tmp_path):
+    make = source(kind)
+    bits, numbers, steps = trained(make, tmp_path / "whole")
+    assert (len(numbers), steps) == (2 * N, 12)
+    for stop in (2, 8):  # in either epoch
+        workdir = tmp_path / str(stop)
+        assert trained(make, workdir, stop)[2] == stop
+        again, _, at = trained(make, workdir)
+        assert again == bits and at == steps
 
 
 # --- datasets ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import threading
 
 import equinox as eqx
 import jax
@@ -31,7 +32,7 @@ def trained(**options):
     return trainer, metrics, [np.asarray(x) for x in jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))]
 
 
-@pytest.mark.parametrize("where", [pytest.param("threads", marks=pytest.mark.sweep), "processes"])
+@pytest.mark.parametrize("where", ["threads", "processes"])
 @pytest.mark.sweep
 def test_a_fit_is_the_same_and_its_workers_end_with_the_trainer(where):
     _, metrics, expected = trained()
@@ -42,6 +43,9 @@ def test_a_fit_is_the_same_and_its_workers_end_with_the_trainer(where):
     assert ("redeqx-collate" in names) == (where == "processes")
     del trainer
     gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "redeqx-end":  # the collector lets a thread end them: it may have stopped one that holds a lock
+            thread.join(60)
     assert "redeqx-collate" not in {process.name for process in multiprocessing.active_children()}
 
 
