@@ -76,8 +76,11 @@ def source(kind):
         return lambda: rows
     if "grain" in kind:
         grain = pytest.importorskip("grain", exc_type=ImportError)
-        numbers = lambda: grain.MapDataset.range(N).shuffle(seed=1)  # noqa: E731
-        return (lambda: numbers().to_iter_dataset()) if "iterable" in kind else numbers
+        numbers = grain.MapDataset.range(N).shuffle(seed=1)
+        if "workers" in kind:
+            pytest.importorskip("absl.flags").FLAGS.mark_as_parsed()
+            return lambda: numbers.to_iter_dataset().mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
+        return lambda: numbers.to_iter_dataset() if "iterable" in kind else numbers
     torch = pytest.importorskip("torch", exc_type=ImportError)
     stateful = pytest.importorskip("torchdata.stateful_dataloader", exc_type=ImportError)
     loader = stateful.StatefulDataLoader if "stateful" in kind else torch.utils.data.DataLoader
@@ -86,7 +89,8 @@ def source(kind):
 
 
 SWEEP = [
-    pytest.param(x, marks=pytest.mark.sweep) for x in ("datasets rows", "datasets stream", "grain map", "grain iterable")
+    pytest.param(x, marks=pytest.mark.sweep)
+    for x in ("datasets rows", "datasets stream", "grain map", "grain iterable", "grain workers")
 ]
 PARITY = [  # they need torch
     pytest.param(x, marks=[pytest.mark.parity, pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")])
