@@ -1,5 +1,6 @@
 """Trackers by name: what is delivered to them, also after a resume, where they fail, and at the end of a script."""
 
+import html
 import json
 import os
 import struct
@@ -311,7 +312,7 @@ _delivery.PATIENCE = 250  # the packages take seconds to import, minutes on a ma
 name, begin, end, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 deployer = redeqx.Deployer(workdir="run", loggers=[name])
 deployer.begin_records(begin)
-deployer.log_config({"rate": 0.5})
+deployer._run.console.records.begin({"plan": "data=8", "seed": "1"}, lambda: "<split> by rule")  # as a Trainer does
 for step in range(begin + 1, end + 1):
     deployer.log_metrics({"loss": step / 2}, step)
     deployer.log_image("samples", np.full((4, 6, 3), step / 10))
@@ -342,16 +343,18 @@ def test_the_package_itself_killed_and_resumed(name, tmp_path):
         assert "expected" not in run.stderr, run.stderr
     run_id = json.loads((tmp_path / "run" / "trackers" / f"{name}.json").read_text())["run_id"]
     read = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}[name]
-    losses, media = read(tmp_path, run_id)
+    losses, media, config, plan = read(tmp_path, run_id)
     assert losses == [(step, step / 2) for step in range(1, 7)]
     assert media == [*range(1, 7)]
+    assert {"plan": "data=8", "seed": "1"}.items() <= config.items()
+    assert "<split> by rule" in html.unescape(plan)
 
 
-def read_wandb(folder: Path, run_id: str) -> tuple[list, list]:
-    """The losses and the steps of the images in the files of its offline runs, all of one id."""
+def read_wandb(folder: Path, run_id: str) -> tuple[list, list, dict, str]:
+    """The losses, the steps of the images, the config and the plan in the files of its offline runs, all of one id."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    losses, media = [], []
+    losses, media, config = [], [], {}
     parts = sorted((folder / "run" / "wandb").glob("offline-run-*"))
     assert len(parts) == 3 and all(part.name.endswith(run_id) for part in parts)
     for part in parts:
@@ -359,8 +362,10 @@ def read_wandb(folder: Path, run_id: str) -> tuple[list, list]:
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             if "loss" in items:
                 losses.append((record.history.step.num, json.loads(items["loss"])))
+            config.update({item.key: json.loads(item.value_json) for item in record.config.update})
         media += [int(image.name.split("_")[1]) for image in (part / "files/media/images").iterdir()]
-    return losses, sorted(media)
+    (plan,) = (parts[0] / "files/media/html").glob("plan_*.html")
+    return losses, sorted(media), config, plan.read_text()
 
 
 def leveldb_records(data: bytes) -> Iterator[bytes]:
@@ -378,22 +383,28 @@ def leveldb_records(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
-def read_mlflow(folder: Path, run_id: str) -> tuple[list, list]:
+def read_mlflow(folder: Path, run_id: str) -> tuple[list, list, dict, str]:
     """Those of its file store, all of one run."""
     store = next((folder / "mlruns").glob(f"*/{run_id}"))
     losses = [line.split() for line in (store / "metrics/loss").read_text().splitlines()]
-    assert (store / "params/rate").read_text() == "0.5" and len(list(store.parent.glob("*/metrics"))) == 1
+    assert len(list(store.parent.glob("*/metrics"))) == 1
+    config = {path.name: path.read_text() for path in (store / "params").iterdir()}
+    plan = next((store / "artifacts/media").glob("*_plan.txt")).read_text()
     images = (store / "artifacts/media").glob("*_samples.png")
-    return [(int(step), float(value)) for _, value, step in losses], sorted(int(path.name[5:13]) for path in images)
+    steps = sorted(int(path.name[5:13]) for path in images)
+    return [(int(step), float(value)) for _, value, step in losses], steps, config, plan
 
 
-def read_trackio(folder: Path, run_id: str) -> tuple[list, list]:
+def read_trackio(folder: Path, run_id: str) -> tuple[list, list, dict, str]:
     """Those of its database, all of one run."""
     import sqlite3
 
     database = sqlite3.connect(next((folder / "trackio").glob("*.db")))
     rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    configs = [json.loads(x) for (x,) in database.execute("select config from configs where run_name = ?", (run_id,))]
     database.close()
     assert {name for name, _, _ in rows} == {run_id}
     found = [(step, json.loads(metrics)) for _, step, metrics in rows]
-    return [(s, m["loss"]) for s, m in found if "loss" in m], [s for s, m in found if "samples" in m]
+    plan = next(m["plan"] for _, m in found if "plan" in m)
+    losses = [(s, m["loss"]) for s, m in found if "loss" in m]
+    return losses, [s for s, m in found if "samples" in m], configs[-1], str(plan)
