@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ._setting import Refused, Setting
 
@@ -102,6 +103,7 @@ class _Operands:
     def __init__(self, setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]):
         if (reason := why_refused(setting, q, k, v, extras)) is not None:
             raise Refused(f"cuDNN: {reason}")
+        q, k, v = _split_alike(setting, q, k, v)
         self.bias, self.lengths, self.query_lengths = None, None, None
         sees = extras.get("mask")
         if "query_segments" in extras:
@@ -133,6 +135,15 @@ class _Operands:
         return jnp.pad(x, [(0, int(i == dim)) for i in range(x.ndim)])
 
 
+def _split_alike(setting: Setting, *operands: Any) -> list[Any]:
+    """Queries, keys and values split in the same way over the devices: another split of one is an error of the compiler."""
+    if setting.split is None or setting.split.mesh.size == 1:
+        return list(operands)
+    rows, heads = setting.axes(*operands[:2])
+    sharding = NamedSharding(setting.split.mesh, P(rows, None, heads, None))
+    return [jax.lax.with_sharding_constraint(x, sharding) for x in operands]
+
+
 def why_refused(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str | None:
     """Why there is no kernel for operands of these shapes; None where there is one, but for what only cuDNN knows."""
     if backward_p is None:
@@ -141,8 +152,6 @@ def why_refused(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]
         return f"it computes in bfloat16 or float16, not in {q.dtype}"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8:
         return f"it needs heads of one size, a multiple of 8, not {q.shape[-1]} and {v.shape[-1]}"
-    if k.shape[2] % setting.head_shards:
-        return f"{k.shape[2]} heads of keys do not divide over {setting.head_shards} devices, as those of queries do"
     if setting.dropout:
         return "its dropout takes no key"
     if setting.window is not None and not setting.causal:

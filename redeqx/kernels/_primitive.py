@@ -14,6 +14,7 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
+import einops
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
@@ -227,17 +228,29 @@ def _flat(x: Any, batch: Sequence[int]) -> Any:
     return jnp.broadcast_to(x, (*batch, *x.shape[n:])).reshape(math.prod(batch), *x.shape[n:])
 
 
+def _for_kernel(kernel: Any, setting: Setting, operands: Sequence[Any]) -> list[Callable[[Any], Any]]:
+    """What turns each operand into that of a kernel: leading dims become one, and keys and values of fewer heads than there
+    are devices are repeated for a kernel that runs on each."""
+    q, k = operands[:2]
+    flat = partial(_flat, batch=q.shape[:-3])
+    n = 1 if kernel is _blockwise else setting.n_repeats(q.shape[-2], k.shape[-2])
+    repeated = (lambda x: einops.repeat(flat(x), "b s g h -> b s (g n) h", n=n)) if n > 1 else flat
+    return [repeated if i in (1, 2) else flat for i in range(len(operands))]
+
+
 def _forward(kernel: Any, *operands: Any, setting: Setting) -> list[Any]:
     batch = operands[0].shape[:-3]
-    q, k, v, extras, _ = _with_names(setting, [_flat(x, batch) for x in operands])
+    given = [of(x) for of, x in zip(_for_kernel(kernel, setting, operands), operands, strict=True)]
+    q, k, v, extras, _ = _with_names(setting, given)
     return [x.reshape(*batch, *x.shape[1:]) for x in kernel.forward(setting, q, k, v, extras)]
 
 
 def _backward(kernel: Any, *operands: Any, setting: Setting) -> list[Any]:
-    batch, places = operands[0].shape[:-3], _places(setting)
-    q, k, v, extras, (out, log_sum, g) = _with_names(setting, [_flat(x, batch) for x in operands])
+    to_kernel = _for_kernel(kernel, setting, operands)
+    given = [of(x) for of, x in zip(to_kernel, operands, strict=True)]
+    q, k, v, extras, (out, log_sum, g) = _with_names(setting, given)
     grads = kernel.backward(setting, q, k, v, extras, out, log_sum, g)
-    back = [jax.linear_transpose(partial(_flat, batch=batch), operands[i]) for i in places]
+    back = [jax.linear_transpose(to_kernel[i], operands[i]) for i in _places(setting)]
     return [of(grad)[0] for of, grad in zip(back, grads, strict=True)]
 
 
@@ -259,10 +272,12 @@ def _tell(reason: str) -> None:
 _KERNELS = {"cuda": (_cudnn, "cuDNN"), "gpu": (_cudnn, "cuDNN"), "tpu": (_splash, "splash attention")}
 
 
-def _flat_shapes(q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[Any, ...]:
+def _shapes_for(kernel: Any, setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[Any, ...]:
     """The shapes that a kernel is given."""
-    flat = partial(_flat, batch=q.shape[:-3])
-    return jax.eval_shape(lambda *operands: jax.tree.map(flat, operands), q, k, v, extras)
+    operands = [q, k, v, *extras.values()]
+    pairs = zip(_for_kernel(kernel, setting, operands), operands, strict=True)
+    q, k, v, *rest = (jax.eval_shape(of, x) for of, x in pairs)
+    return q, k, v, dict(zip(extras, rest, strict=True))
 
 
 def kernel_of(platform: str, setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str:
@@ -270,14 +285,14 @@ def kernel_of(platform: str, setting: Setting, q: Any, k: Any, v: Any, extras: d
     if platform not in _KERNELS:
         return "in blocks of queries"
     kernel, name = _KERNELS[platform]
-    reason = kernel.why_refused(setting, *_flat_shapes(q, k, v, extras))
+    reason = kernel.why_refused(setting, *_shapes_for(kernel, setting, q, k, v, extras))
     return f"by {name}" if reason is None else f"in blocks of queries, as {name} refuses: {reason}"
 
 
 def dense_bytes(platform: str, setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
     """The bytes of the array of a number for each query and key that a platform's kernel is given; 0 for none."""
     kernel, _ = _KERNELS.get(platform, (None, ""))
-    return _cudnn.dense_bytes(setting, *_flat_shapes(q, k, v, extras)) if kernel is _cudnn else 0
+    return _cudnn.dense_bytes(setting, *_shapes_for(kernel, setting, q, k, v, extras)) if kernel is _cudnn else 0
 
 
 def _lowered(fn: Callable[..., list[Any]]) -> Callable[..., Any]:

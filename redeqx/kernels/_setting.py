@@ -63,6 +63,18 @@ class Setting:
         axes = self.split.spec[dim] or ()
         return math.prod(self.split.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
+    def axes(self, q: Any, k: Any) -> tuple[Any, Any]:
+        """The axes of the mesh that split rows and heads of these queries and keys; None for what does not divide."""
+        assert self.split is not None
+        rows, _, heads, *_ = self.split.spec
+        divide = q.shape[2] % self.head_shards == k.shape[2] % self.head_shards == 0
+        return None if q.shape[0] % self.row_shards else rows, heads if divide else None
+
+    def n_repeats(self, n_heads: int, n_groups: int) -> int:
+        """How often each head of keys and values has to be there to divide over as many devices as heads of queries do; 1
+        where those do not divide."""
+        return 1 if n_heads % self.head_shards else math.lcm(n_groups, self.head_shards) // n_groups
+
     @property
     def may_see_nothing(self) -> bool:
         """Whether a query may see no key at all."""

@@ -85,11 +85,6 @@ def why_refused(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]
             return f"it has none with {what}"
     if "mask" in extras and extras["mask"].shape[1:3] != (1, 1):
         return "it has none with a mask that differs by query or head"
-    if q.shape[0] % setting.row_shards:
-        return f"{q.shape[0]} rows do not divide over {setting.row_shards} devices"
-    for heads in (q.shape[2], k.shape[2]):
-        if heads % setting.head_shards:
-            return f"{heads} heads do not divide over {setting.head_shards} devices"
     return None
 
 
@@ -238,17 +233,16 @@ def _segments(q: Any, k: Any, extras: dict[str, Any]) -> Any:
 
 def _on_each_device(setting: Setting, fn: Callable[..., Any], n_outputs: int) -> Callable[..., Any]:
     """`fn` of queries, keys, values, segments and then, in the backward pass, outputs, log-sums and gradients, on the rows
-    and heads of each device."""
+    and heads of each device. Each has all rows, or all heads, where those do not divide."""
     if setting.split is None or setting.split.mesh.size == 1:
         return fn
-    rows, _, heads, *_ = (*setting.split.spec, None, None, None)
-    of_heads, of_sums, of_rows = P(rows, None, heads, None), P(rows, heads, None), P(rows, None)
+    mesh = setting.split.mesh
 
     def mapped_fn(q: Any, k: Any, v: Any, segments: Any, *others: Any) -> Any:
-        assert setting.split is not None
+        rows, heads = setting.axes(q, k)
+        of_heads, of_sums, of_rows = P(rows, None, heads, None), P(rows, heads, None), P(rows, None)
         ins = (of_heads, of_heads, of_heads, of_rows, of_heads, of_sums, of_heads)[: 4 + len(others)]
         outs = (of_heads, of_sums) if n_outputs == 2 else (of_heads,) * 3
-        mapped = jax.shard_map(fn, mesh=setting.split.mesh, in_specs=ins, out_specs=outs, check_vma=False)
-        return mapped(q, k, v, segments, *others)
+        return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(q, k, v, segments, *others)
 
     return mapped_fn

@@ -1,12 +1,13 @@
 """What is printed before the first step: the devices, the model, and how its step is computed."""
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..errors import warn
 from ..machine import split_heads, xla_settings
 from ..partition import Plan
 from ..tracing import Trace, equations
-from ..transforms import StackBlocks, attentions, fp8_products
+from ..transforms import StackBlocks, attentions, fp8_products, wide_products
 from ._functions import kind_of
 from ._precision import AS_GIVEN
 from ._program import shard_bytes
@@ -53,7 +54,21 @@ def _of_precision(recipe: Recipe, mesh: Mesh, trace: Trace | None, said: str) ->
         in_fp8, every = fp8_products(trace.closed, len(trace.leaves))
         emulated = ", emulated on CPUs" if mesh.devices.flat[0].platform == "cpu" else ""
         said += f"; {in_fp8} of {every} products with weights in fp8{emulated}"
-    return {"precision": said}
+    return {"precision": said + ("" if trace is None else _of_wide_products(recipe, trace))}
+
+
+def _of_wide_products(recipe: Recipe, trace: Trace) -> str:
+    """What is said of products that are not computed in the dtype asked for; a warning where none is."""
+    dtype = recipe.precision.dtype
+    if dtype is None or jnp.finfo(dtype).bits >= 32:
+        return ""
+    wide, every = wide_products(trace.closed, len(trace.leaves), dtype)
+    if wide and wide == every:
+        warn(
+            f"`precision`: expected products with weights in {dtype.name}, got all {every} in a wider dtype, that of their "
+            f"inputs. Cast floating inputs in `loss_fn`: `x.astype({dtype.name!r})`."
+        )
+    return f"; {wide} of {every} products with weights in a wider dtype, as their inputs are" if wide else ""
 
 
 def of_loss(recipe: Recipe, plan: Plan, trace: Trace | None) -> dict[str, str]:

@@ -14,4 +14,8 @@ from ._remat import KeepEverything as KeepEverything, RematLoops as RematLoops
 from ._reshard import Reshard as Reshard
 from ._stack_blocks import StackBlocks as StackBlocks
 from ._unroll import UnrollLoops as UnrollLoops
-from ._weight_products import WeightProducts as WeightProducts, fp8_products as fp8_products
+from ._weight_products import (
+    WeightProducts as WeightProducts,
+    fp8_products as fp8_products,
+    wide_products as wide_products,
+)

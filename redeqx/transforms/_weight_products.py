@@ -136,19 +136,37 @@ def fp8_products(closed: Any, n_weights: int) -> tuple[int, int]:
     - `n_weights`: as for `WeightProducts`.
     """
     uses = WeightUses(closed, n_weights)
+    return _count(closed.jaxpr, uses, ("dot_general",), lambda eqn: _is_for_fp8(eqn, uses))
 
-    def count(jaxpr: Any) -> tuple[int, int]:
-        in_fp8, every = 0, 0
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "dot_general" and uses.side(eqn) is not None:
-                in_fp8, every = in_fp8 + _is_for_fp8(eqn, uses), every + 1
-            times = n_iterations(eqn)
-            for inner in all_inside(eqn):
-                more = count(inner.jaxpr)
-                in_fp8, every = in_fp8 + times * more[0], every + times * more[1]
-        return in_fp8, every
 
-    return count(closed.jaxpr)
+def wide_products(closed: Any, n_weights: int, dtype: Any) -> tuple[int, int]:
+    """How many products and convolutions with a weight of a traced function are computed in a dtype wider than this one, as
+    what the weight is multiplied with is wider; and how many there are.
+
+    **Arguments:**
+
+    - `n_weights`: as for `WeightProducts`.
+    """
+    bits = jnp.finfo(dtype).bits
+
+    def is_wide(eqn: Any) -> bool:
+        return any(jnp.issubdtype(x.aval.dtype, jnp.floating) and jnp.finfo(x.aval.dtype).bits > bits for x in eqn.invars)
+
+    return _count(closed.jaxpr, WeightUses(closed, n_weights), ("dot_general", "conv_general_dilated"), is_wide)
+
+
+def _count(jaxpr: Any, uses: WeightUses, names: Sequence[str], is_one: Callable[[Any], bool]) -> tuple[int, int]:
+    """How many equations of these names that use a weight are of a kind, and how many there are; of loops as often as they
+    run."""
+    found, every = 0, 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in names and uses.side(eqn) is not None:
+            found, every = found + is_one(eqn), every + 1
+        times = n_iterations(eqn)
+        for inner in all_inside(eqn):
+            more = _count(inner.jaxpr, uses, names, is_one)
+            found, every = found + times * more[0], every + times * more[1]
+    return found, every
 
 
 # --- the products ----------------------------------------------------------------------------------------------------

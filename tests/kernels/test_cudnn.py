@@ -21,12 +21,6 @@ REFUSED = {
     "float32": (Setting(1.0), shapes(jnp.float32), {}, "bfloat16 or float16, not in float32"),
     "size": (Setting(1.0), shapes(size=6, value_size=6), {}, "a multiple of 8, not 6 and 6"),
     "value size": (Setting(1.0), shapes(value_size=16), {}, "a multiple of 8, not 8 and 16"),
-    "heads": (
-        Setting(1.0, split=split_heads(make_mesh(2))),
-        shapes(groups=1),
-        {},
-        "1 heads of keys do not divide over 2 devices",
-    ),
     "dropout": (Setting(1.0, dropout=0.1), shapes(), {}, "its dropout takes no key"),
     "window": (Setting(1.0, window=3), shapes(), {}, "the keys before a query only"),
     "bias": (Setting(1.0), shapes(), {"bias": jnp.zeros((2, 4, 20, 20))}, "a bias that all rows share"),
@@ -50,6 +44,20 @@ def test_segments_and_masks_become_a_bias_of_even_lengths():
     seen = seen & (jnp.arange(17) != 3)
     np.testing.assert_array_equal(operands.bias[:, 0, :21, :17] == 0, seen)
     assert (operands.bias[..., 17] < -1e9).all()  # a key that is padding
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "rows", "spec"),
+    [(4, 4, 8, ("data", "model")), (4, 2, 8, ("data", "model")), (3, 1, 8, ("data", None)), (4, 4, 1, (None, "model"))],
+)
+def test_queries_keys_and_values_are_split_alike(heads, groups, rows, spec):
+    """The compiler of GPUs stops where they are not. What does not divide is not split."""
+    q, k, v = (x[:1].repeat(rows, 0) for x in shapes(heads=heads, groups=groups))
+    setting = Setting(1.0, split=split_heads(make_mesh(2)))
+    fn = jax.jit(lambda *operands: [getattr(_cudnn._Operands(setting, *operands, {}), name) for name in "qkv"])
+    for x in fn(q, k, v):
+        by_rows, _, by_heads, _ = (*x.sharding.spec, None, None, None, None)[:4]
+        assert ("data" in (by_rows or ()), by_heads) == (spec[0] is not None, spec[1])
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import redeqx
-from redeqx.kernels import Setting, _blockwise, _splash, attend
+from redeqx.kernels import Setting, _blockwise, _primitive, _splash, attend, kernel_of
 from redeqx.machine import make_mesh, split_heads, split_rows
 from redeqx.transforms import FuseAttention, attentions
 
@@ -45,6 +45,8 @@ COMPUTED = {
         {"lengths": jnp.array([7, 140, 100, 1])},
         {"n_queries": 140, "n_keys": 140, "heads": 4, "rows": 4},
     ),
+    "rows that do not divide": ({"split": split_heads(make_mesh(2, 2))}, {}, {"rows": 1}),
+    "heads that do not divide": ({"split": split_heads(make_mesh(2))}, {}, {"heads": 3, "groups": 1, "rows": 4}),
 }
 
 
@@ -75,9 +77,6 @@ REFUSED = {
     "bias": ({}, {"bias": jnp.zeros((1, 1, 1, 128))}, {}, "none with a bias"),
     "mask": ({}, {"mask": jnp.ones((1, 1, 128, 128), bool)}, {}, "none with a mask that differs by query or head"),
     "dropout": ({"dropout": 0.1}, {"key": jax.random.key(0)[None]}, {}, "none with dropout"),
-    "rows": ({"split": split_heads(make_mesh(2, 2))}, {}, {}, "2 rows do not divide over 4 devices"),
-    "heads": ({"split": split_heads(make_mesh(8))}, {}, {}, "2 heads do not divide over 8 devices"),
-    "groups": ({"split": split_heads(make_mesh(8))}, {}, {"heads": 8}, "2 heads do not divide over 8 devices"),
 }
 
 
@@ -124,6 +123,30 @@ def test_several_devices_that_share_arrays_in_an_unknown_way_compute_in_blocks()
     known = replace(Setting(1.0), split=split_heads(mesh))
     text = lowered(lambda q, k, v: attend(q, k, v, {}, known), q, k, v)
     assert text.count("tpu_custom_call") == 3 and "manual_computation" in text
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_keys_of_fewer_heads_than_devices_are_repeated_for_the_kernel(platform):
+    """Otherwise each device would compute all heads. Gradients are summed over what was repeated."""
+    q, k, v, g = drawn(heads=8, groups=2, rows=4)
+    split = split_heads(make_mesh(4))
+    seen = []
+
+    class Kernel:
+        forward = staticmethod(
+            lambda setting, q, k, v, extras: (seen.append(k.shape), _blockwise.forward(setting, q, k, v, extras))[1]
+        )
+        backward = staticmethod(_blockwise.backward)
+
+    def run(kernel, setting):
+        out, log_sum = _primitive._forward(kernel, q, k, v, setting=setting)
+        return [out, *_primitive._backward(kernel, q, k, v, out, log_sum, g, setting=setting)]
+
+    for a, b in zip(run(Kernel, Setting(0.3, split=split)), run(_blockwise, Setting(0.3)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert seen == [(4, 128, 4, 8)]
+    half = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k, v)]
+    assert kernel_of(platform, Setting(0.3, split=split), *half, {}) == f"by {_primitive._KERNELS[platform][1]}"
 
 
 def test_the_header_names_the_kernel():

@@ -135,6 +135,30 @@ def test_the_header_says_the_dtypes(capsys):
     assert "precision" not in capsys.readouterr().out
 
 
+def test_products_that_are_wider_than_asked_for_are_counted_and_all_of_them_warned_of(capsys):
+    """Products of float32 inputs and weights in bfloat16 are in float32: nothing would be gained, and nothing said."""
+    first = eqx.nn.Linear(D, D, key=jax.random.key(0))
+
+    def partly(model, batch, key):
+        out = jax.vmap(model[1])(jax.vmap(jax.vmap(model[0]))(batch["x"]))
+        return jnp.mean((out.astype(jnp.float32) - batch["y"]) ** 2)
+
+    trainer = make_trainer(verbose=True, precision="bfloat16", model=(first, Net(jax.random.key(0))), loss_fn=partly)
+    trainer.train(make_examples(8), 1)
+    assert "; 1 of 6 products with weights in a wider dtype, as their inputs are" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+    linear = eqx.nn.MLP(D, D, D, 1, key=jax.random.key(0))
+    wide = lambda model, batch, key: jnp.mean((jax.vmap(jax.vmap(model))(batch["x"]) - batch["y"]) ** 2)  # noqa: E731
+    said = (
+        "expected products with weights in bfloat16, got all 2 in a wider dtype, that of their inputs. Cast floating inputs"
+    )
+    with pytest.warns(UserWarning, match=said):
+        make_trainer(precision="bfloat16", model=linear, loss_fn=wide).train(make_examples(8), 1)
+    make_trainer(precision="float32", model=linear, loss_fn=wide).train(make_examples(8), 1)
+
+
 def test_words_for_each_precision():
     dtypes = [jnp.float32]
     assert Precision.of(None, "bfloat16").describe(dtypes) == (
