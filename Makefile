@@ -43,6 +43,7 @@ benchmarks: $(VENV)/.bench
 	$(BIN)/python tests/benchmarks/step_overhead.py
 	$(BIN)/python tests/benchmarks/collectives.py
 	$(BIN)/python tests/benchmarks/plans.py
+	$(BIN)/python tests/benchmarks/optimizers.py
 	$(BIN)/python tests/benchmarks/checkpoint.py
 	$(BIN)/python -m redeqx launch --processes 2 tests/benchmarks/checkpoint.py
 	$(BIN)/python tests/benchmarks/soak.py
