@@ -55,7 +55,7 @@ def discard(stream: Any) -> None:
 
 def end_in_time(code: int) -> None:
     """Once the main thread, which is about to end, has ended: end the process with that code if other threads keep it."""
-    threading.Thread(target=_end_in_time, args=(code,), name="redeqx-end", daemon=True).start()
+    threading.Thread(target=_end_in_time, args=(code,), name="redeqx-exit", daemon=True).start()
 
 
 def _end_in_time(code: int) -> None:
