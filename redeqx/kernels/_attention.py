@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..errors import check_count, check_number
 from ._primitive import attention_p
-from ._setting import Setting
+from ._setting import Setting, default_precision
 
 
 def attention(
@@ -33,7 +33,8 @@ def attention(
     elsewhere, and where these have no kernel, blocks of queries one after the other, in plain XLA. On several TPUs splash
     attention needs to know how arrays are split, which the `Trainer` and the `Predictor` tell it. The platform is that which
     is compiled for, so that a dry run on a laptop has the kernels of its target. All derivatives work, also forward mode and
-    second derivatives; so does `jax.vmap`. The softmax is in float32.
+    second derivatives, which hold the weights of all queries for all keys; so does `jax.vmap`. The softmax is in float32,
+    and products have the precision of `jax.default_matmul_precision`.
 
     ```python
     out = redeqx.attention(q, k, v, causal=True)  # q: [batch, queries, heads, size]
@@ -76,7 +77,7 @@ def attention(
         assert key is not None
         extras["key"] = jax.random.split(key, batch) if batch else key  # each row its own
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return attend(q, k, v, extras, Setting(factor, causal, window, dropout))
+    return attend(q, k, v, extras, Setting(factor, causal, window, dropout, default_precision()))
 
 
 def attend(q: Array, k: Array, v: Array, extras: dict[str, Any], setting: Setting) -> Array:

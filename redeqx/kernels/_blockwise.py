@@ -6,6 +6,7 @@ All arrays have their leading dims as one, `B`; an optional operand may have 1 i
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ def forward(setting: Setting, q: Any, k: Any, v: Any, extras: Operands, most: in
 
     - `most`: queries of a block.
     """
-    n_queries, groups = q.shape[1], k.shape[2]
+    n_queries, groups, einsum = q.shape[1], k.shape[2], _einsum(setting)
     keys, values = _heads_first(k), _heads_first(v)
 
     def of_block(sums: Operands, block: Operands) -> tuple[Operands, Operands]:
@@ -35,7 +36,7 @@ def forward(setting: Setting, q: Any, k: Any, v: Any, extras: Operands, most: in
         weights = jnp.exp(scores - most)
         total = jnp.sum(weights, -1, keepdims=True)
         kept = _dropped(setting, weights, block)
-        out = jnp.einsum("bgrts,bgsh->bgrth", kept.astype(v.dtype), values, preferred_element_type=jnp.float32)
+        out = einsum("bgrts,bgsh->bgrth", kept.astype(v.dtype), values)
         log_sum = jnp.log(total) + most
         return sums, {"out": (out / total).astype(q.dtype), "log_sum": log_sum[..., 0]}
 
@@ -51,10 +52,10 @@ def backward(setting: Setting, q: Any, k: Any, v: Any, extras: Operands, out: An
     - `out`, `log_sum`: what `forward` returned.
     - `g`: the gradient of the output.
     """
-    n_queries, groups = q.shape[1], k.shape[2]
+    n_queries, groups, einsum = q.shape[1], k.shape[2], _einsum(setting)
     keys, values = _heads_first(k), _heads_first(v)
     # The sum over keys of weights times their gradients, which the derivative of a softmax subtracts.
-    mean = jnp.einsum("btnh,btnh->bnt", out, g, preferred_element_type=jnp.float32)
+    mean = einsum("btnh,btnh->bnt", out, g)
     of_rows = {name: rearrange(x, "b (g r) t -> b g r t", g=groups) for name, x in (("log_sum", log_sum), ("mean", mean))}
     operands = {"q": _queries_first(q, groups), "g": _queries_first(g, groups), **of_rows, **_by_head(extras, groups)}
     bias = operands.get("bias")
@@ -65,17 +66,17 @@ def backward(setting: Setting, q: Any, k: Any, v: Any, extras: Operands, out: An
         is_seen = scores > MASKED / 2 if setting.may_see_nothing else None
         # Not by `log_sum`: where scores are large, in float32 their maximum swallows the log of the sum.
         weights = jax.nn.softmax(scores)
-        of_weights = jnp.einsum("bgrth,bgsh->bgrts", block["g"], values, preferred_element_type=jnp.float32)
+        of_weights = einsum("bgrth,bgsh->bgrts", block["g"], values)
         of_scores = weights * (_dropped(setting, of_weights, block) - block["mean"][..., None])
         if is_seen is not None:
             of_scores = jnp.where(is_seen, of_scores, 0.0)
         weights = _dropped(setting, weights, block).astype(g.dtype)
         given = (of_scores * setting.scale).astype(q.dtype)
         added = {
-            "v": jnp.einsum("bgrts,bgrth->bgsh", weights, block["g"], preferred_element_type=jnp.float32),
-            "k": jnp.einsum("bgrts,bgrth->bgsh", given, block["q"], preferred_element_type=jnp.float32),
+            "v": einsum("bgrts,bgrth->bgsh", weights, block["g"]),
+            "k": einsum("bgrts,bgrth->bgsh", given, block["q"]),
         }
-        outs = {"q": jnp.einsum("bgrts,bgsh->bgrth", given, keys, preferred_element_type=jnp.float32).astype(q.dtype)}
+        outs = {"q": einsum("bgrts,bgsh->bgrth", given, keys).astype(q.dtype)}
         if bias is not None:
             of_bias = _summed_to(of_scores, (*bias.shape[:3], *block["bias"].shape[3:]))
             (added if is_shared else outs)["bias"] = of_bias
@@ -91,6 +92,11 @@ def backward(setting: Setting, q: Any, k: Any, v: Any, extras: Operands, out: An
         of_bias = (sums if is_shared else outs)["bias"]
         found.append(rearrange(of_bias, "b g r t s -> b (g r) t s").astype(extras["bias"].dtype))
     return found
+
+
+def _einsum(setting: Setting) -> Callable[..., Any]:
+    """Products with sums in float32."""
+    return partial(jnp.einsum, precision=setting.precision, preferred_element_type=jnp.float32)
 
 
 # --- heads before queries and keys, so that products have their batch dims first --------------------------------------
@@ -115,7 +121,7 @@ def _by_head(extras: Operands, groups: int) -> Operands:
 
 def _scores(setting: Setting, block: Operands, keys: Any) -> Any:
     """The scores of a block of queries, float32 `[B, G, R, t, S]`, `MASKED` where a key is not seen."""
-    scores = jnp.einsum("bgrth,bgsh->bgrts", block["q"], keys, preferred_element_type=jnp.float32) * setting.scale
+    scores = _einsum(setting)("bgrth,bgsh->bgrts", block["q"], keys) * setting.scale
     if "bias" in block:
         # Low as it may be, a key that is seen weighs more than one that is not.
         scores = scores + jnp.maximum(block["bias"].astype(jnp.float32), MASKED / 4)

@@ -20,12 +20,14 @@ try:
         AttentionLayout,
         MaskType,
         _dot_product_attention_bwd_p_wrapper as backward_p,
+        check_compute_capability,
         dot_product_attention,
         get_large_negative_number,
     )
     from jax._src.dispatch import prim_requires_devices_during_lowering as _needing_devices
 except ImportError:  # pragma: no cover
     backward_p: Any = None
+    check_compute_capability: Any = None
     _needing_devices: Any = set()
 
 
@@ -152,6 +154,8 @@ def why_refused(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]
         return f"it computes in bfloat16 or float16, not in {q.dtype}"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8:
         return f"it needs heads of one size, a multiple of 8, not {q.shape[-1]} and {v.shape[-1]}"
+    if q.shape[-1] > (most := 256 if check_compute_capability("9.0") else 128):
+        return f"it needs heads of a size of at most {most}, not {q.shape[-1]}"
     if setting.dropout:
         return "its dropout takes no key"
     if setting.window is not None and not setting.causal:

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int
@@ -30,6 +31,7 @@ class Setting:
     - `causal`: whether query `i` sees keys `j <= i` only.
     - `window`: a query sees keys with `|i - j| < window` only; None for all.
     - `dropout`: the probability that a weight is set to zero.
+    - `precision`: of its products, a `jax.lax.Precision` or a `jax.lax.DotAlgorithmPreset`; None for the platform's default.
     - `split`: how a plan splits queries `[B, T, N, H]` over devices; None where that is not known, or there is one device.
     - `names`: of the operands after queries, keys and values, in their order. Their shapes, where the leading dims may be 1:
 
@@ -44,6 +46,7 @@ class Setting:
     causal: bool = False
     window: int | None = None
     dropout: float = 0.0
+    precision: Any = None
     split: NamedSharding | None = None
     names: tuple[str, ...] = ()
 
@@ -79,6 +82,16 @@ class Setting:
     def may_see_nothing(self) -> bool:
         """Whether a query may see no key at all."""
         return self.window is not None or bool({"mask", "lengths", "query_segments"} & set(self.names))
+
+
+def default_precision() -> Any:
+    """Returns the precision that `jax.default_matmul_precision` sets here, as for `Setting`."""
+    config: Any = jax.config  # which declares no attribute for its options
+    name = config.jax_default_matmul_precision
+    if name is None:
+        return None
+    presets = jax.lax.DotAlgorithmPreset.__members__
+    return presets[name] if name in presets else jax.lax.Precision(name)
 
 
 def seen(setting: Setting, rows: Int[Array, " t"], n_keys: int, operands: dict[str, Any]) -> Bool[Array, "b g r t s"] | None:

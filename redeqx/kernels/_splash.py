@@ -74,6 +74,8 @@ def why_refused(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]
         return "this version of JAX has it elsewhere"
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it computes in bfloat16 or float32, not in {q.dtype}"
+    if q.dtype == jnp.float32 and setting.precision not in (None, jax.lax.Precision.DEFAULT):
+        return f"its products have no precision {setting.precision.name}"
     if q.shape[-1] != v.shape[-1]:
         return f"it needs heads of one size, not {q.shape[-1]} and {v.shape[-1]}"
     if min(q.shape[1], k.shape[1]) < _FEWEST:

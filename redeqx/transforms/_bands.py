@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
@@ -43,7 +44,8 @@ Inequalities = tuple[Affine, ...]
 
 
 def inequalities(body: Body, atom: Any, negated: bool = False) -> Inequalities | None:
-    """A boolean array, or its negation, as inequalities; None where it is computed in another way."""
+    """A boolean array, or its negation, as inequalities; None where it is computed in another way. A floating array is true
+    where it is zero; only constants of that kind are looked into."""
     if isinstance(atom, jex.Literal):
         return _constant(bool(atom.val) != negated, ())
     body, atom = _outside(body, atom)
@@ -141,9 +143,11 @@ def _both(a: Inequalities | None, b: Inequalities | None) -> Inequalities | None
 
 def _of_value(body: Body, atom: Any, negated: bool) -> Inequalities | None:
     """An array that the function is closed over, or a small one that is computed beforehand, where it is a band."""
-    if not body.is_constant(atom) or atom.aval.dtype != bool or not math.prod(atom.aval.shape):
+    is_number = jnp.issubdtype(atom.aval.dtype, jnp.floating)
+    if not body.is_constant(atom) or not (is_number or atom.aval.dtype == bool) or not math.prod(atom.aval.shape):
         return None
-    value = np.asarray(body.value(atom)) != negated
+    value = np.asarray(body.value(atom))
+    value = (value == 0 if is_number else value) != negated
     if value.all() or not value.any():
         return _constant(bool(value.all()), value.shape)
     long = [dim for dim, size in enumerate(value.shape) if size != 1]

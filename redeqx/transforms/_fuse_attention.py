@@ -120,12 +120,14 @@ class _Attention:
         """The output, from the values of what the equations read."""
         lead, of_heads = ([self.sizes[label] for label in labels] for labels in (self.rows, self.heads))
         queries, groups = [*self.rows, self.query, *self.heads, SIZE], self.heads[:1]
-        q = self.q.arranged(read, queries)
+        q = self.q.arranged(read, queries)  # of size 1 for rows that share their queries
+        q = jnp.broadcast_to(q, (*lead, self.sizes[self.query], *of_heads, q.shape[-1]))
         q = q.reshape(*lead, self.sizes[self.query], math.prod(of_heads), q.shape[-1])
         k, v = (of.arranged(read, [*self.rows, self.key, *(groups or [None]), SIZE]) for of in (self.k, self.v))
         extras: dict[str, Any] = {}
         for mask, is_seen in self.masks:
             x = self._by_head(mask, read)
+            x = x == 0 if jnp.issubdtype(x.dtype, jnp.floating) else x  # what is added to scores that are seen
             x = x if is_seen else ~x
             extras["mask"] = x if "mask" not in extras else extras["mask"] & x
         for bias, factor in self.biases:
@@ -194,13 +196,22 @@ _WORDS = {"mask": "a mask", "bias": "a bias", "lengths": "lengths", "query_segme
 
 def attentions_in(body: Body) -> list["_Attention"]:
     """The attentions of a body, closed or not."""
-    products = (eqn for eqn in body.eqns if eqn.primitive.name == "dot_general")
-    found = (or_as_written(partial(_attention, body, eqn), None, f"attention at {line_of(eqn)}") for eqn in products)
-    return [attention for attention in found if attention is not None]
+    found = (attention_of(body, eqn) for eqn in body.eqns if eqn.primitive.name == "dot_general")
+    return [attention for attention in found if isinstance(attention, _Attention)]
 
 
-def _attention(body: Body, product: Any) -> _Attention | None:
-    """The attention whose product with the values an equation is; None where it is none."""
+def attention_of(body: Body, product: Any) -> "_Attention | str | None":
+    """The attention whose product with the values an equation is; None where it is none, and where it is one that no kernel
+    computes the reason."""
+    return or_as_written(partial(_attention, body, product), None, f"attention at {line_of(product)}")
+
+
+class _Left(Exception):
+    """Why what is a softmax between two products is left as it is."""
+
+
+def _attention(body: Body, product: Any) -> _Attention | str | None:
+    reason = None
     for side in (0, 1):
         found = weights_from(body, product.invars[side])
         if found is None:
@@ -210,10 +221,13 @@ def _attention(body: Body, product: Any) -> _Attention | None:
         scores = Scores()
         if not follow_scores(body, source, tuple(range(len(source.aval.shape))), scores):
             continue
-        built = _built(body, product, side, dims, source.aval.shape, axis, scores)
-        if built is not None:
-            return _Attention(eqns=[*eqns, *members, *scores.eqns, scores.product[0], product], **built)  # pyright: ignore
-    return None
+        try:
+            built = _built(body, product, side, dims, source.aval.shape, axis, scores)
+        except _Left as left:
+            reason = str(left)
+            continue
+        return _Attention(eqns=[*eqns, *members, *scores.eqns, scores.product[0], product], **built)  # pyright: ignore
+    return reason
 
 
 # --- what it all is ---------------------------------------------------------------------------------------------------
@@ -221,8 +235,8 @@ def _attention(body: Body, product: Any) -> _Attention | None:
 
 def _built(
     body: Body, product: Any, side: int, dims: Sequence[int], shape: Sequence[int], axis: int, scores: Scores
-) -> dict[str, Any] | None:
-    """The fields of an `_Attention`, where both products are those of one.
+) -> dict[str, Any]:
+    """The fields of an `_Attention`; raises `_Left` where the products are not those of one that kernels compute.
 
     **Arguments:**
 
@@ -232,36 +246,38 @@ def _built(
     """
     assert scores.product is not None
     first, labels = scores.product
+    if product.outvars[0].aval.dtype == jnp.float64 or first.outvars[0].aval.dtype == jnp.float64:
+        raise _Left("its softmax is in float64, and that of kernels in float32")
     found = _sides(first, labels)
     if found is None:
-        return None
+        raise _Left("its scores sum over more dims than one")
     batch, sides = found
     key_sides = [operand for operand in sides if axis in operand.labels]
     if len(key_sides) != 1:
-        return None
+        raise _Left("its softmax is not over the keys")
     (k,) = key_sides
     q = sides[1 - sides.index(k)]
-    if set(k.labels) != {*batch, axis, SIZE}:
-        return None
+    own = [label for label in k.labels if label not in (*batch, axis, SIZE)]  # rows that share their queries
     (of_weights, of_values), (weights_batch, values_batch) = _ordered(product, side)
-    if [dims[dim] for dim in of_weights] != [axis] or {dims[dim] for dim in weights_batch} != set(batch):
-        return None
+    if [dims[dim] for dim in of_weights] != [axis]:
+        raise _Left("its weights are not summed over the keys alone")
+    if {dims[dim] for dim in weights_batch} != {*batch, *own}:
+        raise _Left("its values have other rows or heads than its keys")
     values = product.invars[1 - side]
     of_v: list[Any] = [SIZE] * values.aval.ndim
     of_v[of_values[0]] = axis
     for dim, of in zip(values_batch, weights_batch, strict=True):
         of_v[dim] = dims[of]
     if of_v.count(SIZE) != 1:
-        return None
+        raise _Left("its values have more dims than one for the size of a head")
     free = [dims[dim] for dim in range(len(dims)) if dim not in of_weights and dim not in weights_batch]
     out = [dims[dim] for dim in product.params["dimension_numbers"][1][side]]
     out += [*free, SIZE] if side == 0 else [SIZE, *free]
     queries = [label for label in q.labels if label is not None and label not in batch and label != SIZE]
     if math.prod(shape[label] for label in queries) < MIN_QUERIES:
-        return None
-    meaning = _meaning(body, scores, shape, axis, queries)
-    query, setting, masks = meaning
-    rows = [label for label in q.labels if label in batch]
+        raise _Left(f"it has fewer than {MIN_QUERIES} queries")
+    query, setting, masks = _meaning(body, scores, shape, axis, queries)
+    rows = [*own, *(label for label in q.labels if label in batch)]
     n_rows = max(len(rows) - 1, min(len(rows), 1))  # the last dim of several is that of the heads
     heads = [*rows[n_rows:], *(label for label in queries if label != query)]
     return {
@@ -275,9 +291,18 @@ def _built(
         "v": Operand(values, tuple(of_v)),
         "masks": masks,
         "biases": scores.biases,
-        "setting": setting,
+        "setting": replace(setting, precision=_precision(first, product)),
         "out": (product, tuple(out)),
     }
+
+
+def _precision(*products: Any) -> Any:
+    """The precision that products of float32 ask for, the highest where it is one of `jax.lax.Precision`; None for the
+    platform's own."""
+    asked = [eqn.params["precision"] for eqn in products if eqn.invars[0].aval.dtype == jnp.float32]
+    levels = [level for each in asked if isinstance(each, tuple) for level in each]
+    other = next((each for each in asked if each is not None and not isinstance(each, tuple)), None)
+    return other or max(levels, key=lambda level: level.value, default=None)
 
 
 def _ordered(product: Any, side: int) -> Any:

@@ -5,10 +5,12 @@ the product that made the scores; and on to the product that reads the weights. 
 """
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
@@ -88,7 +90,9 @@ def weights_from(body: Body, atom: Any) -> tuple[list[Any], tuple[Any, list[Any]
         if (softmax := softmax_of(body, eqn)) is not None:
             return eqns, softmax, back
         dims = view(eqn)
-        if dims is None or repeats(eqn) or sorted(d for d in dims if d is not None) != list(range(eqn.invars[0].aval.ndim)):
+        if dims is None or repeats(eqn) or not _keeps_values(eqn):
+            return None
+        if sorted(d for d in dims if d is not None) != list(range(eqn.invars[0].aval.ndim)):
             return None
         before = [dims[dim] for dim in back]
         back, atom = tuple(dim for dim in before if dim is not None), eqn.invars[0]
@@ -98,11 +102,26 @@ def weights_from(body: Body, atom: Any) -> tuple[list[Any], tuple[Any, list[Any]
     return None
 
 
+def _keeps_values(eqn: Any) -> bool:
+    """Whether a view has the values and the gradient of its operand, but for a rounding to a dtype that kernels compute in.
+
+    What is rounded further, or to integers, or has its gradient stopped, is meant to be.
+    """
+    if eqn.primitive.name == "convert_element_type":
+        dtypes = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+        return all(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16 for dtype in dtypes)
+    if eqn.primitive.name == "reduce_precision":
+        return 1 + eqn.params["exponent_bits"] + eqn.params["mantissa_bits"] >= 16
+    return eqn.primitive.name not in ("stop_gradient", "slice", "dynamic_slice")
+
+
 def softmax_of(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
     """What a softmax is taken of, its equations and its dim, where this equation makes one."""
     if len(eqn.outvars) != 1:
         return None
     if eqn.primitive.name == "custom_jvp_call":
+        if not _is_of_jax(eqn.params["call_jaxpr"]):  # it has another derivative, or it would not say one
+            return None
         inner = body.inside(eqn)
         last = inner.producer(inner.closed.jaxpr.outvars[0])
         found = None if last is None else softmax_of(inner, last)
@@ -131,6 +150,12 @@ def softmax_of(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
         if most is not None and most.primitive.name == "reduce_max":
             members, source = [*members, shifted, *of_most, most], shifted.invars[0]
     return source, members, axis
+
+
+def _is_of_jax(closed: Any) -> bool:
+    """Whether JAX itself defines the function of a jaxpr."""
+    file = getattr(closed.jaxpr.debug_info, "func_filename", None) or ""
+    return file.startswith(os.path.dirname(jax.__file__) + os.sep)
 
 
 _ON_THE_WAY_TO_THE_SUM = ("broadcast_in_dim", "reshape", "convert_element_type")
@@ -172,13 +197,14 @@ def _is_alike_along(body: Body, atom: Any, dim: int) -> bool:
 
 
 def _back(body: Body, atom: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
-    """The first equation that is none of these, on the way back along the operands that are no literals, and the way."""
+    """The first equation that is none of these, on the way back along the operands of most dims, and the way."""
     eqns = []
     while (eqn := body.producer(atom)) is not None and eqn.primitive.name in names:
         eqns.append(eqn)
-        atom = next((operand for operand in eqn.invars if not isinstance(operand, jex.Literal)), None)
-        if atom is None:
+        operands = [operand for operand in eqn.invars if not isinstance(operand, jex.Literal)]
+        if not operands:
             return None, []
+        atom = max(operands, key=lambda operand: operand.aval.ndim)  # beside it, the least that a maximum may be
     return eqn, eqns
 
 
@@ -272,7 +298,7 @@ def _follow(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores) -> b
             return _follow_sum(body, eqn, labels, scores)
         else:
             dims = view(eqn)
-            if dims is None or repeats(eqn) or name in ("slice", "dynamic_slice", "stop_gradient"):
+            if dims is None or repeats(eqn) or not _keeps_values(eqn):
                 return False
             labels, side = _labels_before(eqn, dims, labels), 0
         scores.eqns.append(eqn)
@@ -310,6 +336,8 @@ def _follow_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) -
 
 def _as_mask(body: Body, bias: Operand, factor: float) -> Mask | None:
     """The mask that a bias stands for: zero where a key is seen and very low elsewhere, but never low for all keys."""
+    if (level := _low_elsewhere(body, bias.atom, factor)) is not None and _has_diagonal(body, bias.atom, is_seen=True):
+        return Mask(bias, True, level, (bias, factor))
     eqn = body.producer(bias.atom)
     if eqn is not None and eqn.primitive.name == "convert_element_type":
         eqn = body.producer(eqn.invars[0])
@@ -326,8 +354,19 @@ def _as_mask(body: Body, bias: Operand, factor: float) -> Mask | None:
     return Mask(Operand(eqn.invars[0], bias.labels), is_seen, level, (bias, factor))
 
 
+def _low_elsewhere(body: Body, atom: Any, factor: float) -> float | None:
+    """The highest of the low numbers that a constant has where it is not zero; None for anything else."""
+    if isinstance(atom, jex.Literal) or not body.is_constant(atom) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+        return None
+    if not 0 < math.prod(atom.aval.shape) <= _LARGE:
+        return None
+    value = np.asarray(body.value(atom), np.float32)
+    low = value[value != 0] * np.float32(factor)
+    return float(low.max()) if low.size and low.max() <= _LOW else None
+
+
 def _has_diagonal(body: Body, atom: Any, is_seen: bool) -> bool:
-    """Whether a mask is known to be a band with the diagonal, in which each query sees its own position."""
+    """Whether a mask, as for `inequalities`, is known to be a band with the diagonal: each query sees its own position."""
     found = inequalities(body, atom, negated=not is_seen)
     if found is None:
         return False

@@ -21,6 +21,7 @@ REFUSED = {
     "float32": (Setting(1.0), shapes(jnp.float32), {}, "bfloat16 or float16, not in float32"),
     "size": (Setting(1.0), shapes(size=6, value_size=6), {}, "a multiple of 8, not 6 and 6"),
     "value size": (Setting(1.0), shapes(value_size=16), {}, "a multiple of 8, not 8 and 16"),
+    "wide heads": (Setting(1.0), shapes(size=264, value_size=264), {}, "a size of at most 128, not 264"),
     "dropout": (Setting(1.0, dropout=0.1), shapes(), {}, "its dropout takes no key"),
     "window": (Setting(1.0, window=3), shapes(), {}, "the keys before a query only"),
     "bias": (Setting(1.0), shapes(), {"bias": jnp.zeros((2, 4, 20, 20))}, "a bias that all rows share"),

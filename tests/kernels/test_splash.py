@@ -76,6 +76,7 @@ REFUSED = {
     "window": ({"window": 3}, {}, {"n_keys": 200}, "as many keys as queries, not 200 and 128"),
     "bias": ({}, {"bias": jnp.zeros((1, 1, 1, 128))}, {}, "none with a bias"),
     "mask": ({}, {"mask": jnp.ones((1, 1, 128, 128), bool)}, {}, "none with a mask that differs by query or head"),
+    "precision": ({"precision": jax.lax.Precision.HIGHEST}, {}, {}, "products have no precision HIGHEST"),
     "dropout": ({"dropout": 0.1}, {"key": jax.random.key(0)[None]}, {}, "none with dropout"),
 }
 

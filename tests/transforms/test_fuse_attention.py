@@ -1,5 +1,6 @@
 """Attention found in functions that nobody wrote for it: what is recognised, what is left alone, the same numbers."""
 
+import re
 from functools import partial
 
 import equinox as eqx
@@ -11,7 +12,7 @@ import pytest
 
 import redeqx
 from redeqx.machine import make_mesh, split_heads
-from redeqx.tracing import equations, transformed
+from redeqx.tracing import as_fun, equations, transformed
 from redeqx.transforms import FuseAttention, attentions
 
 BATCH, N, HEADS, SIZE = 2, 20, 4, 8
@@ -67,6 +68,18 @@ def scanned(q, k, v):
 def by_position(fn):
     """Heads before positions."""
     return lambda *args: fn(*(jnp.swapaxes(x, 1, 2) for x in args))
+
+
+def shared_queries(q, k, v):
+    """As a Perceiver: one array of queries for all rows."""
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("thd,bshd->bhts", q, k)), v)
+
+
+def bounded_softmax(q, k, v):
+    """What is subtracted from the scores is at least 0, as `softmax1` and quantised models write it."""
+    scores = jnp.einsum("bthd,bshd->bhts", q, k)
+    weights = jnp.exp(scores - jnp.maximum(scores.max(-1, keepdims=True), jnp.zeros(())))
+    return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
 
 
 def multihead(mask=None):
@@ -139,6 +152,13 @@ FOUND = {
         {"causal": 1},
     ),
     "added mask": (lambda *args: written(*args, bias=jnp.triu(jnp.full((N, N), -1e9), 1)), heads(), {"causal": 1}),
+    "a constant that is added": (
+        lambda *args: written(*args, bias=np.where(np.tril(np.ones((N, N), bool)), 0.0, -np.inf).astype(np.float32)),
+        heads(),
+        {"causal": 1},
+    ),
+    "queries that all rows share": (shared_queries, [heads()[0][0], *heads()[1:]], {"all keys": 1}),
+    "a softmax with a bound": (bounded_softmax, heads(), {"all keys": 1}),
     "added padding": (
         lambda q, k, v, padding: written(q, k, v, bias=(1.0 - padding[:, None, None]) * -1e9),
         [*heads(), PADDING],
@@ -250,11 +270,48 @@ def with_weights(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", weights, v), weights
 
 
+@jax.custom_jvp
+def straight_through(scores):
+    """Its gradient is that of the scores."""
+    return jax.nn.softmax(scores, -1)
+
+
+straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
+
+
+def of_own_softmax(q, k, v):
+    return jnp.einsum("bhts,bshd->bthd", straight_through(jnp.einsum("bthd,bshd->bhts", q, k)), v)
+
+
+def over_other_rows(q, k, v):
+    """The weights of a row are summed over the values of all rows."""
+    return jnp.einsum("bhts,cshd->bcthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
+
+
+def over_two_dims(q, k, v):
+    """The scores are summed over heads."""
+    return jnp.einsum("bts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bts", q, k)), v)
+
+
 LEFT = {
+    "weights without a gradient": (
+        lambda *args: written(*args, after=jax.lax.stop_gradient),
+        "`stop_gradient` between the weights and the values",
+    ),
+    "weights in 8 bits": (
+        lambda *args: written(*args, after=lambda w: w.astype(jnp.float8_e4m3fn).astype(jnp.float32)),
+        "`convert_element_type` between the weights and the values",
+    ),
+    "scores without a gradient": (
+        lambda *args: written(*args, before=jax.lax.stop_gradient),
+        "`stop_gradient` between the scores and their softmax",
+    ),
+    "values of other rows": (over_other_rows, "values have other rows or heads than its keys"),
+    "scores of two dims": (over_two_dims, "scores sum over more dims than one"),
     "softcap": (lambda *args: written(*args, before=lambda s: 30 * jnp.tanh(s / 30)), "`tanh` between the scores and"),
     "dropout": (lambda *args: written(*args, after=dropped), "between the weights and the values, as of a dropout"),
-    "nothing that reads them": (with_readers_that_return_nothing, "scores or weights that are also read elsewhere"),
-    "weights that are returned": (with_weights, "fewer than 16 queries, or scores or weights that are also read elsewhere"),
+    "nothing that reads them": (with_readers_that_return_nothing, "scores or weights are also read elsewhere"),
+    "weights that are returned": (with_weights, "scores or weights are also read elsewhere"),
 }
 
 
@@ -383,6 +440,52 @@ def test_a_classifier_s_softmax_is_no_attention():
 def test_few_queries_are_left_alone():
     q, k, v = heads()
     assert n_fused(written, (q[:, :1], k, v)) == 0
+    (reason,) = attentions(jax.make_jaxpr(written)(q[:, :15], k, v)).left.values()
+    assert reason == "it has fewer than 16 queries"
+
+
+def test_a_softmax_with_a_derivative_of_its_own_keeps_it():
+    assert n_fused(of_own_softmax, heads()) == 0
+    assert_same(of_own_softmax, heads())
+
+
+def test_float64_is_not_computed_in_float32():
+    with jax.enable_x64(True):
+        args = [x.astype(jnp.float64) for x in heads()]
+        (reason,) = attentions(jax.make_jaxpr(written)(*args)).left.values()
+        assert reason == "its softmax is in float64, and that of kernels in float32"
+        got, want = (run(*args) for run in (transformed(written, [FuseAttention()]), written))
+    assert got.dtype == jnp.float64 and np.array_equal(got, want)
+
+
+def precisions(fn, *args):
+    """Of each product that a function is computed by."""
+    lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    return set(re.findall(r"stablehlo.dot_general.*?precision = \[(\w+), \w+\]", lowered))
+
+
+def test_products_keep_the_precision_that_they_are_written_with():
+    """A float32 model that asks for it must not be computed in bfloat16 on a TPU."""
+    high, highest = jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
+
+    def mixed(q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k, precision=high))
+        return jnp.einsum("bhts,bshd->bthd", weights, v, precision=highest)
+
+    def gradients(q, k, v):
+        return jax.grad(lambda *args: transformed(mixed, [FuseAttention()])(*args).sum(), (0, 1, 2))(q, k, v)
+
+    assert n_fused(mixed, heads()) == 1
+    assert precisions(gradients, *heads()) == {"HIGHEST"}
+    assert precisions(transformed(written, [FuseAttention()]), *heads()) == {"DEFAULT"}
+    with jax.default_matmul_precision("high"):
+        traced = jax.make_jaxpr(redeqx.attention)(*heads())
+    (eqn,) = [eqn for eqn in equations(traced) if eqn.primitive.name == "attention"]
+    assert eqn.params["setting"].precision == high
+    assert precisions(as_fun(traced), *heads()) == {"HIGH"}
+    with jax.default_matmul_precision("F16_F16_F32"):
+        (eqn,) = equations(jax.make_jaxpr(redeqx.attention)(*heads()))
+    assert eqn.params["setting"].precision == jax.lax.DotAlgorithmPreset.F16_F16_F32
 
 
 @pytest.mark.parametrize(
@@ -535,6 +638,14 @@ def test_what_is_made_of_all_queries_and_keys_all_the_same_is_counted():
     left = jax.make_jaxpr(LEFT["softcap"][0])(*shapes(rows, rows, rows))
     ((what, n_bytes),) = attentions(left, "cpu", split).dense.items()
     assert what.startswith("the weights at ") and "test_fuse_attention.py" in what
+    assert n_bytes == 4 * 4 * 2048 * 2048 * 4 // 8
+
+    def by_sigmoid(q, k, v):
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.sigmoid(jnp.einsum("bthd,bshd->bhts", q, k)), v)
+
+    found = attentions(jax.make_jaxpr(by_sigmoid)(*shapes(rows, rows, rows)), "cpu", split)
+    ((what, n_bytes),) = found.dense.items()
+    assert not found.fused and not found.left and what.startswith("the products at ")
     assert n_bytes == 4 * 4 * 2048 * 2048 * 4 // 8
 
 
