@@ -16,18 +16,25 @@ def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True) -> Counter[str]
 
     - `with_recomputation`: whether the scores count that the gradient of an attention computes again.
     """
-    flops: Counter[str] = Counter()
-    for eqn in jaxpr.eqns:
-        if (of_product := product_flops(eqn, with_recomputation=with_recomputation)) is not None:
-            flops[str(eqn.invars[0].aval.dtype)] += of_product
-            continue
-        inner = [matmul_flops(found.jaxpr, with_recomputation=with_recomputation) for found in all_inside(eqn)]
-        if eqn.primitive.name == "cond":
-            inner = [max(inner, key=lambda of: of.total(), default=Counter())]
-        times = n_iterations(eqn)
-        for of in inner:
-            flops.update({dtype: n * times for dtype, n in of.items()})
-    return flops
+    counted: dict[int, Counter[str]] = {}  # by the inner jaxpr, which calls of one jitted function share
+
+    def count(jaxpr: Any) -> Counter[str]:
+        if id(jaxpr) in counted:
+            return counted[id(jaxpr)]
+        flops = counted[id(jaxpr)] = Counter[str]()
+        for eqn in jaxpr.eqns:
+            if (of_product := product_flops(eqn, with_recomputation=with_recomputation)) is not None:
+                flops[str(eqn.invars[0].aval.dtype)] += of_product
+                continue
+            inner = [count(found.jaxpr) for found in all_inside(eqn)]
+            if eqn.primitive.name == "cond":
+                inner = [max(inner, key=lambda of: of.total(), default=Counter())]
+            times = n_iterations(eqn)
+            for of in inner:
+                flops.update({dtype: n * times for dtype, n in of.items()})
+        return flops
+
+    return count(jaxpr)
 
 
 # Products of the primitives of `kernels`, whose inner dim is the size of a key, and of a value. All keys count, also those

@@ -15,6 +15,8 @@ _FEW = 2**10  # the most numbers in a leaf of an optimizer's state that belongs 
 
 def agree_on_trainer(run: Run, model: PyTree, model_state: PyTree, settings: Mapping[str, Any]) -> None:
     """Check the arrays of a model, the state of its layers, and other settings of a trainer by name."""
+    if run.peers.n == 1:
+        return
     leaves = array_leaves((model, model_state))
     run.peers.agree("model", {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves.items()})
     run.peers.agree("Trainer", settings)
@@ -25,6 +27,8 @@ def agree_on_trainer(run: Run, model: PyTree, model_state: PyTree, settings: Map
 
 def agree_on_opt_state(peers: Peers, opt_state: PyTree) -> None:
     """Check the numbers that an optimizer keeps in its state, as `optax.inject_hyperparams` does."""
+    if peers.n == 1:
+        return
     leaves = {name: leaf for name, leaf in array_leaves(opt_state).items() if leaf.size <= _FEW}
     agree_on_values(peers, "optimizer", leaves)
 

@@ -160,7 +160,7 @@ def make_train_step(
         (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, key, n_first)
         grads = [g / weight for g in grads]
         # A sum of squares a leaf: `vdot` or raveling would gather every split gradient.
-        squares = [jnp.sum(jnp.real(g * jnp.conj(g))) for g in grads]
+        squares = [jnp.sum(g * g) if jnp.isrealobj(g) else jnp.sum(jnp.real(g * jnp.conj(g))) for g in grads]
         as_params = widened(trained) if precision.rounds else trained
         grads = [g.astype(x.dtype) for g, x in zip(grads, as_params, strict=True)]
         values = {"loss": total / weight, "grad_norm": jnp.sqrt(jnp.sum(jnp.stack(squares)))}
