@@ -78,8 +78,8 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         `loss_fn`.
     - `compute_dtype`: floating leaves of the model are cast to it for the loss. Parameters and updates keep their dtypes;
         gradients are summed over devices in `compute_dtype`. For dtypes that `precision` does not name.
-    - `grad_fn`: maps `(model, batch, key)` (with `model_state` after `model`) to `(loss, grads)` and replaces the gradient of
-        `loss_fn`. `grads` is the gradient of the returned loss, `total / weight`, in the model's structure. With
+    - `grad_fn`: maps `(model, batch, key)` (with `model_state` after `model`) to `(loss, grads)` and replaces the gradient
+        of `loss_fn`. `grads` is the gradient of the returned loss, `total / weight`, in the model's structure. With
         `model_state` it returns `((loss, state), grads)`.
     - `plan`: how the model is split; `deployer.plan(model, loss_fn, batch)` with the first batch by default.
     - `on_nonfinite`: what happens to a step whose loss or gradient is not finite: `"raise"` ends training; `"skip"` leaves
@@ -98,11 +98,11 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         `"offload"`, as `"full"`, with the inputs of each iteration in host memory, for models that do not fit otherwise.
         `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own stay as they are.
     - `memory`: `"auto"` compiles the first step with `remat`. Until it fits into device memory, it tries the next levels of
-        `remat` and, where the loss draws no random numbers, micro-batches in smaller parts. It prints what it chose, and why.
-        The choice is not saved. Values and gradients differ by rounding, so a run that resumes on another device may too.
-        By default, on CPUs and with a `grad_fn`, nothing is chosen.
-    - `unroll`: whether loops of `loss_fn` over a few small layers are unrolled on GPUs, where copying what their backward pass
-        reads would take long compared with their matmuls. It costs compile time, 3 to 5 times for 12 layers.
+        `remat` and, where the loss draws no random numbers, micro-batches in smaller parts. It prints what it chose, and
+        why. The choice is not saved. Values and gradients differ by rounding, so a run that resumes on another device may
+        too. By default, on CPUs and with a `grad_fn`, nothing is chosen.
+    - `unroll`: whether loops of `loss_fn` over a few small layers are unrolled on GPUs, where copying what their backward
+        pass reads would take long compared with their matmuls. It costs compile time, 3 to 5 times for 12 layers.
     - `stack_blocks`: whether equal blocks that `loss_fn` computes one after the other, as from a Python list, are computed
         as one loop over their stacked weights, with the same values and gradients up to rounding: they compile once, and
         `remat` applies to them. By default on GPUs, where `unroll` may unroll a small loop again, and on TPUs. The header
@@ -292,8 +292,8 @@ class Trainer(KnowsRedco, Generic[ModelT]):
 
         **Arguments:**
 
-        - `per_device_batch_size`, `batch_size`: at most this many rows at one position of the data and fsdp axes, or examples
-            over all devices; slightly fewer if that leaves no remainder.
+        - `per_device_batch_size`, `batch_size`: at most this many rows at one position of the data and fsdp axes, or
+            examples over all devices; slightly fewer if that leaves no remainder.
         - `model`: evaluated instead of the trainer's model, in the same structure: an average of weights, for example.
 
         Raises ValueError for a `model` of another structure.
@@ -439,7 +439,8 @@ class Trainer(KnowsRedco, Generic[ModelT]):
 
         **Arguments:**
 
-        - `name`: a name in the index (`"last"`, `"argmax_accuracy"`), a checkpoint's name, or a path, which needs no workdir.
+        - `name`: a name in the index (`"last"`, `"argmax_accuracy"`), a checkpoint's name, or a path, which needs no
+            workdir.
         - `load_opt_states`: whether to load the optimizer state and the step too; otherwise only the model.
 
         The next `fit` continues from the loaded checkpoint; if this trainer has not run a fit before, with all its epochs.
