@@ -43,7 +43,7 @@ class Claim:
         self._is_taken = False  # another claim has taken it over
 
     def hold(self) -> None:
-        """Lock the folder for this run, until this object is collected or the process ends.
+        """Locks the folder for this run, until this object is collected or the process ends.
 
         Raises LockedError, in all processes, if another run or another trainer of this script writes into it.
         """
@@ -76,19 +76,19 @@ class Claim:
         _holders[key] = self
 
     def check(self) -> None:
-        """Raise OSError if another run has taken the folder over while this process was frozen."""
+        """Raises OSError if another run has taken the folder over while this process was frozen."""
         if self._lock is not None:
             self._lock.check()
 
     def release(self) -> None:
-        """Let others write into the folder."""
+        """Lets others write into the folder."""
         self._is_held = False
         if self._lock is not None:
             self._lock.release()
         self._lock = None
 
     def _check_holder(self, other: "Claim") -> None:
-        """Raise LockedError if this claim must not take the folder over from another one of this process.
+        """Raises LockedError if this claim must not take the folder over from another one of this process.
 
         It may if the other one belongs to another run that is not in a fit, so that a script can be run again in a notebook;
         but the other run may not take the folder back.

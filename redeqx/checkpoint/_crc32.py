@@ -24,20 +24,20 @@ class Crc32:
         self._stop = 0
 
     def add(self, data: memoryview | bytes, offset: int) -> None:
-        """Add the bytes that begin at `offset`."""
+        """Adds the bytes that begin at `offset`."""
         assert offset >= self._stop, "pieces come in the order of their offsets"
         register = _past_zeros(self._register, offset - self._stop)
         self._register = zlib.crc32(data, register ^ _ONES) ^ _ONES
         self._stop = offset + len(data)
 
     def contribution(self, size: int) -> int:
-        """The contribution to the checksum of a file of `size` bytes."""
+        """Returns the contribution to the checksum of a file of `size` bytes."""
         assert size >= self._stop, "a file ends after its pieces"
         return _past_zeros(self._register, size - self._stop)
 
 
 def crc32_of_range(path: Location, start: int, stop: int) -> Crc32:
-    """The contribution of the bytes `[start, stop)` of a file; reads each byte once, in order. Raises OSError."""
+    """Returns the contribution of the bytes `[start, stop)` of a file; reads each byte once, in order. Raises OSError."""
     crc32 = Crc32()
     if not isinstance(path, Path):
         for chunk in path.chunks(start, stop):
@@ -53,7 +53,8 @@ def crc32_of_range(path: Location, start: int, stop: int) -> Crc32:
 
 
 def crc32_of(contributions: list[int], size: int) -> int:
-    """The checksum of a file of `size` bytes, as `zlib.crc32` computes it, from the contributions of all its pieces."""
+    """Returns the checksum of a file of `size` bytes, as `zlib.crc32` computes it, from the contributions of all its
+    pieces."""
     total = _past_zeros(_ONES, size)
     for contribution in contributions:
         total ^= contribution
@@ -61,7 +62,7 @@ def crc32_of(contributions: list[int], size: int) -> int:
 
 
 def _past_zeros(register: int, n_bytes: int) -> int:
-    """The register after that many zero bytes."""
+    """Returns the register after that many zero bytes."""
     if not register or not n_bytes:
         return register
     a, b, c, d = _tables(n_bytes)

@@ -11,7 +11,7 @@ _FOLDER = "ckpts"  # of a workdir
 
 
 def find_checkpoint(path: Location, peers: Peers) -> tuple[CheckpointFolder, Location]:
-    """The checkpoint that a path means, and the folder of checkpoints that it is in.
+    """Returns the checkpoint that a path means, and the folder of checkpoints that it is in.
 
     Raises ValueError where it means none.
     """

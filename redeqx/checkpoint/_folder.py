@@ -60,7 +60,7 @@ class CheckpointFolder:
         self._damaged: dict[str, DamagedError] = {}  # by checkpoint name
 
     def index(self) -> dict[str, str]:
-        """The name of the checkpoint for each tag (`"last"`, ...).
+        """Returns the name of the checkpoint for each tag (`"last"`, ...).
 
         If the file is missing, or names no last checkpoint, the index is rebuilt from the checkpoints' manifests.
         """
@@ -78,7 +78,7 @@ class CheckpointFolder:
         return index
 
     def names(self) -> list[str]:
-        """The names of the existing checkpoints, oldest first."""
+        """Returns the names of the existing checkpoints, oldest first."""
         if isinstance(self.folder, StorePath):
             found = [key.removesuffix(f"/{MANIFEST}") for key in self.folder.sizes() if key.endswith(f"/{MANIFEST}")]
         else:
@@ -86,11 +86,11 @@ class CheckpointFolder:
         return sorted(filter(_NAME.fullmatch, found), key=order)
 
     def exist(self) -> bool:
-        """Whether the folder has an index, or a checkpoint though its index is lost."""
+        """Returns whether the folder has an index, or a checkpoint though its index is lost."""
         return (self.folder / INDEX_FILE).is_file() or bool(self.names())
 
     def _lost_index(self) -> dict[str, str]:
-        """The index, rebuilt from the checkpoints that appear complete."""
+        """Returns the index, rebuilt from the checkpoints that appear complete."""
         index: dict[str, str] = {}
         for name in self.names():
             if (manifest := self._glance(name)) is not None:
@@ -98,7 +98,8 @@ class CheckpointFolder:
         return index
 
     def _glance(self, name: str) -> Manifest | None:
-        """The manifest of a checkpoint whose files all exist in their sizes, otherwise None. Nothing else is read."""
+        """Returns the manifest of a checkpoint whose files all exist in their sizes, otherwise None. Nothing else is
+        read."""
         if name in self._damaged or leads_out(self.folder / name):
             return None
         try:
@@ -109,8 +110,8 @@ class CheckpointFolder:
             return None
 
     def newest(self) -> list[Location]:
-        """The folders of the checkpoints to resume from: the last one by the index, then older ones. In every process the
-        list is that of the process which has the newest.
+        """Returns the folders of the checkpoints to resume from: the last one by the index, then older ones. In every
+        process the list is that of the process which has the newest.
 
         Warns if the index names no last checkpoint; then all existing ones are listed, the newest first.
         """
@@ -135,7 +136,7 @@ class CheckpointFolder:
         return [self.folder / name for name in names]
 
     def resolve(self, which: str | Location) -> Location:
-        """The folder of a checkpoint, the same in all processes even if only some have it.
+        """Returns the folder of a checkpoint, the same in all processes even if only some have it.
 
         **Arguments:**
 
@@ -155,7 +156,7 @@ class CheckpointFolder:
         return self.folder / found if order(found)[0] >= 0 else location(found)
 
     def _find(self, which: str | Location) -> str:
-        """The name of a checkpoint of this folder, or the absolute path of one."""
+        """Returns the name of a checkpoint of this folder, or the absolute path of one."""
         index, names = self.index(), self.names()
         name = index.get(str(which), str(which))
         if name in names:
@@ -177,7 +178,7 @@ class CheckpointFolder:
         )
 
     def record(self, path: Location, *, tensors: bool = True) -> dict[str, Any]:
-        """The `record` of a checkpoint, as given to `save`, after size and checksum of each file are verified.
+        """Returns the `record` of a checkpoint, as given to `save`, after size and checksum of each file are verified.
 
         Files that only some processes see are copied to the others.
 
@@ -198,7 +199,7 @@ class CheckpointFolder:
 
     @contextmanager
     def _noting(self, path: Location) -> Iterator[None]:
-        """Remember damaged checkpoints, so that `save` does not count them among those it keeps."""
+        """Remembers damaged checkpoints, so that `save` does not count them among those it keeps."""
         try:
             yield
         except DamagedError as error:
@@ -206,20 +207,20 @@ class CheckpointFolder:
             raise
 
     def note_damage(self, path: Location, error: DamagedError) -> None:
-        """Remember that a checkpoint is damaged."""
+        """Remembers that a checkpoint is damaged."""
         if path.parent == self.folder:
             self._damaged[path.name] = error
 
     def damage(self, path: Location) -> DamagedError | None:
-        """The error that was found in a checkpoint, or None."""
+        """Returns the error that was found in a checkpoint, or None."""
         return self._damaged.get(path.name) if path.parent == self.folder else None
 
     def forget_damage(self) -> None:
-        """Forget which checkpoints are damaged, so that all are read again."""
+        """Forgets which checkpoints are damaged, so that all are read again."""
         self._damaged.clear()
 
     def match(self, path: Location, kind: str, template: PyTree) -> None:
-        """Raise, in all processes, the errors that `load` raises for a file's header. Reads no tensors."""
+        """Raises, in all processes, the errors that `load` raises for a file's header. Reads no tensors."""
         with self._noting(path):
 
             def check() -> None:
@@ -273,7 +274,7 @@ class CheckpointFolder:
         return tree
 
     def _file(self, path: Location, kind: str) -> Location:
-        """The file of one of a checkpoint's trees, or the index of its files. Raises ValueError if there is none."""
+        """Returns the file of one of a checkpoint's trees, or the index of its files. Raises ValueError if there is none."""
         file = own(path / f"{kind}.safetensors")
         file = file if file.is_file() else own(path / f"{kind}{INDEX}")
         if not file.is_file():

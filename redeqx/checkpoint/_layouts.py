@@ -40,7 +40,7 @@ class Capabilities:
 
 
 def probe(path: Path, peers: Peers) -> Capabilities:
-    """Test the folder of a path: the processes write a file of that path together, and remove it again.
+    """Tests the folder of a path: the processes write a file of that path together, and remove it again.
 
     Raises OSError if it cannot be written at all.
     """
@@ -53,7 +53,7 @@ def probe(path: Path, peers: Peers) -> Capabilities:
 
 
 def _marked(path: Path, peers: Peers) -> Capabilities:
-    """The capabilities that show when each process writes its mark into a file that process 0 has created."""
+    """Returns the capabilities that show when each process writes its mark into a file that process 0 has created."""
     is_shared = all(peers.gather("probe seen", path.exists()))
     if is_shared:
         with contextlib.suppress(OSError):  # the mark is missing in the end
@@ -86,19 +86,19 @@ class Layout(ABC):
 
     @abstractmethod
     def copy(self) -> None:
-        """Copy what this process writes to the host, so that the arrays on the device may be deleted."""
+        """Copies what this process writes to the host, so that the arrays on the device may be deleted."""
 
     @abstractmethod
     def create(self, folder: Location) -> None:
-        """Prepare the files: once for each folder, before any `write`."""
+        """Prepares the files: once for each folder, before any `write`."""
 
     @abstractmethod
     def write(self, folder: Location) -> dict[str, Any]:
-        """Write this process's arrays, and fsync; returns what `finish` needs, as JSON."""
+        """Writes this process's arrays, and fsync; returns what `finish` needs, as JSON."""
 
     @abstractmethod
     def finish(self, folder: Location, written: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-        """Complete the files, once for each folder; returns `{"size": bytes, "crc32": checksum}` by the file's name.
+        """Completes the files, once for each folder; returns `{"size": bytes, "crc32": checksum}` by the file's name.
 
         **Arguments:**
 
@@ -174,7 +174,7 @@ class FileEach(Layout):
         return sums
 
     def _writers(self, kind: str) -> list[int]:
-        """The processes that write a file of that tree."""
+        """Returns the processes that write a file of that tree."""
         return sorted(set(self._owners[kind].values())) or [0]
 
     def _file(self, kind: str, index: int) -> str:

@@ -71,12 +71,12 @@ class Lock:
         self._finalizer = weakref.finalize(self, _release, self.path, self._fd, self._me, ended)
 
     def release(self) -> None:
-        """Let other runs write into the folder."""
+        """Lets other runs write into the folder."""
         if self._finalizer is not None:
             self._finalizer()
 
     def check(self) -> None:
-        """Raise OSError if another run has taken the folder over while this process was frozen."""
+        """Raises OSError if another run has taken the folder over while this process was frozen."""
         if self._fd is None or self._fd == -1:
             return
         owner = _read(self.path)
@@ -84,7 +84,7 @@ class Lock:
             raise taken_over(self._folder, {} if owner is None else owner[0])
 
     def _take_over(self) -> None:
-        """Remove the lock of a process that has ended. Raises LockedError if it has not."""
+        """Removes the lock of a process that has ended. Raises LockedError if it has not."""
         found = _read(self.path)
         read = lambda: _read(self.path)  # noqa: E731
         if found is None or not is_left(found, read, self._me, self._folder, self.path, self._log, STALE):
@@ -108,7 +108,7 @@ def is_left(
     log: Callable[[str], None],
     stale: float,
 ) -> bool:
-    """Whether a lock is there whose owner has ended. It waits to see. Raises LockedError if the owner has not.
+    """Returns whether a lock is there whose owner has ended. It waits to see. Raises LockedError if the owner has not.
 
     **Arguments:**
 
@@ -140,7 +140,7 @@ def is_left(
 
 
 def refusal(folder: Location, owner: dict[str, Any], path: Location) -> LockedError:
-    """The error for a folder that another run writes into."""
+    """Returns the error for a folder that another run writes into."""
     return LockedError(
         f"`workdir`: expected a folder that no other run writes into, got {folder}, which {_name(owner)} does. "
         f"Wait for its end, or choose another workdir; if it is gone, delete {path}."
@@ -148,13 +148,13 @@ def refusal(folder: Location, owner: dict[str, Any], path: Location) -> LockedEr
 
 
 def taken_over(folder: Location, owner: dict[str, Any]) -> OSError:
-    """The error for a run whose lock another one has taken over."""
+    """Returns the error for a run whose lock another one has taken over."""
     why = f"expected a folder that is this run's own, got one that {_name(owner)} has taken over since. Leave it"
     return OSError(errno.EBUSY, why, str(folder))
 
 
 def _name(owner: dict[str, Any]) -> str:
-    """The owner, for a message."""
+    """Returns the owner, for a message."""
     if not owner:
         return "another process"
     shown = {name: brief_name(str(owner.get(name, "unknown"))) for name in ("pid", "host", "since")}
@@ -173,7 +173,7 @@ def _release(path: Path, fd: int, me: dict[str, Any], ended: threading.Event) ->
 
 
 def _is_deleted(fd: int) -> bool:
-    """Whether a lock was removed while this process held it: one that took it over has ended already."""
+    """Returns whether a lock was removed while this process held it: one that took it over has ended already."""
     try:
         return os.fstat(fd).st_nlink == 0
     except OSError as error:
@@ -187,7 +187,7 @@ def _beat(fd: int, ended: threading.Event) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], int] | None:
-    """The owner in a lock, and its last touch by the file server's clock; None if there is no lock."""
+    """Returns the owner in a lock, and its last touch by the file server's clock; None if there is no lock."""
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening it makes NFS ask its server
     except OSError:
@@ -224,8 +224,8 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """The start time of a process in the kernel's ticks, which tells it from a later one of the same number. None if it has
-    ended, empty if the system does not tell."""
+    """Returns the start time of a process in the kernel's ticks, which tells it from a later one of the same number. None if
+    it has ended, empty if the system does not tell."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except FileNotFoundError:
@@ -254,5 +254,5 @@ def _is_alive(owner: dict[str, Any]) -> bool:
 
 
 def is_same(owner: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two owners are one process."""
+    """Returns whether two owners are one process."""
     return all(owner.get(name) == other[name] for name in ("pid", "started", "machine"))

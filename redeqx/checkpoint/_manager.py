@@ -83,7 +83,7 @@ class Checkpoints(CheckpointFolder):
         float_dtype: Any = None,
         then: Callable[[Location], None] | None = None,
     ) -> Location:
-        """Write a checkpoint, point the tags at it, then prune; returns its folder.
+        """Writes a checkpoint, point the tags at it, then prune; returns its folder.
 
         If it is killed at any moment, the index names complete checkpoints: the old ones, or the new one.
 
@@ -148,13 +148,13 @@ class Checkpoints(CheckpointFolder):
                 self._claim.release()
 
     def check(self) -> None:
-        """Raise the error of the save in the background, with its traceback, if it has failed; never waits."""
+        """Raises the error of the save in the background, with its traceback, if it has failed; never waits."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def wait(self) -> None:
-        """Wait for the save in the background; raises as `check` does."""
+        """Waits for the save in the background; raises as `check` does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -179,7 +179,7 @@ class Checkpoints(CheckpointFolder):
         return found[:1] if self._capabilities.is_shared else found
 
     def _name(self, step: int) -> str:
-        """The name of the new checkpoint of that step; creates the folder."""
+        """Returns the name of the new checkpoint of that step; creates the folder."""
         self._medium.need()
         self._medium.make()
         # A checkpoint that the index names is never touched. Another one of this step is left from a crash.
@@ -188,7 +188,7 @@ class Checkpoints(CheckpointFolder):
         return f"step_{step:08d}" + (f"_{repeat}" if repeat else "")
 
     def _make_room(self, name: str, needed: int) -> int:
-        """Remove what a checkpoint of that name would overwrite; returns the free bytes."""
+        """Removes what a checkpoint of that name would overwrite; returns the free bytes."""
         self._claim.check()
         self._medium.sweep()
         for other in self.names():
@@ -228,7 +228,7 @@ class Checkpoints(CheckpointFolder):
         self._medium.commit(save.name, save.record, save.tags, files)
 
     def _prune(self, keep_last: int) -> None:
-        """Remove the checkpoints that are older than the `keep_last` newest complete ones, unless the index names them.
+        """Removes the checkpoints that are older than the `keep_last` newest complete ones, unless the index names them.
 
         A damaged one does not count, and is removed with those before it.
         """

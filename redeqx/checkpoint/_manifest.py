@@ -34,7 +34,7 @@ TMP = ".tmp_"  # the prefix of names that are not part of a checkpoint yet
 
 
 def write_json(path: Location, value: Any) -> dict[str, int]:
-    """Write a file, and fsync, or an object; returns its `{"size": bytes, "crc32": checksum}`."""
+    """Writes a file, and fsync, or an object; returns its `{"size": bytes, "crc32": checksum}`."""
     text = json.dumps(value, indent=1).encode()
     if isinstance(path, StorePath):
         path.write_bytes(text)
@@ -47,7 +47,7 @@ def write_json(path: Location, value: Any) -> dict[str, int]:
 
 
 def read_json(path: Location) -> dict[str, Any]:
-    """The JSON object in a file. Raises DamagedError for any other file."""
+    """Returns the JSON object in a file. Raises DamagedError for any other file."""
     try:
         value = load_json(path)
     except StoreError:  # not of this file: what it holds is unknown
@@ -62,14 +62,14 @@ def read_json(path: Location) -> dict[str, Any]:
 
 
 def leads_out(path: Location) -> bool:
-    """Whether an entry of a folder is a link to a place outside of the folder. A save creates no links."""
+    """Returns whether an entry of a folder is a link to a place outside of the folder. A save creates no links."""
     if not isinstance(path, Path):
         return False  # a store has no links
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent))
 
 
 def own(path: Location) -> Location:
-    """An entry of a checkpoint's folder. Raises ValueError if it is a link to a place outside of the folder."""
+    """Returns an entry of a checkpoint's folder. Raises ValueError if it is a link to a place outside of the folder."""
     if isinstance(path, Path) and leads_out(path):
         raise ValueError(
             f"`{path}`: expected what a save left there, got a link to {os.path.realpath(path)}. Put a copy in its place, "
@@ -81,7 +81,7 @@ def own(path: Location) -> Location:
 def write_manifest(
     folder: Location, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
 ) -> None:
-    """Write the manifest, and fsync.
+    """Writes the manifest, and fsync.
 
     **Arguments:**
 
@@ -135,7 +135,8 @@ class Manifest:
 
 
 def read_manifest(folder: Location, *, is_part: bool = False) -> Manifest:
-    """The manifest of a checkpoint, once this process has found all of its files, in their sizes. Their bytes are not read.
+    """Returns the manifest of a checkpoint, once this process has found all of its files, in their sizes. Their bytes are
+    not read.
 
     **Arguments:**
 
@@ -204,7 +205,7 @@ class Checks:
         return share.contribution(size)
 
     def compare(self, name: str, contributions: Sequence[int]) -> None:
-        """Raise DamagedError if a file's checksum is not the manifest's.
+        """Raises DamagedError if a file's checksum is not the manifest's.
 
         **Arguments:**
 
@@ -216,7 +217,7 @@ class Checks:
                 raise damaged(self._manifest.folder / name, f"crc32 {expected['crc32']}", str(crc32))
 
     def verify(self, names: Iterable[str]) -> None:
-        """Read whole files. Raises DamagedError, in all processes, for one whose checksum is not the manifest's."""
+        """Reads whole files. Raises DamagedError, in all processes, for one whose checksum is not the manifest's."""
         for name in names:
             file = self._manifest.folder / name
             self.compare(name, agreed(self._peers, "verify", file, partial(self.contribution, file)))
@@ -238,7 +239,8 @@ def agree_on_manifest(folder: Location, peers: Peers, log: Callable[[str], None]
 
 
 def _crc32_of_manifest(record: Mapping[str, Any]) -> int:
-    """The checksum that a manifest has of itself: of its JSON with sorted keys, so that white space does not matter."""
+    """Returns the checksum that a manifest has of itself: of its JSON with sorted keys, so that white space does not
+    matter."""
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
@@ -259,7 +261,7 @@ def _files(path: Location, record: Mapping[str, Any]) -> dict[str, dict[str, int
 
 
 def _complete(folder: Location, peers: Peers, log: Callable[[str], None]) -> bool:
-    """Copy files to processes that lack them. Returns True if all processes see the same folder."""
+    """Copies files to processes that lack them. Returns True if all processes see the same folder."""
     if peers.n == 1 or isinstance(folder, StorePath):
         return True
 
@@ -280,7 +282,7 @@ def _complete(folder: Location, peers: Peers, log: Callable[[str], None]) -> boo
 
 
 def _copy(file: Path, size: int, peers: Peers, having: Sequence[int]) -> None:
-    """Copy a file from the first process that has it to those that lack it."""
+    """Copies a file from the first process that has it to those that lack it."""
     lacks = peers.index not in having
     beside = file.with_name(f"{TMP}{file.name}")
     if lacks:

@@ -30,11 +30,11 @@ class Medium(ABC):
 
     @abstractmethod
     def need(self) -> None:
-        """Raise OSError if the folder's place was there at the start of the run, and is gone."""
+        """Raises OSError if the folder's place was there at the start of the run, and is gone."""
 
     @abstractmethod
     def make(self) -> None:
-        """Create the folder."""
+        """Creates the folder."""
 
     @abstractmethod
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
@@ -42,7 +42,7 @@ class Medium(ABC):
 
     @abstractmethod
     def need_room(self, name: str, n_bytes: int) -> int:
-        """The free bytes. Raises OSError if a checkpoint does not fit."""
+        """Returns the free bytes. Raises OSError if a checkpoint does not fit."""
 
     @abstractmethod
     def place(self, name: str) -> Location:
@@ -50,21 +50,21 @@ class Medium(ABC):
 
     @abstractmethod
     def begin(self, name: str) -> None:
-        """Prepare that place."""
+        """Prepares that place."""
 
     @abstractmethod
     def commit(
         self, name: str, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
     ) -> None:
-        """Make the files at `place(name)` a checkpoint. The arguments are those of `write_manifest`."""
+        """Makes the files at `place(name)` a checkpoint. The arguments are those of `write_manifest`."""
 
     @abstractmethod
     def point(self, index: Mapping[str, str]) -> None:
-        """Replace the index."""
+        """Replaces the index."""
 
     @abstractmethod
     def sweep(self) -> None:
-        """Remove the remains of unfinished saves and removals."""
+        """Removes the remains of unfinished saves and removals."""
 
     @abstractmethod
     def end(self) -> None:
@@ -72,15 +72,15 @@ class Medium(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a checkpoint."""
+        """Removes a checkpoint."""
 
     @abstractmethod
     def failure(self, error: OSError, name: str, n_bytes: int, free: int) -> OSError:
-        """The error of a save that could not be written."""
+        """Returns the error of a save that could not be written."""
 
 
 def medium_of(folder: Location) -> Medium:
-    """The medium of a folder."""
+    """Returns the medium of a folder."""
     return Store(folder) if isinstance(folder, StorePath) else Disk(folder)
 
 

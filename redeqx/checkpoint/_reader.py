@@ -43,7 +43,8 @@ class TensorReader:
 
     @classmethod
     def find(cls, folder: Location, stem: str) -> "TensorReader":
-        """The tensors of a folder: `stem.safetensors`, or else the files that its index names, as `transformers` reads them.
+        """Returns the tensors of a folder: `stem.safetensors`, or else the files that its index names, as `transformers`
+        reads them.
 
         Raises ValueError if there are none.
         """
@@ -91,27 +92,27 @@ class TensorReader:
         self.files = list(files.values())
 
     def names(self) -> Iterable[str]:
-        """The tensors' names."""
+        """Returns the tensors' names."""
         return self._where
 
     def paths(self) -> Iterable[Location]:
-        """The files that contain them."""
+        """Returns the files that contain them."""
         return dict.fromkeys(file.path for file in self._where.values())
 
     def file(self, name: str) -> TensorFile:
-        """The file that contains a tensor."""
+        """Returns the file that contains a tensor."""
         return self._where[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
     def view(self, name: str) -> Any:
-        """A tensor as a view of its file, which reads only what is indexed: a NumPy array, or in an object store a
+        """Returns a tensor as a view of its file, which reads only what is indexed: a NumPy array, or in an object store a
         `storage.StoredArray`."""
         return self._where[name].view(name)
 
     def read(self, name: str, index: Any = ...) -> np.ndarray:
-        """A copy of a tensor, or of what `index` (as for `numpy.ndarray`) selects from it. Nothing else is read."""
+        """Returns a copy of a tensor, or of what `index` (as for `numpy.ndarray`) selects from it. Nothing else is read."""
         return self._where[name].read(name, index)
 
     def read_parts(self, name: str, indices: Sequence[Any], dtype: Any) -> list[np.ndarray]:
@@ -120,7 +121,7 @@ class TensorReader:
 
 
 def check_tree(source: TensorReader, template: PyTree, what: str = "model") -> None:
-    """Raise ValueError if the tensors differ from the template's arrays, as `load_tree` does. No tensor is read."""
+    """Raises ValueError if the tensors differ from the template's arrays, as `load_tree` does. No tensor is read."""
     lines = _mismatches(source, array_leaves(template))
     if lines:
         differing = "\n  - ".join(listed(lines))
@@ -131,7 +132,7 @@ def check_tree(source: TensorReader, template: PyTree, what: str = "model") -> N
 
 
 def _mismatches(source: TensorReader, wanted: Mapping[str, Any]) -> list[str]:
-    """The differences between the tensors and the wanted leaves, one line for each."""
+    """Returns the differences between the tensors and the wanted leaves, one line for each."""
     there = {name: source.view(name) for name in source.names()}
     missing = [name for name in wanted if name not in there]
     extra = [name for name in there if name not in wanted]
@@ -163,7 +164,7 @@ def load_tree(
     what: str = "model",
     verify: Callable[[TensorFile, str], None] | None = None,
 ) -> PyTree:
-    """The template, with its arrays read from safetensors. Each device reads only its own slices.
+    """Returns the template, with its arrays read from safetensors. Each device reads only its own slices.
 
     **Arguments:**
 

@@ -70,19 +70,19 @@ def is_float(dtype: Any) -> bool:
 
 
 def stored(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of a leaf in a file."""
+    """Shapes and dtype of a leaf in a file."""
     if is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return tuple(leaf.shape), leaf.dtype
 
 
 def array_leaves(tree: PyTree) -> dict[str, Any]:
-    """The leaves that are stored in a file, by name. The others are structure."""
+    """Returns the leaves that are stored in a file, by name. The others are structure."""
     return {name: leaf for name, leaf in named_leaves(tree).items() if is_array_like(leaf)}
 
 
 def to_host(leaf: Any) -> np.ndarray:
-    """The complete leaf in host memory, C-contiguous. A JAX array must be fully addressable."""
+    """Returns the complete leaf in host memory, C-contiguous. A JAX array must be fully addressable."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf, order="C")
     (block,) = own_blocks({"": leaf})[""]
@@ -105,8 +105,8 @@ class _Tensor:
 def _layout(
     leaves: Mapping[str, Any], float_dtype: Any, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, _Tensor], int]:
-    """The header, the tensors in the file's order, and the file's size. They depend on shapes and dtypes alone, so all
-    processes compute the same."""
+    """Returns the header, the tensors in the file's order, and the file's size. They depend on shapes and dtypes alone, so
+    all processes compute the same."""
     if float_dtype is not None and not is_float(np.dtype(float_dtype)):
         raise ValueError(f"`float_dtype`: expected a floating dtype, got {np.dtype(float_dtype)}. Pass None to cast none.")
     specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
@@ -136,7 +136,7 @@ def _layout(
 
 
 def _chunks(flat: np.ndarray, dtype: np.dtype) -> Iterator[memoryview]:
-    """The bytes of a one-dimensional array, cast to a dtype, in pieces."""
+    """Yields the bytes of a one-dimensional array, cast to a dtype, in pieces."""
     n = CHUNK // dtype.itemsize
     for start in range(0, flat.size, n):
         yield flat[start : start + n].astype(dtype, copy=False).view(np.uint8).data
@@ -153,7 +153,7 @@ def _flush(fd: int) -> None:
 
 
 def need_arrays(leaves: Mapping[str, Any]) -> None:
-    """Raise TypeError for a leaf that is only a shape."""
+    """Raises TypeError for a leaf that is only a shape."""
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(f"`{name}`: expected an array, got only its shape {leaf}. Create the arrays, then save.")
@@ -184,7 +184,7 @@ class Writer:
         self._header, self._tensors, self.size = _layout(leaves, float_dtype)
 
     def create(self, path: Path) -> None:
-        """Create the file, in its full size."""
+        """Creates the file, in its full size."""
         fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
         try:
             if hasattr(os, "posix_fallocate"):  # macOS has none
@@ -193,7 +193,7 @@ class Writer:
             os.close(fd)
 
     def write(self, path: Path, blocks: Mapping[str, Sequence[Block]]) -> int:
-        """Write blocks by tensor name, and fsync; returns their contribution to the file's crc32."""
+        """Writes blocks by tensor name, and fsync; returns their contribution to the file's crc32."""
         contribution = 0
         fd = os.open(path, os.O_WRONLY)
         try:
@@ -232,7 +232,7 @@ class Writer:
         return crc32.contribution(self.size)
 
     def finish(self, path: Path, contributions: Sequence[int]) -> dict[str, int]:
-        """Write the header, and fsync; returns the file's `{"size": bytes, "crc32": checksum}`.
+        """Writes the header, and fsync; returns the file's `{"size": bytes, "crc32": checksum}`.
 
         **Arguments:**
 
@@ -254,7 +254,7 @@ class Writer:
 def write_tensors(
     path: Location, leaves: Mapping[str, Any], float_dtype: Any = None, metadata: Mapping[str, str] | None = None
 ) -> dict[str, int]:
-    """Write arrays by name as one safetensors file; returns its `{"size": bytes, "crc32": checksum}`.
+    """Writes arrays by name as one safetensors file; returns its `{"size": bytes, "crc32": checksum}`.
 
     It writes from the first byte to the last, which any file system supports, and keeps one tensor at a time in host memory.
     The file is fsynced, but not put in place atomically: `Checkpoints.save` does that. An object appears at once.
@@ -374,20 +374,20 @@ class TensorFile:
         return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Returns a tensor's shape."""
         return self._tensor(name).shape
 
     def span(self, name: str) -> tuple[int, int]:
-        """The first byte of a tensor in the file, and the byte after its last."""
+        """Returns the first byte of a tensor in the file, and the byte after its last."""
         tensor = self._tensor(name)
         return self.begin + tensor.start, self.begin + tensor.stop
 
     def dtype(self, name: str) -> np.dtype:
-        """A tensor's NumPy dtype, which may be one of JAX's extensions."""
+        """Returns a tensor's NumPy dtype, which may be one of JAX's extensions."""
         return self._tensor(name).dtype
 
     def read(self, name: str, index: Any = ...) -> np.ndarray:
-        """A copy of a tensor, or of what `index` (as for `numpy.ndarray`) selects from it. Nothing else is read.
+        """Returns a copy of a tensor, or of what `index` (as for `numpy.ndarray`) selects from it. Nothing else is read.
 
         Raises ValueError if the file has no tensor of that name.
         """
@@ -401,8 +401,8 @@ class TensorFile:
         return fetch([self.view(name)[index] for index in indices], dtype)
 
     def view(self, name: str) -> Any:
-        """A tensor as a view of the file, which reads only what is accessed. Slice it, then copy: a NumPy array, or in an
-        object store a `StoredArray`, which `np.asarray` reads.
+        """Returns a tensor as a view of the file, which reads only what is accessed. Slice it, then copy: a NumPy array, or
+        in an object store a `StoredArray`, which `np.asarray` reads.
 
         Raises ValueError if the file has no tensor of that name.
         """

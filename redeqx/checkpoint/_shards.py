@@ -36,7 +36,7 @@ class Block:
     shards: Sequence[tuple[tuple[int, ...], Any]]
 
     def values(self) -> np.ndarray:
-        """The block on the host, in C order."""
+        """Returns the block on the host, in C order."""
         if len(self.shards) == 1:
             return np.asarray(_on_host(self.shards[0][1]), order="C")
         whole = np.empty(self.shape, self.shards[0][1].dtype)
@@ -46,7 +46,7 @@ class Block:
         return whole
 
     def copied(self) -> "Block":
-        """A copy of the block in host memory, which is independent of the original arrays."""
+        """Returns a copy of the block in host memory, which is independent of the original arrays."""
         values = self.values()
         is_own = values.flags.owndata and values is not self.shards[0][1]
         return Block(self.start, self.shape, [(self.start, values if is_own else values.copy())])
@@ -63,12 +63,12 @@ class Block:
 
 
 def as_stored(leaf: Any) -> Any:
-    """A leaf as it is stored in a file: typed PRNG keys as their data."""
+    """Returns a leaf as it is stored in a file: typed PRNG keys as their data."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def own_blocks(leaves: Mapping[str, Any]) -> dict[str, list[Block]]:
-    """The blocks that this process writes, for each array by name. Every process passes the same arrays.
+    """Returns the blocks that this process writes, for each array by name. Every process passes the same arrays.
 
     Process 0 writes the leaves that are not JAX arrays.
     """
@@ -98,7 +98,8 @@ def own_blocks(leaves: Mapping[str, Any]) -> dict[str, list[Block]]:
 
 
 def owners(leaves: Mapping[str, Any]) -> dict[str, int]:
-    """The process that writes each array completely, by the array's name: one that has a complete copy, if there is one.
+    """Returns the process that writes each array completely, by the array's name: one that has a complete copy, if there is
+    one.
 
     Process 0 writes the leaves that are not JAX arrays.
     """
@@ -115,7 +116,7 @@ def owners(leaves: Mapping[str, Any]) -> dict[str, int]:
 
 
 def gathered(leaf: Any, owner: int) -> np.ndarray | None:
-    """The complete array in its owner's host memory, None in the other processes. All processes call it together."""
+    """Returns the complete array in its owner's host memory, None in the other processes. All processes call it together."""
     if not isinstance(leaf, jax.Array):
         return np.array(leaf) if owner == jax.process_index() else None
     stored = as_stored(leaf)
@@ -140,7 +141,7 @@ def _n_bytes(leaf: Any) -> int:
 
 
 def _boxes(stored: Any) -> dict[tuple[tuple[int, int], ...], list[Any]]:
-    """The devices that hold each shard of an array, by the shard's `(start, stop)` in each dim."""
+    """Returns the devices that hold each shard of an array, by the shard's `(start, stop)` in each dim."""
     boxes: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in stored.sharding.devices_indices_map(stored.shape).items():
         box = tuple(part.indices(size)[:2] for part, size in zip(index, stored.shape, strict=True))
@@ -149,7 +150,7 @@ def _boxes(stored: Any) -> dict[tuple[tuple[int, int], ...], list[Any]]:
 
 
 def _complete_at(stored: Any) -> set[int]:
-    """The processes that have a complete copy of an array."""
+    """Returns the processes that have a complete copy of an array."""
     return set.intersection(*({device.process_index for device in devices} for devices in _boxes(stored).values()))
 
 

@@ -46,12 +46,12 @@ class StoreLock:
         self._end = AtEnd(self, partial(_release, self.path, self._me, ended))
 
     def release(self) -> None:
-        """Let other runs write into the folder."""
+        """Lets other runs write into the folder."""
         if self._end is not None:
             self._end()
 
     def check(self) -> None:
-        """Raise OSError if another run has taken the folder over while this process was frozen, or if the store does not
+        """Raises OSError if another run has taken the folder over while this process was frozen, or if the store does not
         answer."""
         if self._end is None:
             return
@@ -60,7 +60,7 @@ class StoreLock:
             raise taken_over(self._folder, {} if found is None else found[0])
 
     def _acquire(self, log: Callable[[str], None]) -> dict[str, str] | None:
-        """The version of the lock once it is this process's; None if the store writes without looking."""
+        """Returns the version of the lock once it is this process's; None if the store writes without looking."""
         content = json.dumps(self._me).encode()
         found = None
         for _ in range(_MOST_TRIES):
@@ -85,7 +85,7 @@ def _is_mine(owner: dict[str, Any], me: dict[str, Any]) -> bool:
 
 
 def _read(path: StorePath) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """The owner in a lock, and the lock's version; None if there is no lock."""
+    """Returns the owner in a lock, and the lock's version; None if there is no lock."""
     try:
         content, version = path.version()
     except FileNotFoundError:

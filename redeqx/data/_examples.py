@@ -28,7 +28,8 @@ from ._workers import Workers, drawn_ahead
 
 
 def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = None) -> list[Any]:
-    """The items of the examples at these indices. If reading one raises, the error gets a note with the example's number.
+    """Returns the items of the examples at these indices. If reading one raises, the error gets a note with the example's
+    number.
 
     **Arguments:**
 
@@ -42,7 +43,7 @@ def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = N
 
 
 def collate(collate_fn: Callable[[list], PyTree], examples: list, places: Sequence[int] | None = None) -> PyTree[np.ndarray]:
-    """The checked result of `collate_fn`: a PyTree of NumPy arrays, each with one row for each example.
+    """Returns the checked result of `collate_fn`: a PyTree of NumPy arrays, each with one row for each example.
 
     64-bit numbers become 32-bit ones, as everywhere in JAX, unless JAX runs in 64-bit mode.
 
@@ -65,12 +66,12 @@ def _checked_batch(batch: PyTree, n_rows: int) -> PyTree[np.ndarray]:
 
 
 def collated_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any]) -> PyTree:
-    """The shapes of what `collate` returns."""
+    """Returns the shapes of what `collate` returns."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), collate(collate_fn, list(examples)))
 
 
 def micro_batch_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any], size: BatchSize, mesh: Mesh) -> PyTree:
-    """The shapes of the first micro-batch of a step with these examples, as `loss_fn` gets it."""
+    """Returns the shapes of the first micro-batch of a step with these examples, as `loss_fn` gets it."""
     rows = cut_rows(len(examples), size.micro_batch, mesh.size)[0].rows
     shapes = collated_shapes(collate_fn, examples)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), shapes)
@@ -113,7 +114,8 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
 
 
 def n_tokens(batch: PyTree[np.ndarray]) -> int | None:
-    """The number of tokens in a batch: the size of its largest integer leaf of shape `[rows, seq]`; None without one."""
+    """Returns the number of tokens in a batch: the size of its largest integer leaf of shape `[rows, seq]`; None without
+    one."""
     return max((x.size for x in jax.tree.leaves(batch) if x.ndim == 2 and x.dtype.kind in "iu"), default=None)
 
 
@@ -159,7 +161,7 @@ class _Picked(Sequence[Any]):
 
 
 def check_examples(given: Any, name: str = "train_examples") -> None:
-    """Check that `given` are examples: an object with `len()` and integer items (a list, an array, a dataset), an iterable,
+    """Checks that `given` are examples: an object with `len()` and integer items (a list, an array, a dataset), an iterable,
     or a function of the epoch that returns one of these.
 
     The position of an iterable is saved by its (or its iterator's) `get_state` / `set_state` or `state_dict` /
@@ -185,7 +187,7 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
 
 
 def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
-    """The examples of an epoch: `given`, or what it returns if it is a function of the epoch.
+    """Returns the examples of an epoch: `given`, or what it returns if it is a function of the epoch.
 
     If examples have `set_epoch`, it is called. A `Mixture` goes on to its next examples; an iterable of `datasets` shuffles
     by it, and then starts the epoch at its beginning even if a state was loaded in the epoch before.
@@ -200,7 +202,7 @@ def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
 
 
 def size_of(examples: Any) -> int | None:
-    """The number of examples; None if only iterating over them tells."""
+    """Returns the number of examples; None if only iterating over them tells."""
     return len(examples) if _is_sized(examples) else None
 
 
@@ -252,13 +254,13 @@ def slices(
 
 
 def n_slices(n: int, batch_size: int, drop_remainder: bool = False) -> int:
-    """The number of slices of `n` examples."""
+    """Returns the number of slices of `n` examples."""
     return n // batch_size if drop_remainder else -(-n // batch_size)
 
 
 def sample_of(examples: Any) -> int | None:
-    """A checksum of the first, the middle and the last example, to detect other examples. None for iterables, for items that
-    differ at each access, and for items that do not consist of numbers and text."""
+    """Returns a checksum of the first, the middle and the last example, to detect other examples. None for iterables, for
+    items that differ at each access, and for items that do not consist of numbers and text."""
     n = size_of(examples)
     if not n:
         return None
@@ -271,7 +273,8 @@ def sample_of(examples: Any) -> int | None:
 
 
 def _is_sized(examples: Any) -> bool:
-    """Whether they have a length and integer items. An IterableDataset of torch may have a length; its items raise."""
+    """Returns whether they have a length and integer items. An IterableDataset of torch may have a length; its items
+    raise."""
     if any((cls.__module__, cls.__name__) == _TORCH_ITERABLE for cls in type(examples).__mro__):
         return False
     return hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
@@ -282,12 +285,12 @@ _MOST = 2**40  # examples; a permutation of them would not fit into memory
 
 
 def differs_by_epoch(given: Any) -> bool:
-    """Whether the examples of an epoch may be others than those of the epoch before."""
+    """Returns whether the examples of an epoch may be others than those of the epoch before."""
     return is_function(given) or hasattr(given, "set_epoch")
 
 
 def is_function(given: Any) -> bool:
-    """Whether `given` is a function of the epoch."""
+    """Returns whether `given` is a function of the epoch."""
     return callable(given) and not _is_sized(given) and not hasattr(given, "__iter__")
 
 
@@ -337,7 +340,7 @@ def batches(
     *,
     checks_end: bool = False,
 ) -> Prefetch:
-    """The batch of each step, prepared ahead by a thread; close it after use, as `Prefetch` says.
+    """Returns the batch of each step, prepared ahead by a thread; close it after use, as `Prefetch` says.
 
     That thread alone reads examples and places batches, both in order.
 

@@ -66,7 +66,7 @@ class Mixture(Sequence[Any]):
         self._nth = np.concatenate([np.arange(share) for share in shares])[order]
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `len()` and items those of this epoch, counted from 0."""
+        """Makes `len()` and items those of this epoch, counted from 0."""
         check_count(epoch, "epoch", 0)
         if epoch != self._epoch:
             self._epoch, self._taken = int(epoch), None
@@ -184,7 +184,7 @@ class _Passes:
             self._begin(saved)
 
     def _begin(self, saved: Any = None) -> None:
-        """Begin this pass, or continue in it."""
+        """Begins this pass, or continue in it."""
         examples = examples_of(self._examples, self._pass, f"sources[{self.name!r}]")
         if (n := size_of(examples)) is not None:
             examples = _InOrder(examples, _order(self.name, n, self._seed, self._pass))
@@ -219,12 +219,13 @@ class _InOrderIterator(Iterator[Any]):
 
 
 def _order(name: str, n: int, seed: int, pass_: int) -> np.ndarray:
-    """The order of a source in a pass. It depends on no other source."""
+    """Returns the order of a source in a pass. It depends on no other source."""
     return np.random.default_rng((seed, zlib.crc32(name.encode()), pass_)).permutation(n)
 
 
 def _passes(name: str, n: int, seed: int, start: int, count: int) -> np.ndarray:
-    """The indices of `count` examples of a source of `n`, in its passes one after another, from the example `start` on."""
+    """Returns the indices of `count` examples of a source of `n`, in its passes one after another, from the example `start`
+    on."""
     if n == 1:  # as many passes as examples
         return np.zeros(count, np.int64)
     first, last = start // n, (start + count - 1) // n
@@ -242,7 +243,7 @@ def _apportioned(weights: list[Fraction], size: int) -> list[int]:
 
 
 def _checked(sources: Any, of: str) -> tuple[dict[str, Any], list[Fraction]]:
-    """The examples of each source by name, and the weights, which sum to 1."""
+    """Returns the examples of each source by name, and the weights, which sum to 1."""
     if not isinstance(sources, Mapping) or not sources:
         found = "none" if isinstance(sources, Mapping) else type(sources).__name__
         raise TypeError(

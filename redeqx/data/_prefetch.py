@@ -19,7 +19,7 @@ class _Buffer:
         self.change = threading.Condition()
 
     def fill(self) -> None:
-        """Prepare items, at most `depth` ahead, until the last one, an error, or `is_done`."""
+        """Prepares items, at most `depth` ahead, until the last one, an error, or `is_done`."""
         items, self.items = self.items, None
         if items is None:  # closed before the thread began
             return
@@ -61,7 +61,7 @@ class Prefetch(Iterator[Any]):
         self._reader = threading.get_ident()
 
     def peek(self) -> Any:
-        """The next item, without taking it; None after the last one."""
+        """Returns the next item, without taking it; None after the last one."""
         self._start()
         buffer = self._buffer
         with buffer.change:
@@ -83,13 +83,13 @@ class Prefetch(Iterator[Any]):
         return item
 
     def settle(self) -> None:
-        """Wait until the thread has prepared as much as it may."""
+        """Waits until the thread has prepared as much as it may."""
         if self._thread is not None:
             with self._buffer.change:
                 self._buffer.change.wait_for(lambda: self._buffer.is_done or len(self._buffer.ready) >= self._buffer.depth)
 
     def close(self) -> None:
-        """End the thread, and wait for its end."""
+        """Ends the thread, and wait for its end."""
         with self._buffer.change:
             self._buffer.is_done, self._buffer.items = True, None
             self._buffer.ready.clear()
@@ -115,7 +115,7 @@ class Prefetch(Iterator[Any]):
 
 
 def _without_thread_frames(wait: Callable[[], Any]) -> Any:
-    """Call `wait`. A Ctrl-C meanwhile shows the line of the user's script, without frames of threads."""
+    """Calls `wait`. A Ctrl-C meanwhile shows the line of the user's script, without frames of threads."""
     try:
         return wait()
     except KeyboardInterrupt as error:

@@ -43,7 +43,7 @@ class BatchSize:
         prefix: str = "",
         n_devices: int | None = None,
     ) -> "BatchSize":
-        """The sizes for one of the user's two arguments: rows for each device, or examples for each update.
+        """Returns the sizes for one of the user's two arguments: rows for each device, or examples for each update.
 
         With `batch_size` the rows of a micro-batch are a multiple of `n_devices`. So the cut does not depend on the mesh's
         shape, and not on the number of devices either if that divides `batch_size / n_micro_batches`.
@@ -95,7 +95,7 @@ class BatchSize:
 
 
 def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group, ...]:
-    """Cut the rows of a step into micro-batches: full ones, then the rest that divides over the devices, then the few rows
+    """Cuts the rows of a step into micro-batches: full ones, then the rest that divides over the devices, then the few rows
     that do not. Every device computes those, in micro-batches of at most the rows that a device has of a full one. A rest
     that is no larger than that is not cut further: the loss is compiled once for each group.
 
@@ -114,12 +114,13 @@ def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group,
 
 
 def group_sharding(group: Group, mesh: Mesh) -> NamedSharding:
-    """The sharding of a group's leaves `[n, rows, ...]`: rows split over the batch axes if they divide, else replicated."""
+    """Returns the sharding of a group's leaves `[n, rows, ...]`: rows split over the batch axes if they divide, else
+    replicated."""
     return split_rows(mesh, dim=1) if group.rows % n_batch_shards(mesh) == 0 else replicated(mesh)
 
 
 def rows_here(cut: Iterable[Group], mesh: Mesh) -> np.ndarray:
-    """The rows of a step that this process's devices need, in order: all of them if it has all devices."""
+    """Returns the rows of a step that this process's devices need, in order: all of them if it has all devices."""
     cut = tuple(cut)
     if not mesh.is_multi_process:
         return np.arange(sum(group.n * group.rows for group in cut))
@@ -139,7 +140,7 @@ def place_batch(
     rows: np.ndarray | None = None,
     n_micro_batches: int = 0,
 ) -> tuple[PyTree[jax.Array], ...]:
-    """Place the batch on the mesh: for each group the same PyTree with leaves `[n, rows, ...]`.
+    """Places the batch on the mesh: for each group the same PyTree with leaves `[n, rows, ...]`.
 
     **Arguments:**
 
@@ -160,7 +161,7 @@ def place_batch(
 def place_rows(
     batch: PyTree[np.ndarray], places: np.ndarray, sharding: NamedSharding, rows: np.ndarray | None = None
 ) -> PyTree[jax.Array]:
-    """Place the batch's rows of these numbers on the mesh. The leading dims are those of `places`.
+    """Places the batch's rows of these numbers on the mesh. The leading dims are those of `places`.
 
     **Arguments:**
 
@@ -184,7 +185,7 @@ def place_rows(
 
 
 def pad_rows(batch: PyTree[np.ndarray], n_rows: int) -> PyTree[np.ndarray]:
-    """The batch, padded to `n_rows` rows by its last row. The padded rows' outputs are cut off later."""
+    """Returns the batch, padded to `n_rows` rows by its last row. The padded rows' outputs are cut off later."""
 
     def pad(x: np.ndarray) -> np.ndarray:
         missing = n_rows - len(x)

@@ -65,8 +65,8 @@ class Stream(Iterator[Any]):
         return next(self._iterator)
 
     def state(self) -> Any:
-        """The state at this point, as JSON: a state of the iterable, a checksum of the examples after that, which are read
-        for it, and the number of those that have been taken since."""
+        """Returns the state at this point, as JSON: a state of the iterable, a checksum of the examples after that, which
+        are read for it, and the number of those that have been taken since."""
         if not self._ahead:
             methods = _methods(self._iterator) or _methods(self._iterable)
             state = None if methods is None else _to_json(methods[0](), f"{self._name}.{methods[0].__name__}()")
@@ -74,7 +74,7 @@ class Stream(Iterator[Any]):
         return {**self._record, "n_taken": self._n_taken}
 
     def _read_ahead(self) -> int | None:
-        """Read the next examples; returns their checksum."""
+        """Reads the next examples; returns their checksum."""
         try:
             self._ahead.extend(itertools.islice(self._iterator, _N_AHEAD))
         except Exception as error:  # raised where that example is asked for, after those before it
@@ -82,7 +82,7 @@ class Stream(Iterator[Any]):
         return checksum(*self._ahead) if self._ahead else None
 
     def _resume(self, position: int, state: Any, next: int | None) -> None:
-        """Continue after the examples of a record, and read ahead."""
+        """Continues after the examples of a record, and read ahead."""
         before = None
         if state is not None and (before := self._begin_from(_from_json(state))) is not None:
             found = self._read_ahead()
@@ -104,7 +104,7 @@ class Stream(Iterator[Any]):
             )
 
     def _begin_again(self, before: Any) -> None:
-        """Begin where the iterable began before a state was set."""
+        """Begins where the iterable began before a state was set."""
         if self._iterable is self._given:
             self._begin_from(before)
             return
@@ -113,7 +113,7 @@ class Stream(Iterator[Any]):
         self._iterator = iter(self._iterable)
 
     def _begin_from(self, state: Any) -> tuple[Any] | None:
-        """Set the state; returns the one before, in a tuple. None if there is no state to set."""
+        """Sets the state; returns the one before, in a tuple. None if there is no state to set."""
         self._ahead.clear()
         self._error = None
         self._iterable = _own_state(self._given)
@@ -131,8 +131,8 @@ class Stream(Iterator[Any]):
 
 
 def _own_state(iterable: Any) -> Any:
-    """An iterable that can be set to a state of its own: a stream of `datasets` begins there at each later pass too, so the
-    user's stays as it is. Others are as given."""
+    """Returns an iterable that can be set to a state of its own: a stream of `datasets` begins there at each later pass too,
+    so the user's stays as it is. Others are as given."""
     if not type(iterable).__module__.startswith("datasets."):
         return iterable
     own = copy.copy(iterable)
@@ -142,7 +142,7 @@ def _own_state(iterable: Any) -> Any:
 
 
 def checksum(*examples: Any) -> int | None:
-    """A checksum of examples; None if they do not consist of numbers and text."""
+    """Returns a checksum of examples; None if they do not consist of numbers and text."""
     with contextlib.suppress(TypeError):
         return zlib.crc32(b"".join(map(_bytes_of, examples)))
     return None
@@ -162,7 +162,7 @@ def _bytes_of(example: Any) -> bytes:
 
 
 def _methods(holder: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """The methods that get and set an object's state; None if it has none."""
+    """Returns the methods that get and set an object's state; None if it has none."""
     for get, set_ in _METHODS:
         if hasattr(holder, get) and hasattr(holder, set_):
             return getattr(holder, get), getattr(holder, set_)
@@ -170,7 +170,8 @@ def _methods(holder: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
 
 
 def _to_json(state: Any, where: str) -> Any:
-    """A state as JSON returns it. Bytes (the state of grain's DataLoader) and arrays (part of torch's) become text."""
+    """Returns a state as JSON returns it. Bytes (the state of grain's DataLoader) and arrays (part of torch's) become
+    text."""
     match state:
         case None | bool() | int() | float() | str():
             return state

@@ -83,7 +83,7 @@ class TokenCache(Sequence[Any]):
         return TokenRows(self.tokens, length, stride=stride, ends=self.ends if segments else None)
 
     def verify(self) -> None:
-        """Read all files. Raises ValueError for one whose checksum is not that of the build."""
+        """Reads all files. Raises ValueError for one whose checksum is not that of the build."""
         for name, sums in self.manifest["files"].items():
             if (crc32 := _crc32(self.folder / name)) != sums["crc32"]:
                 raise _damaged(self.folder / name, f"crc32 {sums['crc32']}", str(crc32))
@@ -98,7 +98,7 @@ def token_cache(
     made_of: str = "",
     verbose: bool = True,
 ) -> TokenCache:
-    """The tokens of these texts, from a folder that is made at the first call and read by later ones.
+    """Returns the tokens of these texts, from a folder that is made at the first call and read by later ones.
 
     A later call compares what it is given with what the cache was made of: `made_of`, the number of texts, and the first,
     middle and last text with their tokens (of an iterable the first). Every process of a run calls it; one builds, and on
@@ -174,13 +174,13 @@ class _MadeOf:
         }
 
     def after(self, start: int) -> Iterator[tuple[int, Any]]:
-        """The texts from a number on, each with its number. Of an iterable they can be read once."""
+        """Returns the texts from a number on, each with its number. Of an iterable they can be read once."""
         if self.n is not None:
             return ((i, self.texts[i]) for i in range(start, self.n))
         return islice(enumerate(chain(self._first, self._iterator)), start, None)
 
     def compare(self, cache: TokenCache) -> None:
-        """Raise ValueError for a cache that was made of something else."""
+        """Raises ValueError for a cache that was made of something else."""
         made = cache.manifest["made_of"]
 
         def refuse(mine: str, its: str) -> None:
@@ -206,7 +206,7 @@ class _MadeOf:
 def _tokenized(
     tokenize: Callable[[Any], Sequence[int]], texts: list[tuple[int, Any]]
 ) -> tuple[Int[np.ndarray, " n_tokens"], Int[np.ndarray, " n_texts"]]:
-    """The tokens of several numbered texts, one after another, and the number of each one's tokens."""
+    """Returns the tokens of several numbered texts, one after another, and the number of each one's tokens."""
     each = []
     for i, text in texts:
         tokens = np.asarray(tokenize(text))
@@ -225,7 +225,7 @@ def _tokenized(
 
 
 def _build(folder: Path, made: _MadeOf, workers: Workers, console: Console, lock: Lock) -> None:
-    """Make the cache, or go on with what an earlier process has written."""
+    """Makes the cache, or go on with what an earlier process has written."""
     with closing(_Writer(folder.with_name(f".tmp_{folder.name}"), made.record)) as writer:
         if writer.n_documents:
             console.info(f"{folder}: going on after {writer.n_documents:,} texts")
@@ -271,7 +271,7 @@ class _Writer:
             self._open()
 
     def _open(self) -> None:
-        """Open both files, and cut off what was written after the record."""
+        """Opens both files, and cut off what was written after the record."""
         for dtype in {"uint16", "uint32"} - {self._dtype}:
             (self._folder / _tokens_file(dtype)).unlink(missing_ok=True)
         tokens, ends = self._folder / _tokens_file(self._dtype), self._folder / ENDS
@@ -283,7 +283,7 @@ class _Writer:
             self._files[of].truncate(sizes[path])
 
     def add(self, tokens: Int[np.ndarray, " n_tokens"], lengths: Int[np.ndarray, " n_documents"]) -> None:
-        """Append documents: their tokens, and the number of each one's tokens."""
+        """Appends documents: their tokens, and the number of each one's tokens."""
         if len(tokens) and tokens.max() > np.iinfo(self._dtype).max:
             self._widen()
         self._write("tokens", tokens.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes())
@@ -298,7 +298,7 @@ class _Writer:
         self._crc32[of] = zlib.crc32(data, self._crc32[of])
 
     def _widen(self) -> None:
-        """Write the tokens so far as uint32."""
+        """Writes the tokens so far as uint32."""
         self._files["tokens"].close()
         narrow, self._dtype, self._crc32["tokens"] = self._folder / _tokens_file(self._dtype), "uint32", 0
         self._files["tokens"] = open(self._folder / _tokens_file(self._dtype), "wb")  # noqa: SIM115
@@ -314,7 +314,7 @@ class _Writer:
             os.fsync(file.fileno())
 
     def _save(self) -> None:
-        """Record what has been written so far, once it is on disk."""
+        """Records what has been written so far, once it is on disk."""
         self._sync()
         counts = {"n_documents": self.n_documents, "n_tokens": self.n_tokens, "dtype": self._dtype, "crc32": self._crc32}
         write_json(self._folder / f"{PROGRESS}.new", {"made_of": self._made_of, **counts})
@@ -322,7 +322,7 @@ class _Writer:
         self._saved_at = time.monotonic()
 
     def finish(self, folder: Path) -> None:
-        """Write the manifest, and let the folder take its place."""
+        """Writes the manifest, and let the folder take its place."""
         self._sync()
         names = {"tokens": _tokens_file(self._dtype), "ends": ENDS}
         sizes = {of: self._files[of].tell() for of in names}
@@ -344,7 +344,7 @@ def _tokens_file(dtype: str) -> str:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The manifest of a cache."""
+    """Returns the manifest of a cache."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"`{folder}`: expected a token cache, got no {MANIFEST}. Make one with `token_cache`.")

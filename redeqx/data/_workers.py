@@ -100,7 +100,7 @@ class Workers:
         self._is_closed = False
 
     def start(self, examples: list) -> Callable[[], PyTree]:
-        """Begin to collate these examples; returns a function that waits for the result, and raises what was raised."""
+        """Begins to collate these examples; returns a function that waits for the result, and raises what was raised."""
         if not self.n:
             return lambda: self._collate_fn(examples)
         with self._lock:
@@ -126,7 +126,7 @@ class Workers:
         return process
 
     def close(self) -> None:
-        """End the workers: processes at once, threads after the calls that they are in."""
+        """Ends the workers: processes at once, threads after the calls that they are in."""
         with self._lock:
             self._is_closed = True
         for process in self._processes:
@@ -142,7 +142,8 @@ class Workers:
 
 
 def drawn_ahead(items: Iterator[Any], n: int) -> Iterator[Any]:
-    """The same items, each with up to `n` more drawn already. What drawing them raises comes after the items before it."""
+    """Yields the same items, each with up to `n` more drawn already. What drawing them raises comes after the items before
+    it."""
     drawn: deque[Any] = deque()
     error: Exception | None = None
     while True:
@@ -164,7 +165,7 @@ def drawn_ahead(items: Iterator[Any], n: int) -> Iterator[Any]:
 
 
 def _pickled(collate_fn: Callable[[list], PyTree], names: ArgumentNames) -> bytes:
-    """The function as worker processes are sent it; checked as far as this process can."""
+    """Returns the function as worker processes are sent it; checked as far as this process can."""
     try:
         function = pickle.dumps(collate_fn)
     except Exception as error:
@@ -188,7 +189,7 @@ def _pickled(collate_fn: Callable[[list], PyTree], names: ArgumentNames) -> byte
 
 
 def _is_guarded(script: Path) -> bool:
-    """Whether a script has `if __name__ == "__main__":`, as far as its source tells."""
+    """Returns whether a script has `if __name__ == "__main__":`, as far as its source tells."""
     try:
         body = ast.parse(script.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -247,13 +248,13 @@ class _Process:
         raise error from RemoteTraceback(text)
 
     def _joined(self) -> int | None:
-        """The exit code of the process, once it has ended."""
+        """Returns the exit code of the process, once it has ended."""
         with _waiting:
             self._process.join()
             return self._process.exitcode
 
     def end(self) -> None:
-        """End the process at once."""
+        """Ends the process at once."""
         self._process.kill()
         self._joined()
 
@@ -287,14 +288,14 @@ def _serve(connection: Connection, function: bytes, names: ArgumentNames, enable
 
 
 def _end_with_parent() -> None:
-    """End this process with the one that started it, also within a call, which may take any time."""
+    """Ends this process with the one that started it, also within a call, which may take any time."""
     if (parent := parent_process()) is not None:
         parent.join()
         os._exit(1)
 
 
 def _send_error(connection: Connection, error: Exception, text: str) -> None:
-    """Send an exception, or one that says the same where it does not come through pickling."""
+    """Sends an exception, or one that says the same where it does not come through pickling."""
     try:
         message = pickle.dumps((False, (error, text)))
         pickle.loads(message)

@@ -103,6 +103,6 @@ def _scale_by_adam(form: str, b1: float, b2: float, eps: float) -> optax.Gradien
 
 
 def _unzipped(treedef: Any, pairs: list[tuple[Array, Array | None]]) -> tuple[PyTree, PyTree]:
-    """A tree of moments, and one of their scales."""
+    """Returns a tree of moments, and one of their scales."""
     stored, scales = zip(*pairs, strict=True) if pairs else ((), ())
     return jax.tree.unflatten(treedef, stored), jax.tree.unflatten(treedef, scales)

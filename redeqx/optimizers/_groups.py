@@ -21,8 +21,8 @@ _DEFAULT = "default"  # the group of all other kinds
 
 
 def kinds(params: PyTree, plan: Plan | None = None) -> PyTree[str]:
-    """The kind of each leaf, in the structure of `params`: `"matrix"`, `"head"`, `"embedding"`, `"convolution"`, `"bias"`,
-    `"norm"` or `"other"`.
+    """Returns the kind of each leaf, in the structure of `params`: `"matrix"`, `"head"`, `"embedding"`, `"convolution"`,
+    `"bias"`, `"norm"` or `"other"`.
 
     A matrix is the weight of a fully connected layer or of a projection of an attention, stacked or not; a head is one that
     makes the outputs. Without a plan, that is the last one in field order that is not stacked, unless it has as many outputs
@@ -40,7 +40,7 @@ def kinds(params: PyTree, plan: Plan | None = None) -> PyTree[str]:
 
 
 def of_kind(*names: str, plan: Plan | None = None) -> Callable[[PyTree], PyTree[bool]]:
-    """The mask of the leaves of these kinds, for `optax.masked` and for each `mask` argument of optax.
+    """Returns the mask of the leaves of these kinds, for `optax.masked` and for each `mask` argument of optax.
 
     ```python
     optax.masked(optax.add_decayed_weights(0.1), of_kind("matrix", "head"))
@@ -87,7 +87,7 @@ def groups(
     *,
     plan: Plan | None = None,
 ) -> optax.GradientTransformation:
-    """An optimizer that updates each kind of leaf in a way of its own.
+    """Returns an optimizer that updates each kind of leaf in a way of its own.
 
     ```python
     optimizer = groups({"embedding": optax.adam(1e-2), "norm": optax.sgd(1e-3)}, default=optax.adamw(1e-3))
@@ -111,7 +111,7 @@ def groups(
 
 
 def kinds_by_name(params: PyTree, plan: Plan | None) -> dict[str, Kind]:
-    """The kinds of the array leaves, by name; those of a plan where one is given.
+    """Returns the kinds of the array leaves, by name; those of a plan where one is given.
 
     Raises ValueError where the plan lacks a leaf.
     """

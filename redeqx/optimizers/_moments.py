@@ -42,8 +42,8 @@ class Blocks:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> "Blocks | None":
-        """The blocks of a leaf: along the last dim that divides into blocks, of a size that no usual number of shards cuts.
-        None for a leaf that is small, or has no such dim.
+        """Returns the blocks of a leaf: along the last dim that divides into blocks, of a size that no usual number of
+        shards cuts. None for a leaf that is small, or has no such dim.
 
         They depend on the shape alone, so that a checkpoint restores onto any mesh.
         """
@@ -58,11 +58,11 @@ class Blocks:
         return None
 
     def scales(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the scales: that of the leaf, with a block in place of its numbers."""
+        """Returns the shape of the scales: that of the leaf, with a block in place of its numbers."""
         return tuple(n // self.size if dim == self.dim else n for dim, n in enumerate(shape))
 
     def cut(self, x: Array) -> Array:
-        """The leaf with the dim `dim` as two: blocks, and the numbers of one."""
+        """Returns the leaf with the dim `dim` as two: blocks, and the numbers of one."""
         shape = x.shape
         return x.reshape(*shape[: self.dim], shape[self.dim] // self.size, self.size, *shape[self.dim + 1 :])
 
@@ -72,7 +72,7 @@ class Blocks:
 
 
 def zeros(shape: Sequence[int], which: str, form: str) -> tuple[Array, Array | None]:
-    """A moment of zeros, and its scales; None where it has none.
+    """Returns a moment of zeros, and its scales; None where it has none.
 
     **Arguments:**
 
@@ -89,7 +89,7 @@ def zeros(shape: Sequence[int], which: str, form: str) -> tuple[Array, Array | N
 
 
 def read(stored: Array, scales: Array | None, which: str) -> Array:
-    """A moment in float32."""
+    """Returns a moment in float32."""
     if scales is None:
         return stored.astype(jnp.float32)
     blocks = Blocks.of(stored.shape)
@@ -99,7 +99,7 @@ def read(stored: Array, scales: Array | None, which: str) -> Array:
 
 
 def write(x: Array, like: Array, which: str, noise: Array) -> tuple[Array, Array | None]:
-    """A moment as it is stored, and its scales.
+    """Returns a moment as it is stored, and its scales.
 
     **Arguments:**
 
@@ -127,14 +127,14 @@ def write(x: Array, like: Array, which: str, noise: Array) -> tuple[Array, Array
 
 
 def _code(part: Any, which: str) -> Array:
-    """The place of a number from 0 to 1 among the steps, before it is rounded."""
+    """Returns the place of a number from 0 to 1 among the steps, before it is rounded."""
     for _ in range(_ROOTS[which]):
         part = jnp.sqrt(part)
     return part * _STEPS[which]
 
 
 def _value(code: Any, which: str) -> Array:
-    """The number from 0 to 1 that a step stands for."""
+    """Returns the number from 0 to 1 that a step stands for."""
     part = code / _STEPS[which]
     for _ in range(_ROOTS[which]):
         part = jnp.square(part)

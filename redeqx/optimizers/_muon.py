@@ -111,7 +111,7 @@ def _triples(coeffs: Any) -> tuple[tuple[float, float, float], ...]:
 
 
 def _matrices(params: PyTree, plan: Plan | None, exclude: Sequence[str]) -> set[str]:
-    """The names of the leaves that Muon updates."""
+    """Returns the names of the leaves that Muon updates."""
     kinds = kinds_by_name(params, plan)
     found = [name for name, kind in kinds.items() if kind.name == "matrix"]
     if kinds and not found:

@@ -105,12 +105,12 @@ class _View:
         return names[0], " ".join(f"({name})" for name in names[1:])
 
     def flat(self, x: Array) -> Float[Array, "batch rows cols"]:
-        """The leaf, or a device's part of it, as a batch."""
+        """Returns the leaf, or a device's part of it, as a batch."""
         whole, batch = self._patterns()
         return rearrange(x, f"{whole} -> {batch}")
 
     def unflat(self, x: Float[Array, "batch rows cols"], shape: Sequence[int]) -> Array:
-        """The inverse of `flat`; `shape` is that of the leaf or of the device's part."""
+        """Returns the inverse of `flat`; `shape` is that of the leaf or of the device's part."""
         whole, batch = self._patterns()
         return rearrange(x, f"{batch} -> {whole}", **{f"d{dim}": size for dim, size in enumerate(shape)})
 
@@ -173,8 +173,8 @@ def _dealt_out(
 
 
 def _axes_to_use(n: int, split: tuple[Axes, Axes, Axes], mesh: Mesh) -> frozenset[str]:
-    """The mesh axes over which `n` matrices are dealt out: those with which the busiest device has fewest, and of these the
-    fewest devices, over the fewest axes that do not split the leaves: what these compute has to be gathered."""
+    """Returns the mesh axes over which `n` matrices are dealt out: those with which the busiest device has fewest, and of
+    these the fewest devices, over the fewest axes that do not split the leaves: what these compute has to be gathered."""
     axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in split[0]]
     choices = [frozenset(of) for k in range(len(axes) + 1) for of in combinations(axes, k)]
 

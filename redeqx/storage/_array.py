@@ -38,7 +38,7 @@ class StoredArray:
 
     @classmethod
     def of(cls, path: StorePath, size: int) -> "StoredArray":
-        """All bytes of an object of that size, as an array of one dim."""
+        """Returns all bytes of an object of that size, as an array of one dim."""
         if size == 0:
             return cls(path, np.empty(0, np.uint8), 0)
         addresses = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
@@ -78,7 +78,7 @@ class StoredArray:
         return self._like(self._twin[index if any(part is ... for part in index) else (*index, ...)])
 
     def view(self, dtype: Any) -> "StoredArray":
-        """The same bytes as another dtype."""
+        """Returns the same bytes as another dtype."""
         return self._like(self._twin.view(dtype))
 
     def reshape(self, *shape: Any) -> "StoredArray":
@@ -130,7 +130,7 @@ def fetch(views: Sequence[Any], dtype: Any = None) -> list[np.ndarray]:
 
 
 def _pieces(twin: np.ndarray, out: np.ndarray, base: int) -> Iterator[_Piece]:
-    """A view as pieces that span no more than a part where they can be cut, in the order of the object."""
+    """Yields a view as pieces that span no more than a part where they can be cut, in the order of the object."""
     if twin.size == 0:
         return
     order = sorted(range(twin.ndim), key=lambda axis: -abs(twin.strides[axis]))
@@ -153,7 +153,7 @@ def _pieces(twin: np.ndarray, out: np.ndarray, base: int) -> Iterator[_Piece]:
 
 
 def _groups(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """The pieces that one request reads together: those that overlap, and small ones that are near."""
+    """Yields the pieces that one request reads together: those that overlap, and small ones that are near."""
     group: list[_Piece] = []
     start = stop = 0
     for piece in sorted(pieces, key=lambda piece: (piece.start, piece.stop)):

@@ -34,7 +34,7 @@ class StoreError(OSError):
 
 
 def check_installed() -> None:
-    """Raise ImportError without `obstore`."""
+    """Raises ImportError without `obstore`."""
     if importlib.util.find_spec("obstore") is None:
         raise ImportError(
             "`s3://`, `gs://`: expected obstore, which reads and writes object stores, got no such package. "
@@ -43,7 +43,7 @@ def check_installed() -> None:
 
 
 def read(scheme: str, bucket: str, key: str, start: int = 0, stop: int | None = None) -> bytes:
-    """The bytes `[start, stop)` of an object, or all of them."""
+    """Returns the bytes `[start, stop)` of an object, or all of them."""
     import obstore
 
     if start == stop:
@@ -60,7 +60,7 @@ def read(scheme: str, bucket: str, key: str, start: int = 0, stop: int | None = 
 
 
 def version(scheme: str, bucket: str, key: str) -> tuple[bytes, dict[str, str]]:
-    """An object's bytes, and what `write(replacing=...)` takes to replace these alone."""
+    """Returns an object's bytes, and what `write(replacing=...)` takes to replace these alone."""
     import obstore
 
     def get() -> tuple[bytes, dict[str, str]]:
@@ -92,7 +92,7 @@ def sizes(scheme: str, bucket: str, key: str) -> dict[str, int]:
 
 
 def has_any(scheme: str, bucket: str, key: str) -> bool:
-    """Whether there are objects below a key."""
+    """Returns whether there are objects below a key."""
     import obstore
 
     with _errors(scheme, bucket, key, is_list=True):
@@ -102,7 +102,7 @@ def has_any(scheme: str, bucket: str, key: str) -> bool:
 def write(
     scheme: str, bucket: str, key: str, data: bytes, replacing: dict[str, str] | str | None = "any"
 ) -> dict[str, str] | None:
-    """Write an object in one request; returns its version.
+    """Writes an object in one request; returns its version.
 
     **Arguments:**
 
@@ -127,8 +127,8 @@ def write(
 
 
 def upload(scheme: str, bucket: str, key: str, content: Callable[[], Iterable[memoryview | bytes]], n_bytes: int) -> None:
-    """Write an object of `n_bytes`, in chunks that `content` makes, a few of them in memory. It appears when it is complete,
-    or never. `content` is called again if it has to be repeated.
+    """Writes an object of `n_bytes`, in chunks that `content` makes, a few of them in memory. It appears when it is
+    complete, or never. `content` is called again if it has to be repeated.
 
     Where the answer to the last request of an upload is lost, the request is repeated, and S3 knows no such upload any more.
     """
@@ -145,7 +145,7 @@ def upload(scheme: str, bucket: str, key: str, content: Callable[[], Iterable[me
 
 
 def delete(scheme: str, bucket: str, keys: Sequence[str]) -> None:
-    """Delete objects. Those that are not there are deleted already."""
+    """Deletes objects. Those that are not there are deleted already."""
     import obstore
 
     with _errors(scheme, bucket, keys[0] if keys else ""):
@@ -182,7 +182,7 @@ def _open(scheme: str, bucket: str) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _opened(scheme: str, bucket: str, pid: int) -> Any:
-    """The store of a bucket: credentials, region and endpoint are those of the environment, or of the machine."""
+    """Returns the store of a bucket: credentials, region and endpoint are those of the environment, or of the machine."""
     del pid
     check_installed()
     from obstore import store
@@ -197,7 +197,7 @@ def _opened(scheme: str, bucket: str, pid: int) -> Any:
 
 @contextmanager
 def _errors(scheme: str, bucket: str, key: str, *, is_list: bool = False) -> Iterator[None]:
-    """Raise what a store raises as an OSError that names the object, or the bucket if there is none to list."""
+    """Raises what a store raises as an OSError that names the object, or the bucket if there is none to list."""
     from obstore import exceptions
 
     try:
@@ -216,7 +216,7 @@ def _errors(scheme: str, bucket: str, key: str, *, is_list: bool = False) -> Ite
 
 @functools.cache
 def _numbers() -> dict[tuple[type[Exception], ...], int]:
-    """The numbers of errors that are not of input and output."""
+    """Returns the numbers of errors that are not of input and output."""
     from obstore import exceptions
 
     return {

@@ -42,7 +42,7 @@ class Staging:
         AtEnd(self, partial(_end, self.folder, to, self._uploaded, self._busy))
 
     def upload(self) -> None:
-        """Upload the files that have changed. Raises OSError if the store does not take one."""
+        """Uploads the files that have changed. Raises OSError if the store does not take one."""
         _upload(self.folder, self.to, self._uploaded, self._busy)
 
 

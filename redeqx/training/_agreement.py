@@ -14,7 +14,7 @@ _FEW = 2**10  # the most numbers in a leaf of an optimizer's state that belongs 
 
 
 def agree_on_trainer(run: Run, model: PyTree, model_state: PyTree, settings: Mapping[str, Any]) -> None:
-    """Check the arrays of a model, the state of its layers, and other settings of a trainer by name."""
+    """Checks the arrays of a model, the state of its layers, and other settings of a trainer by name."""
     leaves = array_leaves((model, model_state))
     run.peers.agree("model", {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves.items()})
     run.peers.agree("Trainer", settings)
@@ -24,13 +24,13 @@ def agree_on_trainer(run: Run, model: PyTree, model_state: PyTree, settings: Map
 
 
 def agree_on_opt_state(peers: Peers, opt_state: PyTree) -> None:
-    """Check the numbers that an optimizer keeps in its state, as `optax.inject_hyperparams` does."""
+    """Checks the numbers that an optimizer keeps in its state, as `optax.inject_hyperparams` does."""
     leaves = {name: leaf for name, leaf in array_leaves(opt_state).items() if leaf.size <= _FEW}
     agree_on_values(peers, "optimizer", leaves)
 
 
 def agree_on_examples(peers: Peers, method: str, n: int | None, batch_size: int) -> None:
-    """Check that a method is called with as many examples everywhere: each process computes its share of all of them.
+    """Checks that a method is called with as many examples everywhere: each process computes its share of all of them.
 
     **Arguments:**
 
@@ -41,7 +41,7 @@ def agree_on_examples(peers: Peers, method: str, n: int | None, batch_size: int)
 
 
 def check_rows(peers: Peers, n_pass: int, i: int, batch: PyTree, n_examples: int) -> None:
-    """Check that step `i` of a pass has as many examples everywhere, and that its rows are alike, as all processes' shards
+    """Checks that step `i` of a pass has as many examples everywhere, and that its rows are alike, as all processes' shards
     belong to one array.
 
     **Arguments:**

@@ -53,14 +53,14 @@ class Averaging(optax.GradientTransformationExtraArgs):
 
 
 def names_of(optimizer: optax.GradientTransformation) -> list[str]:
-    """The names of the averages that an optimizer keeps, the outermost first."""
+    """Returns the names of the averages that an optimizer keeps, the outermost first."""
     return [optimizer.name, *names_of(optimizer.inner)] if isinstance(optimizer, Averaging) else []
 
 
 def with_saved_averages(
     optimizer: optax.GradientTransformation, saved: Sequence[str], say: Callable[[str], None]
 ) -> optax.GradientTransformation:
-    """An optimizer with the averages of a checkpoint, in their order, so that its state can be loaded.
+    """Returns an optimizer with the averages of a checkpoint, in their order, so that its state can be loaded.
 
     **Arguments:**
 
@@ -84,7 +84,7 @@ def with_saved_averages(
 def with_averages(
     names: Sequence[str], state: PyTree, aside: dict[str, PyTree], init: Callable[[], PyTree]
 ) -> tuple[PyTree, dict[str, PyTree]]:
-    """The same state of an optimizer with other averages; and the averages that are left over, by name.
+    """Returns the same state of an optimizer with other averages; and the averages that are left over, by name.
 
     **Arguments:**
 
@@ -102,7 +102,7 @@ def with_averages(
 
 
 def with_new_averages(state: PyTree, params: PyTree) -> PyTree:
-    """The state with its averages begun anew, from these parameters."""
+    """Returns the state with its averages begun anew, from these parameters."""
     if not isinstance(state, AverageState):
         return state
     copied = lambda x, a: jax.device_put(jnp.array(x, a.dtype, copy=True), a.sharding)  # noqa: E731 (a step donates both)
@@ -111,17 +111,17 @@ def with_new_averages(state: PyTree, params: PyTree) -> PyTree:
 
 
 def averages_in(state: PyTree) -> dict[str, PyTree]:
-    """The averages that an optimizer's state holds, by name."""
+    """Returns the averages that an optimizer's state holds, by name."""
     return _taken_apart(state)[0]
 
 
 def as_model(average: PyTree, model: PyTree) -> PyTree:
-    """An averaged model, in the dtypes and memories of the trained one."""
+    """Returns an averaged model, in the dtypes and memories of the trained one."""
     return jax.tree.map(_like, eqx.combine(cast(PyTree, average), model), model)
 
 
 def _taken_apart(state: PyTree) -> tuple[dict[str, PyTree], PyTree]:
-    """The averages of a state by name, and the state that they wrap."""
+    """Returns the averages of a state by name, and the state that they wrap."""
     averages = {}
     while isinstance(state, AverageState):
         averages[state.name], state = state.average, state.inner
@@ -129,7 +129,7 @@ def _taken_apart(state: PyTree) -> tuple[dict[str, PyTree], PyTree]:
 
 
 def _like(average: Any, x: Any) -> Any:
-    """An average in the dtype and in the memory of the leaf that it is of."""
+    """Returns an average in the dtype and in the memory of the leaf that it is of."""
     if not isinstance(x, jax.Array) or average is x:
         return average
     average = jax.device_put(average, x.sharding) if is_in_host(average.sharding) else average

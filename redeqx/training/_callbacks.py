@@ -53,7 +53,7 @@ class Callback:
     needs_eval: bool = False
 
     def wants(self, step: int) -> bool:
-        """Whether `on_step` is called after this step: every `every` steps."""
+        """Returns whether `on_step` is called after this step: every `every` steps."""
         return step % self.every == 0
 
     def on_fit_start(self, trainer: Any) -> None:
@@ -79,8 +79,8 @@ class Callback:
         """After a fit, also one that ended by an exception: release what was opened."""
 
     def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """The optimizer to train with. A wrapper's state keeps that of the optimizer it wraps as the attribute `inner`, and
-        wrapping the result again returns an equal one."""
+        """Returns the optimizer to train with. A wrapper's state keeps that of the optimizer it wraps as the attribute
+        `inner`, and wrapping the result again returns an equal one."""
         return optimizer
 
     def models(self, trainer: Any) -> dict[str, PyTree]:
@@ -93,7 +93,7 @@ class Callback:
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take what `state` returned when the checkpoint was saved from which this fit resumes; its arrays are numpy's."""
+        """Takes what `state` returned when the checkpoint was saved from which this fit resumes; its arrays are numpy's."""
 
 
 class EarlyStopping(Callback):
@@ -289,7 +289,7 @@ class Callbacks:
 
     @staticmethod
     def check(each: Any) -> None:
-        """Raise TypeError for what is no list of callbacks."""
+        """Raises TypeError for what is no list of callbacks."""
         if isinstance(each, Callback) or not isinstance(each, Sequence):
             raise TypeError(f"`callbacks`: expected a list, got {type(each).__name__}. Write [callback].")
         for i, callback in enumerate(each):
@@ -302,27 +302,27 @@ class Callbacks:
                 check_count(callback.every, f"callbacks[{i}].every")
 
     def overriding(self, method: str) -> list[Callback]:
-        """Those that override a method."""
+        """Returns those that override a method."""
         return [callback for callback in self.each if getattr(type(callback), method) is not getattr(Callback, method)]
 
     def call(self, method: str, *args: Any) -> None:
-        """Call a method of each that overrides it."""
+        """Calls a method of each that overrides it."""
         for callback in self.overriding(method):
             self.was_called = True
             getattr(callback, method)(self.trainer, *args)
 
     def wanting(self, step: int) -> list[Callback]:
-        """Those whose `on_step` is called after this step."""
+        """Returns those whose `on_step` is called after this step."""
         return [callback for callback in self.overriding("on_step") if callback.wants(step)]
 
     def stepped(self, wanting: Sequence[Callback], metrics: Mapping[str, float]) -> None:
-        """Call `on_step` of these."""
+        """Calls `on_step` of these."""
         for callback in wanting:
             self.was_called = True
             callback.on_step(self.trainer, dict(metrics))
 
     def saved(self, path: Location, checkpoints: Checkpoints) -> None:
-        """Call `on_save` once the checkpoint is on disk, but not for one that is saved inside of it."""
+        """Calls `on_save` once the checkpoint is on disk, but not for one that is saved inside of it."""
         if not self.is_saving and self.overriding("on_save"):
             checkpoints.wait()
             self.is_saving = True
@@ -349,16 +349,16 @@ class Callbacks:
             error.add_note(f"A callback's `close` failed after it: {type(raised).__name__}: {raised}")
 
     def models(self) -> dict[str, PyTree]:
-        """The models of all callbacks, by name."""
+        """Returns the models of all callbacks, by name."""
         return {name: model for callback in self.each for name, model in callback.models(self.trainer).items()}
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """The state of each callback that has one, by its class and its position among those of its class."""
+        """Returns the state of each callback that has one, by its class and its position among those of its class."""
         states = {key: callback.state() for key, callback in self._keyed().items()}
         return {key: state for key, state in states.items() if state}
 
     def load(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Give each callback the state that was saved of it."""
+        """Gives each callback the state that was saved of it."""
         for key, callback in self._keyed().items():
             if key in states:
                 callback.load_state(states[key])
@@ -374,7 +374,7 @@ class Callbacks:
 
 
 def arrays_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The arrays of callbacks' states."""
+    """Returns the arrays of callbacks' states."""
     arrays = {
         key: {n: x for n, x in state.items() if isinstance(x, jax.Array | np.ndarray)} for key, state in states.items()
     }
@@ -396,7 +396,7 @@ def states_to_record(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def states_of_record(
     record: Mapping[str, Any], checkpoints: CheckpointFolder, path: Location, *, verify: bool
 ) -> dict[str, Any]:
-    """The callbacks' states of a checkpoint.
+    """Returns the callbacks' states of a checkpoint.
 
     **Arguments:**
 
@@ -413,7 +413,7 @@ def states_of_record(
 
 
 def is_states(value: Any) -> bool:
-    """Whether this is what `states_to_record` returns."""
+    """Returns whether this is what `states_to_record` returns."""
     return isinstance(value, dict) and all(
         isinstance(state, dict)
         and isinstance(state.get("values"), dict)

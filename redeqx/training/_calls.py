@@ -42,7 +42,7 @@ class Calls:
         return None if self._newest is None else self._newest.lowered.compile()
 
     def knows(self, step: Any, signature: Any = None) -> bool:
-        """Whether a train step has been called: with a batch of that signature, if it is given."""
+        """Returns whether a train step has been called: with a batch of that signature, if it is given."""
         called, programs = self._known.get(_TRAIN, (None, {}))
         return called is step and (signature is None or signature in programs)
 
@@ -78,7 +78,7 @@ class Calls:
         return outs
 
     def _programs(self, name: str, step: Any) -> dict[Any, Any]:
-        """The programs of a step; none of one that has just replaced another."""
+        """Returns the programs of a step; none of one that has just replaced another."""
         if name not in self._known or self._known[name][0] is not step:
             self._known[name] = (step, {})
         return self._known[name][1]

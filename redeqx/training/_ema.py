@@ -72,7 +72,7 @@ class EMA(Callback):
 
 
 def attach(callbacks: Iterable[Callback], trainer: Any) -> None:
-    """Tell the averages of a fit their trainer, also where an earlier run has done that fit. Raises ValueError for two of
+    """Tells the averages of a fit their trainer, also where an earlier run has done that fit. Raises ValueError for two of
     one name."""
     averages = [callback for callback in callbacks if isinstance(callback, EMA)]
     names = [callback.name for callback in averages]

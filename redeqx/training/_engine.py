@@ -156,7 +156,7 @@ class Engine:
         return self.state.opt_tree
 
     def place(self, batch: PyTree | None = None) -> None:
-        """Make the plan and the program, place the model, and create or restore the optimizer's state.
+        """Makes the plan and the program, place the model, and create or restore the optimizer's state.
 
         This happens once, at first use, with the plan of the loss. Where something was used before a batch was at hand (a
         prediction, a checkpoint that was loaded), the arrays are placed in the order of the model's fields first, and move
@@ -200,7 +200,7 @@ class Engine:
             self.place(batch.micro_batch)
 
     def _make_state(self, program: Program) -> TrainState:
-        """The state of step 0; where a checkpoint is to be restored, the shapes that it is loaded into."""
+        """Returns the state of step 0; where a checkpoint is to be restored, the shapes that it is loaded into."""
         model, state = self.trees
         if (path := self._restore_from) is None:
             return TrainState.of(self.recipe.parts, program, model, state, self.key)
@@ -209,14 +209,14 @@ class Engine:
         return held
 
     def _agree(self) -> None:
-        """Check that the arrays still exist, and that the trainers of all processes are alike."""
+        """Checks that the arrays still exist, and that the trainers of all processes are alike."""
         model, state = self.trees
         check_alive(model, "model")  # another trainer may have updated the arrays of `deployer.init` since
         settings = {"accumulate_grad_batches": self.recipe.accumulate, "precision": self.precision}
         agree_on_trainer(self.run, model, state, {**settings, "trained leaves": len(self.recipe.parts.names[0])})
 
     def use_optimizer(self, optimizer: optax.GradientTransformation) -> None:
-        """Train with another optimizer: one whose state is that of the current one, within averages or without them."""
+        """Trains with another optimizer: one whose state is that of the current one, within averages or without them."""
         if optimizer is self.recipe.optimizer:
             return
         self.recipe = replace(self.recipe, optimizer=optimizer)
@@ -236,11 +236,11 @@ class Engine:
     # --- updates -----------------------------------------------------------------------------------------------------
 
     def batch_size(self, per_device: int | None, total: int | None, n_devices: int | None = None) -> BatchSize:
-        """The sizes of an update's batch, from what `fit` is given of them."""
+        """Returns the sizes of an update's batch, from what `fit` is given of them."""
         return BatchSize.of(self.run.mesh, per_device, total, self.recipe.accumulate, n_devices=n_devices)
 
     def batches(self, steps: Iterable[Slice], size: BatchSize, *, checks_end: bool = False) -> Prefetch:
-        """The batch of each step, prepared ahead by a thread; to be closed.
+        """Returns the batch of each step, prepared ahead by a thread; to be closed.
 
         **Arguments:**
 
@@ -252,7 +252,7 @@ class Engine:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Raise ValueError for updates inside of others."""
+        """Raises ValueError for updates inside of others."""
         if self.is_updating:
             raise ValueError(
                 "`fit`, `train`: expected to be called one after the other, got one inside the other. "
@@ -265,7 +265,7 @@ class Engine:
             self.is_updating = False
 
     def update(self, batch: Batch, line: ProgressLine, position: Position | None = None) -> None:
-        """Queue one update. The device may still compute it afterwards, and the metrics of the newest steps are unread:
+        """Queues one update. The device may still compute it afterwards, and the metrics of the newest steps are unread:
         `flush` waits for both. Step and position change together, so that a checkpoint saved at any time is consistent.
 
         **Arguments:**
@@ -331,30 +331,31 @@ class Engine:
         self._has_chosen = True
 
     def _take(self, choice: Choice) -> None:
-        """Go on with another train step."""
+        """Goes on with another train step."""
         unroll = self.recipe.unroll if choice.unroll is None else choice.unroll
         options = {"remat": choice.remat, "n_parts": choice.n_parts, "offload_opt_state": choice.offload_opt_state}
         self.recipe = replace(self.recipe, unroll=unroll, **options)
         self.state.move(self._program_with_eval(self.state.program))
 
     def _program_with_eval(self, old: Program) -> Program:
-        """The program of a recipe that trains otherwise: evaluations are computed as before, and need not compile again."""
+        """Returns the program of a recipe that trains otherwise: evaluations are computed as before, and need not compile
+        again."""
         assert self.plan is not None
         new = self.recipe.program(self.plan, *self.trees)
         return replace(new, eval_step=old.eval_step, eval_names=old.eval_names)
 
     def flush(self, line: ProgressLine) -> None:
-        """Wait for the device, and read, check and record the metrics of every step."""
+        """Waits for the device, and read, check and record the metrics of every step."""
         self.metrics.read_all(line, self.progress, self._why_nonfinite)
 
     def compiled(self, batch: Batch) -> jax.stages.Compiled:
-        """The compiled train step for a batch."""
+        """Returns the compiled train step for a batch."""
         self.place_for(batch)
         args = self.state.train_args(batch.groups, batch.n_micro_batches)
         return self.state.program.train_step.lower(*args).compile()
 
     def _why_nonfinite(self, batch: Batch) -> str:
-        """The last good checkpoint, and what of a batch makes its loss not finite."""
+        """Returns the last good checkpoint, and what of a batch makes its loss not finite."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
         index = {} if self.checkpoints is None else self.checkpoints.index()
@@ -362,7 +363,7 @@ class Engine:
         return f"{last} {why_nonfinite(batch.rows, batch.places, lambda: self.recipe.trace(*self.trees, batch.rows))}"
 
     def predicted_from(self) -> tuple[PyTree, PyTree, Plan]:
-        """The model, the state of its layers and the plan that a Predictor of this trainer uses."""
+        """Returns the model, the state of its layers and the plan that a Predictor of this trainer uses."""
         if self.run.is_dry_run:
             return *self.trees, self.recipe.plan_on(self.run.mesh, self.trees[0], None)
         self.place()
@@ -372,7 +373,7 @@ class Engine:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def need_checkpoints(self) -> Checkpoints:
-        """The checkpoints of the workdir, once a save in the background has ended."""
+        """Returns the checkpoints of the workdir, once a save in the background has ended."""
         if self.checkpoints is None:
             raise ValueError("`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`.")
         self.checkpoints.wait()
@@ -388,7 +389,7 @@ class Engine:
         save_float_dtype: Any,
         then: Callable[[Location], None] | None = None,
     ) -> Location:
-        """Save the current step; returns the checkpoint's folder.
+        """Saves the current step; returns the checkpoint's folder.
 
         **Arguments:**
 
@@ -430,7 +431,7 @@ class Engine:
         return path
 
     def load(self, name: str | Location, *, opt_states: bool) -> None:
-        """Load a checkpoint. Its files are verified before any current value is freed.
+        """Loads a checkpoint. Its files are verified before any current value is freed.
 
         **Arguments:**
 
@@ -480,7 +481,7 @@ class Engine:
             self.follows = False  # the next fit begins from this checkpoint, and not from the newest
 
     def resume_from(self, path: Location, record: Mapping[str, Any]) -> None:
-        """Load a checkpoint of an earlier run: now, or once a batch is at hand and the model is placed."""
+        """Loads a checkpoint of an earlier run: now, or once a batch is at hand and the model is placed."""
         self.step, self.follows = record["step"], True
         self.metrics.forget()
         with self._resuming(path):
@@ -492,7 +493,7 @@ class Engine:
                 self._restore()
 
     def _take_up(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
-        """Go on from where a checkpoint's record says."""
+        """Goes on from where a checkpoint's record says."""
         self.progress, self.callback_states = Progress.of_record(record), states
         self.metrics.last = dict(record.get("train_metrics", {}))
 
@@ -503,7 +504,7 @@ class Engine:
             self._held.load(self.need_checkpoints(), path, (self.step, self.progress.n_skipped), verify=True)
 
     def _averages_of_record(self, record: Mapping[str, Any]) -> Sequence[str]:
-        """The names of a checkpoint's averages; of an earlier release, which wrote none, those of this trainer."""
+        """Returns the names of a checkpoint's averages; of an earlier release, which wrote none, those of this trainer."""
         return record.get("averages", names_of(self.recipe.optimizer))
 
     @contextmanager
@@ -536,7 +537,7 @@ class Engine:
 
     @contextmanager
     def _resuming(self, path: Location) -> Iterator[None]:
-        """Explain an error as one of resuming from a checkpoint; of a damaged one so that the fit takes another."""
+        """Explains an error as one of resuming from a checkpoint; of a damaged one so that the fit takes another."""
         try:
             yield
         except ValueError as error:

@@ -56,7 +56,7 @@ def evaluate(engine: Engine, steps: Iterator[Slice], size: BatchSize, model: PyT
 
 
 def _check_alike(engine: Engine, model: PyTree) -> None:
-    """Raise ValueError for a model whose arrays are not those of the trained one."""
+    """Raises ValueError for a model whose arrays are not those of the trained one."""
     check_model(model)
     own, found = array_leaves(engine.trees[0]), array_leaves(model)
     for name in [*own, *(name for name in found if name not in own)]:

@@ -38,7 +38,8 @@ def kind_of(plan: Plan, name: str) -> Any:
 def rules_of(
     parts: Parts, plan: Plan, *, named: bool = False, convolutions: bool = True, fuse_attention: bool = True
 ) -> list[Rule]:
-    """The rules that rewrite a function of the trained arrays followed by the frozen ones, in the order in which they apply.
+    """Returns the rules that rewrite a function of the trained arrays followed by the frozen ones, in the order in which
+    they apply.
 
     Weights are gathered first: the rules after that meet plain arrays. The others claim different equations.
 

@@ -21,7 +21,7 @@ _LARGE = 2**30  # bytes of an array of queries x keys from which a user is warne
 def header_rows(
     run: Run, recipe: Recipe, plan: Plan, state: TrainState, trace: Trace | None, precision: str
 ) -> dict[str, str]:
-    """The rows of the header, by their names.
+    """Returns the rows of the header, by their names.
 
     **Arguments:**
 

@@ -31,7 +31,7 @@ class Setting:
     batch_size: int | None = None  # examples an update, where the script gives them instead of rows a device
 
     def code(self) -> str:
-        """The arguments to write in a script."""
+        """Returns the arguments to write in a script."""
         options = "" if self.remat == "auto" else f', remat="{self.remat}"'
         options += "" if self.unroll else ", unroll=False"
         options += ", offload_opt_state=True" if self.offload_opt_state else ""
@@ -78,7 +78,7 @@ class Job:
 def make_job(
     recipe: Recipe, model: PyTree, state: PyTree, step: Slice, size: BatchSize, mesh: Mesh, n_devices: int | None = None
 ) -> Job:
-    """The job of compiling one training step.
+    """Returns the job of compiling one training step.
 
     **Arguments:**
 

@@ -70,7 +70,7 @@ class Fit:
         engine.use_optimizer(optimizer)
 
     def run(self) -> dict[str, float]:
-        """Train to the end of the fit; returns the metrics of its last evaluation, or else of its last step."""
+        """Trains to the end of the fit; returns the metrics of its last evaluation, or else of its last step."""
         options, engine = self.options, self.engine
         engine.run.peers.agree("fit", options.plain)
         engine.warned.clear()
@@ -136,7 +136,7 @@ class Fit:
         return None if self.options.max_steps is None else self.engine.progress.first_step + self.options.max_steps
 
     def _epochs(self, start: Position) -> Iterable[int]:
-        """The epochs that are left."""
+        """Returns the epochs that are left."""
         if self._is_at_last_step():
             return ()
         return count(start.epoch) if self.options.epochs is None else range(start.epoch, self.options.epochs)
@@ -145,7 +145,7 @@ class Fit:
         return self._last_step is not None and self.engine.step >= self._last_step
 
     def _is_over(self) -> bool:
-        """Whether the fit ends after this step, although more are left: all processes ask at the same points.
+        """Returns whether the fit ends after this step, although more are left: all processes ask at the same points.
 
         Process 0 decides; without callbacks and evaluations, in which `trainer.stop` may be called, none is asked.
         """
@@ -157,7 +157,7 @@ class Fit:
         return self.is_stopping or self._is_at_last_step()
 
     def _begin_callbacks(self) -> None:
-        """Restore the callbacks' state, once the model is placed, and tell them that the fit starts."""
+        """Restores the callbacks' state, once the model is placed, and tell them that the fit starts."""
         if not self.has_started:
             self.has_started = True
             self.callbacks.load(self.engine.callback_states)
@@ -175,7 +175,7 @@ class Fit:
         return job
 
     def _with_evaluation(self, job: Job, examples: list[Any]) -> Job:
-        """A training job with the evaluation of this fit, also for a model with fewer blocks."""
+        """Returns a training job with the evaluation of this fit, also for a model with fewer blocks."""
         options, engine, with_fewer = self.options, self.engine, job.with_model
         assert with_fewer is not None
         job = replace(job, with_model=lambda model, names: self._with_evaluation(with_fewer(model, names), examples))
@@ -190,7 +190,7 @@ class Fit:
         return job
 
     def _files(self) -> dict[str, int]:
-        """The bytes of each file of a checkpoint of this fit; of shapes too."""
+        """Returns the bytes of each file of a checkpoint of this fit; of shapes too."""
         options, engine = self.options, self.engine
         model, state = engine.trees
         files = {"model.safetensors": file_size(array_leaves(model), options.save_float_dtype)}
@@ -235,7 +235,7 @@ class Fit:
         return start
 
     def _compare(self, start: Position, n: int | None, sample: int | None) -> None:
-        """Compare the sizes of this fit with those of the run that it resumes, and keep them.
+        """Compares the sizes of this fit with those of the run that it resumes, and keep them.
 
         **Arguments:**
 
@@ -261,7 +261,7 @@ class Fit:
     # --- an epoch ----------------------------------------------------------------------------------------------------
 
     def steps(self, epoch: int, start: Position, examples: Any = None) -> Iterator[Slice]:
-        """The examples of each step of an epoch, from where it starts.
+        """Returns the examples of each step of an epoch, from where it starts.
 
         **Arguments:**
 
@@ -355,12 +355,12 @@ class Fit:
         return metrics
 
     def _first_evaluated(self) -> list[Any]:
-        """The first examples of the evaluation, a batch of them."""
+        """Returns the first examples of the evaluation, a batch of them."""
         n = min(size_of(self.options.eval_examples) or 0, self.eval_size.micro_batch)
         return [self.options.eval_examples[i] for i in range(n)]
 
     def _evaluate(self, line: ProgressLine) -> set[str]:
-        """Evaluate; returns the tags of which this is now the best checkpoint."""
+        """Evaluates; returns the tags of which this is now the best checkpoint."""
         engine = self.engine
         engine.flush(line)
         self.metrics = self._measure(self.options.eval_examples, line)
@@ -380,7 +380,7 @@ class Fit:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def _keep(self, tags: set[str], line: ProgressLine, *, is_due: bool = False) -> None:
-        """Save this step if a save is due or the run is preempted, which then ends. Called after every step."""
+        """Saves this step if a save is due or the run is preempted, which then ends. Called after every step."""
         step = self.engine.step
         is_preempted = self.engine.checkpoints is not None and self.engine.run.preemption.is_due(step)
         if tags or is_due or is_preempted or _is_due(step, self.options.save_every_n_steps):
@@ -389,7 +389,7 @@ class Fit:
             self._stop()
 
     def _end(self, line: ProgressLine) -> None:
-        """Evaluate and save the last step of the fit, where that is not done yet."""
+        """Evaluates and save the last step of the fit, where that is not done yet."""
         options, engine = self.options, self.engine
         if not engine.is_placed:  # no step was to be taken; the examples are known all the same, and with them the plan
             examples = examples_of(options.train_examples, 0)
@@ -408,7 +408,7 @@ class Fit:
             self._save(tags, line)
 
     def _save(self, tags: set[str], line: ProgressLine, *, to_resume: bool = False) -> None:
-        """Save this step as the options say; `to_resume`, with everything that resuming needs, whatever they say."""
+        """Saves this step as the options say; `to_resume`, with everything that resuming needs, whatever they say."""
         options, engine = self.options, self.engine
         engine.flush(line)  # a loss that is not finite raises here, before anything is written
         step, names = engine.step, ", ".join(["last", *sorted(tags)])
@@ -423,7 +423,7 @@ class Fit:
             )
 
     def _stop(self) -> None:
-        """End the script, which a signal has preempted, once the last step is safe."""
+        """Ends the script, which a signal has preempted, once the last step is safe."""
         engine = self.engine
         assert engine.checkpoints is not None
         engine.checkpoints.wait()

@@ -47,7 +47,7 @@ _RESERVED = {"step", "epoch", "loss", "grad_norm", "learning_rate"}
 
 
 def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Array, dict[str, tuple[Array, Array]]]:
-    """A loss as `(total, weight, {name: (total, weight)})`, all scalars of float32 (float64 in 64-bit mode).
+    """Returns a loss as `(total, weight, {name: (total, weight)})`, all scalars of float32 (float64 in 64-bit mode).
 
     **Arguments:**
 
@@ -95,12 +95,12 @@ def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Arra
 
 
 def n_rows(batch: PyTree) -> int:
-    """The rows of a batch."""
+    """Returns the rows of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]
 
 
 def trace_loss(loss_fn: Callable[[PyTree, PyTree, Any], Any], model: PyTree, batch: PyTree) -> Trace:
-    """The total of `loss_fn(model, batch, key)`, traced for the shapes of a model and a batch."""
+    """Returns the total of `loss_fn(model, batch, key)`, traced for the shapes of a model and a batch."""
 
     def total(model: PyTree, batch: PyTree, key: Any) -> Any:
         return as_sums(loss_fn(model, batch, key), n_rows(batch))[0]

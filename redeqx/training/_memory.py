@@ -42,7 +42,8 @@ class Memory:
 
 
 def memory_of(mesh: Mesh) -> Memory | None:
-    """The memory of a device of this process; None if it is not known, and for CPUs, which share that of their host."""
+    """Returns the memory of a device of this process; None if it is not known, and for CPUs, which share that of their
+    host."""
     device = mesh.local_devices[0]
     if device.platform == "cpu":
         return None
@@ -52,7 +53,7 @@ def memory_of(mesh: Mesh) -> Memory | None:
 
 
 def least_memory(memory: Memory | None, peers: Peers) -> Memory | None:
-    """The least memory of all processes, so that they choose the same; None if one does not know its own."""
+    """Returns the least memory of all processes, so that they choose the same; None if one does not know its own."""
     found = peers.gather("memory", None if memory is None else [memory.limit, memory.in_use])
     if None in found:
         return None
@@ -115,8 +116,8 @@ def choices(first: Choice, platform: str, n_rows: int) -> list[Choice]:
 
 
 def is_hopeless(choice: Choice, tried: Mapping[Choice, Need], memory: Memory) -> bool:
-    """Whether a choice cannot fit, as one that differs in the number of parts needs too much: a step's memory shrinks at
-    most in proportion to the size of its parts."""
+    """Returns whether a choice cannot fit, as one that differs in the number of parts needs too much: a step's memory
+    shrinks at most in proportion to the size of its parts."""
     fitting = ((other, need) for other, need in tried.items() if need.total < math.inf)
     same = [(other, need) for other, need in fitting if replace(other, n_parts=choice.n_parts) == choice]
     return any(need.before + need.of_step * other.n_parts / choice.n_parts > memory.limit for other, need in same)
@@ -152,7 +153,7 @@ def first_that_fits(
 
 
 def needs(compiled: Callable[[], jax.stages.Compiled], memory: Memory, moved: int = 0) -> Need:
-    """The memory of a compiled step. TPUs' compiler refuses one that does not fit.
+    """Returns the memory of a compiled step. TPUs' compiler refuses one that does not fit.
 
     **Arguments:**
 

@@ -42,7 +42,7 @@ class Update:
 
 
 def _not_finite(metrics: dict[str, float]) -> str | None:
-    """The first metric that had to be finite and is not."""
+    """Returns the first metric that had to be finite and is not."""
     return next((name for name in ("loss", "grad_norm") if not np.isfinite(metrics[name])), None)
 
 
@@ -70,7 +70,7 @@ class Metrics:
         self._unread: deque[Update] = deque()
 
     def add(self, update: Update, line: ProgressLine, progress: Progress, why: Why) -> None:
-        """Add the newest update, and read the one that is due.
+        """Adds the newest update, and read the one that is due.
 
         **Arguments:**
 
@@ -82,17 +82,18 @@ class Metrics:
             self._read(line, progress, why)
 
     def read_all(self, line: ProgressLine, progress: Progress, why: Why) -> None:
-        """Read all updates; arguments as for `add`."""
+        """Reads all updates; arguments as for `add`."""
         while self._unread:
             self._read(line, progress, why)
 
     def forget(self) -> None:
-        """Leave unread what is: the arrays that those updates made have been replaced."""
+        """Leaves unread what is: the arrays that those updates made have been replaced."""
         self._unread.clear()
         self._n_skipped_in_a_row = 0
 
     def newest_unread(self, n_skipped: int, why: Why) -> tuple[dict[str, float], int]:
-        """The newest update's metrics, and the number of those that were skipped, before all are read: nothing is shown.
+        """Returns the newest update's metrics, and the number of those that were skipped, before all are read: nothing is
+        shown.
 
         **Arguments:**
 

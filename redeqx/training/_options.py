@@ -76,7 +76,7 @@ class FitOptions:
         return bool(self.save_every_n_steps or self.save_ckpt_every_k_epochs or self.save_last_ckpt or self.tracked)
 
     def check(self, workdir: Location | None) -> None:
-        """Raise ValueError or TypeError for arguments that cannot work."""
+        """Raises ValueError or TypeError for arguments that cannot work."""
         check_count(self.keep_last, "keep_last")
         for name in ("n_epochs", "max_steps", "eval_every_n_steps", "save_every_n_steps", "save_ckpt_every_k_epochs"):
             check_count(getattr(self, name), name, optional=True)

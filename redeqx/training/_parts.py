@@ -31,7 +31,7 @@ class Parts:
 
     @classmethod
     def of(cls, model: PyTree, trainable: Any = eqx.is_inexact_array) -> "Parts":
-        """The parts of a model, or of its shapes."""
+        """Returns the parts of a model, or of its shapes."""
         arrays, static = eqx.partition(model, is_array_like)
         # Shapes count as the arrays that they stand for, which `eqx.is_inexact_array` alone would not see; and weights in 8
         # bits, which no arithmetic takes, are quantised ones.
@@ -53,18 +53,18 @@ class Parts:
         return cls(names, (jax.tree.structure(trained), jax.tree.structure(frozen)), static)
 
     def take(self, model: PyTree) -> tuple[list[Any], list[Any]]:
-        """The trained and the frozen arrays of a model of the same structure."""
+        """Returns the trained and the frozen arrays of a model of the same structure."""
         leaves = named_leaves(model)
         return [leaves[name] for name in self.names[0]], [leaves[name] for name in self.names[1]]
 
     def trained_tree(self, trained: Sequence[Any]) -> PyTree:
-        """The model with None for all but the trained arrays, as an optimizer sees it."""
+        """Returns the model with None for all but the trained arrays, as an optimizer sees it."""
         return jax.tree.unflatten(self.treedefs[0], trained)
 
     def put(
         self, trained: Sequence[Any], frozen: Sequence[Any], *, inference: bool = False, compute_dtype: Any = None
     ) -> PyTree:
-        """The model of these arrays, its floating leaves cast to `compute_dtype` where that is given."""
+        """Returns the model of these arrays, its floating leaves cast to `compute_dtype` where that is given."""
         trees = [jax.tree.unflatten(d, leaves) for d, leaves in zip(self.treedefs, (trained, frozen), strict=True)]
         if compute_dtype is not None:
             trees = jax.tree.map(lambda x: cast(x, compute_dtype), trees)

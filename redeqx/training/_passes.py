@@ -14,7 +14,7 @@ from ._progress import Position
 
 
 def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> Iterator[Slice]:
-    """The examples of each step of one pass, in their own order."""
+    """Returns the examples of each step of one pass, in their own order."""
     check_examples(examples, "examples")
     if is_function(examples):
         raise TypeError("`examples`: expected examples, got a function, which only `fit` calls, with an epoch. Call it.")
@@ -24,7 +24,7 @@ def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> It
 def updates(
     engine: Engine, upcoming: Prefetch, line: ProgressLine, fit: int | None = None, epoch: int | None = None
 ) -> Generator[tuple[Batch, bool], None, None]:
-    """Take the updates of one pass; after each yields its batch and whether it was the last.
+    """Takes the updates of one pass; after each yields its batch and whether it was the last.
 
     **Arguments:**
 
@@ -54,7 +54,7 @@ def train(engine: Engine, steps: Iterator[Slice], size: BatchSize) -> dict[str, 
 
 
 def as_one_step(engine: Engine, examples: Any) -> tuple[Iterator[Slice], BatchSize]:
-    """All of these examples as one step, and its sizes."""
+    """Returns all of these examples as one step, and its sizes."""
     check_examples(examples, "examples")
     n = size_of(examples)
     if n is None:

@@ -132,7 +132,7 @@ class Precision:
         return self.parameters is not None and jnp.dtype(self.parameters).itemsize < 4
 
     def check(self, mesh: Mesh) -> None:
-        """Raise ValueError for fp8 on devices that do not multiply it. CPUs emulate it."""
+        """Raises ValueError for fp8 on devices that do not multiply it. CPUs emulate it."""
         device = mesh.devices.flat[0]
         if self.in_fp8 and device.platform != "cpu" and not has_fp8(device):
             raise ValueError(
@@ -141,7 +141,7 @@ class Precision:
             )
 
     def describe(self, dtypes: Sequence[Any]) -> str:
-        """The precision in words.
+        """Returns the precision in words.
 
         **Arguments:**
 
@@ -166,7 +166,7 @@ class Precision:
         return [leaf if self.parameters is None else cast(leaf, self.parameters) for leaf in leaves]
 
     def optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """An optimizer that computes in float32 whatever its parameters are stored in, where they are rounded."""
+        """Returns an optimizer that computes in float32 whatever its parameters are stored in, where they are rounded."""
         if not self.rounds:
             return optimizer
         return _with_masters(optimizer) if self.rounding == "master" else _wide(optimizer)
@@ -211,7 +211,7 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def cast(leaf: Any, dtype: Any) -> Any:
-    """A floating leaf, or its shape, in another dtype; any other leaf as it is."""
+    """Returns a floating leaf, or its shape, in another dtype; any other leaf as it is."""
     if not _is_floating(leaf) or leaf.dtype == jnp.dtype(dtype):
         return leaf
     return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
@@ -238,7 +238,7 @@ class MasterState(eqx.Module):
 
 
 def _wide(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer that is shown parameters and gradients in float32."""
+    """Returns an optimizer that is shown parameters and gradients in float32."""
     inner = optax.with_extra_args_support(optimizer)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -248,7 +248,7 @@ def _wide(optimizer: optax.GradientTransformation) -> optax.GradientTransformati
 
 
 def with_new_masters(opt_state: PyTree, params: PyTree) -> PyTree:
-    """An optimizer's state whose float32 copies, where it keeps some, are those of these parameters."""
+    """Returns an optimizer's state whose float32 copies, where it keeps some, are those of these parameters."""
 
     def copied(x: Array, wide: Array) -> Array:
         return jnp.copy(x) if wide is x else wide  # a step deletes both
@@ -261,7 +261,7 @@ def with_new_masters(opt_state: PyTree, params: PyTree) -> PyTree:
 
 
 def _with_masters(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer of float32 copies, which it keeps in its state. The parameters are the copies, rounded."""
+    """Returns an optimizer of float32 copies, which it keeps in its state. The parameters are the copies, rounded."""
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> Any:

@@ -48,12 +48,12 @@ class Program:
 
 
 def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """The shape of an array, with the sharding that it has."""
+    """Returns the shape of an array, with the sharding that it has."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def placed_shapes(parts: Parts, model: PyTree, plan: Plan) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-    """The shapes of a model's trained and frozen arrays, where the plan puts them."""
+    """Returns the shapes of a model's trained and frozen arrays, where the plan puts them."""
     trained, frozen = (
         [placed(leaf, plan.sharding(name)) for name, leaf in zip(names, leaves, strict=True)]
         for names, leaves in zip(parts.names, parts.take(model), strict=True)
@@ -73,7 +73,7 @@ def make_program(
     *,
     offload_opt_state: bool = False,
 ) -> Program:
-    """The program of a model and its state, of arrays or of their shapes.
+    """Returns the program of a model and its state, of arrays or of their shapes.
 
     **Arguments:**
 

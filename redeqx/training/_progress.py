@@ -61,7 +61,7 @@ class Progress:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Progress":
-        """The progress that a `trainer.json` records, once `check_record` has found it valid."""
+        """Returns the progress that a `trainer.json` records, once `check_record` has found it valid."""
         position = Position(**{name: record[name] for name in ("fit", "epoch", "examples", "data_state")})
         return cls(
             position,
@@ -125,7 +125,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def check_record(folder: Location, record: Mapping[str, Any]) -> None:
-    """Raise DamagedError where a checkpoint's `trainer.json` is not one that a Trainer has written."""
+    """Raises DamagedError where a checkpoint's `trainer.json` is not one that a Trainer has written."""
     for name, (rule, is_right) in _RECORDED.items():
         if name not in record and name not in _DEFAULTS:
             raise damaged(folder / MANIFEST, f"`{name}`, {rule}", "none")

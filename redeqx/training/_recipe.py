@@ -24,7 +24,8 @@ from ._program import Program, make_program
 
 
 def plan_model(model: PyTree, mesh: Mesh, trace: Trace | None = None, overrides: Overrides | None = None) -> Plan:
-    """The plan of a model on a mesh, in the order of its traced loss where there is one; warns of the plan's warnings."""
+    """Returns the plan of a model on a mesh, in the order of its traced loss where there is one; warns of the plan's
+    warnings."""
     plan = make_plan(model, mesh, overrides, trace)
     for message in plan.warnings:
         warn(message)
@@ -76,11 +77,11 @@ class Recipe:
     xla_settings: Options | str | None = "auto"
 
     def trace(self, model: PyTree, state: PyTree, batch: PyTree) -> Trace:
-        """The loss, traced for the shapes of a batch."""
+        """Returns the loss, traced for the shapes of a batch."""
         return trace_loss(lambda model, batch, key: self._loss(model, state, batch, key), model, batch)
 
     def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None) -> Plan:
-        """The model's plan on a mesh: in the order of the loss where its trace is given."""
+        """Returns the model's plan on a mesh: in the order of the loss where its trace is given."""
         if self.plan is None:
             plan = plan_model(model, mesh, trace)
         else:
@@ -97,7 +98,7 @@ class Recipe:
     def program(
         self, plan: Plan, model: PyTree, state: PyTree, *, named: bool = False, change: Rule | None = None
     ) -> Program:
-        """The steps of this model under a plan.
+        """Returns the steps of this model under a plan.
 
         **Arguments:**
 
@@ -148,12 +149,12 @@ class Recipe:
         return None if chip is None else UnrollLoops(chip, mesh.size)
 
     def stacks_on(self, mesh: Mesh) -> bool:
-        """Whether equal blocks are computed as one loop on the devices of a mesh: by default where loops compute again what
-        they need not keep, which saves memory, and where compiling takes longest."""
+        """Returns whether equal blocks are computed as one loop on the devices of a mesh: by default where loops compute
+        again what they need not keep, which saves memory, and where compiling takes longest."""
         return mesh.devices.flat[0].platform != "cpu" if self.stack_blocks is None else self.stack_blocks
 
     def opt_shapes(self, model: PyTree) -> PyTree:
-        """The shapes of the optimizer's state."""
+        """Returns the shapes of the optimizer's state."""
         try:
             return jax.eval_shape(self.optimizer.init, self.parts.trained_tree(self.parts.take(model)[0]))
         except Exception as error:
@@ -164,7 +165,7 @@ class Recipe:
             raise
 
     def metric_names(self, model: PyTree, state: PyTree, examples: list[Any]) -> list[str]:
-        """The names of what an evaluation returns, found without computing it."""
+        """Returns the names of what an evaluation returns, found without computing it."""
 
         def metrics(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> dict[str, Any]:
             return as_sums(self._loss(model, state, batch, key, inference=True), len(examples))[2]

@@ -13,7 +13,7 @@ from ._progress import Progress, check_record
 
 
 def resume_newest(engine: Engine, *, may_resume: bool = True, reads_twice: bool = True) -> None:
-    """Resume from the workdir's newest checkpoint, if it has one. Warns of each damaged one that is passed over.
+    """Resumes from the workdir's newest checkpoint, if it has one. Warns of each damaged one that is passed over.
 
     **Arguments:**
 
@@ -50,7 +50,7 @@ def resume_newest(engine: Engine, *, may_resume: bool = True, reads_twice: bool 
 
 
 def _first_valid(engine: Engine, there: Sequence[Location], reads_twice: bool) -> tuple[Location | None, dict[str, Any]]:
-    """The first of these checkpoints that shows no damage, with its record."""
+    """Returns the first of these checkpoints that shows no damage, with its record."""
     checkpoints = engine.checkpoints
     assert checkpoints is not None
     problem: DamagedError | None = None
@@ -75,7 +75,7 @@ def _first_valid(engine: Engine, there: Sequence[Location], reads_twice: bool) -
 
 
 def check_setting(engine: Engine, now: Mapping[str, Any]) -> None:
-    """Compare the sizes of a fit with those that the run it resumes began with; print what differs without harm.
+    """Compares the sizes of a fit with those that the run it resumes began with; print what differs without harm.
 
     **Arguments:**
 

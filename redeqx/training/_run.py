@@ -68,12 +68,12 @@ class Run:
         return self.workdir if isinstance(self.workdir, Path) else None
 
     def upload(self) -> None:
-        """Upload what was written to `local`, where the workdir is in an object store. Raises OSError if that fails."""
+        """Uploads what was written to `local`, where the workdir is in an object store. Raises OSError if that fails."""
         if self.staging is not None:
             self.staging.upload()
 
     def next_key(self) -> PRNGKeyArray:
-        """The next key: the same at the same call of every run with the same seed."""
+        """Returns the next key: the same at the same call of every run with the same seed."""
         self.n_keys += 1
         return _key_of(self.seed, np.uint32(self.n_keys))
 
@@ -82,7 +82,7 @@ class Run:
         return value if self.peers.n == 1 else self.peers.gather("decide", value)[0]
 
     def need_values(self, what: str) -> None:
-        """Raise ValueError in a dry run, where arrays have no values."""
+        """Raises ValueError in a dry run, where arrays have no values."""
         if self.is_dry_run:
             raise ValueError(
                 f"`{what}`: expected to come after `fit`, with which a dry run ends, got called before: nothing has a "
@@ -90,8 +90,8 @@ class Run:
             )
 
     def returns_zeros(self, what: str) -> bool:
-        """Whether this is a dry run, in which the method `what`, called before the first `fit`, returns zeros instead of
-        values, so that a script runs unchanged. Prints so, once for each method."""
+        """Returns whether this is a dry run, in which the method `what`, called before the first `fit`, returns zeros
+        instead of values, so that a script runs unchanged. Prints so, once for each method."""
         run = dry()
         if run is not None and what not in run.zeros:
             run.zeros.add(what)
@@ -99,11 +99,11 @@ class Run:
         return self.is_dry_run
 
     def begin_records(self, step: int) -> None:
-        """Delete what an earlier process recorded in the workdir after `step`, from which this one continues; once."""
+        """Deletes what an earlier process recorded in the workdir after `step`, from which this one continues; once."""
         if not self.records_begun:
             self.records_begun = True
             self.console.records.rewind(step)
 
     def forget_records(self) -> None:
-        """Let `begin_records` act once more, for a run that begins again from an earlier step."""
+        """Lets `begin_records` act once more, for a run that begins again from an earlier step."""
         self.records_begun = False

@@ -51,7 +51,7 @@ class TrainState:
         return cls(parts, program, trained, frozen, program.init_opt_state(trained), layers, steps, put(key, whole))
 
     def move(self, program: Program) -> None:
-        """Take another program of the same model, and move the arrays to its shardings, one after the other."""
+        """Takes another program of the same model, and move the arrays to its shardings, one after the other."""
         for arrays, shapes in (
             (self.trained, program.trained),
             (self.frozen, program.frozen),
@@ -63,8 +63,8 @@ class TrainState:
 
     @classmethod
     def to_load(cls, parts: Parts, program: Program, model: PyTree, key: Array) -> "TrainState":
-        """A state for `load` to fill. It holds shapes, except for arrays of the model that have the right sharding already:
-        `load` frees those first."""
+        """Returns a state for `load` to fill. It holds shapes, except for arrays of the model that have the right sharding
+        already: `load` frees those first."""
         whole = replicated(program.plan.mesh)
         given = parts.take(model)
         trained, frozen = (
@@ -105,7 +105,7 @@ class TrainState:
         return (*(weights or (self.trained, self.frozen)), self.layers, self.key, np.uint32(i), groups)
 
     def advance(self, outs: Sequence[Any]) -> Array:
-        """Take over what a train step returned; returns its vector of metrics."""
+        """Takes over what a train step returned; returns its vector of metrics."""
         self.trained, self.opt_state, self.layers, self.steps, vector = outs
         return vector
 
@@ -115,14 +115,14 @@ class TrainState:
         return {"model": self.model, **model_state, **({"optimizer": self.opt_tree} if opt_state else {})}
 
     def match(self, checkpoints: CheckpointFolder, path: Location, *, opt_state: bool) -> None:
-        """Raise ValueError where a checkpoint is of another model or optimizer; its headers are read, and no tensors."""
+        """Raises ValueError where a checkpoint is of another model or optimizer; its headers are read, and no tensors."""
         for kind, (template, _) in self._templates(opt_state).items():
             checkpoints.match(path, kind, template)
 
     def load(
         self, checkpoints: CheckpointFolder, path: Location, steps: tuple[int, int] | None, *, verify: bool = False
     ) -> None:
-        """Take the values of a checkpoint, each device its own slices. The arrays that were there are freed first, so that
+        """Takes the values of a checkpoint, each device its own slices. The arrays that were there are freed first, so that
         no device holds two states.
 
         **Arguments:**
@@ -158,7 +158,7 @@ class TrainState:
         return {kind: (tree, shardings[kind]) for kind, tree in trees.items()}
 
     def _free(self, opt_state: bool) -> None:
-        """Leave only the shapes of what `load` takes."""
+        """Leaves only the shapes of what `load` takes."""
         program, self.is_loaded = self.program, False
         # Deleted even where someone holds them, as a step would: the caller's name for its model must not keep a second one.
         # Not the frozen ones, which no step deletes, and which another model may share.
@@ -171,5 +171,5 @@ class TrainState:
 
 
 def _canonical(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
-    """The shapes of arrays on devices, where JAX may have narrower dtypes than the host."""
+    """Returns the shapes of arrays on devices, where JAX may have narrower dtypes than the host."""
     return [shape if is_key(shape) else shape.update(dtype=jax.dtypes.canonicalize_dtype(shape.dtype)) for shape in shapes]

@@ -30,7 +30,8 @@ from ._precision import widened
 def _accumulate(
     fn: Callable[..., Any], state: PyTree, groups: Sequence[PyTree], key: Array, n_first: Any = None
 ) -> tuple[Any, PyTree]:
-    """The sums of `fn(state, micro_batch, key) -> (sums, state)` over all micro-batches of all groups, and the last state.
+    """Returns the sums of `fn(state, micro_batch, key) -> (sums, state)` over all micro-batches of all groups, and the last
+    state.
 
     Each micro-batch has its own key, by its place in the step.
 
@@ -112,8 +113,9 @@ def make_train_step(
     n_parts: int = 1,
     options: Options | None = None,
 ) -> tuple[Callable[..., Any], list[str]]:
-    """The jitted `(trained, opt_state, state, steps, frozen, key, groups, n_first) -> (trained, opt_state, state, steps,
-    vector)`, where `steps` counts the steps taken and, of those, the skipped ones, and `n_first` is as for `_accumulate`.
+    """Returns the jitted `(trained, opt_state, state, steps, frozen, key, groups, n_first) -> (trained, opt_state, state,
+    steps, vector)`, where `steps` counts the steps taken and, of those, the skipped ones, and `n_first` is as for
+    `_accumulate`.
 
     All but the frozen arrays, the key, the batch and `n_first` are donated. The vector holds the metrics whose names the
     list has once the step has been traced: one transfer a step, however many there are.
@@ -193,7 +195,8 @@ def make_train_step(
 def _update(
     optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]
 ) -> tuple[PyTree, PyTree]:
-    """The optimizer's updates and new state; what it does not take of `extra` is left out, as some take a part only."""
+    """Returns the optimizer's updates and new state; what it does not take of `extra` is left out, as some take a part
+    only."""
     while True:
         try:
             return optimizer.update(grads, state, params, **extra)
@@ -225,8 +228,8 @@ def _state_leaves(tree: PyTree, before: Sequence[Array], treedef: Any) -> list[A
 def make_eval_step(
     functions: Functions, state_treedef: Any, options: Options | None = None
 ) -> tuple[Callable[..., Any], list[str]]:
-    """The jitted `(trained, frozen, state, key, i, groups) -> vector` of sums over the `i`-th batch: total and weight of the
-    loss, then those of each metric in the list of names; the model in inference mode."""
+    """Returns the jitted `(trained, frozen, state, key, i, groups) -> vector` of sums over the `i`-th batch: total and
+    weight of the loss, then those of each metric in the list of names; the model in inference mode."""
     loss = functions.loss(inference=True)
     names: list[str] = []
 
@@ -254,8 +257,8 @@ def make_predict_step(
     fuse_attention: bool = True,
     options: Options | None = None,
 ) -> Callable[..., Any]:
-    """The jitted `(trained, frozen, state, batch, key, i) -> outputs` of the `i`-th batch, rows split over the batch axes;
-    the model in inference mode.
+    """Returns the jitted `(trained, frozen, state, batch, key, i) -> outputs` of the `i`-th batch, rows split over the batch
+    axes; the model in inference mode.
 
     **Arguments:**
 

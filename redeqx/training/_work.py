@@ -14,7 +14,7 @@ from ._recipe import Recipe
 
 
 def work_of(recipe: Recipe, plan: Plan, model: Any, state: Any, step: Any, args: tuple[Any, ...]) -> Work:
-    """The work of one device in a step of a whole batch.
+    """Returns the work of one device in a step of a whole batch.
 
     **Arguments:**
 
@@ -33,6 +33,7 @@ def work_of(recipe: Recipe, plan: Plan, model: Any, state: Any, step: Any, args:
 
 
 def counted_share(batch: Batch) -> float:
-    """The share of a step's micro-batches that count: the others repeat rows, so that fewer run in the same program."""
+    """Returns the share of a step's micro-batches that count: the others repeat rows, so that fewer run in the same
+    program."""
     groups = batch.groups
     return batch.n_micro_batches / jax.tree.leaves(groups[0])[0].shape[0] if len(groups) == 1 else 1.0
