@@ -45,9 +45,9 @@ from .training import (
     in_order,
     make_job,
     resume_newest,
-    takes,
     train,
     update,
+    with_options,
 )
 
 
@@ -340,7 +340,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
             compute_dtype=recipe.precision.dtype,
             fuse_attention=recipe.fuse_attention,
         )
-        predictor._source = self._engine.predicted_from
+        predictor._source = self._engine.predictor_source
         return predictor
 
     @property
@@ -487,7 +487,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
             raise ValueError("`stop`: expected inside of `fit`, got called outside. Call it in a callback.")
         self._engine.stop_requested = True
 
-    @takes(FitOptions)
+    @with_options(FitOptions)
     def fit(self, options: FitOptions) -> dict[str, float]:
         """Trains for `n_epochs` epochs, with evaluations and saves; returns the metrics of the last evaluation, or of the
         last step if nothing is evaluated.

@@ -1,4 +1,4 @@
-"""Resuming an earlier run from the newest checkpoint of its workdir that is not damaged."""
+"""Resumes an earlier run from the newest undamaged checkpoint of its workdir."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,31 +13,31 @@ from ._progress import Progress, check_record
 
 
 def resume_newest(engine: Engine, *, may_resume: bool = True, reads_twice: bool = True) -> None:
-    """Resumes from the workdir's newest checkpoint, if it has one. Warns of each damaged one that is passed over.
+    """Resumes from the workdir's newest checkpoint, if there is one. Warns about each damaged one that is skipped.
 
     **Arguments:**
 
-    - `may_resume`: without, a workdir that has checkpoints is refused.
-    - `reads_twice`: whether the caller can begin again when damage shows while the tensors are read; without, they are
-        verified before, too.
+    - `may_resume`: if False, a workdir with checkpoints is refused.
+    - `reads_twice`: whether the caller can start again if reading the tensors reveals damage. If not, the tensors are
+        verified first.
 
-    Raises ValueError where every checkpoint is damaged, as a run must not overwrite what may be repaired, and where the run
-    had another seed.
+    Raises ValueError if every checkpoint is damaged, since a run must not overwrite what may be repaired, and if the run had
+    another seed.
     """
     checkpoints = engine.checkpoints
     if checkpoints is None:
         engine.follows = False
         return
     checkpoints.wait()
-    there = checkpoints.newest()
-    if there and not may_resume:
+    candidates = checkpoints.newest()
+    if candidates and not may_resume:
         raise ValueError(
-            f"`workdir`: expected no checkpoints, as `resume=False`, got {there[0]}. "
+            f"`workdir`: expected no checkpoints, as `resume=False`, got {candidates[0]}. "
             "Pass `resume=True` to go on from it, or another workdir to begin anew."
         )
-    path, record = _first_valid(engine, there, reads_twice)
+    path, record = _first_valid(engine, candidates, reads_twice)
     if path is None:
-        # What was loaded from another workdir is a beginning: its progress is not this run's.
+        # A checkpoint loaded from another workdir is a new start: its progress is not this run's.
         engine.progress, engine.follows = Progress(n_skipped=engine.progress.n_skipped), False
         return
     if record["seed"] != engine.run.seed:
@@ -49,12 +49,14 @@ def resume_newest(engine: Engine, *, may_resume: bool = True, reads_twice: bool 
     engine.run.console.info(f"resuming from {path}, step {engine.step}")
 
 
-def _first_valid(engine: Engine, there: Sequence[Location], reads_twice: bool) -> tuple[Location | None, dict[str, Any]]:
-    """Returns the first of these checkpoints that shows no damage, with its record."""
+def _first_valid(
+    engine: Engine, candidates: Sequence[Location], reads_twice: bool
+) -> tuple[Location | None, dict[str, Any]]:
+    """Returns the first undamaged checkpoint of these, with its record."""
     checkpoints = engine.checkpoints
     assert checkpoints is not None
     problem: DamagedError | None = None
-    for path in there:
+    for path in paths:
         error = checkpoints.damage(path)
         if error is None:
             try:
@@ -75,13 +77,13 @@ def _first_valid(engine: Engine, there: Sequence[Location], reads_twice: bool) -
 
 
 def check_setting(engine: Engine, now: Mapping[str, Any]) -> None:
-    """Compares the sizes of a fit with those that the run it resumes began with; print what differs without harm.
+    """Compares the sizes of a fit with those of the run that it resumes; prints harmless differences.
 
     **Arguments:**
 
-    - `now`: the sizes by name; None where unknown.
+    - `now`: the sizes by name; None if unknown.
 
-    Raises ValueError where the steps would hold other examples.
+    Raises ValueError if the steps would have other examples.
     """
     progress, schedule = engine.progress, engine.recipe.lr_schedule_fn
     otherwise = "pass `resume=False`" if engine.checkpoints is None else "choose another workdir"
