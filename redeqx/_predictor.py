@@ -13,7 +13,7 @@ from jaxtyping import PRNGKeyArray
 from ._deployer import Deployer
 from ._load import load
 from ._tree import PyTree, is_array_like, is_key
-from .data import BatchSize, Group, Prefetch, collate, pad_rows, place_rows, read, rows_here, size_of
+from .data import BatchSize, Group, Prefetch, collate, local_rows, pad_rows, place_rows, read, size_of
 from .errors import (
     ARGUMENTS_OF_PREDICTOR,
     OF_PREDICTOR,
@@ -158,7 +158,7 @@ class Predictor(KnowsRedco):
         trained, frozen = parts.take(model)
         state_leaves = jax.tree.leaves(state)
         mesh = self._deployer.mesh
-        here = rows_here([Group(1, rows)], mesh)  # of a padded batch
+        here = local_rows([Group(1, rows)], mesh)  # of a padded batch
 
         def prepare() -> Iterator[tuple[int, PyTree]]:
             for start in range(0, n, at_once):

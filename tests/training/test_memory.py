@@ -306,4 +306,4 @@ def test_a_refusal_of_the_compiler_is_no_error():
     with pytest.raises(jax.errors.JaxRuntimeError, match="UNIMPLEMENTED"):
         _memory.memory_need(lambda: refused("UNIMPLEMENTED: no such operation"), memory)
     tried = {Choice("matmuls"): Need(0, float("inf")), Choice("full", 2): Need(1, 2)}
-    assert "in 2 parts): 0.00 GiB" in (said := _memory.described(tried, memory)) and "needs more than there is" in said
+    assert "in 2 parts): 0.00 GiB" in (said := _memory.describe_choice(tried, memory)) and "needs more than there is" in said
