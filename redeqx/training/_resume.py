@@ -49,9 +49,7 @@ def resume_newest(engine: Engine, *, may_resume: bool = True, reads_twice: bool 
     engine.run.console.info(f"resuming from {path}, step {engine.step}")
 
 
-def _first_valid(
-    engine: Engine, candidates: Sequence[Location], reads_twice: bool
-) -> tuple[Location | None, dict[str, Any]]:
+def _first_valid(engine: Engine, paths: Sequence[Location], reads_twice: bool) -> tuple[Location | None, dict[str, Any]]:
     """Returns the first undamaged checkpoint of these, with its record."""
     checkpoints = engine.checkpoints
     assert checkpoints is not None
