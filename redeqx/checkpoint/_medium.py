@@ -1,4 +1,4 @@
-"""How checkpoints come into a folder and leave it: by renaming on a disk, by a manifest that is written last in a store.
+"""Media: how checkpoints are added to a folder and removed: by renaming on a disk, by writing the manifest last in a store.
 
 `_manager` decides what is written, kept and removed, and when; `_layouts` and `_safetensors` own the files with tensors.
 """
@@ -22,44 +22,45 @@ from ._manifest import MANIFEST, TMP, write_json, write_manifest
 class Medium(ABC):
     """The folder of a run's checkpoints, for the process that holds its claim.
 
-    A checkpoint is written to `place(name)`, and counts from `commit` on. A kill at any moment leaves the checkpoints that
-    were committed, and what `sweep` removes.
+    A checkpoint is written to `place(name)`, and exists after `commit`. A kill at any moment leaves the committed
+    checkpoints, and remains that `sweep` removes.
     """
 
     folder: Location
 
     @abstractmethod
-    def need(self) -> None:
-        """Raises OSError if the folder's place was there at the start of the run, and is gone."""
+    def check_exists(self) -> None:
+        """Raises OSError if the parent folder existed at the start of the run, and is gone."""
 
     @abstractmethod
-    def make(self) -> None:
+    def create(self) -> None:
         """Creates the folder."""
 
     @abstractmethod
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
-        """What several processes can do there. All of them call it. Raises OSError if it cannot be written."""
+        """Returns the capabilities of the folder for several processes. All of them call it. Raises OSError if it cannot be
+        written."""
 
     @abstractmethod
-    def need_room(self, name: str, n_bytes: int) -> int:
+    def check_space(self, name: str, n_bytes: int) -> int:
         """Returns the free bytes. Raises OSError if a checkpoint does not fit."""
 
     @abstractmethod
     def place(self, name: str) -> Location:
-        """Where the files of a new checkpoint are written."""
+        """Returns where the files of a new checkpoint are written."""
 
     @abstractmethod
-    def begin(self, name: str) -> None:
-        """Prepares that place."""
+    def prepare(self, name: str) -> None:
+        """Prepares `place(name)`."""
 
     @abstractmethod
     def commit(
         self, name: str, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
     ) -> None:
-        """Makes the files at `place(name)` a checkpoint. The arguments are those of `write_manifest`."""
+        """Turns the files at `place(name)` into a checkpoint. The arguments are those of `write_manifest`."""
 
     @abstractmethod
-    def point(self, index: Mapping[str, str]) -> None:
+    def write_index(self, index: Mapping[str, str]) -> None:
         """Replaces the index."""
 
     @abstractmethod
@@ -67,8 +68,8 @@ class Medium(ABC):
         """Removes the remains of unfinished saves and removals."""
 
     @abstractmethod
-    def end(self) -> None:
-        """Called when a save has ended, whether it has failed or not."""
+    def finish(self) -> None:
+        """Called when a save has ended, even if it failed."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -76,7 +77,7 @@ class Medium(ABC):
 
     @abstractmethod
     def failure(self, error: OSError, name: str, n_bytes: int, free: int) -> OSError:
-        """Returns the error of a save that could not be written."""
+        """Returns the error for a save that could not be written."""
 
 
 def medium_of(folder: Location) -> Medium:
@@ -85,19 +86,19 @@ def medium_of(folder: Location) -> Medium:
 
 
 class Disk(Medium):
-    """A folder of a file system."""
+    """A folder in a file system."""
 
     def __init__(self, folder: Path):
         self.folder: Path = folder
-        self._has_place = folder.parent.is_dir()  # then every save needs it
+        self._has_place = folder.parent.is_dir()  # if so, every save needs it
 
-    def need(self) -> None:
+    def check_exists(self) -> None:
         workdir = self.folder.parent
         if self._has_place and not workdir.is_dir():
             why = "expected the run's folder, which was there at its start, got none. Mount it again, or save elsewhere"
             raise OSError(errno.ENOENT, why, str(workdir))
 
-    def make(self) -> None:
+    def create(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         fsync_folder(self.folder.parent)
 
@@ -116,7 +117,7 @@ class Disk(Medium):
             log(f"{self.folder}: several processes cannot write one file there, so each writes its own")
         return capabilities
 
-    def need_room(self, name: str, n_bytes: int) -> int:
+    def check_space(self, name: str, n_bytes: int) -> int:
         free = shutil.disk_usage(self.folder).free
         if n_bytes > free:
             raise OSError(
@@ -129,7 +130,7 @@ class Disk(Medium):
     def place(self, name: str) -> Path:
         return self.folder / f"{TMP}{name}"
 
-    def begin(self, name: str) -> None:
+    def prepare(self, name: str) -> None:
         self.place(name).mkdir()
 
     def commit(
@@ -141,7 +142,7 @@ class Disk(Medium):
         os.rename(tmp, self.folder / name)
         fsync_folder(self.folder)
 
-    def point(self, index: Mapping[str, str]) -> None:
+    def write_index(self, index: Mapping[str, str]) -> None:
         new_index = self.folder / f"{TMP}{INDEX_FILE}"
         write_json(new_index, index)
         os.replace(new_index, self.folder / INDEX_FILE)
@@ -151,12 +152,12 @@ class Disk(Medium):
         for path in self.folder.glob(f"{TMP}*"):
             _delete(path)
 
-    def end(self) -> None:
-        with contextlib.suppress(OSError):  # not in place of the error of the save; the next one sweeps again
+    def finish(self) -> None:
+        with contextlib.suppress(OSError):  # must not hide the error of the save; the next save sweeps again
             self.sweep()
 
     def remove(self, name: str) -> None:
-        # Renamed first: if it is killed halfway, no folder that looks like a checkpoint is left.
+        # Renamed first, so that a kill leaves no partial folder that looks like a checkpoint.
         doomed = self.folder / f"{TMP}{name}"
         os.rename(self.folder / name, doomed)
         _delete(doomed)
@@ -171,41 +172,41 @@ class Disk(Medium):
 
 
 class Store(Medium):
-    """A place in an object store, where nothing can be renamed, and an object appears when it is complete.
+    """A prefix in an object store, where nothing can be renamed, and an object appears when it is complete.
 
-    A checkpoint's files are written where they stay; without a manifest they are the remains of a save that was killed.
+    A checkpoint's files are written to their final place; without a manifest they are the remains of a killed save.
     """
 
     def __init__(self, folder: StorePath):
         self.folder: StorePath = folder
 
-    def need(self) -> None:
-        """A store has no folders that could be missing."""
+    def check_exists(self) -> None:
+        """Does nothing: a store has no folders that could be missing."""
 
-    def make(self) -> None:
+    def create(self) -> None:
         """Nor any to create."""
 
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
         del peers, log
-        # The shards of several processes are strided runs of a tensor, but the parts of an object are contiguous, of 5 MiB
-        # at least, and have to be sent by one client in most libraries. So each process writes files of its own.
+        # The shards of several processes are strided runs of a tensor, but the parts of an object are contiguous, at least
+        # 5 MiB large, and must be sent by one client in most libraries. So each process writes its own files.
         return Capabilities(is_shared=True, in_place=False)
 
-    def need_room(self, name: str, n_bytes: int) -> int:
-        return 0  # a store does not tell, and has enough
+    def check_space(self, name: str, n_bytes: int) -> int:
+        return 0  # a store does not report it, and has enough
 
     def place(self, name: str) -> StorePath:
         return self.folder / name
 
-    def begin(self, name: str) -> None:
-        """Nothing to prepare."""
+    def prepare(self, name: str) -> None:
+        """Does nothing: there is nothing to prepare."""
 
     def commit(
         self, name: str, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
     ) -> None:
         write_manifest(self.place(name), record, tags, files)
 
-    def point(self, index: Mapping[str, str]) -> None:
+    def write_index(self, index: Mapping[str, str]) -> None:
         write_json(self.folder / INDEX_FILE, index)
 
     def sweep(self) -> None:
@@ -214,13 +215,13 @@ class Store(Medium):
         folders = {key: key.partition("/")[0] for key in keys if "/" in key}
         self.folder.delete(key for key, name in folders.items() if order(name)[0] >= 0 and name not in complete)
 
-    def end(self) -> None:
-        """Nothing is swept, in case another run has taken the folder over, whose files would look like remains. The next
-        save sweeps, after it has looked at the lock."""
+    def finish(self) -> None:
+        """Does not sweep: if another run has taken over the folder, its files would look like remains. The next save sweeps,
+        after checking the lock."""
 
     def remove(self, name: str) -> None:
         path = self.folder / name
-        (path / MANIFEST).unlink()  # first: if it is killed halfway, what is left is no checkpoint
+        (path / MANIFEST).unlink()  # first, so that a kill leaves no partial checkpoint
         path.delete(path.sizes())
 
     def failure(self, error: OSError, name: str, n_bytes: int, free: int) -> OSError:

@@ -78,7 +78,7 @@ def _scale_by_adam(form: str, b1: float, b2: float, eps: float) -> optax.Gradien
     def init(params: PyTree) -> AdamState:
         leaves, treedef = jax.tree.flatten(params)
         first, second = ([zeros(x.shape, which, form) for x in leaves] for which in ("first", "second"))
-        (mu, mu_scales), (nu, nu_scales) = (_unzipped(treedef, made) for made in (first, second))
+        (mu, mu_scales), (nu, nu_scales) = (_unzip(treedef, made) for made in (first, second))
         return AdamState(jnp.zeros((), jnp.int32), mu, nu, mu_scales, nu_scales)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
@@ -96,13 +96,13 @@ def _scale_by_adam(form: str, b1: float, b2: float, eps: float) -> optax.Gradien
             noise = noises(jax.random.fold_in(steps_key, i), g.shape)
             first.append(write(m, mu, "first", noise[0]))
             second.append(write(v, nu, "second", noise[1]))
-        (mu, mu_scales), (nu, nu_scales) = (_unzipped(treedef, pairs) for pairs in (first, second))
+        (mu, mu_scales), (nu, nu_scales) = (_unzip(treedef, pairs) for pairs in (first, second))
         return jax.tree.unflatten(treedef, made), AdamState(count, mu, nu, mu_scales, nu_scales)
 
     return optax.GradientTransformation(init, update)
 
 
-def _unzipped(treedef: Any, pairs: list[tuple[Array, Array | None]]) -> tuple[PyTree, PyTree]:
+def _unzip(treedef: Any, pairs: list[tuple[Array, Array | None]]) -> tuple[PyTree, PyTree]:
     """Returns a tree of moments, and one of their scales."""
     stored, scales = zip(*pairs, strict=True) if pairs else ((), ())
     return jax.tree.unflatten(treedef, stored), jax.tree.unflatten(treedef, scales)

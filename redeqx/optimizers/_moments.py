@@ -61,12 +61,12 @@ class Blocks:
         """Returns the shape of the scales: that of the leaf, with a block in place of its numbers."""
         return tuple(n // self.size if dim == self.dim else n for dim, n in enumerate(shape))
 
-    def cut(self, x: Array) -> Array:
+    def split(self, x: Array) -> Array:
         """Returns the leaf with the dim `dim` as two: blocks, and the numbers of one."""
         shape = x.shape
         return x.reshape(*shape[: self.dim], shape[self.dim] // self.size, self.size, *shape[self.dim + 1 :])
 
-    def spread(self, scales: Array) -> Array:
+    def expand(self, scales: Array) -> Array:
         """Scales as they are multiplied with `cut` leaves."""
         return jnp.expand_dims(scales, self.dim + 1)
 
@@ -94,8 +94,8 @@ def read(stored: Array, scales: Array | None, which: str) -> Array:
         return stored.astype(jnp.float32)
     blocks = Blocks.of(stored.shape)
     assert blocks is not None, "it has scales"
-    codes = blocks.cut(stored).astype(jnp.float32)
-    return (jnp.sign(codes) * _value(jnp.abs(codes), which) * blocks.spread(scales)).reshape(stored.shape)
+    codes = blocks.split(stored).astype(jnp.float32)
+    return (jnp.sign(codes) * _decode(jnp.abs(codes), which) * blocks.expand(scales)).reshape(stored.shape)
 
 
 def write(x: Array, like: Array, which: str, noise: Array) -> tuple[Array, Array | None]:
@@ -113,27 +113,27 @@ def write(x: Array, like: Array, which: str, noise: Array) -> tuple[Array, Array
         return to_bfloat16(x, noise), None
     blocks = Blocks.of(x.shape)
     assert blocks is not None, "it is stored in blocks"
-    cut = blocks.cut(x)
+    cut = blocks.split(x)
     scales = jnp.max(jnp.abs(cut), axis=blocks.dim + 1)
-    whole = blocks.spread(scales)
+    whole = blocks.expand(scales)
     part = jnp.abs(cut) / jnp.where(whole == 0, 1, whole)
-    lower = jnp.floor(_code(part, which))
-    below, above = _value(lower, which), _value(lower + 1, which)
-    codes = lower + ((part - below) / (above - below) > blocks.cut(noise).astype(jnp.float32) / 2**16)
+    lower = jnp.floor(_encode(part, which))
+    below, above = _decode(lower, which), _decode(lower + 1, which)
+    codes = lower + ((part - below) / (above - below) > blocks.split(noise).astype(jnp.float32) / 2**16)
     if which == "second":
         codes = jnp.where(part > 0, jnp.maximum(codes, 1), codes)
     codes = jnp.sign(cut) * jnp.minimum(codes, _STEPS[which])
     return codes.astype(like.dtype).reshape(x.shape), scales
 
 
-def _code(part: Any, which: str) -> Array:
+def _encode(part: Any, which: str) -> Array:
     """Returns the place of a number from 0 to 1 among the steps, before it is rounded."""
     for _ in range(_ROOTS[which]):
         part = jnp.sqrt(part)
     return part * _STEPS[which]
 
 
-def _value(code: Any, which: str) -> Array:
+def _decode(code: Any, which: str) -> Array:
     """Returns the number from 0 to 1 that a step stands for."""
     part = code / _STEPS[which]
     for _ in range(_ROOTS[which]):

@@ -104,12 +104,12 @@ class _View:
         names = [" ".join(f"d{dim}" for dim in dims) for dims in (range(len(self.shape)), self.stack, self.rows, self.cols)]
         return names[0], " ".join(f"({name})" for name in names[1:])
 
-    def flat(self, x: Array) -> Float[Array, "batch rows cols"]:
+    def to_batch(self, x: Array) -> Float[Array, "batch rows cols"]:
         """Returns the leaf, or a device's part of it, as a batch."""
         whole, batch = self._patterns()
         return rearrange(x, f"{whole} -> {batch}")
 
-    def unflat(self, x: Float[Array, "batch rows cols"], shape: Sequence[int]) -> Array:
+    def from_batch(self, x: Float[Array, "batch rows cols"], shape: Sequence[int]) -> Array:
         """Returns the inverse of `flat`; `shape` is that of the leaf or of the device's part."""
         whole, batch = self._patterns()
         return rearrange(x, f"{batch} -> {whole}", **{f"d{dim}": size for dim, size in enumerate(shape)})
@@ -128,14 +128,16 @@ def orthogonalize(
     """
     views = {name: _View.of(x.shape, kinds[name], _axes_of(name, x, plan)) for name, x in matrices.items()}
     if plan is None or plan.mesh.size == 1:
-        return {name: view.unflat(iterate(view.flat(matrices[name])), view.shape) for name, view in views.items()}
+        return {name: view.from_batch(iterate(view.to_batch(matrices[name])), view.shape) for name, view in views.items()}
     batches: dict[Any, list[str]] = {}
     for name, view in views.items():
         split = (view.axes_of(view.stack), view.axes_of(view.rows), view.axes_of(view.cols))
         batches.setdefault((view.sizes, split, matrices[name].dtype), []).append(name)
     made: dict[str, Array] = {}
     for (_, split, _), names in batches.items():
-        outs = _dealt_out([matrices[name] for name in names], [views[name] for name in names], split, plan.mesh, iterate)
+        outs = _orthogonalize_sharded(
+            [matrices[name] for name in names], [views[name] for name in names], split, plan.mesh, iterate
+        )
         made.update(zip(names, outs, strict=True))
     return {name: made[name] for name in matrices}
 
@@ -151,28 +153,28 @@ def _axes_of(name: str, x: Array, plan: Plan | None) -> tuple[Axes, ...]:
 # --- dealing out -------------------------------------------------------------------------------------------------------
 
 
-def _dealt_out(
+def _orthogonalize_sharded(
     leaves: Sequence[Array], views: Sequence[_View], split: tuple[Axes, Axes, Axes], mesh: Mesh, iterate: NewtonSchulz
 ) -> list[Array]:
     """Leaves whose matrices have one shape and are split alike, made orthogonal: each device computes some of all."""
     stack, rows, cols = split
     n_here = sum(view.n_matrices for view in views) // math.prod(mesh.shape[axis] for axis in stack)
-    used = _axes_to_use(n_here, split, mesh)
+    used = _choose_axes(n_here, split, mesh)
 
     def here(*parts: Array) -> list[Array]:
-        flat = [view.flat(part) for view, part in zip(views, parts, strict=True)]
+        flat = [view.to_batch(part) for view, part in zip(views, parts, strict=True)]
         batch = jnp.concatenate(flat)
-        whole, undo = _exchange(batch, used, rows, cols, mesh)
+        whole, undo = _redistribute(batch, used, rows, cols, mesh)
         batch = undo(iterate(whole))[: len(batch)]
         starts = [sum(map(len, flat[:i])) for i in range(1, len(flat))]
         pieces = jnp.split(batch, starts)
-        return [view.unflat(piece, part.shape) for view, piece, part in zip(views, pieces, parts, strict=True)]
+        return [view.from_batch(piece, part.shape) for view, piece, part in zip(views, pieces, parts, strict=True)]
 
     specs = [view.spec for view in views]
     return jax.shard_map(here, mesh=mesh, in_specs=tuple(specs), out_specs=specs, check_vma=False)(*leaves)
 
 
-def _axes_to_use(n: int, split: tuple[Axes, Axes, Axes], mesh: Mesh) -> frozenset[str]:
+def _choose_axes(n: int, split: tuple[Axes, Axes, Axes], mesh: Mesh) -> frozenset[str]:
     """Returns the mesh axes over which `n` matrices are dealt out: those with which the busiest device has fewest, and of
     these the fewest devices, over the fewest axes that do not split the leaves: what these compute has to be gathered."""
     axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in split[0]]
@@ -185,7 +187,7 @@ def _axes_to_use(n: int, split: tuple[Axes, Axes, Axes], mesh: Mesh) -> frozense
     return min(choices, key=cost)
 
 
-def _exchange(
+def _redistribute(
     x: Float[Array, "batch rows cols"], used: frozenset[str], rows: Axes, cols: Axes, mesh: Mesh
 ) -> tuple[Array, Callable[[Array], Array]]:
     """This device's share of the whole matrices, of which `x` is its part; and what brings them back.

@@ -3,7 +3,7 @@
 It has shape, dtype, and what makes views of a NumPy array: indexing, transposing, reshaping. Its values come with
 `np.asarray`, or for several views at once, with their common bytes read once, with `fetch`.
 
-How a view lies in the object is followed by NumPy itself: each view has a twin, an array over addresses without memory,
+How a view lies in the object is followed by NumPy itself: each view has a addresses, an array over memory without memory,
 which is never read.
 """
 
@@ -29,75 +29,75 @@ class StoredArray:
     **Arguments:**
 
     - `path`: of the object.
-    - `twin`: of the view.
+    - `addresses`: of the view.
     - `base`: the address that stands for the object's first byte.
     """
 
-    def __init__(self, path: StorePath, twin: np.ndarray, base: int):
-        self.path, self._twin, self._base = path, twin, base
+    def __init__(self, path: StorePath, addresses: np.ndarray, base: int):
+        self.path, self._addresses, self._base = path, addresses, base
 
     @classmethod
     def of(cls, path: StorePath, size: int) -> "StoredArray":
         """Returns all bytes of an object of that size, as an array of one dim."""
         if size == 0:
             return cls(path, np.empty(0, np.uint8), 0)
-        addresses = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
-        twin = np.frombuffer(addresses, np.uint8)
-        return cls(path, twin, twin.ctypes.data)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        addresses = np.frombuffer(memory, np.uint8)
+        return cls(path, addresses, addresses.ctypes.data)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._twin.shape
+        return self._addresses.shape
 
     @property
     def dtype(self) -> np.dtype:
-        return self._twin.dtype
+        return self._addresses.dtype
 
     @property
     def ndim(self) -> int:
-        return self._twin.ndim
+        return self._addresses.ndim
 
     @property
     def size(self) -> int:
-        return self._twin.size
+        return self._addresses.size
 
     @property
     def nbytes(self) -> int:
-        return self._twin.nbytes
+        return self._addresses.nbytes
 
     @property
     def T(self) -> "StoredArray":
-        return self._like(self._twin.T)
+        return self._like(self._addresses.T)
 
     def __len__(self) -> int:
-        return len(self._twin)
+        return len(self._addresses)
 
     def __getitem__(self, index: Any) -> "StoredArray":
         index = index if isinstance(index, tuple) else (index,)
         # With an ellipsis, an item is a view of no dims; without, NumPy would read it.
-        return self._like(self._twin[index if any(part is ... for part in index) else (*index, ...)])
+        return self._like(self._addresses[index if any(part is ... for part in index) else (*index, ...)])
 
     def view(self, dtype: Any) -> "StoredArray":
         """Returns the same bytes as another dtype."""
-        return self._like(self._twin.view(dtype))
+        return self._like(self._addresses.view(dtype))
 
     def reshape(self, *shape: Any) -> "StoredArray":
         """As `numpy.ndarray.reshape`, of what is contiguous."""
-        return self._like(self._twin.reshape(*shape))
+        return self._like(self._addresses.reshape(*shape))
 
     def transpose(self, *axes: Any) -> "StoredArray":
         """As `numpy.ndarray.transpose`."""
-        return self._like(self._twin.transpose(*axes))
+        return self._like(self._addresses.transpose(*axes))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # it is read anew each time
         (values,) = fetch([self])
         return values if dtype is None else values.astype(dtype, copy=False)
 
-    def _like(self, twin: np.ndarray) -> "StoredArray":
-        if twin.size and not np.may_share_memory(twin, self._twin):
+    def _like(self, addresses: np.ndarray) -> "StoredArray":
+        if addresses.size and not np.may_share_memory(addresses, self._addresses):
             raise ValueError(f"`{self.path}`: expected a view of its tensors, got a copy. Read it first: `np.asarray`.")
-        return StoredArray(self.path, twin, self._base)
+        return StoredArray(self.path, addresses, self._base)
 
 
 View: TypeAlias = np.ndarray | StoredArray  # a tensor of a file, on a disk or in an object store
@@ -109,7 +109,7 @@ class _Piece:
 
     start: int
     stop: int
-    twin: np.ndarray
+    addresses: np.ndarray
     out: np.ndarray
 
 
@@ -122,34 +122,34 @@ def fetch(views: Sequence[Any], dtype: Any = None) -> list[np.ndarray]:
     if not all(isinstance(view, StoredArray) for view in views):
         return [np.array(view, dtype, order="C") for view in views]
     outs = [np.empty(view.shape, view.dtype if dtype is None else dtype) for view in views]
-    pieces = [piece for view, out in zip(views, outs, strict=True) for piece in _pieces(view._twin, out, view._base)]
+    pieces = [piece for view, out in zip(views, outs, strict=True) for piece in _pieces(view._addresses, out, view._base)]
     with ThreadPoolExecutor(_objects.CONCURRENT, "redeqx-read") as pool:
         for read in [pool.submit(_read, views[0].path, group) for group in _groups(pieces)]:
             read.result()
     return outs
 
 
-def _pieces(twin: np.ndarray, out: np.ndarray, base: int) -> Iterator[_Piece]:
+def _pieces(addresses: np.ndarray, out: np.ndarray, base: int) -> Iterator[_Piece]:
     """Yields a view as pieces that span no more than a part where they can be cut, in the order of the object."""
-    if twin.size == 0:
+    if addresses.size == 0:
         return
-    order = sorted(range(twin.ndim), key=lambda axis: -abs(twin.strides[axis]))
-    twin, out = twin.transpose(order), out.transpose(order)
-    low, high = byte_bounds(twin)
-    if high - low <= _SPAN or twin.ndim == 0:
-        yield _Piece(low - base, high - base, twin, out)
+    order = sorted(range(addresses.ndim), key=lambda axis: -abs(addresses.strides[axis]))
+    addresses, out = addresses.transpose(order), out.transpose(order)
+    low, high = byte_bounds(addresses)
+    if high - low <= _SPAN or addresses.ndim == 0:
+        yield _Piece(low - base, high - base, addresses, out)
         return
-    inner_low, inner_high = byte_bounds(twin[:1])
-    stride, inner = abs(twin.strides[0]), inner_high - inner_low
-    if inner > _SPAN and twin.ndim > 1:
-        for i in range(len(twin)):
-            yield from _pieces(twin[i], out[i], base)
+    inner_low, inner_high = byte_bounds(addresses[:1])
+    stride, inner = abs(addresses.strides[0]), inner_high - inner_low
+    if inner > _SPAN and addresses.ndim > 1:
+        for i in range(len(addresses)):
+            yield from _pieces(addresses[i], out[i], base)
         return
     # One by one where what lies between is better left out.
     n = 1 if stride - inner > _GAP else max(1, _SPAN // max(stride, 1))
-    for i in range(0, len(twin), n):
-        low, high = byte_bounds(twin[i : i + n])
-        yield _Piece(low - base, high - base, twin[i : i + n], out[i : i + n])
+    for i in range(0, len(addresses), n):
+        low, high = byte_bounds(addresses[i : i + n])
+        yield _Piece(low - base, high - base, addresses[i : i + n], out[i : i + n])
 
 
 def _groups(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
@@ -174,7 +174,7 @@ def _read(path: StorePath, group: list[_Piece]) -> None:
     start, stop = group[0].start, max(piece.stop for piece in group)
     data = path.read(start, stop)
     for piece in group:
-        twin = piece.twin
-        first = sum((n - 1) * stride for n, stride in zip(twin.shape, twin.strides, strict=True) if stride < 0)
+        addresses = piece.addresses
+        first = sum((n - 1) * stride for n, stride in zip(addresses.shape, addresses.strides, strict=True) if stride < 0)
         offset = piece.start - start - first  # of the item at index 0, which negative strides put behind others
-        piece.out[...] = np.ndarray(twin.shape, twin.dtype, data, offset, twin.strides)
+        piece.out[...] = np.ndarray(addresses.shape, addresses.dtype, data, offset, addresses.strides)

@@ -49,10 +49,10 @@ def read(scheme: str, bucket: str, key: str, start: int = 0, stop: int | None = 
     if start == stop:
         return b""
     store = _open(scheme, bucket)
-    with _errors(scheme, bucket, key):
+    with _translate_errors(scheme, bucket, key):
         if stop is None:
-            return _repeated(lambda: bytes(obstore.get(store, key).bytes()))
-        found = _repeated(lambda: bytes(obstore.get_range(store, key, start=start, end=stop)))
+            return _retry(lambda: bytes(obstore.get(store, key).bytes()))
+        found = _retry(lambda: bytes(obstore.get_range(store, key, start=start, end=stop)))
     if len(found) != stop - start:
         text = f"expected {stop - start} bytes from {start} on, got {len(found)}. The object is cut short: load another"
         raise OSError(errno.EIO, text, f"{scheme}://{bucket}/{key}")
@@ -67,8 +67,8 @@ def version(scheme: str, bucket: str, key: str) -> tuple[bytes, dict[str, str]]:
         found = obstore.get(_open(scheme, bucket), key)
         return bytes(found.bytes()), _version(found.meta)
 
-    with _errors(scheme, bucket, key):
-        return _repeated(get)
+    with _translate_errors(scheme, bucket, key):
+        return _retry(get)
 
 
 def size(scheme: str, bucket: str, key: str) -> int | None:
@@ -76,7 +76,7 @@ def size(scheme: str, bucket: str, key: str) -> int | None:
     import obstore
 
     try:
-        with _errors(scheme, bucket, key):
+        with _translate_errors(scheme, bucket, key):
             return obstore.head(_open(scheme, bucket), key)["size"]
     except FileNotFoundError:
         return None
@@ -86,8 +86,8 @@ def sizes(scheme: str, bucket: str, key: str) -> dict[str, int]:
     """Bytes of each object below a key, by the rest of its key."""
     import obstore
 
-    with _errors(scheme, bucket, key, is_list=True):
-        found = _repeated(lambda: obstore.list(_open(scheme, bucket), key or None).collect())
+    with _translate_errors(scheme, bucket, key, is_list=True):
+        found = _retry(lambda: obstore.list(_open(scheme, bucket), key or None).collect())
     return {each["path"][len(key) :].lstrip("/"): each["size"] for each in found}
 
 
@@ -95,8 +95,8 @@ def has_any(scheme: str, bucket: str, key: str) -> bool:
     """Returns whether there are objects below a key."""
     import obstore
 
-    with _errors(scheme, bucket, key, is_list=True):
-        return _repeated(lambda: any(obstore.list(_open(scheme, bucket), key or None, chunk_size=1)))
+    with _translate_errors(scheme, bucket, key, is_list=True):
+        return _retry(lambda: any(obstore.list(_open(scheme, bucket), key or None, chunk_size=1)))
 
 
 def write(
@@ -115,9 +115,9 @@ def write(
 
     mode: Any = "overwrite" if replacing == "any" else replacing or "create"
     try:
-        with _errors(scheme, bucket, key):
+        with _translate_errors(scheme, bucket, key):
             put = lambda: obstore.put(_open(scheme, bucket), key, data, mode=mode, use_multipart=False)  # noqa: E731
-            return _version(_repeated(put))
+            return _version(_retry(put))
     except OSError as error:
         if isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
             return None
@@ -139,21 +139,21 @@ def upload(scheme: str, bucket: str, key: str, content: Callable[[], Iterable[me
         return
     part = max(PART, math.ceil(n_bytes / _MOST_PARTS))
     store = _open(scheme, bucket)
-    with _errors(scheme, bucket, key):
+    with _translate_errors(scheme, bucket, key):
         put = lambda: obstore.put(store, key, iter(content()), chunk_size=part, max_concurrency=CONCURRENT)  # noqa: E731
-        _repeated(put, also=FileNotFoundError)
+        _retry(put, also=FileNotFoundError)
 
 
 def delete(scheme: str, bucket: str, keys: Sequence[str]) -> None:
     """Deletes objects. Those that are not there are deleted already."""
     import obstore
 
-    with _errors(scheme, bucket, keys[0] if keys else ""):
+    with _translate_errors(scheme, bucket, keys[0] if keys else ""):
         if keys:
-            _repeated(lambda: obstore.delete(_open(scheme, bucket), keys))
+            _retry(lambda: obstore.delete(_open(scheme, bucket), keys))
 
 
-def _repeated(act: Callable[[], T], also: type[Exception] | tuple[()] = ()) -> T:
+def _retry(act: Callable[[], T], also: type[Exception] | tuple[()] = ()) -> T:
     """What `act` returns. It is repeated if an answer is cut off: `obstore` repeats what has no answer yet.
 
     **Arguments:**
@@ -196,7 +196,7 @@ def _opened(scheme: str, bucket: str, pid: int) -> Any:
 
 
 @contextmanager
-def _errors(scheme: str, bucket: str, key: str, *, is_list: bool = False) -> Iterator[None]:
+def _translate_errors(scheme: str, bucket: str, key: str, *, is_list: bool = False) -> Iterator[None]:
     """Raises what a store raises as an OSError that names the object, or the bucket if there is none to list."""
     from obstore import exceptions
 
@@ -205,7 +205,7 @@ def _errors(scheme: str, bucket: str, key: str, *, is_list: bool = False) -> Ite
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "no such object", f"{scheme}://{bucket}/{key}") from error
     except (exceptions.BaseError, NotImplementedError) as error:
-        number = next((number for kinds, number in _numbers().items() if isinstance(error, kinds)), errno.EIO)
+        number = next((number for kinds, number in _error_numbers().items() if isinstance(error, kinds)), errno.EIO)
         got = str(error).split("\n", 1)[0][:400]
         if is_list and "404 Not Found" in got:  # what is listed need not exist, but the bucket has to
             text = "expected a bucket, got none of that name. Create it, or correct the address"
@@ -215,7 +215,7 @@ def _errors(scheme: str, bucket: str, key: str, *, is_list: bool = False) -> Ite
 
 
 @functools.cache
-def _numbers() -> dict[tuple[type[Exception], ...], int]:
+def _error_numbers() -> dict[tuple[type[Exception], ...], int]:
     """Returns the numbers of errors that are not of input and output."""
     from obstore import exceptions
 
