@@ -220,9 +220,7 @@ class Writer:
             offset = begin + place * tensor.dtype.itemsize
             for chunk in _chunks(flat[at : at + n], tensor.dtype):
                 if len(chunk) >= _LARGE:
-                    if (
-                        len(written) == _WRITERS - 1
-                    ):  # bounds the queue of cast chunks on a slow disk
+                    if len(written) == _WRITERS - 1:  # bounds the queue of cast chunks on a slow disk
                         written.popleft().result()
                     written.append(pool.submit(_pwrite, fd, chunk, offset))
                 else:

@@ -152,9 +152,7 @@ def _shard_devices(stored: Any) -> dict[tuple[tuple[int, int], ...], list[Any]]:
 
 def _processes_with_copy(stored: Any) -> set[int]:
     """Returns the processes that have a complete copy of an array."""
-    return set.intersection(
-        *({device.process_index for device in devices} for devices in _shard_devices(stored).values())
-    )
+    return set.intersection(*({device.process_index for device in devices} for devices in _shard_devices(stored).values()))
 
 
 def _merge_shards(shards: list[tuple[tuple[int, ...], Any]]) -> list[Block]:

@@ -1,15 +1,15 @@
-"""Moments of gradients in few bits: bfloat16, or 8 bits a number with a float32 scale a block.
+"""Compressed moments of gradients: bfloat16, or 8 bits per number with a float32 scale per block.
 
 Owns the formats. A block is a run of numbers along one dim, with the largest magnitude as its scale. A first moment `m` is
-kept as `127 sqrt(|m| / scale)` and its sign, a second moment `v` as `255 (v / scale)^(1/4)`, both as whole numbers: a linear
-scale would have too few steps for the small numbers of a block, and a second moment that becomes zero would make an update
-infinite. So no second moment above zero is rounded to zero.
+stored as `127 sqrt(|m| / scale)` with its sign, a second moment `v` as `255 (v / scale)^(1/4)`, both as integers: a linear
+code would have too few steps for the small numbers of a block, and a second moment of zero would make an update infinite. So
+no second moment above zero is rounded to zero.
 
-Moments change by less than a step of these formats at a time: `v` by a thousandth, where `b2=0.999`. So they are rounded up
-or down by chance, right on average; rounded to the nearest, they would stay where they are.
+Moments change by less than one step of these formats at a time: `v` by a thousandth, with `b2=0.999`. So they are rounded
+stochastically, which is correct on average; rounded to nearest, they would never change.
 
-Source: block-wise scales, T. Dettmers et al., *8-bit Optimizers via Block-wise Quantization* (arXiv:2110.02861), which looks
-up a table of steps instead of taking roots; stochastic rounding (arXiv:2010.06192).
+Source: block-wise scales, T. Dettmers et al., *8-bit Optimizers via Block-wise Quantization* (arXiv:2110.02861), which uses
+a lookup table of steps instead of roots; stochastic rounding (arXiv:2010.06192).
 """
 
 import math
@@ -23,29 +23,29 @@ from jaxtyping import Array
 
 from .._rounding import to_bfloat16
 
-# Leaves with fewer numbers stay in float32: they take no memory, and norms and biases are sensitive.
+# Smaller leaves stay in float32: they need little memory, and norms and biases are sensitive.
 MIN_SIZE = 2**12
 _BLOCKS = range(256, 63, -1)  # numbers in a block; with 64, the scales add a sixteenth to the bytes
 _SHARDS = (64, 32, 16, 8, 4, 2, 1)
 _STEPS = {"first": 127, "second": 255}
-_ROOTS = {"first": 1, "second": 2}  # how often the square root is taken
+_ROOTS = {"first": 1, "second": 2}  # how many times the square root is taken
 
 FORMATS = ("8bit", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a leaf: of `size` numbers each, along the dim `dim`."""
+    """The blocks of a leaf: `size` numbers each, along the dim `dim`."""
 
     dim: int
     size: int
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> "Blocks | None":
-        """Returns the blocks of a leaf: along the last dim that divides into blocks, of a size that no usual number of
-        shards cuts. None for a leaf that is small, or has no such dim.
+        """Returns the blocks of a leaf: along the last dim that divides into blocks, with a size that no usual number of
+        shards splits. None for a small leaf, or one without such a dim.
 
-        They depend on the shape alone, so that a checkpoint restores onto any mesh.
+        They depend only on the shape, so that a checkpoint restores onto any mesh.
         """
         if math.prod(shape) < MIN_SIZE:
             return None
@@ -58,21 +58,21 @@ class Blocks:
         return None
 
     def scales(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the scales: that of the leaf, with a block in place of its numbers."""
+        """Returns the shape of the scales: the leaf's, with one entry per block."""
         return tuple(n // self.size if dim == self.dim else n for dim, n in enumerate(shape))
 
     def split(self, x: Array) -> Array:
-        """Returns the leaf with the dim `dim` as two: blocks, and the numbers of one."""
+        """Splits the leaf's dim `dim` into two: blocks, and the numbers of a block."""
         shape = x.shape
         return x.reshape(*shape[: self.dim], shape[self.dim] // self.size, self.size, *shape[self.dim + 1 :])
 
     def expand(self, scales: Array) -> Array:
-        """Scales as they are multiplied with `cut` leaves."""
+        """Reshapes the scales to broadcast against leaves from `split`."""
         return jnp.expand_dims(scales, self.dim + 1)
 
 
 def zeros(shape: Sequence[int], which: str, form: str) -> tuple[Array, Array | None]:
-    """Returns a moment of zeros, and its scales; None where it has none.
+    """Returns a moment of zeros, and its scales; None if it has none.
 
     **Arguments:**
 
@@ -99,12 +99,12 @@ def read(stored: Array, scales: Array | None, which: str) -> Array:
 
 
 def write(x: Array, like: Array, which: str, noise: Array) -> tuple[Array, Array | None]:
-    """Returns a moment as it is stored, and its scales.
+    """Returns a moment in its stored format, and its scales.
 
     **Arguments:**
 
     - `x`: float32.
-    - `like`: as stored before, for its dtype.
+    - `like`: the previously stored moment, for its dtype.
     - `noise`: uint16 in the shape of `x`.
     """
     if like.dtype == jnp.float32:
@@ -127,14 +127,14 @@ def write(x: Array, like: Array, which: str, noise: Array) -> tuple[Array, Array
 
 
 def _encode(part: Any, which: str) -> Array:
-    """Returns the place of a number from 0 to 1 among the steps, before it is rounded."""
+    """Returns the code of a number from 0 to 1, before rounding."""
     for _ in range(_ROOTS[which]):
         part = jnp.sqrt(part)
     return part * _STEPS[which]
 
 
 def _decode(code: Any, which: str) -> Array:
-    """Returns the number from 0 to 1 that a step stands for."""
+    """Returns the number from 0 to 1 of a code."""
     part = code / _STEPS[which]
     for _ in range(_ROOTS[which]):
         part = jnp.square(part)
@@ -142,6 +142,6 @@ def _decode(code: Any, which: str) -> Array:
 
 
 def noises(key: Array, shape: Sequence[int]) -> tuple[Array, Array]:
-    """Two arrays of uint16, for the two moments of a leaf."""
+    """Returns two uint16 arrays of random bits, for the two moments of a leaf."""
     bits = jax.random.bits(key, tuple(shape), jnp.uint32)
     return (bits & 0xFFFF).astype(jnp.uint16), (bits >> 16).astype(jnp.uint16)
