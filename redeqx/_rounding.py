@@ -1,4 +1,4 @@
-"""Stochastic rounding: rounds up or down at random, more likely to the nearer neighbour, so that the mean is exact."""
+"""Stochastic rounding: rounds up or down at random, in proportion to the distance, so that the mean is exact."""
 
 import jax
 import jax.numpy as jnp
