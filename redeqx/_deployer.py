@@ -238,7 +238,7 @@ class Deployer(KnowsRedco):
         check_model(model)
         if (loss_fn is None) != (batch is None):
             missing = "batch" if batch is None else "loss_fn"
-            raise ValueError(f"`{missing}`: expected with `loss_fn` and `batch` both or neither, got None. Pass both.")
+            raise ValueError(f"`{missing}`: expected both `loss_fn` and `batch`, or neither, got None. Pass both.")
         if loss_fn is None:
             return plan_model(model, self.mesh, None, overrides)
         check_model_function(loss_fn, "loss_fn", has_state=False)
@@ -308,7 +308,7 @@ class Deployer(KnowsRedco):
         micro = per_device_batch_size * self.n_batch_shards
         if global_batch_size < 1 or global_batch_size % micro:
             raise ValueError(
-                f"`global_batch_size`: expected a multiple of {per_device_batch_size} rows a device x "
+                f"`global_batch_size`: expected a multiple of {per_device_batch_size} rows per device x "
                 f"{self.n_batch_shards} shards = {micro}, got {global_batch_size}. Change one of the two."
             )
         return global_batch_size // micro
@@ -424,7 +424,7 @@ class Deployer(KnowsRedco):
         def plain(value: Any) -> Any:
             if isinstance(value, jax.Array | np.ndarray | np.generic):
                 return np.asarray(value).tolist()
-            raise TypeError(f"`outputs`: expected what JSON holds, got {type(value).__name__}. Convert it first.")
+            raise TypeError(f"`outputs`: expected values that JSON can hold, got {type(value).__name__}. Convert it first.")
 
         lines = "".join(json.dumps(output, default=plain) + "\n" for output in outputs)
         path = self.workdir / "outputs" / name

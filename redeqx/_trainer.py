@@ -467,7 +467,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         """
         engine = self._engine
         if engine.is_updating or engine.callbacks is not None:
-            raise ValueError("`resume`: expected before the first update, got called inside of `fit`. It resumes by itself.")
+            raise ValueError("`resume`: expected before the first update, got called inside `fit`. It resumes by itself.")
         if not self.deployer.is_dry_run:
             resume_newest(engine, reads_twice=False)
             engine.run.forget_records()  # of later steps, if this process has taken any
@@ -484,7 +484,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         Raises ValueError outside a fit.
         """
         if self._engine.callbacks is None:
-            raise ValueError("`stop`: expected inside of `fit`, got called outside. Call it in a callback.")
+            raise ValueError("`stop`: expected inside `fit`, got called outside. Call it in a callback.")
         self._engine.stop_requested = True
 
     @with_options(FitOptions)

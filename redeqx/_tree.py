@@ -59,7 +59,7 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
         name = render(path)
         if name in leaves:
             raise ValueError(
-                f"`{name}`: expected one leaf of that name, got two. Rename the dict key or field that holds the dot."
+                f"`{name}`: expected one leaf of that name, got two. Rename the dict key or field that contains the dot."
             )
         leaves[name] = leaf
     return leaves

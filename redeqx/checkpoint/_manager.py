@@ -107,7 +107,9 @@ class Checkpoints(CheckpointFolder):
             # Converted through JSON, so that a reader computes the same checksum: keys become strings, tuples become lists.
             plain = json.loads(json.dumps(record))
         except (TypeError, ValueError) as error:
-            raise TypeError(f"`record`: expected what JSON can hold, got {error}. Convert it before saving.") from error
+            raise TypeError(
+                f"`record`: expected values that JSON can hold, got {error}. Convert it before saving."
+            ) from error
         assert not set(RESERVED) & plain.keys()
         leaves = {kind: array_leaves(tree) for kind, tree in trees.items()}
         for each in leaves.values():

@@ -95,7 +95,7 @@ class Disk(Medium):
     def check_exists(self) -> None:
         workdir = self.folder.parent
         if self._has_place and not workdir.is_dir():
-            why = "expected the run's folder, which was there at its start, got none. Mount it again, or save elsewhere"
+            why = "expected the run's folder, which existed at its start, got none. Mount it again, or save elsewhere"
             raise OSError(errno.ENOENT, why, str(workdir))
 
     def create(self) -> None:
@@ -166,7 +166,7 @@ class Disk(Medium):
         return OSError(
             error.errno,
             f"expected to write {n_bytes} bytes, got {error.strerror!r} with {free} bytes free at first. "
-            "Earlier checkpoints are whole. Make room, or save elsewhere",
+            "Earlier checkpoints are complete. Make room, or save elsewhere",
             str(self.folder / name),
         )
 
@@ -228,7 +228,7 @@ class Store(Medium):
         del n_bytes, free
         return OSError(
             error.errno,
-            f"{error.strerror}. Earlier checkpoints are whole: run the script again to go on from the last one",
+            f"{error.strerror}. Earlier checkpoints are complete: run the script again to continue from the last one",
             str(self.folder / name),
         )
 

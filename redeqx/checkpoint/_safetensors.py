@@ -311,7 +311,7 @@ def _parse(path: Location, name: str, field: Any) -> _Tensor:
     if code not in DTYPES:
         raise damaged(path, f"`{name}` to be one of {', '.join(DTYPES)}", brief_name(code))
     if not (is_size(start) and is_size(stop) and start <= stop):
-        raise damaged(path, f"`{name}` to have data_offsets of two places, in order", brief([start, stop]))
+        raise damaged(path, f"`{name}` to have two data_offsets in order", brief([start, stop]))
     if not all(map(is_size, shape)):
         raise damaged(path, f"`{name}` to have a shape of sizes", brief(shape))
     # The product of all sizes except zeros must not overflow: NumPy refuses such shapes. At most as many dims as NumPy
@@ -360,7 +360,9 @@ class TensorFile:
         stop = 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
             if tensor.start != stop:
-                raise damaged(path, f"`{brief_name(name)}` to begin at {stop}, where the one before ends", f"{tensor.start}")
+                raise damaged(
+                    path, f"`{brief_name(name)}` to begin at {stop}, where the previous one ends", f"{tensor.start}"
+                )
             stop = tensor.stop
         if stop != self._data.size:
             raise damaged(path, f"{stop} bytes of tensors, as the header says", f"{self._data.size}")

@@ -141,7 +141,7 @@ class _MixtureIterator(Iterator[Any]):
     def set_state(self, state: dict[str, Any]) -> None:
         if state.keys() != {source.name for source in self._sources}:
             raise ValueError(
-                f"`sources`: expected those of the run that is resumed, {sorted(state)}, got "
+                f"`sources`: expected those of the resumed run, {sorted(state)}, got "
                 f"{sorted(source.name for source in self._sources)}. Pass the same, or choose another workdir."
             )
         for source in self._sources:

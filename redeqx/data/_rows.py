@@ -64,7 +64,7 @@ class BatchSize:
         if per_device_batch_size is not None and batch_size is not None:
             raise ValueError(
                 f"{names}: expected one of the two, got {per_device_batch_size} and {batch_size}. "
-                f"Pass `{prefix}batch_size` alone: the rows a device follow from it."
+                f"Pass `{prefix}batch_size` alone: it sets the rows per device."
             )
         n_devices = n_devices or mesh.size
         if batch_size is not None:

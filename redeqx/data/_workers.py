@@ -170,7 +170,7 @@ def _pickled(collate_fn: Callable[[list], PyTree], names: ArgumentNames) -> byte
         function = pickle.dumps(collate_fn)
     except Exception as error:
         raise TypeError(
-            f"`{names.function}`: expected a function that pickles, {names.sent}, got one that does not ({error}). "
+            f"`{names.function}`: expected a function that can be pickled, {names.sent}, got one that cannot ({error}). "
             f"{names.remedy}"
         ) from error
     file = getattr(sys.modules["__main__"], "__file__", None)
@@ -182,7 +182,7 @@ def _pickled(collate_fn: Callable[[list], PyTree], names: ArgumentNames) -> byte
             )
     elif not _is_guarded(Path(file)):
         raise ValueError(
-            f'`{file}`: expected a script whose work stands under `if __name__ == "__main__":`, as each process of '
+            f'`{file}`: expected a script that does its work under `if __name__ == "__main__":`, as each process of '
             f"`{names.processes}` imports it, got one that would run again. Add that line, or pass `{names.otherwise}`."
         )
     return function

@@ -54,7 +54,7 @@ def read(scheme: str, bucket: str, key: str, start: int = 0, stop: int | None = 
             return _retry(lambda: bytes(obstore.get(store, key).bytes()))
         found = _retry(lambda: bytes(obstore.get_range(store, key, start=start, end=stop)))
     if len(found) != stop - start:
-        text = f"expected {stop - start} bytes from {start} on, got {len(found)}. The object is cut short: load another"
+        text = f"expected {stop - start} bytes from {start} on, got {len(found)}. The object is truncated: load another"
         raise OSError(errno.EIO, text, f"{scheme}://{bucket}/{key}")
     return found
 

@@ -65,6 +65,6 @@ def _end(folder: Path, to: StorePath, uploaded: dict[str, tuple[int, int]], busy
     try:
         _upload(folder, to, uploaded, busy)
     except OSError as error:
-        warnings.warn(f"`{to}`: expected to take the run's records, got {error}. They are in {folder}.", stacklevel=2)
+        warnings.warn(f"`{to}`: expected to receive the run's records, got {error}. They are in {folder}.", stacklevel=2)
         return
     shutil.rmtree(folder.parent, ignore_errors=True)

@@ -42,7 +42,7 @@ class EMA(Callback):
         advice = "0.999 averages about 1000 steps."
         check_number(decay, "decay", "a number from 0 to below 1", lambda decay: 0 <= decay < 1, advice)
         if not name.isidentifier() or name in ("model", "model_state", "optimizer", "callbacks", "eval"):
-            raise ValueError(f"`name`: expected letters, and no name of another file, got {name!r}. Pass 'ema', say.")
+            raise ValueError(f"`name`: expected an identifier that names no other file, got {name!r}. Pass 'ema', say.")
         self.decay, self.name = decay, name
         self._trainer: Any = None
 

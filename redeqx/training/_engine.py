@@ -126,7 +126,7 @@ class Engine:
         if not self._train_state.is_loaded:
             raise ValueError(
                 "`trainer`: expected its values, got none: they were freed for a checkpoint that then could not be read. "
-                "Load one that is complete with `load_ckpt`, or make the Trainer anew."
+                "Load one that is complete with `load_ckpt`, or create the Trainer again."
             )
         return self._train_state
 
@@ -438,7 +438,7 @@ class Engine:
         - `opt_states`: whether to load the optimizer state, the step and the progress too.
         """
         if self.is_updating:
-            raise ValueError("`load_ckpt`: expected after `fit` or `train`, got called inside of it. Call it afterwards.")
+            raise ValueError("`load_ckpt`: expected after `fit` or `train`, got called inside it. Call it afterwards.")
         checkpoints: CheckpointFolder
         if self.checkpoints is None and (not isinstance(name, str) or "/" in name):  # a path needs no workdir
             checkpoints = CheckpointFolder(location(name, "checkpoint").parent, self.run.peers, self.run.console.info)
@@ -548,6 +548,6 @@ class Engine:
             if isinstance(error, DamagedError):
                 raise DamagedCheckpoint(str(error)) from error
             raise ValueError(
-                f"`workdir`: expected a run that this trainer can go on with, got {path}, which it cannot: {error} "
+                f"`workdir`: expected a run that this trainer can continue, got {path}, which it cannot: {error} "
                 "For a new run choose another workdir."
             ) from error

@@ -98,7 +98,7 @@ def _attention_rows(recipe: Recipe, mesh: Mesh, trace: Trace) -> dict[str, str]:
     for what, n_bytes in dense.items():
         if n_bytes > _LARGE:
             warn(
-                f"attention: {what} take {n_bytes / 2**30:,.1f} GiB of a device, a number for each query and key. Use "
+                f"attention: {what} take {n_bytes / 2**30:,.1f} GiB per device, one number for each query and key. Use "
                 "`redeqx.attention` with `causal`, `window` or `lengths` where these say the same, or shorter rows.",
             )
     said = [f"{n} fused ({what})" for what, n in fused.items()]

@@ -104,7 +104,7 @@ class Precision:
         if compute_dtype is not None and given.dtype != jnp.dtype(compute_dtype):
             found = None if given.dtype is None else given.dtype.name
             raise ValueError(
-                f"`compute_dtype`: expected {found}, which `precision` says, got {jnp.dtype(compute_dtype).name}. "
+                f"`compute_dtype`: expected {found}, as set by `precision`, got {jnp.dtype(compute_dtype).name}. "
                 "Pass one of the two."
             )
         return given
@@ -135,7 +135,7 @@ class Precision:
         device = mesh.devices.flat[0]
         if self.in_fp8 and device.platform != "cpu" and not has_fp8(device):
             raise ValueError(
-                f"`precision`: expected a device that multiplies fp8 ({', '.join(FP8_DEVICES)}), got {device.device_kind}. "
+                f"`precision`: expected a device that supports fp8 ({', '.join(FP8_DEVICES)}), got {device.device_kind}. "
                 "Pass 'bfloat16' for this one."
             )
 

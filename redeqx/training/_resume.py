@@ -33,7 +33,7 @@ def resume_newest(engine: Engine, *, may_resume: bool = True, reads_twice: bool 
     if candidates and not may_resume:
         raise ValueError(
             f"`workdir`: expected no checkpoints, as `resume=False`, got {candidates[0]}. "
-            "Pass `resume=True` to go on from it, or another workdir to begin anew."
+            "Pass `resume=True` to continue from it, or another workdir for a new run."
         )
     path, record = _first_valid(engine, candidates, reads_twice)
     if path is None:
@@ -43,7 +43,7 @@ def resume_newest(engine: Engine, *, may_resume: bool = True, reads_twice: bool 
     if record["seed"] != engine.run.seed:
         raise ValueError(
             f"`jax_seed`: expected {record['seed']}, as in {path}, got {engine.run.seed}. "
-            "Pass the same seed to go on, or another workdir to begin anew."
+            "Pass the same seed to continue, or another workdir for a new run."
         )
     engine.resume_from(path, record)
     engine.run.console.info(f"resuming from {path}, step {engine.step}")
@@ -66,7 +66,7 @@ def _first_valid(engine: Engine, paths: Sequence[Location], reads_twice: bool) -
         checkpoints.note_damage(path, error)
         if path not in engine.warned:
             engine.warned.add(path)
-            warn(f"{error} It is passed over for the one before.")
+            warn(f"{error} It is skipped for the previous one.")
         problem = problem or error
     if problem is not None:
         checkpoints.forget_damage()
@@ -91,14 +91,14 @@ def check_setting(engine: Engine, now: Mapping[str, Any]) -> None:
     if "batch_size" in differs:
         was, found = differs["batch_size"]
         raise ValueError(
-            f"`batch_size`: expected {was} examples an update, as in the run that is resumed, got {found}. "
-            f"Pass `batch_size={was}`, from which the rows a device follow on any mesh, or {otherwise}."
+            f"`batch_size`: expected {was} examples per update, as in the resumed run, got {found}. "
+            f"Pass `batch_size={was}`, which sets the rows per device on any mesh, or {otherwise}."
         )
     if "train_size" in differs:
         was, found = differs["train_size"]
         raise ValueError(
-            f"`train_examples`: expected {was}, as in the run that is resumed, got {found}. "
-            f"Its order of examples would be another one. For new examples {otherwise}."
+            f"`train_examples`: expected {was}, as in the resumed run, got {found}. "
+            f"The order of the examples would differ. For new examples {otherwise}."
         )
     said = [
         "other examples" if name == "sample" else f"`{name}` {found}, before {was}" for name, (was, found) in differs.items()

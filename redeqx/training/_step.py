@@ -274,7 +274,7 @@ def make_predict_step(
         n, leaves = n_rows(batch), named_leaves(outputs)
         if not leaves:
             raise ValueError(
-                f"`pred_fn`: expected arrays with a row an example, got {outputs!r}. Return a PyTree of arrays."
+                f"`pred_fn`: expected arrays with one row per example, got {outputs!r}. Return a PyTree of arrays."
             )
         for name, leaf in leaves.items():
             if not is_array_like(leaf) or not leaf.shape or leaf.shape[0] != n:

@@ -731,7 +731,7 @@ def test_mappings_are_no_examples(tmp_path):
 
 
 def test_endless_examples_with_a_length_are_refused():
-    with pytest.raises(ValueError, match=r"expected a number of examples, got 1,125,.* as of endless repeats"):
+    with pytest.raises(ValueError, match=r"expected a number of examples, got 1,125,.* as from endless repeats"):
         check_examples(range(2**50))
 
 
