@@ -76,8 +76,8 @@ def checked_entry(path: Location) -> Location:
     """Returns an entry of a checkpoint's folder. Raises ValueError if it is a link that leads out of the folder."""
     if isinstance(path, Path) and is_outside_link(path):
         raise ValueError(
-            f"`{path}`: expected an entry that a save created, got a link to {os.path.realpath(path)}. Put a copy in its place, "
-            "or pass the path of a checkpoint elsewhere."
+            f"`{path}`: expected an entry that a save created, got a link to {os.path.realpath(path)}. Put a copy in its "
+            "place, or pass the path of a checkpoint elsewhere."
         )
     return path
 

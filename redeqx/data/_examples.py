@@ -181,7 +181,7 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
         raise ValueError(f"`{name}`: expected at least one example, got none. Look at what was loaded.")
     if n is not None and n > _MOST:  # as grain's `repeat()`
         raise ValueError(
-            f"`{name}`: expected a number of examples, got {n:,}, as from endless repeats. Remove the repeats: `n_epochs` repeats."
+            f"`{name}`: expected a number of examples, got {n:,}, as from endless repeats. Remove them: `n_epochs` repeats."
         )
 
 
