@@ -154,7 +154,7 @@ class Predictor(KnowsRedco):
             yield from self._zeros(examples, n, at_once, rows, model)
             return
         model, state, plan = self._resolve(model)
-        parts, step = self._step_for(model, state, plan)
+        parts, step = self._get_step(model, state, plan)
         trained, frozen = parts.take(model)
         state_leaves = jax.tree.leaves(state)
         mesh = self._deployer.mesh
@@ -189,9 +189,9 @@ class Predictor(KnowsRedco):
             own, state, plan = self._source()
             model = own if model is None else model
         else:
-            model, state = self._own(model), self._model_state
+            model, state = self._require_model(model), self._model_state
             plan = self._deployer.plan(model) if self._plan is None else self._plan
-        parts, step = self._step_for(model, state, plan)
+        parts, step = self._get_step(model, state, plan)
         batch = pad_rows(collate(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
         key, i = jax.random.key(self._deployer.jax_seed), np.uint32(0)
         shapes = jax.eval_shape(step, *parts.take(model), jax.tree.leaves(state), batch, key, i)
@@ -240,7 +240,7 @@ class Predictor(KnowsRedco):
             own, state, plan = self._source()
             return (own if model is None else place(model, plan)), state, plan
         if self._plan is None:
-            self._plan = self._deployer.plan(self._own(model))
+            self._plan = self._deployer.plan(self._require_model(model))
         if model is not None:
             return place(model, self._plan), self._placed_state(), self._plan
         if self._placed is None:
@@ -250,12 +250,12 @@ class Predictor(KnowsRedco):
     def _placed_state(self) -> PyTree:
         return jax.tree.map(lambda leaf: put(leaf, replicated(self._deployer.mesh)), self._model_state)
 
-    def _own(self, model: PyTree | None) -> PyTree:
+    def _require_model(self, model: PyTree | None) -> PyTree:
         if model is None and self._model is None:
             raise ValueError("`model`: expected a model, got None. Pass it to `Predictor` or to `predict`.")
         return self._model if model is None else model
 
-    def _step_for(self, model: PyTree, state: PyTree, plan: Plan) -> tuple[Parts, Callable[..., Any]]:
+    def _get_step(self, model: PyTree, state: PyTree, plan: Plan) -> tuple[Parts, Callable[..., Any]]:
         """Returns the compiled step, rebuilt if the model differs in more than its arrays."""
         arrays, static = eqx.partition(model, is_array_like)
         structure = jax.tree.structure(arrays), jax.tree.leaves(static), plan.leaves

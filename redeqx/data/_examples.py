@@ -140,13 +140,13 @@ class Slice:
     @property
     def places(self) -> Sequence[int]:
         """The number of each example: its index, or its position in an iterable."""
-        if isinstance(self.examples, _Picked):
+        if isinstance(self.examples, _Subset):
             return self.examples.places
         return range(self.position - len(self.examples), self.position)
 
 
 @dataclass(frozen=True)
-class _Picked(Sequence[Any]):
+class _Subset(Sequence[Any]):
     """The items of a sequence at these indices."""
 
     of: Any
@@ -237,7 +237,7 @@ def slices(
         order = np.arange(n) if seed is None else np.random.default_rng(seed).permutation(n)
         for start in range(position, n - batch_size + 1 if drop_remainder else n, batch_size):
             places = tuple(order[start : start + batch_size].tolist())
-            yield Slice(_Picked(examples, places), start + len(places))
+            yield Slice(_Subset(examples, places), start + len(places))
         return
     stream = Stream(examples, position, state, name)
     while taken := list(itertools.islice(stream, batch_size)):

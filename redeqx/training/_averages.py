@@ -52,28 +52,28 @@ class Averaging(optax.GradientTransformationExtraArgs):
         return averaging
 
 
-def names_of(optimizer: optax.GradientTransformation) -> list[str]:
+def average_names(optimizer: optax.GradientTransformation) -> list[str]:
     """Returns the names of an optimizer's averages, the outermost first."""
-    return [optimizer.name, *names_of(optimizer.inner)] if isinstance(optimizer, Averaging) else []
+    return [optimizer.name, *average_names(optimizer.inner)] if isinstance(optimizer, Averaging) else []
 
 
 def with_saved_averages(
-    optimizer: optax.GradientTransformation, saved: Sequence[str], say: Callable[[str], None]
+    optimizer: optax.GradientTransformation, saved: Sequence[str], log: Callable[[str], None]
 ) -> optax.GradientTransformation:
     """Returns the optimizer with the averages of a checkpoint, in their order, so that its state can be loaded.
 
     **Arguments:**
 
-    - `saved`: the names of the checkpoint's averages, from `names_of`.
-    - `say`: called with a message for each average that is new to the run, or that this run does not use.
+    - `saved`: the names of the checkpoint's averages, from `average_names`.
+    - `log`: called with a message for each average that is new to the run, or that this run does not use.
     """
-    own = names_of(optimizer)
+    own = average_names(optimizer)
     if own == list(saved):
         return optimizer
     for name in (name for name in saved if name not in own):
-        say(f"the checkpoint's average `{name}` is dropped, unless a fit before the next step keeps one (callback `EMA`)")
+        log(f"the checkpoint's average `{name}` is dropped, unless a fit before the next step keeps one (callback `EMA`)")
     for name in (name for name in own if name not in saved):
-        say(f"the average `{name}` begins with the weights of the checkpoint, which has none")
+        log(f"the average `{name}` begins with the weights of the checkpoint, which has none")
     while isinstance(optimizer, Averaging):
         optimizer = optimizer.inner
     for name in reversed(saved):
@@ -92,10 +92,10 @@ def with_averages(
     - `aside`: further averages of the same weights, which an earlier state did not use.
     - `init`: makes such a state from the current weights, where new averages begin.
     """
-    averages, state = _taken_apart(state)
+    averages, state = _unwrap(state)
     averages = {**aside, **averages}
     if set(names) - set(averages):
-        averages = {**_taken_apart(init())[0], **averages}
+        averages = {**_unwrap(init())[0], **averages}
     for name in reversed(names):
         state = AverageState(state, averages.pop(name), name)
     return state, averages
@@ -112,7 +112,7 @@ def with_new_averages(state: PyTree, params: PyTree) -> PyTree:
 
 def averages_in(state: PyTree) -> dict[str, PyTree]:
     """Returns the averages in an optimizer state, by name."""
-    return _taken_apart(state)[0]
+    return _unwrap(state)[0]
 
 
 def as_model(average: PyTree, model: PyTree) -> PyTree:
@@ -120,7 +120,7 @@ def as_model(average: PyTree, model: PyTree) -> PyTree:
     return jax.tree.map(_like, eqx.combine(cast(PyTree, average), model), model)
 
 
-def _taken_apart(state: PyTree) -> tuple[dict[str, PyTree], PyTree]:
+def _unwrap(state: PyTree) -> tuple[dict[str, PyTree], PyTree]:
     """Splits a state into its averages, by name, and the inner state."""
     averages = {}
     while isinstance(state, AverageState):

@@ -312,17 +312,17 @@ class Callbacks:
             self.was_called = True
             getattr(callback, method)(self.trainer, *args)
 
-    def wanting(self, step: int) -> list[Callback]:
+    def due(self, step: int) -> list[Callback]:
         """Returns the callbacks whose `on_step` is called after this step."""
         return [callback for callback in self.overriding("on_step") if callback.wants(step)]
 
-    def stepped(self, wanting: Sequence[Callback], metrics: Mapping[str, float]) -> None:
+    def call_on_step(self, due: Sequence[Callback], metrics: Mapping[str, float]) -> None:
         """Calls `on_step` of these callbacks."""
-        for callback in wanting:
+        for callback in due:
             self.was_called = True
             callback.on_step(self.trainer, dict(metrics))
 
-    def saved(self, path: Location, checkpoints: Checkpoints) -> None:
+    def call_on_save(self, path: Location, checkpoints: Checkpoints) -> None:
         """Calls `on_save` once the checkpoint is on disk, except for checkpoints that are saved inside `on_save`."""
         if not self.is_saving and self.overriding("on_save"):
             checkpoints.wait()

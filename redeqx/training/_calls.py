@@ -15,7 +15,7 @@ from ..partition import Plan
 from ._run import Run
 
 
-class _Trained(NamedTuple):
+class _TrainProgram(NamedTuple):
     """A program of the train step, and its work on one device."""
 
     lowered: jax.stages.Lowered
@@ -34,14 +34,14 @@ class Calls:
         self._run = run
         # By name: the newest step that was called, and its programs by the signature of their batch.
         self._known: dict[str, tuple[Any, dict[Any, Any]]] = {}
-        self._newest: _Trained | None = None
+        self._newest: _TrainProgram | None = None
 
     @property
     def newest_step(self) -> jax.stages.Compiled | None:
         """The compiled program of the newest train step; None before the first."""
         return None if self._newest is None else self._newest.lowered.compile()
 
-    def knows(self, step: Any, signature: Any = None) -> bool:
+    def has_called(self, step: Any, signature: Any = None) -> bool:
         """Returns whether a train step has been called; with `signature`, with such a batch."""
         called, programs = self._known.get(_TRAIN, (None, {}))
         return called is step and (signature is None or signature in programs)
@@ -61,7 +61,7 @@ class Calls:
             outs = step(*args)
         else:
             with self._compiling(_TRAIN, step, args, line, checked_work(step, args, plan, batch.groups)):
-                trained = _Trained(step.lower(*args), count())  # the call below reuses the lowering
+                trained = _TrainProgram(step.lower(*args), count())  # the call below reuses the lowering
                 outs = step(*args)
             programs[signature] = trained
         self._newest = programs[signature]

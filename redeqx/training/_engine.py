@@ -22,14 +22,14 @@ from ..monitor import ProgressLine
 from ..partition import Plan
 from ..storage import AtEnd, Location, location
 from ._agreement import agree_on_opt_state, agree_on_trainer, check_rows
-from ._averages import as_model, averages_in, names_of, with_averages, with_new_averages, with_saved_averages
+from ._averages import as_model, average_names, averages_in, with_averages, with_new_averages, with_saved_averages
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._calls import Calls
 from ._header import header_rows, loss_rows
 from ._loss import n_rows
 from ._memory import Choice, choices, describe_choice, first_that_fits, least_memory, memory_of
 from ._metrics import Metrics, Update
-from ._nonfinite import why_nonfinite
+from ._nonfinite import explain_nonfinite
 from ._precision import with_new_masters
 from ._program import Program, shard_bytes
 from ._progress import Position, Progress, check_record
@@ -115,9 +115,9 @@ class Engine:
         return self._train_state is not None
 
     @property
-    def is_new(self) -> bool:
+    def must_compile(self) -> bool:
         """Whether the train step has to compile for any batch."""
-        return self._train_state is None or not self.calls.knows(self._train_state.program.train_step)
+        return self._train_state is None or not self.calls.has_called(self._train_state.program.train_step)
 
     @property
     def state(self) -> TrainState:
@@ -229,7 +229,7 @@ class Engine:
             held.opt_state = list(program.opt_state)
             return
         init = lambda: jax.tree.unflatten(program.opt_treedef, program.init_opt_state(held.trained))  # noqa: E731
-        state, self._averages_aside = with_averages(names_of(optimizer), before, self._averages_aside, init)
+        state, self._averages_aside = with_averages(average_names(optimizer), before, self._averages_aside, init)
         pairs = zip(jax.tree.leaves(state), program.opt_state, strict=True)
         held.opt_state = [x if x.sharding == shape.sharding else jax.device_put(x, shape.sharding) for x, shape in pairs]
 
@@ -290,7 +290,7 @@ class Engine:
         self.run.watch.beat(self.step)
         epoch, work = None if position is None else position.epoch, work * counted_share(batch)
         update = Update(self.step, epoch, program.metric_names, vector, replace(batch, groups=()), work)
-        self.metrics.add(update, line, self.progress, self._why_nonfinite)
+        self.metrics.add(update, line, self.progress, self._explain_nonfinite)
 
     def _choose_memory(self, batch: Batch, line: ProgressLine) -> None:
         """With `memory="auto"`: chooses the first setting whose train step fits into memory, before its first run.
@@ -300,7 +300,7 @@ class Engine:
         run, recipe = self.run, self.recipe
         if recipe.memory is None or recipe.grad_fn is not None:
             return
-        if self.calls.knows(self.state.program.train_step, batch.signature):
+        if self.calls.has_called(self.state.program.train_step, batch.signature):
             return
         memory = least_memory(memory_of(run.mesh), run.peers)
         if memory is None:
@@ -345,7 +345,7 @@ class Engine:
 
     def flush(self, line: ProgressLine) -> None:
         """Waits for the device, and reads, checks and records the metrics of every step."""
-        self.metrics.read_all(line, self.progress, self._why_nonfinite)
+        self.metrics.read_all(line, self.progress, self._explain_nonfinite)
 
     def compiled(self, batch: Batch) -> jax.stages.Compiled:
         """Returns the compiled train step for a batch."""
@@ -353,13 +353,13 @@ class Engine:
         args = self.state.train_args(batch.groups, batch.n_micro_batches)
         return self.state.program.train_step.lower(*args).compile()
 
-    def _why_nonfinite(self, batch: Batch) -> str:
+    def _explain_nonfinite(self, batch: Batch) -> str:
         """Names the last good checkpoint, and what in a batch makes its loss not finite."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
         index = {} if self.checkpoints is None else self.checkpoints.index()
         last = f"The last good checkpoint is {index['last']}." if "last" in index else "Nothing was saved yet."
-        return f"{last} {why_nonfinite(batch.rows, batch.places, lambda: self.recipe.trace(*self.trees, batch.rows))}"
+        return f"{last} {explain_nonfinite(batch.rows, batch.places, lambda: self.recipe.trace(*self.trees, batch.rows))}"
 
     def predictor_source(self) -> tuple[PyTree, PyTree, Plan]:
         """Returns the model, the state of its layers and the plan that a Predictor of this trainer uses."""
@@ -399,7 +399,7 @@ class Engine:
             return self.need_checkpoints().folder / f"step_{self.step:08d}"  # writes nothing
         self.place()
         # The metrics of the newest updates may be unread, for example if a tracker saves.
-        last_metrics, n_skipped = self.metrics.newest_unread(self.progress.n_skipped, self._why_nonfinite)
+        last_metrics, n_skipped = self.metrics.newest_unread(self.progress.n_skipped, self._explain_nonfinite)
         record = {
             "redeqx": __version__,
             "step": self.step,
@@ -410,7 +410,7 @@ class Engine:
             "mesh": dict(self.run.mesh.shape),
             "metrics": dict(metrics),
             "train_metrics": last_metrics,
-            "averages": names_of(self.recipe.optimizer),
+            "averages": average_names(self.recipe.optimizer),
         }
         checkpoints = self.need_checkpoints()
         trees = self.state.trees(opt_state=save_opt_states)
@@ -426,7 +426,7 @@ class Engine:
         path = checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
         self.progress.saved = (self.step, self.progress.position)
         if self.callbacks is not None:
-            self.callbacks.saved(path, checkpoints)
+            self.callbacks.call_on_save(path, checkpoints)
         return path
 
     def load(self, name: str | Location, *, opt_states: bool) -> None:
@@ -506,7 +506,7 @@ class Engine:
 
     def _averages_of_record(self, record: Mapping[str, Any]) -> Sequence[str]:
         """Returns the names of a checkpoint's averages; earlier releases did not record them, then those of this trainer."""
-        return record.get("averages", names_of(self.recipe.optimizer))
+        return record.get("averages", average_names(self.recipe.optimizer))
 
     @contextmanager
     def _using_averages(self, saved: Sequence[str] | None) -> Iterator[None]:

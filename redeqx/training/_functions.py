@@ -85,7 +85,7 @@ class Functions:
             weights[:n_trained], weights[n_trained:], inference=inference, compute_dtype=self.precision.dtype
         )
 
-    def _planned(self, fn: Callable[..., Any], *, is_loss: bool = False, is_trained: bool = False) -> Callable[..., Any]:
+    def _with_rules(self, fn: Callable[..., Any], *, is_loss: bool = False, is_trained: bool = False) -> Callable[..., Any]:
         rules = plan_rules(self.parts, self.plan, named=self.named, fuse_attention=self.fuse_attention)
         in_fp8, summed_in = self.precision.in_fp8, self.precision.summed_in
         if in_fp8 or summed_in is not None:
@@ -113,7 +113,7 @@ class Functions:
             total, weight, metrics = as_sums(out, n_rows(batch))
             return total, (weight, metrics, state)
 
-        return self._planned(loss, is_loss=True, is_trained=not inference)
+        return self._with_rules(loss, is_loss=True, is_trained=not inference)
 
     def gradient(self) -> Callable[..., Any]:
         """Returns `(trained, frozen, state, batch, key) -> (gradients of the total, total, weight, metrics, state)`."""
@@ -148,7 +148,7 @@ class Functions:
                 picked.append(leaves[name] * weight)
             return picked, total, weight, metrics, state
 
-        planned_fn = self._planned(user)
+        planned_fn = self._with_rules(user)
         return lambda trained, frozen, *rest: planned_fn([*trained, *frozen], *rest)
 
     def _with_state(self, out: Any, state: PyTree, where: str) -> tuple[Any, PyTree]:

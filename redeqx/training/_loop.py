@@ -88,7 +88,7 @@ class Fit:
             engine.place()
             engine.run.console.info("this fit is done already: the checkpoint was saved after it")
             engine.n_fits += 1
-            return self._returned()
+            return self._result()
         line = engine.run.console.progress(n_epochs=options.epochs, first_step=engine.step)
         listening = engine.run.preemption.listening() if engine.checkpoints is not None else nullcontext()
         engine.stop_requested, engine.callbacks, self.began_at = False, self.callbacks, engine.step
@@ -101,7 +101,7 @@ class Fit:
                         break
                 self._end(line)
                 engine.callback_states = self.callbacks.states()
-                self.callbacks.call("on_fit_end", self._returned())
+                self.callbacks.call("on_fit_end", self._result())
         finally:
             engine.callbacks = None
         engine.n_fits += 1
@@ -109,7 +109,7 @@ class Fit:
             engine.checkpoints.wait()
         engine.run.upload()
         self._summarise()
-        return self._returned()
+        return self._result()
 
     @contextmanager
     def _keeping_states(self) -> Iterator[None]:
@@ -124,7 +124,7 @@ class Fit:
                 engine.callback_states = self.callbacks.states()
             raise
 
-    def _returned(self) -> dict[str, float]:
+    def _result(self) -> dict[str, float]:
         """Returns the result of `fit`."""
         return dict(self.metrics if self.options.evaluates else self.engine.metrics.last)
 
@@ -235,7 +235,7 @@ class Fit:
             engine.run.console.info(f"step {engine.step} is reached already: nothing to train")
         return start
 
-    def _compare(self, start: Position, n: int | None, sample: int | None) -> None:
+    def _check_setting(self, start: Position, n: int | None, sample: int | None) -> None:
         """Compares the sizes of this fit with those of the run that it resumes, and records them.
 
         **Arguments:**
@@ -285,7 +285,7 @@ class Fit:
         if differs_by_epoch(options.train_examples):
             engine.run.peers.agree("train_examples", {f"the size of epoch {epoch}": n}, "Pass the same in every process.")
         if start is first:
-            self._compare(start, n, sample_of(examples))
+            self._check_setting(start, n, sample_of(examples))
         elif differs_by_epoch(options.train_examples):
             engine.progress.setting |= {"train_size": n, "sample": sample_of(examples)}
         line.n_steps = self._last_step
@@ -306,18 +306,18 @@ class Fit:
                     return
                 if options.eval_examples is not None and options.eval_sanity_check:
                     # On one batch, so that an error shows before training and not after an epoch.
-                    self._measure(self._first_evaluated(), line)
+                    self._compute_metrics(self._first_evaluated(), line)
                     if engine.run.peers.n == 1 and self._is_over():  # stopped by an `eval_metric_fn`
                         return
             with closing(updates(engine, upcoming, line, start.fit, epoch)) as steps_taken:
                 for _, is_last in steps_taken:
-                    if wanting := self.callbacks.wanting(engine.step):
+                    if due := self.callbacks.due(engine.step):
                         engine.flush(line)
-                        self.callbacks.stepped(wanting, engine.metrics.last)
+                        self.callbacks.call_on_step(due, engine.metrics.last)
                     if is_last:
                         break  # the end of the epoch evaluates and saves
                     tags = self._evaluate(line) if _is_due(engine.step, options.eval_every_n_steps) else set()
-                    self._keep(tags, line)
+                    self._save_if_due(tags, line)
                     if self._is_over():
                         return
         engine.flush(line)
@@ -325,12 +325,12 @@ class Fit:
         tags = self._evaluate(line) if options.evaluates else set()
         if _is_due(epoch + 1, options.save_ckpt_every_k_epochs):
             tags.add(f"epoch_{epoch + 1}")
-        self.callbacks.call("on_epoch_end", self._returned())
-        self._keep(tags, line, is_due=options.save_last_ckpt)
+        self.callbacks.call("on_epoch_end", self._result())
+        self._save_if_due(tags, line, is_due=options.save_last_ckpt)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
-    def _measure(self, examples: Any, line: ProgressLine) -> dict[str, float]:
+    def _compute_metrics(self, examples: Any, line: ProgressLine) -> dict[str, float]:
         options, engine = self.options, self.engine
         metrics: dict[str, float] = {}
         with line.pause("evaluating"):
@@ -364,7 +364,7 @@ class Fit:
         """Evaluates; returns the tags whose best checkpoint is now this one."""
         engine = self.engine
         engine.flush(line)
-        self.metrics = self._measure(self.options.eval_examples, line)
+        self.metrics = self._compute_metrics(self.options.eval_examples, line)
         engine.progress.metrics, self.evaluated_at, self.callbacks.was_called = self.metrics, engine.step, True
         console = engine.run.console
         console.metrics({f"eval_{name}": value for name, value in self.metrics.items()}, engine.step)
@@ -380,14 +380,14 @@ class Fit:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _keep(self, tags: set[str], line: ProgressLine, *, is_due: bool = False) -> None:
+    def _save_if_due(self, tags: set[str], line: ProgressLine, *, is_due: bool = False) -> None:
         """Saves this step if a save is due or the run is preempted; a preempted run then ends. Called after every step."""
         step = self.engine.step
         is_preempted = self.engine.checkpoints is not None and self.engine.run.preemption.is_due(step)
         if tags or is_due or is_preempted or _is_due(step, self.options.save_every_n_steps):
             self._save(tags, line, to_resume=is_preempted)
         if is_preempted:
-            self._stop()
+            self._exit_preempted()
 
     def _end(self, line: ProgressLine) -> None:
         """Evaluates and saves the last step of the fit, unless this is done already."""
@@ -424,7 +424,7 @@ class Fit:
                 then=lambda path: engine.run.console.info(f"step {step}: saved {path} ({names})"),
             )
 
-    def _stop(self) -> None:
+    def _exit_preempted(self) -> None:
         """Ends a preempted script once the last step is saved."""
         engine = self.engine
         assert engine.checkpoints is not None

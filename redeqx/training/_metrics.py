@@ -11,7 +11,7 @@ from ..data import Batch
 from ..monitor import Console, ProgressLine, Work
 from ._progress import Progress
 
-Why = Callable[[Batch], str]
+Explain = Callable[[Batch], str]
 
 LAG = 2  # the newest steps stay unread, so that the device has one queued while the host reads
 
@@ -41,7 +41,7 @@ class Update:
         return dict(zip(self.names, np.asarray(self.vector).tolist(), strict=True))
 
 
-def _not_finite(metrics: dict[str, float]) -> str | None:
+def _first_nonfinite(metrics: dict[str, float]) -> str | None:
     """Returns the first of the metrics that must be finite and is not."""
     return next((name for name in ("loss", "grad_norm") if not np.isfinite(metrics[name])), None)
 
@@ -58,8 +58,8 @@ class Metrics:
 
     - `last`: the metrics of the newest update that has been read.
 
-    Methods raise ValueError for an update that is not finite, unless it may be skipped. Their argument `why` maps the batch
-    of such an update to the reason and the next step, as sentences that end an error.
+    Methods raise ValueError for an update that is not finite, unless it may be skipped. Their argument `explain` maps the
+    batch of such an update to the reason and the next step, as sentences that end an error.
     """
 
     def __init__(self, console: Console, skips: bool, max_skipped: int):
@@ -69,7 +69,7 @@ class Metrics:
         self._n_skipped_in_a_row = 0
         self._unread: deque[Update] = deque()
 
-    def add(self, update: Update, line: ProgressLine, progress: Progress, why: Why) -> None:
+    def add(self, update: Update, line: ProgressLine, progress: Progress, explain: Explain) -> None:
         """Adds the newest update, and reads the one that is due.
 
         **Arguments:**
@@ -79,19 +79,19 @@ class Metrics:
         update.vector.copy_to_host_async()
         self._unread.append(update)
         if len(self._unread) > LAG:
-            self._read(line, progress, why)
+            self._read(line, progress, explain)
 
-    def read_all(self, line: ProgressLine, progress: Progress, why: Why) -> None:
+    def read_all(self, line: ProgressLine, progress: Progress, explain: Explain) -> None:
         """Reads all updates; arguments as for `add`."""
         while self._unread:
-            self._read(line, progress, why)
+            self._read(line, progress, explain)
 
     def forget(self) -> None:
         """Drops the unread updates, whose arrays have been replaced."""
         self._unread.clear()
         self._n_skipped_in_a_row = 0
 
-    def newest_unread(self, n_skipped: int, why: Why) -> tuple[dict[str, float], int]:
+    def newest_unread(self, n_skipped: int, explain: Explain) -> tuple[dict[str, float], int]:
         """Returns the newest update's metrics, and the number of skipped updates, without showing or removing anything.
 
         **Arguments:**
@@ -101,21 +101,21 @@ class Metrics:
         metrics = self.last
         for update in self._unread:
             metrics = update.metrics()
-            if (name := _not_finite(metrics)) is not None:
+            if (name := _first_nonfinite(metrics)) is not None:
                 if not self._skips:
-                    raise self._error(update, name, metrics, why)
+                    raise self._error(update, name, metrics, explain)
                 n_skipped += 1
         return metrics, n_skipped
 
-    def _read(self, line: ProgressLine, progress: Progress, why: Why) -> None:
+    def _read(self, line: ProgressLine, progress: Progress, explain: Explain) -> None:
         update = self._unread.popleft()
         metrics = update.metrics()
-        name = _not_finite(metrics)
+        name = _first_nonfinite(metrics)
         self._n_skipped_in_a_row = 0 if name is None else self._n_skipped_in_a_row + 1
         if name is not None:
             if not self._skips or self._n_skipped_in_a_row > self._max_skipped:
                 self._unread.clear()
-                raise self._error(update, name, metrics, why)
+                raise self._error(update, name, metrics, explain)
             progress.n_skipped += 1
             said = f"skipped, as `{name}` is {metrics[name]}; {progress.n_skipped} so far"
             self._console.info(f"step {update.step}: {said}")
@@ -132,9 +132,10 @@ class Metrics:
         shown = {} if epoch is None else {"epoch": epoch}
         self._console.metrics({**shown, **metrics}, update.step, speed=line.speed())
 
-    def _error(self, update: Update, name: str, metrics: dict[str, float], why: Why) -> ValueError:
+    def _error(self, update: Update, name: str, metrics: dict[str, float], explain: Explain) -> ValueError:
         what = "the loss" if name == "loss" else "the gradient's norm"
         often = f" for {self._n_skipped_in_a_row} steps one after the other" if self._skips else ""
         return ValueError(
-            f"`{name}` at step {update.step}: expected {what} to be finite, got {metrics[name]}{often}. {why(update.batch)}"
+            f"`{name}` at step {update.step}: expected {what} to be finite, got {metrics[name]}{often}. "
+            f"{explain(update.batch)}"
         )

@@ -13,7 +13,7 @@ from .._tree import listed, named_leaves
 from ..tracing import Body, Known, Trace, called
 
 
-def why_nonfinite(batch: PyTree[np.ndarray], places: Sequence[int], trace: Callable[[], Trace]) -> str:
+def explain_nonfinite(batch: PyTree[np.ndarray], places: Sequence[int], trace: Callable[[], Trace]) -> str:
     """Returns what in a batch makes its loss not finite, and the next step, as sentences that end an error.
 
     **Arguments:**
@@ -22,22 +22,22 @@ def why_nonfinite(batch: PyTree[np.ndarray], places: Sequence[int], trace: Calla
     - `trace`: traces the loss of `(model, batch, key)` for the shapes of this batch.
     """
     leaves = named_leaves(batch)
-    lines = [line for name, leaf in leaves.items() if (line := _not_finite(name, leaf, places))]
+    lines = [line for name, leaf in leaves.items() if (line := _describe_nonfinite(name, leaf, places))]
     if lines:
         return f"Its batch is not finite: {'; '.join(listed(lines, 3))}. Correct or remove these examples, or `collate_fn`."
     try:
-        beyond = _beyond(trace(), list(leaves), jax.tree.leaves(batch))
+        out_of_range = _out_of_range(trace(), list(leaves), jax.tree.leaves(batch))
     except Exception:  # an error of the search must not hide that of the loss
-        beyond = []
-    if beyond:
+        out_of_range = []
+    if out_of_range:
         return (
-            f"Its batch is finite, but labels or ids are out of range: {'; '.join(listed(beyond, 3))}. "
+            f"Its batch is finite, but labels or ids are out of range: {'; '.join(listed(out_of_range, 3))}. "
             "Count classes from 0, and make as many outputs (or rows of an embedding) as there are."
         )
     return "Its batch is finite. Lower the learning rate, clip gradients, or look at that step's examples."
 
 
-def _not_finite(name: str, leaf: np.ndarray, places: Sequence[int]) -> str | None:
+def _describe_nonfinite(name: str, leaf: np.ndarray, places: Sequence[int]) -> str | None:
     if not jax.numpy.issubdtype(leaf.dtype, np.inexact):
         return None
     wide = leaf.astype(np.complex128 if leaf.dtype.kind == "c" else np.float64)  # NumPy does not support bfloat16
@@ -52,7 +52,7 @@ def _not_finite(name: str, leaf: np.ndarray, places: Sequence[int]) -> str | Non
 # --- labels beyond the classes ---------------------------------------------------------------------------------------
 
 
-def _beyond(trace: Trace, names: Sequence[str], leaves: Sequence[np.ndarray]) -> list[str]:
+def _out_of_range(trace: Trace, names: Sequence[str], leaves: Sequence[np.ndarray]) -> list[str]:
     """Describes lookups out of range whose indices depend on the batch alone."""
     known = [Known(leaf, frozenset([name])) for name, leaf in zip(names, leaves, strict=True)]
     n_rest = len(trace.closed.jaxpr.invars) - len(trace.leaves) - len(known)

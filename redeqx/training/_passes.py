@@ -70,7 +70,7 @@ def update(engine: Engine, examples: Any) -> dict[str, float]:
     steps, size = as_one_step(engine, examples)
     line = engine.update_line
     line.begin_step(engine.step)
-    shown = line if engine.is_new else nullcontext()  # shows the compilation
+    shown = line if engine.must_compile else nullcontext()  # shows the compilation
     watched = engine.run.watch.on() if engine.run.peers.n > 1 else nullcontext()  # it costs a thread
     with shown, engine.updating(), watched, closing(engine.batches(steps, size)) as upcoming:
         engine.update(next(upcoming), line)
