@@ -55,7 +55,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
     """Trains an Equinox model on the deployer's mesh.
 
     Results do not depend on the mesh, on micro-batches or on a restart. The arrays of `model` are copied to the mesh when
-    the first batch arrives; arrays that `deployer.init` made are donated, and the first update deletes them.
+    the first batch arrives; arrays made by `deployer.init` are used without a copy, and deleted by the first update.
 
     **Arguments:**
 

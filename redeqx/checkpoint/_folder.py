@@ -181,9 +181,9 @@ class CheckpointFolder:
                 "Pass a folder `step_...` of a workdir's `ckpts`, or a name such as `last`."
             )
         known = [*map(brief_name, index), *names]
-        there = f"one of {', '.join(listed(known, _MAX_KNOWN))}" if known else "a checkpoint, of which there are none yet"
+        expected = f"one of {', '.join(listed(known, _MAX_KNOWN))}" if known else "a checkpoint, of which there are none yet"
         raise ValueError(
-            f"`{self.folder}`: expected {there}, or the path of a checkpoint, got {str(which)!r}."
+            f"`{self.folder}`: expected {expected}, or the path of a checkpoint, got {str(which)!r}."
             f"{nearest(str(which), known)} Pass one of those."
         )
 
@@ -287,6 +287,6 @@ class CheckpointFolder:
         file = checked_entry(path / f"{kind}.safetensors")
         file = file if file.is_file() else checked_entry(path / f"{kind}{INDEX}")
         if not file.is_file():
-            there = ", ".join(sorted({re.split(r"[-.]", other.name)[0] for other in path.glob("*.safetensors")}))
-            raise ValueError(f"`{path}`: expected one of {there}, got {kind!r}. Save it, or load without it.")
+            expected = ", ".join(sorted({re.split(r"[-.]", other.name)[0] for other in path.glob("*.safetensors")}))
+            raise ValueError(f"`{path}`: expected one of {expected}, got {kind!r}. Save it, or load without it.")
         return file

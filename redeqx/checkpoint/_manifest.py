@@ -150,11 +150,11 @@ def read_manifest(folder: Location, *, is_part: bool = False) -> Manifest:
     Raises DamagedError for any other folder, ValueError for a file that is a link that leads out of it.
     """
     manifest = _parsed(folder)
-    there = folder.sizes() if isinstance(folder, StorePath) else None  # in one request
+    sizes = folder.sizes() if isinstance(folder, StorePath) else None  # in one request
     for name, expected in manifest.files.items():
         file = checked_entry(folder / name)
         try:
-            size = there.get(name) if there is not None else file.stat().st_size if file.is_file() else None
+            size = sizes.get(name) if sizes is not None else file.stat().st_size if file.is_file() else None
         except OSError as error:
             raise unreadable(file, error) from error
         if size != expected["size"] and not (size is None and is_part):

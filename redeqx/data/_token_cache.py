@@ -257,11 +257,11 @@ class _Writer:
         self._saved_at = time.monotonic()
         self._files: dict[str, Any] = {}
         try:
-            there = load_json(folder / PROGRESS)
-            if there["made_of"] != made_of:
+            progress = load_json(folder / PROGRESS)
+            if progress["made_of"] != made_of:
                 raise ValueError("made of something else")
-            self.n_documents, self.n_tokens = there["n_documents"], there["n_tokens"]
-            self._dtype, self._crc32 = there["dtype"], there["crc32"]
+            self.n_documents, self.n_tokens = progress["n_documents"], progress["n_tokens"]
+            self._dtype, self._crc32 = progress["dtype"], progress["crc32"]
             self._open()
         except (OSError, ValueError, KeyError, TypeError):  # nothing to continue from
             self.close()

@@ -132,13 +132,13 @@ def orthogonalize(
     for name, view in views.items():
         split = (view.axes_of(view.stack), view.axes_of(view.rows), view.axes_of(view.cols))
         batches.setdefault((view.sizes, split, matrices[name].dtype), []).append(name)
-    made: dict[str, Array] = {}
+    results: dict[str, Array] = {}
     for (_, split, _), names in batches.items():
         outs = _orthogonalize_sharded(
             [matrices[name] for name in names], [views[name] for name in names], split, plan.mesh, iterate
         )
-        made.update(zip(names, outs, strict=True))
-    return {name: made[name] for name in matrices}
+        results.update(zip(names, outs, strict=True))
+    return {name: results[name] for name in matrices}
 
 
 def _axes_of(name: str, x: Array, plan: Plan | None) -> tuple[Axes, ...]:

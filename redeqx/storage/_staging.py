@@ -31,13 +31,13 @@ class Staging:
     def __init__(self, to: StorePath, restored: Iterable[str] = ()):
         self.to = to
         to.is_dir()  # raises if the bucket does not exist, which missing objects do not tell
-        there = {name: (to / name).read_bytes() for name in restored if (to / name).is_file()}
+        downloaded = {name: (to / name).read_bytes() for name in restored if (to / name).is_file()}
         self.folder = Path(tempfile.mkdtemp(prefix="redeqx-")) / (to.name or "bucket")  # trackers name their run after it
         self.folder.mkdir()
-        for name, content in there.items():
+        for name, content in downloaded.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_bytes(content)
-        self._uploaded = {name: _version(self.folder / name) for name in there}
+        self._uploaded = {name: _version(self.folder / name) for name in downloaded}
         self._busy = threading.Lock()  # a background save uploads too
         AtEnd(self, partial(_end, self.folder, to, self._uploaded, self._busy))
 

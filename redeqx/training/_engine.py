@@ -191,8 +191,8 @@ class Engine:
         if not is_same:
             self._train_state.move(self.recipe.program(plan, *self.trees))
             self.run.console.info(f"plan: {plan.summary()}; now in the order of the loss")
-        for name, said in loss_rows(self.recipe, plan, trace).items():  # the header was printed without a loss
-            self.run.console.info(f"{name}: {said}")
+        for name, text in loss_rows(self.recipe, plan, trace).items():  # the header was printed without a loss
+            self.run.console.info(f"{name}: {text}")
 
     def place_for(self, batch: Batch) -> None:
         """Calls `place` with the shapes of this batch."""

@@ -41,20 +41,20 @@ def header_rows(
         **_precision_rows(recipe, mesh, trace, precision),
         "plan": plan.summary(),
         **loss_rows(recipe, plan, trace),
-        **{name: said for name, said in compiler.items() if said},
+        **{name: text for name, text in compiler.items() if text},
         "workdir": str(run.workdir) if run.workdir else "none: nothing is recorded",
     }
 
 
-def _precision_rows(recipe: Recipe, mesh: Mesh, trace: Trace | None, said: str) -> dict[str, str]:
+def _precision_rows(recipe: Recipe, mesh: Mesh, trace: Trace | None, text: str) -> dict[str, str]:
     """Describes the dtypes, unless the model's own are used throughout."""
     if recipe.precision == AS_GIVEN:
         return {}
     if recipe.precision.in_fp8 and trace is not None:
         in_fp8, every = fp8_products(trace.closed, len(trace.leaves))
         emulated = ", emulated on CPUs" if mesh.devices.flat[0].platform == "cpu" else ""
-        said += f"; {in_fp8} of {every} products with weights in fp8{emulated}"
-    return {"precision": said + ("" if trace is None else _wide_products_note(recipe, trace))}
+        text += f"; {in_fp8} of {every} products with weights in fp8{emulated}"
+    return {"precision": text + ("" if trace is None else _wide_products_note(recipe, trace))}
 
 
 def _wide_products_note(recipe: Recipe, trace: Trace) -> str:
@@ -78,16 +78,16 @@ def loss_rows(recipe: Recipe, plan: Plan, trace: Trace | None) -> dict[str, str]
 
 def _loop_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
     """Describes equal blocks that are computed as one loop, and unrolled loops."""
-    mesh, closed, said = plan.mesh, trace.closed, []
+    mesh, closed, notes = plan.mesh, trace.closed, []
     if recipe.stacks_on(mesh) and recipe.grad_fn is None:
         stacking = StackBlocks([stacking_key(plan, name) for name in trace.names])
-        said += [f"{n} equal blocks as one (from {line or 'an unknown line'})" for n, line in stacking.found(closed)]
+        notes += [f"{n} equal blocks as one (from {line or 'an unknown line'})" for n, line in stacking.found(closed)]
         closed = stacking.rewritten(closed)
     unrolling = recipe.unroll_on(mesh, recipe.remat_level)
     if unrolling is not None:
         n = sum(unrolling.claims(eqn) for eqn in equations(closed))
-        said += [f"{n} written out"] if n else []
-    return {"loops": "; ".join(said)} if said else {}
+        notes += [f"{n} written out"] if n else []
+    return {"loops": "; ".join(notes)} if notes else {}
 
 
 def _attention_rows(recipe: Recipe, mesh: Mesh, trace: Trace) -> dict[str, str]:
@@ -101,6 +101,6 @@ def _attention_rows(recipe: Recipe, mesh: Mesh, trace: Trace) -> dict[str, str]:
                 f"attention: {what} take {n_bytes / 2**30:,.1f} GiB per device, one number for each query and key. Use "
                 "`redeqx.attention` with `causal`, `window` or `lengths` where these say the same, or shorter rows.",
             )
-    said = [f"{n} fused ({what})" for what, n in fused.items()]
-    said += [f"as written at {line or 'an unknown line'}: {reason}" for line, reason in left.items()]
-    return {"attention": "; ".join(said)} if said else {}
+    notes = [f"{n} fused ({what})" for what, n in fused.items()]
+    notes += [f"as written at {line or 'an unknown line'}: {reason}" for line, reason in left.items()]
+    return {"attention": "; ".join(notes)} if notes else {}

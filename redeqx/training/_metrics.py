@@ -117,8 +117,8 @@ class Metrics:
                 self._unread.clear()
                 raise self._error(update, name, metrics, explain)
             progress.n_skipped += 1
-            said = f"skipped, as `{name}` is {metrics[name]}; {progress.n_skipped} so far"
-            self._console.info(f"step {update.step}: {said}")
+            text = f"skipped, as `{name}` is {metrics[name]}; {progress.n_skipped} so far"
+            self._console.info(f"step {update.step}: {text}")
         self.last = metrics
         epoch = None if update.epoch is None else update.epoch + 1
         line.update(

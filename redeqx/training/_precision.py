@@ -180,14 +180,14 @@ class Precision:
         if not self.rounds:
             return eqx.apply_updates(params, updates)
         leaves, treedef = jax.tree.flatten(params)
-        made = jax.tree.leaves(eqx.apply_updates(widened(params), updates))
+        wide = jax.tree.leaves(eqx.apply_updates(widened(params), updates))
 
         def rounded(i: int, old: Array, new: Array) -> Array:
             if self.rounding == "stochastic" and old.dtype == jnp.bfloat16:
                 return round_stochastically(new, jax.random.fold_in(key, i))
             return new.astype(old.dtype)
 
-        return jax.tree.unflatten(treedef, [rounded(i, *pair) for i, pair in enumerate(zip(leaves, made, strict=True))])
+        return jax.tree.unflatten(treedef, [rounded(i, *pair) for i, pair in enumerate(zip(leaves, wide, strict=True))])
 
 
 class _ComputeDtypeOnly(Precision):

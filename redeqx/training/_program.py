@@ -81,7 +81,7 @@ def make_program(
     - `offload_opt_state`: whether the arrays of the optimizer state are stored in host memory.
     """
     parts, plan = functions.parts, functions.plan
-    whole = replicated(plan.mesh)
+    replicate = replicated(plan.mesh)
     trained, frozen = placed_shapes(parts, model, plan)
 
     def init(trained: Sequence[Array]) -> PyTree:
@@ -92,7 +92,7 @@ def make_program(
     if offload_opt_state:  # scalars stay: copying them would take longer than using them
         opt_state = [placed(leaf, in_host(leaf.sharding)) if leaf.ndim else leaf for leaf in opt_state]
     opt_treedef, state_treedef = jax.tree.structure(opt_tree), jax.tree.structure(state)
-    states = [placed(leaf, whole) for leaf in jax.tree.leaves(state)]
+    states = [placed(leaf, replicate) for leaf in jax.tree.leaves(state)]
     layout = Layout(*([leaf.sharding for leaf in leaves] for leaves in (trained, opt_state, states)))
     train_step, metric_names = make_train_step(
         functions, optimizer, lr_schedule_fn, opt_treedef, state_treedef, layout, skip_nonfinite, n_parts, options
@@ -104,8 +104,8 @@ def make_program(
         frozen=frozen,
         opt_state=opt_state,
         state=states,
-        steps=placed(jax.ShapeDtypeStruct((2,), np.int32), whole),
-        key=placed(jax.eval_shape(lambda: jax.random.key(0)), whole),
+        steps=placed(jax.ShapeDtypeStruct((2,), np.int32), replicate),
+        key=placed(jax.eval_shape(lambda: jax.random.key(0)), replicate),
         opt_treedef=opt_treedef,
         state_treedef=state_treedef,
         init_opt_state=jax.jit(lambda trained: as_fun(traced)(*trained), out_shardings=layout.opt_state),

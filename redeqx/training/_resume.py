@@ -100,13 +100,13 @@ def check_setting(engine: Engine, now: Mapping[str, Any]) -> None:
             f"`train_examples`: expected {was}, as in the resumed run, got {found}. "
             f"The order of the examples would differ. For new examples {otherwise}."
         )
-    said = [
+    differences = [
         "other examples" if name == "sample" else f"`{name}` {found}, before {was}" for name, (was, found) in differs.items()
     ]
     was = progress.learning_rate
     if was is not None and schedule is not None and engine.step:
         found = float(schedule(jnp.asarray(engine.step - 1 - progress.n_skipped, jnp.int32)))
         if not math.isclose(found, was, rel_tol=1e-5, abs_tol=1e-12):
-            said.append(f"a learning rate at step {engine.step} of {found:.6g}, before {was:.6g}")
-    if said:
-        engine.run.console.info(f"resumed with settings that differ: {'; '.join(said)}")
+            differences.append(f"a learning rate at step {engine.step} of {found:.6g}, before {was:.6g}")
+    if differences:
+        engine.run.console.info(f"resumed with settings that differ: {'; '.join(differences)}")

@@ -44,11 +44,11 @@ class TrainState:
     @classmethod
     def of(cls, parts: Parts, program: Program, model: PyTree, model_state: PyTree | None, key: Array) -> "TrainState":
         """Returns the state of step 0, with the model and the state of its layers copied to the program's mesh."""
-        whole = replicated(program.plan.mesh)
+        replicate = replicated(program.plan.mesh)
         trained, frozen = parts.take(place(model, program.plan))
-        layers = [put(jnp.copy(leaf), whole) for leaf in jax.tree.leaves(model_state)]  # as `place` copies
-        steps = put(np.zeros(2, np.int32), whole)
-        return cls(parts, program, trained, frozen, program.init_opt_state(trained), layers, steps, put(key, whole))
+        layers = [put(jnp.copy(leaf), replicate) for leaf in jax.tree.leaves(model_state)]  # as `place` copies
+        steps = put(np.zeros(2, np.int32), replicate)
+        return cls(parts, program, trained, frozen, program.init_opt_state(trained), layers, steps, put(key, replicate))
 
     def move(self, program: Program) -> None:
         """Switches to another program of the same model, and moves the arrays to its shardings, one after the other."""
@@ -65,15 +65,15 @@ class TrainState:
     def to_load(cls, parts: Parts, program: Program, model: PyTree, key: Array) -> "TrainState":
         """Returns a state for `load` to fill. It holds shapes, except for arrays of the model that already have the right
         sharding: `load` frees these first."""
-        whole = replicated(program.plan.mesh)
+        replicate = replicated(program.plan.mesh)
         given = parts.take(model)
         trained, frozen = (
             [leaf if isinstance(leaf, jax.Array) and leaf.sharding == shape.sharding else shape for leaf, shape in pairs]
             for pairs in map(zip, given, map(_canonical, (program.trained, program.frozen)))
         )
-        steps = put(np.zeros(2, np.int32), whole)
+        steps = put(np.zeros(2, np.int32), replicate)
         opt_state, layers = _canonical(program.opt_state), _canonical(program.state)
-        return cls(parts, program, trained, frozen, opt_state, layers, steps, put(key, whole), is_loaded=False)
+        return cls(parts, program, trained, frozen, opt_state, layers, steps, put(key, replicate), is_loaded=False)
 
     @property
     def model(self) -> PyTree:
@@ -151,8 +151,8 @@ class TrainState:
     def _templates(self, opt_state: bool) -> dict[str, tuple[PyTree, Callable[[str], NamedSharding]]]:
         """Returns what `load` reads, by kind: arrays or shapes by name, and the sharding of each."""
         trees = self.trees(opt_state=opt_state)
-        plan, whole = self.program.plan, replicated(self.program.plan.mesh)
-        shardings = {"model": plan.sharding, "model_state": lambda _: whole}
+        plan, replicate = self.program.plan, replicated(self.program.plan.mesh)
+        shardings = {"model": plan.sharding, "model_state": lambda _: replicate}
         if opt_state:
             by_name = zip(named_leaves(trees["optimizer"]), (x.sharding for x in self.program.opt_state), strict=True)
             shardings["optimizer"] = dict(by_name).__getitem__

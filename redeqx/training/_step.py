@@ -185,8 +185,8 @@ def make_train_step(
         after = (after[0], _in_memory(jax.memory.Space.Host, after[1], layout.opt_state), after[2])
         return *after, jnp.stack([step + 1, n_skipped]), jnp.stack(list(values.values()))
 
-    whole = replicated(mesh)
-    shardings = (layout.trained, layout.opt_state, layout.state, whole, whole)
+    replicate = replicated(mesh)
+    shardings = (layout.trained, layout.opt_state, layout.state, replicate, replicate)
     donated = (0, 1, 2, 3)
     jitted = jax.jit(step_fn, donate_argnums=donated, out_shardings=shardings, compiler_options=dict(options or {}))
     return jitted, names
@@ -241,8 +241,8 @@ def make_eval_step(
         names[:] = sorted(sums)  # as a scan sorts them: every program of a run must agree on the order
         return jnp.stack([x for name in names for x in sums[name]])
 
-    whole = replicated(functions.plan.mesh)
-    return jax.jit(eval_fn, out_shardings=whole, compiler_options=dict(options or {})), names
+    replicate = replicated(functions.plan.mesh)
+    return jax.jit(eval_fn, out_shardings=replicate, compiler_options=dict(options or {})), names
 
 
 def make_predict_step(
