@@ -71,8 +71,7 @@ def map_named(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Call
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns the end of an error message, `" Did you mean `x`?"`, with the most similar of `names`; empty if none is
-    similar."""
+    """Returns `" Did you mean `x`?"` with the most similar of `names`, to end an error; empty if none is similar."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean `{close[0]}`?" if close else ""
 
@@ -81,8 +80,7 @@ _INDEX = re.compile(r"((?<![^.`])\d+(?![^.`]))")  # a list index in a name, whic
 
 
 def without_indices(text: str) -> str:
-    """Replaces each list index in a name, or in a text with quoted names, by `*`: equal for leaves that differ only in
-    these."""
+    """Replaces each list index in names, which may be quoted in a text, by `*`."""
     return _INDEX.sub("*", text)
 
 

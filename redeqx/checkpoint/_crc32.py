@@ -70,8 +70,7 @@ def _append_zeros(register: int, n_bytes: int) -> int:
 
 @lru_cache(maxsize=256)  # all gaps between the rows of a shard are equal
 def _tables(n_bytes: int) -> tuple[list[int], ...]:
-    """Returns for each of a register's four bytes a table from its 256 values to their register after that many zero
-    bytes."""
+    """Returns for each of a register's four bytes a table from its values to the register after so many zeros."""
     factor = _power_of_x(8 * n_bytes)
     products = [_multiply(factor, 1 << bit) for bit in range(32)]
     tables = []

@@ -108,8 +108,7 @@ class CheckpointFolder:
         return index
 
     def _manifest_if_complete(self, name: str) -> Manifest | None:
-        """Returns the manifest of a checkpoint if all its files exist with the right sizes, otherwise None. Reads nothing
-        else."""
+        """Returns a checkpoint's manifest if all its files exist with the right sizes, else None."""
         if name in self._damaged or is_outside_link(self.folder / name):
             return None
         try:

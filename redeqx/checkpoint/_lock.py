@@ -216,8 +216,7 @@ def this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Returns an identifier shared by processes that can look each other up: the same boot of a machine, and the same
-    container."""
+    """Identifies the processes that can look each other up: the same boot of a machine, and the same container."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

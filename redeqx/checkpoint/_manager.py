@@ -164,8 +164,7 @@ class Checkpoints(CheckpointFolder):
         self.check()
 
     def settle(self) -> None:
-        """As `wait`, for a run that ends with an error. With several processes it does not wait, as others may have
-        ended."""
+        """As `wait`, for a run that fails. With several processes it does not wait, as others may have ended."""
         if self._thread is not None and self._peers.n == 1:
             self._thread.join()
 

@@ -200,8 +200,7 @@ class Verifier:
         self._manifest, self._peers, self._is_shared = manifest, peers, is_shared
 
     def contribution(self, file: Location, start: int = 0, stop: int | None = None) -> int:
-        """Returns this process's contribution to a file's checksum: for its share of the bytes `[start, stop)`, by default
-        of all."""
+        """Returns this process's contribution to a checksum, for its share of `[start, stop)`, by default of all."""
         if file.name not in self._manifest.files:
             raise damaged(self._manifest.folder / MANIFEST, f"size and crc32 of {file.name}", "none")
         index, n = (self._peers.index, self._peers.n) if self._is_shared else (0, 1)
@@ -245,8 +244,7 @@ def agree_on_manifest(folder: Location, peers: Peers, log: Callable[[str], None]
 
 
 def _crc32_of_manifest(record: Mapping[str, Any]) -> int:
-    """Returns the checksum that a manifest stores of itself: of its JSON with sorted keys, so that white space does not
-    matter."""
+    """Returns the checksum that a manifest stores of itself: of its JSON as `json.dumps` writes it, with sorted keys."""
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 

@@ -38,8 +38,7 @@ class Medium(ABC):
 
     @abstractmethod
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
-        """Returns the capabilities of the folder for several processes. All of them call it. Raises OSError if it cannot be
-        written."""
+        """Returns the folder's capabilities. All processes call it. Raises OSError if it cannot be written."""
 
     @abstractmethod
     def check_space(self, name: str, n_bytes: int) -> int:

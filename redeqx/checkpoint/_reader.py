@@ -107,8 +107,7 @@ class TensorReader:
         return name in self._where
 
     def view(self, name: str) -> Any:
-        """Returns a tensor as a view of its file, which reads only what is indexed: a NumPy array, or in an object store a
-        `storage.StoredArray`."""
+        """Returns a view of a tensor in its file, which reads only what is indexed: NumPy's or a `storage.StoredArray`."""
         return self._where[name].view(name)
 
     def read(self, name: str, index: Any = ...) -> np.ndarray:
@@ -116,8 +115,7 @@ class TensorReader:
         return self._where[name].read(name, index)
 
     def read_parts(self, name: str, indices: Sequence[Any], dtype: Any) -> list[np.ndarray]:
-        """As `read`, for several indices, cast to `dtype`. In an object store, bytes that several parts share are read
-        once."""
+        """As `read`, for several indices, cast to `dtype`. Bytes that they share are read from a store once."""
         return self._where[name].read_parts(name, indices, dtype)
 
 

@@ -105,8 +105,7 @@ class _Tensor:
 def _layout(
     leaves: Mapping[str, Any], float_dtype: Any, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, _Tensor], int]:
-    """Returns the header, the tensors in the file's order, and the file's size. These depend only on shapes and dtypes, so
-    all processes compute the same."""
+    """Returns header, ordered tensors and file size. They depend only on shapes and dtypes: all processes agree."""
     if float_dtype is not None and not is_float(np.dtype(float_dtype)):
         raise ValueError(f"`float_dtype`: expected a floating dtype, got {np.dtype(float_dtype)}. Pass None to cast none.")
     specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
@@ -397,8 +396,7 @@ class TensorFile:
         return np.array(self.view(name)[index])
 
     def read_parts(self, name: str, indices: Sequence[Any], dtype: Any) -> list[np.ndarray]:
-        """As `read`, for several indices, cast to `dtype`. In an object store, bytes that several parts share are read
-        once."""
+        """As `read`, for several indices, cast to `dtype`. Bytes that they share are read from a store once."""
         if isinstance(self.path, Path):
             return [self.read(name, index).astype(dtype, copy=False) for index in indices]
         return fetch([self.view(name)[index] for index in indices], dtype)

@@ -52,8 +52,7 @@ class Block:
         return Block(self.start, self.shape, [(self.start, values if is_own else values.copy())])
 
     def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Yields the block's contiguous runs in a row-major array of that shape: `(offset in the array, offset in the block,
-        length)`, in order."""
+        """Yields the contiguous runs in an array of that shape, in order: `(offset there, offset in the block, length)`."""
         # The last dim that the block covers only partly: all dims after it are contiguous.
         cut = max((dim for dim, n in enumerate(self.shape) if n != shape[dim]), default=0)
         n_items = math.prod(self.shape[cut:])
@@ -156,8 +155,7 @@ def _processes_with_copy(stored: Any) -> set[int]:
 
 
 def _merge_shards(shards: list[tuple[tuple[int, ...], Any]]) -> list[Block]:
-    """Returns one block if the shards fill a box, so that contiguous bytes are written together; otherwise one block per
-    shard."""
+    """Returns one block if the shards fill a box, so that contiguous bytes are written together; else one per shard."""
     if not shards:
         return []
     start = tuple(map(min, zip(*(start for start, _ in shards), strict=True)))

@@ -51,8 +51,7 @@ class StoreLock:
             self._end()
 
     def check(self) -> None:
-        """Raises OSError if another run took over the lock while this process was frozen, or if the store does not
-        answer."""
+        """Raises OSError if another run took over the lock meanwhile, or if the store does not answer."""
         if self._end is None:
             return
         found = _read(self.path)

@@ -113,8 +113,7 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
 
 
 def n_tokens(batch: PyTree[np.ndarray]) -> int | None:
-    """Returns the number of tokens in a batch: the size of its largest integer leaf of shape `[rows, seq]`; None without
-    one."""
+    """Returns the number of tokens in a batch: the size of its largest integer leaf `[rows, seq]`; None without one."""
     return max((x.size for x in jax.tree.leaves(batch) if x.ndim == 2 and x.dtype.kind in "iu"), default=None)
 
 
@@ -273,8 +272,7 @@ def sample_of(examples: Any) -> int | None:
 
 
 def _is_sized(examples: Any) -> bool:
-    """Returns whether examples have a length and integer items. A torch IterableDataset may have a length, but its items
-    raise."""
+    """Returns whether examples have a length and integer items. A torch IterableDataset may have only a length."""
     if any((cls.__module__, cls.__name__) == _TORCH_ITERABLE for cls in type(examples).__mro__):
         return False
     return hasattr(examples, "__len__") and hasattr(examples, "__getitem__")

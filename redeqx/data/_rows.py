@@ -114,8 +114,7 @@ def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group,
 
 
 def group_sharding(group: Group, mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a group's leaves `[n, rows, ...]`: rows split over the batch axes if they divide, else
-    replicated."""
+    """Returns the sharding of leaves `[n, rows, ...]`: rows over the batch axes if they divide, else replicated."""
     return split_rows(mesh, dim=1) if group.rows % n_batch_shards(mesh) == 0 else replicated(mesh)
 
 

@@ -170,8 +170,7 @@ def _methods(holder: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
 
 
 def _to_json(state: Any, where: str) -> Any:
-    """Converts a state to what JSON would return. Bytes (the state of grain's DataLoader) and arrays (part of torch's)
-    become text."""
+    """Converts a state as JSON would. Bytes (of grain's DataLoader) and arrays (part of torch's states) become text."""
     match state:
         case None | bool() | int() | float() | str():
             return state

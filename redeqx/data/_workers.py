@@ -100,8 +100,7 @@ class Workers:
         self._is_closed = False
 
     def start(self, examples: list) -> Callable[[], PyTree]:
-        """Starts to collate these examples; returns a function that waits for the result, and raises the errors of the
-        call."""
+        """Starts to collate these examples; returns a function that waits for the result, or raises the call's error."""
         if not self.n:
             return lambda: self._collate_fn(examples)
         with self._lock:

@@ -21,8 +21,7 @@ from ._moments import FORMATS, noises, read, write, zeros
 
 
 class AdamState(NamedTuple):
-    """The number of updates; both moments, each in the shape of its parameter; and the scales of their blocks, None for
-    moments without."""
+    """The number of updates; both moments, in their parameters' shapes; and the scales of their blocks, or None."""
 
     count: Int[Array, ""]
     mu: PyTree[Array]

@@ -66,8 +66,7 @@ class Callback:
         """Called after an evaluation, with its metrics, and before the checkpoint of the same step is saved."""
 
     def on_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """Called after an epoch, with the metrics of its evaluation, or without one, of its last step; before its checkpoint
-        is saved."""
+        """Called after an epoch, with the metrics of its evaluation or last step; before its checkpoint is saved."""
 
     def on_save(self, trainer: Any, path: Location) -> None:
         """Called after a checkpoint is complete on disk; the loop waits for this if a callback overrides this method. The

@@ -73,8 +73,7 @@ class EMA(Callback):
 
 
 def attach(callbacks: Iterable[Callback], trainer: Any) -> None:
-    """Sets the trainer of a fit's averages, also if an earlier run has finished that fit. Raises ValueError for two averages
-    of the same name."""
+    """Sets the trainer of a fit's averages, even for a finished fit. Raises ValueError for two of the same name."""
     averages = [callback for callback in callbacks if isinstance(callback, EMA)]
     names = [callback.name for callback in averages]
     for callback in averages:

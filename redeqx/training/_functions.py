@@ -103,8 +103,7 @@ class Functions:
         return transformed(fn, [*first, *rules])
 
     def loss(self, inference: bool) -> Callable[..., Any]:
-        """Returns `(weights, state, batch, key) -> (total, (weight, metrics, state))`, which gathers weights at their
-        use."""
+        """Returns `(weights, state, batch, key) -> (total, (weight, metrics, state))`; gathers weights at their use."""
 
         def loss(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
             model = self._model(weights, inference)

@@ -409,8 +409,7 @@ class Fit:
             self._save(tags, line)
 
     def _save(self, tags: set[str], line: ProgressLine, *, to_resume: bool = False) -> None:
-        """Saves this step as the options say. With `to_resume`, saves everything that resuming needs, whatever the
-        options."""
+        """Saves this step by the options; with `to_resume`, always saves everything that resuming needs."""
         options, engine = self.options, self.engine
         engine.flush(line)  # raises for a loss that is not finite, before anything is written
         step, names = engine.step, ", ".join(["last", *sorted(tags)])

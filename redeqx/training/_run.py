@@ -99,8 +99,7 @@ class Run:
         return self.is_dry_run
 
     def begin_records(self, step: int) -> None:
-        """Deletes what an earlier process recorded in the workdir after `step`, from which this one continues. Only the
-        first call has an effect."""
+        """Deletes an earlier process's records in the workdir after `step`. Only the first call has an effect."""
         if not self.records_begun:
             self.records_begun = True
             self.console.records.rewind(step)

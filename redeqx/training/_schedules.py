@@ -19,8 +19,7 @@ def lr_schedule(
     init_learning_rate: float,
     end_learning_rate: float,
 ) -> optax.Schedule:
-    """Returns a linear warm-up followed by a decay to the last of `n_steps` updates; arguments as for
-    `Deployer.get_lr_schedule_fn`."""
+    """Returns a linear warm-up, then a decay to update `n_steps`; see `Deployer.get_lr_schedule_fn`."""
     advice = "Pass that of the updates after the warm-up."
     check_number(learning_rate, "learning_rate", "a number", math.isfinite, advice)
     assert learning_rate is not None

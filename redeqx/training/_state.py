@@ -63,8 +63,8 @@ class TrainState:
 
     @classmethod
     def to_load(cls, parts: Parts, program: Program, model: PyTree, key: Array) -> "TrainState":
-        """Returns a state for `load` to fill. It holds shapes, except for arrays of the model that already have the right
-        sharding: `load` frees these first."""
+        """Returns a state of shapes for `load` to fill; arrays that already have the right sharding stay until `load` frees
+        them."""
         replicate = replicated(program.plan.mesh)
         given = parts.take(model)
         trained, frozen = (
@@ -91,8 +91,7 @@ class TrainState:
         return jax.tree.unflatten(self.program.opt_treedef, self.opt_state)
 
     def train_args(self, groups: Any, n_micro_batches: int) -> tuple[Any, ...]:
-        """Returns the arguments of the train step, for micro-batches in groups of one shape, of which `n_micro_batches` of
-        the first group count."""
+        """Returns the train step's arguments, for groups whose first counts `n_micro_batches` micro-batches."""
         carried = (self.trained, self.opt_state, self.layers, self.steps)
         return (*carried, self.frozen, self.key, groups, np.int32(n_micro_batches))
 

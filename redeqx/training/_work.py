@@ -33,7 +33,6 @@ def work_of(recipe: Recipe, plan: Plan, model: Any, state: Any, step: Any, args:
 
 
 def counted_share(batch: Batch) -> float:
-    """Returns the share of a step's micro-batches that count: the others repeat rows, to reuse a program with more
-    micro-batches."""
+    """Returns the share of a step's micro-batches that count; the others repeat rows to reuse a larger program."""
     groups = batch.groups
     return batch.n_micro_batches / jax.tree.leaves(groups[0])[0].shape[0] if len(groups) == 1 else 1.0
