@@ -1,4 +1,4 @@
-"""`python -m redeqx`: the command `redeqx`, where only the checkout is at hand. It is implemented in `cli`."""
+"""`python -m redeqx`: the command `redeqx` without an installation. It is implemented in `cli`."""
 
 import sys
 

@@ -45,60 +45,60 @@ from .training import Parts, Run, lr_schedule, plan_model, trace_loss
 
 
 class Deployer(KnowsRedco):
-    """The devices of a run, and how models are split over them.
+    """Owns the devices of a run, and plans how models are split over them.
 
     **Arguments:**
 
-    - `jax_seed`: the one seed of the run: keys, order of examples.
-    - `n_model_shards`: devices over which each layer's tensors are split. The number to raise when a model does not fit.
+    - `jax_seed`: the seed of the run, for keys and the order of examples.
+    - `n_model_shards`: devices over which each layer's tensors are split. Raise this number when a model does not fit.
     - `n_fsdp_shards`: devices over which parameters and optimizer state are split while the batch stays split. The
         remaining devices are used for data parallelism.
-    - `workdir`: the folder of the run: metrics, checkpoints, outputs; or a place in an object store, `"s3://bucket/run"` or
-        `"gs://bucket/run"` (extra `stores`), into which checkpoints are written as they are saved, and metrics and the like
-        with each checkpoint and at the end. None records nothing.
+    - `workdir`: the folder of the run: metrics, checkpoints, outputs; or a path in an object store, `"s3://bucket/run"` or
+        `"gs://bucket/run"` (extra `stores`). Checkpoints are written to a store as they are saved; metrics and the like with
+        each checkpoint and at the end. None records nothing.
     - `verbose`: whether to print.
     - `n_processes`, `host0_address`, `host0_port`, `process_id`: for a run over several hosts: the number of processes, the
-        address and port of process 0, and this process's index. Under SLURM, Open MPI, Kubernetes (JobSet), on Cloud TPU and
-        with `python -m redeqx launch` leave them out: they are detected.
-    - `n_local_devices`: the number of this host's GPUs that this process uses; all by default, one where the launcher starts
-        a task for each GPU.
+        address and port of process 0, and this process's index. Leave them out under SLURM, Open MPI, Kubernetes (JobSet),
+        on Cloud TPU and with `python -m redeqx launch`, where they are detected.
+    - `n_local_devices`: the number of this host's GPUs that this process uses; by default all, or one if the launcher starts
+        one task per GPU.
     - `heartbeat_timeout`: seconds without a message after which another process counts as lost, and this one exits.
     - `start_timeout`: seconds within which all processes must start.
-    - `hang_timeout`: seconds without a finished step of training, not counting compilation, after which the run ends and
-        prints which process is behind and the stack of each thread; None never ends it.
-    - `compilation_cache`: whether compiled programs are kept for the next run, in `~/.cache/redeqx/xla` (`XDG_CACHE_HOME`;
-        16 GiB of those that were used last) or in JAX's folder where `JAX_COMPILATION_CACHE_DIR` or `jax.config` sets one;
-        or a folder, also for CPUs, for which True does nothing, as their machine code does not run on every other CPU. False
-        leaves JAX as it is set. The environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True. Let
-        nobody else write there: what is in it is executed.
-    - `xla_settings`: options of XLA for the train, eval and predict steps, as in `XLA_FLAGS` but without dashes,
-        `{"xla_gpu_enable_pipelined_all_gather": True}`; `"auto"`, those that training on this platform wants; None for none.
-        Those that the compiler does not know are left out, and named in what is printed first.
+    - `hang_timeout`: seconds without a finished training step, not counting compilation, after which the run ends and prints
+        which process is behind and the stack of each thread; None never ends it.
+    - `compilation_cache`: True keeps compiled programs for the next run, in JAX's folder if `JAX_COMPILATION_CACHE_DIR` or
+        `jax.config` sets one, else in `~/.cache/redeqx/xla` (`XDG_CACHE_HOME`), up to the 16 GiB used last. A folder keeps
+        them there, also on CPUs, for which True does nothing, as their machine code does not run on every other CPU. False
+        leaves JAX's setting unchanged. The environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True.
+        Let nobody else write to this folder: its contents are executed.
+    - `xla_settings`: XLA options for the train, eval and predict steps, as in `XLA_FLAGS` but without dashes:
+        `{"xla_gpu_enable_pipelined_all_gather": True}`; `"auto"`, the options recommended for training on this platform;
+        None for none. Options that the compiler does not know are left out, and the header names them.
     - `run_tensorboard`: whether to write TensorBoard events to the workdir; as `loggers=["tensorboard"]`.
     - `loggers`: trackers by name, each in the extra of that name: `"tensorboard"`, `"wandb"`, `"mlflow"`, `"trackio"`; and
-        objects with `log(metrics: dict, step: int)`. Those by name record in a thread, continue the same run of the tracker
-        after a resume, and end no training: what they miss is kept, and sent when they work again.
+        objects with `log(metrics: dict, step: int)`. Trackers by name record in a thread, continue their run after a resume,
+        and never end training: metrics that could not be sent are kept, and sent when the tracker works again.
 
-    Each step's metrics are recorded in `workdir/metrics.jsonl`, which a rerun of a `fit` repeats to the byte (and one of
-    a loop of `update` that begins with `resume`), in TensorBoard and by the loggers. With them, from the second step on and
-    at most once a second, goes the speed of the newest steps, which has `workdir/speed.jsonl` for itself:
+    Each step's metrics are recorded in `workdir/metrics.jsonl`, which a rerun of a `fit` reproduces byte for byte (as does a
+    loop of `update` that begins with `resume`), in TensorBoard and by the loggers. From the second step on, at most once a
+    second, the speed of the newest steps is recorded too, in `workdir/speed.jsonl` instead of `metrics.jsonl`:
 
-    - `examples_per_second`; `tokens_per_second`, where the batch has an integer array `[rows, seq]`: its elements, padding
-        included. Neither compilation, evaluation nor saving counts.
-    - `model_flops_per_second`: of one device: matmuls, convolutions and attention, forward and backward, counted on the
-        trace; what is computed again to save memory does not count.
-    - `mfu`: model FLOPs utilization, the share (0 to 1) of the chip's published rate for these dtypes; not on chips whose
-        rate is unknown, such as CPUs.
-    - `peak_memory_bytes`: the most that a device has held, where it tells.
-    - `data_wait`: the share (0 to 1) of the time in which the loop waited for a batch.
+    - `examples_per_second`; `tokens_per_second`, if the batch has an integer array `[rows, seq]`: its elements, including
+        padding. Compilation, evaluation and saving do not count.
+    - `model_flops_per_second`: FLOPs of one device in matmuls, convolutions and attention, forward and backward, counted on
+        the trace; recomputation does not count.
+    - `mfu`: model FLOPs utilization, the share (0 to 1) of the chip's published rate for these dtypes; left out for chips
+        with an unknown rate, such as CPUs.
+    - `peak_memory_bytes`: the largest memory use of a device so far, if it reports this.
+    - `data_wait`: the share (0 to 1) of the time that the loop waited for a batch.
 
     In a dry run (`python -m redeqx dry-run`) the devices are those of the described machine, `is_dry_run` is True, and
     nothing is written or tracked.
 
-    Raises ValueError where the shards do not divide the devices, and where the processes cannot form one run: an index that
-    is used twice, a port in use, a host that is not found, arguments that differ; PeerError where some do not start in time,
-    RuntimeError where JAX's devices have been used before and there are other processes; ImportError for an object store
-    without `obstore`, OSError where the store does not answer.
+    Raises ValueError if the shards do not divide the devices, or the processes cannot form one run: an index used twice, a
+    port in use, an unknown host, different arguments; PeerError if some do not start in time; RuntimeError if JAX's devices
+    were used before and there are other processes; ImportError for an object store without `obstore`; OSError if the store
+    does not answer.
     """
 
     _instead_of = OF_DEPLOYER
@@ -143,7 +143,7 @@ class Deployer(KnowsRedco):
                 heartbeat=heartbeat_timeout, timeout=start_timeout,
             )  # fmt: skip
         given = {"jax_seed": jax_seed, "n_model_shards": n_model_shards, "n_fsdp_shards": n_fsdp_shards}
-        # With other settings of XLA in each process, other collectives would wait for each other.
+        # With different XLA settings, processes would compile different collectives and wait for each other.
         _agree(peers, {**given, "xla_settings": str(xla_settings), "workdir": workdir})
         mesh = make_mesh(n_model_shards, n_fsdp_shards, None if described is None else described.machine.devices)
         staging, is_main = None, peers.index == 0
@@ -184,14 +184,14 @@ class Deployer(KnowsRedco):
 
     @property
     def workdir(self) -> Location | None:
-        """The folder of the run; None records nothing. One in an object store is no `pathlib.Path`: `str` gives its address,
-        and `/` what is below it."""
+        """The folder of the run; None records nothing. In an object store it is not a `pathlib.Path`: `str` returns its
+        address, and `/` a path below it."""
         return self._run.workdir
 
     @property
     def local_workdir(self) -> Path | None:
-        """Where process 0 writes files of its own: `workdir`, or where that is in an object store, a folder on this machine
-        whose files are uploaded there with each checkpoint and at the end. None where nothing is recorded."""
+        """The folder in which process 0 writes: `workdir`, or for one in an object store, a folder on this machine whose
+        files are uploaded with each checkpoint and at the end. None if nothing is recorded."""
         return self._run.local
 
     @property
@@ -200,12 +200,12 @@ class Deployer(KnowsRedco):
         return self._run.is_dry_run
 
     def next_key(self) -> PRNGKeyArray:
-        """The next key of the run: the same at the same call of every run with the same seed."""
+        """Returns the next key of the run: with the same seed, the n-th call returns the same key in every run."""
         return self._run.next_key()
 
     def decide(self, value: Any) -> Any:
-        """Process 0's value (what JSON holds), in every process: for what depends on a clock or a file, say. Every process
-        calls it at the same point of the script."""
+        """Returns process 0's value (anything that JSON can hold) in every process, for decisions that depend on a clock or
+        a file, for example. Every process must call it at the same point of the script."""
         return self._run.decide(value)
 
     # --- models ------------------------------------------------------------------------------------------------------
@@ -219,26 +219,26 @@ class Deployer(KnowsRedco):
         *,
         compute_dtype: Any = None,
     ) -> Plan:
-        """How each leaf of the model is split over the mesh, with a reason for each.
+        """Plans how each leaf of the model is split over the mesh, with a reason for each.
 
-        The two rules are applied in the order of the model's fields. With a loss and a batch they are applied in the order
-        in which the loss computes, which is traced abstractly, and leaves that it does not read are marked.
+        The two rules are applied in the order of the model's fields. With a loss and a batch, the loss is traced abstractly
+        and they are applied in the order of its computation; leaves that it does not read are marked.
 
         **Arguments:**
 
         - `model`: an Equinox module, of arrays or of their shapes (`eqx.filter_eval_shape`).
-        - `loss_fn`, `batch`: the loss, `(model, batch, key)`, and what `collate_fn` returns (or its shapes).
-        - `overrides`: specs by path or glob, as `{"head.weight": ("model", None)}`; None replicates a leaf; early
+        - `loss_fn`, `batch`: the loss, `(model, batch, key)`, and the result of `collate_fn` (or its shapes).
+        - `overrides`: specs by path or glob, such as `{"head.weight": ("model", None)}`; None replicates a leaf; early
             patterns win.
-        - `compute_dtype`: floating leaves of the model are cast to it for the loss, as by a Trainer.
+        - `compute_dtype`: floating leaves of the model are cast to it for the loss, as in a Trainer.
 
-        Raises ValueError for an override that matches nothing, names an unknown axis or does not divide. Warns of each
+        Raises ValueError for an override that matches nothing, names an unknown axis or does not divide. Warns about each
         large leaf that no axis splits.
         """
         check_model(model)
         if (loss_fn is None) != (batch is None):
             missing = "batch" if batch is None else "loss_fn"
-            raise ValueError(f"`{missing}`: expected with `loss_fn` and `batch` both or neither, got None. Pass both.")
+            raise ValueError(f"`{missing}`: expected both `loss_fn` and `batch`, or neither, got None. Pass both.")
         if loss_fn is None:
             return plan_model(model, self.mesh, None, overrides)
         check_model_function(loss_fn, "loss_fn", has_state=False)
@@ -253,13 +253,13 @@ class Deployer(KnowsRedco):
         return plan_model(model, self.mesh, trace, overrides)
 
     def init(self, make_model: Callable[[], ModelT], plan: Plan | None = None) -> ModelT:
-        """The model that `make_model()` returns, each device creating only its own shards; in a dry run, its shapes.
+        """Returns the model of `make_model()`, where each device creates only its own shards; in a dry run, its shapes.
 
         **Arguments:**
 
-        - `make_model`: makes the model, without arguments: `lambda: Model(key=key)`. It is called twice, once for the shapes
-            alone, so take keys outside of it.
-        - `plan`: of its leaves; the plan in the order of the fields by default.
+        - `make_model`: makes the model, without arguments: `lambda: Model(key=key)`. It is called twice, once only for the
+            shapes, so create keys outside of it.
+        - `plan`: how the leaves are split; by default the plan in the order of the fields.
         """
         check_function(make_model, "make_model", [])
         shapes = eqx.filter_eval_shape(make_model)
@@ -283,11 +283,10 @@ class Deployer(KnowsRedco):
     # --- batches and schedules ---------------------------------------------------------------------------------------
 
     def get_per_device_batch_size(self, global_batch_size: int, accumulate_grad_batches: int = 1) -> int:
-        """Rows of a micro-batch at one position of the data and fsdp axes, for updates of `global_batch_size` examples.
+        """Returns the rows of a micro-batch at one position of the data and fsdp axes, for updates of `global_batch_size`
+        examples: with it, the same script takes the same updates on any mesh.
 
-        So the same script takes the same updates on any mesh.
-
-        Raises ValueError where the batch shards times the micro-batches do not divide it.
+        Raises ValueError if the batch shards times the micro-batches do not divide `global_batch_size`.
         """
         check_count(global_batch_size, "global_batch_size", 0)
         check_count(accumulate_grad_batches, "accumulate_grad_batches")
@@ -300,16 +299,16 @@ class Deployer(KnowsRedco):
         return global_batch_size // n_parts
 
     def get_accumulate_grad_batches(self, global_batch_size: int, per_device_batch_size: int) -> int:
-        """How many micro-batches make one update of `global_batch_size` examples.
+        """Returns the number of micro-batches in an update of `global_batch_size` examples.
 
-        Raises ValueError where `per_device_batch_size` times the batch shards does not divide it.
+        Raises ValueError if `per_device_batch_size` times the batch shards does not divide `global_batch_size`.
         """
         check_count(global_batch_size, "global_batch_size", 0)
         check_count(per_device_batch_size, "per_device_batch_size")
         micro = per_device_batch_size * self.n_batch_shards
         if global_batch_size < 1 or global_batch_size % micro:
             raise ValueError(
-                f"`global_batch_size`: expected a multiple of {per_device_batch_size} rows a device x "
+                f"`global_batch_size`: expected a multiple of {per_device_batch_size} rows per device x "
                 f"{self.n_batch_shards} shards = {micro}, got {global_batch_size}. Change one of the two."
             )
         return global_batch_size // micro
@@ -330,18 +329,19 @@ class Deployer(KnowsRedco):
         batch_size: int | None = None,
         drop_remainder: bool = False,
     ) -> optax.Schedule:
-        """A schedule over the optimizer updates of a fit: linear warm-up, then decay to the last update.
+        """Returns a schedule over the optimizer updates of a fit: linear warm-up, then decay to the last update.
 
         **Arguments:**
 
-        - `train_size`: examples an epoch; the last update of an epoch may hold fewer than the others.
-        - `per_device_batch_size`, `batch_size`, `drop_remainder`: as given to `fit`.
+        - `train_size`: examples per epoch; the last update of an epoch may have fewer than the others.
+        - `per_device_batch_size`, `batch_size`, `drop_remainder`: as in `fit`.
         - `learning_rate`: after the warm-up.
-        - `schedule_type`: of the decay: `"linear"`, `"cosine"`, or `"constant"` for none.
-        - `warmup_ratio`, `warmup_steps`: the length of the warm-up, as a share of all updates or as updates, which win.
-        - `accumulate_grad_batches`: micro-batches an update. Updates are counted, never micro-batches.
+        - `schedule_type`: the decay: `"linear"`, `"cosine"`, or `"constant"` for none.
+        - `warmup_ratio`, `warmup_steps`: the length of the warm-up, as a fraction of all updates or as a number of updates,
+            which takes precedence.
+        - `accumulate_grad_batches`: micro-batches per update. Updates are counted, never micro-batches.
 
-        Raises ValueError for an unknown type, for sizes below 1 and for a warm-up longer than the fit; TypeError without a
+        Raises ValueError for an unknown type, for sizes below 1 and a warm-up longer than the fit; TypeError without a
         learning rate.
         """
         sizes = {"train_size": train_size, "n_epochs": n_epochs, "accumulate_grad_batches": accumulate_grad_batches}
@@ -364,12 +364,12 @@ class Deployer(KnowsRedco):
         self._run.console.metrics(metrics, step)
 
     def log_config(self, config: dict[str, Any]) -> None:
-        """Records in the trackers by name what the run is made of, by name: hyperparameters, versions, arguments. What is
-        printed before the first step (devices, mesh, plan) is recorded by itself."""
+        """Records the configuration of a run in the trackers by name: hyperparameters, versions, arguments. The header
+        (devices, mesh, plan) is recorded automatically."""
         self._run.console.records.config(config)
 
     def log_image(self, name: str, image: Any, step: int | None = None) -> None:
-        """Records an image: as `workdir/media/step_00000100_NAME.png`, and in each tracker that takes images.
+        """Records an image: as `workdir/media/step_00000100_NAME.png`, and in each tracker that supports images.
 
         ```python
         class Samples(redeqx.Callback):
@@ -382,41 +382,41 @@ class Deployer(KnowsRedco):
 
         **Arguments:**
 
-        - `image`: of numpy or JAX, `[height, width]` or `[height, width, channels]` with 1, 3 or 4 channels, of uint8 or of
-            numbers from 0 to 1; or a matplotlib figure.
-        - `step`: optimizer updates done; by default those of the newest metrics, which in a callback is `trainer.step`.
+        - `image`: a numpy or JAX array, `[height, width]` or `[height, width, channels]` with 1, 3 or 4 channels, of uint8
+            or of numbers from 0 to 1; or a matplotlib figure.
+        - `step`: optimizer updates so far; by default those of the newest metrics, which in a callback is `trainer.step`.
 
-        Every process may call it; process 0 records. Raises ValueError for another shape, numbers outside of 0 to 1 and
-        parts of an array, TypeError for what is no array.
+        Every process may call it; process 0 records. Raises ValueError for another shape, numbers outside 0 to 1 and parts
+        of an array, TypeError for anything else.
         """
         self._run.console.records.image(name, image, step)
 
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
-        """Records a text, as `log_image` does an image; its file is `workdir/media/step_00000100_NAME.txt`."""
+        """Records a text, as `log_image` does an image, in `workdir/media/step_00000100_NAME.txt`."""
         self._run.console.records.text(name, text, step)
 
     def progress(
         self, *, n_epochs: int | None = None, n_steps: int | None = None, first_step: int = 0, title: str = ""
     ) -> ProgressLine:
-        """A context manager that shows the progress of a loop of your own; call its `update` after each step.
+        """Returns a context manager that shows the progress of a loop of your own; call its `update` after each step.
 
         **Arguments:**
 
-        - `n_epochs`, `n_steps`: the totals, where known.
+        - `n_epochs`, `n_steps`: the totals, if known.
         - `first_step`: steps done before the loop begins; counted in `n_steps`.
-        - `title`: printed at the beginning of the line.
+        - `title`: printed at the start of the line.
         """
         return self._run.console.progress(n_epochs=n_epochs, n_steps=n_steps, first_step=first_step, title=title)
 
     def begin_records(self, step: int) -> None:
-        """Deletes what an earlier process recorded in the workdir after `step`, for a loop of your own that continues from
-        there; -1 deletes all. `fit` does so by itself. Only the first call of a run acts."""
+        """Deletes records in the workdir that an earlier process wrote after `step`, for a loop of your own that continues
+        from there; -1 deletes all. `fit` does this by itself. Only the first call in a run has an effect."""
         self._run.begin_records(step)
 
     def save_outputs(self, outputs: Sequence[Any], name: str = "outputs.jsonl") -> Location:
-        """Writes one JSON line an output to `workdir/outputs/NAME` and returns its path. Arrays become nested lists.
+        """Writes one JSON line per output to `workdir/outputs/NAME` and returns its path. Arrays become nested lists.
 
-        Raises ValueError without a workdir, TypeError for what JSON does not hold.
+        Raises ValueError without a workdir, TypeError for values that JSON cannot hold.
         """
         if self.workdir is None:
             raise ValueError("`workdir`: expected a folder, got None. Pass `Deployer(workdir=...)` to save outputs.")
@@ -424,7 +424,7 @@ class Deployer(KnowsRedco):
         def plain(value: Any) -> Any:
             if isinstance(value, jax.Array | np.ndarray | np.generic):
                 return np.asarray(value).tolist()
-            raise TypeError(f"`outputs`: expected what JSON holds, got {type(value).__name__}. Convert it first.")
+            raise TypeError(f"`outputs`: expected values that JSON can hold, got {type(value).__name__}. Convert it first.")
 
         lines = "".join(json.dumps(output, default=plain) + "\n" for output in outputs)
         path = self.workdir / "outputs" / name
@@ -439,7 +439,7 @@ class Deployer(KnowsRedco):
 
 
 def _agree(peers: Peers, given: dict[str, Any]) -> None:
-    """Check that the arguments, the versions and the devices of all processes are alike."""
+    """Checks that arguments, versions and devices are equal in all processes."""
     if peers.n > 1:
         versions = {"the version of redeqx": __version__, "the version of jax": jax.__version__}
         devices = {"devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"}

@@ -1,4 +1,4 @@
-"""`load`: a model from a checkpoint or a safetensors file, without a Trainer."""
+"""`load`: reads a model from a checkpoint or a safetensors file, without a Trainer."""
 
 from ._deployer import Deployer
 from ._tree import ModelT
@@ -19,13 +19,13 @@ def load(
     plan: Plan | None = None,
     kind: str = "model",
 ) -> ModelT:
-    """The model that a checkpoint or a safetensors file holds: `like`, with the values that were saved.
+    """Returns the model in a checkpoint or a safetensors file: `like`, with the saved values.
 
     No optimizer is needed. Each device reads only its own slices, and the tensors of a checkpoint are verified against its
     checksums while they are read.
 
     ```python
-    like = eqx.filter_eval_shape(Net, jax.random.key(0))        # shapes will do: nothing is allocated
+    like = eqx.filter_eval_shape(Net, jax.random.key(0))        # shapes are enough: nothing is allocated
     model = redeqx.load("runs/digits", like)                    # the newest checkpoint of a workdir
     model = redeqx.load("runs/digits/ckpts/argmax_accuracy", like, deployer)
     model = redeqx.load("model.safetensors", like)
@@ -34,20 +34,20 @@ def load(
     **Arguments:**
 
     - `path`: a safetensors file, or the index of several (`model.safetensors.index.json`); the folder of a checkpoint; a
-        workdir, or its `ckpts`, for the newest checkpoint; or a name of the workdir's index after `ckpts/`. Each may be in
+        workdir, or its `ckpts`, for the newest checkpoint; or `ckpts/` and a name of the workdir's index. Each may be in
         an object store: `s3://bucket/run`, `gs://bucket/run` (extra `stores`).
-    - `like`: a model of the same structure, of arrays or of shapes (`eqx.filter_eval_shape`). Floating tensors are cast to
-        its dtypes. Leaves that are no arrays are taken over.
-    - `deployer`: on whose mesh the model is placed, by its plan; by default each array goes where that of `like` is, or to
+    - `like`: a model of the same structure, with arrays or shapes (`eqx.filter_eval_shape`). Floating tensors are cast to
+        its dtypes. Leaves that are not arrays are kept.
+    - `deployer`: the model is placed on its mesh, by its plan; by default each array is placed like that of `like`, or on
         the first device.
-    - `plan`: how it is split; `deployer.plan(like)` by default.
-    - `kind`: which tree of a checkpoint: `"model"`; `"model_state"`, with the state of the layers as `like`; or a model that
-        a callback keeps, as `"ema"`.
+    - `plan`: how the model is split; `deployer.plan(like)` by default.
+    - `kind`: the tree of the checkpoint: `"model"`; `"model_state"`, with the state of the layers as `like`; or a model that
+        a callback keeps, such as `"ema"`.
 
     In a dry run it returns shapes and reads nothing.
 
-    Raises ValueError where there is no such checkpoint, where it is damaged, or where it is of another model: the error
-    names the tensors that differ. Raises OSError where an object store does not answer.
+    Raises ValueError if there is no such checkpoint, it is damaged, or it belongs to another model: the error names the
+    tensors that differ. Raises OSError if an object store does not answer.
     """
     if kind == "model":
         check_model(like)

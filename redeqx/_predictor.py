@@ -1,4 +1,4 @@
-"""The Predictor: a model and `pred_fn` over any number of examples, in their order."""
+"""The Predictor: runs a model and `pred_fn` over any number of examples, in order."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from jaxtyping import PRNGKeyArray
 from ._deployer import Deployer
 from ._load import load
 from ._tree import PyTree, is_array_like, is_key
-from .data import BatchSize, Group, Prefetch, collate, pad_rows, place_rows, read, rows_here, size_of
+from .data import BatchSize, Group, Prefetch, collate, local_rows, pad_rows, place_rows, read, size_of
 from .errors import (
     ARGUMENTS_OF_PREDICTOR,
     OF_PREDICTOR,
@@ -37,13 +37,13 @@ class Predictor(KnowsRedco):
     **Arguments:**
 
     - `deployer`: the devices.
-    - `model`: an Equinox module; switched to inference mode for `pred_fn`. None where each `predict` gets its own.
-    - `collate_fn`: examples to a PyTree of numpy arrays with a row an example.
-    - `pred_fn`: `(model, batch, key)` to a PyTree of arrays with a row an example; with `model_state`,
-        `(model, state, batch, key)`. Rows must not depend on each other: the last batch is filled up with its last row.
-    - `output_fn`: the outputs of a batch (numpy, without the filling) to a list with an entry an example; by default a
+    - `model`: an Equinox module; switched to inference mode for `pred_fn`. None if each `predict` passes its own.
+    - `collate_fn`: maps a list of examples to a PyTree of numpy arrays with one row per example.
+    - `pred_fn`: maps `(model, batch, key)`, or with `model_state` `(model, state, batch, key)`, to a PyTree of arrays with
+        one row per example. Rows must not depend on each other: the last batch is padded with copies of its last row.
+    - `output_fn`: maps the outputs of a batch (numpy, without padding) to a list with one entry per example; by default a
         list of the rows.
-    - `model_state`: of layers that have one, as `eqx.nn.make_with_state` gives it.
+    - `model_state`: the state of layers that have one, from `eqx.nn.make_with_state`.
     - `compute_dtype`: floating leaves of the model are cast to it for `pred_fn`.
     - `plan`: how the model is split; `deployer.plan(model)` by default.
     - `fuse_attention`: as for `Trainer`.
@@ -83,14 +83,14 @@ class Predictor(KnowsRedco):
         self._step: tuple[Any, Parts, Callable[..., Any]] | None = None
         self._compiled: set[Any] = set()
         self._placed: tuple[PyTree, PyTree] | None = None
-        # Set by a Trainer: its model and state of the moment, and its plan.
+        # Set by a Trainer: returns its current model, state and plan.
         self._source: Callable[[], tuple[PyTree, PyTree, Plan]] | None = None
 
     @classmethod
     def load(
         cls, path: str | Location, deployer: Deployer, *, like: PyTree, plan: Plan | None = None, **options: Any
     ) -> "Predictor":
-        """A Predictor of the model that a checkpoint or a safetensors file holds.
+        """Returns a Predictor for the model in a checkpoint or a safetensors file.
 
         **Arguments:**
 
@@ -110,18 +110,19 @@ class Predictor(KnowsRedco):
         batch_size: int | None = None,
         key: PRNGKeyArray | None = None,
     ) -> list[Any]:
-        """The outputs of all examples, in their order.
+        """Returns the outputs of all examples, in order.
 
         **Arguments:**
 
         - `examples`: anything with `len()` and integer items.
-        - `per_device_batch_size`, `batch_size`: rows at one position of the data and fsdp axes, or examples over all devices
-            at once, one of the two.
-        - `model`: in place of the Predictor's own, of the same structure.
-        - `key`: what `pred_fn` draws from, folded with the number of the batch. By default the same at every call, of the
-            deployer's seed: give another each time where calls are to draw anew (samples, a policy's actions).
+        - `per_device_batch_size`, `batch_size`: rows at one position of the data and fsdp axes, or examples over all
+            devices; pass one of the two.
+        - `model`: replaces the Predictor's own, with the same structure.
+        - `key`: the key that `pred_fn` receives, with the index of the batch folded in. By default it comes from the
+            deployer's seed and is the same at every call: pass a new key where calls must differ (samples, a policy's
+            actions).
 
-        Raises ValueError where `output_fn` does not return an entry an example.
+        Raises ValueError if `output_fn` does not return one entry per example.
         """
         batches = self.iterate(examples, per_device_batch_size, model, batch_size=batch_size, key=key)
         return [row for batch in batches for row in batch]
@@ -135,7 +136,7 @@ class Predictor(KnowsRedco):
         batch_size: int | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Iterator[list[Any]]:
-        """The outputs batch by batch, as the device hands them on, for more examples than the host holds outputs of."""
+        """Yields the outputs of one batch after the other, for more outputs than fit into the host's memory."""
         size = BatchSize.of(self._deployer.mesh, per_device_batch_size, batch_size)
         check_examples_kind(examples, "examples")
         n = size_of(examples)
@@ -153,11 +154,11 @@ class Predictor(KnowsRedco):
             yield from self._zeros(examples, n, at_once, rows, model)
             return
         model, state, plan = self._resolve(model)
-        parts, step = self._step_for(model, state, plan)
+        parts, step = self._get_step(model, state, plan)
         trained, frozen = parts.take(model)
         state_leaves = jax.tree.leaves(state)
         mesh = self._deployer.mesh
-        here = rows_here([Group(1, rows)], mesh)  # of a batch that is filled up
+        here = local_rows([Group(1, rows)], mesh)  # of a padded batch
 
         def prepare() -> Iterator[tuple[int, PyTree]]:
             for start in range(0, n, at_once):
@@ -176,30 +177,30 @@ class Predictor(KnowsRedco):
                 outputs = self._call(step, (trained, frozen, state_leaves, batch, key, np.uint32(i)))
                 jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
                 pending.append((n_rows, outputs))
-                if len(pending) > 1:  # one batch computes while the one before is handed on
-                    yield self._hand_on(*pending.popleft())
+                if len(pending) > 1:  # the device computes one batch while the previous one is returned
+                    yield self._unbatch(*pending.popleft())
         while pending:
-            yield self._hand_on(*pending.popleft())
+            yield self._unbatch(*pending.popleft())
 
     def _zeros(self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None) -> Iterator[list[Any]]:
-        """What `iterate` yields for `n` examples, `at_once` in batches of `rows`, from outputs that are zeros; of the first
-        batch's shapes, since only that one is collated."""
+        """Yields what `iterate` does for `n` examples, `at_once` in batches of `rows`, with outputs of zeros. They have the
+        shapes of the first batch, since only that one is collated."""
         if self._source is not None:
             own, state, plan = self._source()
             model = own if model is None else model
         else:
-            model, state = self._own(model), self._model_state
+            model, state = self._require_model(model), self._model_state
             plan = self._deployer.plan(model) if self._plan is None else self._plan
-        parts, step = self._step_for(model, state, plan)
+        parts, step = self._get_step(model, state, plan)
         batch = pad_rows(collate(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
         key, i = jax.random.key(self._deployer.jax_seed), np.uint32(0)
         shapes = jax.eval_shape(step, *parts.take(model), jax.tree.leaves(state), batch, key, i)
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         for start in range(0, n, at_once):
-            yield self._hand_on(min(at_once, n - start), zeros)
+            yield self._unbatch(min(at_once, n - start), zeros)
 
     def trace(self, model: PyTree, examples: Sequence[Any], per_device_batch_size: int, program: Program) -> Any:
-        """The traced step of the first batch of examples, for a trainer's model where its program puts it."""
+        """Traces the step for the first batch of examples, with a trainer's model sharded as in `program`."""
         mesh = program.plan.mesh
         n_shards = n_batch_shards(mesh)
         batch_size = min(per_device_batch_size * n_shards, -(-len(examples) // n_shards) * n_shards)
@@ -212,7 +213,7 @@ class Predictor(KnowsRedco):
         return step.trace(*placed_shapes(parts, model, program.plan), program.state, batch, program.key, i)
 
     def _call(self, step: Callable[..., Any], args: tuple[Any, ...]) -> PyTree:
-        """Call the jitted step, saying so where it has to compile first."""
+        """Calls the jitted step; shows when it has to compile first."""
         signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args[3]))
         if signature in self._compiled:
             return step(*args)
@@ -221,7 +222,7 @@ class Predictor(KnowsRedco):
         self._compiled.add(signature)
         return outputs
 
-    def _hand_on(self, n_rows: int, outputs: PyTree) -> list[Any]:
+    def _unbatch(self, n_rows: int, outputs: PyTree) -> list[Any]:
         listed = self._output_fn(jax.tree.map(lambda x: np.asarray(x)[:n_rows], outputs))
         if not isinstance(listed, Sequence) or isinstance(listed, str) or len(listed) != n_rows:
             found = f"{len(listed)} entries" if hasattr(listed, "__len__") else type(listed).__name__
@@ -232,14 +233,14 @@ class Predictor(KnowsRedco):
         return list(listed)
 
     def _resolve(self, model: PyTree | None) -> tuple[PyTree, PyTree, Plan]:
-        """The model and state to run, placed, and the plan by which they are."""
+        """Returns the placed model and state to run, and their plan."""
         if model is not None:
             check_model(model)
         if self._source is not None:
             own, state, plan = self._source()
             return (own if model is None else place(model, plan)), state, plan
         if self._plan is None:
-            self._plan = self._deployer.plan(self._own(model))
+            self._plan = self._deployer.plan(self._require_model(model))
         if model is not None:
             return place(model, self._plan), self._placed_state(), self._plan
         if self._placed is None:
@@ -249,13 +250,13 @@ class Predictor(KnowsRedco):
     def _placed_state(self) -> PyTree:
         return jax.tree.map(lambda leaf: put(leaf, replicated(self._deployer.mesh)), self._model_state)
 
-    def _own(self, model: PyTree | None) -> PyTree:
+    def _require_model(self, model: PyTree | None) -> PyTree:
         if model is None and self._model is None:
             raise ValueError("`model`: expected a model, got None. Pass it to `Predictor` or to `predict`.")
         return self._model if model is None else model
 
-    def _step_for(self, model: PyTree, state: PyTree, plan: Plan) -> tuple[Parts, Callable[..., Any]]:
-        """The compiled step, made anew where the model differs in more than its arrays."""
+    def _get_step(self, model: PyTree, state: PyTree, plan: Plan) -> tuple[Parts, Callable[..., Any]]:
+        """Returns the compiled step, rebuilt if the model differs in more than its arrays."""
         arrays, static = eqx.partition(model, is_array_like)
         structure = jax.tree.structure(arrays), jax.tree.leaves(static), plan.leaves
         if self._step is None or self._step[0] != structure:
@@ -273,6 +274,6 @@ class Predictor(KnowsRedco):
 
 
 def _rows(outputs: PyTree) -> list[Any]:
-    """A batch of outputs as a list of the rows: arrays, or PyTrees of them."""
+    """Splits a batch of outputs into a list of rows: arrays, or PyTrees of them."""
     leaves, treedef = jax.tree.flatten(outputs)
     return [jax.tree.unflatten(treedef, row) for row in zip(*leaves, strict=True)]

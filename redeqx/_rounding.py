@@ -1,4 +1,4 @@
-"""Stochastic rounding: up or down by chance, to each neighbour in proportion to how near it is. The mean is then exact."""
+"""Stochastic rounding: rounds up or down at random, in proportion to the distance, so that the mean is exact."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,11 @@ from jaxtyping import Array, UInt
 
 
 def to_bfloat16(x: Array, noise: UInt[Array, "..."]) -> Array:
-    """Float32 as bfloat16, rounded by chance.
+    """Rounds float32 to bfloat16 stochastically.
 
     **Arguments:**
 
-    - `noise`: uint16 in the shape of `x`, drawn uniformly.
+    - `noise`: uniform random uint16 in the shape of `x`.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     kept = (bits + noise.astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)  # a bfloat16 is the upper half of a float32

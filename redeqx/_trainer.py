@@ -1,4 +1,4 @@
-"""The Trainer: trains an Equinox model on any mesh. What it does is in `training`; this is its public face."""
+"""The Trainer: trains an Equinox model on any mesh. The public interface of the package `training`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -45,71 +45,72 @@ from .training import (
     in_order,
     make_job,
     resume_newest,
-    takes,
     train,
     update,
+    with_options,
 )
 
 
 class Trainer(KnowsRedco, Generic[ModelT]):
     """Trains an Equinox model on the deployer's mesh.
 
-    Numbers do not depend on the mesh, on micro-batches or on a restart. Arrays of `model` are copied to the mesh at first
-    use, when a batch is at hand; those that `deployer.init` made are taken over, and deleted by the first update.
+    Results do not depend on the mesh, on micro-batches or on a restart. The arrays of `model` are copied to the mesh when
+    the first batch arrives; arrays made by `deployer.init` are used without a copy, and deleted by the first update.
 
     **Arguments:**
 
     - `deployer`: the devices.
-    - `model`: an Equinox module. In evaluation and prediction it is switched by `eqx.nn.inference_mode`.
+    - `model`: an Equinox module. Evaluation and prediction use `eqx.nn.inference_mode` of it.
     - `optimizer`: an optax transformation; one update is one *step*.
-    - `collate_fn`: a list of examples to a PyTree of numpy arrays with a row an example.
-    - `loss_fn`: `(model, batch, key)` to a scalar, the mean over the rows of the batch, or to a `redeqx.Loss`. With
-        `model_state`: `(model, state, batch, key)` to `(loss, state)`.
-    - `model_state`: of layers that have one (`eqx.nn.BatchNorm`), as `eqx.nn.make_with_state` gives it.
+    - `collate_fn`: maps a list of examples to a PyTree of numpy arrays with one row per example.
+    - `loss_fn`: maps `(model, batch, key)` to a scalar, the mean over the rows of the batch, or to a `redeqx.Loss`. With
+        `model_state`: maps `(model, state, batch, key)` to `(loss, state)`.
+    - `model_state`: the state of layers that have one (`eqx.nn.BatchNorm`), from `eqx.nn.make_with_state`.
     - `trainable`: which leaves are trained: a function of a leaf, or a PyTree of booleans in the model's structure; by
-        default all floating ones of 16 bits or more.
-    - `lr_schedule_fn`: of steps; logged. A fit that goes on after it has reached 0 warns. Give the same to the optimizer.
-    - `accumulate_grad_batches`: micro-batches a step.
-    - `precision`: `"float32"`, or `"bfloat16"`: parameters, losses, sums of gradients and updates in float32, everything
-        else that a loss computes in bfloat16. Or `"fp8"`: as `"bfloat16"`, with products with weights in 8-bit floating
-        point, on GPUs that multiply it; CPUs emulate it. Or a `redeqx.Precision`, which has all of the choices: parameters
-        stored in bfloat16, say. By default everything has the dtypes that the model has. The batch is left alone: cast
-        floating inputs in `loss_fn`.
-    - `compute_dtype`: floating leaves of the model are cast to it for the loss; parameters and updates keep theirs, and
-        devices add up gradients in `compute_dtype`. For dtypes that `precision` does not name.
-    - `grad_fn`: `(model, batch, key)` (with `model_state` after `model`) to `(loss, grads)`, in place of the gradient of
-        `loss_fn`; `grads` is of the loss that it returns, `total / weight`, and has the model's structure. With
+        default all floating leaves of 16 bits or more.
+    - `lr_schedule_fn`: maps a step to the learning rate; only logged, so pass the same schedule to the optimizer. A fit that
+        continues after the schedule has reached 0 warns.
+    - `accumulate_grad_batches`: micro-batches per step.
+    - `precision`: `"float32"`; `"bfloat16"`: parameters, losses, sums of gradients and updates in float32, everything else
+        that the loss computes in bfloat16; `"fp8"`: as `"bfloat16"`, with products with weights in 8-bit floating point, on
+        GPUs that support it (CPUs emulate it); or a `redeqx.Precision`, which has all choices, such as parameters stored in
+        bfloat16. By default everything has the dtypes of the model. The batch is not cast: cast floating inputs in
+        `loss_fn`.
+    - `compute_dtype`: floating leaves of the model are cast to it for the loss. Parameters and updates keep their dtypes;
+        gradients are summed over devices in `compute_dtype`. For dtypes that `precision` does not name.
+    - `grad_fn`: maps `(model, batch, key)` (with `model_state` after `model`) to `(loss, grads)` and replaces the gradient
+        of `loss_fn`. `grads` is the gradient of the returned loss, `total / weight`, in the model's structure. With
         `model_state` it returns `((loss, state), grads)`.
     - `plan`: how the model is split; `deployer.plan(model, loss_fn, batch)` with the first batch by default.
     - `on_nonfinite`: what happens to a step whose loss or gradient is not finite: `"raise"` ends training; `"skip"` leaves
-        parameters and optimizer state as they were, to the bit, and continues with the next examples. `n_skipped` counts.
-    - `max_skipped`: how many steps may be skipped in a row; more raise.
-    - `n_collate_workers`: how many calls of `collate_fn` run at once, ahead of the device; 0 is one, in the thread that
-        prepares batches. The examples and their order stay the same.
+        parameters and optimizer state unchanged, bit for bit, and continues with the next examples. `n_skipped` counts.
+    - `max_skipped`: the number of steps in a row that may be skipped; more raise.
+    - `n_collate_workers`: the number of calls of `collate_fn` that run at once, ahead of the device; with 0 there is one, in
+        the thread that prepares batches. The examples and their order stay the same.
     - `collate_in`: where these calls run: `"threads"`, for a `collate_fn` that spends its time in NumPy, I/O or a tokenizer;
-        or `"processes"`, for one written in Python. Processes need a `collate_fn` and examples that pickle, and a script
-        whose work stands under `if __name__ == "__main__":`.
-    - `fuse_attention`: whether attention in `loss_fn`, however it is written, is computed by the kernel of the platform
-        (`redeqx.attention`), with the same values and gradients but for rounding. What is printed first says where.
-    - `remat`: what the loops of `loss_fn` (`jax.lax.scan`, as over stacked blocks) compute again in the backward pass
-        instead of keeping it: `"none"`; `"matmuls"`, all but matmuls, convolutions and attention, which saves memory and, on
-        GPUs and TPUs, reads and writes; `"full"`, all of a body, which saves most memory for a third more computation;
-        `"offload"`, the same with the inputs of each iteration in the memory of the host, for what does not fit otherwise.
-        `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own are left alone.
-    - `memory`: `"auto"` compiles the first step with `remat`, and, until it fits into the memory of the device, with the
-        levels after that and with micro-batches in smaller parts, where the loss draws no random numbers; prints what it
-        took, and why. It is not saved. Values and gradients differ by rounding, so a run that resumes on another device may.
-        By default, on CPUs and with a `grad_fn`, nothing is chosen.
-    - `unroll`: whether loops of `loss_fn` over a few small layers are written out on GPUs, where copies of what their
-        backward pass reads would take long beside their matmuls. It costs compile time, 3 to 5 times for 12 layers.
-    - `stack_blocks`: whether equal blocks that `loss_fn` computes one after the other, as of a Python list, are computed
-        as one loop over their stacked weights, with the same values and gradients but for rounding: they compile once, and
-        `remat` applies to them. By default on GPUs, where `unroll` may write a small loop out again, and on TPUs. What is
-        printed first says which.
-    - `offload_opt_state`: whether the optimizer's state is in the memory of the host, from where each update copies it to
-        the devices and back: for what does not fit otherwise, since the bus is slow. Values and checkpoints stay the same.
+        or `"processes"`, for one written in Python. Processes need a `collate_fn` and examples that can be pickled, and a
+        script that does its work under `if __name__ == "__main__":`.
+    - `fuse_attention`: whether attention in `loss_fn`, however it is written, is computed by the platform's kernel
+        (`redeqx.attention`), with the same values and gradients up to rounding. The header lists the fused places.
+    - `remat`: what the loops of `loss_fn` (`jax.lax.scan`, as over stacked blocks) recompute in the backward pass instead of
+        keeping it: `"none"`; `"matmuls"`, everything except matmuls, convolutions and attention, which saves memory and, on
+        GPUs and TPUs, memory traffic; `"full"`, the whole body, which saves most memory for a third more computation;
+        `"offload"`, as `"full"`, with the inputs of each iteration in host memory, for models that do not fit otherwise.
+        `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own stay as they are.
+    - `memory`: `"auto"` compiles the first step with `remat`. Until it fits into device memory, it tries the next levels of
+        `remat` and, where the loss draws no random numbers, micro-batches in smaller parts. It prints what it chose, and
+        why. The choice is not saved. Values and gradients differ by rounding, so a run that resumes on another device may
+        too. By default, on CPUs and with a `grad_fn`, nothing is chosen.
+    - `unroll`: whether loops of `loss_fn` over a few small layers are unrolled on GPUs, where copying what their backward
+        pass reads would take long compared with their matmuls. It costs compile time, 3 to 5 times for 12 layers.
+    - `stack_blocks`: whether equal blocks that `loss_fn` computes one after the other, as from a Python list, are computed
+        as one loop over their stacked weights, with the same values and gradients up to rounding: they compile once, and
+        `remat` applies to them. By default on GPUs, where `unroll` may unroll a small loop again, and on TPUs. The header
+        lists them.
+    - `offload_opt_state`: whether the optimizer state is stored in host memory, from where each update copies it to the
+        devices and back: for models that do not fit otherwise, since the bus is slow. Values and checkpoints stay the same.
 
-    Raises ValueError where no leaf is trainable, and for fp8 on a device that does not multiply it.
+    Raises ValueError where no leaf is trainable, and for fp8 on a device that does not support it.
     """
 
     _instead_of, _instead_of_arguments = OF_TRAINER, ARGUMENTS_OF_TRAINER
@@ -195,37 +196,36 @@ class Trainer(KnowsRedco, Generic[ModelT]):
 
     @property
     def model(self) -> ModelT:
-        """The current model. The next step deletes its arrays: save it, or copy what is to be kept."""
+        """The current model. The next step deletes its arrays: save it, or copy what you want to keep."""
         return self._engine.current[0]
 
     @property
     def model_state(self) -> PyTree | None:
-        """The current state of the model's stateful layers; None where there are none."""
+        """The current state of the model's stateful layers; None if there are none."""
         return self._engine.current[1]
 
     @property
     def opt_state(self) -> PyTree:
-        """The optimizer's current state; in a dry run its shapes."""
+        """The current optimizer state; in a dry run its shapes."""
         return self._engine.opt_state
 
     @property
     def plan(self) -> Plan | None:
-        """How the model is split; None before first use, when it is made, unless one was given."""
+        """How the model is split. If no plan was given, it is made at first use; None before."""
         return self._engine.plan
 
     @property
     def step(self) -> int:
-        """The number of updates so far, those before a resume included."""
+        """The number of updates so far, including those before a resume."""
         return self._engine.step
 
     @property
     def n_skipped(self) -> int:
-        """The number of steps that were skipped because their loss or gradient was not finite, those before a resume
-        included."""
+        """The number of steps skipped because their loss or gradient was not finite, including those before a resume."""
         return self._engine.progress.n_skipped
 
     def batch_size(self, per_device_batch_size: int) -> int:
-        """Examples a step: rows a device x batch shards x micro-batches."""
+        """Examples per step: rows per device x batch shards x micro-batches."""
         return per_device_batch_size * self.deployer.n_batch_shards * self._engine.recipe.accumulate
 
     # --- single passes -----------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         batch_size: int | None = None,
         drop_remainder: bool = False,
     ) -> dict[str, float]:
-        """One pass over the examples, in the order that they are in; returns the last step's metrics.
+        """Trains for one pass over the examples, in their order; returns the last step's metrics.
 
         **Arguments:**
 
@@ -255,11 +255,11 @@ class Trainer(KnowsRedco, Generic[ModelT]):
 
     @plainly
     def update(self, examples: Any) -> dict[str, float]:
-        """One step on all of these examples; returns its metrics, for which it waits. For loops of your own: a GAN, a
+        """Takes one step on all of these examples; waits for its metrics and returns them. For loops of your own: a GAN, a
         curriculum, reinforcement learning.
 
-        The numbers, the records and the checkpoints are those of `train` with the same examples as one batch. Such a loop
-        resumes by `resume` and saves by `save_ckpt`:
+        Numbers, records and checkpoints are those of `train` with the same examples as one batch. Such a loop resumes with
+        `resume` and saves with `save_ckpt`:
 
         ```python
         for step in range(trainer.resume(), 1000):
@@ -272,7 +272,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
 
         **Arguments:**
 
-        - `examples`: anything with `len()` and integer items. Each new number of them compiles a program of its own.
+        - `examples`: anything with `len()` and integer items. Each new number of examples compiles another program.
         """
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(self._job(*as_one_step(self._engine, examples)), run.machine, **run.options))
@@ -286,15 +286,15 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         batch_size: int | None = None,
         model: PyTree | None = None,
     ) -> float:
-        """The loss over all the examples: totals and weights are added up, and divided once.
+        """Computes the loss over all examples: sums totals and weights, and divides once.
 
-        The same for every batch size, with a remainder too.
+        The result is the same for every batch size, also with a remainder.
 
         **Arguments:**
 
-        - `per_device_batch_size`, `batch_size`: rows at one position of the data and fsdp axes, or examples over all
-            devices, at most; a little fewer where that leaves no remainder.
-        - `model`: evaluated instead of the trainer's, in the same structure: an average of weights, say.
+        - `per_device_batch_size`, `batch_size`: at most this many rows at one position of the data and fsdp axes, or
+            examples over all devices; slightly fewer if that leaves no remainder.
+        - `model`: evaluated instead of the trainer's model, in the same structure: an average of weights, for example.
 
         Raises ValueError for a `model` of another structure.
         """
@@ -309,7 +309,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         batch_size: int | None = None,
         model: PyTree | None = None,
     ) -> dict[str, float]:
-        """`{"loss": ...}` over all the examples, and every metric of `Loss.metrics`; arguments as for `eval_loss`."""
+        """Computes `{"loss": ...}` and every metric of `Loss.metrics` over all examples; arguments as for `eval_loss`."""
         size = BatchSize.of(self.deployer.mesh, per_device_batch_size, batch_size)
         check_examples(examples, "examples")
         size = size.evenly(size_of(examples), self.deployer.mesh.size)
@@ -323,11 +323,11 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         *,
         collate_fn: Callable[[list[Any]], PyTree] | None = None,
     ) -> Predictor:
-        """A Predictor of this trainer's model as it is at each call, with its plan and `compute_dtype`.
+        """Returns a Predictor that uses this trainer's model at the time of each call, with its plan and `compute_dtype`.
 
         **Arguments:**
 
-        - `collate_fn`: for the examples to predict, where they differ from those trained on: prompts without answers, or
+        - `collate_fn`: for the examples to predict, if they differ from the training examples: prompts without answers, or
             the observations that a policy acts on. The trainer's by default.
         """
         recipe = self._engine.recipe
@@ -340,19 +340,19 @@ class Trainer(KnowsRedco, Generic[ModelT]):
             compute_dtype=recipe.precision.dtype,
             fuse_attention=recipe.fuse_attention,
         )
-        predictor._source = self._engine.predicted_from
+        predictor._source = self._engine.predictor_source
         return predictor
 
     @property
     def compiled_step(self) -> jax.stages.Compiled | None:
-        """The compiled program of the newest step, to look into; None before the first. Nothing is compiled for it."""
+        """The compiled program of the newest step, for inspection; None before the first. Reading it compiles nothing."""
         return self._engine.calls.newest_step
 
     @plainly
     def compile(
         self, examples: Any, per_device_batch_size: int | None = None, *, batch_size: int | None = None
     ) -> jax.stages.Compiled:
-        """The compiled train step for the first step's examples, to look into: its memory, its collectives, its text."""
+        """Compiles the train step for the first step's examples, for inspection: its memory, its collectives, its text."""
         size = self._engine.batch_size(per_device_batch_size, batch_size)
         with closing(self._engine.batches(in_order(examples, size), size)) as batches:
             return self._engine.compiled(next(batches))
@@ -370,21 +370,21 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         fit: bool = False,
         exact: bool = False,
     ) -> DryRun:
-        """What a step of training takes, compiled and not run: memory, collectives, FLOPs, and whether it fits.
+        """Compiles a training step without running it, and reports its memory, collectives, FLOPs, and whether it fits.
 
-        Nothing is allocated, and nothing of the trainer changes.
+        Allocates nothing, and leaves the trainer unchanged.
 
         **Arguments:**
 
-        - `examples`, `per_device_batch_size`, `batch_size`: as for `train`; the first step's are compiled for.
-        - `topology`: devices that need not be there, with the shards of this deployer: `"v4:2x2x2"`, `"gpu:a100-40gb:4"`,
-            `"gpu:h100-80gb:2x8"`; its own devices by default.
-        - `optimization`: the compiler's level, `"O0"` to `"O3"`, or `"UNKNOWN"`, that of a run. By default that, but for
-            TPUs `"O2"`, which takes the same memory in half the time; `"O1"` is faster still, and takes less.
-        - `search`: whether to try what could help where it does not fit.
+        - `examples`, `per_device_batch_size`, `batch_size`: as for `train`; the first step is compiled.
+        - `topology`: devices that need not exist here, with the shards of this deployer: `"v4:2x2x2"`, `"gpu:a100-40gb:4"`,
+            `"gpu:h100-80gb:2x8"`; the deployer's own devices by default.
+        - `optimization`: the compiler's level, `"O0"` to `"O3"`, or `"UNKNOWN"`, the level of a run. By default `"UNKNOWN"`,
+            but for TPUs `"O2"`, which needs the same memory and compiles in half the time; `"O1"` is faster and needs less.
+        - `search`: whether to search for a setting that fits, if this one does not.
         - `fit`: whether to search for the fastest setting that fits: shards, micro-batches, `remat`.
         - `exact`: whether to compile all of a list of equal blocks that the loss computes one by one. By default a few of
-            them are compiled, and what all take is extrapolated.
+            them are compiled, and the total is extrapolated.
 
         Raises ValueError for an unknown topology, ImportError where its compiler is not installed.
         """
@@ -399,7 +399,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         return dry_run(job, machine, optimization=optimization, search=search, fit=fit, exact=exact)
 
     def _job(self, steps: Iterator[Slice], size: BatchSize, n_devices: int | None = None) -> Job:
-        """What a dry run compiles: the first of these steps."""
+        """The job of a dry run: the first of these steps."""
         return make_job(self._engine.recipe, *self._engine.trees, next(steps), size, self.deployer.mesh, n_devices)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -417,13 +417,13 @@ class Trainer(KnowsRedco, Generic[ModelT]):
 
         **Arguments:**
 
-        - `name`: its name for `load_ckpt` and in `index.json`; the checkpoint is kept while it has a name.
-        - `metrics`: numbers by name for its `trainer.json`: those that it was chosen by, say.
-        - `keep_last`: how many of the newest are kept without a name.
+        - `name`: its name for `load_ckpt` and in `index.json`. A checkpoint is kept as long as it has a name.
+        - `metrics`: numbers by name for its `trainer.json`, such as those it was chosen by.
+        - `keep_last`: how many of the newest checkpoints are kept without a name.
         - `save_opt_states`: whether to save what only resuming needs.
         - `save_float_dtype`: floating leaves of the model are cast to it in the file.
 
-        Raises ValueError without a workdir, OSError where the disk has no room; earlier checkpoints stay valid.
+        Raises ValueError without a workdir, OSError if the disk is full; earlier checkpoints stay valid.
         """
         return self._engine.save(
             [name],
@@ -439,100 +439,102 @@ class Trainer(KnowsRedco, Generic[ModelT]):
 
         **Arguments:**
 
-        - `name`: a name of the index (`"last"`, `"argmax_accuracy"`), of a checkpoint, or a path, which needs no workdir.
-        - `load_opt_states`: whether to load the optimizer's state and the step too; without, only the model.
+        - `name`: a name in the index (`"last"`, `"argmax_accuracy"`), a checkpoint's name, or a path, which needs no
+            workdir.
+        - `load_opt_states`: whether to load the optimizer state and the step too; otherwise only the model.
 
-        The next `fit` continues from the loaded checkpoint: with its own epochs, where this trainer has not fitted before. A
-        checkpoint of another workdir is a beginning: where this workdir has a run already, `fit` resumes that run.
+        The next `fit` continues from the loaded checkpoint; if this trainer has not run a fit before, with all its epochs.
+        A checkpoint of another workdir is a new start: if this workdir has a run already, `fit` resumes that run.
 
-        The current arrays, which `trainer.model` returned, are deleted before new ones are read, as by a step.
+        The current arrays, which `trainer.model` returned, are deleted before new ones are read, as in a step.
 
-        Raises ValueError where the checkpoint is damaged or of another model, naming what differs; nothing has
-        changed then. If a file can no longer be read after it was found complete, the trainer has no values until another
-        checkpoint is loaded. Raises ValueError inside of `fit` or `train`, too.
+        Raises ValueError if the checkpoint is damaged or belongs to another model, and names the differences; the trainer is
+        then unchanged. If a file becomes unreadable after it was verified, the trainer has no values until another
+        checkpoint is loaded. Also raises ValueError inside `fit` or `train`.
         """
         if not self.deployer.is_dry_run:  # there it has the shapes of this model
             self._engine.load(name, opt_states=load_opt_states)
 
     @plainly
     def resume(self) -> int:
-        """Continues from the newest checkpoint of the workdir, if it has one; returns the step. For loops of your own,
+        """Continues from the newest checkpoint of the workdir, if there is one; returns the step. For loops of your own,
         before their first update: `fit` resumes by itself.
 
-        Later records of `metrics.jsonl` are deleted, as the steps are taken again. Damaged checkpoints are passed over, with
-        a warning.
+        Later records of `metrics.jsonl` are deleted, as these steps are repeated. Damaged checkpoints are skipped with a
+        warning.
 
-        Raises ValueError where the checkpoint is of another model, or all are damaged.
+        Raises ValueError if the checkpoint belongs to another model, or all are damaged.
         """
         engine = self._engine
         if engine.is_updating or engine.callbacks is not None:
-            raise ValueError("`resume`: expected before the first update, got called inside of `fit`. It resumes by itself.")
+            raise ValueError("`resume`: expected before the first update, got called inside `fit`. It resumes by itself.")
         if not self.deployer.is_dry_run:
             resume_newest(engine, reads_twice=False)
-            engine.run.forget_records()  # of the steps since, where this process has taken some
+            engine.run.forget_records()  # of later steps, if this process has taken any
             engine.run.begin_records(engine.step)
         return engine.step
 
     # --- whole runs --------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Ends the running fit after this step, as at its end: the step is evaluated and saved. Call it in a callback or in
-        `eval_metric_fn`; with several processes only the call of process 0 counts. A later run of the script goes on from
-        that step.
+        """Ends the running fit after this step as it ends at its last one: the step is evaluated and saved. Call it in a
+        callback or in `eval_metric_fn`; with several processes only the call of process 0 counts. A later run of the script
+        continues from that step.
 
-        Raises ValueError outside of a fit.
+        Raises ValueError outside a fit.
         """
         if self._engine.callbacks is None:
-            raise ValueError("`stop`: expected inside of `fit`, got called outside. Call it in a callback.")
+            raise ValueError("`stop`: expected inside `fit`, got called outside. Call it in a callback.")
         self._engine.stop_requested = True
 
-    @takes(FitOptions)
+    @with_options(FitOptions)
     def fit(self, options: FitOptions) -> dict[str, float]:
-        """Trains for `n_epochs` passes, evaluates and saves on the way; returns the metrics of the last evaluation, or
-        of the last step where nothing is evaluated.
+        """Trains for `n_epochs` epochs, with evaluations and saves; returns the metrics of the last evaluation, or of the
+        last step if nothing is evaluated.
 
-        Every example is used once an epoch; the last step of an epoch holds what is left, and of that the few rows that do
-        not divide over the devices in micro-batches of their own (which layers like BatchNorm see as small batches: give a
-        multiple of the batch size, or `drop_remainder`, where that matters). A run that was stopped resumes from its newest
-        checkpoint and ends with the same bits; one that has ended continues where `n_epochs` is more than before.
+        Every example is used once per epoch. The last step of an epoch holds the remaining examples; rows of it that do not
+        divide over the devices form micro-batches of their own. Layers such as BatchNorm see these as small batches: if that
+        matters, pass a multiple of the batch size, or `drop_remainder`. A run that was stopped resumes from its newest
+        checkpoint and ends with the same bits; a finished one continues if `n_epochs` is larger than before.
 
         **Arguments:**
 
         - `train_examples`: an object with `len()` and integer items, shuffled anew each epoch; or a function of the epoch
             that returns one, of any length; or an iterable.
         - `per_device_batch_size`: rows of a micro-batch at one position of the data and fsdp axes. A step has
-            `trainer.batch_size(per_device_batch_size)` examples: on another mesh others.
-        - `n_epochs`: passes over the examples; 1 by default, with `max_steps` as many as that takes.
-        - `max_steps`: the fit ends after this many steps, also within an epoch; a later run with more goes on there.
-        - `batch_size`: instead of `per_device_batch_size`, the examples of a step, over all devices and micro-batches: the
-            same run on every mesh. Best a multiple of the devices times the micro-batches: the rows that are left over every
-            device computes.
-        - `drop_remainder`: whether to leave out what does not fill a batch at the end of an epoch, which would be a program
-            of its own to compile.
+            `trainer.batch_size(per_device_batch_size)` examples, which depends on the mesh.
+        - `n_epochs`: passes over the examples; by default 1, or with `max_steps` as many as these need.
+        - `max_steps`: the fit ends after this many steps, also within an epoch; a later run with more continues there.
+        - `batch_size`: instead of `per_device_batch_size`, the examples of a step over all devices and micro-batches: the
+            same run on every mesh. Best a multiple of devices times micro-batches, as every device computes all of the
+            remaining rows.
+        - `drop_remainder`: whether to drop the incomplete batch at the end of an epoch, for which another program is
+            compiled.
         - `eval_examples`: with `len()` and integer items; evaluated at the end of every epoch, and every
             `eval_every_n_steps` steps.
-        - `eval_per_device_batch_size`, `eval_batch_size`: of evaluations; a training micro-batch's by default.
+        - `eval_per_device_batch_size`, `eval_batch_size`: for evaluations; the size of a training micro-batch by default.
         - `eval_loss`: whether to evaluate the loss; its metric is called `"loss"`.
-        - `eval_predictor`, `eval_metric_fn`: outputs for `eval_examples`, and `(examples, outputs)` to a dict of numbers.
-        - `eval_sanity_check`: whether to evaluate one batch before training, so that mistakes show at once.
+        - `eval_predictor`, `eval_metric_fn`: computes outputs for `eval_examples`; maps `(examples, outputs)` to a dict of
+            numbers.
+        - `eval_sanity_check`: whether to evaluate one batch before training, so that mistakes show early.
         - `save_every_n_steps`, `save_ckpt_every_k_epochs`, `save_last_ckpt`: save every n steps; after every k-th epoch,
             to keep (`"epoch_3"` in the index); at the end of every epoch.
         - `save_argmin_ckpt_by_metrics`, `save_argmax_ckpt_by_metrics`: names of metrics by which the best checkpoint of
             all fits of the run is kept (`"argmax_accuracy"` in the index).
-        - `save_end`: whether to save the end of the fit, where there is a `workdir`.
-        - `keep_last`: how many of the newest checkpoints are kept, beside those.
+        - `save_end`: whether to save the end of the fit, if there is a `workdir`.
+        - `keep_last`: how many of the newest checkpoints are kept in addition.
         - `save_opt_states`: whether to save the optimizer's state. Without it a run cannot be resumed.
         - `save_float_dtype`: floating leaves of the model are cast to it in the file, and a resumed run continues with them.
         - `resume`: whether to continue from the workdir's newest checkpoint, or where this trainer's last fit was
-            interrupted. Without, a workdir that holds checkpoints is refused, and an interrupted fit is given up.
-        - `callbacks`: what acts at each step, evaluation, save or epoch, as `redeqx.Callback` says. Their state is saved and
+            interrupted. If False, a workdir that holds checkpoints is refused, and an interrupted fit is abandoned.
+        - `callbacks`: called at each step, evaluation, save or epoch; see `redeqx.Callback`. Their state is saved and
             resumed.
 
-        Raises ValueError or TypeError for arguments that cannot work, before any work; ValueError for a run that was begun
-        with another batch size or other examples; ValueError for a loss that is not finite, naming the step. The model is
-        spoilt then: `load_ckpt()` brings the last good one back.
+        Raises ValueError or TypeError for invalid arguments, before any work; ValueError for a run that was begun with
+        another batch size or other examples; ValueError for a loss that is not finite, naming the step. The model is then
+        unusable: `load_ckpt()` restores the last good one.
 
-        In a dry run it compiles for the first batch, and raises SystemExit with the report.
+        In a dry run, compiles the step for the first batch and raises SystemExit with the report.
         """
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(Fit(self._engine, options, self).job(), run.machine, **run.options))

@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # part of each type checker
 
-    # jaxtyping's is unknown to type checkers on purpose; in strict mode they would report each call of ours.
+    # jaxtyping hides its PyTree from type checkers; in strict mode they would report each of our calls.
     PyTree: TypeAlias = Any
     ModelT = TypeVar("ModelT", default=Any)
 else:
@@ -29,7 +29,8 @@ MOST_LISTED = 10  # the most names in one error message
 
 
 def render(path: tuple[Any, ...]) -> str:
-    """The dotted name of a PyTree path: `(GetAttrKey("blocks"), SequenceKey(3))` is `"blocks.3"`; the root is `"value"`.
+    """Returns the dotted name of a PyTree path: `(GetAttrKey("blocks"), SequenceKey(3))` is `"blocks.3"`; the root is
+    `"value"`.
 
     **Arguments:**
 
@@ -49,29 +50,28 @@ def render(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """All leaves by name, in the tree's order.
+    """Returns all leaves by name, in the tree's order.
 
-    Raises ValueError if two leaves have the same name (by dict keys with dots), since a checkpoint would keep only one of
-    them.
+    Raises ValueError if two leaves have the same name (from dict keys with dots), since a checkpoint would keep only one.
     """
     leaves: dict[str, Any] = {}
     for path, leaf in jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
         name = render(path)
         if name in leaves:
             raise ValueError(
-                f"`{name}`: expected one leaf of that name, got two. Rename the dict key or field that holds the dot."
+                f"`{name}`: expected one leaf of that name, got two. Rename the dict key or field that contains the dot."
             )
         leaves[name] = leaf
     return leaves
 
 
 def map_named(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None):
-    """`jax.tree.map`, for a function whose first argument is the leaf's name."""
+    """As `jax.tree.map`, for a function whose first argument is the leaf's name."""
     return jtu.tree_map_with_path(lambda path, *leaves: fn(render(path), *leaves), tree, *rest, is_leaf=is_leaf)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of an error message: `" Did you mean `x`?"` with the most similar of `names`, empty if none is similar."""
+    """Returns `" Did you mean `x`?"` with the most similar of `names`, to end an error; empty if none is similar."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean `{close[0]}`?" if close else ""
 
@@ -80,18 +80,18 @@ _INDEX = re.compile(r"((?<![^.`])\d+(?![^.`]))")  # a list index in a name, whic
 
 
 def without_indices(text: str) -> str:
-    """A name, or a text with quoted names, with `*` for each list index: equal for leaves that differ only in these."""
+    """Replaces each list index in names, which may be quoted in a text, by `*`."""
     return _INDEX.sub("*", text)
 
 
 def merged(texts: Sequence[str]) -> str:
-    """Texts that differ only in list indices as one, with `*` for each index that differs."""
+    """Merges texts that differ only in list indices into one, with `*` for each index that differs."""
     parts = zip(*(_INDEX.split(text) for text in texts), strict=True)
     return "".join(alike[0] if len(set(alike)) == 1 else "*" for alike in parts)
 
 
 def listed(lines: Sequence[str], most: int = MOST_LISTED) -> list[str]:
-    """The lines that an error message shows of a long list: the first `most`, and the number of the others."""
+    """Shortens a long list for an error message: the first `most` lines, and the number of the others."""
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 

@@ -185,7 +185,7 @@ def test_a_plan_with_a_loss_marks_what_it_does_not_read():
 
 def test_a_loss_and_a_batch_come_together():
     model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
-    expected = "`{}`: expected with `loss_fn` and `batch` both or neither, got None. Pass both."
+    expected = "`{}`: expected both `loss_fn` and `batch`, or neither, got None. Pass both."
     plan = deployer().plan
     assert message(ValueError, plan, model, loss_fn=lambda m, b, k: 0.0) == expected.format("batch")
     assert message(ValueError, plan, model, batch={"x": np.zeros(2)}) == expected.format("loss_fn")
@@ -249,7 +249,7 @@ def test_a_global_batch_that_does_not_divide_is_refused(global_batch_size, per_d
     micro = per_device_batch_size * 8
     found = message(ValueError, deployer().get_accumulate_grad_batches, global_batch_size, per_device_batch_size)
     assert found == (
-        f"`global_batch_size`: expected a multiple of {per_device_batch_size} rows a device x 8 shards = {micro}, got "
+        f"`global_batch_size`: expected a multiple of {per_device_batch_size} rows per device x 8 shards = {micro}, got "
         f"{global_batch_size}. Change one of the two."
     )
 
@@ -487,7 +487,7 @@ def test_outputs_that_cannot_be_saved(tmp_path):
     made = deployer(workdir=tmp_path)
     path = made.save_outputs(["earlier"])
     assert message(TypeError, made.save_outputs, [1, {"a": {1, 2}}]) == (
-        "`outputs`: expected what JSON holds, got set. Convert it first."
+        "`outputs`: expected values that JSON can hold, got set. Convert it first."
     )
     assert json.loads(path.read_text()) == "earlier"  # nothing lost
     assert message(ValueError, deployer().save_outputs, [1]) == (

@@ -381,7 +381,7 @@ def test_pred_fn_must_return_a_row_an_example(pred_fn, name, found):
 
 def test_pred_fn_must_return_something():
     assert predict_error(ValueError, pred_fn=lambda m, b, k: {}) == (
-        "`pred_fn`: expected arrays with a row an example, got {}. Return a PyTree of arrays."
+        "`pred_fn`: expected arrays with one row per example, got {}. Return a PyTree of arrays."
     )
 
 

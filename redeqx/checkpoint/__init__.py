@@ -1,7 +1,7 @@
 """Checkpoints: folders of safetensors files. A crash leaves the old checkpoint or the new one, both complete.
 
-Owns the format, the manifest, writing by one or several processes, reading of slices, and the lock of a folder. Knows
-nothing of steps, losses or optimizers. Open `_folder.py` first, which reads, then `_manager.py`, which writes.
+Owns the format, the manifest, writing by one or several processes, reading of slices, and the lock of a folder. Does not
+know steps, losses or optimizers. Open `_folder.py` first, which reads, then `_manager.py`, which writes.
 """
 
 from ._find import find_checkpoint as find_checkpoint

@@ -1,7 +1,7 @@
-"""Who may write into a folder: one run at a time, and of the trainers of a script one.
+"""Claims on a folder: only one run writes into it at a time, and only one trainer of a script.
 
-Other processes are kept out by a lock (`_lock`). Within a process a trainer may take a folder over, as when a script is run
-again in a notebook, but not from one that is in a fit, nor back.
+A lock excludes other processes (`_lock`). Within a process a trainer may take over a folder, as when a script runs again in
+a notebook, but not from a trainer that is in a fit, and the former trainer may not take it back.
 """
 
 import gc
@@ -16,21 +16,21 @@ from ..storage import Location, StorePath
 from ._lock import Lock, LockedError
 from ._store_lock import StoreLock
 
-# By the folder's real path, the claim of this process that holds it, or was the last to do so.
+# By the folder's real path: the claim of this process that holds it or was the last to hold it.
 _holders: "weakref.WeakValueDictionary[str, Claim]" = weakref.WeakValueDictionary()
 
 
 class Claim:
-    """One trainer's claim to a folder.
+    """One trainer's claim on a folder.
 
     **Arguments:**
 
-    - `peers`: the processes that write together; process 0 has the lock.
+    - `peers`: the processes that write together; process 0 holds the lock.
     - `run`: an object that all trainers of one run share.
 
     **Attributes:**
 
-    - `is_kept`: whether a fit writes: then nobody may take the folder over.
+    - `is_kept`: whether a fit is writing: nobody may then take over the folder.
     - `has_saved`: whether something was written.
     """
 
@@ -40,10 +40,10 @@ class Claim:
         self._peers, self._run, self._log = peers, run, log
         self._lock: Lock | StoreLock | None = None  # of process 0
         self._is_held = False
-        self._is_taken = False  # another claim has taken it over
+        self._is_taken = False  # another claim has taken over the folder
 
     def hold(self) -> None:
-        """Lock the folder for this run, until this object is collected or the process ends.
+        """Locks the folder for this run, until this object is collected or the process ends.
 
         Raises LockedError, in all processes, if another run or another trainer of this script writes into it.
         """
@@ -55,7 +55,7 @@ class Claim:
         before = _holders.get(key)
 
         def take() -> str | None:
-            """Why the folder cannot be had; None where this run has it."""
+            """Returns why the folder is not available; None if this run holds it."""
             try:
                 if before is not None and before is not self:
                     self._check_holder(before)
@@ -76,22 +76,22 @@ class Claim:
         _holders[key] = self
 
     def check(self) -> None:
-        """Raise OSError if another run has taken the folder over while this process was frozen."""
+        """Raises OSError if another run took over the folder while this process was frozen."""
         if self._lock is not None:
             self._lock.check()
 
     def release(self) -> None:
-        """Let others write into the folder."""
+        """Lets others write into the folder."""
         self._is_held = False
         if self._lock is not None:
             self._lock.release()
         self._lock = None
 
     def _check_holder(self, other: "Claim") -> None:
-        """Raise LockedError if this claim must not take the folder over from another one of this process.
+        """Raises LockedError if this claim must not take over the folder from another claim of this process.
 
-        It may if the other one belongs to another run that is not in a fit, so that a script can be run again in a notebook;
-        but the other run may not take the folder back.
+        It may if the other claim belongs to another run that is not in a fit, so that a script can be run again in a
+        notebook; but that other run may not take the folder back.
         """
         is_one_run = other._run is not None and other._run is self._run
         if other.is_kept or (other.has_saved and (is_one_run or self._is_taken)):

@@ -1,8 +1,8 @@
 """The crc32 of a file that several processes write in pieces, in any order.
 
-Apart from its initial value, crc32 is linear: the checksum of a file is the exclusive or of what each piece contributes,
-that is, of the checksum of a file that has this piece and zeros elsewhere. So each process sums up what it writes, and
-nothing is read back. Zeros multiply a checksum by a power of x, as in zlib's `crc32_combine`.
+Apart from its initial value, crc32 is linear: the checksum of a file is the exclusive or of one contribution per piece, the
+checksum of a file with this piece and zeros elsewhere. So each process adds up what it writes, and nothing is read back.
+Zeros multiply a checksum by a power of x, as in zlib's `crc32_combine`.
 """
 
 import zlib
@@ -13,7 +13,7 @@ from ..storage import Location
 
 _ONES = 0xFFFFFFFF
 _POLYNOMIAL = 0xEDB88320  # of crc32, bits reversed
-_CHUNK = 2**24  # bytes read at once
+_CHUNK = 2**24  # bytes per read
 
 
 class Crc32:
@@ -24,20 +24,20 @@ class Crc32:
         self._stop = 0
 
     def add(self, data: memoryview | bytes, offset: int) -> None:
-        """Add the bytes that begin at `offset`."""
+        """Adds the bytes that begin at `offset`."""
         assert offset >= self._stop, "pieces come in the order of their offsets"
-        register = _past_zeros(self._register, offset - self._stop)
+        register = _append_zeros(self._register, offset - self._stop)
         self._register = zlib.crc32(data, register ^ _ONES) ^ _ONES
         self._stop = offset + len(data)
 
     def contribution(self, size: int) -> int:
-        """The contribution to the checksum of a file of `size` bytes."""
+        """Returns the contribution to the checksum of a file of `size` bytes."""
         assert size >= self._stop, "a file ends after its pieces"
-        return _past_zeros(self._register, size - self._stop)
+        return _append_zeros(self._register, size - self._stop)
 
 
 def crc32_of_range(path: Location, start: int, stop: int) -> Crc32:
-    """The contribution of the bytes `[start, stop)` of a file; reads each byte once, in order. Raises OSError."""
+    """Returns the contribution of the bytes `[start, stop)` of a file; reads each byte once, in order. Raises OSError."""
     crc32 = Crc32()
     if not isinstance(path, Path):
         for chunk in path.chunks(start, stop):
@@ -53,26 +53,26 @@ def crc32_of_range(path: Location, start: int, stop: int) -> Crc32:
 
 
 def crc32_of(contributions: list[int], size: int) -> int:
-    """The checksum of a file of `size` bytes, as `zlib.crc32` computes it, from the contributions of all its pieces."""
-    total = _past_zeros(_ONES, size)
+    """Returns the checksum of a file of `size` bytes, as `zlib.crc32` computes it, from the contributions of all pieces."""
+    total = _append_zeros(_ONES, size)
     for contribution in contributions:
         total ^= contribution
     return total ^ _ONES
 
 
-def _past_zeros(register: int, n_bytes: int) -> int:
-    """The register after that many zero bytes."""
+def _append_zeros(register: int, n_bytes: int) -> int:
+    """Returns the register after that many zero bytes."""
     if not register or not n_bytes:
         return register
     a, b, c, d = _tables(n_bytes)
     return a[register & 255] ^ b[register >> 8 & 255] ^ c[register >> 16 & 255] ^ d[register >> 24]
 
 
-@lru_cache(maxsize=256)  # the gaps between the rows of a shard are all alike
+@lru_cache(maxsize=256)  # all gaps between the rows of a shard are equal
 def _tables(n_bytes: int) -> tuple[list[int], ...]:
-    """For each of a register's four bytes, what that many zeros make of its 256 values."""
-    factor = _x_to(8 * n_bytes)
-    products = [_times(factor, 1 << bit) for bit in range(32)]
+    """Returns for each of a register's four bytes a table from its values to the register after so many zeros."""
+    factor = _power_of_x(8 * n_bytes)
+    products = [_multiply(factor, 1 << bit) for bit in range(32)]
     tables = []
     for byte in range(4):
         table = [0]
@@ -86,7 +86,7 @@ def _tables(n_bytes: int) -> tuple[list[int], ...]:
 # multiplies it by x.
 
 
-def _times(a: int, b: int) -> int:
+def _multiply(a: int, b: int) -> int:
     product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -95,10 +95,10 @@ def _times(a: int, b: int) -> int:
     return product
 
 
-def _x_to(power: int) -> int:
+def _power_of_x(power: int) -> int:
     result, square = 1 << 31, 1 << 30
     while power:
         if power & 1:
-            result = _times(result, square)
-        square, power = _times(square, square), power >> 1
+            result = _multiply(result, square)
+        square, power = _multiply(square, square), power >> 1
     return result

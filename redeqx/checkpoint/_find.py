@@ -1,4 +1,4 @@
-"""Which checkpoint a path means: the folder of one, a workdir, its `ckpts`, or a name of their index."""
+"""Finds the checkpoint that a path refers to: a checkpoint's folder, a workdir, its `ckpts`, or a name in their index."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ _FOLDER = "ckpts"  # of a workdir
 
 
 def find_checkpoint(path: Location, peers: Peers) -> tuple[CheckpointFolder, Location]:
-    """The checkpoint that a path means, and the folder of checkpoints that it is in.
+    """Returns the folder of checkpoints that a path refers to, and the checkpoint in it.
 
-    Raises ValueError where it means none.
+    Raises ValueError if there is none.
     """
-    if isinstance(path, Path) and path.name in ("", ".."):  # `.`: its own name is asked for below
+    if isinstance(path, Path) and path.name in ("", ".."):  # such as `.`: its name is needed below
         path = path.resolve()
     if (path / MANIFEST).is_file():
         return CheckpointFolder(path.parent, peers), path

@@ -1,14 +1,14 @@
-"""Reading a folder of checkpoints: which there are, which one a name means, what is in it.
+"""Reads a folder of checkpoints: lists them, resolves their names, and loads their contents.
 
     ckpts/index.json                         {"last": "step_00000400", "argmax_rouge2": "step_00000300"}
     ckpts/step_00000400/model.safetensors    every array leaf by its name, unsharded
                         optimizer.safetensors
                         trainer.json         the manifest: the record, with size and crc32 of each file
 
-If several processes cannot write one file (`_layouts`), there are `model-00001-of-00002.safetensors` and so on, and
+If the processes cannot write into one file (`_layouts`), there are `model-00001-of-00002.safetensors` and so on, and
 `model.safetensors.index.json`. If they share no folder, each has its own part of a checkpoint, under the same name.
 
-In an object store there is a checkpoint where there is a manifest: it is written last, and deleted first.
+In an object store a checkpoint exists if its manifest does: this is written last, and deleted first.
 
 `_manifest` owns the manifest in each checkpoint, `_reader` and `_safetensors` the other files. `_manager` writes them.
 """
@@ -27,17 +27,27 @@ from .._tree import listed, nearest
 from ..distributed import Peers
 from ..errors import DamagedError, brief, brief_name, warn
 from ..storage import Location, StoreError, StorePath, exists, location
-from ._manifest import MANIFEST, TENSORS, Manifest, agree_on_manifest, agreed, leads_out, own, read_json, read_manifest
+from ._manifest import (
+    MANIFEST,
+    TENSORS,
+    Manifest,
+    agree_on_manifest,
+    checked_entry,
+    is_outside_link,
+    read_json,
+    read_manifest,
+    run_everywhere,
+)
 from ._reader import INDEX, TensorReader, check_tree, load_tree
 from ._safetensors import TensorFile
 
 INDEX_FILE = "index.json"
-_MAX_KNOWN = 50  # names of checkpoints that one error lists
+_MAX_KNOWN = 50  # at most so many checkpoints in one error
 _NAME = re.compile(r"step_([0-9]{8,18})(?:_([0-9]{1,18}))?")
 
 
 def order(name: str) -> tuple[int, int]:
-    """`(step, number of earlier checkpoints of that step)` from a checkpoint's name, `(-1, 0)` from any other name."""
+    """Returns `(step, number of earlier checkpoints of that step)` for a checkpoint's name, `(-1, 0)` for any other name."""
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
 
@@ -50,17 +60,17 @@ class CheckpointFolder:
 
         - `folder`: on a disk or in an object store. It need not exist.
         - `peers`: the processes that read together.
-        - `log`: called with what is copied to processes that lack it.
+        - `log`: called with a message about files that are copied between processes.
         """
         self.folder = folder
         self._peers = peers or Peers()
         self._log = log
-        # Whether this process sees what the others write; on a disk it is not known before a save.
+        # Whether this process sees what the others write; on a disk this is unknown before a save.
         self._sees_all = self._peers.n == 1 or isinstance(folder, StorePath)
         self._damaged: dict[str, DamagedError] = {}  # by checkpoint name
 
     def index(self) -> dict[str, str]:
-        """The name of the checkpoint for each tag (`"last"`, ...).
+        """Returns the name of the checkpoint for each tag (`"last"`, ...).
 
         If the file is missing, or names no last checkpoint, the index is rebuilt from the checkpoints' manifests.
         """
@@ -69,7 +79,7 @@ class CheckpointFolder:
 
     def _written_index(self) -> dict[str, str]:
         path = self.folder / INDEX_FILE
-        index = read_json(own(path)) if exists(path) else {}
+        index = read_json(checked_entry(path)) if exists(path) else {}
         for tag, name in index.items():
             if not (isinstance(name, str) and _NAME.fullmatch(name)):
                 raise ValueError(
@@ -78,7 +88,7 @@ class CheckpointFolder:
         return index
 
     def names(self) -> list[str]:
-        """The names of the existing checkpoints, oldest first."""
+        """Returns the names of the existing checkpoints, oldest first."""
         if isinstance(self.folder, StorePath):
             found = [key.removesuffix(f"/{MANIFEST}") for key in self.folder.sizes() if key.endswith(f"/{MANIFEST}")]
         else:
@@ -86,43 +96,43 @@ class CheckpointFolder:
         return sorted(filter(_NAME.fullmatch, found), key=order)
 
     def exist(self) -> bool:
-        """Whether the folder has an index, or a checkpoint though its index is lost."""
+        """Returns whether the folder has an index, or, if that is lost, a checkpoint."""
         return (self.folder / INDEX_FILE).is_file() or bool(self.names())
 
     def _lost_index(self) -> dict[str, str]:
-        """The index, rebuilt from the checkpoints that appear complete."""
+        """Returns the index, rebuilt from the checkpoints that appear complete."""
         index: dict[str, str] = {}
         for name in self.names():
-            if (manifest := self._glance(name)) is not None:
+            if (manifest := self._manifest_if_complete(name)) is not None:
                 index |= dict.fromkeys([*manifest.tags, "last"], name)
         return index
 
-    def _glance(self, name: str) -> Manifest | None:
-        """The manifest of a checkpoint whose files all exist in their sizes, otherwise None. Nothing else is read."""
-        if name in self._damaged or leads_out(self.folder / name):
+    def _manifest_if_complete(self, name: str) -> Manifest | None:
+        """Returns a checkpoint's manifest if all its files exist with the right sizes, else None."""
+        if name in self._damaged or is_outside_link(self.folder / name):
             return None
         try:
             return read_manifest(self.folder / name, is_part=not self._sees_all)
-        except StoreError:  # nothing is known of it
+        except StoreError:  # its state is unknown
             raise
         except (ValueError, OSError):
             return None
 
     def newest(self) -> list[Location]:
-        """The folders of the checkpoints to resume from: the last one by the index, then older ones. In every process the
-        list is that of the process which has the newest.
+        """Returns the folders of the checkpoints to resume from: the index's last one, then older ones. In every process it
+        is the list of the process that has the newest.
 
-        Warns if the index names no last checkpoint; then all existing ones are listed, the newest first.
+        Warns if the index names no last checkpoint; then lists all existing ones, the newest first.
         """
 
         def found() -> list[str]:
             last, names = self._written_index().get("last"), self.names()
             if last is not None:
-                own(self.folder / last)
+                checked_entry(self.folder / last)
                 names = [*(name for name in names if order(name) < order(last)), last]
-            return [name for name in reversed(names) if name == last or not leads_out(self.folder / name)]
+            return [name for name in reversed(names) if name == last or not is_outside_link(self.folder / name)]
 
-        everywhere = agreed(
+        everywhere = run_everywhere(
             self._peers, "newest", self.folder / INDEX_FILE, lambda: [self._written_index().get("last"), found()]
         )
         last, names = max(everywhere, key=lambda each: order(each[1][0]) if each[1] else (-1, 0))
@@ -135,13 +145,13 @@ class CheckpointFolder:
         return [self.folder / name for name in names]
 
     def resolve(self, which: str | Location) -> Location:
-        """The folder of a checkpoint, the same in all processes even if only some have it.
+        """Returns the folder of a checkpoint, the same in all processes even if only some have it.
 
         **Arguments:**
 
-        - `which`: a tag of the index, or the name or the path of a checkpoint, here or elsewhere.
+        - `which`: a tag of the index, or the name or path of a checkpoint, in this folder or elsewhere.
 
-        Raises ValueError with a list of the checkpoints that exist.
+        Raises ValueError with a list of the existing checkpoints.
         """
         problem, found = None, None
         try:
@@ -155,11 +165,11 @@ class CheckpointFolder:
         return self.folder / found if order(found)[0] >= 0 else location(found)
 
     def _find(self, which: str | Location) -> str:
-        """The name of a checkpoint of this folder, or the absolute path of one."""
+        """Returns the name of a checkpoint of this folder, or the absolute path of one."""
         index, names = self.index(), self.names()
         name = index.get(str(which), str(which))
         if name in names:
-            return own(self.folder / name).name
+            return checked_entry(self.folder / name).name
         path = location(which, "checkpoint")
         if (path / MANIFEST).is_file():
             return os.path.abspath(path) if isinstance(path, Path) else str(path)
@@ -170,24 +180,23 @@ class CheckpointFolder:
                 "Pass a folder `step_...` of a workdir's `ckpts`, or a name such as `last`."
             )
         known = [*map(brief_name, index), *names]
-        there = f"one of {', '.join(listed(known, _MAX_KNOWN))}" if known else "a checkpoint, of which there are none yet"
+        expected = f"one of {', '.join(listed(known, _MAX_KNOWN))}" if known else "a checkpoint, of which there are none yet"
         raise ValueError(
-            f"`{self.folder}`: expected {there}, or the path of a checkpoint, got {str(which)!r}."
+            f"`{self.folder}`: expected {expected}, or the path of a checkpoint, got {str(which)!r}."
             f"{nearest(str(which), known)} Pass one of those."
         )
 
     def record(self, path: Location, *, tensors: bool = True) -> dict[str, Any]:
-        """The `record` of a checkpoint, as given to `save`, after size and checksum of each file are verified.
+        """Returns the `record` of a checkpoint, as passed to `save`, after verifying size and checksum of each file.
 
         Files that only some processes see are copied to the others.
 
         **Arguments:**
 
-        - `tensors`: whether to verify the checksums of the files with tensors too. If False, only their sizes are, and
-            `load(verify=True)` does the rest.
+        - `tensors`: whether to verify the checksums of the files with tensors too. If False, only their sizes are verified
+            here, and the checksums by `load(verify=True)`.
 
-        Raises DamagedError if the checkpoint is of an unknown version, or a file is missing, truncated, altered or
-        unreadable.
+        Raises DamagedError if the checkpoint has an unknown version, or a file is missing, truncated, altered or unreadable.
         """
         with self._noting(path):
             manifest, checks = agree_on_manifest(path, self._peers, self._log)
@@ -198,7 +207,7 @@ class CheckpointFolder:
 
     @contextmanager
     def _noting(self, path: Location) -> Iterator[None]:
-        """Remember damaged checkpoints, so that `save` does not count them among those it keeps."""
+        """Remembers a checkpoint as damaged if the context raises, so that `save` does not count it among those it keeps."""
         try:
             yield
         except DamagedError as error:
@@ -206,26 +215,26 @@ class CheckpointFolder:
             raise
 
     def note_damage(self, path: Location, error: DamagedError) -> None:
-        """Remember that a checkpoint is damaged."""
+        """Remembers that a checkpoint is damaged."""
         if path.parent == self.folder:
             self._damaged[path.name] = error
 
     def damage(self, path: Location) -> DamagedError | None:
-        """The error that was found in a checkpoint, or None."""
+        """Returns the error that was found in a checkpoint, or None."""
         return self._damaged.get(path.name) if path.parent == self.folder else None
 
     def forget_damage(self) -> None:
-        """Forget which checkpoints are damaged, so that all are read again."""
+        """Forgets which checkpoints are damaged, so that all are verified again."""
         self._damaged.clear()
 
     def match(self, path: Location, kind: str, template: PyTree) -> None:
-        """Raise, in all processes, the errors that `load` raises for a file's header. Reads no tensors."""
+        """Raises, in all processes, the errors that `load` raises for a file's header. Reads no tensors."""
         with self._noting(path):
 
             def check() -> None:
                 check_tree(TensorReader(self._file(path, kind)), template, kind)
 
-            agreed(self._peers, f"check {kind}", path / f"{kind}{TENSORS}", check)
+            run_everywhere(self._peers, f"check {kind}", path / f"{kind}{TENSORS}", check)
 
     def load(
         self,
@@ -236,12 +245,12 @@ class CheckpointFolder:
         *,
         verify: bool = False,
     ) -> PyTree:
-        """`load_tree` of one of a checkpoint's trees.
+        """Loads one of a checkpoint's trees, as `load_tree`.
 
         **Arguments:**
 
         - `kind`: `"model"`, `"optimizer"` or `"model_state"`.
-        - `verify`: whether to verify the checksums while the tensors are read. If False, `record` has done so.
+        - `verify`: whether to verify the checksums while reading the tensors. If False, `record` must have done so.
 
         Raises DamagedError if a file is altered or unreadable, ValueError if the checkpoint has no such tree, or one that
         differs from the template. All processes raise the same error.
@@ -265,7 +274,7 @@ class CheckpointFolder:
                 trees.append(load_tree(file, template, shardings, kind, add_tensor))
                 return sums
 
-            found = agreed(self._peers, f"load {kind}", path / f"{kind}{TENSORS}", read)
+            found = run_everywhere(self._peers, f"load {kind}", path / f"{kind}{TENSORS}", read)
             for name in found[0]:
                 assert checks is not None
                 checks.compare(name, [sums[name] for sums in found])
@@ -273,10 +282,10 @@ class CheckpointFolder:
         return tree
 
     def _file(self, path: Location, kind: str) -> Location:
-        """The file of one of a checkpoint's trees, or the index of its files. Raises ValueError if there is none."""
-        file = own(path / f"{kind}.safetensors")
-        file = file if file.is_file() else own(path / f"{kind}{INDEX}")
+        """Returns the file of one of a checkpoint's trees, or the index of its files. Raises ValueError if there is none."""
+        file = checked_entry(path / f"{kind}.safetensors")
+        file = file if file.is_file() else checked_entry(path / f"{kind}{INDEX}")
         if not file.is_file():
-            there = ", ".join(sorted({re.split(r"[-.]", other.name)[0] for other in path.glob("*.safetensors")}))
-            raise ValueError(f"`{path}`: expected one of {there}, got {kind!r}. Save it, or load without it.")
+            expected = ", ".join(sorted({re.split(r"[-.]", other.name)[0] for other in path.glob("*.safetensors")}))
+            raise ValueError(f"`{path}`: expected one of {expected}, got {kind!r}. Save it, or load without it.")
         return file

@@ -1,8 +1,8 @@
-"""The files of a checkpoint, how the processes of a run write them, and which way their file system supports.
+"""Layouts: the files of a checkpoint, how the processes of a run write them, and which layout their file system supports.
 
-In place: one file for each tree, into which each process writes its own shards. This needs a folder that all processes
-share, and writes at any position of a file. Without one of the two, a file each: one process writes an array completely,
-into a file of its own, from the first byte to the last; an index says which array is in which file.
+In place: one file for each tree, into which each process writes its own shards. This needs a folder shared by all processes,
+and writes at any position of a file. Otherwise, a file per process: one process writes each array completely, into its own
+file, from the first byte to the last; an index maps arrays to files.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from ._reader import INDEX
 from ._safetensors import Writer, file_size, tensors_size, write_tensors
 from ._shards import gathered, own_blocks, owners
 
-_SLOT = 16  # bytes of the probe file for each process
+_SLOT = 16  # bytes per process in the probe file
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the file system of a folder supports.
+    """The capabilities of a folder's file system.
 
     **Arguments:**
 
@@ -40,7 +40,7 @@ class Capabilities:
 
 
 def probe(path: Path, peers: Peers) -> Capabilities:
-    """Test the folder of a path: the processes write a file of that path together, and remove it again.
+    """Tests the folder of a path: the processes write a file at that path together, and remove it.
 
     Raises OSError if it cannot be written at all.
     """
@@ -53,10 +53,10 @@ def probe(path: Path, peers: Peers) -> Capabilities:
 
 
 def _marked(path: Path, peers: Peers) -> Capabilities:
-    """The capabilities that show when each process writes its mark into a file that process 0 has created."""
+    """Returns the capabilities, found by having each process write its mark into a file that process 0 has created."""
     is_shared = all(peers.gather("probe seen", path.exists()))
     if is_shared:
-        with contextlib.suppress(OSError):  # the mark is missing in the end
+        with contextlib.suppress(OSError):  # its mark is then missing
             fd = os.open(path, os.O_WRONLY)
             try:
                 os.pwrite(fd, _mark(peers.index), peers.index * _SLOT)
@@ -81,28 +81,28 @@ class Layout(ABC):
     - `trees`: the arrays of each tree by name, and the dtype to which its floating arrays are cast.
     """
 
-    size: int  # bytes on the disk that this process sees
-    needs_copy = False  # whether `copy` has to come before `write`
+    size: int  # bytes on the disk of this process
+    needs_copy = False  # whether `copy` must be called before `write`
 
     @abstractmethod
     def copy(self) -> None:
-        """Copy what this process writes to the host, so that the arrays on the device may be deleted."""
+        """Copies what this process writes to the host, so that the arrays on the device may be deleted."""
 
     @abstractmethod
     def create(self, folder: Location) -> None:
-        """Prepare the files: once for each folder, before any `write`."""
+        """Prepares the files: once for each folder, before any `write`."""
 
     @abstractmethod
     def write(self, folder: Location) -> dict[str, Any]:
-        """Write this process's arrays, and fsync; returns what `finish` needs, as JSON."""
+        """Writes this process's arrays, and calls fsync; returns what `finish` needs, as JSON."""
 
     @abstractmethod
     def finish(self, folder: Location, written: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-        """Complete the files, once for each folder; returns `{"size": bytes, "crc32": checksum}` by the file's name.
+        """Completes the files, once for each folder; returns `{"size": bytes, "crc32": checksum}` by file name.
 
         **Arguments:**
 
-        - `written`: what each process's `write` returned.
+        - `written`: the result of each process's `write`.
         """
 
 
@@ -131,11 +131,11 @@ class InPlace(Layout):
         return {name: file.finish(folder / name, [each[name] for each in written]) for name, file in self._files.items()}
 
 
-class FileEach(Layout):
+class FilePerProcess(Layout):
     """A file for each tree and process; an index for each tree with several files.
 
-    Of several processes, each has the arrays of its files on the host before it writes them: all gather an array together,
-    but write at their own pace.
+    With several processes, each copies the arrays of its files to the host before writing: all processes gather an array
+    together, but write at their own pace.
     """
 
     def __init__(self, trees: Mapping[str, tuple[Mapping[str, Any], Any]], index: int, is_shared: bool):
@@ -174,7 +174,7 @@ class FileEach(Layout):
         return sums
 
     def _writers(self, kind: str) -> list[int]:
-        """The processes that write a file of that tree."""
+        """Returns the processes that write a file of that tree."""
         return sorted(set(self._owners[kind].values())) or [0]
 
     def _file(self, kind: str, index: int) -> str:

@@ -2,12 +2,12 @@
 
     workdir/ckpts.lock        {"host": "a", "pid": 71, "started": "1712", "machine": "...", "since": "2026-01-31 12:00:00"}
 
-The owner creates the file exclusively, touches it every few seconds, and deletes it at the end. A file that a process has
-left behind is taken over: at once on the same machine, where processes can be looked up; elsewhere after `STALE` seconds
-without a touch. Those are measured by this host's clock alone, so clocks need not agree. NFS supports all three operations.
-An owner that was frozen for longer finds the lock taken over, and stops writing.
+The owner creates the file exclusively, touches it every few seconds, and deletes it at the end. An abandoned file is taken
+over: at once on the same machine, where processes can be looked up; elsewhere after `STALE` seconds without a touch. These
+are measured only by this host's clock, so clocks need not agree. NFS supports all three operations. An owner that was frozen
+for longer finds the lock taken over, and stops writing.
 
-If the file system refuses the file, there is no lock: writing a checkpoint then shows what is wrong with it. `_store_lock`
+If the file system refuses the file, there is no lock: writing a checkpoint then reports the problem. `_store_lock`
 has the lock of a folder in an object store.
 """
 
@@ -28,8 +28,8 @@ from ..storage import Location
 
 BEAT = 5.0  # seconds between two touches
 STALE = 30.0  # seconds without a touch after which an owner on another machine counts as gone
-GRACE = 2.0  # seconds that an owner on this machine has to end
-_MOST = 4096  # bytes of a lock that are read
+GRACE = 2.0  # seconds to wait for an owner on this machine to end
+_MOST = 4096  # the most bytes read from a lock
 _MOST_TRIES = 5
 
 
@@ -59,7 +59,7 @@ class Lock:
                 return
         else:
             found = _read(self.path)
-            raise refusal(self._folder, {} if found is None else found[0], self.path)
+            raise locked_error(self._folder, {} if found is None else found[0], self.path)
         try:
             os.write(self._fd, json.dumps(self._me).encode())
         except OSError:  # a full disk
@@ -71,25 +71,25 @@ class Lock:
         self._finalizer = weakref.finalize(self, _release, self.path, self._fd, self._me, ended)
 
     def release(self) -> None:
-        """Let other runs write into the folder."""
+        """Lets other runs write into the folder."""
         if self._finalizer is not None:
             self._finalizer()
 
     def check(self) -> None:
-        """Raise OSError if another run has taken the folder over while this process was frozen."""
+        """Raises OSError if another run took over the lock while this process was frozen."""
         if self._fd is None or self._fd == -1:
             return
         owner = _read(self.path)
         if (owner is not None and owner[0] != self._me) or _is_deleted(self._fd):
-            raise taken_over(self._folder, {} if owner is None else owner[0])
+            raise lock_lost_error(self._folder, {} if owner is None else owner[0])
 
     def _take_over(self) -> None:
-        """Remove the lock of a process that has ended. Raises LockedError if it has not."""
+        """Removes the lock of a process that has ended. Raises LockedError if it has not."""
         found = _read(self.path)
         read = lambda: _read(self.path)  # noqa: E731
-        if found is None or not is_left(found, read, self._me, self._folder, self.path, self._log, STALE):
+        if found is None or not is_abandoned(found, read, self._me, self._folder, self.path, self._log, STALE):
             return
-        # Renamed first: of several processes that take it over only one succeeds. One that renamed a newer lock restores it.
+        # Renamed first, so that only one of several processes succeeds. One that renamed a newer lock restores it.
         aside = self.path.with_name(f"{self.path.name}.{self._me['pid']}.{time.time_ns()}")
         with contextlib.suppress(OSError):
             os.rename(self.path, aside)
@@ -99,7 +99,7 @@ class Lock:
             os.unlink(aside)
 
 
-def is_left(
+def is_abandoned(
     found: tuple[dict[str, Any], Any],
     read: Callable[[], tuple[dict[str, Any], Any] | None],
     me: dict[str, Any],
@@ -108,14 +108,14 @@ def is_left(
     log: Callable[[str], None],
     stale: float,
 ) -> bool:
-    """Whether a lock is there whose owner has ended. It waits to see. Raises LockedError if the owner has not.
+    """Returns whether a lock exists whose owner has ended; waits to find out. Raises LockedError if the owner is alive.
 
     **Arguments:**
 
-    - `found`: the owner, and what changes with each touch.
-    - `read`: the same as it is now, None if there is no lock.
+    - `found`: the owner, and a value that changes with each touch.
+    - `read`: reads the current values of `found`, None if there is no lock.
     - `me`: this process.
-    - `path`: of the lock of `folder`.
+    - `path`: the lock of `folder`.
     - `stale`: seconds without a touch after which an owner on another machine counts as gone.
     """
     owner = found[0]
@@ -123,38 +123,38 @@ def is_left(
         until = time.monotonic() + GRACE
         while _is_alive(owner) and not is_same(owner, me):
             if time.monotonic() > until:
-                raise refusal(folder, owner, path)
+                raise locked_error(folder, owner, path)
             time.sleep(0.1)
             if read() is None:
                 return False
     else:
-        log(f"{folder}: {_name(owner)} wrote here; waiting up to {stale:g} s to see whether it still does")
+        log(f"{folder}: {_describe_owner(owner)} wrote here; waiting up to {stale:g} s to see whether it still does")
         until = time.monotonic() + stale
         while time.monotonic() < until:
             time.sleep(min(0.5, stale / 10))
             if (now := read()) is None:
                 return False
             if now != found:
-                raise refusal(folder, now[0], path)
+                raise locked_error(folder, now[0], path)
     return True
 
 
-def refusal(folder: Location, owner: dict[str, Any], path: Location) -> LockedError:
-    """The error for a folder that another run writes into."""
+def locked_error(folder: Location, owner: dict[str, Any], path: Location) -> LockedError:
+    """Returns the error for a folder that another run writes into."""
     return LockedError(
-        f"`workdir`: expected a folder that no other run writes into, got {folder}, which {_name(owner)} does. "
+        f"`workdir`: expected a folder that no other run writes into, got {folder}, which {_describe_owner(owner)} does. "
         f"Wait for its end, or choose another workdir; if it is gone, delete {path}."
     )
 
 
-def taken_over(folder: Location, owner: dict[str, Any]) -> OSError:
-    """The error for a run whose lock another one has taken over."""
-    why = f"expected a folder that is this run's own, got one that {_name(owner)} has taken over since. Leave it"
+def lock_lost_error(folder: Location, owner: dict[str, Any]) -> OSError:
+    """Returns the error for a run whose lock was taken over by another one."""
+    why = f"expected a folder that is this run's own, got one that {_describe_owner(owner)} has taken over since. Leave it"
     return OSError(errno.EBUSY, why, str(folder))
 
 
-def _name(owner: dict[str, Any]) -> str:
-    """The owner, for a message."""
+def _describe_owner(owner: dict[str, Any]) -> str:
+    """Describes the owner, for a message."""
     if not owner:
         return "another process"
     shown = {name: brief_name(str(owner.get(name, "unknown"))) for name in ("pid", "host", "since")}
@@ -173,11 +173,11 @@ def _release(path: Path, fd: int, me: dict[str, Any], ended: threading.Event) ->
 
 
 def _is_deleted(fd: int) -> bool:
-    """Whether a lock was removed while this process held it: one that took it over has ended already."""
+    """Returns whether a lock was removed while this process held it: a run that took it over has ended already."""
     try:
         return os.fstat(fd).st_nlink == 0
     except OSError as error:
-        return error.errno == errno.ESTALE  # of a file that NFS's server no longer has
+        return error.errno == errno.ESTALE  # the NFS server no longer has the file
 
 
 def _beat(fd: int, ended: threading.Event) -> None:
@@ -187,7 +187,7 @@ def _beat(fd: int, ended: threading.Event) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], int] | None:
-    """The owner in a lock, and its last touch by the file server's clock; None if there is no lock."""
+    """Returns the owner in a lock, and its last touch by the file server's clock; None if there is no lock."""
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening it makes NFS ask its server
     except OSError:
@@ -204,7 +204,7 @@ def _read(path: Path) -> tuple[dict[str, Any], int] | None:
 
 
 def this_process() -> dict[str, Any]:
-    """What a lock file says about its owner."""
+    """Returns the description of this process for a lock file."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
@@ -224,8 +224,8 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """The start time of a process in the kernel's ticks, which tells it from a later one of the same number. None if it has
-    ended, empty if the system does not tell."""
+    """Returns the start time of a process in kernel ticks, to distinguish it from a later process with the same id. None if
+    it has ended, empty if the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except FileNotFoundError:
@@ -254,5 +254,5 @@ def _is_alive(owner: dict[str, Any]) -> bool:
 
 
 def is_same(owner: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two owners are one process."""
+    """Returns whether two owners are the same process."""
     return all(owner.get(name) == other[name] for name in ("pid", "started", "machine"))

@@ -1,8 +1,7 @@
 """The checkpoints of a run: saving, the index, and pruning.
 
-`_folder` says what a folder of checkpoints holds, and reads it; `_layouts` and `_safetensors` own the files with tensors,
-`_medium` how they become a checkpoint, `_claim` who may write. The trainer decides what a record contains, when to save, and
-how to resume.
+`_folder` describes and reads a folder of checkpoints; `_layouts` and `_safetensors` own the files with tensors, `_medium`
+how they are committed, `_claim` who may write. The trainer decides what a record contains, when to save, and how to resume.
 
 On a disk, a checkpoint is written into a folder of another name, each file is fsynced, and the folder is renamed. The index
 is replaced in the same way. Only then are old checkpoints removed, and they are renamed first. So every folder `step_*` is
@@ -26,15 +25,15 @@ from ..errors import check_count
 from ..storage import Location, StorePath
 from ._claim import Claim
 from ._folder import CheckpointFolder, order
-from ._layouts import Capabilities, FileEach, InPlace, Layout
+from ._layouts import Capabilities, FilePerProcess, InPlace, Layout
 from ._manifest import RESERVED
 from ._medium import medium_of
-from ._safetensors import array_leaves, file_size, need_arrays
+from ._safetensors import array_leaves, check_arrays, file_size
 
 
 @dataclass(frozen=True)
 class _Save:
-    """One checkpoint to write: everything that is known before the first byte."""
+    """One checkpoint to write: everything that is known before the first byte is written."""
 
     step: int
     name: str
@@ -47,7 +46,7 @@ class _Save:
 
 
 class Checkpoints(CheckpointFolder):
-    """The checkpoints of one run, in one folder. One run at a time writes into it, any number may read."""
+    """The checkpoints of one run, in one folder. Only one run at a time writes into it, any number may read."""
 
     def __init__(
         self,
@@ -61,9 +60,9 @@ class Checkpoints(CheckpointFolder):
 
         - `folder`: created by the first save.
         - `peers`: the processes that write and read together.
-        - `log`: called, once, with what the folder's file system does not support.
+        - `log`: called once with a message about missing capabilities of the folder's file system.
         - `run`: an object that all trainers of one run share. Only one of them may write into a folder.
-        - `before_commit`: called by process 0 before a checkpoint counts, perhaps in the thread of a save in the background.
+        - `before_commit`: called by process 0 before a checkpoint is committed, possibly in the thread of a background save.
         """
         super().__init__(folder, peers, log)
         self._medium = medium_of(folder)
@@ -71,7 +70,7 @@ class Checkpoints(CheckpointFolder):
         self._claim = Claim(folder, self._peers, run, log)
         self._capabilities: Capabilities | None = None  # tested by the first save
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None  # of the save in the background
+        self._error: BaseException | None = None  # of the background save
 
     def save(
         self,
@@ -83,44 +82,48 @@ class Checkpoints(CheckpointFolder):
         float_dtype: Any = None,
         then: Callable[[Location], None] | None = None,
     ) -> Location:
-        """Write a checkpoint, point the tags at it, then prune; returns its folder.
+        """Writes a checkpoint, points the tags at it, then prunes; returns its folder.
 
-        If it is killed at any moment, the index names complete checkpoints: the old ones, or the new one.
+        If the process is killed at any moment, the index names complete checkpoints: the old ones, or the new one.
 
         **Arguments:**
 
-        - `step`: optimizer updates done so far.
+        - `step`: optimizer updates so far.
         - `trees`: `"model"`, `"optimizer"` and so on. The array leaves of each become a file.
         - `record`: JSON for `trainer.json`, without the names `format`, `version`, `tags`, `files` and `crc32`.
-        - `tags`: the names for it in the index.
-        - `keep_last`: the number of newest checkpoints to keep, besides those that the index names.
+        - `tags`: its names in the index.
+        - `keep_last`: the number of newest checkpoints to keep, in addition to those that the index names.
         - `float_dtype`: the dtype to which the model's floating leaves are cast. The other trees keep theirs.
-        - `then`: makes this a save in the background, and is called with the folder once it is committed. The call returns
-            as soon as the arrays are copied to the host; a thread writes the copies, and `check` and `wait` raise its
-            errors. Without it, the call returns when everything is on disk.
+        - `then`: makes this a background save, and is called with the folder once it is committed. `save` returns as soon as
+            the arrays are copied to the host; a thread writes the copies, and `check` and `wait` raise its errors. Without
+            it, `save` returns when everything is on disk.
 
-        Raises OSError if the disk is too small, with the bytes needed and free; TypeError for a leaf or a record that
-        cannot be stored. In both cases the earlier checkpoints are unchanged.
+        Raises OSError if the disk is too small, with the bytes needed and free; TypeError for a leaf or a record that cannot
+        be stored. In both cases the earlier checkpoints are unchanged.
         """
         self.wait()
         check_count(keep_last, "keep_last", 0, advice="Pass the number of checkpoints to keep.")
         try:
-            # Through JSON, so that the checksum is that of a reader: keys become strings, tuples become lists.
+            # Converted through JSON, so that a reader computes the same checksum: keys become strings, tuples become lists.
             plain = json.loads(json.dumps(record))
         except (TypeError, ValueError) as error:
-            raise TypeError(f"`record`: expected what JSON can hold, got {error}. Convert it before saving.") from error
+            raise TypeError(
+                f"`record`: expected values that JSON can hold, got {error}. Convert it before saving."
+            ) from error
         assert not set(RESERVED) & plain.keys()
         leaves = {kind: array_leaves(tree) for kind, tree in trees.items()}
         for each in leaves.values():
-            need_arrays(each)
+            check_arrays(each)
         files = {kind: (each, float_dtype if kind == "model" else None) for kind, each in leaves.items()}
         for each, dtype in files.values():
-            file_size(each, dtype)  # raises for what cannot be stored
+            file_size(each, dtype)  # raises for leaves that cannot be stored
         name = max(self._peers.together("save named", lambda: self._name(step)), key=order)
         self._claim.hold()
         capabilities = self._capabilities = self._capabilities or self._medium.capabilities(self._peers, self._log)
         self._sees_all = self._peers.n == 1 or capabilities.is_shared
-        layout = InPlace(files) if capabilities.in_place else FileEach(files, self._peers.index, capabilities.is_shared)
+        layout = (
+            InPlace(files) if capabilities.in_place else FilePerProcess(files, self._peers.index, capabilities.is_shared)
+        )
         free = min(self._per_folder("save begins", lambda: self._make_room(name, layout.size)))
         if then is not None or layout.needs_copy:
             layout.copy()
@@ -148,20 +151,20 @@ class Checkpoints(CheckpointFolder):
                 self._claim.release()
 
     def check(self) -> None:
-        """Raise the error of the save in the background, with its traceback, if it has failed; never waits."""
+        """Raises the error of the background save, with its traceback, if it has failed; never waits."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def wait(self) -> None:
-        """Wait for the save in the background; raises as `check` does."""
+        """Waits for the background save; raises as `check` does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def settle(self) -> None:
-        """As `wait`, when an error ends the run. With several processes it does not wait, as others may have ended."""
+        """As `wait`, for a run that fails. With several processes it does not wait, as others may have ended."""
         if self._thread is not None and self._peers.n == 1:
             self._thread.join()
 
@@ -169,35 +172,35 @@ class Checkpoints(CheckpointFolder):
         try:
             self._write(save)
             then(self.folder / save.name)
-        except BaseException as error:  # handed to the thread that takes the steps
+        except BaseException as error:  # raised later in the training thread
             self._error = error
 
     def _per_folder(self, topic: str, act: Callable[[], Any]) -> list[Any]:
-        """As `Peers.together`, once for each folder: in process 0 if all share one, otherwise in every process."""
+        """As `Peers.together`, once per folder: in process 0 if all processes share one, otherwise in every process."""
         assert self._capabilities is not None
         found = self._peers.together(topic, act, alone=self._capabilities.is_shared)
         return found[:1] if self._capabilities.is_shared else found
 
     def _name(self, step: int) -> str:
-        """The name of the new checkpoint of that step; creates the folder."""
-        self._medium.need()
-        self._medium.make()
-        # A checkpoint that the index names is never touched. Another one of this step is left from a crash.
+        """Returns the name of the new checkpoint of that step; creates the folder."""
+        self._medium.check_exists()
+        self._medium.create()
+        # A checkpoint that the index names is never touched. Any other one of this step is left from a crash.
         taken = [repeat for other, repeat in map(order, self.index().values()) if other == step]
         repeat = 1 + max(taken, default=-1)
         return f"step_{step:08d}" + (f"_{repeat}" if repeat else "")
 
     def _make_room(self, name: str, needed: int) -> int:
-        """Remove what a checkpoint of that name would overwrite; returns the free bytes."""
+        """Removes everything that a checkpoint of that name would overwrite; returns the free bytes."""
         self._claim.check()
         self._medium.sweep()
         for other in self.names():
             if order(other)[0] == order(name)[0] and order(other) >= order(name):
                 self._medium.remove(other)
-        return self._medium.need_room(name, needed)
+        return self._medium.check_space(name, needed)
 
     def _write(self, save: _Save) -> None:
-        """The save itself: create the files, write every process's part, put the checkpoint in place."""
+        """Runs a save: creates the files, writes every process's part, commits the checkpoint."""
         assert self._capabilities is not None
         medium = self._medium
         place = medium.place(save.name)
@@ -205,35 +208,37 @@ class Checkpoints(CheckpointFolder):
             self._per_folder("save created", lambda: self._create(save, place))
             written = self._peers.together("save written", lambda: save.layout.write(place))
             self._per_folder("save complete", lambda: self._commit(save, place, written))
-            # After all folders have it: every process has what an index names.
-            self._per_folder("save committed", lambda: medium.point({**save.index, **dict.fromkeys(save.tags, save.name)}))
+            # After all folders are committed, so that every process has what an index names.
+            self._per_folder(
+                "save committed", lambda: medium.write_index({**save.index, **dict.fromkeys(save.tags, save.name)})
+            )
         except OSError as error:
-            medium.need()
+            medium.check_exists()
             raise medium.failure(error, save.name, save.layout.size, save.free) from error
         finally:
             if self._peers.index == 0 or not self._capabilities.is_shared:
-                medium.end()
+                medium.finish()
         self._peers.committed, self._claim.has_saved = save.step, True
         self._per_folder("save pruned", lambda: self._prune(save.keep_last))
 
     def _create(self, save: _Save, place: Location) -> None:
-        self._medium.begin(save.name)
+        self._medium.prepare(save.name)
         save.layout.create(place)
 
     def _commit(self, save: _Save, place: Location, written: Sequence[Mapping[str, Any]]) -> None:
         files = save.layout.finish(place, written)
-        if isinstance(self.folder, StorePath):  # a disk would refuse a run that was frozen: its folder is gone
+        if isinstance(self.folder, StorePath):  # on a disk, the folder of a run that was frozen is gone, so the commit fails
             self._claim.check()
         self._before_commit()
         self._medium.commit(save.name, save.record, save.tags, files)
 
     def _prune(self, keep_last: int) -> None:
-        """Remove the checkpoints that are older than the `keep_last` newest complete ones, unless the index names them.
+        """Removes checkpoints older than the `keep_last` newest complete ones, unless the index names them.
 
-        A damaged one does not count, and is removed with those before it.
+        A damaged one does not count, and is removed with the older ones.
         """
         named, names = set(self.index().values()), self.names()
-        complete = [name for name in names if self._glance(name) is not None] or names
+        complete = [name for name in names if self._manifest_if_complete(name) is not None] or names
         oldest = order(complete[-max(keep_last, 1) :][0])
         for name in names:
             if name not in named and (order(name) < oldest or keep_last == 0):

@@ -1,7 +1,7 @@
-"""A checkpoint's manifest, `trainer.json`: the record of the run, and the size and checksum of each file beside it.
+"""The manifest of a checkpoint, `trainer.json`: the record of the run, and the size and checksum of each other file.
 
-Owns that file, and the verification of the others: each process reads its share of them, or all of those on a disk of its
-own, after files that are missing there have been copied from other processes.
+Owns that file and the verification of the others: each process reads its share of them, or on its own disk all of them,
+after missing files have been copied from other processes.
 """
 
 import json
@@ -29,12 +29,16 @@ READABLE_VERSIONS = (1,)
 MANIFEST = "trainer.json"
 RESERVED = ("format", "version", "tags", "files", "crc32")  # the manifest's own fields
 TENSORS = ".safetensors"  # the suffix of files with tensors
-_SHARED = {"damaged": DamagedError, "store": StoreError, "value": ValueError}  # errors that all processes raise; first fit
+_SHARED = {
+    "damaged": DamagedError,
+    "store": StoreError,
+    "value": ValueError,
+}  # raised by all processes; first match
 TMP = ".tmp_"  # the prefix of names that are not part of a checkpoint yet
 
 
 def write_json(path: Location, value: Any) -> dict[str, int]:
-    """Write a file, and fsync, or an object; returns its `{"size": bytes, "crc32": checksum}`."""
+    """Writes a file, and calls fsync, or an object; returns its `{"size": bytes, "crc32": checksum}`."""
     text = json.dumps(value, indent=1).encode()
     if isinstance(path, StorePath):
         path.write_bytes(text)
@@ -47,10 +51,10 @@ def write_json(path: Location, value: Any) -> dict[str, int]:
 
 
 def read_json(path: Location) -> dict[str, Any]:
-    """The JSON object in a file. Raises DamagedError for any other file."""
+    """Returns the JSON object in a file. Raises DamagedError for any other file."""
     try:
         value = load_json(path)
-    except StoreError:  # not of this file: what it holds is unknown
+    except StoreError:  # not an error of this file, whose contents are unknown
         raise
     except OSError as error:
         raise unreadable(path, error) from error
@@ -61,19 +65,19 @@ def read_json(path: Location) -> dict[str, Any]:
     return value
 
 
-def leads_out(path: Location) -> bool:
-    """Whether an entry of a folder is a link to a place outside of the folder. A save creates no links."""
+def is_outside_link(path: Location) -> bool:
+    """Returns whether an entry of a folder is a link that leads out of the folder. A save creates no links."""
     if not isinstance(path, Path):
         return False  # a store has no links
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent))
 
 
-def own(path: Location) -> Location:
-    """An entry of a checkpoint's folder. Raises ValueError if it is a link to a place outside of the folder."""
-    if isinstance(path, Path) and leads_out(path):
+def checked_entry(path: Location) -> Location:
+    """Returns an entry of a checkpoint's folder. Raises ValueError if it is a link that leads out of the folder."""
+    if isinstance(path, Path) and is_outside_link(path):
         raise ValueError(
-            f"`{path}`: expected what a save left there, got a link to {os.path.realpath(path)}. Put a copy in its place, "
-            "or pass the path of a checkpoint elsewhere."
+            f"`{path}`: expected an entry that a save created, got a link to {os.path.realpath(path)}. Put a copy in its "
+            "place, or pass the path of a checkpoint elsewhere."
         )
     return path
 
@@ -81,20 +85,21 @@ def own(path: Location) -> Location:
 def write_manifest(
     folder: Location, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
 ) -> None:
-    """Write the manifest, and fsync.
+    """Writes the manifest, and calls fsync.
 
     **Arguments:**
 
-    - `record`: of the run, as JSON, without the names in `RESERVED`.
+    - `record`: the record of the run, as JSON, without the names in `RESERVED`.
     - `tags`: the checkpoint's tags in the index, from which a lost index is rebuilt.
-    - `files`: `{"size": bytes, "crc32": checksum}` of each file beside it, by its name.
+    - `files`: `{"size": bytes, "crc32": checksum}` of each other file, by name.
     """
     full = {**record, "format": FORMAT, "version": VERSION, "tags": list(tags), "files": files}
     write_json(folder / MANIFEST, {**full, "crc32": _crc32_of_manifest(full)})
 
 
-def agreed(peers: Peers, topic: str, file: Location, act: Callable[[], Any]) -> list[Any]:
-    """What every process's `act()` returns (JSON), in the processes' order. If it raises in one, all raise the same.
+def run_everywhere(peers: Peers, topic: str, file: Location, act: Callable[[], Any]) -> list[Any]:
+    """Returns the result of every process's `act()` (JSON), in the processes' order. If it raises in one, all raise the
+    same.
 
     Raises DamagedError if the system cannot read the file, StoreError if an object store does not answer, and any ValueError
     that `act` raises.
@@ -124,8 +129,8 @@ class Manifest:
 
     **Arguments:**
 
-    - `record`, `files`: the arguments of `write_manifest`.
-    - `tags`: likewise; none in checkpoints of the first releases.
+    - `record`, `files`: as for `write_manifest`.
+    - `tags`: likewise; empty for checkpoints of the first releases.
     """
 
     folder: Location
@@ -135,20 +140,21 @@ class Manifest:
 
 
 def read_manifest(folder: Location, *, is_part: bool = False) -> Manifest:
-    """The manifest of a checkpoint, once this process has found all of its files, in their sizes. Their bytes are not read.
+    """Returns the manifest of a checkpoint, after checking that all of its files exist here with the right sizes. Their
+    contents are not read.
 
     **Arguments:**
 
-    - `is_part`: whether files may be missing, because they are on the disks of other processes.
+    - `is_part`: whether files may be missing because they are on the disks of other processes.
 
-    Raises DamagedError for any other folder, ValueError for a file that is a link to a place outside of it.
+    Raises DamagedError for any other folder, ValueError for a file that is a link that leads out of it.
     """
     manifest = _parsed(folder)
-    there = folder.sizes() if isinstance(folder, StorePath) else None  # in one request
+    sizes = folder.sizes() if isinstance(folder, StorePath) else None  # in one request
     for name, expected in manifest.files.items():
-        file = own(folder / name)
+        file = checked_entry(folder / name)
         try:
-            size = there.get(name) if there is not None else file.stat().st_size if file.is_file() else None
+            size = sizes.get(name) if sizes is not None else file.stat().st_size if file.is_file() else None
         except OSError as error:
             raise unreadable(file, error) from error
         if size != expected["size"] and not (size is None and is_part):
@@ -160,7 +166,7 @@ def _parsed(folder: Location) -> Manifest:
     file = folder / MANIFEST
     if not exists(file):
         raise DamagedError(f"`{folder}`: expected the folder of a checkpoint, got none with a {MANIFEST}. Pass one.")
-    record = read_json(own(file))
+    record = read_json(checked_entry(file))
     if record.get("format") != FORMAT:
         raise DamagedError(
             f"`{file}`: expected the manifest of a {FORMAT} checkpoint, got another file. Pass the path of one."
@@ -173,7 +179,7 @@ def _parsed(folder: Location) -> Manifest:
     crc32 = record.pop("crc32", None)
     try:
         own_crc32 = _crc32_of_manifest(record)
-    except RecursionError as error:  # nested so deeply that it can just be read, but not be written
+    except RecursionError as error:  # nested so deeply that it can be read but not written
         raise damaged(file, "a manifest that can be written again", str(error)) from error
     if crc32 != own_crc32:
         raise damaged(file, f"a manifest of crc32 {brief(crc32)}", str(own_crc32))
@@ -184,7 +190,7 @@ def _parsed(folder: Location) -> Manifest:
     return Manifest(folder, plain, tags, _files(file, record))
 
 
-class Checks:
+class Verifier:
     """Verifies the files of a checkpoint; one process reads each byte once.
 
     In a shared folder each process reads its share of every file, otherwise all of the files on its own disk.
@@ -194,7 +200,7 @@ class Checks:
         self._manifest, self._peers, self._is_shared = manifest, peers, is_shared
 
     def contribution(self, file: Location, start: int = 0, stop: int | None = None) -> int:
-        """This process's contribution to a file's checksum: of its share of the bytes `[start, stop)`, by default of all."""
+        """Returns this process's contribution to a checksum, for its share of `[start, stop)`, by default of all."""
         if file.name not in self._manifest.files:
             raise damaged(self._manifest.folder / MANIFEST, f"size and crc32 of {file.name}", "none")
         index, n = (self._peers.index, self._peers.n) if self._is_shared else (0, 1)
@@ -204,7 +210,7 @@ class Checks:
         return share.contribution(size)
 
     def compare(self, name: str, contributions: Sequence[int]) -> None:
-        """Raise DamagedError if a file's checksum is not the manifest's.
+        """Raises DamagedError if a file's checksum differs from the manifest's.
 
         **Arguments:**
 
@@ -216,34 +222,34 @@ class Checks:
                 raise damaged(self._manifest.folder / name, f"crc32 {expected['crc32']}", str(crc32))
 
     def verify(self, names: Iterable[str]) -> None:
-        """Read whole files. Raises DamagedError, in all processes, for one whose checksum is not the manifest's."""
+        """Reads whole files. Raises DamagedError, in all processes, if a checksum differs from the manifest's."""
         for name in names:
             file = self._manifest.folder / name
-            self.compare(name, agreed(self._peers, "verify", file, partial(self.contribution, file)))
+            self.compare(name, run_everywhere(self._peers, "verify", file, partial(self.contribution, file)))
 
 
-def agree_on_manifest(folder: Location, peers: Peers, log: Callable[[str], None]) -> tuple[Manifest, Checks]:
-    """As `read_manifest`, for all processes together, after the files that a process lacks have been copied to it. Files
-    without tensors are verified; `Checks` verifies the others.
+def agree_on_manifest(folder: Location, peers: Peers, log: Callable[[str], None]) -> tuple[Manifest, Verifier]:
+    """As `read_manifest`, for all processes together, after copying files to the processes that lack them. Verifies files
+    without tensors; the returned `Verifier` verifies the others.
 
     Raises as `read_manifest` does, in all processes.
     """
     is_shared = _complete(folder, peers, log)
     manifests: list[Manifest] = []
-    agreed(peers, "manifest", folder / MANIFEST, lambda: manifests.append(read_manifest(folder)))
+    run_everywhere(peers, "manifest", folder / MANIFEST, lambda: manifests.append(read_manifest(folder)))
     (manifest,) = manifests
-    checks = Checks(manifest, peers, is_shared)
+    checks = Verifier(manifest, peers, is_shared)
     checks.verify(name for name in manifest.files if not name.endswith(TENSORS))
     return manifest, checks
 
 
 def _crc32_of_manifest(record: Mapping[str, Any]) -> int:
-    """The checksum that a manifest has of itself: of its JSON with sorted keys, so that white space does not matter."""
+    """Returns the checksum that a manifest stores of itself: of its JSON as `json.dumps` writes it, with sorted keys."""
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def _files(path: Location, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Size and checksum of each file beside a manifest, by its name."""
+    """Returns size and checksum of each other file, by name."""
     files = record.get("files")
     if not isinstance(files, dict):
         raise damaged(path, "`files` by name", brief(files))
@@ -259,16 +265,16 @@ def _files(path: Location, record: Mapping[str, Any]) -> dict[str, dict[str, int
 
 
 def _complete(folder: Location, peers: Peers, log: Callable[[str], None]) -> bool:
-    """Copy files to processes that lack them. Returns True if all processes see the same folder."""
+    """Copies files to processes that lack them. Returns whether all processes see the same folder."""
     if peers.n == 1 or isinstance(folder, StorePath):
         return True
 
     def seen() -> dict[str, list[int]]:
         files = folder.iterdir() if folder.is_dir() else []
-        stats = {file.name: file.stat() for file in files if not leads_out(file) and file.is_file()}
+        stats = {file.name: file.stat() for file in files if not is_outside_link(file) and file.is_file()}
         return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items() if not name.startswith(TMP)}
 
-    found = agreed(peers, "files", folder, seen)
+    found = run_everywhere(peers, "files", folder, seen)
     if all(each == found[0] for each in found):
         return True
     for name in sorted({name for each in found for name in each}):
@@ -280,7 +286,7 @@ def _complete(folder: Location, peers: Peers, log: Callable[[str], None]) -> boo
 
 
 def _copy(file: Path, size: int, peers: Peers, having: Sequence[int]) -> None:
-    """Copy a file from the first process that has it to those that lack it."""
+    """Copies a file from the first process that has it to those that lack it."""
     lacks = peers.index not in having
     beside = file.with_name(f"{TMP}{file.name}")
     if lacks:
@@ -290,7 +296,7 @@ def _copy(file: Path, size: int, peers: Peers, having: Sequence[int]) -> None:
         copy = files.enter_context(open(beside, "wb")) if lacks else None
         for start in range(0, size, CHUNK):
             n = min(CHUNK, size - start)
-            chunk = np.zeros(CHUNK // 4, np.uint32)  # of one size, so that one program is compiled
+            chunk = np.zeros(CHUNK // 4, np.uint32)  # all of one size, so that only one program is compiled
             if source is not None:
                 chunk.view(np.uint8)[:n] = np.frombuffer(source.read(n), np.uint8)
             chunk = np.asarray(multihost_utils.broadcast_one_to_all(chunk, is_source=source is not None))

@@ -1,4 +1,4 @@
-"""How checkpoints come into a folder and leave it: by renaming on a disk, by a manifest that is written last in a store.
+"""Media: how checkpoints are added to a folder and removed: by renaming on a disk, by writing the manifest last in a store.
 
 `_manager` decides what is written, kept and removed, and when; `_layouts` and `_safetensors` own the files with tensors.
 """
@@ -22,82 +22,82 @@ from ._manifest import MANIFEST, TMP, write_json, write_manifest
 class Medium(ABC):
     """The folder of a run's checkpoints, for the process that holds its claim.
 
-    A checkpoint is written to `place(name)`, and counts from `commit` on. A kill at any moment leaves the checkpoints that
-    were committed, and what `sweep` removes.
+    A checkpoint is written to `place(name)`, and exists after `commit`. A kill at any moment leaves the committed
+    checkpoints, and remains that `sweep` removes.
     """
 
     folder: Location
 
     @abstractmethod
-    def need(self) -> None:
-        """Raise OSError if the folder's place was there at the start of the run, and is gone."""
+    def check_exists(self) -> None:
+        """Raises OSError if the parent folder existed at the start of the run, and is gone."""
 
     @abstractmethod
-    def make(self) -> None:
-        """Create the folder."""
+    def create(self) -> None:
+        """Creates the folder."""
 
     @abstractmethod
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
-        """What several processes can do there. All of them call it. Raises OSError if it cannot be written."""
+        """Returns the folder's capabilities. All processes call it. Raises OSError if it cannot be written."""
 
     @abstractmethod
-    def need_room(self, name: str, n_bytes: int) -> int:
-        """The free bytes. Raises OSError if a checkpoint does not fit."""
+    def check_space(self, name: str, n_bytes: int) -> int:
+        """Returns the free bytes. Raises OSError if a checkpoint does not fit."""
 
     @abstractmethod
     def place(self, name: str) -> Location:
-        """Where the files of a new checkpoint are written."""
+        """Returns where the files of a new checkpoint are written."""
 
     @abstractmethod
-    def begin(self, name: str) -> None:
-        """Prepare that place."""
+    def prepare(self, name: str) -> None:
+        """Prepares `place(name)`."""
 
     @abstractmethod
     def commit(
         self, name: str, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
     ) -> None:
-        """Make the files at `place(name)` a checkpoint. The arguments are those of `write_manifest`."""
+        """Turns the files at `place(name)` into a checkpoint. The arguments are those of `write_manifest`."""
 
     @abstractmethod
-    def point(self, index: Mapping[str, str]) -> None:
-        """Replace the index."""
+    def write_index(self, index: Mapping[str, str]) -> None:
+        """Replaces the index."""
 
     @abstractmethod
     def sweep(self) -> None:
-        """Remove the remains of unfinished saves and removals."""
+        """Removes the remains of unfinished saves and removals."""
 
     @abstractmethod
-    def end(self) -> None:
-        """Called when a save has ended, whether it has failed or not."""
+    def finish(self) -> None:
+        """Called when a save has ended, even if it failed."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a checkpoint."""
+        """Removes a checkpoint."""
 
     @abstractmethod
     def failure(self, error: OSError, name: str, n_bytes: int, free: int) -> OSError:
-        """The error of a save that could not be written."""
+        """Returns the error for a save that could not be written."""
 
 
 def medium_of(folder: Location) -> Medium:
-    """The medium of a folder."""
+    """Returns the medium of a folder."""
     return Store(folder) if isinstance(folder, StorePath) else Disk(folder)
 
 
 class Disk(Medium):
-    """A folder of a file system."""
+    """A folder in a file system."""
 
     def __init__(self, folder: Path):
         self.folder: Path = folder
-        self._has_place = folder.parent.is_dir()  # then every save needs it
+        self._has_place = folder.parent.is_dir()  # if so, every save needs it
 
-    def need(self) -> None:
+    def check_exists(self) -> None:
         workdir = self.folder.parent
         if self._has_place and not workdir.is_dir():
-            why = "expected the run's folder, which was there at its start, got none. Mount it again, or save elsewhere"
+            why = "expected the run's folder, which existed at its start, got none. Mount it again, or save elsewhere"
             raise OSError(errno.ENOENT, why, str(workdir))
 
-    def make(self) -> None:
+    def create(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         fsync_folder(self.folder.parent)
 
@@ -116,7 +116,7 @@ class Disk(Medium):
             log(f"{self.folder}: several processes cannot write one file there, so each writes its own")
         return capabilities
 
-    def need_room(self, name: str, n_bytes: int) -> int:
+    def check_space(self, name: str, n_bytes: int) -> int:
         free = shutil.disk_usage(self.folder).free
         if n_bytes > free:
             raise OSError(
@@ -129,7 +129,7 @@ class Disk(Medium):
     def place(self, name: str) -> Path:
         return self.folder / f"{TMP}{name}"
 
-    def begin(self, name: str) -> None:
+    def prepare(self, name: str) -> None:
         self.place(name).mkdir()
 
     def commit(
@@ -141,7 +141,7 @@ class Disk(Medium):
         os.rename(tmp, self.folder / name)
         fsync_folder(self.folder)
 
-    def point(self, index: Mapping[str, str]) -> None:
+    def write_index(self, index: Mapping[str, str]) -> None:
         new_index = self.folder / f"{TMP}{INDEX_FILE}"
         write_json(new_index, index)
         os.replace(new_index, self.folder / INDEX_FILE)
@@ -151,12 +151,12 @@ class Disk(Medium):
         for path in self.folder.glob(f"{TMP}*"):
             _delete(path)
 
-    def end(self) -> None:
-        with contextlib.suppress(OSError):  # not in place of the error of the save; the next one sweeps again
+    def finish(self) -> None:
+        with contextlib.suppress(OSError):  # must not hide the error of the save; the next save sweeps again
             self.sweep()
 
     def remove(self, name: str) -> None:
-        # Renamed first: if it is killed halfway, no folder that looks like a checkpoint is left.
+        # Renamed first, so that a kill leaves no partial folder that looks like a checkpoint.
         doomed = self.folder / f"{TMP}{name}"
         os.rename(self.folder / name, doomed)
         _delete(doomed)
@@ -165,47 +165,47 @@ class Disk(Medium):
         return OSError(
             error.errno,
             f"expected to write {n_bytes} bytes, got {error.strerror!r} with {free} bytes free at first. "
-            "Earlier checkpoints are whole. Make room, or save elsewhere",
+            "Earlier checkpoints are complete. Make room, or save elsewhere",
             str(self.folder / name),
         )
 
 
 class Store(Medium):
-    """A place in an object store, where nothing can be renamed, and an object appears when it is complete.
+    """A prefix in an object store, where nothing can be renamed, and an object appears when it is complete.
 
-    A checkpoint's files are written where they stay; without a manifest they are the remains of a save that was killed.
+    A checkpoint's files are written to their final place; without a manifest they are the remains of a killed save.
     """
 
     def __init__(self, folder: StorePath):
         self.folder: StorePath = folder
 
-    def need(self) -> None:
-        """A store has no folders that could be missing."""
+    def check_exists(self) -> None:
+        """Does nothing: a store has no folders that could be missing."""
 
-    def make(self) -> None:
+    def create(self) -> None:
         """Nor any to create."""
 
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
         del peers, log
-        # The shards of several processes are strided runs of a tensor, but the parts of an object are contiguous, of 5 MiB
-        # at least, and have to be sent by one client in most libraries. So each process writes files of its own.
+        # The shards of several processes are strided runs of a tensor, but the parts of an object are contiguous, at least
+        # 5 MiB large, and must be sent by one client in most libraries. So each process writes its own files.
         return Capabilities(is_shared=True, in_place=False)
 
-    def need_room(self, name: str, n_bytes: int) -> int:
-        return 0  # a store does not tell, and has enough
+    def check_space(self, name: str, n_bytes: int) -> int:
+        return 0  # a store does not report it, and has enough
 
     def place(self, name: str) -> StorePath:
         return self.folder / name
 
-    def begin(self, name: str) -> None:
-        """Nothing to prepare."""
+    def prepare(self, name: str) -> None:
+        """Does nothing: there is nothing to prepare."""
 
     def commit(
         self, name: str, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
     ) -> None:
         write_manifest(self.place(name), record, tags, files)
 
-    def point(self, index: Mapping[str, str]) -> None:
+    def write_index(self, index: Mapping[str, str]) -> None:
         write_json(self.folder / INDEX_FILE, index)
 
     def sweep(self) -> None:
@@ -214,20 +214,20 @@ class Store(Medium):
         folders = {key: key.partition("/")[0] for key in keys if "/" in key}
         self.folder.delete(key for key, name in folders.items() if order(name)[0] >= 0 and name not in complete)
 
-    def end(self) -> None:
-        """Nothing is swept, in case another run has taken the folder over, whose files would look like remains. The next
-        save sweeps, after it has looked at the lock."""
+    def finish(self) -> None:
+        """Does not sweep: if another run has taken over the folder, its files would look like remains. The next save sweeps,
+        after checking the lock."""
 
     def remove(self, name: str) -> None:
         path = self.folder / name
-        (path / MANIFEST).unlink()  # first: if it is killed halfway, what is left is no checkpoint
+        (path / MANIFEST).unlink()  # first, so that a kill leaves no partial checkpoint
         path.delete(path.sizes())
 
     def failure(self, error: OSError, name: str, n_bytes: int, free: int) -> OSError:
         del n_bytes, free
         return OSError(
             error.errno,
-            f"{error.strerror}. Earlier checkpoints are whole: run the script again to go on from the last one",
+            f"{error.strerror}. Earlier checkpoints are complete: run the script again to continue from the last one",
             str(self.folder / name),
         )
 

@@ -1,7 +1,7 @@
-"""Reads tensors from one safetensors file, or from several with an index that says which tensor is in which file.
+"""Reads tensors from one safetensors file, or from several with an index that maps tensors to files.
 
-Owns the index, in the format of Hugging Face's folders, and the loading of a PyTree's leaves onto any mesh. `_safetensors`
-owns a single file, `redeqx.models` the tensor names of other libraries.
+Owns the index, in the format of Hugging Face folders, and loads a PyTree's leaves onto any mesh. `_safetensors` owns a
+single file, `redeqx.models` the tensor names of other libraries.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,9 +27,9 @@ class TensorReader:
     def __init__(self, path: Location):
         """**Arguments:**
 
-        - `path`: of a safetensors file, or of the index (`*.safetensors.index.json`) of several beside it.
+        - `path`: a safetensors file, or the index (`*.safetensors.index.json`) of several in the same folder.
 
-        Raises ValueError if a file is no safetensors file, or disagrees with the index.
+        Raises ValueError if a file is not a safetensors file, or disagrees with the index.
         """
         self.path = path
         self.files: list[TensorFile] = []
@@ -43,7 +43,8 @@ class TensorReader:
 
     @classmethod
     def find(cls, folder: Location, stem: str) -> "TensorReader":
-        """The tensors of a folder: `stem.safetensors`, or else the files that its index names, as `transformers` reads them.
+        """Returns the tensors of a folder: `stem.safetensors`, or else the files that its index names, as `transformers`
+        reads them.
 
         Raises ValueError if there are none.
         """
@@ -67,11 +68,11 @@ class TensorReader:
         try:
             pairs = list(load_json(index)["weight_map"].items())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            got = f"{type(error).__name__}: {error}"  # no `repr`: that of a UnicodeError holds the whole file
+            got = f"{type(error).__name__}: {error}"  # not `repr`: that of a UnicodeError contains the whole file
             raise ValueError(f"`{index}`: expected JSON with a `weight_map`, got {got}. Fetch the index again.") from error
         files: dict[str, TensorFile] = {}
         for name, shard in pairs:
-            # Only the name is restricted: the file may be a link, as in the cache of the Hub.
+            # Only the name is restricted: the file may be a link, as in the Hugging Face cache.
             if not is_plain(shard):
                 raise ValueError(
                     f"`{index}`: `{brief_name(name)}`: expected a file of this folder, got {brief(shard)}, which points "
@@ -91,36 +92,35 @@ class TensorReader:
         self.files = list(files.values())
 
     def names(self) -> Iterable[str]:
-        """The tensors' names."""
+        """Returns the tensors' names."""
         return self._where
 
     def paths(self) -> Iterable[Location]:
-        """The files that contain them."""
+        """Returns the files that contain them."""
         return dict.fromkeys(file.path for file in self._where.values())
 
     def file(self, name: str) -> TensorFile:
-        """The file that contains a tensor."""
+        """Returns the file that contains a tensor."""
         return self._where[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
     def view(self, name: str) -> Any:
-        """A tensor as a view of its file, which reads only what is indexed: a NumPy array, or in an object store a
-        `storage.StoredArray`."""
+        """Returns a view of a tensor in its file, which reads only what is indexed: NumPy's or a `storage.StoredArray`."""
         return self._where[name].view(name)
 
     def read(self, name: str, index: Any = ...) -> np.ndarray:
-        """A copy of a tensor, or of what `index` (as for `numpy.ndarray`) selects from it. Nothing else is read."""
+        """Returns a copy of a tensor, or of the part that `index` (as for `numpy.ndarray`) selects. Reads nothing else."""
         return self._where[name].read(name, index)
 
     def read_parts(self, name: str, indices: Sequence[Any], dtype: Any) -> list[np.ndarray]:
-        """As `read`, for several indices, cast. In an object store, bytes that several parts share are read once."""
+        """As `read`, for several indices, cast to `dtype`. Bytes that they share are read from a store once."""
         return self._where[name].read_parts(name, indices, dtype)
 
 
 def check_tree(source: TensorReader, template: PyTree, what: str = "model") -> None:
-    """Raise ValueError if the tensors differ from the template's arrays, as `load_tree` does. No tensor is read."""
+    """Raises ValueError if the tensors differ from the template's arrays, as `load_tree` does. No tensor is read."""
     lines = _mismatches(source, array_leaves(template))
     if lines:
         differing = "\n  - ".join(listed(lines))
@@ -131,7 +131,7 @@ def check_tree(source: TensorReader, template: PyTree, what: str = "model") -> N
 
 
 def _mismatches(source: TensorReader, wanted: Mapping[str, Any]) -> list[str]:
-    """The differences between the tensors and the wanted leaves, one line for each."""
+    """Returns the differences between the tensors and the wanted leaves, one line for each."""
     there = {name: source.view(name) for name in source.names()}
     missing = [name for name in wanted if name not in there]
     extra = [name for name in there if name not in wanted]
@@ -139,7 +139,7 @@ def _mismatches(source: TensorReader, wanted: Mapping[str, Any]) -> list[str]:
     lines = []
 
     def hint(name: str, others: Sequence[str]) -> str:
-        # Only for as many as are shown: the search is slow.
+        # Only for the names that are shown: the search is slow.
         return nearest(name, others) if len(lines) < MOST_LISTED else ""
 
     for name in missing:
@@ -163,7 +163,7 @@ def load_tree(
     what: str = "model",
     verify: Callable[[TensorFile, str], None] | None = None,
 ) -> PyTree:
-    """The template, with its arrays read from safetensors. Each device reads only its own slices.
+    """Returns the template, with its arrays read from safetensors. Each device reads only its own slices.
 
     **Arguments:**
 
@@ -192,7 +192,7 @@ def load_tree(
         if sharding is None:
             array = jnp.asarray(source.read(name).astype(dtype, copy=False))
         else:
-            # Of this tensor: several devices may need the same slice.
+            # Slices of this tensor, since several devices may need the same one.
             indices = {str(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
             slices = dict(zip(indices, source.read_parts(name, [*indices.values()], dtype), strict=True))
             # A PRNG key's sharding also fits its data, whose additional last dim is not split.

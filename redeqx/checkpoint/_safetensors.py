@@ -1,7 +1,7 @@
 """One safetensors file: writes arrays by name, reads slices of arrays.
 
 Owns the file's layout, writers and reader. `_reader` loads a PyTree's leaves onto a mesh; `_manager` owns folders of files,
-and makes them safe in a crash.
+and makes them crash-safe.
 
 `safetensors.numpy.save_file` (0.8) silently writes arrays that are not C-contiguous in the wrong order, keeps the whole file
 in memory and never fsyncs. The writers here compute every offset before the first byte. So they keep one tensor in memory,
@@ -55,11 +55,11 @@ DTYPES: dict[str, np.dtype] = {
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-CHUNK = 2**24  # bytes written at once: the extra memory of casts and checksums, for tensors of any size
-_LARGE = 2**20  # bytes from which on another thread writes them
+CHUNK = 2**24  # bytes per write: bounds the extra memory of casts and checksums
+_LARGE = 2**20  # from this many bytes on, another thread writes
 _WRITERS = 3  # threads: two write and one flushes; more are no faster
 _MAX_HEADER = 10**8  # bytes; the limit of the safetensors library
-_MAX_DIMS = 64  # numpy's limit
+_MAX_DIMS = 64  # NumPy's limit
 
 
 # --- leaves ---------------------------------------------------------------------------------------------------------
@@ -70,19 +70,19 @@ def is_float(dtype: Any) -> bool:
 
 
 def stored(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of a leaf in a file."""
+    """Returns the shape and dtype of a leaf in a file."""
     if is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return tuple(leaf.shape), leaf.dtype
 
 
 def array_leaves(tree: PyTree) -> dict[str, Any]:
-    """The leaves that are stored in a file, by name. The others are structure."""
+    """Returns the leaves that are stored in a file, by name. The others are part of the structure."""
     return {name: leaf for name, leaf in named_leaves(tree).items() if is_array_like(leaf)}
 
 
 def to_host(leaf: Any) -> np.ndarray:
-    """The complete leaf in host memory, C-contiguous. A JAX array must be fully addressable."""
+    """Returns the complete leaf in host memory, C-contiguous. A JAX array must be fully addressable."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf, order="C")
     (block,) = own_blocks({"": leaf})[""]
@@ -105,8 +105,7 @@ class _Tensor:
 def _layout(
     leaves: Mapping[str, Any], float_dtype: Any, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, _Tensor], int]:
-    """The header, the tensors in the file's order, and the file's size. They depend on shapes and dtypes alone, so all
-    processes compute the same."""
+    """Returns header, ordered tensors and file size. They depend only on shapes and dtypes: all processes agree."""
     if float_dtype is not None and not is_float(np.dtype(float_dtype)):
         raise ValueError(f"`float_dtype`: expected a floating dtype, got {np.dtype(float_dtype)}. Pass None to cast none.")
     specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
@@ -136,7 +135,7 @@ def _layout(
 
 
 def _chunks(flat: np.ndarray, dtype: np.dtype) -> Iterator[memoryview]:
-    """The bytes of a one-dimensional array, cast to a dtype, in pieces."""
+    """Yields the bytes of a one-dimensional array, cast to a dtype, in pieces."""
     n = CHUNK // dtype.itemsize
     for start in range(0, flat.size, n):
         yield flat[start : start + n].astype(dtype, copy=False).view(np.uint8).data
@@ -152,28 +151,28 @@ def _flush(fd: int) -> None:
     getattr(os, "fdatasync", os.fsync)(fd)  # macOS has no fdatasync
 
 
-def need_arrays(leaves: Mapping[str, Any]) -> None:
-    """Raise TypeError for a leaf that is only a shape."""
+def check_arrays(leaves: Mapping[str, Any]) -> None:
+    """Raises TypeError for a leaf that is only a shape."""
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(f"`{name}`: expected an array, got only its shape {leaf}. Create the arrays, then save.")
 
 
 def file_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
-    """Bytes of the file that `write_tensors` would write; raises the same errors for dtypes. Shapes are enough."""
+    """Returns the bytes of the file that `write_tensors` would write; raises the same errors for dtypes. Accepts shapes."""
     return _layout(leaves, float_dtype)[2]
 
 
 def tensors_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
-    """Bytes of its tensors alone."""
+    """Returns the bytes of the file's tensors alone."""
     header, _, size = _layout(leaves, float_dtype)
     return size - len(header)
 
 
 class Writer:
-    """Writes one safetensors file in place, by one process or by several, each its own blocks.
+    """Writes one safetensors file in place, from one process or from several, each with its own blocks.
 
-    One process calls `create` before all call `write`, and `finish` after it.
+    One process calls `create` before all call `write`, and `finish` afterwards.
 
     **Arguments:**
 
@@ -184,16 +183,16 @@ class Writer:
         self._header, self._tensors, self.size = _layout(leaves, float_dtype)
 
     def create(self, path: Path) -> None:
-        """Create the file, in its full size."""
+        """Creates the file with its full size."""
         fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
         try:
-            if hasattr(os, "posix_fallocate"):  # macOS has none
+            if hasattr(os, "posix_fallocate"):  # not on macOS
                 os.posix_fallocate(fd, 0, self.size)  # raises if the disk is full, before any work
         finally:
             os.close(fd)
 
     def write(self, path: Path, blocks: Mapping[str, Sequence[Block]]) -> int:
-        """Write blocks by tensor name, and fsync; returns their contribution to the file's crc32."""
+        """Writes blocks by tensor name, and calls fsync; returns their contribution to the file's crc32."""
         contribution = 0
         fd = os.open(path, os.O_WRONLY)
         try:
@@ -220,7 +219,7 @@ class Writer:
             offset = begin + place * tensor.dtype.itemsize
             for chunk in _chunks(flat[at : at + n], tensor.dtype):
                 if len(chunk) >= _LARGE:
-                    if len(written) == _WRITERS - 1:  # cast chunks are copies: on a slow disk a whole tensor would queue
+                    if len(written) == _WRITERS - 1:  # bounds the queue of cast chunks on a slow disk
                         written.popleft().result()
                     written.append(pool.submit(_pwrite, fd, chunk, offset))
                 else:
@@ -232,18 +231,18 @@ class Writer:
         return crc32.contribution(self.size)
 
     def finish(self, path: Path, contributions: Sequence[int]) -> dict[str, int]:
-        """Write the header, and fsync; returns the file's `{"size": bytes, "crc32": checksum}`.
+        """Writes the header, and calls fsync; returns the file's `{"size": bytes, "crc32": checksum}`.
 
         **Arguments:**
 
-        - `contributions`: what each process's `write` returned.
+        - `contributions`: the result of each process's `write`.
         """
         crc32 = Crc32()
         crc32.add(self._header, 0)
         fd = os.open(path, os.O_WRONLY)
         try:
             _pwrite(fd, memoryview(self._header)[8:], 8)
-            # The header's length comes last: until then it is 0, and every reader refuses the file.
+            # The header's length is written last: until then it is 0, and every reader refuses the file.
             _pwrite(fd, memoryview(self._header)[:8], 0)
             os.fsync(fd)
         finally:
@@ -254,21 +253,21 @@ class Writer:
 def write_tensors(
     path: Location, leaves: Mapping[str, Any], float_dtype: Any = None, metadata: Mapping[str, str] | None = None
 ) -> dict[str, int]:
-    """Write arrays by name as one safetensors file; returns its `{"size": bytes, "crc32": checksum}`.
+    """Writes arrays by name to one safetensors file; returns its `{"size": bytes, "crc32": checksum}`.
 
-    It writes from the first byte to the last, which any file system supports, and keeps one tensor at a time in host memory.
-    The file is fsynced, but not put in place atomically: `Checkpoints.save` does that. An object appears at once.
+    Writes from the first byte to the last, which any file system supports, and keeps one tensor at a time in host memory.
+    The file is fsynced, but not committed atomically: `Checkpoints.save` does that. An object appears when complete.
 
     **Arguments:**
 
-    - `leaves`: JAX arrays (however sharded), numpy arrays, typed PRNG keys, which are stored as their key data, or
-        anything with `shape`, `dtype` and `__array__`, which is called when the tensor is written.
+    - `leaves`: JAX arrays (however sharded), NumPy arrays, typed PRNG keys, which are stored as their key data, or anything
+        with `shape`, `dtype` and `__array__`, which is called when the tensor is written.
     - `float_dtype`: the dtype to which floating leaves are cast; others are never cast.
     - `metadata`: strings for the header's `__metadata__`.
 
     Raises TypeError for a leaf whose dtype safetensors cannot store, OSError if the disk is full or the store refuses.
     """
-    need_arrays(leaves)
+    check_arrays(leaves)
     header, tensors, size = _layout(leaves, float_dtype, metadata)
     crc32 = 0
 
@@ -293,7 +292,7 @@ def write_tensors(
 
 
 def _read_range(path: Location, start: int, stop: int) -> bytes:
-    """Bytes of a file. It is not mapped for them: if the disk fails, a mapping ends the process without an exception."""
+    """Returns bytes of a file, without a mapping: if the disk fails, a mapping kills the process without an exception."""
     if isinstance(path, StorePath):
         return path.read(start, stop)
     with open(path, "rb") as file:
@@ -311,11 +310,11 @@ def _parse(path: Location, name: str, field: Any) -> _Tensor:
     if code not in DTYPES:
         raise damaged(path, f"`{name}` to be one of {', '.join(DTYPES)}", brief_name(code))
     if not (is_size(start) and is_size(stop) and start <= stop):
-        raise damaged(path, f"`{name}` to have data_offsets of two places, in order", brief([start, stop]))
+        raise damaged(path, f"`{name}` to have two data_offsets in order", brief([start, stop]))
     if not all(map(is_size, shape)):
         raise damaged(path, f"`{name}` to have a shape of sizes", brief(shape))
-    # The product of all sizes but zeros must not overflow: NumPy refuses such shapes. No more dims than NumPy supports are
-    # multiplied: a header has room for millions.
+    # The product of all sizes except zeros must not overflow: NumPy refuses such shapes. At most as many dims as NumPy
+    # supports are multiplied, since a header has room for millions.
     n_bytes = math.prod(size for size in shape[:_MAX_DIMS] if size) * DTYPES[code].itemsize
     if len(shape) > _MAX_DIMS or not is_size(n_bytes):
         raise damaged(path, f"`{name}` to have a shape that an array can have", f"{code} {brief(shape)}")
@@ -326,14 +325,14 @@ def _parse(path: Location, name: str, field: Any) -> _Tensor:
 
 
 class TensorFile:
-    """A safetensors file, open for reading slices of its tensors. Its header is checked."""
+    """A safetensors file, opened for reading slices of its tensors. Its header is checked."""
 
     def __init__(self, path: Location):
         """**Arguments:**
 
-        - `path`: of any safetensors file, including other libraries'.
+        - `path`: any safetensors file, also of other libraries.
 
-        Raises ValueError if the header is no safetensors header, or contradicts itself or the file's size.
+        Raises ValueError if the header is not a safetensors header, or contradicts itself or the file's size.
         """
         self.path = path
         size = path.stat().st_size
@@ -353,14 +352,16 @@ class TensorFile:
                 pass
             case _:
                 raise damaged(path, "a `__metadata__` of texts", brief(metadata))
-        self.begin = 8 + length  # of the tensors' bytes
+        self.begin = 8 + length  # where the tensors' bytes begin
         mapped = np.memmap(path, dtype=np.uint8, mode="r") if isinstance(path, Path) else StoredArray.of(path, size)
         self._data: Any = mapped[self.begin :]
         self._tensors = {name: _parse(path, name, field) for name, field in fields.items()}
         stop = 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
             if tensor.start != stop:
-                raise damaged(path, f"`{brief_name(name)}` to begin at {stop}, where the one before ends", f"{tensor.start}")
+                raise damaged(
+                    path, f"`{brief_name(name)}` to begin at {stop}, where the previous one ends", f"{tensor.start}"
+                )
             stop = tensor.stop
         if stop != self._data.size:
             raise damaged(path, f"{stop} bytes of tensors, as the header says", f"{self._data.size}")
@@ -374,20 +375,20 @@ class TensorFile:
         return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Returns a tensor's shape."""
         return self._tensor(name).shape
 
     def span(self, name: str) -> tuple[int, int]:
-        """The first byte of a tensor in the file, and the byte after its last."""
+        """Returns the position of a tensor's first byte in the file, and of the byte after its last."""
         tensor = self._tensor(name)
         return self.begin + tensor.start, self.begin + tensor.stop
 
     def dtype(self, name: str) -> np.dtype:
-        """A tensor's NumPy dtype, which may be one of JAX's extensions."""
+        """Returns a tensor's NumPy dtype, which may be one of JAX's extensions."""
         return self._tensor(name).dtype
 
     def read(self, name: str, index: Any = ...) -> np.ndarray:
-        """A copy of a tensor, or of what `index` (as for `numpy.ndarray`) selects from it. Nothing else is read.
+        """Returns a copy of a tensor, or of the part that `index` (as for `numpy.ndarray`) selects. Reads nothing else.
 
         Raises ValueError if the file has no tensor of that name.
         """
@@ -395,14 +396,14 @@ class TensorFile:
         return np.array(self.view(name)[index])
 
     def read_parts(self, name: str, indices: Sequence[Any], dtype: Any) -> list[np.ndarray]:
-        """As `read`, for several indices, cast. In an object store, bytes that several parts share are read once."""
+        """As `read`, for several indices, cast to `dtype`. Bytes that they share are read from a store once."""
         if isinstance(self.path, Path):
             return [self.read(name, index).astype(dtype, copy=False) for index in indices]
         return fetch([self.view(name)[index] for index in indices], dtype)
 
     def view(self, name: str) -> Any:
-        """A tensor as a view of the file, which reads only what is accessed. Slice it, then copy: a NumPy array, or in an
-        object store a `StoredArray`, which `np.asarray` reads.
+        """Returns a tensor as a view of the file, which reads only what is accessed. Slice it, then copy: a NumPy array, or
+        in an object store a `StoredArray`, which `np.asarray` reads.
 
         Raises ValueError if the file has no tensor of that name.
         """

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from .._tree import is_key
 
-_EVENNESS = 8  # a process may write an eighth of its share more than another
+_IMBALANCE = 8  # a process may write up to 1/8 of its share more than another
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Block:
 
     - `start`: its first index in each dim of the array.
     - `shape`: its sizes.
-    - `shards`: its parts: the first index of each, and its array on one device or on the host.
+    - `shards`: its pieces: the first index of each, and its array on one device or on the host.
     """
 
     start: tuple[int, ...]
@@ -36,7 +36,7 @@ class Block:
     shards: Sequence[tuple[tuple[int, ...], Any]]
 
     def values(self) -> np.ndarray:
-        """The block on the host, in C order."""
+        """Returns the block on the host, in C order."""
         if len(self.shards) == 1:
             return np.asarray(_on_host(self.shards[0][1]), order="C")
         whole = np.empty(self.shape, self.shards[0][1].dtype)
@@ -46,14 +46,14 @@ class Block:
         return whole
 
     def copied(self) -> "Block":
-        """A copy of the block in host memory, which is independent of the original arrays."""
+        """Returns a copy of the block in host memory, independent of the original arrays."""
         values = self.values()
         is_own = values.flags.owndata and values is not self.shards[0][1]
         return Block(self.start, self.shape, [(self.start, values if is_own else values.copy())])
 
     def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Its contiguous runs in a row-major array of that shape: `(offset there, offset here, length)`, in order."""
-        # The last dim of which the block has only a part: all dims after it are contiguous.
+        """Yields the contiguous runs in an array of that shape, in order: `(offset there, offset in the block, length)`."""
+        # The last dim that the block covers only partly: all dims after it are contiguous.
         cut = max((dim for dim, n in enumerate(self.shape) if n != shape[dim]), default=0)
         n_items = math.prod(self.shape[cut:])
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -63,19 +63,19 @@ class Block:
 
 
 def as_stored(leaf: Any) -> Any:
-    """A leaf as it is stored in a file: typed PRNG keys as their data."""
+    """Returns a leaf as it is stored in a file: typed PRNG keys as their data."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def own_blocks(leaves: Mapping[str, Any]) -> dict[str, list[Block]]:
-    """The blocks that this process writes, for each array by name. Every process passes the same arrays.
+    """Returns the blocks that this process writes, for each array by name. Every process passes the same arrays.
 
     Process 0 writes the leaves that are not JAX arrays.
     """
     me = jax.process_index()
     load: Counter[int] = Counter()  # bytes of each process
-    # A process continues an array that it has begun, for contiguous writes, until it is this many bytes ahead.
-    ahead = sum(map(_n_bytes, leaves.values())) // (_EVENNESS * jax.process_count())
+    # For contiguous writes, a process continues an array that it has begun until it is this many bytes ahead.
+    ahead = sum(map(_n_bytes, leaves.values())) // (_IMBALANCE * jax.process_count())
     blocks: dict[str, list[Block]] = {}
     for name, leaf in leaves.items():
         if not isinstance(leaf, jax.Array):
@@ -86,19 +86,20 @@ def own_blocks(leaves: Mapping[str, Any]) -> dict[str, list[Block]]:
         stored = as_stored(leaf)
         here = {shard.device: shard.data for shard in stored.addressable_shards}
         shards, owner = [], None
-        for box, devices in _boxes(stored).items():
+        for box, devices in _shard_devices(stored).items():
             least = min(devices, key=lambda device: (load[device.process_index], device.id))
             same = next((device for device in devices if owner and device.process_index == owner.process_index), least)
             owner = same if load[same.process_index] - load[least.process_index] < ahead else least
             load[owner.process_index] += math.prod(b - a for a, b in box) * stored.dtype.itemsize
             if owner.process_index == me:
                 shards.append((tuple(a for a, _ in box), here[owner]))
-        blocks[name] = _joined(shards)
+        blocks[name] = _merge_shards(shards)
     return blocks
 
 
 def owners(leaves: Mapping[str, Any]) -> dict[str, int]:
-    """The process that writes each array completely, by the array's name: one that has a complete copy, if there is one.
+    """Returns the process that writes each array completely, by the array's name; a process with a complete copy if there is
+    one.
 
     Process 0 writes the leaves that are not JAX arrays.
     """
@@ -108,18 +109,18 @@ def owners(leaves: Mapping[str, Any]) -> dict[str, int]:
         holders = {0}
         if isinstance(leaf, jax.Array):
             stored = as_stored(leaf)
-            holders = _complete_at(stored) or {device.process_index for device in stored.sharding.device_set}
+            holders = _processes_with_copy(stored) or {device.process_index for device in stored.sharding.device_set}
         found[name] = min(holders, key=lambda process: (load[process], process))
         load[found[name]] += _n_bytes(leaf)
     return found
 
 
 def gathered(leaf: Any, owner: int) -> np.ndarray | None:
-    """The complete array in its owner's host memory, None in the other processes. All processes call it together."""
+    """Returns the complete array in its owner's host memory, None in the other processes. All processes must call it."""
     if not isinstance(leaf, jax.Array):
         return np.array(leaf) if owner == jax.process_index() else None
     stored = as_stored(leaf)
-    if owner not in _complete_at(stored):
+    if owner not in _processes_with_copy(stored):
         assert isinstance(stored.sharding, NamedSharding)
         stored = jax.jit(lambda x: x, out_shardings=NamedSharding(stored.sharding.mesh, P()))(stored)
     if owner != jax.process_index():
@@ -128,19 +129,19 @@ def gathered(leaf: Any, owner: int) -> np.ndarray | None:
         tuple(part.indices(size)[0] for part, size in zip(shard.index, stored.shape, strict=True)): shard.data
         for shard in stored.addressable_shards
     }
-    (block,) = _joined(list(parts.items()))
+    (block,) = _merge_shards(list(parts.items()))
     (_, values) = block.copied().shards[0]
     return values
 
 
 def _n_bytes(leaf: Any) -> int:
-    """Bytes of an array in a file."""
+    """Returns the bytes of an array in a file."""
     leaf = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def _boxes(stored: Any) -> dict[tuple[tuple[int, int], ...], list[Any]]:
-    """The devices that hold each shard of an array, by the shard's `(start, stop)` in each dim."""
+def _shard_devices(stored: Any) -> dict[tuple[tuple[int, int], ...], list[Any]]:
+    """Returns the devices that hold each shard of an array, by the shard's `(start, stop)` in each dim."""
     boxes: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in stored.sharding.devices_indices_map(stored.shape).items():
         box = tuple(part.indices(size)[:2] for part, size in zip(index, stored.shape, strict=True))
@@ -148,13 +149,13 @@ def _boxes(stored: Any) -> dict[tuple[tuple[int, int], ...], list[Any]]:
     return boxes
 
 
-def _complete_at(stored: Any) -> set[int]:
-    """The processes that have a complete copy of an array."""
-    return set.intersection(*({device.process_index for device in devices} for devices in _boxes(stored).values()))
+def _processes_with_copy(stored: Any) -> set[int]:
+    """Returns the processes that have a complete copy of an array."""
+    return set.intersection(*({device.process_index for device in devices} for devices in _shard_devices(stored).values()))
 
 
-def _joined(shards: list[tuple[tuple[int, ...], Any]]) -> list[Block]:
-    """One block if the shards fill a box, so that contiguous bytes are written together; else a block for each."""
+def _merge_shards(shards: list[tuple[tuple[int, ...], Any]]) -> list[Block]:
+    """Returns one block if the shards fill a box, so that contiguous bytes are written together; else one per shard."""
     if not shards:
         return []
     start = tuple(map(min, zip(*(start for start, _ in shards), strict=True)))
@@ -168,6 +169,6 @@ def _joined(shards: list[tuple[tuple[int, ...], Any]]) -> list[Block]:
 def _on_host(shard: Any) -> np.ndarray:
     if not isinstance(shard, jax.Array):
         return np.asarray(shard)
-    # Through a new array over the same shard: JAX caches the host copy in the array that is converted, and caching it in
+    # Through a new array over the same shard: JAX caches the host copy in the converted array, and caching it in
     # the tree's own arrays would keep a second model on the host.
     return np.asarray(jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard]))

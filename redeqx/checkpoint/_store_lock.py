@@ -1,8 +1,8 @@
-"""The lock of a folder in an object store: as `_lock`, by writes that a store makes on a condition.
+"""The lock of a folder in an object store: as `_lock`, with conditional writes.
 
-The owner creates the object if there is none, and replaces it every few seconds if it is still the one it wrote. A lock that
-another process has left behind is replaced in the same way: of several that try, one succeeds. S3 and Google Cloud Storage
-have such writes. If a store has none, there is no lock, and it is said.
+The owner creates the object if there is none, and replaces it every few seconds if it is still the version that it wrote. An
+abandoned lock is replaced in the same way: of several processes that try, one succeeds. S3 and Google Cloud Storage support
+such writes. If a store does not, there is no lock, which is logged.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from ..storage import AtEnd, StoreError, StorePath
-from ._lock import is_left, is_same, refusal, taken_over, this_process
+from ._lock import is_abandoned, is_same, lock_lost_error, locked_error, this_process
 
-BEAT = 10.0  # seconds between two touches, each of which is a request that costs
+BEAT = 10.0  # seconds between two touches; each is a request, which costs money
 STALE = 60.0  # seconds without a touch after which an owner on another machine counts as gone
 _MOST_TRIES = 5
 
@@ -46,21 +46,20 @@ class StoreLock:
         self._end = AtEnd(self, partial(_release, self.path, self._me, ended))
 
     def release(self) -> None:
-        """Let other runs write into the folder."""
+        """Lets other runs write into the folder."""
         if self._end is not None:
             self._end()
 
     def check(self) -> None:
-        """Raise OSError if another run has taken the folder over while this process was frozen, or if the store does not
-        answer."""
+        """Raises OSError if another run took over the lock meanwhile, or if the store does not answer."""
         if self._end is None:
             return
         found = _read(self.path)
         if found is None or not _is_mine(found[0], self._me):
-            raise taken_over(self._folder, {} if found is None else found[0])
+            raise lock_lost_error(self._folder, {} if found is None else found[0])
 
     def _acquire(self, log: Callable[[str], None]) -> dict[str, str] | None:
-        """The version of the lock once it is this process's; None if the store writes without looking."""
+        """Acquires the lock and returns its version; None if the store does not support conditional writes."""
         content = json.dumps(self._me).encode()
         found = None
         for _ in range(_MOST_TRIES):
@@ -70,14 +69,14 @@ class StoreLock:
             found = _read(self.path)
             if found is None:
                 continue
-            if _is_mine(found[0], self._me):  # the first answer was lost, and the request repeated
+            if _is_mine(found[0], self._me):  # the answer was lost, and the request was repeated
                 return found[1]
-            if not is_left(found, lambda: _read(self.path), self._me, self._folder, self.path, log, STALE):
+            if not is_abandoned(found, lambda: _read(self.path), self._me, self._folder, self.path, log, STALE):
                 continue
             version = self.path.write_bytes(content, replacing=found[1])
             if version is not None:
                 return version
-        raise refusal(self._folder, {} if found is None else found[0], self.path)
+        raise locked_error(self._folder, {} if found is None else found[0], self.path)
 
 
 def _is_mine(owner: dict[str, Any], me: dict[str, Any]) -> bool:
@@ -85,7 +84,7 @@ def _is_mine(owner: dict[str, Any], me: dict[str, Any]) -> bool:
 
 
 def _read(path: StorePath) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """The owner in a lock, and the lock's version; None if there is no lock."""
+    """Returns the owner in a lock, and the lock's version; None if there is no lock."""
     try:
         content, version = path.version()
     except FileNotFoundError:
@@ -100,7 +99,7 @@ def _read(path: StorePath) -> tuple[dict[str, Any], dict[str, str]] | None:
 def _beat(path: StorePath, me: dict[str, Any], version: dict[str, str], ended: threading.Event) -> None:
     n = 0
     while not ended.wait(BEAT):
-        n += 1  # so that each version is another
+        n += 1  # so that each version differs
         with contextlib.suppress(OSError):
             written = path.write_bytes(json.dumps({**me, "beat": n}).encode(), replacing=version)
             if written is None:

@@ -1,8 +1,8 @@
-"""From raw examples to the batches of steps: order, position, collation, placing and prefetch.
+"""Data: turns raw examples into the batches of steps: order, position, collation, placing and prefetch.
 
-Owns the choice of each step's examples, and their way onto the mesh. Knows nothing of models or losses. Open `_examples.py`
-first, then `_streams.py`. Public: `Mixture`, `MixtureStream`, `token_cache`, `TokenCache` and `TokenRows`. The other names
-are the library's own.
+Owns the choice of each step's examples, and how they are placed on the mesh. Does not know models or losses. Open
+`_examples.py` first, then `_streams.py`. Public: `Mixture`, `MixtureStream`, `token_cache`, `TokenCache` and `TokenRows`.
+The other names are internal.
 """
 
 from ._examples import (
@@ -29,9 +29,9 @@ from ._rows import (
     Group as Group,
     cut_rows as cut_rows,
     group_sharding as group_sharding,
+    local_rows as local_rows,
     pad_rows as pad_rows,
     place_rows as place_rows,
-    rows_here as rows_here,
 )
 from ._token_cache import TokenCache as TokenCache, token_cache as token_cache
 from ._tokens import TokenRows as TokenRows

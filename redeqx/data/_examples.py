@@ -1,9 +1,9 @@
 """Turns raw examples into the batch of each step: order, position and collation.
 
-Owns the order of examples (in each epoch a permutation that depends only on the seed) and the checks of what `collate_fn`
-returns. It uses only `len()` and integer items of examples, or iterates over them. `_streams` keeps the position of an
-iterable. `_rows` cuts and places rows, `_prefetch` prepares the next batch in a thread while a step runs, `_workers`
-collates several at once.
+Owns the order of examples (in each epoch a permutation that depends only on the seed) and the checks of `collate_fn`'s
+result. It uses only `len()` and integer items of examples, or iterates over them. `_streams` keeps the position of an
+iterable, `_rows` splits and places rows, `_prefetch` prepares the next batch in a thread while a step runs, `_workers`
+collates several batches at once.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from .._tree import render
 from ..errors import OfExamples, check_examples_kind, check_function
 from ._prefetch import Prefetch
-from ._rows import BatchSize, Group, cut_rows, place_batch, rows_here
+from ._rows import BatchSize, Group, cut_rows, local_rows, place_batch
 from ._streams import Stream, checksum
 from ._workers import Workers, drawn_ahead
 
@@ -28,11 +28,11 @@ from ._workers import Workers, drawn_ahead
 
 
 def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = None) -> list[Any]:
-    """The items of the examples at these indices. If reading one raises, the error gets a note with the example's number.
+    """Returns the examples at these indices. If reading one raises, the error gets a note with the example's number.
 
     **Arguments:**
 
-    - `places`: the number of each example, if that is not its index.
+    - `places`: the number of each example, if it differs from its index.
     """
     items = []
     for i in map(int, indices):
@@ -42,9 +42,9 @@ def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = N
 
 
 def collate(collate_fn: Callable[[list], PyTree], examples: list, places: Sequence[int] | None = None) -> PyTree[np.ndarray]:
-    """The checked result of `collate_fn`: a PyTree of NumPy arrays, each with one row for each example.
+    """Returns the checked result of `collate_fn`: a PyTree of NumPy arrays, each with one row per example.
 
-    64-bit numbers become 32-bit ones, as everywhere in JAX, unless JAX runs in 64-bit mode.
+    64-bit numbers are converted to 32 bits, as everywhere in JAX, unless JAX runs in 64-bit mode.
 
     **Arguments:**
 
@@ -65,12 +65,12 @@ def _checked_batch(batch: PyTree, n_rows: int) -> PyTree[np.ndarray]:
 
 
 def collated_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any]) -> PyTree:
-    """The shapes of what `collate` returns."""
+    """Returns the shapes of the result of `collate`."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), collate(collate_fn, list(examples)))
 
 
 def micro_batch_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any], size: BatchSize, mesh: Mesh) -> PyTree:
-    """The shapes of the first micro-batch of a step with these examples, as `loss_fn` gets it."""
+    """Returns the shapes of the first micro-batch of a step with these examples, as `loss_fn` receives it."""
     rows = cut_rows(len(examples), size.micro_batch, mesh.size)[0].rows
     shapes = collated_shapes(collate_fn, examples)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), shapes)
@@ -113,7 +113,7 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
 
 
 def n_tokens(batch: PyTree[np.ndarray]) -> int | None:
-    """The number of tokens in a batch: the size of its largest integer leaf of shape `[rows, seq]`; None without one."""
+    """Returns the number of tokens in a batch: the size of its largest integer leaf `[rows, seq]`; None without one."""
     return max((x.size for x in jax.tree.leaves(batch) if x.ndim == 2 and x.dtype.kind in "iu"), default=None)
 
 
@@ -122,14 +122,14 @@ def n_tokens(batch: PyTree[np.ndarray]) -> int | None:
 
 @dataclass(frozen=True)
 class Slice:
-    """The examples of one step, with the position after it.
+    """The examples of one step, and the position after it.
 
     `examples` are read on access, so that each process reads only its own.
 
     **Arguments:**
 
     - `position`: the number of examples of the epoch up to the end of this step.
-    - `state`: that of the `Stream` at the end of this step.
+    - `state`: the state of the `Stream` at the end of this step.
     """
 
     examples: Sequence[Any]
@@ -139,13 +139,13 @@ class Slice:
     @property
     def places(self) -> Sequence[int]:
         """The number of each example: its index, or its position in an iterable."""
-        if isinstance(self.examples, _Picked):
+        if isinstance(self.examples, _Subset):
             return self.examples.places
         return range(self.position - len(self.examples), self.position)
 
 
 @dataclass(frozen=True)
-class _Picked(Sequence[Any]):
+class _Subset(Sequence[Any]):
     """The items of a sequence at these indices."""
 
     of: Any
@@ -159,7 +159,7 @@ class _Picked(Sequence[Any]):
 
 
 def check_examples(given: Any, name: str = "train_examples") -> None:
-    """Check that `given` are examples: an object with `len()` and integer items (a list, an array, a dataset), an iterable,
+    """Checks that `given` are examples: an object with `len()` and integer items (a list, an array, a dataset), an iterable,
     or a function of the epoch that returns one of these.
 
     The position of an iterable is saved by its (or its iterator's) `get_state` / `set_state` or `state_dict` /
@@ -180,15 +180,15 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
         raise ValueError(f"`{name}`: expected at least one example, got none. Look at what was loaded.")
     if n is not None and n > _MOST:  # as grain's `repeat()`
         raise ValueError(
-            f"`{name}`: expected a number of examples, got {n:,}, as of endless repeats. Leave them out: `n_epochs` repeats."
+            f"`{name}`: expected a number of examples, got {n:,}, as from endless repeats. Remove them: `n_epochs` repeats."
         )
 
 
 def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
-    """The examples of an epoch: `given`, or what it returns if it is a function of the epoch.
+    """Returns the examples of an epoch: `given`, or its result if it is a function of the epoch.
 
-    If examples have `set_epoch`, it is called. A `Mixture` goes on to its next examples; an iterable of `datasets` shuffles
-    by it, and then starts the epoch at its beginning even if a state was loaded in the epoch before.
+    If examples have `set_epoch`, it is called: a `Mixture` continues with its next examples; an iterable of `datasets`
+    shuffles by it, and then starts the epoch at its beginning even if a state was loaded in the epoch before.
     """
     if not is_function(given):
         if hasattr(given, "set_epoch"):
@@ -200,7 +200,7 @@ def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
 
 
 def size_of(examples: Any) -> int | None:
-    """The number of examples; None if only iterating over them tells."""
+    """Returns the number of examples; None if it is known only after iterating over them."""
     return len(examples) if _is_sized(examples) else None
 
 
@@ -214,11 +214,12 @@ def slices(
     drop_remainder: bool = False,
     name: str = "train_examples",
 ) -> Iterator[Slice]:
-    """One pass over the examples from `position` on, `batch_size` at a time; the last slice has the remainder.
+    """Yields the slices of one pass over the examples from `position` on, `batch_size` examples each; the last slice has the
+    remainder.
 
     **Arguments:**
 
-    - `seed`: of the permutation. None keeps the order. The order of an iterable is always kept.
+    - `seed`: for the permutation. None keeps the order. The order of an iterable is always kept.
     - `position`, `state`: those of the `Slice` after which to continue.
     - `drop_remainder`: whether to drop a last slice of fewer than `batch_size` examples.
 
@@ -235,7 +236,7 @@ def slices(
         order = np.arange(n) if seed is None else np.random.default_rng(seed).permutation(n)
         for start in range(position, n - batch_size + 1 if drop_remainder else n, batch_size):
             places = tuple(order[start : start + batch_size].tolist())
-            yield Slice(_Picked(examples, places), start + len(places))
+            yield Slice(_Subset(examples, places), start + len(places))
         return
     stream = Stream(examples, position, state, name)
     while taken := list(itertools.islice(stream, batch_size)):
@@ -252,13 +253,13 @@ def slices(
 
 
 def n_slices(n: int, batch_size: int, drop_remainder: bool = False) -> int:
-    """The number of slices of `n` examples."""
+    """Returns the number of slices of `n` examples."""
     return n // batch_size if drop_remainder else -(-n // batch_size)
 
 
 def sample_of(examples: Any) -> int | None:
-    """A checksum of the first, the middle and the last example, to detect other examples. None for iterables, for items that
-    differ at each access, and for items that do not consist of numbers and text."""
+    """Returns a checksum of the first, the middle and the last example, to detect other examples. None for iterables, for
+    items that differ at each access, and for items that do not consist of numbers and text."""
     n = size_of(examples)
     if not n:
         return None
@@ -271,7 +272,7 @@ def sample_of(examples: Any) -> int | None:
 
 
 def _is_sized(examples: Any) -> bool:
-    """Whether they have a length and integer items. An IterableDataset of torch may have a length; its items raise."""
+    """Returns whether examples have a length and integer items. A torch IterableDataset may have only a length."""
     if any((cls.__module__, cls.__name__) == _TORCH_ITERABLE for cls in type(examples).__mro__):
         return False
     return hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
@@ -282,12 +283,12 @@ _MOST = 2**40  # examples; a permutation of them would not fit into memory
 
 
 def differs_by_epoch(given: Any) -> bool:
-    """Whether the examples of an epoch may be others than those of the epoch before."""
+    """Returns whether the examples may differ from epoch to epoch."""
     return is_function(given) or hasattr(given, "set_epoch")
 
 
 def is_function(given: Any) -> bool:
-    """Whether `given` is a function of the epoch."""
+    """Returns whether `given` is a function of the epoch."""
     return callable(given) and not _is_sized(given) and not hasattr(given, "__iter__")
 
 
@@ -300,9 +301,10 @@ class Batch:
 
     **Arguments:**
 
-    - `groups`: as `place_batch` returns them.
-    - `n_micro_batches`: the number of micro-batches of the first group that count. Those after them are repetitions.
-    - `n_examples`, `n_tokens`: the numbers in the whole step; `n_tokens` is None if the batch has no tokens.
+    - `groups`: the result of `place_batch`.
+    - `n_micro_batches`: the number of micro-batches of the first group that count. The others are repetitions.
+    - `n_examples`, `n_tokens`: the numbers in the whole step, over all processes; `n_tokens` is None if the batch has no
+        tokens.
     - `position`, `state`: those of the step's `Slice`.
     - `rows`, `places`: this process's collated rows, and the number of each row's example.
     """
@@ -318,13 +320,13 @@ class Batch:
 
     @property
     def signature(self) -> Any:
-        """The structure, shapes and dtypes, on which a compiled program depends."""
+        """The structure, shapes and dtypes, which determine the compiled program."""
         leaves, treedef = jax.tree.flatten(self.groups)
         return treedef, *((x.shape, x.dtype) for x in leaves)
 
     @property
     def micro_batch(self) -> PyTree:
-        """The shapes of one micro-batch, as `loss_fn` gets it."""
+        """The shapes of one micro-batch, as `loss_fn` receives it."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.groups[0])
 
 
@@ -337,21 +339,21 @@ def batches(
     *,
     checks_end: bool = False,
 ) -> Prefetch:
-    """The batch of each step, prepared ahead by a thread; close it after use, as `Prefetch` says.
+    """Returns the batch of each step, prepared ahead by a thread; close it after use, see `Prefetch`.
 
-    That thread alone reads examples and places batches, both in order.
+    Only that thread reads examples and places batches, both in order.
 
     **Arguments:**
 
-    - `workers`: they call `collate_fn`, for several steps at once; without any, the thread itself calls it.
+    - `workers`: call `collate_fn`, for several steps at once; without any, the thread itself calls it.
     - `check`: called by that thread with the number of each step, its collated rows, and the number of its examples in all
         processes.
-    - `checks_end`: whether it is also called after the last step, with no rows and 0.
+    - `checks_end`: whether `check` is also called after the last step, with no rows and 0.
     """
 
     def read_step(i: int, step: Slice) -> "_Step":
         cut = cut_rows(len(step.examples), size.micro_batch, mesh.size)
-        rows = rows_here(cut, mesh)
+        rows = local_rows(cut, mesh)
         examples = read(step.examples, rows, step.places)
         return _Step(i, step, cut, rows, [step.places[row] for row in rows], examples, workers.start(examples))
 
@@ -362,7 +364,7 @@ def batches(
             check(given.i, batch, n_rows)
         # A remainder of full micro-batches runs in the program of a full step.
         is_full = len(given.cut) == 1 and given.cut[0].rows == size.micro_batch
-        tokens = n_tokens(batch)  # of this process's rows; those of other processes have the same length
+        tokens = n_tokens(batch)  # of this process's rows; the rows of other processes have the same length
         return Batch(
             place_batch(batch, given.cut, mesh, given.rows, size.n_micro_batches if is_full else 0),
             given.cut[0].n,
@@ -388,7 +390,7 @@ def batches(
 
 
 class _Step(NamedTuple):
-    """A step whose examples have been read, and are being collated."""
+    """A step whose examples have been read and are being collated."""
 
     i: int
     step: Slice

@@ -1,8 +1,8 @@
 """Mixtures of sources by weight, in exact proportions.
 
-Owns the share of each source, and which of its examples is next: every source is an endless sequence of passes over it, each
-in an order drawn from the seed, the source's name and the pass. A mixture takes from each sequence in turn, so nothing is
-left out for good, and nothing comes again before its whole source has come.
+Owns the share of each source, and which of its examples is next. Every source is an endless sequence of passes over it, each
+in an order drawn from the seed, the source's name and the pass. A mixture takes from each sequence in turn: every example of
+a source is used once before any is repeated.
 """
 
 import math
@@ -22,9 +22,9 @@ from ._streams import Stream
 class Mixture(Sequence[Any]):
     """Examples of several sources by weight, as one object with `len()` and integer items.
 
-    An epoch has `size` examples. Of each source it has its share to within one example (largest remainder), spread evenly.
-    Each epoch continues in every source where the one before ended; a source whose share is more than it has is repeated in
-    whole passes, each in another order. `Trainer.fit` sets the epoch, shuffles, and resumes at the same example.
+    An epoch has `size` examples. Each source has its share of them to within one example (largest remainder), spread evenly.
+    Each epoch continues in every source where the previous one ended. A source with fewer examples than its share is
+    repeated in whole passes, each in another order. `Trainer.fit` sets the epoch, shuffles, and resumes at the same example.
 
     `shares` is the number of examples of each source in an epoch, by name.
 
@@ -32,11 +32,11 @@ class Mixture(Sequence[Any]):
 
     - `sources`: for each name `(examples, weight)`: examples with `len()` and integer items, and a positive number. Weights
         need not sum to 1.
-    - `size`: the number of examples in an epoch; by default as many as the sources have together.
-    - `seed`: of the orders.
+    - `size`: the number of examples in an epoch; by default the sum over all sources.
+    - `seed`: for the orders.
 
     Raises TypeError for sources of another form and for iterables, which `MixtureStream` mixes; ValueError for weights that
-    are not positive, and for a size in which a source has no share. Holds 20 bytes for each example of an epoch.
+    are not positive, and for a size in which a source has no share. Uses 20 bytes per example of an epoch.
     """
 
     def __init__(self, sources: Mapping[str, tuple[Any, float]], *, size: int | None = None, seed: int = 0):
@@ -50,7 +50,7 @@ class Mixture(Sequence[Any]):
                     f"{type(examples).__name__}. Mix iterables with `MixtureStream`; list a mixture's own sources."
                 )
         size = sum(map(len, self._sources.values())) if size is None else int(size)
-        self.shares = dict(zip(self._sources, _apportioned(weights, size), strict=True))
+        self.shares = dict(zip(self._sources, _apportion(weights, size), strict=True))
         if empty := [name for name, share in self.shares.items() if not share]:
             least = math.ceil(1 / weights[list(self.shares).index(empty[0])])
             raise ValueError(
@@ -58,7 +58,7 @@ class Mixture(Sequence[Any]):
                 f"weight. Pass {least} or more, or leave the source out."
             )
         self._seed, self._epoch = int(seed), 0
-        self._taken: list[np.ndarray] | None = None  # of each source, the indices of the epoch's examples
+        self._taken: list[np.ndarray] | None = None  # for each source, the indices of the epoch's examples
         shares = list(self.shares.values())
         at = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
         order = np.argsort(at, kind="stable")
@@ -66,7 +66,7 @@ class Mixture(Sequence[Any]):
         self._nth = np.concatenate([np.arange(share) for share in shares])[order]
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `len()` and items those of this epoch, counted from 0."""
+        """Switches `len()` and items to those of this epoch, counted from 0."""
         check_count(epoch, "epoch", 0)
         if epoch != self._epoch:
             self._epoch, self._taken = int(epoch), None
@@ -91,17 +91,17 @@ class Mixture(Sequence[Any]):
 
 
 class MixtureStream:
-    """Examples of several sources by weight, as an iterable without end; of any kind of source, also iterables.
+    """Examples of several sources by weight, as an endless iterable; the sources may be iterables too.
 
-    Every beginning of it holds the share of each source to within one example. A source that comes to its end begins anew:
-    one with `len()` and integer items in another order, a function is called with the number of the pass, and `set_epoch` is
-    called with it where there is one. Its iterators have `get_state` and `set_state`, and `Trainer.fit` saves and sets their
-    state; sources whose state cannot be saved are read past. As there is no end, give `fit` the argument `max_steps`.
+    At every point it has taken the share of each source to within one example. A source that ends starts again: one with
+    `len()` and integer items in another order; a function is called with the number of the pass, and so is a `set_epoch`
+    method. Its iterators have `get_state` and `set_state`, and `Trainer.fit` saves and sets their state; on resuming, a
+    source whose state cannot be saved is read up to its position. Since it has no end, pass `max_steps` to `fit`.
 
     **Arguments:**
 
     - `sources`: for each name `(examples, weight)`: anything that `fit` takes as `train_examples`, and a positive number.
-    - `seed`: of the orders of sources with `len()` and integer items.
+    - `seed`: for the orders of sources with `len()` and integer items.
 
     Raises TypeError for sources of another form, ValueError for weights that are not positive; ValueError while iterating
     for a pass without examples.
@@ -118,10 +118,10 @@ class MixtureStream:
 
 
 class _MixtureIterator(Iterator[Any]):
-    """Takes the next example from the source that has to be next.
+    """Takes each example from the source whose deadline comes first.
 
-    In the words of scheduling: the example number `c` of a source with weight `w` may come from place `floor(c / w)` on, and
-    has to come before `ceil((c + 1) / w)`. The earliest deadline first meets all deadlines.
+    In terms of scheduling: example `c` of a source with weight `w` is released at place `floor(c / w)` and due before place
+    `ceil((c + 1) / w)`. Earliest deadline first meets all deadlines.
     """
 
     def __init__(self, sources: "list[_Passes]", weights: list[Fraction]):
@@ -141,7 +141,7 @@ class _MixtureIterator(Iterator[Any]):
     def set_state(self, state: dict[str, Any]) -> None:
         if state.keys() != {source.name for source in self._sources}:
             raise ValueError(
-                f"`sources`: expected those of the run that is resumed, {sorted(state)}, got "
+                f"`sources`: expected those of the resumed run, {sorted(state)}, got "
                 f"{sorted(source.name for source in self._sources)}. Pass the same, or choose another workdir."
             )
         for source in self._sources:
@@ -149,13 +149,13 @@ class _MixtureIterator(Iterator[Any]):
 
 
 class _Passes:
-    """A source without end: one pass after another. `n` is the number of examples that were taken."""
+    """An endless source: one pass after another. `n` is the number of examples taken so far."""
 
     def __init__(self, name: str, examples: Any, seed: int):
         self.name, self.n = name, 0
         self._examples, self._seed = examples, seed
         self._pass, self._position = 0, 0
-        self._stream: Stream | None = None  # of this pass, once an example of it was taken
+        self._stream: Stream | None = None  # of this pass; None until its first example
 
     def take(self) -> Any:
         for _ in range(2):
@@ -184,24 +184,24 @@ class _Passes:
             self._begin(saved)
 
     def _begin(self, saved: Any = None) -> None:
-        """Begin this pass, or continue in it."""
+        """Starts or continues this pass."""
         examples = examples_of(self._examples, self._pass, f"sources[{self.name!r}]")
         if (n := size_of(examples)) is not None:
-            examples = _InOrder(examples, _order(self.name, n, self._seed, self._pass))
+            examples = _Ordered(examples, _order(self.name, n, self._seed, self._pass))
         self._stream = Stream(examples, self._position, saved, f"sources[{self.name!r}]")
 
 
-class _InOrder:
-    """The items of a sequence in an order, as an iterable."""
+class _Ordered:
+    """The items of a sequence in a given order, as an iterable."""
 
     def __init__(self, examples: Any, order: np.ndarray):
         self._examples, self._order = examples, order
 
-    def __iter__(self) -> "_InOrderIterator":
-        return _InOrderIterator(self._examples, self._order)
+    def __iter__(self) -> "_OrderedIterator":
+        return _OrderedIterator(self._examples, self._order)
 
 
-class _InOrderIterator(Iterator[Any]):
+class _OrderedIterator(Iterator[Any]):
     def __init__(self, examples: Any, order: np.ndarray):
         self._examples, self._order, self._i = examples, order, 0
 
@@ -219,21 +219,21 @@ class _InOrderIterator(Iterator[Any]):
 
 
 def _order(name: str, n: int, seed: int, pass_: int) -> np.ndarray:
-    """The order of a source in a pass. It depends on no other source."""
+    """Returns the order of a source in a pass. It does not depend on other sources."""
     return np.random.default_rng((seed, zlib.crc32(name.encode()), pass_)).permutation(n)
 
 
 def _passes(name: str, n: int, seed: int, start: int, count: int) -> np.ndarray:
-    """The indices of `count` examples of a source of `n`, in its passes one after another, from the example `start` on."""
-    if n == 1:  # as many passes as examples
+    """Returns the indices of `count` examples of a source of `n`, in consecutive passes, from the example `start` on."""
+    if n == 1:  # avoid one permutation per example
         return np.zeros(count, np.int64)
     first, last = start // n, (start + count - 1) // n
     orders = [_order(name, n, seed, i) for i in range(first, last + 1)]
     return np.concatenate(orders)[start - first * n :][:count].copy()
 
 
-def _apportioned(weights: list[Fraction], size: int) -> list[int]:
-    """Whole shares of `size`, by largest remainder; among equal ones the first."""
+def _apportion(weights: list[Fraction], size: int) -> list[int]:
+    """Divides `size` into whole shares by largest remainder; ties go to the first."""
     shares = [math.floor(weight * size) for weight in weights]
     by_remainder = sorted(range(len(weights)), key=lambda i: shares[i] - weights[i] * size)
     for i in by_remainder[: size - sum(shares)]:
@@ -242,7 +242,7 @@ def _apportioned(weights: list[Fraction], size: int) -> list[int]:
 
 
 def _checked(sources: Any, of: str) -> tuple[dict[str, Any], list[Fraction]]:
-    """The examples of each source by name, and the weights, which sum to 1."""
+    """Returns the examples of each source by name, and the weights, which sum to 1."""
     if not isinstance(sources, Mapping) or not sources:
         found = "none" if isinstance(sources, Mapping) else type(sources).__name__
         raise TypeError(
@@ -262,5 +262,5 @@ def _checked(sources: Any, of: str) -> tuple[dict[str, Any], list[Fraction]]:
             raise TypeError(f"`{where}`: expected a number as the weight, got {type(weight).__name__}. Pass 0.5, say.")
         if not 0 < float(weight) < math.inf:
             raise ValueError(f"`{where}`: expected a positive weight, got {weight}. Leave a source out that has no share.")
-        weights.append(Fraction(str(weight)))  # 0.7 is 7 / 10, as it is written
+        weights.append(Fraction(str(weight)))  # 0.7 is exactly 7 / 10
     return examples, [weight / sum(weights) for weight in weights]

@@ -1,4 +1,4 @@
-"""Prepares items in a thread ahead of their reader. One such thread of a reader works at a time."""
+"""Prefetch: prepares items in a thread ahead of their reader. Of each reader, only one such thread works at a time."""
 
 import collections
 import threading
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 
 class _Buffer:
-    """The items that a thread has prepared and its reader has not taken yet."""
+    """The items that a thread has prepared and its reader has not yet taken."""
 
     def __init__(self, items: Iterator[Any], depth: int):
         self.items: Iterator[Any] | None = items
@@ -19,7 +19,7 @@ class _Buffer:
         self.change = threading.Condition()
 
     def fill(self) -> None:
-        """Prepare items, at most `depth` ahead, until the last one, an error, or `is_done`."""
+        """Prepares items, at most `depth` ahead, until the last one, an error, or `is_done`."""
         items, self.items = self.items, None
         if items is None:  # closed before the thread began
             return
@@ -45,12 +45,13 @@ class _Buffer:
 
 
 class Prefetch(Iterator[Any]):
-    """The same items, prepared by a thread up to `depth` ahead. Its exceptions are raised here, with their tracebacks.
+    """Yields the same items, prepared by a thread up to `depth` ahead. The thread's exceptions are raised here, with their
+    tracebacks.
 
     Close it if you may stop before the end: otherwise the thread lives as long as a traceback that refers to your frame.
 
-    A user's generator or tokenizer is not made for two threads. So before a second thread of the same reader starts, the
-    first ones prepare as much as they may, and rest. The order of a reader's items is therefore always the same.
+    A user's generator or tokenizer may not support two threads. So before a second thread of the same reader starts, the
+    earlier ones prepare as much as they may, and pause. The order of a reader's items is therefore always the same.
     """
 
     _under_way: ClassVar["weakref.WeakSet[Prefetch]"] = weakref.WeakSet()
@@ -61,7 +62,7 @@ class Prefetch(Iterator[Any]):
         self._reader = threading.get_ident()
 
     def peek(self) -> Any:
-        """The next item, without taking it; None after the last one."""
+        """Returns the next item, without taking it; None after the last one."""
         self._start()
         buffer = self._buffer
         with buffer.change:
@@ -83,13 +84,13 @@ class Prefetch(Iterator[Any]):
         return item
 
     def settle(self) -> None:
-        """Wait until the thread has prepared as much as it may."""
+        """Waits until the thread has prepared as much as it may."""
         if self._thread is not None:
             with self._buffer.change:
                 self._buffer.change.wait_for(lambda: self._buffer.is_done or len(self._buffer.ready) >= self._buffer.depth)
 
     def close(self) -> None:
-        """End the thread, and wait for its end."""
+        """Ends the thread, and waits for its end."""
         with self._buffer.change:
             self._buffer.is_done, self._buffer.items = True, None
             self._buffer.ready.clear()
@@ -109,13 +110,13 @@ class Prefetch(Iterator[Any]):
             if other._reader == self._reader:
                 other.settle()
         self._under_way.add(self)
-        # The thread refers to the buffer, not to this object: when nobody reads any more, this is collected and ends it.
+        # The thread refers to the buffer, not to this object, so that an unused one is collected and ends its thread.
         self._thread = threading.Thread(target=self._buffer.fill, name="redeqx-prefetch", daemon=True)
         self._thread.start()
 
 
 def _without_thread_frames(wait: Callable[[], Any]) -> Any:
-    """Call `wait`. A Ctrl-C meanwhile shows the line of the user's script, without frames of threads."""
+    """Calls `wait`. A Ctrl-C during the call shows the line of the user's script, without frames of threads."""
     try:
         return wait()
     except KeyboardInterrupt as error:

@@ -1,6 +1,6 @@
-"""The number of rows of a batch, their cut into micro-batches that fit the mesh, and their placement.
+"""Rows of a batch: their number, their split into micro-batches that fit the mesh, and their placement.
 
-Owns batch sizes, the cut, and the placement. `_examples` owns the contents of rows and their order.
+`_examples` owns the contents and the order of rows.
 """
 
 from collections.abc import Iterable
@@ -43,16 +43,16 @@ class BatchSize:
         prefix: str = "",
         n_devices: int | None = None,
     ) -> "BatchSize":
-        """The sizes for one of the user's two arguments: rows for each device, or examples for each update.
+        """Returns the sizes for one of the user's two arguments: rows per device, or examples per update.
 
-        With `batch_size` the rows of a micro-batch are a multiple of `n_devices`. So the cut does not depend on the mesh's
-        shape, and not on the number of devices either if that divides `batch_size / n_micro_batches`.
+        With `batch_size` the rows of a micro-batch are a multiple of `n_devices`. So the split does not depend on the mesh's
+        shape, nor on the number of devices if that divides `batch_size / n_micro_batches`.
 
         **Arguments:**
 
-        - `n_micro_batches`: in each update.
+        - `n_micro_batches`: per update.
         - `prefix`: of the arguments' names in errors.
-        - `n_devices`: by default that of the mesh.
+        - `n_devices`: the mesh's by default.
 
         Raises ValueError unless exactly one of the two sizes is given, and for a size below 1.
         """
@@ -64,7 +64,7 @@ class BatchSize:
         if per_device_batch_size is not None and batch_size is not None:
             raise ValueError(
                 f"{names}: expected one of the two, got {per_device_batch_size} and {batch_size}. "
-                f"Pass `{prefix}batch_size` alone: the rows a device follow from it."
+                f"Pass `{prefix}batch_size` alone: it sets the rows per device."
             )
         n_devices = n_devices or mesh.size
         if batch_size is not None:
@@ -78,12 +78,12 @@ class BatchSize:
 
     @property
     def n_micro_batches(self) -> int:
-        """Full micro-batches of a full update."""
+        """The number of full micro-batches of a full update."""
         return self.examples // self.micro_batch
 
     def evenly(self, n: int | None, n_devices: int) -> "BatchSize":
-        """For an evaluation of `n` examples: the largest micro-batch, of at least half of this size, without a remainder,
-        which would need another program to be compiled; this size if there is none."""
+        """Returns the sizes for an evaluation of `n` examples: the largest micro-batch, at least half of this size, that
+        leaves no remainder, for which another program would be compiled; this size if there is none."""
         if n is None or n <= self.micro_batch:
             return self
         smallest = -(-self.micro_batch // 2)
@@ -95,12 +95,12 @@ class BatchSize:
 
 
 def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group, ...]:
-    """Cut the rows of a step into micro-batches: full ones, then the rest that divides over the devices, then the few rows
-    that do not. Every device computes those, in micro-batches of at most the rows that a device has of a full one. A rest
-    that is no larger than that is not cut further: the loss is compiled once for each group.
+    """Splits the rows of a step into micro-batches: full ones, then the remaining rows that divide over the devices, then
+    the few rows that do not. Every device computes the latter, in micro-batches with at most as many rows as it has of a
+    full one. A remainder that is no larger than this is not split further: the loss is compiled once for each group.
 
-    No row is dropped or counted twice. The cut, and with it the keys of the micro-batches, does not depend on the mesh's
-    shape. (XLA also splits uneven rows, but computes a wrong gradient of an embedding then: by 3 % for 11 rows on 8 CPU
+    No row is dropped or counted twice. The split, and with it the keys of the micro-batches, does not depend on the mesh's
+    shape. (XLA can also shard uneven rows, but then computes a wrong gradient of an embedding: by 3 % for 11 rows on 8 CPU
     devices, jaxlib 0.10.2.)
     """
     n_full, rest = divmod(n_rows, micro_batch_size)
@@ -114,12 +114,12 @@ def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group,
 
 
 def group_sharding(group: Group, mesh: Mesh) -> NamedSharding:
-    """The sharding of a group's leaves `[n, rows, ...]`: rows split over the batch axes if they divide, else replicated."""
+    """Returns the sharding of leaves `[n, rows, ...]`: rows over the batch axes if they divide, else replicated."""
     return split_rows(mesh, dim=1) if group.rows % n_batch_shards(mesh) == 0 else replicated(mesh)
 
 
-def rows_here(cut: Iterable[Group], mesh: Mesh) -> np.ndarray:
-    """The rows of a step that this process's devices need, in order: all of them if it has all devices."""
+def local_rows(cut: Iterable[Group], mesh: Mesh) -> np.ndarray:
+    """Returns the rows of a step that this process's devices need, in order: all rows if it has all devices."""
     cut = tuple(cut)
     if not mesh.is_multi_process:
         return np.arange(sum(group.n * group.rows for group in cut))
@@ -139,12 +139,12 @@ def place_batch(
     rows: np.ndarray | None = None,
     n_micro_batches: int = 0,
 ) -> tuple[PyTree[jax.Array], ...]:
-    """Place the batch on the mesh: for each group the same PyTree with leaves `[n, rows, ...]`.
+    """Places the batch on the mesh: for each group a PyTree with the same structure and leaves `[n, rows, ...]`.
 
     **Arguments:**
 
-    - `rows`: the rows of the step that the batch has, as `rows_here` returns them; by default all.
-    - `n_micro_batches`: the least number of micro-batches in the first group; its last one is repeated.
+    - `rows`: the rows of the step that the batch contains, from `local_rows`; by default all.
+    - `n_micro_batches`: the minimal number of micro-batches in the first group; its last one is repeated.
     """
     placed = []
     start = 0
@@ -160,7 +160,7 @@ def place_batch(
 def place_rows(
     batch: PyTree[np.ndarray], places: np.ndarray, sharding: NamedSharding, rows: np.ndarray | None = None
 ) -> PyTree[jax.Array]:
-    """Place the batch's rows of these numbers on the mesh. The leading dims are those of `places`.
+    """Places the rows of the batch with these numbers on the mesh. The leading dims are those of `places`.
 
     **Arguments:**
 
@@ -168,7 +168,7 @@ def place_rows(
     """
     if sharding.is_fully_addressable:
         first, last = int(places.flat[0]), int(places.flat[-1])
-        # Contiguous rows are a view.
+        # Contiguous rows are taken as a view.
         taken = slice(first, last + 1) if last + 1 - first == places.size else places.reshape(-1)
         leaves = [x[taken].reshape(*places.shape, *x.shape[1:]) for x in jax.tree.leaves(batch)]
         return jax.tree.unflatten(jax.tree.structure(batch), jax.device_put(leaves, sharding))
@@ -184,7 +184,7 @@ def place_rows(
 
 
 def pad_rows(batch: PyTree[np.ndarray], n_rows: int) -> PyTree[np.ndarray]:
-    """The batch, padded to `n_rows` rows by its last row. The padded rows' outputs are cut off later."""
+    """Pads the batch to `n_rows` rows with copies of its last row. The outputs of padded rows are dropped later."""
 
     def pad(x: np.ndarray) -> np.ndarray:
         missing = n_rows - len(x)

@@ -1,8 +1,8 @@
-"""Iterables of examples whose position can be saved: the state that a later run continues from, and the proof that it does.
+"""Iterables of examples whose position can be saved: the state from which a later run continues, and the check that it does.
 
-Owns the two conventions of states (`get_state` / `set_state`, `state_dict` / `load_state_dict`), their form in JSON, and the
+Owns the two conventions for states (`get_state` / `set_state`, `state_dict` / `load_state_dict`), their JSON form, and the
 comparison of the first examples after a restart with those that followed in the earlier run. Not every state is complete:
-`datasets`, for one, does not save its shuffle buffers, and drops what they held.
+`datasets`, for example, does not save its shuffle buffers, and drops their contents.
 """
 
 import base64
@@ -21,30 +21,30 @@ import numpy as np
 
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 _BYTES, _ARRAY = "bytes in base 64", "array in base 64"
-_N_AHEAD = 8  # examples that are compared: a shuffle buffer that is filled anew may give the same first one by chance
+_N_AHEAD = 8  # examples to compare: a refilled shuffle buffer may begin with the same one by chance
 
 
 class Stream(Iterator[Any]):
     """The examples of an iterable, from a position on.
 
-    A run continues with the examples that followed in the run before: by its state; where that leads elsewhere, or there is
-    none, by reading past the examples before. If neither leads there, a warning says so. Examples that differ at each
-    reading (random crops, say) cannot be compared; there the state is trusted.
+    A resumed run continues with the examples that followed in the earlier run: by the saved state, or if that is missing or
+    leads elsewhere, by reading up to the position. If neither works, a warning says so. Examples that differ at each reading
+    (random crops, for example) cannot be compared; the state is then trusted.
 
     **Arguments:**
 
-    - `position`: the number of examples before.
-    - `saved`: what `state` returned there.
-    - `name`: of the iterable, in errors.
+    - `position`: the number of examples before this one.
+    - `saved`: the result of `state` at this position.
+    - `name`: the name of the iterable in errors.
     """
 
     def __init__(self, iterable: Any, position: int = 0, saved: Any = None, name: str = "train_examples"):
         self._given = self._iterable = iterable
         self._name = name
-        self._ahead: deque[Any] = deque()  # examples that were read to be recorded, and not taken yet
-        self._error: Exception | None = None  # raised in reading the one after them
-        self._record: dict[str, Any] = {}  # of the point where they were read
-        self._n_taken = 0  # of them since
+        self._ahead: deque[Any] = deque()  # examples that were read for the record and not taken yet
+        self._error: Exception | None = None  # raised by reading the example after `_ahead`
+        self._record: dict[str, Any] = {}  # the state from which `_ahead` was read
+        self._n_taken = 0  # the number of `_ahead` taken since
         if not position:
             self._iterator = iter(iterable)
             return
@@ -65,8 +65,8 @@ class Stream(Iterator[Any]):
         return next(self._iterator)
 
     def state(self) -> Any:
-        """The state at this point, as JSON: a state of the iterable, a checksum of the examples after that, which are read
-        for it, and the number of those that have been taken since."""
+        """Returns the state at this point, as JSON: a state of the iterable, a checksum of the examples that follow it
+        (which are read for this), and how many of those have been taken since."""
         if not self._ahead:
             methods = _methods(self._iterator) or _methods(self._iterable)
             state = None if methods is None else _to_json(methods[0](), f"{self._name}.{methods[0].__name__}()")
@@ -74,15 +74,15 @@ class Stream(Iterator[Any]):
         return {**self._record, "n_taken": self._n_taken}
 
     def _read_ahead(self) -> int | None:
-        """Read the next examples; returns their checksum."""
+        """Reads the next examples; returns their checksum."""
         try:
             self._ahead.extend(itertools.islice(self._iterator, _N_AHEAD))
-        except Exception as error:  # raised where that example is asked for, after those before it
+        except Exception as error:  # raised when that example is requested, after the earlier ones
             self._error = error
         return checksum(*self._ahead) if self._ahead else None
 
     def _resume(self, position: int, state: Any, next: int | None) -> None:
-        """Continue after the examples of a record, and read ahead."""
+        """Continues after the examples of a record, and reads ahead."""
         before = None
         if state is not None and (before := self._begin_from(_from_json(state))) is not None:
             found = self._read_ahead()
@@ -90,7 +90,7 @@ class Stream(Iterator[Any]):
                 return
             self._begin_from(_from_json(state))
             if self._read_ahead() != found:
-                return  # they are drawn anew at each reading
+                return  # examples differ at each reading
             self._begin_again(before[0])
         else:
             self._iterator = iter(self._iterable)
@@ -104,7 +104,7 @@ class Stream(Iterator[Any]):
             )
 
     def _begin_again(self, before: Any) -> None:
-        """Begin where the iterable began before a state was set."""
+        """Restores the iterable's start from before a state was set."""
         if self._iterable is self._given:
             self._begin_from(before)
             return
@@ -113,7 +113,7 @@ class Stream(Iterator[Any]):
         self._iterator = iter(self._iterable)
 
     def _begin_from(self, state: Any) -> tuple[Any] | None:
-        """Set the state; returns the one before, in a tuple. None if there is no state to set."""
+        """Sets the state; returns the previous one, in a tuple. None if there is no state to set."""
         self._ahead.clear()
         self._error = None
         self._iterable = _own_state(self._given)
@@ -126,23 +126,23 @@ class Stream(Iterator[Any]):
             return None
         before = methods[0]()
         methods[1](state)
-        self._iterator = iter(self._iterable)  # it starts from the state of its iterable
+        self._iterator = iter(self._iterable)  # the iterator starts from the state of its iterable
         return (before,)
 
 
 def _own_state(iterable: Any) -> Any:
-    """An iterable that can be set to a state of its own: a stream of `datasets` begins there at each later pass too, so the
-    user's stays as it is. Others are as given."""
+    """Returns a copy of an iterable of `datasets`, so that setting a state leaves the user's object unchanged, which would
+    begin there in each later pass too. Other iterables are returned as given."""
     if not type(iterable).__module__.startswith("datasets."):
         return iterable
     own = copy.copy(iterable)
-    if own.__dict__ is iterable.__dict__:  # as `datasets` copies
+    if own.__dict__ is iterable.__dict__:  # `datasets` shares it with its copies
         own.__dict__ = dict(iterable.__dict__)
     return own
 
 
 def checksum(*examples: Any) -> int | None:
-    """A checksum of examples; None if they do not consist of numbers and text."""
+    """Returns a checksum of examples; None if they do not consist of numbers and text."""
     with contextlib.suppress(TypeError):
         return zlib.crc32(b"".join(map(_bytes_of, examples)))
     return None
@@ -162,7 +162,7 @@ def _bytes_of(example: Any) -> bytes:
 
 
 def _methods(holder: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """The methods that get and set an object's state; None if it has none."""
+    """Returns the methods that get and set an object's state; None if it has none."""
     for get, set_ in _METHODS:
         if hasattr(holder, get) and hasattr(holder, set_):
             return getattr(holder, get), getattr(holder, set_)
@@ -170,7 +170,7 @@ def _methods(holder: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
 
 
 def _to_json(state: Any, where: str) -> Any:
-    """A state as JSON returns it. Bytes (the state of grain's DataLoader) and arrays (part of torch's) become text."""
+    """Converts a state as JSON would. Bytes (of grain's DataLoader) and arrays (part of torch's states) become text."""
     match state:
         case None | bool() | int() | float() | str():
             return state

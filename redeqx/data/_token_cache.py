@@ -1,12 +1,13 @@
-"""A folder of tokens, made once from texts and read by every later run.
+"""Token cache: a folder of tokens, made once from texts and read by every later run.
 
-    cache/tokens.uint16.bin    all tokens, one document after another; uint32 where the vocabulary needs it
+    cache/tokens.uint16.bin    all tokens, one document after another; uint32 if the vocabulary needs it
     cache/ends.bin             where each document ends, in tokens from the start, int64
-    cache/manifest.json        their numbers, sizes and checksums, and what they were made of
+    cache/manifest.json        their counts, sizes and checksums, and a description of their source
 
-All numbers are little-endian, so `np.memmap(path, "uint16", "r")` reads the tokens anywhere. The files are written into a
-folder beside, fsynced, and renamed with it: a cache is complete or not there. A build that was killed continues from what it
-had written. Of several processes, also of several hosts or runs, one builds while the others wait.
+All numbers are little-endian, so `np.memmap(path, "uint16", "r")` reads the tokens on any machine. The files are written
+to a temporary folder next to the final one, fsynced, and moved by renaming the folder: a cache is complete or absent. A
+killed build continues from what it had written. Of several processes, also on several hosts or in several runs, one builds
+while the others wait.
 """
 
 import json
@@ -38,18 +39,18 @@ FORMAT = "redeqx tokens"
 _VERSION = 1
 _TEXTS_A_CALL = 64
 _SECONDS_BETWEEN_SAVES = 30.0
-_SECONDS_BETWEEN_LOOKS = 0.5  # of a process that waits for another's build
-_CHUNK = 2**24  # bytes read at once
+_SECONDS_BETWEEN_LOOKS = 0.5  # while waiting for another process's build
+_CHUNK = 2**24  # bytes per read
 _ARGUMENTS = ArgumentNames("tokenize", "n_workers", "n_workers", "n_workers=0")
 
 
 class TokenCache(Sequence[Any]):
-    """The documents of a folder that `token_cache` made: `len()` of them; item `i` is an int32 array, document `i`'s tokens.
+    """The documents in a folder of `token_cache`: `len()` is their number, item `i` an int32 array of document `i`'s tokens.
 
-    `tokens` are all of them, a memory-mapped array `[n_tokens]` of uint16 or uint32; `ends` is where each document ends,
-    int64 `[n_documents]`.
+    `tokens` is a memory-mapped array `[n_tokens]` of all tokens, uint16 or uint32; `ends` is where each document ends, int64
+    `[n_documents]`.
 
-    Raises ValueError for a folder that is no token cache, and for files of other sizes than it was made with.
+    Raises ValueError for a folder that is not a token cache, and for files whose size differs from the build's.
     """
 
     def __init__(self, folder: str | Path):
@@ -73,7 +74,7 @@ class TokenCache(Sequence[Any]):
         return np.array(self.tokens[self.ends[i - 1] if i else 0 : self.ends[i]], np.int32)
 
     def rows(self, length: int, *, stride: int | None = None, segments: bool = False) -> TokenRows:
-        """Rows of `length` tokens over the documents' borders, as `TokenRows` describes.
+        """Returns rows of `length` tokens across the documents' borders, see `TokenRows`.
 
         **Arguments:**
 
@@ -83,7 +84,7 @@ class TokenCache(Sequence[Any]):
         return TokenRows(self.tokens, length, stride=stride, ends=self.ends if segments else None)
 
     def verify(self) -> None:
-        """Read all files. Raises ValueError for one whose checksum is not that of the build."""
+        """Reads all files. Raises ValueError if a checksum differs from the build's."""
         for name, sums in self.manifest["files"].items():
             if (crc32 := _crc32(self.folder / name)) != sums["crc32"]:
                 raise _damaged(self.folder / name, f"crc32 {sums['crc32']}", str(crc32))
@@ -98,24 +99,24 @@ def token_cache(
     made_of: str = "",
     verbose: bool = True,
 ) -> TokenCache:
-    """The tokens of these texts, from a folder that is made at the first call and read by later ones.
+    """Returns the tokens of these texts, from a folder that the first call makes and later calls read.
 
-    A later call compares what it is given with what the cache was made of: `made_of`, the number of texts, and the first,
-    middle and last text with their tokens (of an iterable the first). Every process of a run calls it; one builds, and on
-    disks that are not shared one for each disk.
+    A later call compares its arguments with the source of the cache: `made_of`, the number of texts, and the first, middle
+    and last text with their tokens (for an iterable, the first). Every process of a run calls it; one builds, and on disks
+    that are not shared, one per disk.
 
     **Arguments:**
 
-    - `folder`: of the cache. What is written before it is complete lies beside it.
-    - `texts`: strings or whatever `tokenize` takes; with `len()` and integer items, or an iterable.
-    - `tokenize`: returns the tokens of one text, integers from 0 to 2**31 - 1, the one that ends a document included.
-    - `n_workers`: processes that tokenize; 0 for this one alone. They need a `tokenize` and texts that pickle, and a script
-        whose work stands under `if __name__ == "__main__":`. The cache does not depend on their number.
-    - `made_of`: what only you can say of the texts and the tokenizer, such as "wiki 2026-01, llama 3".
+    - `folder`: the folder of the cache. An incomplete cache is written next to it.
+    - `texts`: strings or anything else that `tokenize` takes; with `len()` and integer items, or an iterable.
+    - `tokenize`: returns the tokens of one text, integers from 0 to 2**31 - 1, including the one that ends a document.
+    - `n_workers`: processes that tokenize; 0 for only this one. They need a `tokenize` and texts that can be pickled, and a
+        script that does its work under `if __name__ == "__main__":`. The cache does not depend on their number.
+    - `made_of`: a description of texts and tokenizer, such as "wiki 2026-01, llama 3".
     - `verbose`: whether to print the progress.
 
     Raises ValueError for a cache of other texts or another tokenizer, for a folder that is something else, and for texts
-    without any token; TypeError where `tokenize` returns other than integers.
+    without any token; TypeError if `tokenize` returns anything but integers.
     """
     folder = Path(folder)
     check_function(tokenize, "tokenize", ["text"])
@@ -124,7 +125,7 @@ def token_cache(
     check_examples(texts, "texts")
     workers = Workers(partial(_tokenized, tokenize), n_workers, "processes", _ARGUMENTS)
     console = Console(None, verbose=verbose)
-    made = _MadeOf(texts, tokenize, made_of)
+    made = _Source(texts, tokenize, made_of)
     has_said = False
     with closing(workers):
         while not (folder / MANIFEST).exists():
@@ -152,8 +153,8 @@ def token_cache(
     return cache
 
 
-class _MadeOf:
-    """What a cache is made of."""
+class _Source:
+    """The source of a cache: its texts, with samples of them and of their tokens."""
 
     def __init__(self, texts: Any, tokenize: Callable[[Any], Sequence[int]], words: str):
         self.texts = texts
@@ -174,13 +175,13 @@ class _MadeOf:
         }
 
     def after(self, start: int) -> Iterator[tuple[int, Any]]:
-        """The texts from a number on, each with its number. Of an iterable they can be read once."""
+        """Returns the texts from a number on, each with its number. Those of an iterable can be read only once."""
         if self.n is not None:
             return ((i, self.texts[i]) for i in range(start, self.n))
         return islice(enumerate(chain(self._first, self._iterator)), start, None)
 
     def compare(self, cache: TokenCache) -> None:
-        """Raise ValueError for a cache that was made of something else."""
+        """Raises ValueError for a cache from another source."""
         made = cache.manifest["made_of"]
 
         def refuse(mine: str, its: str) -> None:
@@ -206,7 +207,7 @@ class _MadeOf:
 def _tokenized(
     tokenize: Callable[[Any], Sequence[int]], texts: list[tuple[int, Any]]
 ) -> tuple[Int[np.ndarray, " n_tokens"], Int[np.ndarray, " n_texts"]]:
-    """The tokens of several numbered texts, one after another, and the number of each one's tokens."""
+    """Tokenizes several numbered texts; returns their concatenated tokens, and the number of tokens of each."""
     each = []
     for i, text in texts:
         tokens = np.asarray(tokenize(text))
@@ -224,8 +225,8 @@ def _tokenized(
     return np.concatenate(each), np.array([len(tokens) for tokens in each], np.int64)
 
 
-def _build(folder: Path, made: _MadeOf, workers: Workers, console: Console, lock: Lock) -> None:
-    """Make the cache, or go on with what an earlier process has written."""
+def _build(folder: Path, made: _Source, workers: Workers, console: Console, lock: Lock) -> None:
+    """Makes the cache, or continues from what an earlier process has written."""
     with closing(_Writer(folder.with_name(f".tmp_{folder.name}"), made.record)) as writer:
         if writer.n_documents:
             console.info(f"{folder}: going on after {writer.n_documents:,} texts")
@@ -247,7 +248,7 @@ def _build(folder: Path, made: _MadeOf, workers: Workers, console: Console, lock
 
 
 class _Writer:
-    """Appends documents to a folder beside the cache, and records from time to time what of it is safe on disk."""
+    """Appends documents to a folder next to the cache, and records from time to time how much of it is safely on disk."""
 
     def __init__(self, folder: Path, made_of: dict[str, Any]):
         self._folder, self._made_of = folder, made_of
@@ -256,13 +257,13 @@ class _Writer:
         self._saved_at = time.monotonic()
         self._files: dict[str, Any] = {}
         try:
-            there = load_json(folder / PROGRESS)
-            if there["made_of"] != made_of:
+            progress = load_json(folder / PROGRESS)
+            if progress["made_of"] != made_of:
                 raise ValueError("made of something else")
-            self.n_documents, self.n_tokens = there["n_documents"], there["n_tokens"]
-            self._dtype, self._crc32 = there["dtype"], there["crc32"]
+            self.n_documents, self.n_tokens = progress["n_documents"], progress["n_tokens"]
+            self._dtype, self._crc32 = progress["dtype"], progress["crc32"]
             self._open()
-        except (OSError, ValueError, KeyError, TypeError):  # nothing that could be continued
+        except (OSError, ValueError, KeyError, TypeError):  # nothing to continue from
             self.close()
             self.n_documents = self.n_tokens = 0
             self._dtype, self._crc32 = "uint16", {"tokens": 0, "ends": 0}
@@ -271,7 +272,7 @@ class _Writer:
             self._open()
 
     def _open(self) -> None:
-        """Open both files, and cut off what was written after the record."""
+        """Opens both files, and truncates them to the record."""
         for dtype in {"uint16", "uint32"} - {self._dtype}:
             (self._folder / _tokens_file(dtype)).unlink(missing_ok=True)
         tokens, ends = self._folder / _tokens_file(self._dtype), self._folder / ENDS
@@ -283,7 +284,7 @@ class _Writer:
             self._files[of].truncate(sizes[path])
 
     def add(self, tokens: Int[np.ndarray, " n_tokens"], lengths: Int[np.ndarray, " n_documents"]) -> None:
-        """Append documents: their tokens, and the number of each one's tokens."""
+        """Appends documents: their tokens, and the number of each one's tokens."""
         if len(tokens) and tokens.max() > np.iinfo(self._dtype).max:
             self._widen()
         self._write("tokens", tokens.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes())
@@ -298,7 +299,7 @@ class _Writer:
         self._crc32[of] = zlib.crc32(data, self._crc32[of])
 
     def _widen(self) -> None:
-        """Write the tokens so far as uint32."""
+        """Writes the tokens so far as uint32."""
         self._files["tokens"].close()
         narrow, self._dtype, self._crc32["tokens"] = self._folder / _tokens_file(self._dtype), "uint32", 0
         self._files["tokens"] = open(self._folder / _tokens_file(self._dtype), "wb")  # noqa: SIM115
@@ -314,7 +315,7 @@ class _Writer:
             os.fsync(file.fileno())
 
     def _save(self) -> None:
-        """Record what has been written so far, once it is on disk."""
+        """Records what has been written so far, once it is on disk."""
         self._sync()
         counts = {"n_documents": self.n_documents, "n_tokens": self.n_tokens, "dtype": self._dtype, "crc32": self._crc32}
         write_json(self._folder / f"{PROGRESS}.new", {"made_of": self._made_of, **counts})
@@ -322,7 +323,7 @@ class _Writer:
         self._saved_at = time.monotonic()
 
     def finish(self, folder: Path) -> None:
-        """Write the manifest, and let the folder take its place."""
+        """Writes the manifest, and renames the folder to its final name."""
         self._sync()
         names = {"tokens": _tokens_file(self._dtype), "ends": ENDS}
         sizes = {of: self._files[of].tell() for of in names}
@@ -344,7 +345,7 @@ def _tokens_file(dtype: str) -> str:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The manifest of a cache."""
+    """Returns the manifest of a cache."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"`{folder}`: expected a token cache, got no {MANIFEST}. Make one with `token_cache`.")

@@ -1,6 +1,6 @@
-"""Rows of a fixed length, cut from a flat array of tokens: the examples of language modelling.
+"""Rows of a fixed length from a flat array of tokens: the examples of language modelling.
 
-Owns the cut. `_token_cache` makes such arrays from texts; any other works too, such as a `np.memmap` of a file of tokens.
+`_token_cache` makes such arrays from texts; any other works too, such as a `np.memmap` of a file of tokens.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ from ..errors import check_count
 
 
 class TokenRows(Sequence[Any]):
-    """Rows of `length` tokens, each `stride` tokens after the one before; an object with `len()` and integer items.
+    """Rows of `length` tokens, each `stride` tokens after the previous one; an object with `len()` and integer items.
 
-    An item is an int32 array `[length]`; with `ends` a dict of `tokens` and `segments`, int32 arrays `[length]` both.
-    Segments number the documents within the row from 1 on, as masks of attention take them. The last row ends with the last
-    token: it overlaps the one before where tokens do not divide, and no token is left out. Tokens are read on access.
+    An item is an int32 array `[length]`; with `ends`, a dict of `tokens` and `segments`, both int32 arrays `[length]`.
+    Segments number the documents within the row from 1, as attention masks expect them. The last row ends with the last
+    token: it overlaps the previous one if tokens do not divide, so that no token is left out. Tokens are read on access.
 
     **Arguments:**
 
     - `tokens`: all tokens, one document after another, such as `np.memmap("train.bin", np.uint16, "r")`.
-    - `length`: of a row, in tokens.
-    - `stride`: by default `length`. `TokenRows(tokens, n + 1, stride=n)` makes each token but the first the target of one
-        prediction, where the model reads `row[:-1]` and predicts `row[1:]`.
+    - `length`: the length of a row, in tokens.
+    - `stride`: by default `length`. `TokenRows(tokens, n + 1, stride=n)` makes each token but the first the target of
+        exactly one prediction, if the model reads `row[:-1]` and predicts `row[1:]`.
     - `ends`: where each document ends, in tokens from the start; ascending.
 
-    Raises TypeError for tokens that are not a flat array of integers, ValueError for fewer of them than a row has, and for a
+    Raises TypeError for tokens that are not a flat array of integers, ValueError for fewer tokens than a row has, and for a
     stride that would leave tokens out.
     """
 
@@ -69,6 +69,6 @@ class TokenRows(Sequence[Any]):
     def _segments(self, start: int) -> Int[np.ndarray, " length"]:
         assert self._ends is not None
         first, last = np.searchsorted(self._ends, (start + 1, start + self._length))
-        cuts = np.unique(self._ends[first:last])  # an empty document ends where the one before does
+        cuts = np.unique(self._ends[first:last])  # an empty document ends where the previous one does
         lengths = np.diff(cuts - start, prepend=0, append=self._length)
         return np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)

@@ -1,16 +1,16 @@
-"""Several calls of `collate_fn` at once, in threads or in processes of their own.
+"""Workers: several calls of `collate_fn` at once, in threads or in processes.
 
-Owns the workers: how they start, what they are sent, and how they end. Examples are read, and batches are placed, by one
-thread and in order, as without workers: see `_examples`.
+Owns how workers start, what they receive, and how they end. One thread reads examples and places batches, in order, as
+without workers: see `_examples`.
 
-A worker process is started by `spawn`: a forked one would inherit JAX's threads and locks. It holds one connection, on
-which examples come and a batch goes back, and it ends when that connection closes, however this process ends.
+A worker process is started by `spawn`: a forked one would inherit JAX's threads and locks. It has one connection, which
+receives examples and returns a batch. It ends when that connection closes, however this process ends.
 """
 
 import ast
 import contextlib
 import os
-import pickle  # between our own processes alone: nothing from a file or the network is unpickled
+import pickle  # only between our own processes: nothing from a file or the network is unpickled
 import queue
 import signal
 import sys
@@ -32,20 +32,20 @@ from jaxtyping import PyTree
 from ..distributed import WORKER
 from ..errors import RemoteTraceback, check_choice, check_count
 
-# A shell sends the first one, and a scheduler the others, to every process of a job. This process decides what they mean.
+# A shell sends SIGINT, and a scheduler the others, to every process of a job. Only this process handles them.
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 
-_waiting = threading.Lock()  # one thread at a time: `multiprocessing` loses the exit code where two wait for one process
+_waiting = threading.Lock()  # one thread at a time: `multiprocessing` loses the exit code if two wait for one process
 
 
 @dataclass(frozen=True)
 class ArgumentNames:
-    """What the arguments of the workers are called, for errors.
+    """The names of the workers' arguments, for errors.
 
     **Arguments:**
 
     - `function`, `number`: the names.
-    - `processes`, `otherwise`: what asks for processes, and what does not.
+    - `processes`, `otherwise`: the settings with which processes are used, and are not.
     """
 
     function: str = "collate_fn"
@@ -63,19 +63,19 @@ class ArgumentNames:
 
 
 class Workers:
-    """The workers that call a `collate_fn`; a context that ends them. They start at the first call, and serve any number of
+    """Workers that call a `collate_fn`; a context that ends them. They start at the first call, and serve any number of
     passes over the examples.
 
     **Arguments:**
 
     - `collate_fn`: returns the same batch for the same examples, whichever worker calls it.
-    - `n_collate_workers`: the number of calls at once. 0: no workers, and the caller's own thread calls `collate_fn`.
+    - `n_collate_workers`: the number of concurrent calls. With 0 the caller's own thread calls `collate_fn`.
     - `names`: of the arguments, for errors.
-    - `collate_in`: `"threads"`, for a `collate_fn` that spends its time in NumPy, in I/O or in a tokenizer, which let other
-        threads run meanwhile; or `"processes"`, for one written in Python. Processes need a `collate_fn` and examples that
-        pickle, and a script whose work stands under `if __name__ == "__main__":`. They see no accelerator.
+    - `collate_in`: `"threads"`, for a `collate_fn` that spends its time in NumPy, I/O or a tokenizer, which let other
+        threads run; or `"processes"`, for one written in Python. Processes need a `collate_fn` and examples that can be
+        pickled, and a script that does its work under `if __name__ == "__main__":`. They see no accelerator.
 
-    Raises TypeError for a number that is no integer and for a function that does not pickle; ValueError for a negative
+    Raises TypeError for a number that is not an integer and for a function that cannot be pickled; ValueError for a negative
     number, another `collate_in`, and a script that processes cannot import.
     """
 
@@ -93,14 +93,14 @@ class Workers:
         self._function = _pickled(collate_fn, names) if self.n and collate_in == "processes" else None
         self._pool: ThreadPoolExecutor | None = None
         self._processes: list[_Process] = []
-        self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()  # None: one that has not started yet
+        self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()  # None: a process that has not started yet
         for _ in range(self.n):
             self._idle.put(None)
         self._lock = threading.Lock()
         self._is_closed = False
 
     def start(self, examples: list) -> Callable[[], PyTree]:
-        """Begin to collate these examples; returns a function that waits for the result, and raises what was raised."""
+        """Starts to collate these examples; returns a function that waits for the result, or raises the call's error."""
         if not self.n:
             return lambda: self._collate_fn(examples)
         with self._lock:
@@ -111,7 +111,7 @@ class Workers:
     def _call(self, examples: list) -> PyTree:
         if self._function is None:
             return self._collate_fn(examples)
-        process = self._idle.get()  # as many as there are threads
+        process = self._idle.get()  # there are as many processes as threads
         try:
             process = process or self._started(self._function)
             return process.collate(examples)
@@ -126,7 +126,7 @@ class Workers:
         return process
 
     def close(self) -> None:
-        """End the workers: processes at once, threads after the calls that they are in."""
+        """Ends the workers: processes at once, threads after their current calls."""
         with self._lock:
             self._is_closed = True
         for process in self._processes:
@@ -142,14 +142,14 @@ class Workers:
 
 
 def drawn_ahead(items: Iterator[Any], n: int) -> Iterator[Any]:
-    """The same items, each with up to `n` more drawn already. What drawing them raises comes after the items before it."""
+    """Yields the same items, with up to `n` drawn ahead. An exception from drawing is raised after the items before it."""
     drawn: deque[Any] = deque()
     error: Exception | None = None
     while True:
         while error is None and len(drawn) <= n:
             try:
                 drawn.append(next(items))
-            except Exception as raised:  # StopIteration too
+            except Exception as raised:  # including StopIteration
                 error = raised
         if drawn:
             yield drawn.popleft()
@@ -164,12 +164,12 @@ def drawn_ahead(items: Iterator[Any], n: int) -> Iterator[Any]:
 
 
 def _pickled(collate_fn: Callable[[list], PyTree], names: ArgumentNames) -> bytes:
-    """The function as worker processes are sent it; checked as far as this process can."""
+    """Returns the pickled function for the worker processes; checked as far as this process can."""
     try:
         function = pickle.dumps(collate_fn)
     except Exception as error:
         raise TypeError(
-            f"`{names.function}`: expected a function that pickles, {names.sent}, got one that does not ({error}). "
+            f"`{names.function}`: expected a function that can be pickled, {names.sent}, got one that cannot ({error}). "
             f"{names.remedy}"
         ) from error
     file = getattr(sys.modules["__main__"], "__file__", None)
@@ -181,14 +181,14 @@ def _pickled(collate_fn: Callable[[list], PyTree], names: ArgumentNames) -> byte
             )
     elif not _is_guarded(Path(file)):
         raise ValueError(
-            f'`{file}`: expected a script whose work stands under `if __name__ == "__main__":`, as each process of '
+            f'`{file}`: expected a script that does its work under `if __name__ == "__main__":`, as each process of '
             f"`{names.processes}` imports it, got one that would run again. Add that line, or pass `{names.otherwise}`."
         )
     return function
 
 
 def _is_guarded(script: Path) -> bool:
-    """Whether a script has `if __name__ == "__main__":`, as far as its source tells."""
+    """Returns whether a script's source contains `if __name__ == "__main__":`."""
     try:
         body = ast.parse(script.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -198,7 +198,7 @@ def _is_guarded(script: Path) -> bool:
 
 
 class _Process:
-    """A process that collates, one list of examples after another."""
+    """A process that collates one list of examples after another."""
 
     def __init__(self, function: bytes, names: ArgumentNames):
         self._names = names
@@ -207,8 +207,8 @@ class _Process:
         self._is_ready = False
         arguments = (far_end, function, names, bool(jax.config.read("jax_enable_x64")))
         self._process = spawn.Process(target=_serve, args=arguments, name=WORKER, daemon=True)
-        resource_tracker.ensure_running()  # by `start` otherwise, which would then let the signals through
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # inherited, until `_serve` ignores them
+        resource_tracker.ensure_running()  # otherwise `start` does this, and lets the signals through
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the process inherits this, until `_serve` ignores them
         try:
             with _waiting:
                 self._process.start()
@@ -217,7 +217,7 @@ class _Process:
         far_end.close()
 
     def collate(self, examples: list) -> PyTree:
-        """What the function returns for these examples. Raises what it raises, with its traceback as the cause."""
+        """Returns the function's result for these examples. Raises its error, with the worker's traceback as the cause."""
         try:
             message = pickle.dumps(examples)
         except Exception as error:
@@ -247,24 +247,24 @@ class _Process:
         raise error from RemoteTraceback(text)
 
     def _joined(self) -> int | None:
-        """The exit code of the process, once it has ended."""
+        """Returns the exit code of the process, once it has ended."""
         with _waiting:
             self._process.join()
             return self._process.exitcode
 
     def end(self) -> None:
-        """End the process at once."""
+        """Ends the process at once."""
         self._process.kill()
         self._joined()
 
 
 def _serve(connection: Connection, function: bytes, names: ArgumentNames, enable_x64: bool) -> None:
-    """The work of a worker process, until the other end of the connection closes."""
+    """Runs a worker process, until the other end of the connection closes."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_end_with_parent, name="redeqx-parent", daemon=True).start()
-    jax.config.update("jax_platforms", "cpu")  # a `collate_fn` that uses JAX takes no memory of the accelerator
+    jax.config.update("jax_platforms", "cpu")  # a `collate_fn` that uses JAX must not allocate on the accelerator
     jax.config.update("jax_enable_x64", enable_x64)
     with contextlib.suppress(EOFError, ConnectionError):
         try:
@@ -287,14 +287,14 @@ def _serve(connection: Connection, function: bytes, names: ArgumentNames, enable
 
 
 def _end_with_parent() -> None:
-    """End this process with the one that started it, also within a call, which may take any time."""
+    """Ends this process when its parent ends, even during a call, which may take any time."""
     if (parent := parent_process()) is not None:
         parent.join()
         os._exit(1)
 
 
 def _send_error(connection: Connection, error: Exception, text: str) -> None:
-    """Send an exception, or one that says the same where it does not come through pickling."""
+    """Sends an exception, or one with the same text if it does not survive pickling."""
     try:
         message = pickle.dumps((False, (error, text)))
         pickle.loads(message)

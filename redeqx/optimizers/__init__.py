@@ -1,7 +1,7 @@
 """Optimizers that know the layers of a model: Muon, AdamW with small moments, and groups of leaves by kind.
 
-Each is an optax transformation, and takes part in `optax.chain` and the like. Owns what an update computes; `partition` owns
-the kinds of leaves and where they live, and `training` calls the updates. Open `_muon.py` first, then `_groups.py`.
+Each is an optax transformation, for use in `optax.chain` and the like. Owns the computation of updates; `partition` owns the
+kinds and shardings of leaves, and `training` calls the updates. Open `_muon.py` first, then `_groups.py`.
 """
 
 from ._adamw import adamw as adamw

@@ -1,7 +1,7 @@
-"""AdamW whose moments take two bytes a parameter, or four, instead of eight.
+"""AdamW with moments of two or four bytes per parameter instead of eight.
 
-Owns the update; `_moments` owns the formats. What is computed is what `optax.adamw` computes, in float32, but for the
-rounding of the moments between updates.
+Owns the update; `_moments` owns the formats. It computes the same as `optax.adamw`, in float32, except that the moments are
+rounded between updates.
 
 Source: D. Kingma and J. Ba, *Adam* (arXiv:1412.6980); I. Loshchilov and F. Hutter, *Decoupled Weight Decay Regularization*
 (arXiv:1711.05101).
@@ -21,8 +21,7 @@ from ._moments import FORMATS, noises, read, write, zeros
 
 
 class AdamState(NamedTuple):
-    """The number of updates; both moments, each in the shape of its parameter; and the scales of their blocks, None for
-    moments without."""
+    """The number of updates; both moments, in their parameters' shapes; and the scales of their blocks, or None."""
 
     count: Int[Array, ""]
     mu: PyTree[Array]
@@ -41,23 +40,23 @@ def adamw(
     weight_decay: float = 1e-4,
     mask: PyTree | Callable[[PyTree], PyTree[bool]] = decay_mask,
 ) -> optax.GradientTransformation:
-    """AdamW with moments in few bits: of 8 bytes a parameter that `optax.adamw` keeps, 2.1 remain, or 4.
+    """Returns AdamW with compressed moments: 2.1 or 4 bytes per parameter, instead of the 8 of `optax.adamw`.
 
     ```python
     trainer = redeqx.Trainer(..., optimizer=adamw(3e-4, moments="8bit"))
     ```
 
-    Moments are split over the mesh like their parameters, and saved in these bits. They are rounded by chance, with numbers
-    that depend on the step and the leaf alone: a resumed run ends with the same bits.
+    Moments are sharded like their parameters, and saved in the compressed format. They are rounded stochastically, with
+    random numbers that depend only on the step and the leaf: a resumed run ends with the same bits.
 
     **Arguments:**
 
     - `learning_rate`: a number, or a schedule of updates.
-    - `moments`: `"8bit"`, with a float32 scale for each block of 64 to 256 numbers, or `"bfloat16"`. Those of leaves of less
-        than 4096 numbers stay in float32.
+    - `moments`: `"8bit"`, with a float32 scale for each block of 64 to 256 numbers, or `"bfloat16"`. Moments of leaves with
+        fewer than 4096 numbers stay in float32.
     - `b1`, `b2`: the decay rates of the two moments.
     - `eps`: added to the root of the second moment.
-    - `weight_decay`: times the learning rate.
+    - `weight_decay`: multiplied by the learning rate.
     - `mask`: the leaves that decay, as for `optax.adamw`.
 
     Raises ValueError for another format.
@@ -78,7 +77,7 @@ def _scale_by_adam(form: str, b1: float, b2: float, eps: float) -> optax.Gradien
     def init(params: PyTree) -> AdamState:
         leaves, treedef = jax.tree.flatten(params)
         first, second = ([zeros(x.shape, which, form) for x in leaves] for which in ("first", "second"))
-        (mu, mu_scales), (nu, nu_scales) = (_unzipped(treedef, made) for made in (first, second))
+        (mu, mu_scales), (nu, nu_scales) = (_unzip(treedef, made) for made in (first, second))
         return AdamState(jnp.zeros((), jnp.int32), mu, nu, mu_scales, nu_scales)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
@@ -96,13 +95,13 @@ def _scale_by_adam(form: str, b1: float, b2: float, eps: float) -> optax.Gradien
             noise = noises(jax.random.fold_in(steps_key, i), g.shape)
             first.append(write(m, mu, "first", noise[0]))
             second.append(write(v, nu, "second", noise[1]))
-        (mu, mu_scales), (nu, nu_scales) = (_unzipped(treedef, pairs) for pairs in (first, second))
+        (mu, mu_scales), (nu, nu_scales) = (_unzip(treedef, pairs) for pairs in (first, second))
         return jax.tree.unflatten(treedef, made), AdamState(count, mu, nu, mu_scales, nu_scales)
 
     return optax.GradientTransformation(init, update)
 
 
-def _unzipped(treedef: Any, pairs: list[tuple[Array, Array | None]]) -> tuple[PyTree, PyTree]:
-    """A tree of moments, and one of their scales."""
+def _unzip(treedef: Any, pairs: list[tuple[Array, Array | None]]) -> tuple[PyTree, PyTree]:
+    """Returns a tree of moments, and a tree of their scales."""
     stored, scales = zip(*pairs, strict=True) if pairs else ((), ())
     return jax.tree.unflatten(treedef, stored), jax.tree.unflatten(treedef, scales)

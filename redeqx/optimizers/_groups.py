@@ -1,6 +1,6 @@
-"""Groups of leaves by their kind, as masks and as optimizers: which are weight matrices, embeddings, biases, norms.
+"""Groups of leaves by kind, as masks and as optimizers: weight matrices, embeddings, biases, norms and so on.
 
-Owns the functions over kinds. What kind a leaf is, `partition` decides: without a plan by the types of Equinox's layers, and
+Owns the functions over kinds. `partition` determines the kind of a leaf: without a plan by the types of Equinox layers, and
 with the plan of a traced loss by what the loss computes with it, which also covers arrays outside of layers.
 """
 
@@ -21,26 +21,26 @@ _DEFAULT = "default"  # the group of all other kinds
 
 
 def kinds(params: PyTree, plan: Plan | None = None) -> PyTree[str]:
-    """The kind of each leaf, in the structure of `params`: `"matrix"`, `"head"`, `"embedding"`, `"convolution"`, `"bias"`,
-    `"norm"` or `"other"`.
+    """Returns the kind of each leaf, in the structure of `params`: `"matrix"`, `"head"`, `"embedding"`, `"convolution"`,
+    `"bias"`, `"norm"` or `"other"`.
 
-    A matrix is the weight of a fully connected layer or of a projection of an attention, stacked or not; a head is one that
-    makes the outputs. Without a plan, that is the last one in field order that is not stacked, unless it has as many outputs
-    as an embedding has features: then the output layer is taken to be tied to the embedding.
+    A matrix is the weight of a fully connected layer or of an attention projection, stacked or not; a head is one that
+    computes the outputs. Without a plan, the head is the last matrix in field order that is not stacked, unless it has as
+    many outputs as an embedding has features: the output layer is then assumed to be tied to the embedding.
 
     **Arguments:**
 
-    - `params`: a model, or its trained leaves; of arrays or of their shapes.
-    - `plan`: `deployer.plan(model, loss_fn, batch)`, for models with arrays outside of Equinox's layers.
+    - `params`: a model, or its trained leaves, as arrays or shapes.
+    - `plan`: `deployer.plan(model, loss_fn, batch)`, for models with arrays outside of Equinox layers.
 
-    Raises ValueError where the plan is of another model.
+    Raises ValueError if the plan belongs to another model.
     """
     found = kinds_by_name(params, plan)
     return map_named(lambda name, leaf: found[name].name if name in found else "other", params)
 
 
 def of_kind(*names: str, plan: Plan | None = None) -> Callable[[PyTree], PyTree[bool]]:
-    """The mask of the leaves of these kinds, for `optax.masked` and for each `mask` argument of optax.
+    """Returns the mask of the leaves of these kinds, for `optax.masked` and for each `mask` argument of optax.
 
     ```python
     optax.masked(optax.add_decayed_weights(0.1), of_kind("matrix", "head"))
@@ -48,7 +48,7 @@ def of_kind(*names: str, plan: Plan | None = None) -> Callable[[PyTree], PyTree[
 
     **Arguments:**
 
-    - `names`: of kinds, as for `kinds`.
+    - `names`: kinds, as returned by `kinds`.
     - `plan`: as for `kinds`.
 
     Raises ValueError for an unknown kind.
@@ -59,16 +59,16 @@ def of_kind(*names: str, plan: Plan | None = None) -> Callable[[PyTree], PyTree[
 
 
 def decay_mask(params: PyTree, plan: Plan | None = None) -> PyTree[bool]:
-    """True for the leaves that should have weight decay: matrices, heads, embeddings and convolutions.
+    """Returns True for the leaves that should have weight decay: matrices, heads, embeddings and convolutions.
 
-    Pass it as `optax.adamw(learning_rate, mask=decay_mask)`. The number of dims is not enough to decide, because the biases
-    of scanned layers also have two. Without a plan, arrays of other modules decay if their field is called `weight`.
+    Pass it as `optax.adamw(learning_rate, mask=decay_mask)`. The number of dims does not decide, because the biases of
+    scanned layers also have two. Without a plan, arrays of other modules decay if their field is called `weight`.
 
     **Arguments:**
 
     - `params`, `plan`: as for `kinds`; with a plan, pass `functools.partial(decay_mask, plan=plan)`.
 
-    Raises ValueError where the plan is of another model.
+    Raises ValueError if the plan belongs to another model.
     """
     found = kinds_by_name(params, plan)
 
@@ -87,7 +87,7 @@ def groups(
     *,
     plan: Plan | None = None,
 ) -> optax.GradientTransformation:
-    """An optimizer that updates each kind of leaf in a way of its own.
+    """Returns an optimizer that updates each kind of leaf with its own optimizer.
 
     ```python
     optimizer = groups({"embedding": optax.adam(1e-2), "norm": optax.sgd(1e-3)}, default=optax.adamw(1e-3))
@@ -95,7 +95,7 @@ def groups(
 
     **Arguments:**
 
-    - `transforms`: an optimizer for each kind, by the names that `kinds` returns.
+    - `transforms`: an optimizer for each kind, by the names of `kinds`.
     - `default`: the optimizer of all other leaves.
     - `plan`: as for `kinds`.
 
@@ -111,9 +111,9 @@ def groups(
 
 
 def kinds_by_name(params: PyTree, plan: Plan | None) -> dict[str, Kind]:
-    """The kinds of the array leaves, by name; those of a plan where one is given.
+    """Returns the kinds of the array leaves, by name; with a plan, the plan's.
 
-    Raises ValueError where the plan lacks a leaf.
+    Raises ValueError if the plan lacks a leaf.
     """
     if plan is None:
         return kinds_of(params)

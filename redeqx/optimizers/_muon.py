@@ -1,12 +1,12 @@
-"""Muon: momentum whose matrices are made orthogonal, for the weight matrices of a model; another optimizer for the rest.
+"""Muon: momentum with orthogonalized matrices, for the weight matrices of a model; another optimizer for the other leaves.
 
-Owns the update, and the choice of leaves. `_newton_schulz` owns the iteration and the devices that compute it, `_groups` the
-functions over kinds of leaves.
+Owns the update, and the choice of leaves. `_newton_schulz` owns the iteration and its distribution over devices, `_groups`
+the functions over kinds of leaves.
 
 Source: K. Jordan et al. 2024, *Muon: An optimizer for hidden layers in neural networks*; the constant root mean square of
 updates and the weight decay, *Muon is Scalable for LLM Training* (arXiv:2502.16982). The formulas are those of
-`optax.contrib.muon`, which takes leaves of two dims for matrices: of scanned layers it would orthogonalize the stacks of
-biases, and give the stacks of matrices to Adam.
+`optax.contrib.muon`, which treats leaves with two dims as matrices: with scanned layers it would orthogonalize stacks of
+biases, and use Adam for stacks of matrices.
 """
 
 import fnmatch
@@ -29,7 +29,7 @@ _PUBLISHED = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 class MuonState(NamedTuple):
-    """The number of updates, and the mean of gradients."""
+    """The number of updates, and the moving average of gradients."""
 
     count: Int[Array, ""]
     mu: PyTree[Array]
@@ -50,36 +50,37 @@ def muon(
     rest: optax.GradientTransformation | None = None,
     exclude: Sequence[str] = (),
 ) -> optax.GradientTransformation:
-    """Muon for the weight matrices of a model's hidden layers, and `rest` for all other leaves: output heads, embeddings,
-    convolutions, biases, norms.
+    """Returns Muon for the weight matrices of a model's hidden layers, and `rest` for all other leaves: output heads,
+    embeddings, convolutions, biases, norms.
 
     ```python
     trainer = redeqx.Trainer(..., optimizer=muon(3e-4, weight_decay=0.1))
     ```
 
-    Of leaves that stack matrices (layers of a scan, vmapped layers) each matrix is orthogonalized for itself. In a Trainer
-    the matrices are dealt out over the devices of the mesh: the iterations need no collective, and every mesh gives the same
-    numbers.
+    In leaves that stack matrices (layers of a scan, vmapped layers) each matrix is orthogonalized separately. In a Trainer
+    the matrices are distributed over the devices of the mesh: the iterations need no collective, and every mesh computes the
+    same numbers.
 
     **Arguments:**
 
-    - `learning_rate`: of the matrices, and of the default `rest`; a number, or a schedule of updates.
-    - `plan`: `deployer.plan(model, loss_fn, batch)`: finds matrices by what the loss multiplies with, for models with arrays
-        outside of Equinox's layers. By default matrices are those of Equinox's layers, as `kinds` says.
-    - `weight_decay`: of matrices, and of the leaves of the default `rest` that `decay_mask` marks; times the learning rate.
-    - `beta`, `nesterov`: of the momentum.
-    - `ns_coeffs`: the three coefficients of each Newton-Schulz iteration; by default five times those published.
-    - `ns_dtype`: in which these are computed: `"bfloat16"` is what was published, and twice as fast where matmuls are; None
-        for the dtype of the gradients.
+    - `learning_rate`: for the matrices, and for the default `rest`; a number, or a schedule of updates.
+    - `plan`: `deployer.plan(model, loss_fn, batch)`: finds matrices by the products of the loss, for models with arrays
+        outside of Equinox layers. By default matrices are those of Equinox layers, as for `kinds`.
+    - `weight_decay`: for matrices, and for the leaves of the default `rest` that `decay_mask` marks; multiplied by the
+        learning rate.
+    - `beta`, `nesterov`: the momentum.
+    - `ns_coeffs`: the three coefficients of each Newton-Schulz iteration; by default five times the published ones.
+    - `ns_dtype`: the dtype of the iterations: `"bfloat16"` as published, twice as fast where matmuls are; None for the dtype
+        of the gradients.
     - `eps`: added to norms.
     - `consistent_rms`: updates are scaled by `consistent_rms * sqrt(max(fan_in, fan_out))`. Their root mean square is then
         that of AdamW's updates, so that its learning rate and weight decay suit both. None scales as first published, by
         `sqrt(max(1, fan_out / fan_in))`; learning rates are then near 0.02, and `rest` needs its own.
-    - `mu_dtype`: of the momentum; None for that of the parameters.
+    - `mu_dtype`: the dtype of the momentum; None for that of the parameters.
     - `rest`: AdamW with `b2=0.95` by default.
-    - `exclude`: globs over names of matrices that `rest` updates all the same (`"patches.weight"`).
+    - `exclude`: globs over names of matrices that `rest` updates instead (`"patches.weight"`).
 
-    Raises ValueError where no leaf is such a matrix, where a glob matches none, and for coefficients that are not triples.
+    Raises ValueError if no leaf is such a matrix, if a glob matches none, and for coefficients that are not triples.
     """
     iterate = NewtonSchulz(_triples(ns_coeffs), eps, ns_dtype)
     of_matrices = optax.chain(
@@ -111,7 +112,7 @@ def _triples(coeffs: Any) -> tuple[tuple[float, float, float], ...]:
 
 
 def _matrices(params: PyTree, plan: Plan | None, exclude: Sequence[str]) -> set[str]:
-    """The names of the leaves that Muon updates."""
+    """Returns the names of the leaves that Muon updates."""
     kinds = kinds_by_name(params, plan)
     found = [name for name, kind in kinds.items() if kind.name == "matrix"]
     if kinds and not found:
@@ -136,10 +137,10 @@ def _scale_by_muon(
     consistent_rms: float | None,
     mu_dtype: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Gradients of matrices as their momentum, made orthogonal and scaled by shape.
+    """Replaces the gradients of matrices by their momentum, orthogonalized and scaled by shape.
 
-    A Trainer passes the plan of its mesh to each update. It tells where leaves live, and comes before the one given here,
-    which may be of another mesh; this one tells what leaves are.
+    A Trainer passes the plan of its mesh to each update. This plan determines the shardings of leaves; the plan given here,
+    which may be of another mesh, determines their kinds.
     """
     given = plan
 

@@ -1,11 +1,11 @@
-"""Newton-Schulz: makes matrices orthogonal, nearly, by products alone; batches of them, spread over the devices of a mesh.
+"""Newton-Schulz: approximately orthogonalizes matrices with matmuls only; batches of them, distributed over a mesh.
 
-Owns the iteration, and where it is computed. Parameters are split along dims of their matrices, so each product of the
-iteration would need a collective. Instead the matrices of equal shape, of all leaves and of all layers that a leaf stacks,
-are dealt out: by one exchange each device gets some of them whole, iterates on those alone, and by another exchange gives
-back the parts. What is computed stays the same.
+Owns the iteration, and where it is computed. Parameters are sharded along dims of their matrices, so each matmul of the
+iteration would need a collective. Instead, the matrices of equal shape, from all leaves and from all layers that a leaf
+stacks, are distributed: one exchange gives each device some complete matrices, on which it iterates alone, and another one
+returns the shards. The result stays the same.
 
-Source: K. Jordan et al. 2024, *Muon: An optimizer for hidden layers in neural networks*; that the work is dealt out, as in
+Source: K. Jordan et al. 2024, *Muon: An optimizer for hidden layers in neural networks*; the distribution of the work, as in
 the same authors' modded-nanogpt and in *Muon is Scalable for LLM Training* (arXiv:2502.16982).
 """
 
@@ -35,7 +35,7 @@ class NewtonSchulz:
 
     - `coefficients`: a triple `(a, b, c)` for each iteration.
     - `eps`: added to the norm.
-    - `dtype`: in which it is computed; None for that of the matrices.
+    - `dtype`: of the computation; None for that of the matrices.
     """
 
     coefficients: tuple[tuple[float, float, float], ...]
@@ -43,8 +43,7 @@ class NewtonSchulz:
     dtype: Any = None
 
     def __call__(self, x: Float[Array, "batch rows cols"]) -> Float[Array, "batch rows cols"]:
-        """Matrices `U S Vᵀ` as nearly `U Vᵀ`, each for itself; products are smallest where there are no more rows than
-        columns."""
+        """Maps each matrix `U S Vᵀ` to approximately `U Vᵀ`. Matmuls are smallest if there are no more rows than columns."""
         with jax.named_scope("newton_schulz"):
             dtype = x.dtype
             x = x.astype(dtype if self.dtype is None else self.dtype)
@@ -61,8 +60,8 @@ class _View:
 
     **Arguments:**
 
-    - `shape`: of the leaf.
-    - `stack`, `rows`, `cols`: the leaf's dims that become each of the three dims.
+    - `shape`: the leaf's shape.
+    - `stack`, `rows`, `cols`: the leaf's dims that form each of the three dims.
     - `axes`: for each dim of the leaf, the mesh axes that split it while the batch is made.
     """
 
@@ -76,11 +75,11 @@ class _View:
     def of(cls, shape: Sequence[int], kind: Kind, axes: Sequence[Axes]) -> "_View":
         sizes = [math.prod(shape[dim] for dim in dims) for dims in (kind.outputs, kind.inputs)]
         rows, cols = kind.outputs, kind.inputs
-        # Of square matrices either side may be the rows: leaves that are split alike but for that then share a batch.
+        # Square matrices may be transposed, so that leaves split along either side share a batch.
         if (sizes[0], axes[rows[0]]) > (sizes[1], axes[cols[0]]):
             rows, cols = cols, rows
         stack = tuple(dim for dim in range(len(shape)) if dim not in (*rows, *cols))
-        leading = {dims[0] for dims in (stack, rows, cols) if dims}  # of dims that are merged, only the first may be split
+        leading = {dims[0] for dims in (stack, rows, cols) if dims}  # only the first of merged dims may be split
         kept = tuple(axes[dim] if dim in leading else () for dim in range(len(shape)))
         return cls(tuple(shape), stack, rows, cols, kept)
 
@@ -90,7 +89,7 @@ class _View:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The numbers of rows and of columns of one matrix."""
+        """The numbers of rows and columns of one matrix."""
         return math.prod(self.shape[dim] for dim in self.rows), math.prod(self.shape[dim] for dim in self.cols)
 
     def axes_of(self, dims: tuple[int, ...]) -> Axes:
@@ -104,13 +103,13 @@ class _View:
         names = [" ".join(f"d{dim}" for dim in dims) for dims in (range(len(self.shape)), self.stack, self.rows, self.cols)]
         return names[0], " ".join(f"({name})" for name in names[1:])
 
-    def flat(self, x: Array) -> Float[Array, "batch rows cols"]:
-        """The leaf, or a device's part of it, as a batch."""
+    def to_batch(self, x: Array) -> Float[Array, "batch rows cols"]:
+        """Returns the leaf, or a device's shard of it, as a batch."""
         whole, batch = self._patterns()
         return rearrange(x, f"{whole} -> {batch}")
 
-    def unflat(self, x: Float[Array, "batch rows cols"], shape: Sequence[int]) -> Array:
-        """The inverse of `flat`; `shape` is that of the leaf or of the device's part."""
+    def from_batch(self, x: Float[Array, "batch rows cols"], shape: Sequence[int]) -> Array:
+        """Inverts `to_batch`; `shape` is that of the leaf or of the device's shard."""
         whole, batch = self._patterns()
         return rearrange(x, f"{batch} -> {whole}", **{f"d{dim}": size for dim, size in enumerate(shape)})
 
@@ -118,63 +117,65 @@ class _View:
 def orthogonalize(
     matrices: Mapping[str, Array], kinds: Mapping[str, Kind], plan: Plan | None, iterate: NewtonSchulz
 ) -> dict[str, Array]:
-    """Each leaf with its matrices made orthogonal, in the sharding that it has.
+    """Returns the leaves with orthogonalized matrices, in their shardings.
 
     **Arguments:**
 
     - `matrices`: leaves of at least one matrix, by name.
-    - `kinds`: tell the dims of one matrix; all others stack them.
-    - `plan`: where leaves of these names live; None for one device, or a computation that XLA splits.
+    - `kinds`: determine the dims of one matrix; all other dims stack them.
+    - `plan`: the shardings of these leaves; None for one device, or a computation that XLA shards.
     """
     views = {name: _View.of(x.shape, kinds[name], _axes_of(name, x, plan)) for name, x in matrices.items()}
     if plan is None or plan.mesh.size == 1:
-        return {name: view.unflat(iterate(view.flat(matrices[name])), view.shape) for name, view in views.items()}
+        return {name: view.from_batch(iterate(view.to_batch(matrices[name])), view.shape) for name, view in views.items()}
     batches: dict[Any, list[str]] = {}
     for name, view in views.items():
         split = (view.axes_of(view.stack), view.axes_of(view.rows), view.axes_of(view.cols))
         batches.setdefault((view.sizes, split, matrices[name].dtype), []).append(name)
-    made: dict[str, Array] = {}
+    results: dict[str, Array] = {}
     for (_, split, _), names in batches.items():
-        outs = _dealt_out([matrices[name] for name in names], [views[name] for name in names], split, plan.mesh, iterate)
-        made.update(zip(names, outs, strict=True))
-    return {name: made[name] for name in matrices}
+        outs = _orthogonalize_sharded(
+            [matrices[name] for name in names], [views[name] for name in names], split, plan.mesh, iterate
+        )
+        results.update(zip(names, outs, strict=True))
+    return {name: results[name] for name in matrices}
 
 
 def _axes_of(name: str, x: Array, plan: Plan | None) -> tuple[Axes, ...]:
-    """For each dim, the mesh axes that split it; axes of size 1 are left out."""
+    """Returns for each dim the mesh axes that split it, without axes of size 1."""
     leaf = None if plan is None else plan.leaves.get(name)
     if plan is None or leaf is None or leaf.shape != x.shape:
         return ((),) * x.ndim
     return tuple(tuple(axis for axis in axes_of(entry) if plan.mesh.shape[axis] > 1) for entry in leaf.spec)
 
 
-# --- dealing out -------------------------------------------------------------------------------------------------------
+# --- distribution ------------------------------------------------------------------------------------------------------
 
 
-def _dealt_out(
+def _orthogonalize_sharded(
     leaves: Sequence[Array], views: Sequence[_View], split: tuple[Axes, Axes, Axes], mesh: Mesh, iterate: NewtonSchulz
 ) -> list[Array]:
-    """Leaves whose matrices have one shape and are split alike, made orthogonal: each device computes some of all."""
+    """Orthogonalizes leaves whose matrices have the same shape and sharding: each device computes some of all matrices."""
     stack, rows, cols = split
     n_here = sum(view.n_matrices for view in views) // math.prod(mesh.shape[axis] for axis in stack)
-    used = _axes_to_use(n_here, split, mesh)
+    used = _choose_axes(n_here, split, mesh)
 
     def here(*parts: Array) -> list[Array]:
-        flat = [view.flat(part) for view, part in zip(views, parts, strict=True)]
+        flat = [view.to_batch(part) for view, part in zip(views, parts, strict=True)]
         batch = jnp.concatenate(flat)
-        whole, undo = _exchange(batch, used, rows, cols, mesh)
-        batch = undo(iterate(whole))[: len(batch)]
+        whole, invert = _redistribute(batch, used, rows, cols, mesh)
+        batch = invert(iterate(whole))[: len(batch)]
         starts = [sum(map(len, flat[:i])) for i in range(1, len(flat))]
         pieces = jnp.split(batch, starts)
-        return [view.unflat(piece, part.shape) for view, piece, part in zip(views, pieces, parts, strict=True)]
+        return [view.from_batch(piece, part.shape) for view, piece, part in zip(views, pieces, parts, strict=True)]
 
     specs = [view.spec for view in views]
     return jax.shard_map(here, mesh=mesh, in_specs=tuple(specs), out_specs=specs, check_vma=False)(*leaves)
 
 
-def _axes_to_use(n: int, split: tuple[Axes, Axes, Axes], mesh: Mesh) -> frozenset[str]:
-    """The mesh axes over which `n` matrices are dealt out: those with which the busiest device has fewest, and of these the
-    fewest devices, over the fewest axes that do not split the leaves: what these compute has to be gathered."""
+def _choose_axes(n: int, split: tuple[Axes, Axes, Axes], mesh: Mesh) -> frozenset[str]:
+    """Returns the mesh axes over which `n` matrices are distributed. They minimize the matrices of the busiest device, then
+    the number of devices, then the axes that do not split the leaves, whose results must be gathered."""
     axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in split[0]]
     choices = [frozenset(of) for k in range(len(axes) + 1) for of in combinations(axes, k)]
 
@@ -185,16 +186,16 @@ def _axes_to_use(n: int, split: tuple[Axes, Axes, Axes], mesh: Mesh) -> frozense
     return min(choices, key=cost)
 
 
-def _exchange(
+def _redistribute(
     x: Float[Array, "batch rows cols"], used: frozenset[str], rows: Axes, cols: Axes, mesh: Mesh
 ) -> tuple[Array, Callable[[Array], Array]]:
-    """This device's share of the whole matrices, of which `x` is its part; and what brings them back.
+    """Returns this device's share of complete matrices, of which `x` is its shard, and the function that inverts this.
 
-    One all-to-all for each axis that splits the matrices and is used (one all-gather where it is not), and back; for axes
-    that only repeat them a slice, and back an all-gather. The batch is padded until it divides; so it stays after the way
-    back.
+    Each axis that splits the matrices takes one all-to-all if it is used, inverted by another one, else one all-gather,
+    inverted by a slice. Each used axis over which they are replicated takes a slice, inverted by an all-gather. The batch is
+    padded until it divides, and remains padded after inverting.
     """
-    undos: list[Callable[[Array], Array]] = []
+    inverses: list[Callable[[Array], Array]] = []
 
     def split(x: Array, axis: str, dim: int) -> Array:
         size = x.shape[dim] // mesh.shape[axis]
@@ -204,27 +205,27 @@ def _exchange(
         return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
 
     def swap(x: Array, axis: str, cut: int, joined: int) -> Array:
-        # XLA for CPUs sends slices of `x`; without the barrier it may see through these to values of several layouts, which
-        # its own verifier then refuses.
+        # XLA for CPUs sends slices of `x`. Without the barrier it may replace these by values of several layouts, which its
+        # own verifier refuses.
         return jax.lax.all_to_all(jax.lax.optimization_barrier(x), axis, cut, joined, tiled=True)
 
     n_devices = math.prod(mesh.shape[axis] for axis in used)
     x = jnp.pad(x, [(0, -len(x) % n_devices), (0, 0), (0, 0)])
     for axis in sorted(used - {*rows, *cols}):
         x = split(x, axis, 0)
-        undos.append(lambda x, axis=axis: gather(x, axis, 0))
+        inverses.append(lambda x, axis=axis: gather(x, axis, 0))
     for dim, axes in ((1, rows), (2, cols)):
-        for axis in reversed(axes):  # the last splits what the others have split
+        for axis in reversed(axes):  # the last axis splits what the others have split
             if axis in used:
                 x = swap(x, axis, 0, dim)
-                undos.append(lambda x, axis=axis, dim=dim: swap(x, axis, dim, 0))
+                inverses.append(lambda x, axis=axis, dim=dim: swap(x, axis, dim, 0))
             else:
                 x = gather(x, axis, dim)
-                undos.append(lambda x, axis=axis, dim=dim: split(x, axis, dim))
+                inverses.append(lambda x, axis=axis, dim=dim: split(x, axis, dim))
 
-    def undo(x: Array) -> Array:
-        for back in reversed(undos):
-            x = back(x)
+    def invert(x: Array) -> Array:
+        for inverse in reversed(inverses):
+            x = inverse(x)
         return x
 
-    return x, undo
+    return x, invert

@@ -1,7 +1,7 @@
-"""Object stores: paths in S3 and Google Cloud Storage, for what reads and writes a folder on a disk as well.
+"""Object stores: paths in S3 and Google Cloud Storage, for code that reads and writes folders on a disk as well.
 
-Owns the requests (by `obstore`, an optional package), their retries and errors, arrays that are read in ranges, and the
-local folder from which small files are uploaded. Knows nothing of checkpoints or runs. Open `_path.py` first.
+Owns the requests (through `obstore`, an optional package), their retries and errors, arrays that are read in ranges, and the
+local folder from which small files are uploaded. Does not know checkpoints or runs. Open `_path.py` first.
 """
 
 from ._array import StoredArray as StoredArray, View as View, fetch as fetch

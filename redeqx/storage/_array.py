@@ -1,10 +1,9 @@
-"""An array in an object, of which only the bytes that are used are read.
+"""An array in an object; only the bytes that are used are read.
 
-It has shape, dtype, and what makes views of a NumPy array: indexing, transposing, reshaping. Its values come with
-`np.asarray`, or for several views at once, with their common bytes read once, with `fetch`.
+It has the shape, dtype and views of a NumPy array: indexing, transposing, reshaping. `np.asarray` reads its values; `fetch`
+reads several views at once, and their common bytes only once.
 
-How a view lies in the object is followed by NumPy itself: each view has a twin, an array over addresses without memory,
-which is never read.
+NumPy itself tracks the bytes of each view: every view has an array of addresses in reserved memory, which is never read.
 """
 
 import mmap
@@ -19,8 +18,8 @@ from numpy.lib.array_utils import byte_bounds
 from . import _objects
 from ._path import StorePath
 
-_SPAN = _objects.PART  # bytes that one request reads, where they can be cut
-_GAP = 2**20  # bytes that are rather read and dropped than left out: a request takes as long as they do
+_SPAN = _objects.PART  # bytes per request, if they can be split
+_GAP = 2**20  # gaps of up to this many bytes are read and dropped, which is faster than a further request
 
 
 class StoredArray:
@@ -28,76 +27,76 @@ class StoredArray:
 
     **Arguments:**
 
-    - `path`: of the object.
-    - `twin`: of the view.
-    - `base`: the address that stands for the object's first byte.
+    - `path`: the object.
+    - `addresses`: an array with the shape, dtype and strides of the view, in reserved memory.
+    - `base`: the address that corresponds to the object's first byte.
     """
 
-    def __init__(self, path: StorePath, twin: np.ndarray, base: int):
-        self.path, self._twin, self._base = path, twin, base
+    def __init__(self, path: StorePath, addresses: np.ndarray, base: int):
+        self.path, self._addresses, self._base = path, addresses, base
 
     @classmethod
     def of(cls, path: StorePath, size: int) -> "StoredArray":
-        """All bytes of an object of that size, as an array of one dim."""
+        """Returns all bytes of an object of that size, as a one-dimensional array."""
         if size == 0:
             return cls(path, np.empty(0, np.uint8), 0)
-        addresses = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
-        twin = np.frombuffer(addresses, np.uint8)
-        return cls(path, twin, twin.ctypes.data)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        addresses = np.frombuffer(memory, np.uint8)
+        return cls(path, addresses, addresses.ctypes.data)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._twin.shape
+        return self._addresses.shape
 
     @property
     def dtype(self) -> np.dtype:
-        return self._twin.dtype
+        return self._addresses.dtype
 
     @property
     def ndim(self) -> int:
-        return self._twin.ndim
+        return self._addresses.ndim
 
     @property
     def size(self) -> int:
-        return self._twin.size
+        return self._addresses.size
 
     @property
     def nbytes(self) -> int:
-        return self._twin.nbytes
+        return self._addresses.nbytes
 
     @property
     def T(self) -> "StoredArray":
-        return self._like(self._twin.T)
+        return self._like(self._addresses.T)
 
     def __len__(self) -> int:
-        return len(self._twin)
+        return len(self._addresses)
 
     def __getitem__(self, index: Any) -> "StoredArray":
         index = index if isinstance(index, tuple) else (index,)
-        # With an ellipsis, an item is a view of no dims; without, NumPy would read it.
-        return self._like(self._twin[index if any(part is ... for part in index) else (*index, ...)])
+        # With an ellipsis, an item is a view without dims; otherwise NumPy would read it.
+        return self._like(self._addresses[index if any(part is ... for part in index) else (*index, ...)])
 
     def view(self, dtype: Any) -> "StoredArray":
-        """The same bytes as another dtype."""
-        return self._like(self._twin.view(dtype))
+        """Returns the same bytes with another dtype."""
+        return self._like(self._addresses.view(dtype))
 
     def reshape(self, *shape: Any) -> "StoredArray":
-        """As `numpy.ndarray.reshape`, of what is contiguous."""
-        return self._like(self._twin.reshape(*shape))
+        """As `numpy.ndarray.reshape`, for contiguous arrays."""
+        return self._like(self._addresses.reshape(*shape))
 
     def transpose(self, *axes: Any) -> "StoredArray":
         """As `numpy.ndarray.transpose`."""
-        return self._like(self._twin.transpose(*axes))
+        return self._like(self._addresses.transpose(*axes))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        del copy  # it is read anew each time
+        del copy  # each call reads it again
         (values,) = fetch([self])
         return values if dtype is None else values.astype(dtype, copy=False)
 
-    def _like(self, twin: np.ndarray) -> "StoredArray":
-        if twin.size and not np.may_share_memory(twin, self._twin):
+    def _like(self, addresses: np.ndarray) -> "StoredArray":
+        if addresses.size and not np.may_share_memory(addresses, self._addresses):
             raise ValueError(f"`{self.path}`: expected a view of its tensors, got a copy. Read it first: `np.asarray`.")
-        return StoredArray(self.path, twin, self._base)
+        return StoredArray(self.path, addresses, self._base)
 
 
 View: TypeAlias = np.ndarray | StoredArray  # a tensor of a file, on a disk or in an object store
@@ -105,55 +104,55 @@ View: TypeAlias = np.ndarray | StoredArray  # a tensor of a file, on a disk or i
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a view, and where its values go: `[start, stop)` are the bytes of the object from its first to its last."""
+    """A part of a view, and where its values go. Its bytes lie in `[start, stop)` of the object."""
 
     start: int
     stop: int
-    twin: np.ndarray
+    addresses: np.ndarray
     out: np.ndarray
 
 
 def fetch(views: Sequence[Any], dtype: Any = None) -> list[np.ndarray]:
-    """Copies of views of one file, in C order, cast to a dtype if one is given.
+    """Returns copies of views of one file, in C order, cast to a dtype if one is given.
 
-    Of an object, bytes that several views need are read once, and of others only small gaps. Beside the copies a few parts
-    of `PART` bytes are in memory.
+    From an object, bytes that several views need are read once, and of the other bytes only small gaps. In addition to the
+    copies a few parts of `PART` bytes are in memory.
     """
     if not all(isinstance(view, StoredArray) for view in views):
         return [np.array(view, dtype, order="C") for view in views]
     outs = [np.empty(view.shape, view.dtype if dtype is None else dtype) for view in views]
-    pieces = [piece for view, out in zip(views, outs, strict=True) for piece in _pieces(view._twin, out, view._base)]
+    pieces = [piece for view, out in zip(views, outs, strict=True) for piece in _pieces(view._addresses, out, view._base)]
     with ThreadPoolExecutor(_objects.CONCURRENT, "redeqx-read") as pool:
         for read in [pool.submit(_read, views[0].path, group) for group in _groups(pieces)]:
             read.result()
     return outs
 
 
-def _pieces(twin: np.ndarray, out: np.ndarray, base: int) -> Iterator[_Piece]:
-    """A view as pieces that span no more than a part where they can be cut, in the order of the object."""
-    if twin.size == 0:
+def _pieces(addresses: np.ndarray, out: np.ndarray, base: int) -> Iterator[_Piece]:
+    """Yields the pieces of a view in the order of the object, each spanning at most one part if it can be split."""
+    if addresses.size == 0:
         return
-    order = sorted(range(twin.ndim), key=lambda axis: -abs(twin.strides[axis]))
-    twin, out = twin.transpose(order), out.transpose(order)
-    low, high = byte_bounds(twin)
-    if high - low <= _SPAN or twin.ndim == 0:
-        yield _Piece(low - base, high - base, twin, out)
+    order = sorted(range(addresses.ndim), key=lambda axis: -abs(addresses.strides[axis]))
+    addresses, out = addresses.transpose(order), out.transpose(order)
+    low, high = byte_bounds(addresses)
+    if high - low <= _SPAN or addresses.ndim == 0:
+        yield _Piece(low - base, high - base, addresses, out)
         return
-    inner_low, inner_high = byte_bounds(twin[:1])
-    stride, inner = abs(twin.strides[0]), inner_high - inner_low
-    if inner > _SPAN and twin.ndim > 1:
-        for i in range(len(twin)):
-            yield from _pieces(twin[i], out[i], base)
+    inner_low, inner_high = byte_bounds(addresses[:1])
+    stride, inner = abs(addresses.strides[0]), inner_high - inner_low
+    if inner > _SPAN and addresses.ndim > 1:
+        for i in range(len(addresses)):
+            yield from _pieces(addresses[i], out[i], base)
         return
-    # One by one where what lies between is better left out.
+    # One by one if the gaps between them should not be read.
     n = 1 if stride - inner > _GAP else max(1, _SPAN // max(stride, 1))
-    for i in range(0, len(twin), n):
-        low, high = byte_bounds(twin[i : i + n])
-        yield _Piece(low - base, high - base, twin[i : i + n], out[i : i + n])
+    for i in range(0, len(addresses), n):
+        low, high = byte_bounds(addresses[i : i + n])
+        yield _Piece(low - base, high - base, addresses[i : i + n], out[i : i + n])
 
 
 def _groups(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """The pieces that one request reads together: those that overlap, and small ones that are near."""
+    """Yields groups of pieces that one request reads: overlapping ones, and small ones close to each other."""
     group: list[_Piece] = []
     start = stop = 0
     for piece in sorted(pieces, key=lambda piece: (piece.start, piece.stop)):
@@ -174,7 +173,7 @@ def _read(path: StorePath, group: list[_Piece]) -> None:
     start, stop = group[0].start, max(piece.stop for piece in group)
     data = path.read(start, stop)
     for piece in group:
-        twin = piece.twin
-        first = sum((n - 1) * stride for n, stride in zip(twin.shape, twin.strides, strict=True) if stride < 0)
-        offset = piece.start - start - first  # of the item at index 0, which negative strides put behind others
-        piece.out[...] = np.ndarray(twin.shape, twin.dtype, data, offset, twin.strides)
+        addresses = piece.addresses
+        first = sum((n - 1) * stride for n, stride in zip(addresses.shape, addresses.strides, strict=True) if stride < 0)
+        offset = piece.start - start - first  # of the item at index 0, which with negative strides is not the first
+        piece.out[...] = np.ndarray(addresses.shape, addresses.dtype, data, offset, addresses.strides)

@@ -1,4 +1,4 @@
-"""Requests to make at the end of an object's life."""
+"""Calls a function at the end of an object's life."""
 
 import atexit
 import threading
@@ -8,9 +8,10 @@ from typing import Any
 
 
 class AtEnd:
-    """Calls a function once: when it is called itself, or when its owner is collected, or when the process ends.
+    """Calls a function once: when it is called itself, its owner is collected, or the process ends.
 
-    The collector runs in whatever thread allocates, perhaps one that holds a lock: there a thread of its own makes the call.
+    The garbage collector runs in any thread that allocates, perhaps one that holds a lock, so a separate thread then makes
+    the call.
 
     **Arguments:**
 

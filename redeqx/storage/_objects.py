@@ -1,8 +1,8 @@
-"""Requests to object stores: read, write, list and delete objects. Every other file of this package goes through here.
+"""Requests to object stores: read, write, list and delete objects. All other files of this package use these.
 
-`obstore` retries requests that fail with a 5xx, a dropped connection or a timeout, each after a longer pause. What it raises
-in the end becomes an OSError: `FileNotFoundError` for an object that is not there, `StoreError` for a store that does not
-answer or refuses. An object is replaced at once, so a reader sees the old one or the new one.
+`obstore` retries requests that fail with a 5xx, a dropped connection or a timeout, with growing pauses. Its final error
+becomes an OSError: `FileNotFoundError` for a missing object, `StoreError` for a store that does not answer or refuses. An
+object is replaced atomically, so a reader sees the old one or the new one.
 """
 
 import errno
@@ -21,20 +21,20 @@ T = TypeVar("T")
 
 SCHEMES = {"s3": "S3Store", "gs": "GCSStore"}
 PART = 2**23  # bytes sent or read by one request
-CONCURRENT = 8  # requests at once, of one call
+CONCURRENT = 8  # concurrent requests of one call
 TIMEOUT = 120.0  # seconds for one request: 8 of 8 MiB on a link of 0.5 MiB/s
-RETRIES = 10  # after pauses of `PAUSE` at first and 15 s at most
+RETRIES = 10  # with pauses from `PAUSE` to 15 s
 PAUSE = 0.1  # seconds
 GIVE_UP = 180.0  # seconds after which a request is not retried
-_MOST_PARTS = 9_000  # S3 takes 10,000
+_MOST_PARTS = 9_000  # S3 allows 10,000
 
 
 class StoreError(OSError):
-    """An object store does not answer, or refuses a request: nothing is known of what it holds."""
+    """An object store does not answer, or refuses a request: its contents are unknown."""
 
 
 def check_installed() -> None:
-    """Raise ImportError without `obstore`."""
+    """Raises ImportError without `obstore`."""
     if importlib.util.find_spec("obstore") is None:
         raise ImportError(
             "`s3://`, `gs://`: expected obstore, which reads and writes object stores, got no such package. "
@@ -43,81 +43,81 @@ def check_installed() -> None:
 
 
 def read(scheme: str, bucket: str, key: str, start: int = 0, stop: int | None = None) -> bytes:
-    """The bytes `[start, stop)` of an object, or all of them."""
+    """Returns the bytes `[start, stop)` of an object, or all of them."""
     import obstore
 
     if start == stop:
         return b""
     store = _open(scheme, bucket)
-    with _errors(scheme, bucket, key):
+    with _translate_errors(scheme, bucket, key):
         if stop is None:
-            return _repeated(lambda: bytes(obstore.get(store, key).bytes()))
-        found = _repeated(lambda: bytes(obstore.get_range(store, key, start=start, end=stop)))
+            return _retry(lambda: bytes(obstore.get(store, key).bytes()))
+        found = _retry(lambda: bytes(obstore.get_range(store, key, start=start, end=stop)))
     if len(found) != stop - start:
-        text = f"expected {stop - start} bytes from {start} on, got {len(found)}. The object is cut short: load another"
+        text = f"expected {stop - start} bytes from {start} on, got {len(found)}. The object is truncated: load another"
         raise OSError(errno.EIO, text, f"{scheme}://{bucket}/{key}")
     return found
 
 
 def version(scheme: str, bucket: str, key: str) -> tuple[bytes, dict[str, str]]:
-    """An object's bytes, and what `write(replacing=...)` takes to replace these alone."""
+    """Returns an object's bytes, and the version to pass to `write(replacing=...)` to replace only these."""
     import obstore
 
     def get() -> tuple[bytes, dict[str, str]]:
         found = obstore.get(_open(scheme, bucket), key)
         return bytes(found.bytes()), _version(found.meta)
 
-    with _errors(scheme, bucket, key):
-        return _repeated(get)
+    with _translate_errors(scheme, bucket, key):
+        return _retry(get)
 
 
 def size(scheme: str, bucket: str, key: str) -> int | None:
-    """Bytes of an object, None if there is none."""
+    """Returns the bytes of an object, None if there is none."""
     import obstore
 
     try:
-        with _errors(scheme, bucket, key):
+        with _translate_errors(scheme, bucket, key):
             return obstore.head(_open(scheme, bucket), key)["size"]
     except FileNotFoundError:
         return None
 
 
 def sizes(scheme: str, bucket: str, key: str) -> dict[str, int]:
-    """Bytes of each object below a key, by the rest of its key."""
+    """Returns the bytes of each object below a key, by the rest of its key."""
     import obstore
 
-    with _errors(scheme, bucket, key, is_list=True):
-        found = _repeated(lambda: obstore.list(_open(scheme, bucket), key or None).collect())
+    with _translate_errors(scheme, bucket, key, is_list=True):
+        found = _retry(lambda: obstore.list(_open(scheme, bucket), key or None).collect())
     return {each["path"][len(key) :].lstrip("/"): each["size"] for each in found}
 
 
 def has_any(scheme: str, bucket: str, key: str) -> bool:
-    """Whether there are objects below a key."""
+    """Returns whether there are objects below a key."""
     import obstore
 
-    with _errors(scheme, bucket, key, is_list=True):
-        return _repeated(lambda: any(obstore.list(_open(scheme, bucket), key or None, chunk_size=1)))
+    with _translate_errors(scheme, bucket, key, is_list=True):
+        return _retry(lambda: any(obstore.list(_open(scheme, bucket), key or None, chunk_size=1)))
 
 
 def write(
     scheme: str, bucket: str, key: str, data: bytes, replacing: dict[str, str] | str | None = "any"
 ) -> dict[str, str] | None:
-    """Write an object in one request; returns its version.
+    """Writes an object in one request; returns its version.
 
     **Arguments:**
 
-    - `replacing`: `"any"`, whatever is there; None, only if there is none; a version, only that one. If it is not so,
-        nothing is written and None is returned. So it is where the answer was lost after it was written: who asks for a
-        condition reads what is there then.
+    - `replacing`: `"any"`: any object or none; None: only if there is no object; a version: only that one. Otherwise nothing
+        is written and None is returned. None is also returned if the object was written but the answer was lost: callers
+        that pass a condition then read the object.
     """
     import obstore
     from obstore.exceptions import AlreadyExistsError, PreconditionError
 
     mode: Any = "overwrite" if replacing == "any" else replacing or "create"
     try:
-        with _errors(scheme, bucket, key):
+        with _translate_errors(scheme, bucket, key):
             put = lambda: obstore.put(_open(scheme, bucket), key, data, mode=mode, use_multipart=False)  # noqa: E731
-            return _version(_repeated(put))
+            return _version(_retry(put))
     except OSError as error:
         if isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
             return None
@@ -127,10 +127,10 @@ def write(
 
 
 def upload(scheme: str, bucket: str, key: str, content: Callable[[], Iterable[memoryview | bytes]], n_bytes: int) -> None:
-    """Write an object of `n_bytes`, in chunks that `content` makes, a few of them in memory. It appears when it is complete,
-    or never. `content` is called again if it has to be repeated.
+    """Writes an object of `n_bytes`, in chunks from `content`, a few of them in memory. It appears when it is complete, or
+    never. `content` is called again for a retry.
 
-    Where the answer to the last request of an upload is lost, the request is repeated, and S3 knows no such upload any more.
+    If the answer to the last request of an upload is lost, the request is retried, but S3 no longer knows the upload.
     """
     import obstore
 
@@ -139,26 +139,26 @@ def upload(scheme: str, bucket: str, key: str, content: Callable[[], Iterable[me
         return
     part = max(PART, math.ceil(n_bytes / _MOST_PARTS))
     store = _open(scheme, bucket)
-    with _errors(scheme, bucket, key):
+    with _translate_errors(scheme, bucket, key):
         put = lambda: obstore.put(store, key, iter(content()), chunk_size=part, max_concurrency=CONCURRENT)  # noqa: E731
-        _repeated(put, also=FileNotFoundError)
+        _retry(put, also=FileNotFoundError)
 
 
 def delete(scheme: str, bucket: str, keys: Sequence[str]) -> None:
-    """Delete objects. Those that are not there are deleted already."""
+    """Deletes objects. Missing ones count as deleted."""
     import obstore
 
-    with _errors(scheme, bucket, keys[0] if keys else ""):
+    with _translate_errors(scheme, bucket, keys[0] if keys else ""):
         if keys:
-            _repeated(lambda: obstore.delete(_open(scheme, bucket), keys))
+            _retry(lambda: obstore.delete(_open(scheme, bucket), keys))
 
 
-def _repeated(act: Callable[[], T], also: type[Exception] | tuple[()] = ()) -> T:
-    """What `act` returns. It is repeated if an answer is cut off: `obstore` repeats what has no answer yet.
+def _retry(act: Callable[[], T], also: type[Exception] | tuple[()] = ()) -> T:
+    """Returns the result of `act`. Retries it if an answer is cut off: `obstore` retries only requests without an answer.
 
     **Arguments:**
 
-    - `also`: what else it is repeated for.
+    - `also`: further errors that are retried.
     """
     from obstore.exceptions import BaseError
 
@@ -182,7 +182,7 @@ def _open(scheme: str, bucket: str) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _opened(scheme: str, bucket: str, pid: int) -> Any:
-    """The store of a bucket: credentials, region and endpoint are those of the environment, or of the machine."""
+    """Returns the store of a bucket, with the credentials, region and endpoint of the environment or the machine."""
     del pid
     check_installed()
     from obstore import store
@@ -196,8 +196,8 @@ def _opened(scheme: str, bucket: str, pid: int) -> Any:
 
 
 @contextmanager
-def _errors(scheme: str, bucket: str, key: str, *, is_list: bool = False) -> Iterator[None]:
-    """Raise what a store raises as an OSError that names the object, or the bucket if there is none to list."""
+def _translate_errors(scheme: str, bucket: str, key: str, *, is_list: bool = False) -> Iterator[None]:
+    """Raises the errors of a store as an OSError that names the object, or the bucket when listing."""
     from obstore import exceptions
 
     try:
@@ -205,9 +205,9 @@ def _errors(scheme: str, bucket: str, key: str, *, is_list: bool = False) -> Ite
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "no such object", f"{scheme}://{bucket}/{key}") from error
     except (exceptions.BaseError, NotImplementedError) as error:
-        number = next((number for kinds, number in _numbers().items() if isinstance(error, kinds)), errno.EIO)
+        number = next((number for kinds, number in _error_numbers().items() if isinstance(error, kinds)), errno.EIO)
         got = str(error).split("\n", 1)[0][:400]
-        if is_list and "404 Not Found" in got:  # what is listed need not exist, but the bucket has to
+        if is_list and "404 Not Found" in got:  # a listed prefix need not exist, but the bucket must
             text = "expected a bucket, got none of that name. Create it, or correct the address"
             raise StoreError(errno.ENOENT, text, f"{scheme}://{bucket}") from error
         text = f"expected the store to answer, got: {got}. Check the address, the credentials and the network"
@@ -215,8 +215,8 @@ def _errors(scheme: str, bucket: str, key: str, *, is_list: bool = False) -> Ite
 
 
 @functools.cache
-def _numbers() -> dict[tuple[type[Exception], ...], int]:
-    """The numbers of errors that are not of input and output."""
+def _error_numbers() -> dict[tuple[type[Exception], ...], int]:
+    """Returns the errno of errors that are not I/O errors."""
     from obstore import exceptions
 
     return {

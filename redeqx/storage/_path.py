@@ -1,6 +1,6 @@
-"""A path in an object store, with the methods of `pathlib.Path` that this library uses to read.
+"""A path in an object store, with the methods of `pathlib.Path` that this library needs.
 
-A store has no folders: a path is one where there are objects below it. `str` gives the address, as it was written.
+A store has no folders: a path counts as one if there are objects below it. `str` returns the address as it was written.
 """
 
 import errno
@@ -21,14 +21,14 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)(?:/(.*))?", re.DOTAL
 
 @dataclass(frozen=True)
 class Stat:
-    """What is known of an object without reading it."""
+    """What is known about an object without reading it."""
 
     st_size: int
 
 
 @dataclass(frozen=True, order=True)
 class StorePath:
-    """A place in an object store: `s3://bucket/key` or `gs://bucket/key`.
+    """A path in an object store: `s3://bucket/key` or `gs://bucket/key`.
 
     **Arguments:**
 
@@ -52,72 +52,72 @@ class StorePath:
 
     @property
     def suffix(self) -> str:
-        """The end of the name, from its last dot on."""
+        """The end of the name, from its last dot."""
         return PurePosixPath(self.key).suffix
 
     @property
     def parent(self) -> "StorePath":
-        """What it is in; a bucket is in itself."""
+        """The containing path; a bucket is its own parent."""
         return StorePath(self.scheme, self.bucket, self.key.rpartition("/")[0])
 
     def with_name(self, name: str) -> "StorePath":
-        """What is beside it."""
+        """Returns the path of another name in the same parent."""
         return self.parent / name
 
     def relative_to(self, other: "StorePath") -> PurePosixPath:
-        """The path from another one to this one, which is below it."""
+        """Returns the path from `other` to this one, which must be below it."""
         return PurePosixPath(self.key).relative_to(other.key)
 
     def resolve(self) -> "StorePath":
-        """Itself: a store has no links."""
+        """Returns the path itself: a store has no links."""
         return self
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def is_file(self) -> bool:
-        """Whether it is an object."""
+        """Returns whether it is an object."""
         return bool(self.key) and self._do(_objects.size) is not None
 
     def is_dir(self) -> bool:
-        """Whether there are objects below it."""
+        """Returns whether there are objects below it."""
         return self._do(_objects.has_any)
 
     def exists(self) -> bool:
-        """Whether it is an object, or there are objects below it."""
+        """Returns whether it is an object, or there are objects below it."""
         return self.is_file() or self.is_dir()
 
     def stat(self) -> Stat:
-        """The size of an object. Raises FileNotFoundError if there is none."""
+        """Returns the size of an object. Raises FileNotFoundError if there is none."""
         size = self._do(_objects.size)
         if size is None:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
         return Stat(size)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each object below, however deep, by its path from here."""
+        """Returns the bytes of each object below, at any depth, by its path from here."""
         return self._do(_objects.sizes)
 
     def iterdir(self) -> Iterator["StorePath"]:
-        """What is right below."""
+        """Yields the paths directly below."""
         return (self / name for name in dict.fromkeys(key.partition("/")[0] for key in self.sizes()))
 
     def glob(self, pattern: str) -> Iterator["StorePath"]:
-        """The objects and folders below that match, each part of the pattern a name."""
+        """Yields the objects and folders below that match the pattern, of which each part matches one name."""
         depth = pattern.count("/") + 1
         below = dict.fromkeys("/".join(key.split("/")[:depth]) for key in self.sizes() if key.count("/") >= depth - 1)
         parts = pattern.split("/")
         return (self / key for key in below if all(map(fnmatch.fnmatchcase, key.split("/"), parts)))
 
     def read_bytes(self) -> bytes:
-        """An object's bytes."""
+        """Returns an object's bytes."""
         return self._do(_objects.read)
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes `[start, stop)` of an object."""
+        """Returns the bytes `[start, stop)` of an object."""
         return self._do(_objects.read, start, stop)
 
     def chunks(self, start: int, stop: int) -> Iterator[bytes]:
-        """The bytes `[start, stop)` of an object in order, in pieces: a few are read at once."""
+        """Yields the bytes `[start, stop)` of an object in order, in pieces; a few are read concurrently."""
         places = [(at, min(at + _objects.PART, stop)) for at in range(start, stop, _objects.PART)]
         with ThreadPoolExecutor(_objects.CONCURRENT, "redeqx-read") as pool:
             pending = [pool.submit(self.read, *place) for place in places[: _objects.CONCURRENT]]
@@ -127,25 +127,25 @@ class StorePath:
                 pending += [pool.submit(self.read, *place) for place in [next(later, None)] if place is not None]
 
     def version(self) -> tuple[bytes, dict[str, str]]:
-        """An object's bytes, and the version of them that `write_bytes` can replace."""
+        """Returns an object's bytes, and their version, which `write_bytes` can replace."""
         return self._do(_objects.version)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def write_bytes(self, data: bytes, replacing: dict[str, str] | str | None = "any") -> dict[str, str] | None:
-        """Write an object; as `_objects.write`."""
+        """Writes an object; arguments and result as for `_objects.write`."""
         return self._do(_objects.write, data, replacing)
 
     def upload(self, content: Callable[[], Iterable[memoryview | bytes]], n_bytes: int) -> None:
-        """Write an object of `n_bytes`, in chunks that `content` makes; once more if the request has to be repeated."""
+        """Writes an object of `n_bytes`, in chunks from `content`, which is called again for a retry."""
         self._do(_objects.upload, content, n_bytes)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects below it, by their paths from here."""
+        """Deletes objects below this path, by their paths from here."""
         _objects.delete(self.scheme, self.bucket, [(self / name).key for name in names])
 
     def unlink(self) -> None:
-        """Delete the object, if there is one."""
+        """Deletes the object, if there is one."""
         _objects.delete(self.scheme, self.bucket, [self.key])
 
     def _do(self, act, *args):
@@ -156,12 +156,12 @@ Location: TypeAlias = Path | StorePath
 
 
 def location(path: "str | Path | StorePath", name: str = "path") -> Location:
-    """A path, on a disk or in an object store.
+    """Returns a path, on a disk or in an object store.
 
     **Arguments:**
 
     - `path`: `s3://bucket/key`, `gs://bucket/key`, or a path on a disk.
-    - `name`: of the argument, for errors.
+    - `name`: the name of the argument, for errors.
 
     Raises ValueError for another kind of address, ImportError for a store without `obstore`.
     """
@@ -193,7 +193,7 @@ def location(path: "str | Path | StorePath", name: str = "path") -> Location:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Wait until the names in a folder on a disk are safe from a loss of power."""
+    """Waits until the names in a folder on a disk survive a loss of power."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -202,5 +202,5 @@ def fsync_folder(folder: Path) -> None:
 
 
 def exists(path: Location) -> bool:
-    """Whether there is something at a path; a link on a disk counts, wherever it leads."""
+    """Returns whether something exists at a path; on a disk a link counts even if it is broken."""
     return os.path.lexists(path) if isinstance(path, Path) else path.exists()

@@ -1,7 +1,7 @@
-"""A local folder for the small files of a run whose own folder is in an object store.
+"""A local folder for the small files of a run whose workdir is in an object store.
 
-Metrics and traces are appended to, which no store can do. So they are written to a folder on this machine, and uploaded from
-there: what has changed since the last time.
+Metrics and traces are appended to, which stores do not support. So they are written to a local folder, from which files that
+have changed are uploaded.
 """
 
 import shutil
@@ -17,32 +17,32 @@ from ._path import StorePath
 
 
 class Staging:
-    """A temporary folder whose files are uploaded to a place in a store. When the process ends, and when this object is
-    collected, what is left is uploaded and the folder removed; if that fails, it is kept, with a warning.
+    """A temporary folder whose files are uploaded to a store. When the process ends or this object is collected, the
+    remaining files are uploaded and the folder is removed; if that fails, it is kept, with a warning.
 
     **Arguments:**
 
-    - `to`: where its files go, under the same relative paths.
-    - `restored`: paths of files that are fetched from there first, because a run goes on with them.
+    - `to`: the destination; files keep their relative paths.
+    - `restored`: paths of files to download first, because a run continues them.
 
     Raises OSError if the store does not answer.
     """
 
     def __init__(self, to: StorePath, restored: Iterable[str] = ()):
         self.to = to
-        to.is_dir()  # of a bucket that does not exist, no single object is missing
-        there = {name: (to / name).read_bytes() for name in restored if (to / name).is_file()}
+        to.is_dir()  # raises if the bucket does not exist, which missing objects do not tell
+        downloaded = {name: (to / name).read_bytes() for name in restored if (to / name).is_file()}
         self.folder = Path(tempfile.mkdtemp(prefix="redeqx-")) / (to.name or "bucket")  # trackers name their run after it
         self.folder.mkdir()
-        for name, content in there.items():
+        for name, content in downloaded.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_bytes(content)
-        self._uploaded = {name: _version(self.folder / name) for name in there}
-        self._busy = threading.Lock()  # a save in the background uploads too
+        self._uploaded = {name: _version(self.folder / name) for name in downloaded}
+        self._busy = threading.Lock()  # a background save uploads too
         AtEnd(self, partial(_end, self.folder, to, self._uploaded, self._busy))
 
     def upload(self) -> None:
-        """Upload the files that have changed. Raises OSError if the store does not take one."""
+        """Uploads the files that have changed. Raises OSError if the store refuses one."""
         _upload(self.folder, self.to, self._uploaded, self._busy)
 
 
@@ -65,6 +65,6 @@ def _end(folder: Path, to: StorePath, uploaded: dict[str, tuple[int, int]], busy
     try:
         _upload(folder, to, uploaded, busy)
     except OSError as error:
-        warnings.warn(f"`{to}`: expected to take the run's records, got {error}. They are in {folder}.", stacklevel=2)
+        warnings.warn(f"`{to}`: expected to receive the run's records, got {error}. They are in {folder}.", stacklevel=2)
         return
     shutil.rmtree(folder.parent, ignore_errors=True)

@@ -1,8 +1,8 @@
 """Training: the loss, the compiled step, the state it carries, the engine that takes updates, and the loop around it.
 
-Owns what a step computes, its program on a mesh, the arrays that it carries, fits and how they resume. Knows nothing of the
-command line, of machines that are not there, or of the three classes over it. Open `_loop.py` first, then `_engine.py`, and
-`_step.py` for what a step computes.
+Owns the computation of a step, its program on a mesh, the arrays that it carries, fits and how they resume. It does not know
+the command line, described machines, or the three classes above it. Open `_loop.py` first, then `_engine.py`, and `_step.py`
+for the computation of a step.
 """
 
 from ._agreement import agree_on_examples as agree_on_examples
@@ -19,7 +19,7 @@ from ._job import Job as Job, Setting as Setting, make_job as make_job
 from ._loop import Fit as Fit
 from ._loss import Loss as Loss, trace_loss as trace_loss
 from ._memory import REMATS as REMATS
-from ._options import FitOptions as FitOptions, takes as takes
+from ._options import FitOptions as FitOptions, with_options as with_options
 from ._parts import Parts as Parts
 from ._passes import as_one_step as as_one_step, in_order as in_order, train as train, update as update
 from ._precision import Precision as Precision

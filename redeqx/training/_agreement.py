@@ -1,4 +1,4 @@
-"""What all processes of a run must have alike, checked before anything is computed with it."""
+"""Checks that all processes of a run agree on models, settings and data, before these are used."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +10,11 @@ from ..checkpoint import array_leaves
 from ..distributed import Peers, agree_on_values
 from ._run import Run
 
-_FEW = 2**10  # the most numbers in a leaf of an optimizer's state that belongs to no parameter
+_FEW = 2**10  # larger leaves of the optimizer state are not compared: they belong to parameters
 
 
 def agree_on_trainer(run: Run, model: PyTree, model_state: PyTree, settings: Mapping[str, Any]) -> None:
-    """Check the arrays of a model, the state of its layers, and other settings of a trainer by name."""
+    """Checks the model's arrays, the state of its layers, and further settings of a trainer by name."""
     if run.peers.n == 1:
         return
     leaves = array_leaves((model, model_state))
@@ -26,7 +26,7 @@ def agree_on_trainer(run: Run, model: PyTree, model_state: PyTree, settings: Map
 
 
 def agree_on_opt_state(peers: Peers, opt_state: PyTree) -> None:
-    """Check the numbers that an optimizer keeps in its state, as `optax.inject_hyperparams` does."""
+    """Checks the small leaves of the optimizer state, such as the hyperparameters of `optax.inject_hyperparams`."""
     if peers.n == 1:
         return
     leaves = {name: leaf for name, leaf in array_leaves(opt_state).items() if leaf.size <= _FEW}
@@ -34,24 +34,24 @@ def agree_on_opt_state(peers: Peers, opt_state: PyTree) -> None:
 
 
 def agree_on_examples(peers: Peers, method: str, n: int | None, batch_size: int) -> None:
-    """Check that a method is called with as many examples everywhere: each process computes its share of all of them.
+    """Checks that all processes call a method with the same number of examples: each computes its share of them.
 
     **Arguments:**
 
-    - `n`: the number of examples; None where it is not known.
+    - `n`: the number of examples; None if unknown.
     """
     advice = "Pass the same examples in every process: each computes its share of them."
     peers.agree(method, {"len(examples)": n, "batch_size": batch_size}, advice)
 
 
 def check_rows(peers: Peers, n_pass: int, i: int, batch: PyTree, n_examples: int) -> None:
-    """Check that step `i` of a pass has as many examples everywhere, and that its rows are alike, as all processes' shards
-    belong to one array.
+    """Checks that step `i` of a pass has the same number of examples in all processes, and rows of the same shape and dtype,
+    since the shards of all processes form one array.
 
     **Arguments:**
 
     - `batch`: the collated rows of this process.
-    - `n_examples`: of all processes; 0 after the last step.
+    - `n_examples`: the number in all processes; 0 after the last step.
     """
     rows = {name: f"{leaf.dtype} {list(leaf.shape[1:])} a row" for name, leaf in named_leaves(batch).items()}
     rows["the number of examples of a step"] = str(n_examples)
@@ -61,5 +61,5 @@ def check_rows(peers: Peers, n_pass: int, i: int, batch: PyTree, n_examples: int
     )
     if i == 0:
         peers.agree("collate_fn", rows, advice)
-    else:  # without waiting: two steps ahead of the device
+    else:  # does not wait, as batches are prepared two steps ahead of the device
         peers.compare(f"rows of pass {n_pass}, step {i}", "collate_fn", rows, advice)

@@ -1,7 +1,7 @@
-"""An optimizer that also keeps an average of the weights, and what becomes of it where a checkpoint has more or fewer.
+"""Averages of the weights: an optimizer that also keeps an average, and how averages are matched with those of a checkpoint.
 
-The average is part of the optimizer's state: split over the mesh as the parameters are, saved and resumed with it, updated
-inside the compiled step, and left alone by a step that is skipped.
+The average is part of the optimizer state: sharded as the parameters are, saved and resumed with it, updated inside the
+compiled step, and unchanged by a skipped step.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from ._precision import widened
 
 
 class AverageState(eqx.Module):
-    """The state of an averaging optimizer: that of the optimizer it wraps, and the average of the trained parameters."""
+    """The state of an averaging optimizer: the inner optimizer's state, and the average of the trained parameters."""
 
     inner: PyTree
     average: PyTree
@@ -26,7 +26,7 @@ class AverageState(eqx.Module):
 
 
 class Averaging(optax.GradientTransformationExtraArgs):
-    """An optimizer that also averages the parameters that it makes."""
+    """An optimizer that also averages the updated parameters."""
 
     inner: optax.GradientTransformationExtraArgs
     name: str
@@ -38,7 +38,7 @@ class Averaging(optax.GradientTransformationExtraArgs):
         inner = optax.with_extra_args_support(optimizer)
 
         def init(params: Any) -> Any:
-            # In bfloat16 the small steps of an average would be lost.
+            # In bfloat16 the small changes of an average would be rounded away.
             return AverageState(inner.init(params), widened(params), name)
 
         def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -52,57 +52,57 @@ class Averaging(optax.GradientTransformationExtraArgs):
         return averaging
 
 
-def names_of(optimizer: optax.GradientTransformation) -> list[str]:
-    """The names of the averages that an optimizer keeps, the outermost first."""
-    return [optimizer.name, *names_of(optimizer.inner)] if isinstance(optimizer, Averaging) else []
+def average_names(optimizer: optax.GradientTransformation) -> list[str]:
+    """Returns the names of an optimizer's averages, the outermost first."""
+    return [optimizer.name, *average_names(optimizer.inner)] if isinstance(optimizer, Averaging) else []
 
 
 def with_saved_averages(
-    optimizer: optax.GradientTransformation, saved: Sequence[str], say: Callable[[str], None]
+    optimizer: optax.GradientTransformation, saved: Sequence[str], log: Callable[[str], None]
 ) -> optax.GradientTransformation:
-    """An optimizer with the averages of a checkpoint, in their order, so that its state can be loaded.
+    """Returns the optimizer with the averages of a checkpoint, in their order, so that its state can be loaded.
 
     **Arguments:**
 
-    - `saved`: the names of the checkpoint's averages, as `names_of` gives them.
-    - `say`: called with a message for each average that is new to the run, or that this run has no use for.
+    - `saved`: the names of the checkpoint's averages, from `average_names`.
+    - `log`: called with a message for each average that is new to the run, or that this run does not use.
     """
-    own = names_of(optimizer)
+    own = average_names(optimizer)
     if own == list(saved):
         return optimizer
     for name in (name for name in saved if name not in own):
-        say(f"the checkpoint's average `{name}` is dropped, unless a fit before the next step keeps one (callback `EMA`)")
+        log(f"the checkpoint's average `{name}` is dropped, unless a fit before the next step keeps one (callback `EMA`)")
     for name in (name for name in own if name not in saved):
-        say(f"the average `{name}` begins with the weights of the checkpoint, which has none")
+        log(f"the average `{name}` begins with the weights of the checkpoint, which has none")
     while isinstance(optimizer, Averaging):
         optimizer = optimizer.inner
     for name in reversed(saved):
-        optimizer = Averaging.of(optimizer, name, 0.0)  # no step is taken with it
+        optimizer = Averaging.of(optimizer, name, 0.0)  # takes no step
     return optimizer
 
 
 def with_averages(
     names: Sequence[str], state: PyTree, aside: dict[str, PyTree], init: Callable[[], PyTree]
 ) -> tuple[PyTree, dict[str, PyTree]]:
-    """The same state of an optimizer with other averages; and the averages that are left over, by name.
+    """Returns the optimizer state with other averages, and the unused averages by name.
 
     **Arguments:**
 
-    - `names`: of the averages to keep, the outermost first.
-    - `aside`: averages of the same weights that another state had no use for.
-    - `init`: makes such a state from the weights as they are: averages that are new begin there.
+    - `names`: the averages to keep, the outermost first.
+    - `aside`: further averages of the same weights, which an earlier state did not use.
+    - `init`: makes such a state from the current weights, where new averages begin.
     """
-    averages, state = _taken_apart(state)
+    averages, state = _unwrap(state)
     averages = {**aside, **averages}
     if set(names) - set(averages):
-        averages = {**_taken_apart(init())[0], **averages}
+        averages = {**_unwrap(init())[0], **averages}
     for name in reversed(names):
         state = AverageState(state, averages.pop(name), name)
     return state, averages
 
 
 def with_new_averages(state: PyTree, params: PyTree) -> PyTree:
-    """The state with its averages begun anew, from these parameters."""
+    """Returns the state with its averages restarted from these parameters."""
     if not isinstance(state, AverageState):
         return state
     copied = lambda x, a: jax.device_put(jnp.array(x, a.dtype, copy=True), a.sharding)  # noqa: E731 (a step donates both)
@@ -111,17 +111,17 @@ def with_new_averages(state: PyTree, params: PyTree) -> PyTree:
 
 
 def averages_in(state: PyTree) -> dict[str, PyTree]:
-    """The averages that an optimizer's state holds, by name."""
-    return _taken_apart(state)[0]
+    """Returns the averages in an optimizer state, by name."""
+    return _unwrap(state)[0]
 
 
 def as_model(average: PyTree, model: PyTree) -> PyTree:
-    """An averaged model, in the dtypes and memories of the trained one."""
+    """Returns an averaged model, with the dtypes and memory kinds of the trained one."""
     return jax.tree.map(_like, eqx.combine(cast(PyTree, average), model), model)
 
 
-def _taken_apart(state: PyTree) -> tuple[dict[str, PyTree], PyTree]:
-    """The averages of a state by name, and the state that they wrap."""
+def _unwrap(state: PyTree) -> tuple[dict[str, PyTree], PyTree]:
+    """Splits a state into its averages, by name, and the inner state."""
     averages = {}
     while isinstance(state, AverageState):
         averages[state.name], state = state.average, state.inner
@@ -129,7 +129,7 @@ def _taken_apart(state: PyTree) -> tuple[dict[str, PyTree], PyTree]:
 
 
 def _like(average: Any, x: Any) -> Any:
-    """An average in the dtype and in the memory of the leaf that it is of."""
+    """Converts an average to the dtype and memory kind of its leaf."""
     if not isinstance(x, jax.Array) or average is x:
         return average
     average = jax.device_put(average, x.sharding) if is_in_host(average.sharding) else average

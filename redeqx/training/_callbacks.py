@@ -1,6 +1,6 @@
-"""Callbacks: what acts while a fit runs, and how a fit calls them and keeps their state.
+"""Callbacks: the interface, three of them, and how a fit calls them and keeps their state.
 
-The base class is the interface; `EarlyStopping`, `SaveEvery` and `Profile` use nothing else. `EMA` is in `_ema.py`.
+`Callback` is the interface; `EarlyStopping`, `SaveEvery` and `Profile` use nothing else. `EMA` is in `_ema.py`.
 """
 
 import math
@@ -23,13 +23,13 @@ from ..storage import Location
 
 
 class Callback:
-    """Acts while `Trainer.fit(callbacks=[...])` runs. Override the methods that you need; each does nothing by default.
+    """Acts during `Trainer.fit(callbacks=[...])`. Override the methods that you need; each does nothing by default.
 
-    A method is called after everything about its moment is known: in `on_step`, `metrics` are those of the step
+    A method is called when everything about its moment is known: in `on_step`, `metrics` are those of the step
     `trainer.step`, and `trainer.model` is the model after it. Callbacks are called in the order of the list. They may log
     (`trainer.deployer.log_metrics`), save (`trainer.save_ckpt`) and stop the fit (`trainer.stop`). With several processes
-    every process calls its own callbacks, and process 0 decides whether the fit stops; `trainer.deployer.decide` does so for
-    other decisions.
+    every process calls its own callbacks, and process 0 decides whether the fit stops; for other decisions use
+    `trainer.deployer.decide`.
 
     ```python
     class Histogram(redeqx.Callback):
@@ -44,56 +44,56 @@ class Callback:
 
     **Attributes:**
 
-    - `every`: `on_step` is called after every so many steps. The loop waits for the device at these steps; without a
-        callback that overrides `on_step` it never does.
-    - `needs_eval`: whether it does nothing in a fit without an evaluation, which then is an error.
+    - `every`: `on_step` is called once every this many steps, for which the loop waits for the device. Without a callback
+        that overrides `on_step` it never waits.
+    - `needs_eval`: whether the callback only works with evaluations; a fit without them is then an error.
     """
 
     every: int = 1
     needs_eval: bool = False
 
     def wants(self, step: int) -> bool:
-        """Whether `on_step` is called after this step: every `every` steps."""
+        """Returns whether `on_step` is called after this step: by default every `every` steps."""
         return step % self.every == 0
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Before the first step of a fit, when the model is on the mesh and a resumed state is loaded."""
+        """Called before the first step of a fit, when the model is on the mesh and a resumed state is loaded."""
 
     def on_step(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """After a step, with its metrics."""
+        """Called after a step, with its metrics."""
 
     def on_eval(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """After an evaluation, with its metrics; before the checkpoint of the same step is saved."""
+        """Called after an evaluation, with its metrics, and before the checkpoint of the same step is saved."""
 
     def on_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """After an epoch, with the metrics of its evaluation, or else of its last step; before its checkpoint is saved."""
+        """Called after an epoch, with the metrics of its evaluation or last step; before its checkpoint is saved."""
 
     def on_save(self, trainer: Any, path: Location) -> None:
-        """After a checkpoint is complete on disk. The loop waits for that where a callback overrides this method. The state
-        of the callback that the checkpoint holds is the one before this call."""
+        """Called after a checkpoint is complete on disk; the loop waits for this if a callback overrides this method. The
+        checkpoint holds the callback's state from before this call."""
 
     def on_fit_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """After a fit, with the metrics that it returns."""
+        """Called after a fit, with the metrics that it returns."""
 
     def close(self) -> None:
-        """After a fit, also one that ended by an exception: release what was opened."""
+        """Called after a fit, also if it raised: release what was opened."""
 
     def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """The optimizer to train with. A wrapper's state keeps that of the optimizer it wraps as the attribute `inner`, and
-        wrapping the result again returns an equal one."""
+        """Returns the optimizer to train with. The state of a wrapper keeps the inner optimizer's state as the attribute
+        `inner`, and wrapping the result again returns an equal one."""
         return optimizer
 
     def models(self, trainer: Any) -> dict[str, PyTree]:
-        """More models by name, in the structure of `trainer.model`: evaluations report their `{name}_loss`, and checkpoints
-        keep them as `{name}.safetensors`."""
+        """Returns further models by name, in the structure of `trainer.model`. Evaluations report their `{name}_loss`, and
+        checkpoints keep them as `{name}.safetensors`."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback, by name: values that JSON holds, and arrays."""
+        """Returns the state that a checkpoint keeps of this callback, by name: JSON values and arrays."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take what `state` returned when the checkpoint was saved from which this fit resumes; its arrays are numpy's."""
+        """Restores what `state` returned when the checkpoint was saved; arrays are NumPy's."""
 
 
 class EarlyStopping(Callback):
@@ -110,11 +110,11 @@ class EarlyStopping(Callback):
     **Arguments:**
 
     - `metric`: its name in the evaluation.
-    - `patience`: the number of evaluations in a row without an improvement after which the fit stops.
-    - `mode`: `"min"` where less is better, `"max"` where more is.
-    - `min_delta`: the least change that counts as an improvement.
+    - `patience`: the fit stops after this many evaluations in a row without an improvement.
+    - `mode`: `"min"` if less is better, `"max"` if more is.
+    - `min_delta`: the smallest change that counts as an improvement.
 
-    Raises ValueError in a fit without an evaluation, and at the first one without the metric.
+    Raises ValueError in a fit without an evaluation, and at the first evaluation without the metric.
     """
 
     needs_eval = True
@@ -135,7 +135,7 @@ class EarlyStopping(Callback):
         self.best, self.n_worse = None, 0
 
     def on_fit_start(self, trainer: Any) -> None:
-        if self.n_worse >= self.patience:  # of a fit that is resumed after it was stopped
+        if self.n_worse >= self.patience:  # the resumed fit had been stopped already
             trainer.stop()
 
     def on_eval(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -158,7 +158,7 @@ class EarlyStopping(Callback):
             trainer.stop()
 
     def on_fit_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        self.best, self.n_worse = None, 0  # the next fit begins anew
+        self.best, self.n_worse = None, 0  # the next fit starts afresh
 
     def state(self) -> dict[str, Any]:
         return {"best": self.best, "n_worse": self.n_worse}
@@ -168,8 +168,8 @@ class EarlyStopping(Callback):
 
 
 class SaveEvery(Callback):
-    """Saves a checkpoint whenever some minutes have passed, by the clock of process 0. Put it last in the list, so that the
-    other callbacks have seen the step that it saves.
+    """Saves a checkpoint every few minutes, by the clock of process 0. Put it last in the list, so that the saved step has
+    been seen by the other callbacks.
 
     ```python
     trainer.fit(examples, batch_size=32, n_epochs=10, callbacks=[redeqx.SaveEvery(minutes=30)])
@@ -177,8 +177,8 @@ class SaveEvery(Callback):
 
     **Arguments:**
 
-    - `minutes`: between two checkpoints.
-    - `every`: the clock is read after every so many steps.
+    - `minutes`: the time between two checkpoints.
+    - `every`: the clock is read once every this many steps.
     - `keep_last`: how many of the newest checkpoints are kept.
 
     Raises ValueError without a workdir.
@@ -207,21 +207,21 @@ class SaveEvery(Callback):
 
 
 class Profile(Callback):
-    """Traces some steps by `jax.profiler`, and prints the ten costliest operations, in process 0: the time of each in a
+    """Traces some steps with `jax.profiler`, and prints the ten costliest operations in process 0: the time of each per
     step, its share, and the line of your code that it comes from.
 
     ```python
     trainer.fit(examples, batch_size=32, callbacks=[redeqx.Profile(range(10, 13))])
     ```
 
-    The trace is in `workdir/profile`, for TensorBoard or Perfetto, with the table beside it, `profile.txt`. Times are a
-    device's mean; operations that run beside each other count each, so that shares may add up to more than 100 %.
+    The trace is written to `workdir/profile`, for TensorBoard or Perfetto, with the table beside it in `profile.txt`. Times
+    are means over devices; concurrent operations all count, so shares may sum to more than 100 %.
 
     **Arguments:**
 
     - `steps`: a range of steps, counted from 1 as in `trainer.step`. Leave out the first two, which compile.
 
-    Raises ValueError for steps that are no range of at least one, and without a workdir.
+    Raises ValueError for an empty range or anything but a range, and without a workdir.
     """
 
     def __init__(self, steps: range):
@@ -233,7 +233,7 @@ class Profile(Callback):
         self._is_tracing = False
 
     def wants(self, step: int) -> bool:
-        return step in (self.steps[0] - 1, self.steps[-1])  # before the first, and after the last
+        return step in (self.steps[0] - 1, self.steps[-1])  # before the first step, and after the last
 
     def on_fit_start(self, trainer: Any) -> None:
         _need_workdir(trainer, "Profile")
@@ -275,12 +275,12 @@ def _need_workdir(trainer: Any, name: str) -> None:
         raise ValueError(f"`{name}`: expected a `workdir` to write to, got None. Pass `Deployer(workdir=...)`.")
 
 
-# --- how a fit uses them ---------------------------------------------------------------------------------------------
+# --- the callbacks of a fit ------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Callbacks:
-    """The callbacks of one fit, with the trainer that they are given."""
+    """The callbacks of one fit, and the trainer that is passed to them."""
 
     each: Sequence[Callback]
     trainer: Any
@@ -289,7 +289,7 @@ class Callbacks:
 
     @staticmethod
     def check(each: Any) -> None:
-        """Raise TypeError for what is no list of callbacks."""
+        """Raises TypeError for anything but a list of callbacks."""
         if isinstance(each, Callback) or not isinstance(each, Sequence):
             raise TypeError(f"`callbacks`: expected a list, got {type(each).__name__}. Write [callback].")
         for i, callback in enumerate(each):
@@ -302,27 +302,27 @@ class Callbacks:
                 check_count(callback.every, f"callbacks[{i}].every")
 
     def overriding(self, method: str) -> list[Callback]:
-        """Those that override a method."""
+        """Returns the callbacks that override a method."""
         return [callback for callback in self.each if getattr(type(callback), method) is not getattr(Callback, method)]
 
     def call(self, method: str, *args: Any) -> None:
-        """Call a method of each that overrides it."""
+        """Calls a method of each callback that overrides it."""
         for callback in self.overriding(method):
             self.was_called = True
             getattr(callback, method)(self.trainer, *args)
 
-    def wanting(self, step: int) -> list[Callback]:
-        """Those whose `on_step` is called after this step."""
+    def due(self, step: int) -> list[Callback]:
+        """Returns the callbacks whose `on_step` is called after this step."""
         return [callback for callback in self.overriding("on_step") if callback.wants(step)]
 
-    def stepped(self, wanting: Sequence[Callback], metrics: Mapping[str, float]) -> None:
-        """Call `on_step` of these."""
-        for callback in wanting:
+    def call_on_step(self, due: Sequence[Callback], metrics: Mapping[str, float]) -> None:
+        """Calls `on_step` of these callbacks."""
+        for callback in due:
             self.was_called = True
             callback.on_step(self.trainer, dict(metrics))
 
-    def saved(self, path: Location, checkpoints: Checkpoints) -> None:
-        """Call `on_save` once the checkpoint is on disk, but not for one that is saved inside of it."""
+    def call_on_save(self, path: Location, checkpoints: Checkpoints) -> None:
+        """Calls `on_save` once the checkpoint is on disk, except for checkpoints that are saved inside `on_save`."""
         if not self.is_saving and self.overriding("on_save"):
             checkpoints.wait()
             self.is_saving = True
@@ -335,7 +335,7 @@ class Callbacks:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """The fit has ended. Each is closed, whatever another one raises; and the fit's own error stays what is raised."""
+        """Closes every callback, even if another one raises. An error of the fit itself is the one that is raised."""
         failed: list[Exception] = []
         for callback in self.each:
             try:
@@ -349,16 +349,16 @@ class Callbacks:
             error.add_note(f"A callback's `close` failed after it: {type(raised).__name__}: {raised}")
 
     def models(self) -> dict[str, PyTree]:
-        """The models of all callbacks, by name."""
+        """Returns the models of all callbacks, by name."""
         return {name: model for callback in self.each for name, model in callback.models(self.trainer).items()}
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """The state of each callback that has one, by its class and its position among those of its class."""
+        """Returns the state of each callback that has one, by its class and its position among those of its class."""
         states = {key: callback.state() for key, callback in self._keyed().items()}
         return {key: state for key, state in states.items() if state}
 
     def load(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Give each callback the state that was saved of it."""
+        """Restores the saved state of each callback."""
         for key, callback in self._keyed().items():
             if key in states:
                 callback.load_state(states[key])
@@ -374,7 +374,7 @@ class Callbacks:
 
 
 def arrays_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The arrays of callbacks' states."""
+    """Returns the arrays of callbacks' states."""
     arrays = {
         key: {n: x for n, x in state.items() if isinstance(x, jax.Array | np.ndarray)} for key, state in states.items()
     }
@@ -382,7 +382,7 @@ def arrays_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def states_to_record(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What `trainer.json` holds of callbacks' states: the values, and the dtype and shape of each array."""
+    """Returns the entry of callbacks' states in `trainer.json`: the values, and the dtype and shape of each array."""
     arrays = arrays_of(states)
     return {
         key: {
@@ -396,11 +396,11 @@ def states_to_record(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def states_of_record(
     record: Mapping[str, Any], checkpoints: CheckpointFolder, path: Location, *, verify: bool
 ) -> dict[str, Any]:
-    """The callbacks' states of a checkpoint.
+    """Reads the callbacks' states from a checkpoint.
 
     **Arguments:**
 
-    - `record`: what `states_to_record` returned.
+    - `record`: the result of `states_to_record`.
     - `verify`: as for `Checkpoints.load`.
     """
     template = {
@@ -413,7 +413,7 @@ def states_of_record(
 
 
 def is_states(value: Any) -> bool:
-    """Whether this is what `states_to_record` returns."""
+    """Returns whether a value has the format of `states_to_record`."""
     return isinstance(value, dict) and all(
         isinstance(state, dict)
         and isinstance(state.get("values"), dict)

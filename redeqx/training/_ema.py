@@ -1,4 +1,4 @@
-"""The callback that keeps an exponential moving average of the weights."""
+"""EMA: the callback that keeps an exponential moving average of the weights."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,11 +12,11 @@ from ._callbacks import Callback
 
 
 class EMA(Callback):
-    """Keeps an exponential moving average of the trained weights, evaluates it and saves it beside the model.
+    """Keeps an exponential moving average of the trained weights, evaluates it and saves it with the model.
 
-    After each step `average = decay * average + (1 - decay) * weights`, beginning with the weights at the start of the fit,
-    or with those of the checkpoint that it resumes, where that has no average. Evaluations report `ema_loss` (and each other
-    metric of the loss) beside `loss`. Checkpoints hold the averaged model as `ema.safetensors`.
+    After each step `average = decay * average + (1 - decay) * weights`. It begins with the weights at the start of the fit,
+    or with those of the resumed checkpoint if this has no average. Evaluations report `ema_loss` (and each other metric of
+    the loss) in addition to `loss`. Checkpoints hold the averaged model as `ema.safetensors`.
 
     ```python
     ema = redeqx.EMA(decay=0.999)
@@ -29,10 +29,10 @@ class EMA(Callback):
 
     **Arguments:**
 
-    - `decay`: the weight of the average in its update, from 0 to 1, without 1.
-    - `name`: what metrics and files begin with; two averages need two names.
+    - `decay`: the weight of the old average in the update, in [0, 1).
+    - `name`: the prefix of metrics and the name of the file; two averages need two names.
 
-    Raises ValueError for another decay, TypeError for what is no number.
+    Raises ValueError for another decay, TypeError for anything but a number.
     """
 
     decay: float
@@ -42,13 +42,14 @@ class EMA(Callback):
         advice = "0.999 averages about 1000 steps."
         check_number(decay, "decay", "a number from 0 to below 1", lambda decay: 0 <= decay < 1, advice)
         if not name.isidentifier() or name in ("model", "model_state", "optimizer", "callbacks", "eval"):
-            raise ValueError(f"`name`: expected letters, and no name of another file, got {name!r}. Pass 'ema', say.")
+            raise ValueError(f"`name`: expected an identifier that names no other file, got {name!r}. Pass 'ema', say.")
         self.decay, self.name = decay, name
         self._trainer: Any = None
 
     @property
     def model(self) -> PyTree:
-        """The averaged model, in the dtypes of the trained one. The next step deletes its arrays, like `trainer.model`'s.
+        """The averaged model, in the dtypes of the trained one. The next step deletes its arrays, as those of
+        `trainer.model`.
 
         Raises ValueError before the fit has started.
         """
@@ -72,8 +73,7 @@ class EMA(Callback):
 
 
 def attach(callbacks: Iterable[Callback], trainer: Any) -> None:
-    """Tell the averages of a fit their trainer, also where an earlier run has done that fit. Raises ValueError for two of
-    one name."""
+    """Sets the trainer of a fit's averages, even for a finished fit. Raises ValueError for two of the same name."""
     averages = [callback for callback in callbacks if isinstance(callback, EMA)]
     names = [callback.name for callback in averages]
     for callback in averages:

@@ -1,6 +1,6 @@
-"""One model and its optimizer on a mesh: plan, place, update, save, restore.
+"""The engine: one model and its optimizer on a mesh. It plans, places, updates, saves and restores them.
 
-Evaluations are in `_evaluation.py`. Epochs, schedules of evaluations and saves, and callbacks are the loop's, in `_loop.py`.
+Evaluations are in `_evaluation.py`; epochs, callbacks and the schedule of evaluations and saves in `_loop.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,14 +22,14 @@ from ..monitor import ProgressLine
 from ..partition import Plan
 from ..storage import AtEnd, Location, location
 from ._agreement import agree_on_opt_state, agree_on_trainer, check_rows
-from ._averages import as_model, averages_in, names_of, with_averages, with_new_averages, with_saved_averages
+from ._averages import as_model, average_names, averages_in, with_averages, with_new_averages, with_saved_averages
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._calls import Calls
-from ._header import header_rows, of_loss
+from ._header import header_rows, loss_rows
 from ._loss import n_rows
-from ._memory import Choice, choices, described, first_that_fits, least_memory, memory_of
+from ._memory import Choice, choices, describe_choice, first_that_fits, least_memory, memory_of
 from ._metrics import Metrics, Update
-from ._nonfinite import why_nonfinite
+from ._nonfinite import explain_nonfinite
 from ._precision import with_new_masters
 from ._program import Program, shard_bytes
 from ._progress import Position, Progress, check_record
@@ -40,11 +40,11 @@ from ._work import counted_share, work_of
 
 
 class DamagedCheckpoint(DamagedError):
-    """A checkpoint from which a fit was about to resume was found to be damaged while it was read."""
+    """The checkpoint from which a fit resumes was found to be damaged while it was read."""
 
 
 class Engine:
-    """The state of training, and what one update or one checkpoint does with it.
+    """The state of training, with the updates and checkpoints of it.
 
     **Arguments:**
 
@@ -55,23 +55,23 @@ class Engine:
 
     **Attributes:**
 
-    - `step`: updates so far.
+    - `step`: the number of updates so far.
     - `plan`: how the model is split; None until something was computed.
     - `progress`: the position in the fits.
-    - `n_fits`: the number of fits that have ended.
-    - `begun_fit`: the number of the fit that this process has begun last.
+    - `n_fits`: the number of finished fits.
+    - `begun_fit`: the index of the fit that this process began last.
     - `follows`: whether `progress.position` belongs to this script's fits; None until a fit has looked for an earlier run.
-    - `calls`: those of the model's steps.
-    - `metrics`: those of its updates.
-    - `callbacks`: of the fit that runs; None outside of one.
-    - `callback_states`: of the fit that was resumed, interrupted or ended last.
+    - `calls`: calls the compiled steps of the model.
+    - `metrics`: the metrics of its updates.
+    - `callbacks`: the callbacks of the running fit; None outside a fit.
+    - `callback_states`: the callbacks' states of the fit that was resumed, interrupted or ended last.
     - `stop_requested`: whether the fit is to stop after this step.
-    - `is_updating`: whether updates are being taken.
-    - `line_of_updates`: measures the updates of a loop of the user's own, from one to the next.
-    - `key`: that of which each step takes its own.
-    - `given`: the model and the state of its layers until they are placed; None from then on.
-    - `checkpoints`: those of the workdir; None without one.
-    - `warned`: damaged checkpoints that the user has been warned of.
+    - `is_updating`: whether updates are in progress.
+    - `update_line`: measures the updates of a user's own loop, from one to the next.
+    - `key`: the key from which each step derives its own.
+    - `given`: the model and the state of its layers until they are placed; None afterwards.
+    - `checkpoints`: the checkpoints of the workdir; None without one.
+    - `warned`: damaged checkpoints that the user has been warned about.
     """
 
     def __init__(self, run: Run, recipe: Recipe, model: PyTree, model_state: PyTree, max_skipped: int):
@@ -89,16 +89,16 @@ class Engine:
         self.callback_states: dict[str, dict[str, Any]] = {}
         self.stop_requested = False
         self.is_updating = False
-        self.line_of_updates = run.console.progress(title="update")
+        self.update_line = run.console.progress(title="update")
         self.warned: set[Location] = set()
         self.key = run.next_key()
         self.given: tuple[PyTree, PyTree] | None = (model, model_state)
-        self._held: TrainState | None = None  # once the model is placed
-        self._is_planned = False  # from the loss, when a batch was at hand
+        self._train_state: TrainState | None = None  # set once the model is placed
+        self._is_planned = False  # from the loss of a batch, not only from the order of the fields
         self._restore_from: Location | None = None  # a checkpoint to load once the model is placed
         self._saved_averages: Sequence[str] | None = None  # in that checkpoint
-        self._averages_aside: dict[str, PyTree] = {}  # those of a checkpoint that no fit has kept yet, until the next step
-        self._has_chosen = False  # what fits into memory
+        self._averages_aside: dict[str, PyTree] = {}  # loaded, not used by a fit yet; until the next step
+        self._has_chosen = False  # a setting that fits, with `memory="auto"`
         if recipe.workers.n:
             AtEnd(self, recipe.workers.close)
         self.checkpoints = None
@@ -107,79 +107,79 @@ class Engine:
                 run.workdir / "ckpts", run.peers, run.console.info, run=run, before_commit=run.upload
             )
 
-    # --- the model and where it lies -------------------------------------------------------------------------------------
+    # --- the model on the mesh -------------------------------------------------------------------------------------------
 
     @property
     def is_placed(self) -> bool:
         """Whether the model is on the mesh."""
-        return self._held is not None
+        return self._train_state is not None
 
     @property
-    def is_new(self) -> bool:
-        """Whether the train step has to compile, whatever the batch."""
-        return self._held is None or not self.calls.knows(self._held.program.train_step)
+    def must_compile(self) -> bool:
+        """Whether the train step has to compile for any batch."""
+        return self._train_state is None or not self.calls.has_called(self._train_state.program.train_step)
 
     @property
     def state(self) -> TrainState:
-        """The arrays that training carries, once the model is placed."""
-        assert self._held is not None, "placed"
-        if not self._held.is_loaded:
+        """The arrays that training carries. The model must be placed."""
+        assert self._train_state is not None, "placed"
+        if not self._train_state.is_loaded:
             raise ValueError(
                 "`trainer`: expected its values, got none: they were freed for a checkpoint that then could not be read. "
-                "Load one that is complete with `load_ckpt`, or make the Trainer anew."
+                "Load one that is complete with `load_ckpt`, or create the Trainer again."
             )
-        return self._held
+        return self._train_state
 
     @property
     def trees(self) -> tuple[PyTree, PyTree]:
-        """The model and the state of its layers, before anything that waits to be restored."""
+        """The model and the state of its layers. A pending restore is ignored."""
         return self.given if self.given is not None else (self.state.model, self.state.model_state)
 
     @property
     def current(self) -> tuple[PyTree, PyTree]:
-        """The model and the state of its layers; a checkpoint that waits to be restored is restored first."""
+        """The model and the state of its layers. A pending restore is done first."""
         if self._restore_from is not None:
             self.place()
         return self.trees
 
     @property
     def precision(self) -> str:
-        """The dtypes of a step, in words."""
+        """A description of the dtypes of a step."""
         return self.recipe.precision.describe([leaf.dtype for leaf in self.recipe.parts.take(self.trees[0])[0]])
 
     @property
     def opt_state(self) -> PyTree:
-        """The optimizer's state; in a dry run its shapes."""
+        """The optimizer state; in a dry run its shapes."""
         if self.run.is_dry_run:
             return as_shapes(self.recipe.opt_shapes(self.current[0]))
         self.place()
         return self.state.opt_tree
 
     def place(self, batch: PyTree | None = None) -> None:
-        """Make the plan and the program, place the model, and create or restore the optimizer's state.
+        """Makes the plan and the program, places the model, and creates or restores the optimizer state.
 
-        This happens once, at first use, with the plan of the loss. Where something was used before a batch was at hand (a
-        prediction, a checkpoint that was loaded), the arrays are placed in the order of the model's fields first, and move
-        to the loss's plan at the first batch.
+        Done once, at first use, with the plan of the loss. If the trainer is used before the first batch (to predict, or to
+        load a checkpoint), the arrays are first placed by the order of the model's fields, and are resharded by the loss's
+        plan at the first batch.
 
         **Arguments:**
 
-        - `batch`: the shapes of a micro-batch; None where there is none, and then no loss is traced.
+        - `batch`: the shapes of a micro-batch; with None, no loss is traced.
         """
-        if self._held is not None and (self._is_planned or batch is None):
+        if self._train_state is not None and (self._is_planned or batch is None):
             return
         self.run.need_values("trainer")
-        if self._held is None:
+        if self._train_state is None:
             self._agree()
         trace = None if batch is None else self.recipe.trace(*self.trees, batch)
         plan = self.recipe.plan_on(self.run.mesh, self.trees[0], trace)
         before = {} if self.plan is None else self.plan.leaves
-        is_alike = all(plan.leaves[name].spec == leaf.spec for name, leaf in before.items())
+        is_same = all(plan.leaves[name].spec == leaf.spec for name, leaf in before.items())
         self.plan, self._is_planned = plan, batch is not None
-        if self._held is None:
+        if self._train_state is None:
             path = self._restore_from
-            with nullcontext() if path is None else self._resuming(path), self._averages_of(self._saved_averages):
-                self._held = self._make_state(self.recipe.program(plan, *self.trees))
+            with nullcontext() if path is None else self._resuming(path), self._using_averages(self._saved_averages):
+                self._train_state = self._make_state(self.recipe.program(plan, *self.trees))
                 self.given = None
                 self._restore()
             agree_on_opt_state(self.run.peers, self.state.opt_tree)
@@ -188,19 +188,19 @@ class Engine:
             run.console.header(rows)
             run.console.records.begin(rows, plan.explain)
             return
-        if not is_alike:
-            self._held.move(self.recipe.program(plan, *self.trees))
+        if not is_same:
+            self._train_state.move(self.recipe.program(plan, *self.trees))
             self.run.console.info(f"plan: {plan.summary()}; now in the order of the loss")
-        for name, said in of_loss(self.recipe, plan, trace).items():  # the header had no loss to look at
-            self.run.console.info(f"{name}: {said}")
+        for name, text in loss_rows(self.recipe, plan, trace).items():  # the header was printed without a loss
+            self.run.console.info(f"{name}: {text}")
 
     def place_for(self, batch: Batch) -> None:
-        """`place`, with the shapes of this batch."""
-        if self._held is None or not self._is_planned:  # asked before every step, for which no shapes are made
+        """Calls `place` with the shapes of this batch."""
+        if self._train_state is None or not self._is_planned:  # every step calls this: make shapes only if needed
             self.place(batch.micro_batch)
 
     def _make_state(self, program: Program) -> TrainState:
-        """The state of step 0; where a checkpoint is to be restored, the shapes that it is loaded into."""
+        """Returns the state of step 0; if a checkpoint is to be restored, the shapes to load it into."""
         model, state = self.trees
         if (path := self._restore_from) is None:
             return TrainState.of(self.recipe.parts, program, model, state, self.key)
@@ -209,42 +209,42 @@ class Engine:
         return held
 
     def _agree(self) -> None:
-        """Check that the arrays still exist, and that the trainers of all processes are alike."""
+        """Checks that the arrays still exist, and that the trainers of all processes agree."""
         model, state = self.trees
-        check_alive(model, "model")  # another trainer may have updated the arrays of `deployer.init` since
+        check_alive(model, "model")  # another trainer may have donated the arrays of `deployer.init`
         settings = {"accumulate_grad_batches": self.recipe.accumulate, "precision": self.precision}
         agree_on_trainer(self.run, model, state, {**settings, "trained leaves": len(self.recipe.parts.names[0])})
 
     def use_optimizer(self, optimizer: optax.GradientTransformation) -> None:
-        """Train with another optimizer: one whose state is that of the current one, within averages or without them."""
+        """Switches to another optimizer, whose state must be that of the current one, with or without averages around it."""
         if optimizer is self.recipe.optimizer:
             return
         self.recipe = replace(self.recipe, optimizer=optimizer)
-        if self._held is None:
+        if self._train_state is None:
             return
         assert self.plan is not None
-        held, before = self._held, self._held.opt_tree
+        held, before = self._train_state, self._train_state.opt_tree
         held.program = program = self._program_with_eval(held.program)
         if not held.is_loaded:
             held.opt_state = list(program.opt_state)
             return
         init = lambda: jax.tree.unflatten(program.opt_treedef, program.init_opt_state(held.trained))  # noqa: E731
-        state, self._averages_aside = with_averages(names_of(optimizer), before, self._averages_aside, init)
+        state, self._averages_aside = with_averages(average_names(optimizer), before, self._averages_aside, init)
         pairs = zip(jax.tree.leaves(state), program.opt_state, strict=True)
         held.opt_state = [x if x.sharding == shape.sharding else jax.device_put(x, shape.sharding) for x, shape in pairs]
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
     def batch_size(self, per_device: int | None, total: int | None, n_devices: int | None = None) -> BatchSize:
-        """The sizes of an update's batch, from what `fit` is given of them."""
+        """Returns the sizes of an update's batch, from the arguments of `fit`."""
         return BatchSize.of(self.run.mesh, per_device, total, self.recipe.accumulate, n_devices=n_devices)
 
     def batches(self, steps: Iterable[Slice], size: BatchSize, *, checks_end: bool = False) -> Prefetch:
-        """The batch of each step, prepared ahead by a thread; to be closed.
+        """Returns the batch of each step, prepared ahead by a thread. Close it after use.
 
         **Arguments:**
 
-        - `checks_end`: whether the processes compare where the steps end, as the number of examples is not known.
+        - `checks_end`: whether the processes compare where the steps end, since the number of examples is unknown.
         """
         self.run.n_passes += 1
         check = None if self.run.peers.n == 1 else partial(check_rows, self.run.peers, self.run.n_passes)
@@ -252,7 +252,7 @@ class Engine:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Raise ValueError for updates inside of others."""
+        """Raises ValueError for an update inside another one."""
         if self.is_updating:
             raise ValueError(
                 "`fit`, `train`: expected to be called one after the other, got one inside the other. "
@@ -265,12 +265,12 @@ class Engine:
             self.is_updating = False
 
     def update(self, batch: Batch, line: ProgressLine, position: Position | None = None) -> None:
-        """Queue one update. The device may still compute it afterwards, and the metrics of the newest steps are unread:
-        `flush` waits for both. Step and position change together, so that a checkpoint saved at any time is consistent.
+        """Queues one update. The device may still be computing it afterwards, and the newest metrics may be unread: `flush`
+        waits for both. Step and position change together, so that a checkpoint saved at any time is consistent.
 
         **Arguments:**
 
-        - `position`: after this update, in a fit.
+        - `position`: in a fit, the position after this update.
         """
         self.run.peers.check()
         if self.checkpoints is not None:
@@ -290,17 +290,17 @@ class Engine:
         self.run.watch.beat(self.step)
         epoch, work = None if position is None else position.epoch, work * counted_share(batch)
         update = Update(self.step, epoch, program.metric_names, vector, replace(batch, groups=()), work)
-        self.metrics.add(update, line, self.progress, self._why_nonfinite)
+        self.metrics.add(update, line, self.progress, self._explain_nonfinite)
 
     def _choose_memory(self, batch: Batch, line: ProgressLine) -> None:
-        """With `memory="auto"`: take the first choice whose train step fits, before its first run.
+        """With `memory="auto"`: chooses the first setting whose train step fits into memory, before its first run.
 
-        A program is compiled once: the step that runs is the one whose memory was asked for.
+        Each program is compiled once: the compiled step whose memory was checked is the one that runs.
         """
         run, recipe = self.run, self.recipe
         if recipe.memory is None or recipe.grad_fn is not None:
             return
-        if self.calls.knows(self.state.program.train_step, batch.signature):
+        if self.calls.has_called(self.state.program.train_step, batch.signature):
             return
         memory = least_memory(memory_of(run.mesh), run.peers)
         if memory is None:
@@ -311,14 +311,14 @@ class Engine:
 
         def order() -> Iterator[Choice]:
             yield first
-            # A loss that draws would draw other numbers for other rows, and layers with a state see a micro-batch's rows.
+            # Smaller parts would change the random numbers of a loss that draws, and the rows that stateful layers see.
             is_cut = not recipe.has_state and not recipe.trace(*self.trees, batch.micro_batch).reads_last
             rows = n_rows(batch.micro_batch) // run.n_batch_shards if is_cut else 1
             yield from choices(first, run.mesh.devices.flat[0].platform, rows)[1:]
 
         def compiled(choice: Choice) -> jax.stages.Compiled:
             if choice != first:
-                self._take(choice)
+                self._use_choice(choice)
             with line.compiling("train step"):
                 return self.compiled(batch)
 
@@ -327,42 +327,42 @@ class Engine:
             tried = first_that_fits(order(), memory, compiled, run.peers, opt_state)
         *_, (chosen, need) = tried.items()
         if chosen != first or need.total > memory.limit or not self._has_chosen:
-            run.console.info(described(tried, memory))
+            run.console.info(describe_choice(tried, memory))
         self._has_chosen = True
 
-    def _take(self, choice: Choice) -> None:
-        """Go on with another train step."""
+    def _use_choice(self, choice: Choice) -> None:
+        """Switches to the train step of another choice."""
         unroll = self.recipe.unroll if choice.unroll is None else choice.unroll
         options = {"remat": choice.remat, "n_parts": choice.n_parts, "offload_opt_state": choice.offload_opt_state}
         self.recipe = replace(self.recipe, unroll=unroll, **options)
         self.state.move(self._program_with_eval(self.state.program))
 
     def _program_with_eval(self, old: Program) -> Program:
-        """The program of a recipe that trains otherwise: evaluations are computed as before, and need not compile again."""
+        """Returns the program of the changed recipe, with the old evaluation step, which need not compile again."""
         assert self.plan is not None
         new = self.recipe.program(self.plan, *self.trees)
         return replace(new, eval_step=old.eval_step, eval_names=old.eval_names)
 
     def flush(self, line: ProgressLine) -> None:
-        """Wait for the device, and read, check and record the metrics of every step."""
-        self.metrics.read_all(line, self.progress, self._why_nonfinite)
+        """Waits for the device, and reads, checks and records the metrics of every step."""
+        self.metrics.read_all(line, self.progress, self._explain_nonfinite)
 
     def compiled(self, batch: Batch) -> jax.stages.Compiled:
-        """The compiled train step for a batch."""
+        """Returns the compiled train step for a batch."""
         self.place_for(batch)
         args = self.state.train_args(batch.groups, batch.n_micro_batches)
         return self.state.program.train_step.lower(*args).compile()
 
-    def _why_nonfinite(self, batch: Batch) -> str:
-        """The last good checkpoint, and what of a batch makes its loss not finite."""
+    def _explain_nonfinite(self, batch: Batch) -> str:
+        """Names the last good checkpoint, and what in a batch makes its loss not finite."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
         index = {} if self.checkpoints is None else self.checkpoints.index()
         last = f"The last good checkpoint is {index['last']}." if "last" in index else "Nothing was saved yet."
-        return f"{last} {why_nonfinite(batch.rows, batch.places, lambda: self.recipe.trace(*self.trees, batch.rows))}"
+        return f"{last} {explain_nonfinite(batch.rows, batch.places, lambda: self.recipe.trace(*self.trees, batch.rows))}"
 
-    def predicted_from(self) -> tuple[PyTree, PyTree, Plan]:
-        """The model, the state of its layers and the plan that a Predictor of this trainer uses."""
+    def predictor_source(self) -> tuple[PyTree, PyTree, Plan]:
+        """Returns the model, the state of its layers and the plan that a Predictor of this trainer uses."""
         if self.run.is_dry_run:
             return *self.trees, self.recipe.plan_on(self.run.mesh, self.trees[0], None)
         self.place()
@@ -372,7 +372,7 @@ class Engine:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def need_checkpoints(self) -> Checkpoints:
-        """The checkpoints of the workdir, once a save in the background has ended."""
+        """Returns the checkpoints of the workdir, after a running background save has ended."""
         if self.checkpoints is None:
             raise ValueError("`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`.")
         self.checkpoints.wait()
@@ -388,18 +388,18 @@ class Engine:
         save_float_dtype: Any,
         then: Callable[[Location], None] | None = None,
     ) -> Location:
-        """Save the current step; returns the checkpoint's folder.
+        """Saves the current step; returns the checkpoint's folder.
 
         **Arguments:**
 
-        - `tags`: its names in the index, beside `"last"`.
-        - `then`: for a save in the background, as `Checkpoints.save` says.
+        - `tags`: its names in the index, in addition to `"last"`.
+        - `then`: called after a background save, see `Checkpoints.save`.
         """
         if self.run.is_dry_run:
-            return self.need_checkpoints().folder / f"step_{self.step:08d}"  # it writes nothing
+            return self.need_checkpoints().folder / f"step_{self.step:08d}"  # writes nothing
         self.place()
-        # Where a tracker saves, say, the newest updates are not read yet.
-        last_metrics, n_skipped = self.metrics.newest_unread(self.progress.n_skipped, self._why_nonfinite)
+        # The metrics of the newest updates may be unread, for example if a tracker saves.
+        last_metrics, n_skipped = self.metrics.newest_unread(self.progress.n_skipped, self._explain_nonfinite)
         record = {
             "redeqx": __version__,
             "step": self.step,
@@ -410,7 +410,7 @@ class Engine:
             "mesh": dict(self.run.mesh.shape),
             "metrics": dict(metrics),
             "train_metrics": last_metrics,
-            "averages": names_of(self.recipe.optimizer),
+            "averages": average_names(self.recipe.optimizer),
         }
         checkpoints = self.need_checkpoints()
         trees = self.state.trees(opt_state=save_opt_states)
@@ -419,33 +419,33 @@ class Engine:
         if arrays := arrays_of(states):
             trees["callbacks"] = arrays
         models = {} if self.callbacks is None else self.callbacks.models()
-        for name, average in averages_in(self.state.opt_tree).items():  # also after the fit whose callback keeps it
+        for name, average in averages_in(self.state.opt_tree).items():  # also after the fit of the callback that keeps it
             if name not in models:
                 models[name] = as_model(average, self.state.model)
         trees |= models
         path = checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
         self.progress.saved = (self.step, self.progress.position)
         if self.callbacks is not None:
-            self.callbacks.saved(path, checkpoints)
+            self.callbacks.call_on_save(path, checkpoints)
         return path
 
     def load(self, name: str | Location, *, opt_states: bool) -> None:
-        """Load a checkpoint. Its files are verified before any current value is freed.
+        """Loads a checkpoint. Its files are verified before any current value is freed.
 
         **Arguments:**
 
         - `name`: as for `Checkpoints.resolve`.
-        - `opt_states`: whether to load the optimizer's state, the step and the progress too.
+        - `opt_states`: whether to load the optimizer state, the step and the progress too.
         """
         if self.is_updating:
-            raise ValueError("`load_ckpt`: expected after `fit` or `train`, got called inside of it. Call it afterwards.")
+            raise ValueError("`load_ckpt`: expected after `fit` or `train`, got called inside it. Call it afterwards.")
         checkpoints: CheckpointFolder
         if self.checkpoints is None and (not isinstance(name, str) or "/" in name):  # a path needs no workdir
             checkpoints = CheckpointFolder(location(name, "checkpoint").parent, self.run.peers, self.run.console.info)
         else:
             checkpoints = self.need_checkpoints()
         path = checkpoints.resolve(name)
-        # Where this script has fits behind it that an earlier run has done, and that run was within the next one.
+        # Whether this script skipped fits that an earlier run had finished, and that run stopped within the next fit.
         is_ahead = bool(self.follows and opt_states and 0 < self.n_fits <= self.progress.position.fit)
         is_ahead &= self.progress.position != Position(self.n_fits) and self.begun_fit != self.n_fits
         record = checkpoints.record(path)
@@ -454,79 +454,81 @@ class Engine:
         pending = self._restore_from, self._saved_averages
         self._restore_from = self._saved_averages = None
         self.place()
-        assert self._held is not None
+        assert self._train_state is not None
         steps = (record["step"], record.get("n_skipped", 0))
         states = states_of_record(record.get("callbacks", {}), checkpoints, path, verify=False) if opt_states else {}
         try:
-            with self._averages_of(self._averages_of_record(record) if opt_states else None):
-                self._held.load(checkpoints, path, steps if opt_states else None)
+            with self._using_averages(self._averages_of_record(record) if opt_states else None):
+                self._train_state.load(checkpoints, path, steps if opt_states else None)
         except ValueError:
-            if pending[0] is not None and self._held.is_loaded:  # of another model, say: what was resumed stays
+            if (
+                pending[0] is not None and self._train_state.is_loaded
+            ):  # such as another model's: the pending one stays valid
                 self._restore_from, self._saved_averages = pending
-                with self._resuming(pending[0]), self._averages_of(self._saved_averages):
+                with self._resuming(pending[0]), self._using_averages(self._saved_averages):
                     self._restore()
             raise
         self.metrics.forget()
         if opt_states:
             self.step = record["step"]
-            self._take_up(record, states)
-        else:  # copies of other parameters would bring these back at the next step
-            held = self._held
+            self._continue_from(record, states)
+        else:  # master copies and averages of the old parameters would bring these back at the next step
+            held = self._train_state
             trained = held.parts.trained_tree(held.trained)
             held.opt_state = jax.tree.leaves(with_new_averages(with_new_masters(held.opt_tree, trained), trained))
         if is_ahead and path.parent == checkpoints.folder:
-            self.follows = None  # the next fit resumes what an earlier run has taken of it
+            self.follows = None  # the next fit resumes the part of it that an earlier run has done
         elif self.follows is None and path.parent == checkpoints.folder:
-            self.follows = False  # the next fit begins from this checkpoint, and not from the newest
+            self.follows = False  # the next fit begins from this checkpoint, not from the newest
 
     def resume_from(self, path: Location, record: Mapping[str, Any]) -> None:
-        """Load a checkpoint of an earlier run: now, or once a batch is at hand and the model is placed."""
+        """Loads a checkpoint of an earlier run: now, or when the model is placed for the first batch."""
         self.step, self.follows = record["step"], True
         self.metrics.forget()
         with self._resuming(path):
             states = states_of_record(record.get("callbacks", {}), self.need_checkpoints(), path, verify=True)
-        self._take_up(record, states)
+        self._continue_from(record, states)
         self._restore_from, self._saved_averages = path, self._averages_of_record(record)
-        if self._held is not None:
-            with self._resuming(path), self._averages_of(self._saved_averages):
+        if self._train_state is not None:
+            with self._resuming(path), self._using_averages(self._saved_averages):
                 self._restore()
 
-    def _take_up(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
-        """Go on from where a checkpoint's record says."""
+    def _continue_from(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
+        """Restores progress, callback states and last metrics from a checkpoint's record."""
         self.progress, self.callback_states = Progress.of_record(record), states
         self.metrics.last = dict(record.get("train_metrics", {}))
 
     def _restore(self) -> None:
         path, self._restore_from, self._saved_averages = self._restore_from, None, None
         if path is not None:
-            assert self._held is not None
-            self._held.load(self.need_checkpoints(), path, (self.step, self.progress.n_skipped), verify=True)
+            assert self._train_state is not None
+            self._train_state.load(self.need_checkpoints(), path, (self.step, self.progress.n_skipped), verify=True)
 
     def _averages_of_record(self, record: Mapping[str, Any]) -> Sequence[str]:
-        """The names of a checkpoint's averages; of an earlier release, which wrote none, those of this trainer."""
-        return record.get("averages", names_of(self.recipe.optimizer))
+        """Returns the names of a checkpoint's averages; earlier releases did not record them, then those of this trainer."""
+        return record.get("averages", average_names(self.recipe.optimizer))
 
     @contextmanager
-    def _averages_of(self, saved: Sequence[str] | None) -> Iterator[None]:
-        """A context in which the optimizer keeps the averages that a checkpoint has, and no others. After it, those that are
-        new begin with the weights that were loaded, and those without a use are set aside until the next step.
+    def _using_averages(self, saved: Sequence[str] | None) -> Iterator[None]:
+        """A context in which the optimizer has exactly the averages of a checkpoint. Afterwards new averages begin with the
+        loaded weights, and unused ones are set aside until the next step.
 
         **Arguments:**
 
-        - `saved`: the names of the checkpoint's averages; None where no checkpoint is loaded.
+        - `saved`: the names of the checkpoint's averages; None if no checkpoint is loaded.
         """
         if saved is None:
             yield
             return
-        given, held = self.recipe.optimizer, self._held
+        given, held = self.recipe.optimizer, self._train_state
         optimizer = with_saved_averages(given, saved, self.run.console.info)
         before = None if held is None or optimizer is given else (held.program, held.opt_state)
         self.use_optimizer(optimizer)
-        self._averages_aside = {}  # of the weights that are replaced
+        self._averages_aside = {}  # they belong to the replaced weights
         try:
             yield
         except BaseException:
-            if held is not None and held.is_loaded and before is not None:  # nothing was freed, and nothing changes
+            if held is not None and held.is_loaded and before is not None:  # nothing was freed: undo
                 self.recipe = replace(self.recipe, optimizer=given)
                 held.program, held.opt_state = before
             raise
@@ -536,16 +538,16 @@ class Engine:
 
     @contextmanager
     def _resuming(self, path: Location) -> Iterator[None]:
-        """Explain an error as one of resuming from a checkpoint; of a damaged one so that the fit takes another."""
+        """Explains an error as one of resuming from a checkpoint; for a damaged checkpoint, the fit then tries another."""
         try:
             yield
         except ValueError as error:
-            # A second fit finds that run again, and does not overwrite it.
+            # A later fit finds that run again, and does not overwrite it.
             self.step, self.progress, self.follows = 0, Progress(), None
             self._restore_from, self._saved_averages, self.callback_states = None, None, {}
             if isinstance(error, DamagedError):
                 raise DamagedCheckpoint(str(error)) from error
             raise ValueError(
-                f"`workdir`: expected a run that this trainer can go on with, got {path}, which it cannot: {error} "
+                f"`workdir`: expected a run that this trainer can continue, got {path}, which it cannot: {error} "
                 "For a new run choose another workdir."
             ) from error

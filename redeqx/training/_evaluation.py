@@ -1,4 +1,4 @@
-"""An evaluation: the loss and its metrics over all examples, as sums over batches that are divided once."""
+"""Evaluation: the loss and its metrics over all examples, as sums over batches that are divided once."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from ._metrics import LAG
 
 
 def evaluate(engine: Engine, steps: Iterator[Slice], size: BatchSize, model: PyTree | None = None) -> dict[str, float]:
-    """`{"loss": ...}` over all the examples, with every metric of `Loss.metrics`.
+    """Computes `{"loss": ...}` and every metric of `Loss.metrics` over all examples.
 
     **Arguments:**
 
     - `steps`, `size`: the examples of each batch, and the batch's sizes.
-    - `model`: instead of the trained one, in its structure.
+    - `model`: replaces the trained model, with the same structure.
 
     Raises ValueError for a `model` of another structure.
     """
@@ -56,7 +56,7 @@ def evaluate(engine: Engine, steps: Iterator[Slice], size: BatchSize, model: PyT
 
 
 def _check_alike(engine: Engine, model: PyTree) -> None:
-    """Raise ValueError for a model whose arrays are not those of the trained one."""
+    """Raises ValueError for a model whose arrays differ from the trained one's in name or shape."""
     check_model(model)
     own, found = array_leaves(engine.trees[0]), array_leaves(model)
     for name in [*own, *(name for name in found if name not in own)]:

@@ -1,4 +1,4 @@
-"""What the user wrote, as functions of flat lists of arrays: the loss and its gradient, evaluated under the plan's rules."""
+"""Wraps the user's loss, gradient and prediction functions as functions of flat lists of arrays, under the plan's rules."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,22 +30,22 @@ from ._parts import Parts
 from ._precision import AS_GIVEN, Precision
 
 
-def kind_of(plan: Plan, name: str) -> Any:
-    """What weights must have in common to be stacked: how they are stored, and computed with."""
+def stacking_key(plan: Plan, name: str) -> Any:
+    """Returns what weights must share to be stacked: their sharding in storage, and in compute."""
     return plan.sharding(name).spec, plan.spec_in_use(name)
 
 
-def rules_of(
+def plan_rules(
     parts: Parts, plan: Plan, *, named: bool = False, convolutions: bool = True, fuse_attention: bool = True
 ) -> list[Rule]:
-    """The rules that rewrite a function of the trained arrays followed by the frozen ones, in the order in which they apply.
+    """Returns the rules that rewrite a function of the trained and then the frozen arrays, in the order in which they apply.
 
-    Weights are gathered first: the rules after that meet plain arrays. The others claim different equations.
+    Weights are gathered first, so that the other rules see plain arrays. These others claim different equations.
 
     **Arguments:**
 
     - `named`: whether the program names the weight of each operation, gathered or not; it computes the same.
-    - `convolutions`: whether gradients are taken of what is convolved.
+    - `convolutions`: whether the function is differentiated, and may contain convolutions.
     - `fuse_attention`: whether attention is computed by the platform's kernel.
     """
     shardings, splits = [], []
@@ -64,7 +64,7 @@ def rules_of(
 
 @dataclass(frozen=True)
 class Functions:
-    """What the user wrote, over a model in parts."""
+    """The user's functions, for a model in parts."""
 
     parts: Parts
     plan: Plan
@@ -72,12 +72,12 @@ class Functions:
     has_state: bool = False
     precision: Precision = AS_GIVEN
     grad_fn: Callable[..., Any] | None = None
-    named: bool = False  # as `rules_of` says
-    change: Rule | None = None  # one more rule, applied before those of the plan
+    named: bool = False  # as for `plan_rules`
+    change: Rule | None = None  # an additional rule, applied before those of the plan
     fuse_attention: bool = True
-    remat: str = "none"  # of loops without one of their own, as for `Trainer`, but for "auto"
+    remat: str = "none"  # for loops without their own; as for `Trainer`, except "auto"
     unroll: UnrollLoops | None = None
-    stack_blocks: bool = False  # of the loss
+    stack_blocks: bool = False  # in the loss
 
     def _model(self, weights: Sequence[Array], inference: bool) -> PyTree:
         n_trained = len(self.parts.names[0])
@@ -85,8 +85,8 @@ class Functions:
             weights[:n_trained], weights[n_trained:], inference=inference, compute_dtype=self.precision.dtype
         )
 
-    def _planned(self, fn: Callable[..., Any], *, is_loss: bool = False, is_trained: bool = False) -> Callable[..., Any]:
-        rules = rules_of(self.parts, self.plan, named=self.named, fuse_attention=self.fuse_attention)
+    def _with_rules(self, fn: Callable[..., Any], *, is_loss: bool = False, is_trained: bool = False) -> Callable[..., Any]:
+        rules = plan_rules(self.parts, self.plan, named=self.named, fuse_attention=self.fuse_attention)
         in_fp8, summed_in = self.precision.in_fp8, self.precision.summed_in
         if in_fp8 or summed_in is not None:
             n_weights = sum(map(len, self.parts.names))
@@ -94,16 +94,16 @@ class Functions:
             rules.append(WeightProducts(n_weights, in_fp8, summed_in, emulated=is_cpu))
         first: list[Rule] = []
         if self.stack_blocks and is_loss:
-            first.append(StackBlocks([kind_of(self.plan, name) for names in self.parts.names for name in names]))
+            first.append(StackBlocks([stacking_key(self.plan, name) for names in self.parts.names for name in names]))
         first += [] if self.change is None else [self.change]
-        if is_trained:  # without a backward pass there is nothing to keep or to recompute
+        if is_trained:  # without a backward pass nothing is kept or recomputed
             rules.append(PickByComparison())
             first += [] if self.unroll is None else [self.unroll]
             first += [] if self.remat == "none" else [RematLoops(self.remat)]
         return transformed(fn, [*first, *rules])
 
     def loss(self, inference: bool) -> Callable[..., Any]:
-        """`(weights, state, batch, key) -> (total, (weight, metrics, state))`, weights gathered at their use."""
+        """Returns `(weights, state, batch, key) -> (total, (weight, metrics, state))`; gathers weights at their use."""
 
         def loss(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
             model = self._model(weights, inference)
@@ -112,10 +112,10 @@ class Functions:
             total, weight, metrics = as_sums(out, n_rows(batch))
             return total, (weight, metrics, state)
 
-        return self._planned(loss, is_loss=True, is_trained=not inference)
+        return self._with_rules(loss, is_loss=True, is_trained=not inference)
 
     def gradient(self) -> Callable[..., Any]:
-        """`(trained, frozen, state, batch, key) -> (gradients of the total, total, weight, metrics, state)`."""
+        """Returns `(trained, frozen, state, batch, key) -> (gradients of the total, total, weight, metrics, state)`."""
         loss = self.loss(inference=False)
 
         def default(trained: list, frozen: list, state: PyTree, batch: PyTree, key: Array) -> Any:
@@ -147,7 +147,7 @@ class Functions:
                 picked.append(leaves[name] * weight)
             return picked, total, weight, metrics, state
 
-        planned_fn = self._planned(user)
+        planned_fn = self._with_rules(user)
         return lambda trained, frozen, *rest: planned_fn([*trained, *frozen], *rest)
 
     def _with_state(self, out: Any, state: PyTree, where: str) -> tuple[Any, PyTree]:

@@ -1,4 +1,4 @@
-"""What is printed before the first step: the devices, the model, and how its step is computed."""
+"""The header, printed before the first step: the devices, the model, and how its step is computed."""
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -8,28 +8,28 @@ from ..machine import split_heads, xla_settings
 from ..partition import Plan
 from ..tracing import Trace, equations
 from ..transforms import StackBlocks, attentions, fp8_products, wide_products
-from ._functions import kind_of
+from ._functions import stacking_key
 from ._precision import AS_GIVEN
 from ._program import shard_bytes
 from ._recipe import Recipe
 from ._run import Run
 from ._state import TrainState
 
-_LARGE = 2**30  # bytes of an array of queries x keys from which a user is warned
+_LARGE = 2**30  # warn about arrays of queries x keys of more than this many bytes
 
 
 def header_rows(
     run: Run, recipe: Recipe, plan: Plan, state: TrainState, trace: Trace | None, precision: str
 ) -> dict[str, str]:
-    """The rows of the header, by their names.
+    """Returns the rows of the header, by name.
 
     **Arguments:**
 
-    - `trace`: of the loss; None where no batch is at hand.
-    - `precision`: the dtypes of the run, in words.
+    - `trace`: the traced loss; None without a batch.
+    - `precision`: a description of the run's dtypes.
     """
     mesh, devices = run.mesh, run.mesh.devices.flat
-    held, opt = shard_bytes([*state.trained, *state.frozen]), shard_bytes(state.opt_state)
+    weights, opt = shard_bytes([*state.trained, *state.frozen]), shard_bytes(state.opt_state)
     where = " in the host's memory" if recipe.offload_opt_state else ""
     compiler = {"xla": xla_settings(mesh, recipe.xla_settings).text(), "compilation cache": run.cache}
     return {
@@ -37,28 +37,28 @@ def header_rows(
         "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
         "parameters": f"{sum(x.size for x in state.trained):,} trained"
         + (f", {sum(x.size for x in state.frozen):,} frozen" if state.frozen else ""),
-        "bytes per device": f"{held / 2**20:,.1f} MiB parameters, {opt / 2**20:,.1f} MiB optimizer state{where}",
-        **_of_precision(recipe, mesh, trace, precision),
+        "bytes per device": f"{weights / 2**20:,.1f} MiB parameters, {opt / 2**20:,.1f} MiB optimizer state{where}",
+        **_precision_rows(recipe, mesh, trace, precision),
         "plan": plan.summary(),
-        **of_loss(recipe, plan, trace),
-        **{name: said for name, said in compiler.items() if said},
+        **loss_rows(recipe, plan, trace),
+        **{name: text for name, text in compiler.items() if text},
         "workdir": str(run.workdir) if run.workdir else "none: nothing is recorded",
     }
 
 
-def _of_precision(recipe: Recipe, mesh: Mesh, trace: Trace | None, said: str) -> dict[str, str]:
-    """What is said of dtypes, where the model's own are not used throughout."""
+def _precision_rows(recipe: Recipe, mesh: Mesh, trace: Trace | None, text: str) -> dict[str, str]:
+    """Describes the dtypes, unless the model's own are used throughout."""
     if recipe.precision == AS_GIVEN:
         return {}
     if recipe.precision.in_fp8 and trace is not None:
         in_fp8, every = fp8_products(trace.closed, len(trace.leaves))
         emulated = ", emulated on CPUs" if mesh.devices.flat[0].platform == "cpu" else ""
-        said += f"; {in_fp8} of {every} products with weights in fp8{emulated}"
-    return {"precision": said + ("" if trace is None else _of_wide_products(recipe, trace))}
+        text += f"; {in_fp8} of {every} products with weights in fp8{emulated}"
+    return {"precision": text + ("" if trace is None else _wide_products_note(recipe, trace))}
 
 
-def _of_wide_products(recipe: Recipe, trace: Trace) -> str:
-    """What is said of products that are not computed in the dtype asked for; a warning where none is."""
+def _wide_products_note(recipe: Recipe, trace: Trace) -> str:
+    """Describes products that are not computed in the requested dtype; warns if none is."""
     dtype = recipe.precision.dtype
     if dtype is None or jnp.finfo(dtype).bits >= 32:
         return ""
@@ -71,36 +71,36 @@ def _of_wide_products(recipe: Recipe, trace: Trace) -> str:
     return f"; {wide} of {every} products with weights in a wider dtype, as their inputs are" if wide else ""
 
 
-def of_loss(recipe: Recipe, plan: Plan, trace: Trace | None) -> dict[str, str]:
-    """What is said of how the loss is computed: its attention and its loops. With no trace nothing is known."""
-    return {} if trace is None else {**_of_attention(recipe, plan.mesh, trace), **_of_loops(recipe, plan, trace)}
+def loss_rows(recipe: Recipe, plan: Plan, trace: Trace | None) -> dict[str, str]:
+    """Describes how the loss computes its attention and its loops. Empty without a trace."""
+    return {} if trace is None else {**_attention_rows(recipe, plan.mesh, trace), **_loop_rows(recipe, plan, trace)}
 
 
-def _of_loops(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
-    """What is said of equal blocks that are computed as one loop, and of loops that are written out."""
-    mesh, closed, said = plan.mesh, trace.closed, []
+def _loop_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
+    """Describes equal blocks that are computed as one loop, and unrolled loops."""
+    mesh, closed, notes = plan.mesh, trace.closed, []
     if recipe.stacks_on(mesh) and recipe.grad_fn is None:
-        stacking = StackBlocks([kind_of(plan, name) for name in trace.names])
-        said += [f"{n} equal blocks as one (from {line or 'an unknown line'})" for n, line in stacking.found(closed)]
+        stacking = StackBlocks([stacking_key(plan, name) for name in trace.names])
+        notes += [f"{n} equal blocks as one (from {line or 'an unknown line'})" for n, line in stacking.found(closed)]
         closed = stacking.rewritten(closed)
     unrolling = recipe.unroll_on(mesh, recipe.remat_level)
     if unrolling is not None:
         n = sum(unrolling.claims(eqn) for eqn in equations(closed))
-        said += [f"{n} written out"] if n else []
-    return {"loops": "; ".join(said)} if said else {}
+        notes += [f"{n} written out"] if n else []
+    return {"loops": "; ".join(notes)} if notes else {}
 
 
-def _of_attention(recipe: Recipe, mesh: Mesh, trace: Trace) -> dict[str, str]:
-    """What is said of the attention in the loss, and a warning of what is made of all queries and keys all the same."""
+def _attention_rows(recipe: Recipe, mesh: Mesh, trace: Trace) -> dict[str, str]:
+    """Describes the attention in the loss; warns about large arrays of queries x keys that remain."""
     if not recipe.fuse_attention:
         return {}
     fused, left, dense = attentions(trace.closed, mesh.devices.flat[0].platform, split_heads(mesh))
     for what, n_bytes in dense.items():
         if n_bytes > _LARGE:
             warn(
-                f"attention: {what} take {n_bytes / 2**30:,.1f} GiB of a device, a number for each query and key. Use "
+                f"attention: {what} take {n_bytes / 2**30:,.1f} GiB per device, one number for each query and key. Use "
                 "`redeqx.attention` with `causal`, `window` or `lengths` where these say the same, or shorter rows.",
             )
-    said = [f"{n} fused ({what})" for what, n in fused.items()]
-    said += [f"as written at {line or 'an unknown line'}: {reason}" for line, reason in left.items()]
-    return {"attention": "; ".join(said)} if said else {}
+    notes = [f"{n} fused ({what})" for what, n in fused.items()]
+    notes += [f"as written at {line or 'an unknown line'}: {reason}" for line, reason in left.items()]
+    return {"attention": "; ".join(notes)} if notes else {}

@@ -1,4 +1,4 @@
-"""A training step to be compiled for machines and meshes other than the one at hand: the input of a dry run."""
+"""Jobs: a training step to compile for other machines and meshes, the input of a dry run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,19 +19,19 @@ from ._recipe import Recipe
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides how a run is distributed, and nothing about its updates."""
+    """How a run is distributed; its updates do not depend on it."""
 
     n_model_shards: int
     n_fsdp_shards: int
     per_device_batch_size: int
     accumulate_grad_batches: int
-    remat: str = "auto"  # as for `Trainer`, like the next two
+    remat: str = "auto"  # this and the next two as for `Trainer`
     unroll: bool = True
     offload_opt_state: bool = False
-    batch_size: int | None = None  # examples an update, where the script gives them instead of rows a device
+    batch_size: int | None = None  # examples per update, if the script sets them instead of rows
 
     def code(self) -> str:
-        """The arguments to write in a script."""
+        """Returns the arguments to write in a script."""
         options = "" if self.remat == "auto" else f', remat="{self.remat}"'
         options += "" if self.unroll else ", unroll=False"
         options += ", offload_opt_state=True" if self.offload_opt_state else ""
@@ -46,20 +46,20 @@ class Setting:
 
 @dataclass(frozen=True)
 class Job:
-    """A training step, to be compiled for any mesh and setting.
+    """A training step that can be compiled for any mesh and setting.
 
     **Arguments:**
 
     - `batch`: shapes of the first step's rows, as `collate_fn` returns them.
-    - `make_plan`: `(mesh, micro_batch)` to the plan.
-    - `make_program`: `(plan, change, setting)` to the steps, whose operations name their weights.
+    - `make_plan`: maps `(mesh, micro_batch)` to the plan.
+    - `make_program`: maps `(plan, change, setting)` to the steps, whose operations name their weights.
     - `model`: of arrays or their shapes.
-    - `with_model`: `(model, names)` to the same job for a model with fewer blocks, given for each of its leaves the name in
-        the whole model; None where there is no such job.
-    - `can_remat`: whether a change reaches the backward pass, which a user's own `grad_fn` takes by itself.
-    - `eval_batch`: shapes of an evaluation's first rows; None where there is none.
-    - `trace_predict`: `(program)` to the traced predict step of the evaluation; None where there is none.
-    - `files`: bytes of each file of a checkpoint; empty where none is saved.
+    - `with_model`: maps `(model, names)` to the same job for a model with fewer blocks, where `names` maps its leaves to
+        those of the full model; None if there is no such job.
+    - `can_remat`: whether a rule can change the backward pass, which is False for a user's `grad_fn`.
+    - `eval_batch`: shapes of the rows of an evaluation's first batch; None without an evaluation.
+    - `trace_predict`: maps a program to the traced predict step of the evaluation; None without one.
+    - `files`: the bytes of each file of a checkpoint; empty if none is saved.
     """
 
     setting: Setting
@@ -78,14 +78,14 @@ class Job:
 def make_job(
     recipe: Recipe, model: PyTree, state: PyTree, step: Slice, size: BatchSize, mesh: Mesh, n_devices: int | None = None
 ) -> Job:
-    """The job of compiling one training step.
+    """Returns the job that compiles one training step.
 
     **Arguments:**
 
     - `model`, `state`: of arrays or their shapes.
     - `step`: the examples of the step.
-    - `mesh`: gives the numbers of shards.
-    - `n_devices`: those of the machine to compile for; the mesh's by default.
+    - `mesh`: defines the numbers of shards.
+    - `n_devices`: devices of the target machine; the mesh's by default.
     """
     rows = size.micro_batch // ((n_devices or mesh.size) // mesh.shape[MODEL])
 

@@ -1,4 +1,4 @@
-"""A whole fit: epochs, evaluations, checkpoints, and resuming where an earlier run stopped.
+"""The training loop: a fit with its epochs, evaluations and checkpoints, resumed where an earlier run stopped.
 
 It drives an engine, which computes the updates.
 """
@@ -42,7 +42,7 @@ class Fit:
 
     **Arguments:**
 
-    - `trainer`: what callbacks are given.
+    - `trainer`: passed to the callbacks.
     """
 
     engine: Engine
@@ -70,7 +70,7 @@ class Fit:
         engine.use_optimizer(optimizer)
 
     def run(self) -> dict[str, float]:
-        """Train to the end of the fit; returns the metrics of its last evaluation, or else of its last step."""
+        """Trains to the end of the fit; returns the metrics of its last evaluation, or without one, of its last step."""
         options, engine = self.options, self.engine
         engine.run.peers.agree("fit", options.plain)
         engine.warned.clear()
@@ -79,7 +79,7 @@ class Fit:
                 try:
                     return self._run()
                 except DamagedCheckpoint:
-                    engine.run.forget_records()  # before the first step: begun anew from the checkpoint before
+                    engine.run.forget_records()  # no step was taken yet: resume from the previous checkpoint
 
     def _run(self) -> dict[str, float]:
         options, engine = self.options, self.engine
@@ -88,7 +88,7 @@ class Fit:
             engine.place()
             engine.run.console.info("this fit is done already: the checkpoint was saved after it")
             engine.n_fits += 1
-            return self._returned()
+            return self._result()
         line = engine.run.console.progress(n_epochs=options.epochs, first_step=engine.step)
         listening = engine.run.preemption.listening() if engine.checkpoints is not None else nullcontext()
         engine.stop_requested, engine.callbacks, self.began_at = False, self.callbacks, engine.step
@@ -101,7 +101,7 @@ class Fit:
                         break
                 self._end(line)
                 engine.callback_states = self.callbacks.states()
-                self.callbacks.call("on_fit_end", self._returned())
+                self.callbacks.call("on_fit_end", self._result())
         finally:
             engine.callbacks = None
         engine.n_fits += 1
@@ -109,11 +109,11 @@ class Fit:
             engine.checkpoints.wait()
         engine.run.upload()
         self._summarise()
-        return self._returned()
+        return self._result()
 
     @contextmanager
     def _keeping_states(self) -> Iterator[None]:
-        """A context that keeps the callbacks' states where the fit fails, before they are closed."""
+        """A context that keeps the callbacks' states if the fit fails, before the callbacks are closed."""
         engine = self.engine
         try:
             yield
@@ -124,8 +124,8 @@ class Fit:
                 engine.callback_states = self.callbacks.states()
             raise
 
-    def _returned(self) -> dict[str, float]:
-        """What `fit` returns."""
+    def _result(self) -> dict[str, float]:
+        """Returns the result of `fit`."""
         return dict(self.metrics if self.options.evaluates else self.engine.metrics.last)
 
     # --- when it ends ------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Fit:
         return None if self.options.max_steps is None else self.engine.progress.first_step + self.options.max_steps
 
     def _epochs(self, start: Position) -> Iterable[int]:
-        """The epochs that are left."""
+        """Returns the remaining epochs."""
         if self._is_at_last_step():
             return ()
         return count(start.epoch) if self.options.epochs is None else range(start.epoch, self.options.epochs)
@@ -145,9 +145,10 @@ class Fit:
         return self._last_step is not None and self.engine.step >= self._last_step
 
     def _is_over(self) -> bool:
-        """Whether the fit ends after this step, although more are left: all processes ask at the same points.
+        """Returns whether the fit ends after this step, although more remain. All processes call it at the same points.
 
-        Process 0 decides; without callbacks and evaluations, in which `trainer.stop` may be called, none is asked.
+        Process 0 decides. Unless a callback or an evaluation ran, in which `trainer.stop` may be called, nothing is
+        communicated.
         """
         callbacks, engine = self.callbacks, self.engine
         if engine.run.peers.n == 1:
@@ -157,14 +158,14 @@ class Fit:
         return self.is_stopping or self._is_at_last_step()
 
     def _begin_callbacks(self) -> None:
-        """Restore the callbacks' state, once the model is placed, and tell them that the fit starts."""
+        """Restores the callbacks' states, once the model is placed, and calls their `on_fit_start`."""
         if not self.has_started:
             self.has_started = True
             self.callbacks.load(self.engine.callback_states)
             self.callbacks.call("on_fit_start")
 
     def job(self) -> Job:
-        """What a dry run compiles: the first step, and the evaluations and checkpoints that this fit is asked for."""
+        """Returns the job of a dry run: the first step, and the evaluations and checkpoints of this fit."""
         options, engine = self.options, self.engine
         examples = self._first_evaluated() if options.evaluates else []
         model, state = engine.trees
@@ -175,7 +176,7 @@ class Fit:
         return job
 
     def _with_evaluation(self, job: Job, examples: list[Any]) -> Job:
-        """A training job with the evaluation of this fit, also for a model with fewer blocks."""
+        """Adds the evaluation of this fit to a training job, also for a model with fewer blocks."""
         options, engine, with_fewer = self.options, self.engine, job.with_model
         assert with_fewer is not None
         job = replace(job, with_model=lambda model, names: self._with_evaluation(with_fewer(model, names), examples))
@@ -190,7 +191,7 @@ class Fit:
         return job
 
     def _files(self) -> dict[str, int]:
-        """The bytes of each file of a checkpoint of this fit; of shapes too."""
+        """Returns the size in bytes of each file of this fit's checkpoints. Arrays may be shapes."""
         options, engine = self.options, self.engine
         model, state = engine.trees
         files = {"model.safetensors": file_size(array_leaves(model), options.save_float_dtype)}
@@ -200,10 +201,10 @@ class Fit:
             files["optimizer.safetensors"] = file_size(array_leaves(engine.recipe.opt_shapes(model)))
         return files
 
-    # --- where to begin ----------------------------------------------------------------------------------------------
+    # --- the start ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> Position | None:
-        """Where this fit starts from; None where an earlier run has done it already, and later ones too."""
+        """Returns the position at which this fit starts; None if an earlier run has finished this fit."""
         engine = self.engine
         fit = engine.n_fits
         if engine.follows is None:
@@ -211,7 +212,7 @@ class Fit:
                 engine, may_resume=self.options.resume, reads_twice=not hasattr(self.options.train_examples, "__next__")
             )
         elif not self.options.resume and engine.follows and engine.progress.position.fit == fit:
-            fit = engine.n_fits = fit + 1  # the one that was interrupted is given up
+            fit = engine.n_fits = fit + 1  # the interrupted fit is abandoned
         if engine.follows is False:
             engine.progress.position, engine.progress.first_step, engine.follows = Position(fit), engine.step, True
             engine.callback_states = {}
@@ -225,7 +226,7 @@ class Fit:
             progress.first_step, engine.callback_states = engine.step, {}
         self.metrics = dict(progress.metrics)
         start = progress.position
-        if start == Position(fit):  # no step of it was taken: what was resumed is a loop of updates before it
+        if start == Position(fit):  # no step was taken: the resumed run was a loop of updates before this fit
             progress.first_step, progress.setting = engine.step, {}
         n_epochs = self.options.epochs
         if n_epochs is not None and start.epoch >= n_epochs:
@@ -234,13 +235,13 @@ class Fit:
             engine.run.console.info(f"step {engine.step} is reached already: nothing to train")
         return start
 
-    def _compare(self, start: Position, n: int | None, sample: int | None) -> None:
-        """Compare the sizes of this fit with those of the run that it resumes, and keep them.
+    def _check_setting(self, start: Position, n: int | None, sample: int | None) -> None:
+        """Compares the sizes of this fit with those of the run that it resumes, and records them.
 
         **Arguments:**
 
-        - `start`: where this fit begins.
-        - `n`, `sample`: the number of examples, and a checksum of some; None where unknown.
+        - `start`: the position at which this fit begins.
+        - `n`, `sample`: the number of examples, and a checksum of some; None if unknown.
         """
         options, engine = self.options, self.engine
         now = {
@@ -251,21 +252,21 @@ class Fit:
             "sample": sample,
             "precision": engine.precision,
         }
-        # Of epochs that differ only one that was stopped within has to be the same again.
+        # If epochs differ, their data must be the same only when a run resumes within an epoch.
         is_same_data = start.examples or not differs_by_epoch(options.train_examples)
         unknown = () if is_same_data else ("train_size", "sample")
-        if engine.step > engine.progress.first_step:  # else no update was made with the other sizes
+        if engine.step > engine.progress.first_step:  # else no update was made with the earlier sizes
             check_setting(engine, {name: value for name, value in now.items() if name not in unknown})
         engine.progress.setting, engine.progress.learning_rate = now, None
 
     # --- an epoch ----------------------------------------------------------------------------------------------------
 
     def steps(self, epoch: int, start: Position, examples: Any = None) -> Iterator[Slice]:
-        """The examples of each step of an epoch, from where it starts.
+        """Returns the examples of each step of an epoch, from its start position.
 
         **Arguments:**
 
-        - `examples`: of the epoch, where the caller has them already.
+        - `examples`: the examples of the epoch, if the caller has them already.
         """
         options, engine = self.options, self.engine
         return slices(
@@ -284,7 +285,7 @@ class Fit:
         if differs_by_epoch(options.train_examples):
             engine.run.peers.agree("train_examples", {f"the size of epoch {epoch}": n}, "Pass the same in every process.")
         if start is first:
-            self._compare(start, n, sample_of(examples))
+            self._check_setting(start, n, sample_of(examples))
         elif differs_by_epoch(options.train_examples):
             engine.progress.setting |= {"train_size": n, "sample": sample_of(examples)}
         line.n_steps = self._last_step
@@ -297,26 +298,26 @@ class Fit:
             warn_of_zero_rate(schedule, line.n_steps - engine.progress.n_skipped)
         with closing(engine.batches(self.steps(epoch, start, examples), self.size, checks_end=n is None)) as upcoming:
             if start is first:
-                # Before anything else is placed or evaluated: the plan is the loss's.
+                # Before anything else is placed or evaluated, so that the plan is that of the loss.
                 if (batch := upcoming.peek()) is not None:
                     engine.place_for(batch)
                 self._begin_callbacks()
                 if self._is_over():
                     return
                 if options.eval_examples is not None and options.eval_sanity_check:
-                    # On one batch, so that a mistake in it shows before training and not after an epoch.
-                    self._measure(self._first_evaluated(), line)
-                    if engine.run.peers.n == 1 and self._is_over():  # by an `eval_metric_fn`
+                    # On one batch, so that an error shows before training and not after an epoch.
+                    self._compute_metrics(self._first_evaluated(), line)
+                    if engine.run.peers.n == 1 and self._is_over():  # stopped by an `eval_metric_fn`
                         return
-            with closing(updates(engine, upcoming, line, start.fit, epoch)) as taken:
-                for _, is_last in taken:
-                    if wanting := self.callbacks.wanting(engine.step):
+            with closing(updates(engine, upcoming, line, start.fit, epoch)) as steps_taken:
+                for _, is_last in steps_taken:
+                    if due := self.callbacks.due(engine.step):
                         engine.flush(line)
-                        self.callbacks.stepped(wanting, engine.metrics.last)
+                        self.callbacks.call_on_step(due, engine.metrics.last)
                     if is_last:
-                        break  # what is due then is due at the end of the epoch
+                        break  # the end of the epoch evaluates and saves
                     tags = self._evaluate(line) if _is_due(engine.step, options.eval_every_n_steps) else set()
-                    self._keep(tags, line)
+                    self._save_if_due(tags, line)
                     if self._is_over():
                         return
         engine.flush(line)
@@ -324,12 +325,12 @@ class Fit:
         tags = self._evaluate(line) if options.evaluates else set()
         if _is_due(epoch + 1, options.save_ckpt_every_k_epochs):
             tags.add(f"epoch_{epoch + 1}")
-        self.callbacks.call("on_epoch_end", self._returned())
-        self._keep(tags, line, is_due=options.save_last_ckpt)
+        self.callbacks.call("on_epoch_end", self._result())
+        self._save_if_due(tags, line, is_due=options.save_last_ckpt)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
-    def _measure(self, examples: Any, line: ProgressLine) -> dict[str, float]:
+    def _compute_metrics(self, examples: Any, line: ProgressLine) -> dict[str, float]:
         options, engine = self.options, self.engine
         metrics: dict[str, float] = {}
         with line.pause("evaluating"):
@@ -344,7 +345,7 @@ class Fit:
                     outputs = options.eval_predictor.predict(examples, batch_size=rows, model=engine.current[0])
                     if options.eval_metric_fn is not None:
                         metrics.update(as_metrics(options.eval_metric_fn(examples, outputs), taken=list(metrics)))
-            with engine.run.watch.paused():  # others may be at theirs for any time
+            with engine.run.watch.paused():  # other processes' `eval_metric_fn` may take any time
                 metrics = engine.run.peers.decide("eval_metric_fn", metrics)
         missing = sorted({name for name, _ in options.tracked.values()} - set(metrics))
         if missing:
@@ -355,15 +356,15 @@ class Fit:
         return metrics
 
     def _first_evaluated(self) -> list[Any]:
-        """The first examples of the evaluation, a batch of them."""
+        """Returns the first batch of examples of the evaluation."""
         n = min(size_of(self.options.eval_examples) or 0, self.eval_size.micro_batch)
         return [self.options.eval_examples[i] for i in range(n)]
 
     def _evaluate(self, line: ProgressLine) -> set[str]:
-        """Evaluate; returns the tags of which this is now the best checkpoint."""
+        """Evaluates; returns the tags whose best checkpoint is now this one."""
         engine = self.engine
         engine.flush(line)
-        self.metrics = self._measure(self.options.eval_examples, line)
+        self.metrics = self._compute_metrics(self.options.eval_examples, line)
         engine.progress.metrics, self.evaluated_at, self.callbacks.was_called = self.metrics, engine.step, True
         console = engine.run.console
         console.metrics({f"eval_{name}": value for name, value in self.metrics.items()}, engine.step)
@@ -379,19 +380,19 @@ class Fit:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _keep(self, tags: set[str], line: ProgressLine, *, is_due: bool = False) -> None:
-        """Save this step if a save is due or the run is preempted, which then ends. Called after every step."""
+    def _save_if_due(self, tags: set[str], line: ProgressLine, *, is_due: bool = False) -> None:
+        """Saves this step if a save is due or the run is preempted; a preempted run then ends. Called after every step."""
         step = self.engine.step
         is_preempted = self.engine.checkpoints is not None and self.engine.run.preemption.is_due(step)
         if tags or is_due or is_preempted or _is_due(step, self.options.save_every_n_steps):
             self._save(tags, line, to_resume=is_preempted)
         if is_preempted:
-            self._stop()
+            self._exit_preempted()
 
     def _end(self, line: ProgressLine) -> None:
-        """Evaluate and save the last step of the fit, where that is not done yet."""
+        """Evaluates and saves the last step of the fit, unless this is done already."""
         options, engine = self.options, self.engine
-        if not engine.is_placed:  # no step was to be taken; the examples are known all the same, and with them the plan
+        if not engine.is_placed:  # no step was due; the plan is made from the examples nevertheless
             examples = examples_of(options.train_examples, 0)
             step = None if size_of(examples) is None else next(self.steps(0, Position(engine.n_fits), examples))
             mesh = engine.run.mesh
@@ -408,9 +409,9 @@ class Fit:
             self._save(tags, line)
 
     def _save(self, tags: set[str], line: ProgressLine, *, to_resume: bool = False) -> None:
-        """Save this step as the options say; `to_resume`, with everything that resuming needs, whatever they say."""
+        """Saves this step by the options; with `to_resume`, always saves everything that resuming needs."""
         options, engine = self.options, self.engine
-        engine.flush(line)  # a loss that is not finite raises here, before anything is written
+        engine.flush(line)  # raises for a loss that is not finite, before anything is written
         step, names = engine.step, ", ".join(["last", *sorted(tags)])
         with line.pause("saving"):
             engine.save(
@@ -422,8 +423,8 @@ class Fit:
                 then=lambda path: engine.run.console.info(f"step {step}: saved {path} ({names})"),
             )
 
-    def _stop(self) -> None:
-        """End the script, which a signal has preempted, once the last step is safe."""
+    def _exit_preempted(self) -> None:
+        """Ends a preempted script once the last step is saved."""
         engine = self.engine
         assert engine.checkpoints is not None
         engine.checkpoints.wait()

@@ -1,7 +1,7 @@
-"""The loss: a sum and what divides it, checked, and traced.
+"""The loss: a total and the weight that divides it, checked and traced.
 
-Sums are kept as sums: totals and weights are added over rows, devices and micro-batches, and divided once. So no number
-depends on how the work was cut.
+Totals and weights are summed over rows, devices and micro-batches, and divided once. So no result depends on how the work is
+partitioned.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from ..tracing import Trace
 
 
 def _by_name(metrics: Any) -> Mapping[str, Any]:
-    """Metrics as they are. Raises TypeError for what is no dict by names."""
+    """Returns the metrics unchanged. Raises TypeError for anything but a dict by names."""
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         got = f"names {[*metrics]}" if isinstance(metrics, Mapping) else type(metrics).__name__
         raise TypeError(f'`Loss.metrics`: expected a dict of sums by name, got {got}. Write {{"correct": n_correct}}.')
@@ -24,15 +24,15 @@ def _by_name(metrics: Any) -> Mapping[str, Any]:
 
 
 class Loss(eqx.Module):
-    """The exact form of a loss: a sum, and what to divide it by.
+    """The exact form of a loss: a total, and the weight to divide it by.
 
-    The library adds totals and weights over devices, micro-batches and evaluation batches, and divides once.
+    Totals and weights are summed over devices, micro-batches and evaluation batches, and divided once.
 
     **Arguments:**
 
     - `total`: a scalar, the sum over the rows (or tokens) of a micro-batch.
-    - `weight`: a scalar, how many of them there are. It is not differentiated.
-    - `metrics`: more sums by name, reported divided by `weight`; or pairs `(total, weight)` with their own.
+    - `weight`: a scalar, the number of these rows (or tokens). It is not differentiated.
+    - `metrics`: further sums by name, reported divided by `weight`; or pairs `(total, weight)` with their own weight.
     """
 
     total: Any
@@ -42,18 +42,18 @@ class Loss(eqx.Module):
 
 _OF_LOSS = "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`."
 _OF_METRIC = "A metric is a scalar, a sum that is divided by `Loss.weight`, or a pair `(total, weight)`."
-# Names that the library itself records.
+# Names of metrics that the library records.
 _RESERVED = {"step", "epoch", "loss", "grad_norm", "learning_rate"}
 
 
 def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Array, dict[str, tuple[Array, Array]]]:
-    """A loss as `(total, weight, {name: (total, weight)})`, all scalars of float32 (float64 in 64-bit mode).
+    """Returns a loss as `(total, weight, {name: (total, weight)})`, all float32 scalars (float64 in 64-bit mode).
 
     **Arguments:**
 
-    - `loss`: a `Loss`, or a scalar that is a mean over `n_rows` rows.
+    - `loss`: a `Loss`, or a scalar, the mean over `n_rows` rows.
 
-    Raises TypeError for anything that is not numbers, ValueError for numbers that are not scalars.
+    Raises TypeError for anything but numbers, ValueError for numbers that are not scalars.
     """
     dtype = jnp.zeros(()).dtype
 
@@ -95,12 +95,12 @@ def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Arra
 
 
 def n_rows(batch: PyTree) -> int:
-    """The rows of a batch."""
+    """Returns the number of rows of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]
 
 
 def trace_loss(loss_fn: Callable[[PyTree, PyTree, Any], Any], model: PyTree, batch: PyTree) -> Trace:
-    """The total of `loss_fn(model, batch, key)`, traced for the shapes of a model and a batch."""
+    """Traces the total of `loss_fn(model, batch, key)` for the shapes of a model and a batch."""
 
     def total(model: PyTree, batch: PyTree, key: Any) -> Any:
         return as_sums(loss_fn(model, batch, key), n_rows(batch))[0]

@@ -1,8 +1,8 @@
-"""Memory chosen at run time: the least recomputation, and the fewest parts of a micro-batch, with which the compiled train
-step fits into a device.
+"""Memory at run time: chooses the least recomputation, and the fewest parts of a micro-batch, for which a step fits a
+device.
 
-Owns the levels of recomputation, the order of choices, and the search for the first that fits. The engine starts it before
-it runs a new program. What the levels do is in `transforms`; settings that change the mesh are for the dry run.
+Owns the levels of recomputation, the order of choices, and the search for the first that fits. The engine runs it before a
+new program. The levels are implemented in `transforms`; settings that change the mesh are searched by the dry run.
 """
 
 import math
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from ..distributed import Peers
 from ..machine import GIB, chip_of_kind
 
-# What the loops of a loss compute again in the backward pass, from the most memory to the least.
+# What the loops of a loss recompute in the backward pass, from the most memory to the least.
 REMATS = ("none", "matmuls", "full", "offload")
 _KEPT = {
     "none": "loops keep what their backward pass reads",
@@ -33,8 +33,8 @@ class Memory:
 
     **Arguments:**
 
-    - `limit`: what a program may use.
-    - `in_use`: what is in use before a step, its arguments included; None if the device does not say.
+    - `limit`: the memory that a program may use.
+    - `in_use`: the memory in use before a step, including its arguments; None if the device does not report it.
     """
 
     limit: int
@@ -42,7 +42,7 @@ class Memory:
 
 
 def memory_of(mesh: Mesh) -> Memory | None:
-    """The memory of a device of this process; None if it is not known, and for CPUs, which share that of their host."""
+    """Returns the memory of a device of this process; None if unknown, and for CPUs, which share their host's memory."""
     device = mesh.local_devices[0]
     if device.platform == "cpu":
         return None
@@ -52,7 +52,7 @@ def memory_of(mesh: Mesh) -> Memory | None:
 
 
 def least_memory(memory: Memory | None, peers: Peers) -> Memory | None:
-    """The least memory of all processes, so that they choose the same; None if one does not know its own."""
+    """Returns the smallest memory of all processes, so that they choose the same; None if one does not know its own."""
     found = peers.gather("memory", None if memory is None else [memory.limit, memory.in_use])
     if None in found:
         return None
@@ -62,9 +62,9 @@ def least_memory(memory: Memory | None, peers: Peers) -> Memory | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a train step does to need less memory: what its loops compute again, in how many parts it computes each
-    micro-batch, whether its loops over small layers are written out (None where none would be), and whether the optimizer's
-    state is in the memory of the host."""
+    """The settings of a train step that save memory: the recomputation of its loops, the number of parts of each
+    micro-batch, whether loops over small layers are unrolled (None if there are none), and whether the optimizer state is in
+    host memory."""
 
     remat: str
     n_parts: int = 1
@@ -79,7 +79,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a device needs: those in use before a step, and those of the step; infinite where the compiler refused."""
+    """Bytes that a device needs: in use before a step, and for the step itself; infinite if the compiler refused it."""
 
     before: float
     of_step: float
@@ -90,14 +90,14 @@ class Need:
 
 
 def choices(first: Choice, platform: str, n_rows: int) -> list[Choice]:
-    """This choice and those that need less memory, in the order in which they are tried.
+    """Returns this choice and those that need less memory, in the order in which they are tried.
 
-    Loops that are written out are loops again before all else. Two parts instead of one cost less than to compute all of a
-    loop again, four about as much. The optimizer's state goes to the host last: a step waits for the bus.
+    First, unrolled loops are rolled up again. Two parts instead of one cost less than recomputing a whole loop, four about
+    as much. The optimizer state is offloaded last, since a step waits for the bus.
 
     **Arguments:**
 
-    - `n_rows`: of a micro-batch that a device has; parts of equal size are taken of these.
+    - `n_rows`: the rows of a micro-batch on a device, which are divided into parts of equal size.
     """
     if first.unroll:
         return [first, *choices(replace(first, unroll=False), platform, n_rows)]
@@ -114,9 +114,9 @@ def choices(first: Choice, platform: str, n_rows: int) -> list[Choice]:
     return found if is_own_host else [*found, *(replace(each, offload_opt_state=True) for each in found)]
 
 
-def is_hopeless(choice: Choice, tried: Mapping[Choice, Need], memory: Memory) -> bool:
-    """Whether a choice cannot fit, as one that differs in the number of parts needs too much: a step's memory shrinks at
-    most in proportion to the size of its parts."""
+def cannot_fit(choice: Choice, tried: Mapping[Choice, Need], memory: Memory) -> bool:
+    """Returns whether a choice cannot fit, judged by one that differs only in the number of parts: the memory of a step
+    shrinks at most in proportion to the size of its parts."""
     fitting = ((other, need) for other, need in tried.items() if need.total < math.inf)
     same = [(other, need) for other, need in fitting if replace(other, n_parts=choice.n_parts) == choice]
     return any(need.before + need.of_step * other.n_parts / choice.n_parts > memory.limit for other, need in same)
@@ -129,21 +129,21 @@ def first_that_fits(
     peers: Peers,
     opt_state: int = 0,
 ) -> dict[Choice, Need]:
-    """What each choice needs that had to be compiled, up to the first that fits; if none does, up to the last.
+    """Returns the need of each choice that had to be compiled, up to the first that fits; if none fits, of all.
 
     **Arguments:**
 
     - `memory`: the same in all processes.
-    - `compiled`: the train step of a choice.
-    - `peers`: the processes, which compile the same choices. A compiler may choose other kernels in each of them, so what
-        counts is the most that one needs.
-    - `opt_state`: bytes of the optimizer's state that a device has before.
+    - `compiled`: returns the compiled train step of a choice.
+    - `peers`: the processes, which compile the same choices. A compiler may choose different kernels in each of them, so the
+        largest need counts.
+    - `opt_state`: bytes of the optimizer state on a device.
     """
     tried: dict[Choice, Need] = {}
     for choice in order:
-        if is_hopeless(choice, tried, memory):
+        if cannot_fit(choice, tried, memory):
             continue
-        need = needs(lambda choice=choice: compiled(choice), memory, opt_state if choice.offload_opt_state else 0)
+        need = memory_need(lambda choice=choice: compiled(choice), memory, opt_state if choice.offload_opt_state else 0)
         before, of_step = zip(*peers.gather("memory of a step", [need.before, need.of_step]), strict=True)
         tried[choice] = Need(max(before), max(of_step))
         if tried[choice].total <= memory.limit:
@@ -151,12 +151,12 @@ def first_that_fits(
     return tried
 
 
-def needs(compiled: Callable[[], jax.stages.Compiled], memory: Memory, moved: int = 0) -> Need:
-    """The memory of a compiled step. TPUs' compiler refuses one that does not fit.
+def memory_need(compiled: Callable[[], jax.stages.Compiled], memory: Memory, moved: int = 0) -> Need:
+    """Returns the memory of a compiled step. The TPU compiler refuses a step that does not fit.
 
     **Arguments:**
 
-    - `moved`: bytes of what was in use that are in the memory of the host now.
+    - `moved`: bytes of the memory in use that have moved to the host.
     """
     try:
         found: Any = compiled().memory_analysis()
@@ -169,8 +169,8 @@ def needs(compiled: Callable[[], jax.stages.Compiled], memory: Memory, moved: in
     return Need(before, found.temp_size_in_bytes + outputs + found.generated_code_size_in_bytes)
 
 
-def described(tried: Mapping[Choice, Need], memory: Memory) -> str:
-    """What was chosen, the last that was tried, and why."""
+def describe_choice(tried: Mapping[Choice, Need], memory: Memory) -> str:
+    """Describes the choice, which is the last one tried, and the reason for it."""
 
     def size(n_bytes: float) -> str:
         return "more than there is" if n_bytes == math.inf else f"{n_bytes / GIB:,.2f} GiB"

@@ -1,4 +1,4 @@
-"""The metrics of updates: read some steps late, checked, shown and recorded."""
+"""The metrics of updates: read a few steps late, checked, shown and recorded."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,22 +11,22 @@ from ..data import Batch
 from ..monitor import Console, ProgressLine, Work
 from ._progress import Progress
 
-Why = Callable[[Batch], str]
+Explain = Callable[[Batch], str]
 
-LAG = 2  # steps that stay unread, so that the device always has one queued while the host reads
+LAG = 2  # the newest steps stay unread, so that the device has one queued while the host reads
 
 
 @dataclass(frozen=True)
 class Update:
-    """An update that the device may still compute.
+    """An update that the device may still be computing.
 
     **Arguments:**
 
-    - `step`: of the engine, after it.
-    - `epoch`: in a fit, from 0; None outside of one.
-    - `names`, `vector`: of the metrics, and their values.
-    - `batch`: without its arrays on devices, so that their memory is free.
-    - `work`: what it computes on one device.
+    - `step`: the engine's step after it.
+    - `epoch`: in a fit, the epoch, from 0; None outside a fit.
+    - `names`, `vector`: the names of the metrics, and their values.
+    - `batch`: without its arrays on devices, so that their memory can be freed.
+    - `work`: its work on one device.
     """
 
     step: int
@@ -37,29 +37,29 @@ class Update:
     work: Work
 
     def metrics(self) -> dict[str, float]:
-        """Its metrics; waits for the device."""
+        """Returns the metrics; waits for the device."""
         return dict(zip(self.names, np.asarray(self.vector).tolist(), strict=True))
 
 
-def _not_finite(metrics: dict[str, float]) -> str | None:
-    """The first metric that had to be finite and is not."""
+def _first_nonfinite(metrics: dict[str, float]) -> str | None:
+    """Returns the first of the metrics that must be finite and is not."""
     return next((name for name in ("loss", "grad_norm") if not np.isfinite(metrics[name])), None)
 
 
 class Metrics:
-    """The metrics of an engine's updates.
+    """Reads, checks, shows and records the metrics of an engine's updates.
 
     **Arguments:**
 
     - `console`: shows and records them.
-    - `skips`, `max_skipped`: whether a step skips an update that is not finite, and how many it may skip in a row.
+    - `skips`, `max_skipped`: whether steps skip updates that are not finite, and how many in a row.
 
     **Attributes:**
 
-    - `last`: those of the newest update that has been read.
+    - `last`: the metrics of the newest update that has been read.
 
-    Methods raise ValueError for an update that is not finite, unless it may be skipped. They are given `why`, from the
-    batch of such an update to its reason and the next step, as sentences that end an error.
+    Methods raise ValueError for an update that is not finite, unless it may be skipped. Their argument `explain` maps the
+    batch of such an update to the reason and the next step, as sentences that end an error.
     """
 
     def __init__(self, console: Console, skips: bool, max_skipped: int):
@@ -69,56 +69,56 @@ class Metrics:
         self._n_skipped_in_a_row = 0
         self._unread: deque[Update] = deque()
 
-    def add(self, update: Update, line: ProgressLine, progress: Progress, why: Why) -> None:
-        """Add the newest update, and read the one that is due.
+    def add(self, update: Update, line: ProgressLine, progress: Progress, explain: Explain) -> None:
+        """Adds the newest update, and reads the one that is due.
 
         **Arguments:**
 
-        - `progress`: counts those that were skipped.
+        - `progress`: counts skipped updates.
         """
         update.vector.copy_to_host_async()
         self._unread.append(update)
         if len(self._unread) > LAG:
-            self._read(line, progress, why)
+            self._read(line, progress, explain)
 
-    def read_all(self, line: ProgressLine, progress: Progress, why: Why) -> None:
-        """Read all updates; arguments as for `add`."""
+    def read_all(self, line: ProgressLine, progress: Progress, explain: Explain) -> None:
+        """Reads all updates; arguments as for `add`."""
         while self._unread:
-            self._read(line, progress, why)
+            self._read(line, progress, explain)
 
     def forget(self) -> None:
-        """Leave unread what is: the arrays that those updates made have been replaced."""
+        """Drops the unread updates, whose arrays have been replaced."""
         self._unread.clear()
         self._n_skipped_in_a_row = 0
 
-    def newest_unread(self, n_skipped: int, why: Why) -> tuple[dict[str, float], int]:
-        """The newest update's metrics, and the number of those that were skipped, before all are read: nothing is shown.
+    def newest_unread(self, n_skipped: int, explain: Explain) -> tuple[dict[str, float], int]:
+        """Returns the newest update's metrics, and the number of skipped updates, without showing or removing anything.
 
         **Arguments:**
 
-        - `n_skipped`: among those that have been read.
+        - `n_skipped`: the number of skipped updates among those that have been read.
         """
         metrics = self.last
         for update in self._unread:
             metrics = update.metrics()
-            if (name := _not_finite(metrics)) is not None:
+            if (name := _first_nonfinite(metrics)) is not None:
                 if not self._skips:
-                    raise self._error(update, name, metrics, why)
+                    raise self._error(update, name, metrics, explain)
                 n_skipped += 1
         return metrics, n_skipped
 
-    def _read(self, line: ProgressLine, progress: Progress, why: Why) -> None:
+    def _read(self, line: ProgressLine, progress: Progress, explain: Explain) -> None:
         update = self._unread.popleft()
         metrics = update.metrics()
-        name = _not_finite(metrics)
+        name = _first_nonfinite(metrics)
         self._n_skipped_in_a_row = 0 if name is None else self._n_skipped_in_a_row + 1
         if name is not None:
             if not self._skips or self._n_skipped_in_a_row > self._max_skipped:
                 self._unread.clear()
-                raise self._error(update, name, metrics, why)
+                raise self._error(update, name, metrics, explain)
             progress.n_skipped += 1
-            said = f"skipped, as `{name}` is {metrics[name]}; {progress.n_skipped} so far"
-            self._console.info(f"step {update.step}: {said}")
+            text = f"skipped, as `{name}` is {metrics[name]}; {progress.n_skipped} so far"
+            self._console.info(f"step {update.step}: {text}")
         self.last = metrics
         epoch = None if update.epoch is None else update.epoch + 1
         line.update(
@@ -132,9 +132,10 @@ class Metrics:
         shown = {} if epoch is None else {"epoch": epoch}
         self._console.metrics({**shown, **metrics}, update.step, speed=line.speed())
 
-    def _error(self, update: Update, name: str, metrics: dict[str, float], why: Why) -> ValueError:
+    def _error(self, update: Update, name: str, metrics: dict[str, float], explain: Explain) -> ValueError:
         what = "the loss" if name == "loss" else "the gradient's norm"
         often = f" for {self._n_skipped_in_a_row} steps one after the other" if self._skips else ""
         return ValueError(
-            f"`{name}` at step {update.step}: expected {what} to be finite, got {metrics[name]}{often}. {why(update.batch)}"
+            f"`{name}` at step {update.step}: expected {what} to be finite, got {metrics[name]}{often}. "
+            f"{explain(update.batch)}"
         )

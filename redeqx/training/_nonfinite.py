@@ -1,6 +1,6 @@
-"""Why a loss is not finite, as far as its batch tells: values that are not finite, and labels beyond the classes.
+"""Explains a loss that is not finite from its batch: values that are not finite, and labels beyond the number of classes.
 
-Looked for once a step has failed, on the host; no step pays for it.
+It runs on the host, and only after a step has failed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,34 +13,34 @@ from .._tree import listed, named_leaves
 from ..tracing import Body, Known, Trace, called
 
 
-def why_nonfinite(batch: PyTree[np.ndarray], places: Sequence[int], trace: Callable[[], Trace]) -> str:
-    """What of a batch makes its loss not finite, and the next step, as sentences that end an error.
+def explain_nonfinite(batch: PyTree[np.ndarray], places: Sequence[int], trace: Callable[[], Trace]) -> str:
+    """Returns what in a batch makes its loss not finite, and the next step, as sentences that end an error.
 
     **Arguments:**
 
-    - `places`: the number of each row's example.
+    - `places`: the index of each row's example.
     - `trace`: traces the loss of `(model, batch, key)` for the shapes of this batch.
     """
     leaves = named_leaves(batch)
-    lines = [line for name, leaf in leaves.items() if (line := _not_finite(name, leaf, places))]
+    lines = [line for name, leaf in leaves.items() if (line := _describe_nonfinite(name, leaf, places))]
     if lines:
         return f"Its batch is not finite: {'; '.join(listed(lines, 3))}. Correct or remove these examples, or `collate_fn`."
     try:
-        beyond = _beyond(trace(), list(leaves), jax.tree.leaves(batch))
-    except Exception:  # the loss is what failed: looking for a reason must not hide that
-        beyond = []
-    if beyond:
+        out_of_range = _out_of_range(trace(), list(leaves), jax.tree.leaves(batch))
+    except Exception:  # an error of the search must not hide that of the loss
+        out_of_range = []
+    if out_of_range:
         return (
-            f"Its batch is finite, but labels or ids are out of range: {'; '.join(listed(beyond, 3))}. "
+            f"Its batch is finite, but labels or ids are out of range: {'; '.join(listed(out_of_range, 3))}. "
             "Count classes from 0, and make as many outputs (or rows of an embedding) as there are."
         )
     return "Its batch is finite. Lower the learning rate, clip gradients, or look at that step's examples."
 
 
-def _not_finite(name: str, leaf: np.ndarray, places: Sequence[int]) -> str | None:
+def _describe_nonfinite(name: str, leaf: np.ndarray, places: Sequence[int]) -> str | None:
     if not jax.numpy.issubdtype(leaf.dtype, np.inexact):
         return None
-    wide = leaf.astype(np.complex128 if leaf.dtype.kind == "c" else np.float64)  # numpy knows no bfloat16
+    wide = leaf.astype(np.complex128 if leaf.dtype.kind == "c" else np.float64)  # NumPy does not support bfloat16
     bad = ~np.isfinite(wide)
     if not bad.any():
         return None
@@ -52,8 +52,8 @@ def _not_finite(name: str, leaf: np.ndarray, places: Sequence[int]) -> str | Non
 # --- labels beyond the classes ---------------------------------------------------------------------------------------
 
 
-def _beyond(trace: Trace, names: Sequence[str], leaves: Sequence[np.ndarray]) -> list[str]:
-    """Where the loss looks up, by numbers of the batch alone, what is not there."""
+def _out_of_range(trace: Trace, names: Sequence[str], leaves: Sequence[np.ndarray]) -> list[str]:
+    """Describes lookups out of range whose indices depend on the batch alone."""
     known = [Known(leaf, frozenset([name])) for name, leaf in zip(names, leaves, strict=True)]
     n_rest = len(trace.closed.jaxpr.invars) - len(trace.leaves) - len(known)
     body = Body(trace.closed, [None] * len(trace.leaves) + known + [None] * n_rest)
@@ -68,8 +68,8 @@ def _beyond(trace: Trace, names: Sequence[str], leaves: Sequence[np.ndarray]) ->
 
 
 def _lookups(body: Body) -> Iterator[tuple[frozenset[str], str]]:
-    """Each lookup beyond what is there, and each value that is not finite, that is chosen by the batch alone: the leaves of
-    the batch that choose it, and what is wrong with it."""
+    """Yields each out-of-range lookup, and each value that is not finite, if the batch alone selects it: the leaves of the
+    batch that select it, and a description."""
     for eqn in body.eqns:
         if called(eqn) is not None:
             yield from _lookups(body.inside(eqn))

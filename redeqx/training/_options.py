@@ -1,4 +1,4 @@
-"""The arguments of `Trainer.fit`: listed, checked and turned into a signature in one place."""
+"""The options of `Trainer.fit`: listed, checked and turned into a signature in one place."""
 
 import functools
 import inspect
@@ -49,12 +49,12 @@ class FitOptions:
 
     @property
     def epochs(self) -> int | None:
-        """The number of epochs; None where only `max_steps` ends the fit."""
+        """The number of epochs; None if only `max_steps` ends the fit."""
         return 1 if self.n_epochs is None and self.max_steps is None else self.n_epochs
 
     @property
     def tracked(self) -> dict[str, tuple[str, float]]:
-        """For each tag of a best checkpoint its metric, and +1 where more is better, -1 where less is."""
+        """Maps each tag of a best checkpoint to its metric, and to +1 if more is better, -1 if less is."""
         least = {f"argmin_{name}": (name, -1.0) for name in self.save_argmin_ckpt_by_metrics}
         return {**least, **{f"argmax_{name}": (name, 1.0) for name in self.save_argmax_ckpt_by_metrics}}
 
@@ -72,11 +72,11 @@ class FitOptions:
 
     @property
     def saves(self) -> bool:
-        """Whether a checkpoint is asked for, beside that of the end."""
+        """Whether checkpoints are requested in addition to the one at the end."""
         return bool(self.save_every_n_steps or self.save_ckpt_every_k_epochs or self.save_last_ckpt or self.tracked)
 
     def check(self, workdir: Location | None) -> None:
-        """Raise ValueError or TypeError for arguments that cannot work."""
+        """Raises ValueError or TypeError for invalid arguments."""
         check_count(self.keep_last, "keep_last")
         for name in ("n_epochs", "max_steps", "eval_every_n_steps", "save_every_n_steps", "save_ckpt_every_k_epochs"):
             check_count(getattr(self, name), name, optional=True)
@@ -111,11 +111,11 @@ class FitOptions:
             raise ValueError("`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`.")
 
 
-def takes(
+def with_options(
     options: Callable[P, Options],
 ) -> Callable[[Callable[[Any, Options], Result]], Callable[Concatenate[Any, P], Result]]:
-    """Decorates a method of `(self, options)`, so that it is called, documented and type-checked with the arguments of a
-    dataclass of options. Its errors show the user's frames only."""
+    """Decorates a method of `(self, options)`, so that it is called, documented and type-checked with the fields of a
+    dataclass of options as arguments. Its errors show only the user's frames."""
     parameters = inspect.signature(options).parameters.values()
 
     def decorate(method: Callable[[Any, Options], Result]) -> Callable[Concatenate[Any, P], Result]:

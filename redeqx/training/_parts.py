@@ -1,7 +1,7 @@
-"""A model in parts: the arrays that are trained, those that are not, and everything else.
+"""Parts of a model: the trained arrays, the frozen arrays, and everything else.
 
-A step takes a model apart once and jits a function of flat lists of arrays. `eqx.filter_jit` would walk the whole module on
-every call; here the walk happens once.
+A model is partitioned once, and a step jits a function of flat lists of arrays. `eqx.filter_jit` would traverse the whole
+module on every call.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from ._precision import cast
 
 @dataclass(frozen=True)
 class Parts:
-    """How a model is taken apart into flat lists of arrays, and put together again.
+    """Partitions a model into flat lists of arrays, and combines them again.
 
-    `trained` and `frozen` arrays are lists in the tree's order; what is no array stays in `static`.
+    `trained` and `frozen` arrays are lists in the tree's order; everything else stays in `static`.
     """
 
     names: tuple[tuple[str, ...], tuple[str, ...]]  # of the trained and the frozen leaves
@@ -31,10 +31,10 @@ class Parts:
 
     @classmethod
     def of(cls, model: PyTree, trainable: Any = eqx.is_inexact_array) -> "Parts":
-        """The parts of a model, or of its shapes."""
+        """Returns the parts of a model, or of its shapes."""
         arrays, static = eqx.partition(model, is_array_like)
-        # Shapes count as the arrays that they stand for, which `eqx.is_inexact_array` alone would not see; and weights in 8
-        # bits, which no arithmetic takes, are quantised ones.
+        # `eqx.is_inexact_array` is False for shapes, and True for 8-bit floats, which are quantised weights without
+        # arithmetic.
         which = _has_gradient if trainable is eqx.is_inexact_array else trainable
         try:
             trained, frozen = eqx.partition(arrays, which)
@@ -53,18 +53,18 @@ class Parts:
         return cls(names, (jax.tree.structure(trained), jax.tree.structure(frozen)), static)
 
     def take(self, model: PyTree) -> tuple[list[Any], list[Any]]:
-        """The trained and the frozen arrays of a model of the same structure."""
+        """Returns the trained and the frozen arrays of a model with the same structure."""
         leaves = named_leaves(model)
         return [leaves[name] for name in self.names[0]], [leaves[name] for name in self.names[1]]
 
     def trained_tree(self, trained: Sequence[Any]) -> PyTree:
-        """The model with None for all but the trained arrays, as an optimizer sees it."""
+        """Returns the model with None for all other leaves, as an optimizer receives it."""
         return jax.tree.unflatten(self.treedefs[0], trained)
 
     def put(
         self, trained: Sequence[Any], frozen: Sequence[Any], *, inference: bool = False, compute_dtype: Any = None
     ) -> PyTree:
-        """The model of these arrays, its floating leaves cast to `compute_dtype` where that is given."""
+        """Returns the model with these arrays; `compute_dtype` casts its floating leaves."""
         trees = [jax.tree.unflatten(d, leaves) for d, leaves in zip(self.treedefs, (trained, frozen), strict=True)]
         if compute_dtype is not None:
             trees = jax.tree.map(lambda x: cast(x, compute_dtype), trees)

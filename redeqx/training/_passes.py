@@ -1,6 +1,6 @@
-"""Passes over examples and single updates: what `train`, `update` and an epoch of a fit have in common.
+"""Passes over examples and single updates: what `train`, `update` and an epoch of a fit share.
 
-Epochs, evaluations and checkpoints are the fit's, in `_loop.py`; an update is the engine's, in `_engine.py`.
+Epochs, evaluations and checkpoints belong to the fit, in `_loop.py`; one update to the engine, in `_engine.py`.
 """
 
 from collections.abc import Generator, Iterator
@@ -14,7 +14,7 @@ from ._progress import Position
 
 
 def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> Iterator[Slice]:
-    """The examples of each step of one pass, in their own order."""
+    """Returns the examples of each step of one pass, in their given order."""
     check_examples(examples, "examples")
     if is_function(examples):
         raise TypeError("`examples`: expected examples, got a function, which only `fit` calls, with an epoch. Call it.")
@@ -24,11 +24,11 @@ def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> It
 def updates(
     engine: Engine, upcoming: Prefetch, line: ProgressLine, fit: int | None = None, epoch: int | None = None
 ) -> Generator[tuple[Batch, bool], None, None]:
-    """Take the updates of one pass; after each yields its batch and whether it was the last.
+    """Takes the updates of one pass; after each, yields its batch and whether it was the last.
 
     **Arguments:**
 
-    - `fit`, `epoch`: of a fit, whose position is kept.
+    - `fit`, `epoch`: in a fit, for the position of each update.
     """
     with engine.updating():
         with line.waiting():
@@ -43,7 +43,7 @@ def updates(
 
 
 def train(engine: Engine, steps: Iterator[Slice], size: BatchSize) -> dict[str, float]:
-    """One pass over examples; returns the last step's metrics."""
+    """Takes one pass over the examples; returns the last step's metrics."""
     run = engine.run
     with run.watch.on(), run.console.progress(first_step=engine.step, title="train") as line:
         with closing(engine.batches(steps, size)) as upcoming:
@@ -54,7 +54,7 @@ def train(engine: Engine, steps: Iterator[Slice], size: BatchSize) -> dict[str, 
 
 
 def as_one_step(engine: Engine, examples: Any) -> tuple[Iterator[Slice], BatchSize]:
-    """All of these examples as one step, and its sizes."""
+    """Returns all of these examples as one step, and its sizes."""
     check_examples(examples, "examples")
     n = size_of(examples)
     if n is None:
@@ -66,12 +66,12 @@ def as_one_step(engine: Engine, examples: Any) -> tuple[Iterator[Slice], BatchSi
 
 
 def update(engine: Engine, examples: Any) -> dict[str, float]:
-    """One update on all of these examples; returns its metrics."""
+    """Takes one update on all of these examples; returns its metrics."""
     steps, size = as_one_step(engine, examples)
-    line = engine.line_of_updates
+    line = engine.update_line
     line.begin_step(engine.step)
-    shown = line if engine.is_new else nullcontext()  # the compilation
-    watched = engine.run.watch.on() if engine.run.peers.n > 1 else nullcontext()  # which costs a thread
+    shown = line if engine.must_compile else nullcontext()  # shows the compilation
+    watched = engine.run.watch.on() if engine.run.peers.n > 1 else nullcontext()  # it costs a thread
     with shown, engine.updating(), watched, closing(engine.batches(steps, size)) as upcoming:
         engine.update(next(upcoming), line)
         engine.flush(line)

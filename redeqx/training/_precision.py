@@ -1,8 +1,8 @@
-"""Precision: in which dtypes a step computes, keeps its parameters, and sums their gradients; and how updates are rounded.
+"""Precision: the dtypes of a step's computation, parameters and sums of gradients, and the rounding of updates.
 
-An update of training is often smaller than half a bfloat16's last digit, and a parameter in bfloat16 rounded to the nearest
-would never move. So parameters in bfloat16 have either a copy in float32 in the optimizer's state (master), or are rounded
-up or down by chance, in proportion to the distance (stochastic rounding): right on average, and without a copy.
+A training update is often smaller than half the last digit of a bfloat16, so a bfloat16 parameter that is rounded to nearest
+would never change. So bfloat16 parameters either have a float32 copy in the optimizer state (master), or are rounded up or
+down at random, in proportion to the distance (stochastic rounding): correct on average, without a copy.
 
 Source: mixed precision with master weights (arXiv:1710.03740); stochastic rounding (arXiv:2010.06192).
 """
@@ -46,25 +46,24 @@ class Precision:
 
     **Arguments:**
 
-    - `compute`: floating leaves of the model are cast to this dtype for the loss; None computes in what they have. With
-        `"fp8"` the loss is computed in bfloat16, and its products with weights in 8-bit floating point: activations and
-        weights in e4m3, gradients in e5m2, each scaled by its largest entry, forward and backward, with sums in float32. The
-        first product, which reads the data, and the last, which makes the logits, stay in bfloat16: errors there are not
-        averaged by other layers. So do attention, products with a side that is no multiple of 16, and predictions.
+    - `compute`: floating leaves of the model are cast to this dtype for the loss; None keeps their dtypes. With `"fp8"` the
+        loss is computed in bfloat16, and its products with weights in 8-bit floating point: activations and weights in e4m3,
+        gradients in e5m2, each scaled by its largest entry, forward and backward, with sums in float32. The first product,
+        which reads the data, and the last, which makes the logits, stay in bfloat16, as their errors are not averaged by
+        other layers. So do attention, products with a side that is not a multiple of 16, and predictions.
     - `parameters`: the dtype in which trained floating leaves are stored and saved: `"float32"` or `"bfloat16"`; None keeps
-        what they have. Frozen leaves keep theirs.
-    - `gradients`: the dtype in which a gradient is summed over rows and devices, where that is wider than the dtype that its
-        weight is computed with. None sums in the latter, with half of the bytes between devices in bfloat16; then numbers
-        depend on the mesh in bfloat16's last digit. Of convolutions and of a `grad_fn` always the latter. Micro-batches are
-        summed in float32.
-    - `rounding`: how updates reach parameters of bfloat16, where `parameters` asks for them. `"master"` keeps a copy in
-        float32 in the optimizer's state, `"stochastic"` rounds up or down by chance: with keys of the step and the leaf, so
-        the same on every mesh and after a restart, wherever the update is the same to the bit. In both the optimizer
+        their dtypes. Frozen leaves keep theirs.
+    - `gradients`: the dtype in which a gradient is summed over rows and devices, if it is wider than the dtype in which its
+        weight is computed. None sums in the latter, which in bfloat16 halves the bytes between devices; results then depend
+        on the mesh in the last digit of bfloat16. Gradients of convolutions and of a `grad_fn` always use the latter.
+        Micro-batches are summed in float32.
+    - `rounding`: how bfloat16 parameters, as set by `parameters`, are updated. `"master"` keeps a float32 copy in the
+        optimizer state. `"stochastic"` rounds up or down at random, with keys derived from the step and the leaf: the result
+        is the same on every mesh and after a restart, if the update is the same bit for bit. In both cases the optimizer
         computes in float32 and keeps its state in float32.
 
-    Losses and their weights are summed in float32, and so are softmaxes and norms of `redeqx.models`, of `eqx.nn` and of
-    fused attention. What else a model computes, it computes in `compute`: cast logits to float32 before a loss that you
-    write.
+    Losses and their weights are summed in float32, and so are the softmaxes and norms of `redeqx.models`, of `eqx.nn` and of
+    fused attention. All other computation of a model is in `compute`: cast logits to float32 before a loss of your own.
 
     Raises ValueError for another dtype or rounding.
     """
@@ -87,12 +86,12 @@ class Precision:
 
     @classmethod
     def of(cls, precision: Any, compute_dtype: Any) -> "Precision":
-        """What a Trainer is given as `precision` and as `compute_dtype`, each of which may be None.
+        """Returns the precision for a Trainer's `precision` and `compute_dtype`, each of which may be None.
 
-        Raises ValueError where they disagree.
+        Raises ValueError if they disagree.
         """
         if precision is None:
-            return _OfDtype(None if compute_dtype is None else jnp.dtype(compute_dtype), gradients=None)
+            return _ComputeDtypeOnly(None if compute_dtype is None else jnp.dtype(compute_dtype), gradients=None)
         if isinstance(precision, str) and precision in _NAMED:
             given = _NAMED[precision]
         elif isinstance(precision, Precision):
@@ -105,25 +104,25 @@ class Precision:
         if compute_dtype is not None and given.dtype != jnp.dtype(compute_dtype):
             found = None if given.dtype is None else given.dtype.name
             raise ValueError(
-                f"`compute_dtype`: expected {found}, which `precision` says, got {jnp.dtype(compute_dtype).name}. "
+                f"`compute_dtype`: expected {found}, as set by `precision`, got {jnp.dtype(compute_dtype).name}. "
                 "Pass one of the two."
             )
         return given
 
     @property
     def in_fp8(self) -> bool:
-        """Whether products with weights are multiplied in fp8."""
+        """Whether products with weights are computed in fp8."""
         return isinstance(self.compute, str) and self.compute == FP8
 
     @property
     def dtype(self) -> Any:
-        """The dtype to which floating leaves are cast for the loss; None for that which they have."""
+        """The dtype to which floating leaves are cast for the loss; None to keep their dtypes."""
         name = "bfloat16" if self.in_fp8 else self.compute
         return None if name is None else jnp.dtype(name)
 
     @property
     def summed_in(self) -> Any:
-        """The dtype of sums of gradients, where weights have a narrower one; None for that of the weights."""
+        """The dtype of sums of gradients, for weights with a narrower dtype; None for the weights' dtype."""
         return None if self.gradients is None else jnp.dtype(self.gradients)
 
     @property
@@ -132,20 +131,20 @@ class Precision:
         return self.parameters is not None and jnp.dtype(self.parameters).itemsize < 4
 
     def check(self, mesh: Mesh) -> None:
-        """Raise ValueError for fp8 on devices that do not multiply it. CPUs emulate it."""
+        """Raises ValueError for fp8 on devices that do not support it. CPUs emulate it."""
         device = mesh.devices.flat[0]
         if self.in_fp8 and device.platform != "cpu" and not has_fp8(device):
             raise ValueError(
-                f"`precision`: expected a device that multiplies fp8 ({', '.join(FP8_DEVICES)}), got {device.device_kind}. "
+                f"`precision`: expected a device that supports fp8 ({', '.join(FP8_DEVICES)}), got {device.device_kind}. "
                 "Pass 'bfloat16' for this one."
             )
 
     def describe(self, dtypes: Sequence[Any]) -> str:
-        """The precision in words.
+        """Describes the precision.
 
         **Arguments:**
 
-        - `dtypes`: of the trained leaves.
+        - `dtypes`: the dtypes of the trained leaves.
         """
         stored = sorted({jnp.dtype(dtype).name for dtype in dtypes})
         words = [f"parameters {' and '.join(stored)}"]
@@ -162,43 +161,43 @@ class Precision:
     # --- parameters ----------------------------------------------------------------------------------------------------
 
     def stored(self, leaves: Sequence[Any]) -> list[Any]:
-        """Trained leaves, or their shapes, in the dtype that they are stored in."""
+        """Casts trained leaves, or their shapes, to the dtype in which they are stored."""
         return [leaf if self.parameters is None else cast(leaf, self.parameters) for leaf in leaves]
 
     def optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """An optimizer that computes in float32 whatever its parameters are stored in, where they are rounded."""
+        """Returns an optimizer that computes in float32 even if its parameters are stored in a narrower dtype."""
         if not self.rounds:
             return optimizer
-        return _with_masters(optimizer) if self.rounding == "master" else _wide(optimizer)
+        return _with_masters(optimizer) if self.rounding == "master" else _in_float32(optimizer)
 
     def updated(self, params: PyTree, updates: PyTree, key: Array) -> PyTree:
-        """Parameters with their updates.
+        """Applies updates to parameters.
 
         **Arguments:**
 
-        - `key`: of the step.
+        - `key`: the key of the step.
         """
         if not self.rounds:
             return eqx.apply_updates(params, updates)
         leaves, treedef = jax.tree.flatten(params)
-        made = jax.tree.leaves(eqx.apply_updates(widened(params), updates))
+        wide = jax.tree.leaves(eqx.apply_updates(widened(params), updates))
 
         def rounded(i: int, old: Array, new: Array) -> Array:
             if self.rounding == "stochastic" and old.dtype == jnp.bfloat16:
                 return round_stochastically(new, jax.random.fold_in(key, i))
             return new.astype(old.dtype)
 
-        return jax.tree.unflatten(treedef, [rounded(i, *pair) for i, pair in enumerate(zip(leaves, made, strict=True))])
+        return jax.tree.unflatten(treedef, [rounded(i, *pair) for i, pair in enumerate(zip(leaves, wide, strict=True))])
 
 
-class _OfDtype(Precision):
-    """That of a `compute_dtype` alone, which may be any floating dtype."""
+class _ComputeDtypeOnly(Precision):
+    """The precision of a `compute_dtype` alone, which may be any floating dtype."""
 
     def __post_init__(self) -> None:
         pass
 
 
-AS_GIVEN = _OfDtype(None, gradients=None)  # all dtypes are the model's, and gradients are summed as JAX does
+AS_GIVEN = _ComputeDtypeOnly(None, gradients=None)  # keeps the model's dtypes, and sums gradients as JAX does
 _NAMED = {
     "float32": Precision("float32", parameters="float32"),
     "bfloat16": Precision("bfloat16", parameters="float32"),
@@ -211,19 +210,19 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def cast(leaf: Any, dtype: Any) -> Any:
-    """A floating leaf, or its shape, in another dtype; any other leaf as it is."""
+    """Casts a floating leaf, or its shape; returns any other leaf unchanged."""
     if not _is_floating(leaf) or leaf.dtype == jnp.dtype(dtype):
         return leaf
     return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
 
 def widened(tree: PyTree) -> PyTree:
-    """Floating leaves in at least float32."""
+    """Casts floating leaves to at least float32."""
     return jax.tree.map(lambda x: cast(x, jnp.promote_types(x.dtype, jnp.float32)) if _is_floating(x) else x, tree)
 
 
 def round_stochastically(x: Array, key: Array) -> Array:
-    """Float32 as bfloat16, rounded up or down by chance."""
+    """Rounds float32 to bfloat16, up or down at random."""
     return to_bfloat16(x, jax.random.bits(key, x.shape, jnp.uint16))
 
 
@@ -237,8 +236,8 @@ class MasterState(eqx.Module):
     master: PyTree
 
 
-def _wide(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer that is shown parameters and gradients in float32."""
+def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Wraps an optimizer to receive parameters and gradients in float32."""
     inner = optax.with_extra_args_support(optimizer)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -248,7 +247,7 @@ def _wide(optimizer: optax.GradientTransformation) -> optax.GradientTransformati
 
 
 def with_new_masters(opt_state: PyTree, params: PyTree) -> PyTree:
-    """An optimizer's state whose float32 copies, where it keeps some, are those of these parameters."""
+    """Replaces the float32 copies in an optimizer state, if any, by copies of these parameters."""
 
     def copied(x: Array, wide: Array) -> Array:
         return jnp.copy(x) if wide is x else wide  # a step deletes both
@@ -261,7 +260,7 @@ def with_new_masters(opt_state: PyTree, params: PyTree) -> PyTree:
 
 
 def _with_masters(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer of float32 copies, which it keeps in its state. The parameters are the copies, rounded."""
+    """Wraps an optimizer to update float32 copies, which are part of its state. The parameters are the rounded copies."""
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> Any:

@@ -1,6 +1,6 @@
-"""All that a trainer runs on one mesh: its compiled steps, and the shapes of what they carry, each with where it lives.
+"""The program of a trainer on one mesh: its compiled steps, and the shapes and shardings of the arrays that they carry.
 
-The Trainer fills the shapes with arrays; a dry run compiles the same steps for them and fills nothing.
+The Trainer creates these arrays; a dry run compiles the same steps without creating any.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ from ._step import Layout, make_eval_step, make_train_step
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of a trainer on one mesh, and the shapes of what they carry, each with where it lives; no array is made.
+    """The steps of a trainer on one mesh, and the shapes and shardings of the arrays that they carry. It creates no array.
 
     **Arguments:**
 
-    - `trained`, `frozen`, `opt_state`, `state`, `steps`, `key`: shapes with shardings; `steps` as the train step says.
-    - `init_opt_state`: of the trained arrays, created in place, never whole.
+    - `trained`, `frozen`, `opt_state`, `state`, `steps`, `key`: shapes with shardings; `steps` as in the train step.
+    - `init_opt_state`: maps the trained arrays to the optimizer state, whose shards are created in place.
     """
 
     plan: Plan
@@ -48,12 +48,12 @@ class Program:
 
 
 def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """The shape of an array, with the sharding that it has."""
+    """Returns the shape of an array with a sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def placed_shapes(parts: Parts, model: PyTree, plan: Plan) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-    """The shapes of a model's trained and frozen arrays, where the plan puts them."""
+    """Returns the shapes of a model's trained and frozen arrays, with their shardings by the plan."""
     trained, frozen = (
         [placed(leaf, plan.sharding(name)) for name, leaf in zip(names, leaves, strict=True)]
         for names, leaves in zip(parts.names, parts.take(model), strict=True)
@@ -73,15 +73,15 @@ def make_program(
     *,
     offload_opt_state: bool = False,
 ) -> Program:
-    """The program of a model and its state, of arrays or of their shapes.
+    """Returns the program of a model and its state, given as arrays or shapes.
 
     **Arguments:**
 
     - `skip_nonfinite`, `n_parts`, `options`: as for `make_train_step`.
-    - `offload_opt_state`: whether the arrays of the optimizer's state live in the memory of the host.
+    - `offload_opt_state`: whether the arrays of the optimizer state are stored in host memory.
     """
     parts, plan = functions.parts, functions.plan
-    whole = replicated(plan.mesh)
+    replicate = replicated(plan.mesh)
     trained, frozen = placed_shapes(parts, model, plan)
 
     def init(trained: Sequence[Array]) -> PyTree:
@@ -89,10 +89,10 @@ def make_program(
 
     traced, opt_tree = jax.make_jaxpr(init, return_shape=True)(trained)
     opt_state = jax.tree.leaves(jax.tree.map(placed, opt_tree, shardings_like(opt_tree, plan)))
-    if offload_opt_state:  # a count stays: to copy it would take longer than to use it
+    if offload_opt_state:  # scalars stay: copying them would take longer than using them
         opt_state = [placed(leaf, in_host(leaf.sharding)) if leaf.ndim else leaf for leaf in opt_state]
     opt_treedef, state_treedef = jax.tree.structure(opt_tree), jax.tree.structure(state)
-    states = [placed(leaf, whole) for leaf in jax.tree.leaves(state)]
+    states = [placed(leaf, replicate) for leaf in jax.tree.leaves(state)]
     layout = Layout(*([leaf.sharding for leaf in leaves] for leaves in (trained, opt_state, states)))
     train_step, metric_names = make_train_step(
         functions, optimizer, lr_schedule_fn, opt_treedef, state_treedef, layout, skip_nonfinite, n_parts, options
@@ -104,8 +104,8 @@ def make_program(
         frozen=frozen,
         opt_state=opt_state,
         state=states,
-        steps=placed(jax.ShapeDtypeStruct((2,), np.int32), whole),
-        key=placed(jax.eval_shape(lambda: jax.random.key(0)), whole),
+        steps=placed(jax.ShapeDtypeStruct((2,), np.int32), replicate),
+        key=placed(jax.eval_shape(lambda: jax.random.key(0)), replicate),
         opt_treedef=opt_treedef,
         state_treedef=state_treedef,
         init_opt_state=jax.jit(lambda trained: as_fun(traced)(*trained), out_shardings=layout.opt_state),
@@ -117,5 +117,5 @@ def make_program(
 
 
 def shard_bytes(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
-    """Bytes of these arrays (or shapes with shardings) that one device holds, or that its host holds for it."""
+    """Returns the bytes of these arrays (or shapes with shardings) on one device, or on its host for this device."""
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in arrays)

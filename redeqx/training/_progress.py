@@ -1,6 +1,6 @@
-"""Where a trainer stands in its fits, as `trainer.json` records it beside the step.
+"""The progress of a trainer in its fits, as `trainer.json` records it with the step.
 
-Few numbers are enough for a run that was killed to end with the same bits as one that was not.
+These few numbers suffice for a killed and resumed run to end with the same bits as an uninterrupted one.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,9 +15,9 @@ from ._callbacks import is_states
 
 @dataclass(frozen=True)
 class Position:
-    """A point of training: after `examples` examples of an epoch of one of the trainer's fits, all counted from 0.
+    """A point in training: after `examples` examples of an epoch of one of the trainer's fits, all counted from 0.
 
-    `data_state` is the state that an iterable of examples reports there.
+    `data_state` is the state that an iterable of examples reports at this point.
     """
 
     fit: int = 0
@@ -28,18 +28,18 @@ class Position:
 
 @dataclass
 class Progress:
-    """The progress of a trainer through its fits.
+    """The progress of a trainer in its fits.
 
     **Arguments:**
 
-    - `position`: the current one.
-    - `setting`: the sizes that the current fit began with; empty where not known.
-    - `best`: for each tag of a best checkpoint `{"value": ..., "step": ...}`.
+    - `position`: the current position.
+    - `setting`: the sizes with which the current fit began; empty if unknown.
+    - `best`: for each tag of a best checkpoint, `{"value": ..., "step": ...}`.
     - `n_skipped`: updates that were skipped because they were not finite.
-    - `n_examples`: examples that all updates so far were given.
-    - `first_step`: the updates before the current fit.
-    - `metrics`: of the newest evaluation.
-    - `learning_rate`: of the newest update, where a checkpoint records it.
+    - `n_examples`: examples of all updates so far.
+    - `first_step`: the number of updates before the current fit.
+    - `metrics`: the metrics of the newest evaluation.
+    - `learning_rate`: the learning rate of the newest update, if a checkpoint records it.
     - `saved`: step and position of the newest checkpoint.
     """
 
@@ -54,14 +54,14 @@ class Progress:
     first_step: int = 0
 
     def to_record(self) -> dict[str, Any]:
-        """Its part of `trainer.json`."""
+        """Returns the entries for `trainer.json`."""
         setting = {name: self.setting.get(name) for name in _SETTING}
         counts = {name: getattr(self, name) for name in ("n_skipped", "n_examples", "first_step")}
         return {**asdict(self.position), **setting, "best": self.best, **counts}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Progress":
-        """The progress that a `trainer.json` records, once `check_record` has found it valid."""
+        """Returns the progress in a `trainer.json` that `check_record` has found valid."""
         position = Position(**{name: record[name] for name in ("fit", "epoch", "examples", "data_state")})
         return cls(
             position,
@@ -76,13 +76,13 @@ class Progress:
         )
 
 
-# What decides which examples a step holds, and how they are computed.
+# What determines the examples of a step and their computation.
 _SETTING = ("batch_size", "train_size", "drop_remainder", "accumulate_grad_batches", "sample", "precision")
-_MAX_STEP = 2**31  # the count of steps is an int32
+_MAX_STEP = 2**31  # the step counter is an int32
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)  # True is an int, too
+    return type(value) in (int, float)  # bool is a subclass of int
 
 
 def _is_best(value: Any) -> bool:
@@ -98,7 +98,7 @@ def _are_names(value: Any) -> bool:
 
 _SIZE = ("an integer from 0 on", is_size)
 _SIZE_OR_NONE = ("an integer from 1 on, or null", lambda value: value is None or (is_size(value) and value > 0))
-# What a Trainer writes, each with its valid values; `data_state` is the user's own.
+# The entries that a Trainer writes, with their valid values; `data_state` is defined by the user.
 _RECORDED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "step": (f"an integer from 0 to {_MAX_STEP - 1}", lambda value: is_size(value) and value < _MAX_STEP),
     "seed": ("an integer", lambda value: type(value) is int),
@@ -115,7 +115,7 @@ _RECORDED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "callbacks": ("values and arrays for each", is_states),
     "averages": ("a list of names", _are_names),
 }
-# What earlier releases did not write, and the value that stands for it.
+# Entries that earlier releases did not write, with their default values.
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("batch_size", "accumulate_grad_batches", "drop_remainder", "sample", "precision", "learning_rate")),
     **dict.fromkeys(("n_skipped", "n_examples", "first_step"), 0),
@@ -125,7 +125,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def check_record(folder: Location, record: Mapping[str, Any]) -> None:
-    """Raise DamagedError where a checkpoint's `trainer.json` is not one that a Trainer has written."""
+    """Raises DamagedError if a checkpoint's `trainer.json` was not written by a Trainer."""
     for name, (rule, is_right) in _RECORDED.items():
         if name not in record and name not in _DEFAULTS:
             raise damaged(folder / MANIFEST, f"`{name}`, {rule}", "none")

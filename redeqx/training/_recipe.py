@@ -1,4 +1,4 @@
-"""What a Trainer is given, and the plan and the program that follow from it on any mesh. No arrays are held here."""
+"""The recipe: the arguments of a Trainer, and the plan and program that follow from them on any mesh. It holds no arrays."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from ._program import Program, make_program
 
 
 def plan_model(model: PyTree, mesh: Mesh, trace: Trace | None = None, overrides: Overrides | None = None) -> Plan:
-    """The plan of a model on a mesh, in the order of its traced loss where there is one; warns of the plan's warnings."""
+    """Returns the plan of a model on a mesh, in the order of its traced loss if there is one; issues the plan's warnings."""
     plan = make_plan(model, mesh, overrides, trace)
     for message in plan.warnings:
         warn(message)
@@ -33,25 +33,25 @@ def plan_model(model: PyTree, mesh: Mesh, trace: Trace | None = None, overrides:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained: the user's functions, the optimizer, and what belongs to one step.
+    """How a model is trained: the user's functions, the optimizer, and the options of a step.
 
     **Arguments:**
 
-    - `parts`: how the model is taken apart.
-    - `loss_fn`, `grad_fn`, `collate_fn`, `optimizer`, `lr_schedule_fn`: as given to the Trainer.
+    - `parts`: how the model is partitioned.
+    - `loss_fn`, `grad_fn`, `collate_fn`, `optimizer`, `lr_schedule_fn`: the Trainer's arguments.
     - `precision`: the dtypes of a step, for which `optimizer` was made.
     - `workers`: call `collate_fn`; they end with the recipe.
     - `has_state`: whether the model has stateful layers.
-    - `accumulate`: micro-batches an update.
+    - `accumulate`: micro-batches per update.
     - `plan`: the user's own plan; None makes one from the loss.
-    - `skips`: whether an update that is not finite is skipped.
+    - `skips`: whether updates that are not finite are skipped.
     - `fuse_attention`: whether attention is computed by the platform's kernel.
-    - `remat`, `memory`: what loops compute again in the backward pass, and what decides it, as for `Trainer`.
-    - `n_parts`: of each micro-batch, computed one after the other.
-    - `unroll`: whether loops over few layers are written out on GPUs.
-    - `stack_blocks`: whether equal blocks are computed as one loop; None leaves it to the devices.
-    - `offload_opt_state`: whether the optimizer's state is in the memory of the host between updates.
-    - `xla_settings`: of the train and eval steps, as for `Deployer`.
+    - `remat`, `memory`: what loops recompute in the backward pass, and how it is chosen, as for `Trainer`.
+    - `n_parts`: the number of parts of each micro-batch, computed one after the other.
+    - `unroll`: whether loops over few layers are unrolled on GPUs.
+    - `stack_blocks`: whether equal blocks are computed as one loop; None decides by the devices.
+    - `offload_opt_state`: whether the optimizer state is in host memory between updates.
+    - `xla_settings`: for the train and eval steps, as for `Deployer`.
     """
 
     parts: Parts
@@ -76,11 +76,11 @@ class Recipe:
     xla_settings: Options | str | None = "auto"
 
     def trace(self, model: PyTree, state: PyTree, batch: PyTree) -> Trace:
-        """The loss, traced for the shapes of a batch."""
+        """Traces the loss for the shapes of a batch."""
         return trace_loss(lambda model, batch, key: self._loss(model, state, batch, key), model, batch)
 
     def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None) -> Plan:
-        """The model's plan on a mesh: in the order of the loss where its trace is given."""
+        """Returns the model's plan on a mesh; with a trace, in the order of the loss."""
         if self.plan is None:
             plan = plan_model(model, mesh, trace)
         else:
@@ -97,7 +97,7 @@ class Recipe:
     def program(
         self, plan: Plan, model: PyTree, state: PyTree, *, named: bool = False, change: Rule | None = None
     ) -> Program:
-        """The steps of this model under a plan.
+        """Returns the program of this model under a plan.
 
         **Arguments:**
 
@@ -134,13 +134,13 @@ class Recipe:
 
     @property
     def remat_level(self) -> str:
-        """What loops compute again: by default all but products, since a step waits for memory more than for elementwise
-        work, on CPUs too (tests/benchmarks/README.md)."""
+        """The level of recomputation. By default everything but products is recomputed, on CPUs too, since a step waits
+        longer for memory than for elementwise work (tests/benchmarks/README.md)."""
         return "matmuls" if self.remat == "auto" else self.remat
 
     def unroll_on(self, mesh: Mesh, remat: str) -> UnrollLoops | None:
-        """Which loops are written out on the devices of a mesh: none where all of a body is recomputed, which XLA would
-        undo, and none where weights are gathered layer by layer, which it would do for several at once."""
+        """Returns which loops are unrolled on the devices of a mesh. None are if whole bodies are recomputed, which XLA
+        would undo, or if weights are gathered layer by layer, which XLA would then do for several layers at once."""
         device = mesh.devices.flat[0]
         if not self.unroll or device.platform not in ("cuda", "gpu") or remat in ("full", "offload") or mesh.shape[FSDP] > 1:
             return None
@@ -148,12 +148,12 @@ class Recipe:
         return None if chip is None else UnrollLoops(chip, mesh.size)
 
     def stacks_on(self, mesh: Mesh) -> bool:
-        """Whether equal blocks are computed as one loop on the devices of a mesh: by default where loops compute again what
-        they need not keep, which saves memory, and where compiling takes longest."""
+        """Returns whether equal blocks are computed as one loop on the devices of a mesh: by default on GPUs and TPUs, where
+        the recomputation in loops saves memory, and compilation takes longest."""
         return mesh.devices.flat[0].platform != "cpu" if self.stack_blocks is None else self.stack_blocks
 
     def opt_shapes(self, model: PyTree) -> PyTree:
-        """The shapes of the optimizer's state."""
+        """Returns the shapes of the optimizer state."""
         try:
             return jax.eval_shape(self.optimizer.init, self.parts.trained_tree(self.parts.take(model)[0]))
         except Exception as error:
@@ -164,7 +164,7 @@ class Recipe:
             raise
 
     def metric_names(self, model: PyTree, state: PyTree, examples: list[Any]) -> list[str]:
-        """The names of what an evaluation returns, found without computing it."""
+        """Returns the names of an evaluation's metrics, without computing them."""
 
         def metrics(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> dict[str, Any]:
             return as_sums(self._loss(model, state, batch, key, inference=True), len(examples))[2]
@@ -174,7 +174,7 @@ class Recipe:
         return sorted(["loss", *found])
 
     def _loss(self, model: PyTree, state: PyTree, batch: PyTree, key: Any, inference: bool = False) -> Any:
-        """What `loss_fn` returns for a model, without the new state of its layers."""
+        """Calls `loss_fn`; drops the new state of the layers."""
         model = self.parts.put(*self.parts.take(model), inference=inference, compute_dtype=self.precision.dtype)
         out = self.loss_fn(model, *([state] if self.has_state else []), batch, key)
         return out[0] if self.has_state and isinstance(out, tuple) else out

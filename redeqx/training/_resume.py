@@ -1,4 +1,4 @@
-"""Resuming an earlier run from the newest checkpoint of its workdir that is not damaged."""
+"""Resumes an earlier run from the newest undamaged checkpoint of its workdir."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,48 +13,48 @@ from ._progress import Progress, check_record
 
 
 def resume_newest(engine: Engine, *, may_resume: bool = True, reads_twice: bool = True) -> None:
-    """Resume from the workdir's newest checkpoint, if it has one. Warns of each damaged one that is passed over.
+    """Resumes from the workdir's newest checkpoint, if there is one. Warns about each damaged one that is skipped.
 
     **Arguments:**
 
-    - `may_resume`: without, a workdir that has checkpoints is refused.
-    - `reads_twice`: whether the caller can begin again when damage shows while the tensors are read; without, they are
-        verified before, too.
+    - `may_resume`: if False, a workdir with checkpoints is refused.
+    - `reads_twice`: whether the caller can start again if reading the tensors reveals damage. If not, the tensors are
+        verified first.
 
-    Raises ValueError where every checkpoint is damaged, as a run must not overwrite what may be repaired, and where the run
-    had another seed.
+    Raises ValueError if every checkpoint is damaged, since a run must not overwrite what may be repaired, and if the run had
+    another seed.
     """
     checkpoints = engine.checkpoints
     if checkpoints is None:
         engine.follows = False
         return
     checkpoints.wait()
-    there = checkpoints.newest()
-    if there and not may_resume:
+    candidates = checkpoints.newest()
+    if candidates and not may_resume:
         raise ValueError(
-            f"`workdir`: expected no checkpoints, as `resume=False`, got {there[0]}. "
-            "Pass `resume=True` to go on from it, or another workdir to begin anew."
+            f"`workdir`: expected no checkpoints, as `resume=False`, got {candidates[0]}. "
+            "Pass `resume=True` to continue from it, or another workdir for a new run."
         )
-    path, record = _first_valid(engine, there, reads_twice)
+    path, record = _first_valid(engine, candidates, reads_twice)
     if path is None:
-        # What was loaded from another workdir is a beginning: its progress is not this run's.
+        # A checkpoint loaded from another workdir is a new start: its progress is not this run's.
         engine.progress, engine.follows = Progress(n_skipped=engine.progress.n_skipped), False
         return
     if record["seed"] != engine.run.seed:
         raise ValueError(
             f"`jax_seed`: expected {record['seed']}, as in {path}, got {engine.run.seed}. "
-            "Pass the same seed to go on, or another workdir to begin anew."
+            "Pass the same seed to continue, or another workdir for a new run."
         )
     engine.resume_from(path, record)
     engine.run.console.info(f"resuming from {path}, step {engine.step}")
 
 
-def _first_valid(engine: Engine, there: Sequence[Location], reads_twice: bool) -> tuple[Location | None, dict[str, Any]]:
-    """The first of these checkpoints that shows no damage, with its record."""
+def _first_valid(engine: Engine, paths: Sequence[Location], reads_twice: bool) -> tuple[Location | None, dict[str, Any]]:
+    """Returns the first undamaged checkpoint of these, with its record."""
     checkpoints = engine.checkpoints
     assert checkpoints is not None
     problem: DamagedError | None = None
-    for path in there:
+    for path in paths:
         error = checkpoints.damage(path)
         if error is None:
             try:
@@ -66,7 +66,7 @@ def _first_valid(engine: Engine, there: Sequence[Location], reads_twice: bool) -
         checkpoints.note_damage(path, error)
         if path not in engine.warned:
             engine.warned.add(path)
-            warn(f"{error} It is passed over for the one before.")
+            warn(f"{error} It is skipped for the previous one.")
         problem = problem or error
     if problem is not None:
         checkpoints.forget_damage()
@@ -75,13 +75,13 @@ def _first_valid(engine: Engine, there: Sequence[Location], reads_twice: bool) -
 
 
 def check_setting(engine: Engine, now: Mapping[str, Any]) -> None:
-    """Compare the sizes of a fit with those that the run it resumes began with; print what differs without harm.
+    """Compares the sizes of a fit with those of the run that it resumes; prints harmless differences.
 
     **Arguments:**
 
-    - `now`: the sizes by name; None where unknown.
+    - `now`: the sizes by name; None if unknown.
 
-    Raises ValueError where the steps would hold other examples.
+    Raises ValueError if the steps would have other examples.
     """
     progress, schedule = engine.progress, engine.recipe.lr_schedule_fn
     otherwise = "pass `resume=False`" if engine.checkpoints is None else "choose another workdir"
@@ -91,22 +91,22 @@ def check_setting(engine: Engine, now: Mapping[str, Any]) -> None:
     if "batch_size" in differs:
         was, found = differs["batch_size"]
         raise ValueError(
-            f"`batch_size`: expected {was} examples an update, as in the run that is resumed, got {found}. "
-            f"Pass `batch_size={was}`, from which the rows a device follow on any mesh, or {otherwise}."
+            f"`batch_size`: expected {was} examples per update, as in the resumed run, got {found}. "
+            f"Pass `batch_size={was}`, which sets the rows per device on any mesh, or {otherwise}."
         )
     if "train_size" in differs:
         was, found = differs["train_size"]
         raise ValueError(
-            f"`train_examples`: expected {was}, as in the run that is resumed, got {found}. "
-            f"Its order of examples would be another one. For new examples {otherwise}."
+            f"`train_examples`: expected {was}, as in the resumed run, got {found}. "
+            f"The order of the examples would differ. For new examples {otherwise}."
         )
-    said = [
+    differences = [
         "other examples" if name == "sample" else f"`{name}` {found}, before {was}" for name, (was, found) in differs.items()
     ]
     was = progress.learning_rate
     if was is not None and schedule is not None and engine.step:
         found = float(schedule(jnp.asarray(engine.step - 1 - progress.n_skipped, jnp.int32)))
         if not math.isclose(found, was, rel_tol=1e-5, abs_tol=1e-12):
-            said.append(f"a learning rate at step {engine.step} of {found:.6g}, before {was:.6g}")
-    if said:
-        engine.run.console.info(f"resumed with settings that differ: {'; '.join(said)}")
+            differences.append(f"a learning rate at step {engine.step} of {found:.6g}, before {was:.6g}")
+    if differences:
+        engine.run.console.info(f"resumed with settings that differ: {'; '.join(differences)}")

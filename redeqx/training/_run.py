@@ -1,4 +1,4 @@
-"""A run: the devices, processes, folder and console that all models trained by one script share."""
+"""A run: the devices, processes, folder and console that all models of one script share."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,28 +16,28 @@ from ..monitor import Console
 from ..storage import Location, Staging
 
 
-@partial(jax.jit, static_argnums=0)  # a static seed may have more than 32 bits; one program, not one a call of `jax.random`
+@partial(jax.jit, static_argnums=0)  # a static seed may exceed 32 bits; jitted to compile one program, not several
 def _key_of(seed: int, n: Any) -> PRNGKeyArray:
     return jax.random.fold_in(jax.random.key(seed), n)
 
 
 @dataclass(eq=False)
 class Run:
-    """What a run has beside its models. The Deployer makes one, and every engine of the script uses it.
+    """The resources of a run that do not belong to a model. The Deployer makes it, and every engine of the script uses it.
 
     **Arguments:**
 
     - `mesh`: the devices.
     - `peers`: the processes of the run.
     - `console`: prints, and records metrics.
-    - `watch`: ends the run when no step finishes any more.
+    - `watch`: ends the run if steps stop finishing.
     - `preemption`: reports the signals that ask the run to stop.
     - `workdir`: the folder of the run, on a disk or in an object store; None records nothing.
-    - `seed`: the one seed of the run.
+    - `seed`: the seed of the run.
     - `is_dry_run`: whether models are shapes and nothing is computed.
-    - `xla_settings`: as given to the Deployer.
-    - `cache`: what is said of the compilation cache; None for nothing.
-    - `staging`: of process 0, where the workdir is in an object store: the local folder of what is no checkpoint.
+    - `xla_settings`: the Deployer's argument.
+    - `cache`: the header's text about the compilation cache; None for none.
+    - `staging`: in process 0, if the workdir is in an object store: the local folder for everything except checkpoints.
     """
 
     mesh: Mesh
@@ -52,7 +52,7 @@ class Run:
     cache: str | None = None
     staging: Staging | None = None
     n_keys: int = 0
-    n_passes: int = 0  # over examples, by all engines: comparisons are named by it
+    n_passes: int = 0  # over examples, by all engines; numbers the comparisons between processes
     records_begun: bool = False
 
     @property
@@ -62,27 +62,27 @@ class Run:
 
     @property
     def local(self) -> Path | None:
-        """The folder on this machine into which process 0 writes what is no checkpoint; None where nothing is recorded."""
+        """The local folder in which process 0 writes everything except checkpoints; None if nothing is recorded."""
         if self.staging is not None:
             return self.staging.folder
         return self.workdir if isinstance(self.workdir, Path) else None
 
     def upload(self) -> None:
-        """Upload what was written to `local`, where the workdir is in an object store. Raises OSError if that fails."""
+        """Uploads the files in `local`, if the workdir is in an object store. Raises OSError if that fails."""
         if self.staging is not None:
             self.staging.upload()
 
     def next_key(self) -> PRNGKeyArray:
-        """The next key: the same at the same call of every run with the same seed."""
+        """Returns the next key: with the same seed, the n-th call returns the same key in every run."""
         self.n_keys += 1
         return _key_of(self.seed, np.uint32(self.n_keys))
 
     def decide(self, value: Any) -> Any:
-        """Process 0's value (what JSON holds), in every process; each process calls it."""
+        """Returns process 0's value (any JSON) in every process; each process must call it."""
         return value if self.peers.n == 1 else self.peers.gather("decide", value)[0]
 
     def need_values(self, what: str) -> None:
-        """Raise ValueError in a dry run, where arrays have no values."""
+        """Raises ValueError in a dry run, where arrays have no values."""
         if self.is_dry_run:
             raise ValueError(
                 f"`{what}`: expected to come after `fit`, with which a dry run ends, got called before: nothing has a "
@@ -90,8 +90,8 @@ class Run:
             )
 
     def returns_zeros(self, what: str) -> bool:
-        """Whether this is a dry run, in which the method `what`, called before the first `fit`, returns zeros instead of
-        values, so that a script runs unchanged. Prints so, once for each method."""
+        """Returns whether this is a dry run, in which the method `what`, called before the first `fit`, returns zeros, so
+        that a script runs unchanged. Prints a message, once per method."""
         run = dry()
         if run is not None and what not in run.zeros:
             run.zeros.add(what)
@@ -99,11 +99,11 @@ class Run:
         return self.is_dry_run
 
     def begin_records(self, step: int) -> None:
-        """Delete what an earlier process recorded in the workdir after `step`, from which this one continues; once."""
+        """Deletes an earlier process's records in the workdir after `step`. Only the first call has an effect."""
         if not self.records_begun:
             self.records_begun = True
             self.console.records.rewind(step)
 
     def forget_records(self) -> None:
-        """Let `begin_records` act once more, for a run that begins again from an earlier step."""
+        """Lets `begin_records` act again, for a run that restarts from an earlier step."""
         self.records_begun = False

@@ -1,4 +1,4 @@
-"""Learning rates over the updates of a fit."""
+"""Learning rate schedules over the updates of a fit."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def lr_schedule(
     init_learning_rate: float,
     end_learning_rate: float,
 ) -> optax.Schedule:
-    """A linear warm-up, then a decay to the last of `n_steps` updates; arguments as for `Deployer.get_lr_schedule_fn`."""
+    """Returns a linear warm-up, then a decay to update `n_steps`; see `Deployer.get_lr_schedule_fn`."""
     advice = "Pass that of the updates after the warm-up."
     check_number(learning_rate, "learning_rate", "a number", math.isfinite, advice)
     assert learning_rate is not None
@@ -50,8 +50,8 @@ def lr_schedule(
 
 
 def warn_of_zero_rate(schedule: Callable[[Any], Any], n_steps: int) -> None:
-    """Warn where a schedule is over before the last of `n_steps` steps, from which on updates change nothing."""
-    # Not jitted: in one program a rate that is 0 may be rounded to something else.
+    """Warns if a schedule reaches 0 before the last of `n_steps` steps: later updates change nothing."""
+    # Not jitted: within one program a rate of 0 may be rounded to another value.
     if n_steps > 2 and not any(float(schedule(jnp.asarray(step, jnp.int32))) for step in (n_steps - 1, n_steps - 2)):
         warn(
             f"`lr_schedule_fn`: expected a learning rate above 0 until step {n_steps}, the last of this fit, got 0 before "

@@ -1,4 +1,4 @@
-"""The arrays that training carries from step to step, on their mesh, and their way into a checkpoint and back."""
+"""The training state: the arrays carried from step to step, on their mesh, and how they are saved and loaded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from ._program import Program
 
 @dataclass
 class TrainState:
-    """What a program carries: parameters, the optimizer's state, the state of layers, the count of steps.
+    """The arrays that a program carries: parameters, optimizer state, the state of layers, step counters.
 
     **Arguments:**
 
-    - `trained`, `frozen`, `opt_state`, `layers`: arrays, as the program's shapes say.
-    - `steps`: how many were taken, and how many of those were skipped; int32 `[2]`.
-    - `key`: the run's key, of which each step takes its own.
-    - `is_loaded`: whether all values are there; without, some of the arrays are shapes alone.
+    - `trained`, `frozen`, `opt_state`, `layers`: arrays with the program's shapes and shardings.
+    - `steps`: int32 `[2]`: the number of steps taken, and of skipped ones among them.
+    - `key`: the run's key, from which each step derives its own.
+    - `is_loaded`: whether all values exist; otherwise some of the arrays are only shapes.
     """
 
     parts: Parts
@@ -43,15 +43,15 @@ class TrainState:
 
     @classmethod
     def of(cls, parts: Parts, program: Program, model: PyTree, model_state: PyTree | None, key: Array) -> "TrainState":
-        """That of step 0: the model and the state of its layers copied to the program's mesh."""
-        whole = replicated(program.plan.mesh)
+        """Returns the state of step 0, with the model and the state of its layers copied to the program's mesh."""
+        replicate = replicated(program.plan.mesh)
         trained, frozen = parts.take(place(model, program.plan))
-        layers = [put(jnp.copy(leaf), whole) for leaf in jax.tree.leaves(model_state)]  # as `place` copies
-        steps = put(np.zeros(2, np.int32), whole)
-        return cls(parts, program, trained, frozen, program.init_opt_state(trained), layers, steps, put(key, whole))
+        layers = [put(jnp.copy(leaf), replicate) for leaf in jax.tree.leaves(model_state)]  # as `place` copies
+        steps = put(np.zeros(2, np.int32), replicate)
+        return cls(parts, program, trained, frozen, program.init_opt_state(trained), layers, steps, put(key, replicate))
 
     def move(self, program: Program) -> None:
-        """Take another program of the same model, and move the arrays to its shardings, one after the other."""
+        """Switches to another program of the same model, and moves the arrays to its shardings, one after the other."""
         for arrays, shapes in (
             (self.trained, program.trained),
             (self.frozen, program.frozen),
@@ -63,17 +63,17 @@ class TrainState:
 
     @classmethod
     def to_load(cls, parts: Parts, program: Program, model: PyTree, key: Array) -> "TrainState":
-        """A state for `load` to fill. It holds shapes, except for arrays of the model that have the right sharding already:
-        `load` frees those first."""
-        whole = replicated(program.plan.mesh)
+        """Returns a state of shapes for `load` to fill; arrays that already have the right sharding stay until `load` frees
+        them."""
+        replicate = replicated(program.plan.mesh)
         given = parts.take(model)
         trained, frozen = (
             [leaf if isinstance(leaf, jax.Array) and leaf.sharding == shape.sharding else shape for leaf, shape in pairs]
             for pairs in map(zip, given, map(_canonical, (program.trained, program.frozen)))
         )
-        steps = put(np.zeros(2, np.int32), whole)
+        steps = put(np.zeros(2, np.int32), replicate)
         opt_state, layers = _canonical(program.opt_state), _canonical(program.state)
-        return cls(parts, program, trained, frozen, opt_state, layers, steps, put(key, whole), is_loaded=False)
+        return cls(parts, program, trained, frozen, opt_state, layers, steps, put(key, replicate), is_loaded=False)
 
     @property
     def model(self) -> PyTree:
@@ -82,56 +82,56 @@ class TrainState:
 
     @property
     def model_state(self) -> PyTree | None:
-        """The state of the model's stateful layers; None where there are none."""
+        """The state of the model's stateful layers; None if there are none."""
         return jax.tree.unflatten(self.program.state_treedef, self.layers)
 
     @property
     def opt_tree(self) -> PyTree:
-        """The optimizer's state, as optax has it."""
+        """The optimizer state in optax's structure."""
         return jax.tree.unflatten(self.program.opt_treedef, self.opt_state)
 
     def train_args(self, groups: Any, n_micro_batches: int) -> tuple[Any, ...]:
-        """What the program's train step takes: micro-batches in groups of one shape, and how many of the first count."""
+        """Returns the train step's arguments, for groups whose first counts `n_micro_batches` micro-batches."""
         carried = (self.trained, self.opt_state, self.layers, self.steps)
         return (*carried, self.frozen, self.key, groups, np.int32(n_micro_batches))
 
     def eval_args(self, i: int, groups: Any, weights: tuple[list[Any], list[Any]] | None = None) -> tuple[Any, ...]:
-        """What the program's eval step takes, for the `i`-th batch of an evaluation.
+        """Returns the arguments of the eval step, for the `i`-th batch of an evaluation.
 
         **Arguments:**
 
-        - `weights`: trained and frozen arrays instead of these.
+        - `weights`: trained and frozen arrays that replace this state's.
         """
         return (*(weights or (self.trained, self.frozen)), self.layers, self.key, np.uint32(i), groups)
 
     def advance(self, outs: Sequence[Any]) -> Array:
-        """Take over what a train step returned; returns its vector of metrics."""
+        """Stores the results of a train step; returns its vector of metrics."""
         self.trained, self.opt_state, self.layers, self.steps, vector = outs
         return vector
 
     def trees(self, *, opt_state: bool) -> dict[str, PyTree]:
-        """What a checkpoint holds, by kind."""
+        """Returns the trees of a checkpoint, by kind."""
         model_state = {"model_state": self.model_state} if self.layers else {}
         return {"model": self.model, **model_state, **({"optimizer": self.opt_tree} if opt_state else {})}
 
     def match(self, checkpoints: CheckpointFolder, path: Location, *, opt_state: bool) -> None:
-        """Raise ValueError where a checkpoint is of another model or optimizer; its headers are read, and no tensors."""
+        """Raises ValueError if a checkpoint belongs to another model or optimizer; reads headers only, no tensors."""
         for kind, (template, _) in self._templates(opt_state).items():
             checkpoints.match(path, kind, template)
 
     def load(
         self, checkpoints: CheckpointFolder, path: Location, steps: tuple[int, int] | None, *, verify: bool = False
     ) -> None:
-        """Take the values of a checkpoint, each device its own slices. The arrays that were there are freed first, so that
-        no device holds two states.
+        """Loads the values of a checkpoint, each device its own slices. The current arrays are freed first, so that no
+        device holds two states.
 
         **Arguments:**
 
-        - `steps`: how many were taken and skipped there, with which the optimizer's state goes; None leaves both.
+        - `steps`: the checkpoint's numbers of taken and skipped steps, to load with the optimizer state; None keeps both.
         - `verify`: as for `Checkpoints.load`.
 
-        Raises ValueError where the checkpoint is of another model or optimizer, and then nothing has changed; DamagedError
-        where a tensor is not what was saved, and then nothing is left: `is_loaded` is False.
+        Raises ValueError if the checkpoint belongs to another model or optimizer; the state is then unchanged. Raises
+        DamagedError if a tensor was damaged; the values are then lost, and `is_loaded` is False.
         """
         opt_state = steps is not None
         self.match(checkpoints, path, opt_state=opt_state)
@@ -148,20 +148,20 @@ class TrainState:
         self.is_loaded = True
 
     def _templates(self, opt_state: bool) -> dict[str, tuple[PyTree, Callable[[str], NamedSharding]]]:
-        """What `load` takes, by kind: arrays or shapes by name, and the sharding of each."""
+        """Returns what `load` reads, by kind: arrays or shapes by name, and the sharding of each."""
         trees = self.trees(opt_state=opt_state)
-        plan, whole = self.program.plan, replicated(self.program.plan.mesh)
-        shardings = {"model": plan.sharding, "model_state": lambda _: whole}
+        plan, replicate = self.program.plan, replicated(self.program.plan.mesh)
+        shardings = {"model": plan.sharding, "model_state": lambda _: replicate}
         if opt_state:
             by_name = zip(named_leaves(trees["optimizer"]), (x.sharding for x in self.program.opt_state), strict=True)
             shardings["optimizer"] = dict(by_name).__getitem__
         return {kind: (tree, shardings[kind]) for kind, tree in trees.items()}
 
     def _free(self, opt_state: bool) -> None:
-        """Leave only the shapes of what `load` takes."""
+        """Replaces the arrays that `load` reads by their shapes."""
         program, self.is_loaded = self.program, False
-        # Deleted even where someone holds them, as a step would: the caller's name for its model must not keep a second one.
-        # Not the frozen ones, which no step deletes, and which another model may share.
+        # Deleted even if referenced elsewhere, as a step does: the caller's reference must not keep a second model alive.
+        # Frozen arrays are not deleted, by a step neither, since another model may share them.
         for array in [*self.trained, *self.layers, *(self.opt_state if opt_state else [])]:
             if isinstance(array, jax.Array):
                 array.delete()
@@ -171,5 +171,5 @@ class TrainState:
 
 
 def _canonical(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
-    """The shapes of arrays on devices, where JAX may have narrower dtypes than the host."""
+    """Returns the shapes with the dtypes of arrays on devices, where JAX may use narrower dtypes than the host."""
     return [shape if is_key(shape) else shape.update(dtype=jax.dtypes.canonicalize_dtype(shape.dtype)) for shape in shapes]

@@ -1,4 +1,4 @@
-"""The train, eval and predict steps: one jitted program each for every mesh."""
+"""The train, eval and predict steps: one jitted program each, for every mesh."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from ..errors import is_ours
 from ..machine import Options, is_in_host, n_batch_shards, replicated, split_rows
 from ..partition import Plan
 from ..tracing import transformed
-from ._functions import Functions, rules_of
+from ._functions import Functions, plan_rules
 from ._loss import n_rows
 from ._parts import Parts
 from ._precision import widened
@@ -30,14 +30,15 @@ from ._precision import widened
 def _accumulate(
     fn: Callable[..., Any], state: PyTree, groups: Sequence[PyTree], key: Array, n_first: Any = None
 ) -> tuple[Any, PyTree]:
-    """The sums of `fn(state, micro_batch, key) -> (sums, state)` over all micro-batches of all groups, and the last state.
+    """Sums `fn(state, micro_batch, key) -> (sums, state)` over all micro-batches of all groups; returns the sums and the
+    last state.
 
-    Each micro-batch has its own key, by its place in the step.
+    Each micro-batch has its own key, by its index in the step.
 
     **Arguments:**
 
-    - `n_first`: int32 `[]`, how many of the first group's micro-batches count; all by default. Of those after them nothing
-        stays: a step with fewer runs in the same program.
+    - `n_first`: int32 `[]`, how many of the first group's micro-batches count; all by default. The results of the others are
+        dropped, so that a step with fewer micro-batches uses the same program.
     """
     sums: Any = None
     start = 0
@@ -50,7 +51,7 @@ def _accumulate(
 
         if n == 1:
             added, state = of(state, start, jax.tree.map(lambda x: x[0], group))
-            if len(groups) > 1:  # as in a scan: sums of bfloat16 would lose what is small beside them
+            if len(groups) > 1:  # as in a scan: bfloat16 sums would lose small terms
                 added = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), added)
         else:
 
@@ -72,23 +73,23 @@ def _accumulate(
     return sums, state
 
 
-def _in_parts(groups: Sequence[PyTree], n_first: Any, n_parts: int, mesh: Mesh) -> tuple[list[PyTree], Any]:
-    """Micro-batches cut into smaller ones, where their rows divide: each has some rows of every device, so none moves."""
+def _split_micro_batches(groups: Sequence[PyTree], n_first: Any, n_parts: int, mesh: Mesh) -> tuple[list[PyTree], Any]:
+    """Splits micro-batches into smaller ones, where their rows divide. Each has rows of every device, so no row moves."""
     n_shards = n_batch_shards(mesh)
 
-    def cut(x: Array) -> Array:
+    def split(x: Array) -> Array:
         x = einops.rearrange(x, "n (shard part row) ... -> (n part) (shard row) ...", shard=n_shards, part=n_parts)
         return jax.lax.with_sharding_constraint(x, split_rows(mesh, dim=1))
 
     divide = [jax.tree.leaves(group)[0].shape[1] % (n_shards * n_parts) == 0 for group in groups]
     if n_parts == 1 or not divide[0]:
         return list(groups), n_first
-    parts = [jax.tree.map(cut, group) if divides else group for group, divides in zip(groups, divide, strict=True)]
+    parts = [jax.tree.map(split, group) if divides else group for group, divides in zip(groups, divide, strict=True)]
     return parts, n_first * n_parts
 
 
 _OPTAX = os.path.dirname(optax.__file__) + os.sep
-# Streams of one key, told apart inside the steps: keys made outside would each compile a small program.
+# Streams of one key, derived inside the steps: keys made outside would each compile a small program.
 _TRAIN, _EVAL, _ROUND = 0, 1, 2
 
 
@@ -112,21 +113,22 @@ def make_train_step(
     n_parts: int = 1,
     options: Options | None = None,
 ) -> tuple[Callable[..., Any], list[str]]:
-    """The jitted `(trained, opt_state, state, steps, frozen, key, groups, n_first) -> (trained, opt_state, state, steps,
-    vector)`, where `steps` counts the steps taken and, of those, the skipped ones, and `n_first` is as for `_accumulate`.
+    """Returns the jitted `(trained, opt_state, state, steps, frozen, key, groups, n_first) -> (trained, opt_state, state,
+    steps, vector)`, where `steps` counts the steps taken and, of those, the skipped ones, and `n_first` is as for
+    `_accumulate`.
 
-    All but the frozen arrays, the key, the batch and `n_first` are donated. The vector holds the metrics whose names the
-    list has once the step has been traced: one transfer a step, however many there are.
+    All arguments but the frozen arrays, the key, the batch and `n_first` are donated. The vector holds the metrics, in one
+    transfer per step; the list has their names once the step has been traced.
 
     **Arguments:**
 
-    - `skip_nonfinite`: where the loss or the gradient's norm is not finite, what it carries stays as it was, to the bit.
-    - `n_parts`: of each micro-batch, computed one after the other.
+    - `skip_nonfinite`: if the loss or the gradient's norm is not finite, the carried arrays stay unchanged, bit for bit.
+    - `n_parts`: the number of parts of each micro-batch, computed one after the other.
     - `options`: for the compiler.
     """
     parts, mesh, precision = functions.parts, functions.plan.mesh, functions.precision
     gradient = functions.gradient()
-    # Of optimizers that adapt to the value of the loss, search along a line, or see where parameters live.
+    # For optimizers that use the value of the loss, search along a line, or depend on the plan.
     takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
     loss = functions.loss(inference=False)
     names: list[str] = []
@@ -134,7 +136,7 @@ def make_train_step(
     def step_fn(trained, opt_state, state, steps, frozen, key, groups, n_first):
         step, n_skipped = steps
         opt_state = _in_memory(jax.memory.Space.Device, opt_state, layout.opt_state)
-        groups, n_first = _in_parts(groups, n_first, n_parts, mesh)
+        groups, n_first = _split_micro_batches(groups, n_first, n_parts, mesh)
         rounding_key = jax.random.fold_in(jax.random.fold_in(key, _ROUND), step)
         key = jax.random.fold_in(jax.random.fold_in(key, _TRAIN), step)
 
@@ -145,7 +147,7 @@ def make_train_step(
             return (grads, total, weight, metrics), _state_leaves(tree, state, state_treedef)
 
         def loss_of(tree, plan=None, grad_fn=None):
-            """The loss of this step's batch at other parameters. Line searches pass on to it what they do not know."""
+            """Returns the loss of this step's batch at other parameters. Line searches forward unknown keywords to it."""
             del plan, grad_fn
 
             def micro_step(state, batch, key):
@@ -159,21 +161,21 @@ def make_train_step(
         before = (trained, opt_state, state)
         (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, key, n_first)
         grads = [g / weight for g in grads]
-        # A sum of squares a leaf: `vdot` or raveling would gather every split gradient.
+        # A sum of squares per leaf: `vdot` or raveling would gather every sharded gradient.
         squares = [jnp.sum(g * g) if jnp.isrealobj(g) else jnp.sum(jnp.real(g * jnp.conj(g))) for g in grads]
         as_params = widened(trained) if precision.rounds else trained
         grads = [g.astype(x.dtype) for g, x in zip(grads, as_params, strict=True)]
         values = {"loss": total / weight, "grad_norm": jnp.sqrt(jnp.sum(jnp.stack(squares)))}
         if lr_schedule_fn is not None:
-            # A skipped step leaves the optimizer's own count as it was.
+            # A skipped step does not advance the optimizer's own count.
             values["learning_rate"] = jnp.asarray(lr_schedule_fn(step - n_skipped), total.dtype)
         # Sorted, as a scan sorts them: every program of a run must agree on the order.
         values.update({name: metric / over for name, (metric, over) in sorted(metrics.items())})
         names[:] = values
         tree = parts.trained_tree(trained)
         grad_tree, opt_tree = parts.trained_tree(grads), jax.tree.unflatten(opt_treedef, opt_state)
-        of_loss = {"value": values["loss"], "value_fn": loss_of, "grad_fn": lambda tree, *_: jax.grad(loss_of)(tree)}
-        extra = {**of_loss, "grad": grad_tree, "plan": functions.plan} if takes_extra else {}
+        loss_extra = {"value": values["loss"], "value_fn": loss_of, "grad_fn": lambda tree, *_: jax.grad(loss_of)(tree)}
+        extra = {**loss_extra, "grad": grad_tree, "plan": functions.plan} if takes_extra else {}
         updates, opt_tree = _update(optimizer, grad_tree, opt_tree, tree, extra)
         after = (jax.tree.leaves(precision.updated(tree, updates, rounding_key)), jax.tree.leaves(opt_tree), state)
         if skip_nonfinite:
@@ -183,8 +185,8 @@ def make_train_step(
         after = (after[0], _in_memory(jax.memory.Space.Host, after[1], layout.opt_state), after[2])
         return *after, jnp.stack([step + 1, n_skipped]), jnp.stack(list(values.values()))
 
-    whole = replicated(mesh)
-    shardings = (layout.trained, layout.opt_state, layout.state, whole, whole)
+    replicate = replicated(mesh)
+    shardings = (layout.trained, layout.opt_state, layout.state, replicate, replicate)
     donated = (0, 1, 2, 3)
     jitted = jax.jit(step_fn, donate_argnums=donated, out_shardings=shardings, compiler_options=dict(options or {}))
     return jitted, names
@@ -193,7 +195,7 @@ def make_train_step(
 def _update(
     optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]
 ) -> tuple[PyTree, PyTree]:
-    """The optimizer's updates and new state; what it does not take of `extra` is left out, as some take a part only."""
+    """Returns the optimizer's updates and new state; drops entries of `extra` that it does not accept."""
     while True:
         try:
             return optimizer.update(grads, state, params, **extra)
@@ -201,14 +203,14 @@ def _update(
             refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             *_, (caller, _) = walk_tb(error.__traceback__)
             file = caller.f_code.co_filename
-            is_call = is_ours(file) or file.startswith(_OPTAX)  # and no call within a user's own `update`
+            is_call = is_ours(file) or file.startswith(_OPTAX)  # not a call within a user's own `update`
             if refused is None or refused[1] not in extra or not is_call:
                 raise
             extra = {name: value for name, value in extra.items() if name != refused[1]}
 
 
 def _in_memory(space: Any, arrays: Sequence[Array], shardings: Sequence[NamedSharding]) -> list[Array]:
-    """Arrays with those that live in the memory of the host copied to one memory or the other."""
+    """Copies arrays whose sharding is in host memory to the given memory space; keeps the others."""
     pairs = zip(arrays, shardings, strict=True)
     return [jax.device_put(x, space) if is_in_host(sharding) else x for x, sharding in pairs]
 
@@ -225,8 +227,8 @@ def _state_leaves(tree: PyTree, before: Sequence[Array], treedef: Any) -> list[A
 def make_eval_step(
     functions: Functions, state_treedef: Any, options: Options | None = None
 ) -> tuple[Callable[..., Any], list[str]]:
-    """The jitted `(trained, frozen, state, key, i, groups) -> vector` of sums over the `i`-th batch: total and weight of the
-    loss, then those of each metric in the list of names; the model in inference mode."""
+    """Returns the jitted `(trained, frozen, state, key, i, groups) -> vector` of sums over the `i`-th batch: total and
+    weight of the loss, then of each metric in the list of names. The model is in inference mode."""
     loss = functions.loss(inference=True)
     names: list[str] = []
 
@@ -239,8 +241,8 @@ def make_eval_step(
         names[:] = sorted(sums)  # as a scan sorts them: every program of a run must agree on the order
         return jnp.stack([x for name in names for x in sums[name]])
 
-    whole = replicated(functions.plan.mesh)
-    return jax.jit(eval_fn, out_shardings=whole, compiler_options=dict(options or {})), names
+    replicate = replicated(functions.plan.mesh)
+    return jax.jit(eval_fn, out_shardings=replicate, compiler_options=dict(options or {})), names
 
 
 def make_predict_step(
@@ -254,13 +256,13 @@ def make_predict_step(
     fuse_attention: bool = True,
     options: Options | None = None,
 ) -> Callable[..., Any]:
-    """The jitted `(trained, frozen, state, batch, key, i) -> outputs` of the `i`-th batch, rows split over the batch axes;
-    the model in inference mode.
+    """Returns the jitted `(trained, frozen, state, batch, key, i) -> outputs` for the `i`-th batch, with rows split over the
+    batch axes and the model in inference mode.
 
     **Arguments:**
 
-    - `state_treedef`: of the model state that `pred_fn` gets too; None where there is none.
-    - `named`, `fuse_attention`: as `rules_of` says.
+    - `state_treedef`: of the model state that `pred_fn` also receives; None if there is none.
+    - `named`, `fuse_attention`: as for `plan_rules`.
     - `options`: for the compiler.
     """
     n_trained = len(parts.names[0])
@@ -272,7 +274,7 @@ def make_predict_step(
         n, leaves = n_rows(batch), named_leaves(outputs)
         if not leaves:
             raise ValueError(
-                f"`pred_fn`: expected arrays with a row an example, got {outputs!r}. Return a PyTree of arrays."
+                f"`pred_fn`: expected arrays with one row per example, got {outputs!r}. Return a PyTree of arrays."
             )
         for name, leaf in leaves.items():
             if not is_array_like(leaf) or not leaf.shape or leaf.shape[0] != n:
@@ -283,12 +285,12 @@ def make_predict_step(
                 )
         return outputs
 
-    rules = rules_of(parts, plan, named=named, convolutions=False, fuse_attention=fuse_attention)
+    rules = plan_rules(parts, plan, named=named, convolutions=False, fuse_attention=fuse_attention)
     planned_fn = transformed(predict, rules)
 
     def predict_fn(trained, frozen, state, batch, key, i):
         return planned_fn([*trained, *frozen], state, batch, jax.random.fold_in(key, i))
 
-    # Of several processes each gets all rows, as its script goes on with them.
+    # With several processes each one gets all rows, since each script uses them.
     outputs = replicated(plan.mesh) if plan.mesh.is_multi_process else split_rows(plan.mesh)
     return jax.jit(predict_fn, out_shardings=outputs, compiler_options=dict(options or {}))

@@ -1,4 +1,4 @@
-"""What a train step computes on one device, in FLOPs, counted on its trace: the measure of its speed."""
+"""The work of a train step on one device, in FLOPs, counted on its trace: the basis of its measured speed."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from ._recipe import Recipe
 
 
 def work_of(recipe: Recipe, plan: Plan, model: Any, state: Any, step: Any, args: tuple[Any, ...]) -> Work:
-    """The work of one device in a step of a whole batch.
+    """Returns the work of one device in a step of a full batch.
 
     **Arguments:**
 
-    - `step`, `args`: the jitted train step and its arguments. The call that follows finds this trace in JAX's cache.
+    - `step`, `args`: the jitted train step and its arguments. The subsequent call finds this trace in JAX's cache.
     """
     traced = step.trace(*args).jaxpr
     if recipe.grad_fn is None and any(eqn.primitive.name in REMATS for eqn in equations(traced)):
-        # What is computed again is no progress: the count is that of the same step without recomputation.
+        # Recomputation is not counted: count the same step without it.
         step = recipe.program(plan, model, state, change=KeepEverything()).train_step
         traced = step.trace(*args).jaxpr
     n_devices = plan.mesh.size
@@ -33,6 +33,6 @@ def work_of(recipe: Recipe, plan: Plan, model: Any, state: Any, step: Any, args:
 
 
 def counted_share(batch: Batch) -> float:
-    """The share of a step's micro-batches that count: the others repeat rows, so that fewer run in the same program."""
+    """Returns the share of a step's micro-batches that count; the others repeat rows to reuse a larger program."""
     groups = batch.groups
     return batch.n_micro_batches / jax.tree.leaves(groups[0])[0].shape[0] if len(groups) == 1 else 1.0

@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import pytest
 
-from redeqx.checkpoint._crc32 import _ONES, Crc32, _past_zeros, crc32_of
+from redeqx.checkpoint._crc32 import _ONES, Crc32, _append_zeros, crc32_of
 
 
 def summed(data, cuts, owners, n):
@@ -69,8 +69,8 @@ def test_a_contribution_may_be_asked_for_while_pieces_come():
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 255, 256, 257, 65537])
 def test_a_register_goes_past_zeros_as_in_zlib(n):
     for register in (1, 0x80000000, 0xDEADBEEF, _ONES):
-        assert _past_zeros(register, n) == zlib.crc32(bytes(n), register ^ _ONES) ^ _ONES
-    assert _past_zeros(0, n) == 0
+        assert _append_zeros(register, n) == zlib.crc32(bytes(n), register ^ _ONES) ^ _ONES
+    assert _append_zeros(0, n) == 0
 
 
 LARGE = [2**32 - 1, 2**32, 2**32 + 1, 5 * 2**30 + 12345, 2**40 + 7, 2**45 - 3]
@@ -80,21 +80,21 @@ LARGE = [2**32 - 1, 2**32, 2**32 + 1, 5 * 2**30 + 12345, 2**40 + 7, 2**45 - 3]
 @pytest.mark.parametrize("b", [1, 1000, 2**31, *LARGE[-2:]])
 def test_past_two_runs_of_zeros_is_past_both_at_once(a, b):
     for register in (1, 0xDEADBEEF, _ONES):
-        assert _past_zeros(_past_zeros(register, a), b) == _past_zeros(register, a + b)
-        assert _past_zeros(_past_zeros(register, b), a) == _past_zeros(register, a + b)
+        assert _append_zeros(_append_zeros(register, a), b) == _append_zeros(register, a + b)
+        assert _append_zeros(_append_zeros(register, b), a) == _append_zeros(register, a + b)
 
 
 @pytest.mark.parametrize("n", LARGE)
 def test_past_zeros_is_linear(n):
     for a, b in [(1, 2), (0xDEADBEEF, 0x12345678), (_ONES, 1)]:
-        assert _past_zeros(a ^ b, n) == _past_zeros(a, n) ^ _past_zeros(b, n)
+        assert _append_zeros(a ^ b, n) == _append_zeros(a, n) ^ _append_zeros(b, n)
 
 
 def test_zeros_come_round_after_the_period_of_crc32():
     """Its polynomial is primitive: `2**32 - 1` zero bits leave every register as it was, and so do as many bytes."""
     for register in (1, 0xDEADBEEF, _ONES):
-        assert _past_zeros(register, 2**32 - 1) == register
-        assert _past_zeros(register, 2**32) == _past_zeros(register, 1)
+        assert _append_zeros(register, 2**32 - 1) == register
+        assert _append_zeros(register, 2**32) == _append_zeros(register, 1)
 
 
 def test_a_piece_far_behind_contributes_as_it_does_in_a_small_file():

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import load_file
 
 from redeqx.checkpoint import _layouts
-from redeqx.checkpoint._layouts import Capabilities, FileEach, InPlace, probe
+from redeqx.checkpoint._layouts import Capabilities, FilePerProcess, InPlace, probe
 from redeqx.checkpoint._reader import TensorReader
 from redeqx.distributed._peers import Peers
 from redeqx.machine._mesh import make_mesh
@@ -119,12 +119,12 @@ def check_sums(folder, sums):
 def test_of_one_process_both_layouts_are_the_same_file(tmp_path):
     trees = {"model": (arrays(), jnp.bfloat16), "optimizer": (arrays(), None)}
     one = write([InPlace(trees)], tmp_path / "in_place")
-    each = write([FileEach(trees, 0, is_shared=True)], tmp_path / "each")
+    each = write([FilePerProcess(trees, 0, is_shared=True)], tmp_path / "each")
     assert one == each
     check_sums(tmp_path / "each", each)
     for name in one:
         assert (tmp_path / "in_place" / name).read_bytes() == (tmp_path / "each" / name).read_bytes()
-    assert InPlace(trees).size == FileEach(trees, 0, is_shared=True).size == sum(sums["size"] for sums in one.values())
+    assert InPlace(trees).size == FilePerProcess(trees, 0, is_shared=True).size == sum(sums["size"] for sums in one.values())
 
 
 def test_of_several_each_array_is_whole_in_one_file_and_an_index_says_in_which(tmp_path, monkeypatch):
@@ -135,7 +135,7 @@ def test_of_several_each_array_is_whole_in_one_file_and_an_index_says_in_which(t
     monkeypatch.setattr(_layouts, "gathered", lambda leaf, who: stored(leaf) if who == current["process"] else None)
     current = {}
 
-    class Turn(FileEach):
+    class Turn(FilePerProcess):
         def copy(self):
             current["process"] = self._index
             super().copy()
@@ -163,8 +163,8 @@ def test_of_several_each_array_is_whole_in_one_file_and_an_index_says_in_which(t
             expected = expected.astype(ml_dtypes.bfloat16)
         np.testing.assert_array_equal(found.read(name), expected)
     shared = sum(sums[file]["size"] for file in sums if not file.endswith(".json"))
-    assert abs(FileEach(trees, 1, is_shared=True).size - shared) < 200  # one header in place of two
-    assert [FileEach(trees, i, is_shared=False).size for i in (0, 2)] == [
+    assert abs(FilePerProcess(trees, 1, is_shared=True).size - shared) < 200  # one header in place of two
+    assert [FilePerProcess(trees, i, is_shared=False).size for i in (0, 2)] == [
         sums[files[0]]["size"] + sums["optimizer.safetensors"]["size"],
         sums[files[2]]["size"] + 16,  # it will not be written
     ]
@@ -173,7 +173,7 @@ def test_of_several_each_array_is_whole_in_one_file_and_an_index_says_in_which(t
 def test_copies_outlive_the_arrays(tmp_path):
     leaves = arrays()
     expected = {name: stored(leaf).copy() for name, leaf in leaves.items()}
-    layout = FileEach({"model": (leaves, None)}, 0, is_shared=True)
+    layout = FilePerProcess({"model": (leaves, None)}, 0, is_shared=True)
     layout.copy()
     for leaf in leaves.values():
         if isinstance(leaf, jax.Array):

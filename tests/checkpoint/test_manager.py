@@ -229,11 +229,11 @@ def entry(start=0, stop=8, shape=(2,), dtype="F32"):
         (header({"w": entry(shape=(3,))}), "expected `w` to take 12 bytes, as F32 [3] does, got 8"),
         (
             header({"v": entry(), "w": entry(4, 12)}, b"\0" * 12),
-            "expected `w` to begin at 8, where the one before ends, got",
+            "expected `w` to begin at 8, where the previous one ends, got",
         ),
         (
             header({"v": entry(), "w": entry(12, 20)}, b"\0" * 20),
-            "expected `w` to begin at 8, where the one before ends, got",
+            "expected `w` to begin at 8, where the previous one ends, got",
         ),
         (header({"w": entry()}, b"\0" * 7), "bytes of tensors, as the header says, got"),
         (header({"w": entry()}, b"\0" * 9), "bytes of tensors, as the header says, got"),
@@ -568,7 +568,7 @@ def test_a_tree_that_was_not_saved(saved):
 
 
 def test_a_record_that_is_not_json(saved):
-    with pytest.raises(TypeError, match=r"`record`: expected what JSON can hold, got Object of type ndarray"):
+    with pytest.raises(TypeError, match=r"`record`: expected values that JSON can hold, got Object of type ndarray"):
         saved.save(300, small(300), {"state": np.ones(2)})
     assert saved.names() == ["step_00000100", "step_00000200"]
     path = saved.save(300, small(300), {"step": 300, 1: 0.1, "t": (1, 2), "worst": math.inf})
@@ -608,7 +608,7 @@ def test_a_disk_that_fills_during_the_write(saved, monkeypatch, call):
             saved.save(300, small(300), {"step": 300})
     message = str(info.value)
     assert info.value.errno == errno.ENOSPC and "step_00000300" in message
-    assert "bytes, got 'No space left on device' with" in message and "Earlier checkpoints are whole" in message
+    assert "bytes, got 'No space left on device' with" in message and "Earlier checkpoints are complete" in message
     assert_untouched(saved)
     assert check(saved, saved.save(300, small(300), {"step": 300})) == 300
 

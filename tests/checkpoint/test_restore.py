@@ -227,7 +227,7 @@ def test_any_damage_is_passed_over_for_the_checkpoint_before(kind, workdir, orig
     with pytest.warns(UserWarning) as caught:
         fit(trainer)
     (said,) = [str(warning.message) for warning in caught]
-    assert said.endswith(" It is passed over for the one before.")
+    assert said.endswith(" It is skipped for the previous one.")
     with pytest.raises(AssertionError, match=message):  # the file is named, and what is wrong with it
         raise AssertionError(said)
     assert "step_00000004" in said
@@ -258,7 +258,7 @@ def test_a_damaged_checkpoint_is_not_kept_in_the_place_of_a_good_one(workdir):
         saved.append(path)
         raise Stop
 
-    with pytest.warns(UserWarning, match="It is passed over"), pytest.raises(Stop):
+    with pytest.warns(UserWarning, match="It is skipped"), pytest.raises(Stop):
         checkpoints = trainer._engine.checkpoints
         save = checkpoints.save
         checkpoints.save = lambda *args: stop_after_a_save(save(*args[:-1]))
@@ -289,7 +289,7 @@ def test_where_all_are_damaged_the_trainer_says_so_and_is_not_used(workdir):
     trainer = make_trainer(workdir)
     for _ in range(2):
         with (
-            pytest.warns(UserWarning, match="It is passed over"),
+            pytest.warns(UserWarning, match="It is skipped"),
             pytest.raises(DamagedError, match=r"step_00000004.*crc32"),
         ):
             fit(trainer)

@@ -96,7 +96,7 @@ def test_one_of_the_two_is_given(how):
     call = predictor.predict if how == "predict" else getattr(trainer, how)
     assert message(ValueError, call, DATA) == BOTH.format("neither. Pass `batch_size`, examples an update.")
     assert message(ValueError, call, DATA, 4, batch_size=8) == BOTH.format(
-        "4 and 8. Pass `batch_size` alone: the rows a device follow from it."
+        "4 and 8. Pass `batch_size` alone: it sets the rows per device."
     )
     assert message(ValueError, call, DATA, batch_size=0) == (
         "`batch_size`: expected at least 1, got 0. Pass a positive number."
@@ -107,7 +107,7 @@ def test_one_of_the_two_is_given(how):
 def test_of_an_evaluation_at_most_one_is_given():
     assert message(ValueError, make_trainer().fit, DATA, 1, eval_per_device_batch_size=2, eval_batch_size=8) == (
         "`eval_per_device_batch_size`, `eval_batch_size`: expected one of the two, got 2 and 8. "
-        "Pass `eval_batch_size` alone: the rows a device follow from it."
+        "Pass `eval_batch_size` alone: it sets the rows per device."
     )
 
 
@@ -243,8 +243,8 @@ def test_a_run_is_not_gone_on_with_other_batches(kwargs, begun, tmp_path):
         ]
         return
     assert message(ValueError, resume, begun, tmp_path, **kwargs) == (
-        f"`batch_size`: expected 16 examples an update, as in the run that is resumed, got {found}. "
-        "Pass `batch_size=16`, from which the rows a device follow on any mesh, or choose another workdir."
+        f"`batch_size`: expected 16 examples per update, as in the resumed run, got {found}. "
+        "Pass `batch_size=16`, which sets the rows per device on any mesh, or choose another workdir."
     )
 
 
@@ -264,8 +264,8 @@ def test_what_else_differs_is_said(kwargs, expected, begun, tmp_path):
 
 def test_examples_of_another_number_are_refused(begun, tmp_path):
     assert message(ValueError, resume, begun, tmp_path, DATA[:39]) == (
-        "`train_examples`: expected 40, as in the run that is resumed, got 39. "
-        "Its order of examples would be another one. For new examples choose another workdir."
+        "`train_examples`: expected 40, as in the resumed run, got 39. "
+        "The order of the examples would differ. For new examples choose another workdir."
     )
 
 

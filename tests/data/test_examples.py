@@ -106,7 +106,7 @@ def test_tokens_are_counted_where_the_batch_tells():
 
 def test_tokens_of_a_step_are_those_of_all_processes(monkeypatch):
     """Of which each collates its own rows alone."""
-    monkeypatch.setattr(_data, "rows_here", lambda cut, mesh: np.arange(0, 8, 4))
+    monkeypatch.setattr(_data, "local_rows", lambda cut, mesh: np.arange(0, 8, 4))
     monkeypatch.setattr(_data, "place_batch", lambda batch, *_: (batch,))
     steps, size = slices(list(range(16)), 8), BatchSize(8, 8)
     made = list(batches(steps, Workers(lambda examples: np.zeros((len(examples), 7), np.int32)), size, make_mesh()))
@@ -731,7 +731,7 @@ def test_mappings_are_no_examples(tmp_path):
 
 
 def test_endless_examples_with_a_length_are_refused():
-    with pytest.raises(ValueError, match=r"expected a number of examples, got 1,125,.* as of endless repeats"):
+    with pytest.raises(ValueError, match=r"expected a number of examples, got 1,125,.* as from endless repeats"):
         check_examples(range(2**50))
 
 

@@ -184,9 +184,7 @@ def test_a_source_that_is_used_up_is_said():
 
 def test_a_state_of_other_sources_is_refused():
     state = next(slices(MixtureStream(SOURCES), 4)).state
-    with pytest.raises(
-        ValueError, match=r"^`sources`: expected those of the run that is resumed, \['iterable', 'list', 'range'\]"
-    ):
+    with pytest.raises(ValueError, match=r"^`sources`: expected those of the resumed run, \['iterable', 'list', 'range'\]"):
         next(slices(MixtureStream({"other": ([1], 1)}), 4, position=4, state=state))
 
 

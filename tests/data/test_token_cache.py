@@ -214,7 +214,7 @@ def test_what_is_no_tokens_is_said(returned, error, message, tmp_path):
 def test_a_function_for_workers_has_to_pickle(tmp_path):
     with pytest.raises(TypeError) as raised:
         build(tmp_path / "cache", TEXTS, lambda text: [1], n_workers=2)
-    assert "`tokenize`: expected a function that pickles, as `n_workers` sends it to processes, got one that" in str(
+    assert "`tokenize`: expected a function that can be pickled, as `n_workers` sends it to processes, got one that" in str(
         raised.value
     )
     assert "or pass `n_workers=0`." in str(raised.value)

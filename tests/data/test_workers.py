@@ -200,7 +200,7 @@ def test_a_process_that_ends_is_an_error(function, end):
 
 @pytest.mark.parametrize("make", [lambda: lambda examples: examples, lambda: partial(call, lambda: None)])
 def test_a_function_that_does_not_pickle_is_refused_before_any_work(make):
-    expected = "`collate_fn`: expected a function that pickles, .*, got one that does not .* Define it at the top"
+    expected = "`collate_fn`: expected a function that can be pickled, .*, got one that cannot .* Define it at the top"
     with pytest.raises(TypeError, match=expected):
         Workers(make(), 2, "processes")
     Workers(make(), 2, "threads").close()
@@ -266,7 +266,7 @@ def begun(command):
 def test_a_script_that_would_run_again_in_its_processes_is_refused(tmp_path):
     done = run(script(tmp_path, "main()\n"))
     assert done.stdout == "imported\n"
-    expected = 'script.py`: expected a script whose work stands under `if __name__ == "__main__":`, as each process of '
+    expected = 'script.py`: expected a script that does its work under `if __name__ == "__main__":`, as each process of '
     assert expected in done.stderr and "got one that would run again. Add that line, or pass" in done.stderr
 
 

@@ -470,7 +470,7 @@ def test_a_damaged_checkpoint_is_not_loaded(file, damage, expected, workdir):
     again = make_trainer(workdir)
     if damage is flip_in_the_header:  # a resumed run reads that before it sums up the file
         expected = rf"expected a header of JSON, got .*\. {DAMAGED}"
-    with pytest.warns(UserWarning, match=rf"^`{path}`: {expected} It is passed over for the one before\.$"):
+    with pytest.warns(UserWarning, match=rf"^`{path}`: {expected} It is skipped for the previous one\.$"):
         again.fit(EXAMPLES, 4, 3)
     assert again.step > 4
 
@@ -478,7 +478,7 @@ def test_a_damaged_checkpoint_is_not_loaded(file, damage, expected, workdir):
 def test_a_run_is_not_begun_anew_over_checkpoints_of_which_none_is_whole(workdir):
     for folder in (workdir / "ckpts").glob("step_*"):
         truncate(folder / "model.safetensors")
-    with pytest.warns(UserWarning, match="It is passed over"), pytest.raises(ValueError, match=r"step_00000004.*expected"):
+    with pytest.warns(UserWarning, match="It is skipped"), pytest.raises(ValueError, match=r"step_00000004.*expected"):
         make_trainer(workdir).fit(EXAMPLES, 4, 3)
 
 
@@ -537,7 +537,7 @@ def test_a_checkpoint_of_another_model_is_not_loaded(kind, workdir):
 
     trainer = make_trainer(workdir, model=make_model())
     expected = (
-        f"`workdir`: expected a run that this trainer can go on with, got {path}, which it cannot: "
+        f"`workdir`: expected a run that this trainer can continue, got {path}, which it cannot: "
         f"{differs(path, *lines)} For a new run choose another workdir."
     )
     index = (workdir / "ckpts" / "index.json").read_bytes()
@@ -573,7 +573,7 @@ def test_a_workdir_that_holds_checkpoints_is_refused_where_none_shall_be_resumed
     trainer = make_trainer(workdir)
     assert message(ValueError, trainer.fit, EXAMPLES, 4, 3, resume=False) == (
         f"`workdir`: expected no checkpoints, as `resume=False`, got {workdir / 'ckpts' / 'step_00000004'}. "
-        "Pass `resume=True` to go on from it, or another workdir to begin anew."
+        "Pass `resume=True` to continue from it, or another workdir for a new run."
     )
     assert untouched(trainer)
 
@@ -582,7 +582,7 @@ def test_a_run_goes_on_with_its_seed(workdir):
     trainer = make_trainer(workdir, jax_seed=1)
     assert message(ValueError, trainer.fit, EXAMPLES, 4, 3) == (
         f"`jax_seed`: expected 0, as in {workdir / 'ckpts' / 'step_00000004'}, got 1. "
-        "Pass the same seed to go on, or another workdir to begin anew."
+        "Pass the same seed to continue, or another workdir for a new run."
     )
     assert untouched(trainer)
 
@@ -593,7 +593,7 @@ def test_a_run_goes_on_with_as_many_examples(workdir):
     index.write_text(json.dumps({"last": "step_00000003"}))  # in the middle of the second epoch
     trainer = make_trainer(workdir)
     assert message(ValueError, trainer.fit, EXAMPLES[:7], 4, 2, save_last_ckpt=True) == (
-        "`train_examples`: expected 8, as in the run that is resumed, got 7. "
-        "Its order of examples would be another one. For new examples choose another workdir."
+        "`train_examples`: expected 8, as in the resumed run, got 7. "
+        "The order of the examples would differ. For new examples choose another workdir."
     )
     assert json.loads(index.read_text()) == {"last": "step_00000003"}

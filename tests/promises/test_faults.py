@@ -129,7 +129,7 @@ def test_what_becomes_of_forked_children_is_nothing_to_the_run(tmp_path):
         pytest.param(
             "vanished",
             1,
-            "expected the run's folder, which was there at its start, got none. Mount it again, or save elsewhere",
+            "expected the run's folder, which existed at its start, got none. Mount it again, or save elsewhere",
             marks=pytest.mark.sweep,
         ),
     ],
@@ -332,7 +332,7 @@ def test_a_part_that_is_damaged_on_one_disk_is_found_by_all(tmp_path):
     again = train(tmp_path / "run", "--fault", "unshared")
     assert again.code == 0, again.text
     assert any(
-        f"{path.name}/{file.name}`: expected crc32 " in line and "It is passed over for the one before." in line
+        f"{path.name}/{file.name}`: expected crc32 " in line and "It is skipped for the previous one." in line
         for line in again.lines
     )
     assert any("resuming from" in line and path.name not in line for line in again.lines)

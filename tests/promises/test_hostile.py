@@ -108,21 +108,24 @@ HEADERS = {
     "three offsets": (file_of(w(data_offsets=[0, 8, 8])), "`w` to have dtype, shape and data_offsets"),
     "offsets by name": (file_of(w(data_offsets={"0": 0, "1": 8})), "`w` to have dtype, shape and data_offsets"),
     "offsets a text": (file_of(w(data_offsets="08")), "`w` to have dtype, shape and data_offsets"),
-    "offsets texts": (file_of(w(data_offsets=["0", "8"])), "two places, in order, got ['0', '8']"),
-    "offsets floats": (file_of(w(data_offsets=[0.0, 8.0])), "two places, in order, got [0.0, 8.0]"),
-    "offsets bools": (file_of(w(data_offsets=[False, 8])), "two places, in order, got [False, 8]"),
-    "offsets null": (file_of(w(data_offsets=[None, 8])), "two places, in order, got [None, 8]"),
-    "offset NaN": (file_of(shaped("[2]", "[NaN, 8]")), "two places, in order, got [nan, 8]"),
-    "offset Infinity": (file_of(shaped("[2]", "[0, Infinity]")), "two places, in order, got [0, inf]"),
-    "offset 1e400": (file_of(shaped("[2]", "[0, 1e400]")), "two places, in order, got [0, inf]"),
-    "offsets negative": (file_of(w(data_offsets=[-8, 0])), "two places, in order, got [-8, 0]"),
-    "offset -0.0": (file_of(w(data_offsets=[-0.0, 8])), "two places, in order, got [-0.0, 8]"),
-    "offsets swapped": (file_of(w(data_offsets=[8, 0])), "two places, in order, got [8, 0]"),
-    "offset 2**63": (file_of(w(data_offsets=[0, 2**63])), "two places, in order, got [0, 9223372036854775808]"),
-    "offsets that wrap": (file_of(w(data_offsets=[2**64, 2**64 + 8])), "two places, in order, got [18446744073709551616"),
-    "offsets of 4000 digits": (file_of(shaped("[2]", f"[-{NINES}, {NINES}]")), "two places, in order, got [-99999"),
+    "offsets texts": (file_of(w(data_offsets=["0", "8"])), "two data_offsets in order, got ['0', '8']"),
+    "offsets floats": (file_of(w(data_offsets=[0.0, 8.0])), "two data_offsets in order, got [0.0, 8.0]"),
+    "offsets bools": (file_of(w(data_offsets=[False, 8])), "two data_offsets in order, got [False, 8]"),
+    "offsets null": (file_of(w(data_offsets=[None, 8])), "two data_offsets in order, got [None, 8]"),
+    "offset NaN": (file_of(shaped("[2]", "[NaN, 8]")), "two data_offsets in order, got [nan, 8]"),
+    "offset Infinity": (file_of(shaped("[2]", "[0, Infinity]")), "two data_offsets in order, got [0, inf]"),
+    "offset 1e400": (file_of(shaped("[2]", "[0, 1e400]")), "two data_offsets in order, got [0, inf]"),
+    "offsets negative": (file_of(w(data_offsets=[-8, 0])), "two data_offsets in order, got [-8, 0]"),
+    "offset -0.0": (file_of(w(data_offsets=[-0.0, 8])), "two data_offsets in order, got [-0.0, 8]"),
+    "offsets swapped": (file_of(w(data_offsets=[8, 0])), "two data_offsets in order, got [8, 0]"),
+    "offset 2**63": (file_of(w(data_offsets=[0, 2**63])), "two data_offsets in order, got [0, 9223372036854775808]"),
+    "offsets that wrap": (
+        file_of(w(data_offsets=[2**64, 2**64 + 8])),
+        "two data_offsets in order, got [18446744073709551616",
+    ),
+    "offsets of 4000 digits": (file_of(shaped("[2]", f"[-{NINES}, {NINES}]")), "two data_offsets in order, got [-99999"),
     "offset of 5000 digits": (file_of(shaped("[2]", f"[0, {'9' * 5000}]")), "a header of JSON, got Exceeds the limit"),
-    "offset in the middle": (file_of(w(data_offsets=[4, 12])), "`w` to begin at 0, where the one before ends, got 4"),
+    "offset in the middle": (file_of(w(data_offsets=[4, 12])), "`w` to begin at 0, where the previous one ends, got 4"),
     "beyond the file": (file_of(w(shape=[2**40], data_offsets=[0, 2**42])), "4398046511104 bytes of tensors, as the"),
     "less than the file": (file_of(w(), b"\0" * 9), "8 bytes of tensors, as the header says, got 9"),
     "no tensors": (file_of({}), "0 bytes of tensors, as the header says, got 8"),
@@ -148,10 +151,10 @@ HEADERS = {
     "dtype long": (file_of(w(dtype="F" * 10**5)), "F8_E5M2FNUZ, got FFFF"),
     "dtype a number": (file_of(w(dtype=32)), "`w` to have dtype, shape and data_offsets"),
     "dtype a list": (file_of(w(dtype=["F32"])), "`w` to have dtype, shape and data_offsets"),
-    "overlap": (file_of({"v": w()["w"], **w(data_offsets=[4, 12])}, b"\0" * 12), "`w` to begin at 8, where the one"),
-    "same bytes": (file_of({"v": w()["w"], **w()}), "`w` to begin at 8, where the one before ends, got 0"),
-    "inside": (file_of({"v": w()["w"], **w(shape=[1], data_offsets=[2, 6])}), "`w` to begin at 8, where the one before"),
-    "gap": (file_of({"v": w()["w"], **w(data_offsets=[12, 20])}, b"\0" * 20), "`w` to begin at 8, where the one before"),
+    "overlap": (file_of({"v": w()["w"], **w(data_offsets=[4, 12])}, b"\0" * 12), "`w` to begin at 8, where the previous"),
+    "same bytes": (file_of({"v": w()["w"], **w()}), "`w` to begin at 8, where the previous one ends, got 0"),
+    "inside": (file_of({"v": w()["w"], **w(shape=[1], data_offsets=[2, 6])}), "`w` to begin at 8, where the previous one"),
+    "gap": (file_of({"v": w()["w"], **w(data_offsets=[12, 20])}, b"\0" * 20), "`w` to begin at 8, where the previous one"),
     "empty, out of place": (file_of({"v": w()["w"], **w(shape=[0], data_offsets=[4, 4])}), "`w` to begin at 8"),
     "long name": (file_of({"n" * 10**5: {}}), "nnn...nnn"),
     "name with NUL": (file_of({"a\0b": {}}), r"`a\x00b` to have dtype"),
@@ -583,7 +586,7 @@ def test_links_out_of_a_checkpoint(saved, tmp_path):
         for target in (other / name, "../step_00000001/" + name):
             (folder / name).unlink()
             (folder / name).symlink_to(target)
-            assert f"{name}`: expected what a save left there, got a link to " in refusal(folder, saved.record, folder)
+            assert f"{name}`: expected an entry that a save created, got a link to " in refusal(folder, saved.record, folder)
             if name == "model.safetensors":
                 assert "got a link to " in refusal(folder, saved.load, folder, "model", {"w": np.zeros(3, np.float32)})
         for target in (tmp_path / "nowhere", name):  # the second one is a link to itself
@@ -603,7 +606,7 @@ def test_links_out_of_the_folder_of_checkpoints(saved, tmp_path):
         shutil.rmtree(saved.folder / f"step_{step:08}")
         (saved.folder / f"step_{step:08}").symlink_to(other)
         for which in (f"tag{step}", f"step_{step:08}"):
-            assert f"step_{step:08}`: expected what a save left there, got a link to" in refusal(
+            assert f"step_{step:08}`: expected an entry that a save created, got a link to" in refusal(
                 saved.folder, saved.resolve, which
             )
         if step == 1:  # it is skipped, not followed

@@ -387,7 +387,7 @@ def test_epochs_of_a_function_may_differ_in_length(tmp_path):
     (workdir / "ckpts").rename(tmp_path / "kept")
     with pytest.raises(Stop):
         killed_after_save(workdir, 4)
-    with pytest.raises(ValueError, match="`train_examples`: expected 20, as in the run that is resumed, got 19"):
+    with pytest.raises(ValueError, match="`train_examples`: expected 20, as in the resumed run, got 19"):
         again.fit(lambda epoch: DATA[:19], batch_size=BATCH, n_epochs=3)
 
 

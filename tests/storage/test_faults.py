@@ -73,7 +73,7 @@ def test_a_store_that_does_not_answer_loses_nothing(bucket, server, quick):
     """A save fails with the store's answer. The earlier checkpoint is not taken for damaged, and is there afterwards."""
     checkpoints = saved(f"{bucket}/ckpts", 1)
     server.fault = lambda method, path: 503 if method in ("PUT", "POST") else None
-    with pytest.raises(OSError, match=r"expected the store to answer, got: .*503.*Earlier checkpoints are whole: run"):
+    with pytest.raises(OSError, match=r"expected the store to answer, got: .*503.*Earlier checkpoints are complete: run"):
         checkpoints.save(2, {"model": TREE}, {"step": 2})
     server.fault = lambda method, path: 503 if "trainer.json" in path or "list-type" in path else None
     for act in (checkpoints.newest, lambda: checkpoints.record(location(f"{bucket}/ckpts/step_00000001"))):

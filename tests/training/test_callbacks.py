@@ -172,7 +172,7 @@ def test_a_stopped_fit_ends_as_at_its_end_and_goes_on_in_the_next_run(step, tmp_
 
 
 def test_stop_outside_of_a_fit_is_refused():
-    with pytest.raises(ValueError, match="`stop`: expected inside of `fit`, got called outside"):
+    with pytest.raises(ValueError, match="`stop`: expected inside `fit`, got called outside"):
         make_trainer().stop()
 
 
@@ -574,7 +574,7 @@ MISTAKES = {
     "`minutes`: expected a number above 0, got '3'.": (lambda: redeqx.SaveEvery(cast(float, "3")), TypeError),
     "`decay`: expected a number from 0 to below 1, got 1.0.": (lambda: redeqx.EMA(1.0), ValueError),
     "`decay`: expected a number from 0 to below 1, got 'ema'.": (lambda: redeqx.EMA(cast(float, "ema")), TypeError),
-    "`name`: expected letters, and no name of another file, got 'model'.": (
+    "`name`: expected an identifier that names no other file, got 'model'.": (
         lambda: redeqx.EMA(name="model"),
         ValueError,
     ),

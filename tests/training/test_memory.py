@@ -16,7 +16,7 @@ import pytest
 
 import redeqx
 from redeqx.training import _engine, _memory
-from redeqx.training._memory import Choice, Memory, Need, choices, first_that_fits, is_hopeless, least_memory, memory_of
+from redeqx.training._memory import Choice, Memory, Need, cannot_fit, choices, first_that_fits, least_memory, memory_of
 
 EXAMPLES = list(np.random.default_rng(0).normal(size=(256, 32)).astype(np.float32))
 STACK = eqx.filter_vmap(lambda key: eqx.nn.MLP(32, 32, 256, 1, jax.nn.gelu, key=key))(jax.random.split(jax.random.key(0), 6))
@@ -201,8 +201,8 @@ def test_the_order_of_choices():
     ]  # fmt: skip
     assert written_out[1].code() == 'remat="matmuls", unroll=False'
     tried = {Choice("full"): Need(400, 1200), Choice("matmuls"): Need(0, float("inf"))}
-    assert is_hopeless(Choice("full", 1), tried, Memory(1000)) and not is_hopeless(Choice("full", 2), tried, Memory(1000))
-    assert not is_hopeless(Choice("matmuls", 2), tried, Memory(1000))
+    assert cannot_fit(Choice("full", 1), tried, Memory(1000)) and not cannot_fit(Choice("full", 2), tried, Memory(1000))
+    assert not cannot_fit(Choice("matmuls", 2), tried, Memory(1000))
 
 
 def test_what_a_step_needs_is_beside_what_is_in_use():
@@ -211,9 +211,9 @@ def test_what_a_step_needs_is_beside_what_is_in_use():
         generated_code_size_in_bytes=2,
     )  # fmt: skip
     compiled = lambda: SimpleNamespace(memory_analysis=lambda: found)  # noqa: E731
-    assert _memory.needs(compiled, Memory(1000)) == Need(50, 30 + 5 + 2)
-    assert _memory.needs(compiled, Memory(1000, in_use=70)) == Need(70, 30 + 5 + 2)
-    assert _memory.needs(compiled, Memory(1000, in_use=70), moved=20) == Need(50, 30 + 5 + 2)
+    assert _memory.memory_need(compiled, Memory(1000)) == Need(50, 30 + 5 + 2)
+    assert _memory.memory_need(compiled, Memory(1000, in_use=70)) == Need(70, 30 + 5 + 2)
+    assert _memory.memory_need(compiled, Memory(1000, in_use=70), moved=20) == Need(50, 30 + 5 + 2)
 
 
 class Gathering:
@@ -302,8 +302,8 @@ def test_a_refusal_of_the_compiler_is_no_error():
     text = (
         "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 34.13G of 30.75G hbm. Exceeded hbm capacity by 3G"
     )
-    assert _memory.needs(lambda: refused(text), memory) == Need(0, float("inf"))
+    assert _memory.memory_need(lambda: refused(text), memory) == Need(0, float("inf"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="UNIMPLEMENTED"):
-        _memory.needs(lambda: refused("UNIMPLEMENTED: no such operation"), memory)
+        _memory.memory_need(lambda: refused("UNIMPLEMENTED: no such operation"), memory)
     tried = {Choice("matmuls"): Need(0, float("inf")), Choice("full", 2): Need(1, 2)}
-    assert "in 2 parts): 0.00 GiB" in (said := _memory.described(tried, memory)) and "needs more than there is" in said
+    assert "in 2 parts): 0.00 GiB" in (said := _memory.describe_choice(tried, memory)) and "needs more than there is" in said

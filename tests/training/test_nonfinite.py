@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.training._nonfinite import _not_finite
+from redeqx.training._nonfinite import _describe_nonfinite
 
 BAD = 7
 
@@ -146,9 +146,9 @@ def test_too_many_in_a_row_raise():
 def test_complex_values_that_are_not_finite_are_told_apart():
     batch = np.ones((3, 2), np.complex64)
     batch[1, 0] = complex(1, np.nan)
-    assert _not_finite("x", batch, [4, 5, 6]) == "`x` has NaN in 1 of 3 rows, the first from example 5"
+    assert _describe_nonfinite("x", batch, [4, 5, 6]) == "`x` has NaN in 1 of 3 rows, the first from example 5"
     batch[1, 0] = complex(np.inf, 0)
-    assert _not_finite("x", batch, [4, 5, 6]) == "`x` has infinite values in 1 of 3 rows, the first from example 5"
+    assert _describe_nonfinite("x", batch, [4, 5, 6]) == "`x` has infinite values in 1 of 3 rows, the first from example 5"
 
 
 @pytest.mark.parametrize(

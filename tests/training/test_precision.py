@@ -87,7 +87,7 @@ def test_precisions_that_are_none_are_named():
         "Pass one of them, or another dtype as `compute_dtype`."
     )
     assert message(ValueError, make_trainer, precision="bfloat16", compute_dtype="float32") == (
-        "`compute_dtype`: expected bfloat16, which `precision` says, got float32. Pass one of the two."
+        "`compute_dtype`: expected bfloat16, as set by `precision`, got float32. Pass one of the two."
     )
     assert message(ValueError, redeqx.Precision, parameters="float16") == (
         "`Precision.parameters`: expected 'float32', 'bfloat16' or None, got 'float16'. Pass one of them."
@@ -102,7 +102,7 @@ def test_fp8_is_refused_on_a_chip_without_it():
     with redeqx.described("v4:2x2x1"):
         said = message(ValueError, make_trainer, precision="fp8")
     assert said == (
-        "`precision`: expected a device that multiplies fp8 (NVIDIA GeForce RTX 4090, NVIDIA L4, NVIDIA L40S, "
+        "`precision`: expected a device that supports fp8 (NVIDIA GeForce RTX 4090, NVIDIA L4, NVIDIA L40S, "
         "NVIDIA H100 80GB HBM3, NVIDIA H200, NVIDIA B200), got TPU v4. Pass 'bfloat16' for this one."
     )
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import redeqx
 from redeqx._tree import named_leaves
 from redeqx.machine._mesh import replicated
-from redeqx.training._functions import rules_of
+from redeqx.training._functions import plan_rules
 from redeqx.training._loss import as_sums
 from redeqx.training._parts import Parts
 from redeqx.training._step import _accumulate
@@ -720,5 +720,5 @@ def test_a_mesh_has_the_rules_that_it_needs_in_their_order(n_model_shards, n_fsd
     """Without any the step traces the loss itself."""
     model = eqx.nn.Linear(256, 256, key=jax.random.key(0))
     plan = deployer(n_model_shards, n_fsdp_shards).plan(model)
-    assert [type(rule).__name__ for rule in rules_of(Parts.of(model), plan)] == expected
-    assert [type(rule).__name__ for rule in rules_of(Parts.of(model), plan, fuse_attention=False)] == expected[:-1]
+    assert [type(rule).__name__ for rule in plan_rules(Parts.of(model), plan)] == expected
+    assert [type(rule).__name__ for rule in plan_rules(Parts.of(model), plan, fuse_attention=False)] == expected[:-1]

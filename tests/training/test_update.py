@@ -107,7 +107,7 @@ def test_updates_inside_of_a_fit_are_refused():
     trainer = make_trainer()
     with pytest.raises(ValueError, match="expected to be called one after the other, got one inside the other"):
         trainer.fit(DATA, batch_size=8, callbacks=[Updates()])
-    with pytest.raises(ValueError, match="`resume`: expected before the first update, got called inside of `fit`"):
+    with pytest.raises(ValueError, match="`resume`: expected before the first update, got called inside `fit`"):
         trainer.fit(DATA, batch_size=8, callbacks=[Resumes()])
 
 
