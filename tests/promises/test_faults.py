@@ -42,7 +42,7 @@ def test_a_peer_that_is_killed_is_left(tmp_path, culprit):
 def test_a_peer_that_is_frozen_is_left_after_the_heartbeat(tmp_path):
     run = train(tmp_path, "--fault", "stop", "--heartbeat", 3)
     assert (
-        "[0] redeqx: process 1 of 2 is gone: nothing was heard of it for 3 s; the last committed step is " in run.lines[-1]
+        "[0] redeqx: process 1 of 2 is gone: no message from it for 3 s; the last committed step is " in run.lines[-1]
     )
 
 
@@ -211,7 +211,7 @@ def test_process_0_decides_where_a_metric_differs(tmp_path):
     said = [line for line in run.lines if "UserWarning" in line]
     assert all(line.startswith("[0] ") for line in said)
     assert re.search(
-        r"`eval_metric_fn`: expected `score` to be 3\.0, as in process 0, got -3\.0 in process 1\. Process 0's decides: "
+        r"`eval_metric_fn`: expected `score` to be 3\.0, as in process 0, got -3\.0 in process 1\. Process 0's is used: "
         r"compute it from all the outputs\.",
         run.text,
     )
