@@ -1,6 +1,6 @@
 """Errors: checks of the user's input before any work, and tracebacks that show the user's own frames.
 
-Owns the checks of arguments, the wrapping of the user's functions, and the reading of untrusted files. Knows nothing of
+Owns argument checks, the wrappers around the user's functions, and the reading of untrusted files. Knows nothing of
 devices, models or training. Open `_arguments.py` first.
 """
 

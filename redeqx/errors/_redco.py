@@ -1,4 +1,4 @@
-"""Names of Redco that are others here: an attribute or an argument of that name is an error that says which."""
+"""Redco's names: using one as an attribute or an argument raises an error with the name in redeqx."""
 
 import functools
 from collections.abc import Mapping
@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class KnowsRedco:
-    """A class that knows what Redco called its attributes, and the arguments of its constructor."""
+    """A base class that raises helpful errors for Redco's attributes and constructor arguments."""
 
     _instead_of: ClassVar[Mapping[str, str]] = {}
     _instead_of_arguments: ClassVar[Mapping[str, str]] = {}
 
-    if not TYPE_CHECKING:  # a type checker is to report names that do not exist
+    if not TYPE_CHECKING:  # type checkers must still report names that do not exist
 
         def __init_subclass__(cls, **kwargs: Any) -> None:
             super().__init_subclass__(**kwargs)
-            if "_instead_of_arguments" not in cls.__dict__:  # a user's subclass has arguments of its own
+            if "_instead_of_arguments" not in cls.__dict__:  # a user's subclass has its own arguments
                 return
             init, known = cls.__init__, cls._instead_of_arguments
 
@@ -31,11 +31,11 @@ class KnowsRedco:
 
         def __getattr__(self, name: str) -> Any:
             if name in self._instead_of:
-                said = (
+                message = (
                     f"`{type(self).__name__}.{name}`: expected a name of redeqx, got one of Redco. {self._instead_of[name]}"
                 )
-                raise AttributeError(said, name=name, obj=self)
-            return object.__getattribute__(self, name)  # raises, as it did before this was called
+                raise AttributeError(message, name=name, obj=self)
+            return object.__getattribute__(self, name)  # raises the usual AttributeError
 
 
 OF_DEPLOYER = {

@@ -41,9 +41,7 @@ def test_a_peer_that_is_killed_is_left(tmp_path, culprit):
 @pytest.mark.sweep
 def test_a_peer_that_is_frozen_is_left_after_the_heartbeat(tmp_path):
     run = train(tmp_path, "--fault", "stop", "--heartbeat", 3)
-    assert (
-        "[0] redeqx: process 1 of 2 is gone: no message from it for 3 s; the last committed step is " in run.lines[-1]
-    )
+    assert "[0] redeqx: process 1 of 2 is gone: no message from it for 3 s; the last committed step is " in run.lines[-1]
 
 
 @pytest.mark.sweep

@@ -30,7 +30,7 @@ KEY = "Add the parameter `key`, which dropout and sampling draw from; it may sta
 THESE = "Give it these parameters; bind others with `functools.partial`."
 OF_THREE = "expected a function of `(model, batch, key)`, got one of"
 ROWS = "`per_device_batch_size`: expected"
-ITEMS = "expected an item an example, got"
+ITEMS = "expected one item per example, got"
 LOADER = (
     "a DataLoader, whose items are whole batches. "
     "Pass its `dataset`: redeqx shuffles, batches and calls `collate_fn` itself."
@@ -70,12 +70,12 @@ MESSAGES = {
         "TypeError",
         f"{OPTIMIZER} a list of GradientTransformation, GradientTransformationExtraArgs. Chain them: `optax.chain(...)`.",
     ),
-    "no optimizer": ("TypeError", f"{OPTIMIZER} None. Pass `optax.adamw(learning_rate)`, say."),
+    "no optimizer": ("TypeError", f"{OPTIMIZER} None. Pass, for example, `optax.adamw(learning_rate)`."),
     "loss_fn without key": ("TypeError", f"`loss_fn`: {OF_THREE} `(model, batch)`. {KEY}"),
     "loss_fn with state": (
         "TypeError",
         f"`loss_fn`: {OF_THREE} `(model, state, batch, key)`. "
-        "Pass `model_state` too, as `eqx.nn.make_with_state` gives it.",
+        "Pass `model_state` too, as `eqx.nn.make_with_state` returns it.",
     ),
     "loss_fn without state": (
         "TypeError",
@@ -171,22 +171,22 @@ MESSAGES = {
     ),
     "series": (
         "TypeError",
-        f"`train_examples`: {ITEMS} a Series, whose items go by its index. Pass its values: `series.to_list()`.",
+        f"`train_examples`: {ITEMS} a Series, which looks items up in its index. Pass its values: `series.to_list()`.",
     ),
     "loader of batches": ("TypeError", f"`train_examples`: {ITEMS} {LOADER}"),
     "loader with a batch sampler": ("TypeError", f"`examples`: {ITEMS} {LOADER}"),
     "splits": ("TypeError", f"`train_examples`: {ITEMS} a DatasetDict of train. Pass one: `['train']`."),
     "columns": (
         "TypeError",
-        f"`train_examples`: {ITEMS} a tuple of 2 arrays of shapes (8, 4), (8,), each with a row an example. "
+        f"`train_examples`: {ITEMS} a tuple of 2 arrays of shapes (8, 4), (8,), each with one row per example. "
         "Pass `list(zip(*arrays))`.",
     ),
     "a generator for two epochs": (
         "ValueError",
-        f"`train_examples`: expected what can be read 2 times, once an epoch, got `numbers`, a generator, {ONCE}",
+        f"`train_examples`: expected examples that can be read 2 times, once per epoch, got `numbers`, a generator, {ONCE}",
     ),
     "a map for two epochs": (
-        "ValueError", f"`train_examples`: expected what can be read 2 times, once an epoch, got a map, {ONCE}",
+        "ValueError", f"`train_examples`: expected examples that can be read 2 times, once per epoch, got a map, {ONCE}",
     ),
     "a generator function": (
         "TypeError", f"`train_examples`: expected a function of `(epoch)`, got one of `()`. {THESE}",
@@ -215,7 +215,7 @@ MESSAGES = {
 MESSAGES |= {
     f"a model from before a step{what}": (
         "ValueError",
-        f"`model`: expected arrays that are still there, got 2 of 2 deleted (`weight`, `bias`). {DELETED}",
+        f"`model`: expected arrays that still exist, got 2 of 2 deleted (`weight`, `bias`). {DELETED}",
     )
     for what in ("", ", to predict", ", to train")
 }
@@ -292,7 +292,7 @@ def test_a_mistake_is_raised_near_the_user_s_line(name, outcomes):
 
 @pytest.mark.parametrize("name", SAVED)
 def test_a_model_from_before_a_step_is_not_saved(name, outcomes):
-    assert outcomes[name]["message"].startswith("`model`: expected arrays that are still there, got ")
+    assert outcomes[name]["message"].startswith("`model`: expected arrays that still exist, got ")
     assert outcomes[name]["message"].endswith(DELETED)
 
 
