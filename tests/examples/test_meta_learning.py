@@ -237,7 +237,7 @@ def test_a_misspelt_flag_is_told_the_nearest():
 
 
 def test_a_folder_without_characters_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=rf"`{tmp_path}`: expected at least 15 characters, 5 each.*got 0\. Give"):
+    with pytest.raises(ValueError, match=rf"`{tmp_path}`: expected at least 15 characters, 5 each.*got 0\. Pass"):
         main(Args(data=tmp_path, workdir=tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 

@@ -236,7 +236,7 @@ def test_folders_without_images_are_refused(tmp_path, images):
         main(Args(data=tmp_path, workdir=tmp_path / "run"))
     lines = (images / "metadata.jsonl").read_text("utf-8").splitlines()
     (tmp_path / "metadata.jsonl").write_text(lines[0] + "\n", "utf-8")
-    with pytest.raises(ValueError, match=r"row 1: expected the file '0.png' beside it, got none"):
+    with pytest.raises(ValueError, match=r"row 1: expected the file '0.png' next to it, got none"):
         main(Args(data=tmp_path, workdir=tmp_path / "run"))
     shutil.copy(images / "0.png", tmp_path)
     with pytest.raises(ValueError, match=rf"`{re.escape(str(tmp_path))}`: expected 10 images, .* got 1\."):

@@ -111,7 +111,7 @@ def test_rejects_more_tokens_than_positions(model):
 def test_labels_become_the_decoders_inputs(model):
     np.testing.assert_array_equal(model.shift_right(jnp.array([7, 8, 2, -100, -100])), [2, 7, 8, 2, 1])
     without = make_model(dataclasses.replace(CONFIG, pad_token_id=None))
-    with pytest.raises(ValueError, match=r"`pad_token_id`: expected a token, got None\. Give the config one\."):
+    with pytest.raises(ValueError, match=r"`pad_token_id`: expected a token, got None\. Set it in the config\."):
         without.shift_right(jnp.array([7, 8]))
 
 

@@ -111,13 +111,13 @@ def test_turning_keeps_lengths_and_sees_only_distances():
 def test_scalings_keep_high_frequencies_and_divide_low_ones():
     theta = 500000.0
     plain = theta ** -(np.arange(0, 128, 2) / 128)
-    assert np.all(LinearScaling(4.0).stretch(plain, theta) == plain / 4)
+    assert np.all(LinearScaling(4.0).scale(plain, theta) == plain / 4)
     for scaling in (Llama3Scaling(8.0, 1.0, 4.0, 8192), YarnScaling(8.0, 8192, 1.0)):
-        kept = scaling.stretch(plain, theta) / plain
+        kept = scaling.scale(plain, theta) / plain
         assert np.all(np.diff(kept) <= 1e-12)
         np.testing.assert_allclose(kept[[0, -1]], [1, 1 / 8])
     turns = 8192 * plain / (2 * np.pi)
-    kept = Llama3Scaling(8.0, 1.0, 4.0, 8192).stretch(plain, theta) / plain
+    kept = Llama3Scaling(8.0, 1.0, 4.0, 8192).scale(plain, theta) / plain
     np.testing.assert_allclose(kept[turns > 4], 1)
     np.testing.assert_allclose(kept[turns < 1], 1 / 8)
     assert np.all((kept[(turns > 1) & (turns < 4)] > 1 / 8) & (kept[(turns > 1) & (turns < 4)] < 1))
@@ -234,7 +234,7 @@ def test_presets_have_the_published_number_of_parameters(family):
 
 
 def test_rejects_an_unpublished_size():
-    with pytest.raises(ValueError, match=r"`size`: expected one of 8b, 70b, got '405b'\. Make other sizes field by field\."):
+    with pytest.raises(ValueError, match=r"`size`: expected one of 8b, 70b, got '405b'\. For other sizes set the fields\."):
         LlamaConfig.llama3("405b")
 
 
@@ -329,7 +329,7 @@ def test_null_is_no_window_and_no_grouping():
         ({"partial_rotary_factor": 0.5}, r"`config.json`: `partial_rotary_factor`: expected 1\.0 or None, .* got 0\.5"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            r"`full_attention`: expected a number, for all layers turn alike, .* got \{'rope_type': 'default'\}",
+            r"`full_attention`: expected a number, the same for all layers, .* got \{'rope_type': 'default'\}",
         ),
         (
             {"model_type": "qwen2", "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
@@ -353,16 +353,16 @@ def test_refuses_what_it_does_not_implement(fields, message):
         ({"model_type": "gemma"}, r"`model_type`: expected one of llama, mistral, qwen2, qwen3, got 'gemma'\."),
         ({"n_layers": 0}, r"`n_layers`: expected at least 1, got 0"),
         ({"n_heads": 5}, r"`n_heads`: expected a divisor of `d_model`=32, got 5"),
-        ({"n_kv_heads": 3}, r"`n_kv_heads`: expected a divisor of `n_heads`=4, got 3\. Let each serve as many"),
-        ({"head_size": 7}, r"`head_size`: expected an even number, got 7\. Its halves turn with each other"),
+        ({"n_kv_heads": 3}, r"`n_kv_heads`: expected a divisor of `n_heads`=4, got 3\. Each must serve the same"),
+        ({"head_size": 7}, r"`head_size`: expected an even number, got 7\. Rotary positions pair its halves"),
         ({"attention_dropout": 1.0}, r"`attention_dropout`: expected a rate in \[0, 1\), got 1\.0"),
         (
             {"window": 4},
-            r"`window`: expected None with `model_type`='llama', got 4\. It can be another of mistral, qwen2, qwen3\.",
+            r"`window`: expected None with `model_type`='llama', got 4\. It is implemented for mistral, qwen2, qwen3\.",
         ),
         (
             {"model_type": "qwen2", "mlp_bias": True},
-            r"`mlp_bias`: expected False with `model_type`='qwen2', got True\. It can be another of llama\.",
+            r"`mlp_bias`: expected False with `model_type`='qwen2', got True\. It is implemented for llama\.",
         ),
         (
             {"model_type": "qwen2", "window": 4, "windowed_layers": (2,)},

@@ -149,7 +149,7 @@ def test_labels_become_inputs(labels):
 
 
 def test_labels_need_a_padding_token():
-    with pytest.raises(ValueError, match=r"`pad_token_id`: expected a token, got None\. Give the config one"):
+    with pytest.raises(ValueError, match=r"`pad_token_id`: expected a token, got None\. Set it in the config"):
         make_model(dataclasses.replace(CONFIG, pad_token_id=None)).shift_right(jnp.array([1]))
 
 

@@ -216,8 +216,8 @@ def test_refuses_what_it_does_not_implement(key, value, message):
         ({"block_channels": ()}, "`block_channels`: expected multiples of `norm_groups`=4, got ()"),
         ({"n_heads": 3}, "`n_heads`: expected a divisor of `block_channels[1]`=16, got 3"),
         ({"n_heads": (2, 0)}, "`n_heads`: expected at least 1, got (2, 0)"),
-        ({"n_heads": (2, 2, 2)}, "`n_heads`: expected 2, one a block of `block_channels`, got (2, 2, 2)"),
-        ({"up_attention": (True,)}, "`up_attention`: expected 2, one a block of `block_channels`, got (True,)"),
+        ({"n_heads": (2, 2, 2)}, "`n_heads`: expected 2, one per block of `block_channels`, got (2, 2, 2)"),
+        ({"up_attention": (True,)}, "`up_attention`: expected 2, one per block of `block_channels`, got (True,)"),
     ],
 )
 def test_rejects_a_wrong_config(fields, message):

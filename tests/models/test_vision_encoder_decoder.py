@@ -161,7 +161,7 @@ def test_keeps_cross_attentions_that_are_there_and_draws_in_the_decoders_dtype(h
 def test_wants_a_first_token_for_two_halves(halves):
     decoder = make(GPT2, dataclasses.replace(DECODER, bos_token_id=None))
     with pytest.raises(
-        ValueError, match=r"`decoder_start_token_id`: expected a token, as the decoder has no `bos_token_id`"
+        ValueError, match=r"`decoder_start_token_id`: expected a token, since the decoder has no `bos_token_id`"
     ):
         VisionEncoderDecoder.from_encoder_decoder(halves[0], decoder, key=jax.random.key(1))
 
@@ -220,7 +220,7 @@ def test_labels_become_inputs():
     model = make(VisionEncoderDecoder, CONFIG)
     np.testing.assert_array_equal(model.shift_right(jnp.array([5, 6, 2, -100, -100])), [1, 5, 6, 2, 0])
     unpadded = make(VisionEncoderDecoder, dataclasses.replace(CONFIG, pad_token_id=None))
-    with pytest.raises(ValueError, match=r"`pad_token_id`: expected a token, got None\. Give the config one"):
+    with pytest.raises(ValueError, match=r"`pad_token_id`: expected a token, got None\. Set it in the config"):
         unpadded.shift_right(jnp.array([5, 6]))
 
 

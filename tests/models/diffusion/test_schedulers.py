@@ -276,5 +276,5 @@ def test_rejects_steps_that_there_are_not():
 
 def test_asks_for_a_key_where_a_step_draws():
     for scheduler in (DDPM(), DDIM(eta=0.1)):
-        with pytest.raises(ValueError, match="`key`: expected one, for this step draws noise, got None"):
+        with pytest.raises(ValueError, match="`key`: expected one, since this step draws noise, got None"):
             scheduler.step(CLEAN, 3, CLEAN)

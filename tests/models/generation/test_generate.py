@@ -273,7 +273,7 @@ def test_up_to_the_last_position():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 12}, r"`max_new_tokens`: expected at most 11 after 5 given, .*`n_positions`=16, got 12"),
+        ({"max_new_tokens": 12}, r"`max_new_tokens`: expected at most 11 after 5 given ones, .*`n_positions`=16, got 12"),
         ({"max_new_tokens": 0}, r"`max_new_tokens`: expected at least 1, got 0"),
         ({"n_beams": 0}, r"`n_beams`: expected at least 1, got 0\. Pass a positive number"),
         ({"n_return": 0}, r"`n_return`: expected at least 1, got 0"),

@@ -103,7 +103,7 @@ def test_models_that_differ_in_it_are_not_one_program():
         (
             {"no_repeat_ngram_size": 3, "repetition_penalty": 1.2},
             {},
-            r"`a/generation_config\.json`: `no_repeat_ngram_size` \(and `repetition_penalty`\): expected none, for "
+            r"`a/generation_config\.json`: `no_repeat_ngram_size` \(and `repetition_penalty`\): expected none, since "
             r"`generate` does not implement it, got 3\. Pass `ignore=\('no_repeat_ngram_size', 'repetition_penalty'\)`",
         ),
         ({"suppress_tokens": [3]}, {"ignore": ("bad_words_ids",)}, r"`suppress_tokens`: expected none, .* got \[3\]"),
@@ -132,7 +132,7 @@ def test_models_that_differ_in_it_are_not_one_program():
             {"max_new_tokens": None},
             r"`max_new_tokens`: expected at least 1, got -1\..* Here `max_new_tokens` is `max_length` of `a/gen",
         ),
-        ({}, {"max_new_tokens": None}, r"`max_new_tokens`: expected how many tokens to generate, got None"),
+        ({}, {"max_new_tokens": None}, r"`max_new_tokens`: expected the number of tokens to generate, got None"),
     ],
 )
 def test_what_is_refused(keys, options, message):

@@ -143,7 +143,7 @@ def test_tokenizers_and_templates_are_written_back(folder, tmp_path):
     # A tokenizer of the user's own is kept as it is, and not mixed with the other.
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "tokenizer.json").write_text("mine")
-    with pytest.warns(UserWarning, match=r"`.*own/tokenizer\.json`: kept, and nothing added to it, .*Remove it, and save"):
+    with pytest.warns(UserWarning, match=r"`.*own/tokenizer\.json`: kept, and no file added, .*Remove it and save"):
         save_pretrained(MODEL, config, tmp_path / "own")
     assert sorted(path.name for path in (tmp_path / "own").iterdir()) == [
         "config.json",
@@ -313,7 +313,7 @@ def test_a_config_of_no_json(text, found, folder):
 @pytest.mark.parametrize("model_type", ["mamba", None])
 def test_an_unknown_model(model_type, folder):
     edit_config(folder, model_type=model_type)
-    message = rf"`.*/config\.json`: `model_type`: expected one of .*gpt2.*, got {model_type!r}\. Bring other models"
+    message = rf"`.*/config\.json`: `model_type`: expected one of .*gpt2.*, got {model_type!r}\. Write other models"
     with pytest.raises(ValueError, match=message):
         from_pretrained(folder)
 
@@ -322,11 +322,11 @@ def test_a_model_of_another_kind_than_wanted(folder):
     assert_same(from_pretrained(folder, kind=Decoder)[0], MODEL)
     message = (
         r"`.*/config\.json`: `model_type`: expected one of bart, mt5, t5 \(EncoderDecoder\), got 'gpt2'\. "
-        r"Give the folder of such a model\."
+        r"Pass the folder of such a model\."
     )
     with pytest.raises(ValueError, match=message):
         from_pretrained(folder, kind=EncoderDecoder)
-    with pytest.raises(ValueError, match=r"`.*/config\.json`: `model_type`: expected bert for Bert, got 'gpt2'\. Give the"):
+    with pytest.raises(ValueError, match=r"`.*/config\.json`: `model_type`: expected bert for Bert, got 'gpt2'\. Pass the"):
         Bert.from_pretrained(folder)
     with pytest.raises(ValueError, match=r"expected t5 or mt5 for T5, got 'gpt2'\."):
         T5.from_pretrained(folder)
@@ -334,7 +334,7 @@ def test_a_model_of_another_kind_than_wanted(folder):
 
 def test_an_unknown_class(folder):
     edit_config(folder, architectures=["GPT2ForTokenClassification"])
-    message = r"`architectures`: expected one of GPT2LMHeadModel, GPT2Model, got 'GPT2ForTokenClassification'\. Name one"
+    message = r"`architectures`: expected one of GPT2LMHeadModel, GPT2Model, got 'GPT2ForTokenClassification'\. Replace it"
     with pytest.raises(ValueError, match=message):
         from_pretrained(folder)
     edit_config(folder, architectures=...)
@@ -463,8 +463,8 @@ def test_a_file_beside_shards_is_read_and_must_hold_the_same(sharded, tmp_path):
     assert_same(from_pretrained(sharded)[0], MODEL)
     edit_tensors(sharded, lambda tensors: tensors.update({"transformer.ln_f.bias": np.ones(16, np.float32)}))
     message = (
-        r"`.*/model\.safetensors\.index\.json`: expected shards that hold the same as `model\.safetensors` beside it, got "
-        r"another `transformer\.ln_f\.bias` \(float32 \(16,\) there, float32 \(16,\) in the shards\)\. Remove the index"
+        r"`.*/model\.safetensors\.index\.json`: expected shards with the same contents as `model\.safetensors` next to it, "
+        r"got another `transformer\.ln_f\.bias` \(float32 \(16,\) there, float32 \(16,\) in the shards\)\. Remove the index"
     )
     with pytest.raises(ValueError, match=message):
         from_pretrained(sharded)
@@ -520,8 +520,8 @@ def test_what_is_not_saved(tmp_path):
 def test_adapters_that_are_not_merged_are_not_left_out(tmp_path):
     model = lora.add(MODEL, rank=2, where="*.attention.query", key=jax.random.key(1))
     message = (
-        r"`stack\.blocks\.attention\.query\.lora_a`: expected a leaf that folders of GPT2 hold, got one of 2 of adapters\. "
-        r"Save the merged model, `save_pretrained\(lora\.merge\(model\), \.\.\.\)`, or .*`lora\.save_adapter\(model"
+        r"`stack\.blocks\.attention\.query\.lora_a`: expected a leaf that folders of GPT2 contain, got one of 2 "
+        r"of adapters\. Save the merged model, `save_pretrained\(lora\.merge\(model\), \.\.\.\)`, or .*`lora\.save_adapter\("
     )
     with pytest.raises(ValueError, match=message):
         save_pretrained(model, CONFIG, tmp_path / "model")
@@ -534,21 +534,21 @@ def test_adapters_that_are_not_merged_are_not_left_out(tmp_path):
 def test_a_leaf_without_a_tensor_is_not_left_out(tmp_path):
     wider = eqx.tree_at(lambda m: m.stack.blocks.attention.output, MODEL, eqx.nn.MLP(16, 16, 8, 1, key=jax.random.key(0)))
     message = (
-        r"`stack\.blocks\.attention\.output\.layers\.0\.weight`: expected a leaf that folders of GPT2 hold, got one of 4"
+        r"`stack\.blocks\.attention\.output\.layers\.0\.weight`: expected a leaf that folders of GPT2 contain, got one of 4"
     )
     with pytest.raises(ValueError, match=message):
         save_pretrained(wider, CONFIG, tmp_path)
     without = eqx.tree_at(lambda m: m.norm.bias, MODEL, None)
     with pytest.raises(
         ValueError,
-        match=r"`norm\.bias`: expected an array, as folders of GPT2 .* hold, got .*Pass the model's own config",
+        match=r"`norm\.bias`: expected an array, as in folders of GPT2 .*, got .*Pass the model's own config",
     ):
         save_pretrained(without, CONFIG, tmp_path)
     untied = dataclasses.replace(CONFIG, is_tied=False)
-    with pytest.raises(ValueError, match=r"`head\.weight`: expected an array, as folders of GPT2 with this config hold"):
+    with pytest.raises(ValueError, match=r"`head\.weight`: expected an array, as in folders of GPT2 with this config"):
         save_pretrained(MODEL, untied, tmp_path)
     larger = eqx.tree_at(lambda m: m.embedding.weight, MODEL, jnp.zeros((48, 16)))
-    with pytest.raises(ValueError, match=r"`embedding\.weight`: expected \(40, 16\), as `config` says, got \(48, 16\)"):
+    with pytest.raises(ValueError, match=r"`embedding\.weight`: expected \(40, 16\), as in `config`, got \(48, 16\)"):
         save_pretrained(larger, CONFIG, tmp_path)
     assert not list(tmp_path.iterdir())
     save_pretrained(larger, dataclasses.replace(CONFIG, vocab_size=48), tmp_path)

@@ -237,7 +237,7 @@ def test_errors_of_add(residual, gpt2):
         "The model's linear layers: stack.blocks.attention.query, stack.blocks.attention.key, "
     )
     assert add(residual, where=lambda path, layer: False).startswith(
-        "`where`: expected a function that picks linear layers, got none. The model's linear layers: inner.layers.0, "
+        "`where`: expected a function that selects linear layers, got none. The model's linear layers: inner.layers.0, "
     )
     assert add(eqx.nn.LayerNorm(3)).endswith("got '*'. The model's linear layers: none.")
     text = add(lora.add(residual, rank=3, where="head", key=KEY))

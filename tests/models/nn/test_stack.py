@@ -132,9 +132,9 @@ def test_is_made_abstractly_and_in_shards():
 
 
 def test_rejects_no_layers():
-    with pytest.raises(ValueError, match=r"`n_layers`: expected at least 1, got 0\. Leave the stack out"):
+    with pytest.raises(ValueError, match=r"`n_layers`: expected at least 1, got 0\. Omit the stack"):
         make_stack(0)
-    with pytest.raises(ValueError, match=r"`blocks`: expected at least 1, got 0\. Leave the stack out"):
+    with pytest.raises(ValueError, match=r"`blocks`: expected at least 1, got 0\. Omit the stack"):
         Stack.of([])
 
 
