@@ -171,8 +171,8 @@ def read_task(name: Name, data: Path | None, image_size: int, n_channels: int) -
         return _diabetes() if name == "diabetes" else _images(name, *digits(), names=[str(i) for i in range(10)])
     if data is None:
         files = f"train.tsv and {GLUE[name].dev}, as GLUE has them" if name in GLUE else ""
-        wanted = files or "subfolders of images, one a class"
-        raise ValueError(f"`--data`: expected a folder with {wanted} for `--task {name}`, got none. Pass it.")
+        wanted = files or "subfolders of images, one per class"
+        raise ValueError(f"`--data`: expected a folder for `--task {name}` with {wanted}, got none. Pass it.")
     if name == "images":
         examples, names = read_classes(data, image_size, n_channels)
         return _images(name, *split(examples), names=names)

@@ -314,7 +314,7 @@ def test_a_table_of_other_columns_is_named(cola, stsb):
 
 def test_tasks_say_what_data_they_want(tmp_path):
     for task, wanted in (("cola", "train.tsv and dev.tsv"), ("images", "subfolders of images")):
-        with pytest.raises(ValueError, match=f"`--data`: expected a folder with {wanted} for `--task {task}`"):
+        with pytest.raises(ValueError, match=f"`--data`: expected a folder for `--task {task}` with {wanted}"):
             read_task(task, None, 8, 1)
     with pytest.raises(ValueError, match="`--data`: expected none with `--task digits`"):
         read_task("digits", tmp_path, 8, 1)

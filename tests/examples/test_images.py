@@ -49,7 +49,7 @@ def test_captions_stand_in_a_table_beside_the_images(tmp_path):
 
 
 def test_bad_folders_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"`.*`: expected two or more subfolders with images, one a class, got 0\."):
+    with pytest.raises(ValueError, match=r"`.*`: expected two or more subfolders with images, one per class, got 0\."):
         read_classes(tmp_path, size=8)
     with pytest.raises(ValueError, match=r"`.*missing`: expected two or more subfolders"):
         read_classes(tmp_path / "missing", size=8)

@@ -366,7 +366,7 @@ def test_what_is_refused(folder, pairs_file, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": 3}\n')
     assert refused(read_pairs, bad, "prompt", "response").startswith(f"`{bad}` row 2: `response`: expected text, got 3. ")
-    assert "`--seq-len`: expected at least 5, to hold the response 'long'..., got 4. " in refused(
+    assert "`--seq-len`: expected at least 5, for the response 'long'..., got 4. " in refused(
         cut_pairs, [("p", "long")], load_vocabulary(None), 4
     )
     assert "`--lora-rank`: expected with `--pretrained`, got 4 alone." in refused(main, Args(lora_rank=4, workdir=tmp_path))

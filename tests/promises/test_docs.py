@@ -44,7 +44,7 @@ def marks(name):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in WITH_CODE])
-def test_snippets_run_one_after_the_other(name, tmp_path):
+def test_snippets_of_a_page_run_in_order(name, tmp_path):
     (tmp_path / "page.py").write_text("\n".join(runnable(PAGES[name])))
     env = {**os.environ, "PYTHONPATH": str(DOCS.parent), "PYTHONWARNINGS": WARNINGS}
     run = subprocess.run(
@@ -53,7 +53,7 @@ def test_snippets_run_one_after_the_other(name, tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_the_errors_are_those_of_the_sources():
+def test_the_error_page_matches_the_sources():
     """After a change of a message: `python docs/errors.py`."""
     functions = runpy.run_path(str(DOCS / "errors.py"))
     written = functions["page"]()
@@ -76,7 +76,7 @@ def test_every_page_is_in_the_navigation():
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_and_figures_lead_somewhere(name):
+def test_links_and_figures_exist(name):
     prose = re.sub(r"```.*?```", "", PAGES[name], flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#\s]+)", prose):
         if not target.startswith("http"):

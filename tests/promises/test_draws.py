@@ -70,7 +70,7 @@ def assert_none_twice(draws, n_rows=ROWS):
 
 
 @pytest.mark.parametrize("n_left", [4, pytest.param(5, marks=pytest.mark.sweep)])
-def test_each_step_and_micro_batch_draws_anew(n_left):
+def test_each_step_and_micro_batch_draws_new_numbers(n_left):
     """Two steps of three micro-batches, then one of two micro-batches, or of two and one more row."""
     trainer, counts = make_trainer(12 + n_left)
     trainer.train(list(range(12 + n_left)), ROWS)
@@ -80,7 +80,7 @@ def test_each_step_and_micro_batch_draws_anew(n_left):
     np.testing.assert_allclose(draws[0:12:2], draws[1:12:2], rtol=1e-5)  # the rows of a micro-batch see the same
 
 
-def test_passes_and_epochs_draw_anew():
+def test_passes_and_epochs_draw_new_numbers():
     trainer, counts = make_trainer(24)
     trainer.train(list(range(6)), ROWS)
     trainer.train(list(range(6, 12)), ROWS)
@@ -88,7 +88,7 @@ def test_passes_and_epochs_draw_anew():
     assert_none_twice(drawn(trainer, counts))
 
 
-def test_each_evaluation_batch_draws_anew_and_otherwise_than_training():
+def test_each_evaluation_batch_draws_numbers_that_differ_from_training():
     trainer, counts = make_trainer(12)
     evaluated = trainer.eval_metrics(list(range(12)), ROWS)
     draws = [evaluated[f"slot {i}"] for i in range(12)]
@@ -101,7 +101,7 @@ def test_each_evaluation_batch_draws_anew_and_otherwise_than_training():
     assert trainer.eval_metrics(list(range(12)), ROWS)["slot 5"] == evaluated["slot 5"]
 
 
-def test_the_seed_and_the_trainer_decide_what_is_drawn():
+def test_the_seed_and_the_trainer_determine_the_random_numbers():
     first, same, other = (drawn(*pair) for pair in map(_trained, (0, 0, 1)))
     assert first == same
     assert not {round(draw, 5) for draw in first} & {round(draw, 5) for draw in other}

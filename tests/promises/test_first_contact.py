@@ -272,19 +272,19 @@ def is_ours(file):
     return file.startswith(str(PACKAGE))
 
 
-def test_every_mistake_is_looked_at(outcomes):
+def test_every_mistake_has_an_expected_error(outcomes):
     assert set(outcomes) == {*MESSAGES, *NOTES, *SAVED, *FINE}
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_mistake_is_named_with_the_next_step(name, outcomes):
+def test_the_error_names_the_mistake_and_the_next_step(name, outcomes):
     found, (kind, message) = outcomes[name], MESSAGES[name]
     tmp = next((word for word in outcomes["no checkpoint in there"]["message"].split("`") if word), "TMP")
     assert (found["kind"], found["message"].replace(tmp, "TMP")) == (kind, message)
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_mistake_is_raised_near_the_user_s_line(name, outcomes):
+def test_the_error_is_raised_near_the_users_line(name, outcomes):
     ours = [function for file, function in outcomes[name]["frames"] if is_ours(file)]
     assert len(ours) <= 4
     assert [is_ours(file) for file, _ in outcomes[name]["frames"][-len(ours) :]] == [True] * len(ours)
@@ -297,7 +297,7 @@ def test_a_model_from_before_a_step_is_not_saved(name, outcomes):
 
 
 @pytest.mark.parametrize("name", NOTES)
-def test_an_error_of_a_user_s_function_keeps_its_words_and_says_what_it_was_given(name, outcomes):
+def test_an_error_of_a_users_function_keeps_its_message_and_gets_a_note(name, outcomes):
     kind, message, note, functions = NOTES[name]
     found = outcomes[name]
     assert (found["kind"], found["message"]) == (kind, message)
@@ -307,10 +307,10 @@ def test_an_error_of_a_user_s_function_keeps_its_words_and_says_what_it_was_give
 
 
 @pytest.mark.parametrize("name", sorted(set(NOTES) - {"no vmap in a plan"}))
-def test_an_error_of_a_user_s_function_shows_no_frame_of_ours(name, outcomes):
+def test_an_error_of_a_users_function_shows_no_library_frame(name, outcomes):
     assert not [file for file, _ in outcomes[name]["frames"] if is_ours(file) or "threading" in file]
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_what_is_no_mistake_is_taken(name, outcomes):
+def test_valid_uses_are_accepted(name, outcomes):
     assert "kind" not in outcomes[name], outcomes[name]

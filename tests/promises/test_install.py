@@ -101,7 +101,7 @@ def test_the_version_is_written_in_one_place():
 
 
 @pytest.mark.sweep
-def test_wheel_holds_the_library_its_models_and_its_types(built):
+def test_wheel_contains_the_library_the_models_and_the_types(built):
     names = zipfile.ZipFile(built[0]).namelist()
     of_checkout = {f"redeqx/{path.relative_to(ROOT / 'redeqx')}" for path in (ROOT / "redeqx").rglob("*.py")}
     of_checkout |= {f"redeqx/{path.relative_to(ROOT)}" for path in (ROOT / "models").rglob("*.py")}
@@ -123,7 +123,7 @@ def test_sdist_builds_the_same_wheel(built, tmp_path):
 
 
 @pytest.mark.sweep
-def test_installed_library_trains_and_has_its_models(python, tmp_path):
+def test_installed_library_trains_and_has_models(python, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     printed = run([python, "script.py"], tmp_path, PYTHONWARNINGS="error")
     assert Path(printed.strip()).is_relative_to(python.parents[1])
@@ -240,7 +240,7 @@ def pyright(python, tmp_path, *arguments):
 
 
 @pytest.mark.sweep
-def test_strict_user_sees_the_types(python, tmp_path):
+def test_types_work_in_strict_mode(python, tmp_path):
     (tmp_path / "typed.py").write_text(TYPED)
     (tmp_path / "mistakes.py").write_text(MISTAKES)
     found = pyright(python, tmp_path, "--pythonpath", python, "typed.py", "mistakes.py")["generalDiagnostics"]

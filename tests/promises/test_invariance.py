@@ -95,7 +95,7 @@ def test_parameters_do_not_depend_on_the_mesh(n_model, n_fsdp, reference):
 
 
 @pytest.mark.sweep
-def test_nor_do_they_where_the_last_step_does_not_divide():
+def test_parameters_do_not_depend_on_the_mesh_with_a_smaller_last_step():
     trainers = [train(*mesh, optax.sgd(0.1, momentum=0.9), examples=EXAMPLES[:-REST])[0] for mesh in ((1, 1), (2, 2))]
     assert_close(*map(leaves, trainers))
 
@@ -128,7 +128,7 @@ def test_parameters_do_not_depend_on_mesh_and_accumulation(n_model, n_fsdp, accu
 
 
 @pytest.mark.sweep
-def test_metrics_keep_their_names_in_steps_of_every_cut():
+def test_metrics_keep_their_names_for_any_number_of_micro_batches():
     """A step of one micro-batch and a last one of several are two programs. Their metrics have the same order."""
     logged = Log()
     trainer = make_trainer(1, 2, optax.sgd(0.0), loggers=[logged])

@@ -43,19 +43,19 @@ def trials(tmp_path, request):
         trials.process.wait(timeout=30)
 
 
-def check_whole(folder, steps):
+def check_complete_folder(folder, steps):
     """The index names a complete checkpoint of one of those steps, and all other checkpoint folders are complete too."""
     checkpoints = Checkpoints(folder / "ckpts" / "ckpts")
     step = check_complete(checkpoints, checkpoints.index()["last"])
     assert step in steps
     for name in checkpoints.names():
         check_complete(checkpoints, name)
-    check_cleared(checkpoints)
+    check_leftovers_are_removed(checkpoints)
     return step
 
 
-def check_whole_apart(folder, steps):
-    """As `check_whole`, for two folders: a checkpoint that either index names is complete in both together."""
+def check_complete_in_two_folders(folder, steps):
+    """As `check_complete_folder`, for two folders: a checkpoint that either index names is complete in both together."""
     each = [Checkpoints(folder / str(index) / "ckpts") for index in (0, 1)]
     both = Checkpoints(folder / "both")
     found = []
@@ -65,7 +65,7 @@ def check_whole_apart(folder, steps):
         found.append(check_complete(both, name))
     assert set(found) <= steps
     for checkpoints in each:
-        check_cleared(checkpoints)
+        check_leftovers_are_removed(checkpoints)
     return max(found)
 
 
@@ -80,7 +80,7 @@ def check_complete(checkpoints, name):
     return saved
 
 
-def check_cleared(checkpoints):
+def check_leftovers_are_removed(checkpoints):
     """The next save succeeds, and removes what the killed one left."""
     checkpoints.save(3, {"model": {"w": np.ones(3)}}, {"step": 3}, keep_last=1)
     left = sorted(entry.name for entry in checkpoints.folder.iterdir())
@@ -90,18 +90,18 @@ def check_cleared(checkpoints):
 @pytest.mark.parametrize(
     ("trials", "check", "every"),
     [
-        pytest.param("in_place", check_whole, 4, id="in place, every fourth point"),
-        pytest.param("in_place", check_whole, 1, id="in place", marks=pytest.mark.sweep),
-        pytest.param("apart", check_whole_apart, 1, id="apart", marks=pytest.mark.sweep),
+        pytest.param("in_place", check_complete_folder, 4, id="in place, every fourth point"),
+        pytest.param("in_place", check_complete_folder, 1, id="in place", marks=pytest.mark.sweep),
+        pytest.param("apart", check_complete_in_two_folders, 1, id="apart", marks=pytest.mark.sweep),
     ],
     indirect=["trials"],
 )
-def test_killed_anywhere_the_index_names_a_complete_checkpoint(tmp_path, trials, check, every):
+def test_the_index_names_a_complete_checkpoint_after_any_kill(tmp_path, trials, check, every):
     codes, (coordinator, other) = trials.run("undisturbed", [])
     assert codes == [0, 0], (tmp_path / "undisturbed" / "errors_0").read_text()[-2000:]
     assert check(tmp_path / "undisturbed", {2}) == 2
     both, commit = {"fsync", "contribute"}, {"rename", "replace", "rmtree"}
-    if check is check_whole:
+    if check is check_complete_folder:
         assert {*both, *commit, "posix_fallocate", "pwrite"} <= set(coordinator)
         assert {*both, "pwrite"} <= set(other)
     else:

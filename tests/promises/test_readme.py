@@ -31,7 +31,7 @@ def run(script, folder):
     return done.stdout
 
 
-def test_example_runs_and_prints_its_plan_and_its_weights_are_read(tmp_path):
+def test_the_example_prints_its_plan_and_its_weights_load(tmp_path):
     code = block("python", "class Net").replace("n_epochs=10", "n_epochs=1")
     code += "\nassert trainer.plan == deployer.plan(model, loss_fn, collate_fn(examples[:64]))\n"
     code += block("python", "load_file").replace("step_00000240", "step_00000024")
@@ -52,7 +52,7 @@ save(llama.Llama(tiny, key=jax.random.key(0)), tiny, "llama-3.1-8b")
 
 
 @pytest.mark.sweep
-def test_what_it_says_of_models_runs(tmp_path):
+def test_the_models_section_runs(tmp_path):
     """With a tiny model in place of the folder, and the arguments that are left out."""
     data = "collate_fn=collate_fn)\ntrainer.fit(examples, batch_size=4, n_epochs=1)\n"
     data += "outputs = trainer.get_default_predictor(pred_fn).predict(examples, batch_size=4)\nassert len(outputs) == 8"
@@ -86,5 +86,5 @@ def tree():
     return "\n".join(lines)
 
 
-def test_the_tree_is_the_real_one():
+def test_the_source_tree_is_correct():
     assert tree() in README

@@ -35,7 +35,7 @@ def test_a_tutorial_runs_as_a_script(source, tmp_path):
 
 @pytest.mark.sweep
 @pytest.mark.timeout(600)
-def test_a_tutorial_runs_as_a_notebook_and_becomes_a_page(tmp_path):
+def test_a_tutorial_runs_as_a_notebook_and_is_converted_to_a_page(tmp_path):
     source = tmp_path / "diffusion.py"
     source.write_text((FOLDER / "diffusion.py").read_text())
     run_python(DOCS / "tutorials.py", source, folder=tmp_path)
@@ -53,7 +53,7 @@ def test_a_tutorial_runs_as_a_notebook_and_becomes_a_page(tmp_path):
 
 
 @by_name
-def test_a_source_and_its_notebook_are_the_same(source):
+def test_a_notebook_equals_its_source(source):
     notebook = runpy.run_path(str(DOCS / "tutorials.py"))["read"](source)
     again = nbformat.reads(nbformat.writes(notebook), as_version=4)
     again.metadata = {"jupytext": {"notebook_metadata_filter": "-all", "cell_metadata_filter": "-all"}}
@@ -62,7 +62,7 @@ def test_a_source_and_its_notebook_are_the_same(source):
     assert kinds[0] == "markdown" and kinds.count("code") > 8
 
 
-def test_a_page_shows_what_was_printed_and_drawn(tmp_path):
+def test_a_page_shows_the_outputs(tmp_path):
     """Without a kernel: a notebook with one output of each kind."""
     source = tmp_path / "small.py"
     source.write_text("# %% [markdown]\n# # Small\n#\n# Text.\n\n# %%\nprint(1)\n")
@@ -84,7 +84,7 @@ def test_a_page_shows_what_was_printed_and_drawn(tmp_path):
 
 
 @by_name
-def test_links_lead_somewhere(source):
+def test_links_of_tutorials_exist(source):
     prose = "\n".join(cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown")
     for target in re.findall(r"\]\(([^)#\s]+)", prose):
         if not target.startswith("http"):
