@@ -166,7 +166,7 @@ def test_dropout_depends_on_the_key_and_is_off_in_inference_mode():
 
 
 def test_every_dropout_of_the_original_has_its_own_key(monkeypatch):
-    """The encoder and the decoder each drop embeddings and outputs; each attention its weights and its output; each MLP two."""
+    """Embeddings and outputs of encoder and decoder; weights and output of each attention; two in each MLP."""
     config = dataclasses.replace(CONFIG, n_layers=1, n_decoder_layers=1)
     sides = lambda model: (model.encoder.stack.blocks, model.decoder.stack.blocks)  # noqa: E731
     model = make_model(config)

@@ -1,4 +1,4 @@
-"""After any fault in a run of two processes, both leave in time and report why, and the last checkpoint is complete."""
+"""After a fault in a run of two processes, both exit in time and report the reason; the last checkpoint is complete."""
 
 import re
 from collections import Counter
@@ -11,12 +11,12 @@ from redeqx.checkpoint._reader import TensorReader
 from tests._processes import train, trained_on
 
 N = 101  # examples, with `--rest`
-# A heartbeat of 3 s, and a hang limit of 4 s: the tests need not wait for the longer defaults.
+# A heartbeat of 3 s and a hang limit of 4 s, so that the tests do not wait for the longer defaults.
 QUICK = ("--heartbeat", 3, "--hang", 4)
 
 
 def last_complete_step(workdir):
-    """The step of the newest checkpoint in the index, after its checksums are verified."""
+    """Returns the step of the newest checkpoint in the index, after verifying its checksums."""
     checkpoints = Checkpoints(workdir / "ckpts")
     return checkpoints.record(checkpoints.resolve("last"))["step"]
 
@@ -61,7 +61,7 @@ def test_a_peer_that_hangs_is_named(tmp_path):
 def test_an_exception_in_one_process_ends_all_and_is_printed_once_and_last(tmp_path, culprit):
     run = train(tmp_path, "--fault", "raise", "--in", culprit, *QUICK)
     assert run.code == 1
-    assert run.seconds_after_fault() < 5 + 3  # five, and the time of the launcher
+    assert run.seconds_after_fault() < 5 + 3  # five, plus the launcher's time
     *above, raised, note = run.lines
     assert raised == f"[{culprit}] RuntimeError: the loader is broken"
     assert note.startswith(f"[{culprit}] Raised in reading example ")
@@ -73,7 +73,7 @@ def test_an_exception_in_one_process_ends_all_and_is_printed_once_and_last(tmp_p
 @pytest.mark.parametrize("fault", [*(pytest.param(name, marks=pytest.mark.sweep) for name in ("term", "usr1")), "twice"])
 @pytest.mark.sweep
 def test_a_signal_of_the_scheduler_saves_the_same_step(tmp_path, fault):
-    """That checkpoint has the optimizer state, although the others are saved without it."""
+    """This checkpoint contains the optimizer state, although the others are saved without it."""
     run = train(tmp_path, "--fault", fault, "--params-only", *QUICK)
     assert run.code == 75
     step = last_complete_step(tmp_path)
@@ -101,7 +101,7 @@ def test_ctrl_c_saves_the_same_step_and_shows_no_traceback(tmp_path):
 
 @pytest.mark.sweep
 def test_a_second_ctrl_c_exits_at_once(tmp_path):
-    """Even while the loader hangs."""
+    """Also while the loader hangs."""
     run = train(tmp_path, "--fault", "int_twice", n_processes=1)
     assert run.code == 130
     assert run.seconds_after_fault() < 0.7 + 5
@@ -110,7 +110,7 @@ def test_a_second_ctrl_c_exits_at_once(tmp_path):
 
 @pytest.mark.sweep
 def test_forked_children_do_not_affect_the_run(tmp_path):
-    """A child that is terminated ends. One that fails prints its error, and the run continues."""
+    """A terminated child ends. A failing child prints its error, and the run continues."""
     run = train(tmp_path, "--fault", "forks", limit=90.0)
     assert run.code == 0, run.text
     assert "[1] children -15 1" in run.lines
@@ -193,7 +193,7 @@ def test_arguments_that_differ_are_named(tmp_path):
     ],
 )
 def test_a_process_with_another_program_or_other_values_is_refused(tmp_path, fault, why):
-    """It is refused before its first step counts."""
+    """It is refused before its first step is used."""
     run = train(tmp_path, "--fault", fault, *QUICK)
     assert run.code == 1
     assert re.search("ValueError: " + why, run.lines[-1]), run.text
@@ -216,7 +216,7 @@ def test_process_0_decides_if_a_metric_differs(tmp_path):
 
 
 def test_two_processes_train_like_one(tmp_path):
-    """Both have eight devices: the order of data and the random numbers are equal, and only the order of sums differs."""
+    """Both runs have eight devices: the order of data and the random numbers are equal; only the order of sums differs."""
     two = train(tmp_path / "two", "--fsdp", 2, "--rest")
     one = train(tmp_path / "one", "--fsdp", 2, "--rest", n_processes=1, n_devices=8)
     assert (two.code, one.code) == (0, 0), two.text
@@ -240,8 +240,8 @@ def test_two_processes_train_like_one(tmp_path):
     ],
 )
 def test_a_run_continues_on_other_devices(tmp_path, n_devices, mesh):
-    """One of two processes is killed. A single process resumes the run, on as many devices or fewer, with another mesh."""
-    # Without dropout: its masks depend on how the devices share the last, smaller step of an epoch.
+    """One of two processes is killed. A single process resumes the run on as many or fewer devices, with another mesh."""
+    # Without dropout: its masks depend on how devices share the last, smaller step of an epoch.
     killed = train(tmp_path / "run", "--fault", "kill", "--at", 10, "--rest", "--dropout", 0, *QUICK)
     assert killed.code == 137
     step = last_complete_step(tmp_path / "run")
@@ -261,7 +261,7 @@ def test_a_run_continues_on_other_devices(tmp_path, n_devices, mesh):
 
 @pytest.fixture(scope="module")
 def uninterrupted_checkpoint(tmp_path_factory):
-    """The newest checkpoint of a run of two epochs, in one shared folder."""
+    """The newest checkpoint of a run of two epochs without interruption, in one shared folder."""
     workdir = tmp_path_factory.mktemp("uninterrupted")
     run = train(workdir)
     assert run.code == 0, run.text
@@ -282,7 +282,7 @@ INDEXES = {"model.safetensors.index.json", "optimizer.safetensors.index.json"}
 
 @pytest.mark.sweep
 def test_without_writes_at_a_position_each_process_writes_its_own_file(tmp_path, uninterrupted_checkpoint):
-    """A second run resumes from these files, writes in place again, and ends bitwise equal to one that was never stopped."""
+    """A second run resumes from these files, writes in place again, and ends bitwise equal to an uninterrupted one."""
     first = train(tmp_path, "--fault", "sequential", "--epochs", 1)
     assert first.code == 0, first.text
     assert f"[0] {tmp_path}/ckpts: several processes cannot write one file there, so each writes its own" in first.lines
@@ -297,7 +297,7 @@ def test_without_writes_at_a_position_each_process_writes_its_own_file(tmp_path,
 
 @pytest.mark.sweep
 def test_on_separate_disks_each_process_keeps_its_part(tmp_path, uninterrupted_checkpoint):
-    """All processes together resume: each gets the parts that it lacks from the others."""
+    """When all processes resume together, each gets the parts that it lacks from the others."""
     first = train(tmp_path / "run", "--fault", "unshared", "--epochs", 1)
     assert first.code == 0, first.text
     (said,) = [line for line in first.lines if "not shared" in line]

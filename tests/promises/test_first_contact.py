@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "redeqx"
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """What each mistake raises, in a process without jaxtyping's checks, which would raise first for some of them."""
+    """The error of each mistake, in a process without jaxtyping's checks, which would raise first for some of them."""
     made = subprocess.run(
         [sys.executable, str(SCRIPT)],
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)}, capture_output=True, text=True, timeout=300, check=True,
@@ -223,7 +223,7 @@ MESSAGES |= {
 BATCH = (
     "The leading dim is the batch, of {} rows; an Equinox module takes one row, so `jax.vmap(model)(...)` takes them all."
 )
-# JAX's message, which stays; the note that is added; and the function names of the script's last frames.
+# JAX's message, which is kept; the added note; and the function names of the script's last frames.
 NOTES = {
     "wrong width": (
         "TypeError", "dot_general requires contracting dimensions to have the same shape, got (5,) and (4,).",

@@ -1,5 +1,5 @@
-"""Malicious files: each is either read correctly or refused with a clear error, and no memory is allocated at a file's
-request."""
+"""Malicious files: each is either read correctly or refused with a clear error, and cannot make the reader allocate
+memory."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def little_memory(mb=4.0):
 
 
 def refusal(path, fn, *args, error=ValueError):
-    """The message of the error that `fn` raises for a file, checked by `check_message`."""
+    """Returns the message of the error that `fn` raises for a file, after `check_message`."""
     with pytest.raises(error) as raised:
         fn(*args)
     message = str(raised.value)
@@ -238,7 +238,7 @@ def mutated_bytes(rng, content):
 
 
 def mutated(rng, value):
-    """A JSON value with one of its nodes replaced, removed, renamed or duplicated, or with one of its integers changed."""
+    """Returns a JSON value with one node replaced, removed, renamed or duplicated, or with one integer changed."""
     inside = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
     if not inside or rng.random() < 0.15:
         return value + int(rng.integers(-9, 10)) if type(value) is int and rng.random() < 0.5 else some(rng, NASTY)
@@ -258,7 +258,7 @@ def mutated(rng, value):
 
 
 def tensors_of_header(content):
-    """The content of a valid file by a minimal reader: `{name: (dtype's code, shape, bytes)}`."""
+    """Reads a valid file by a minimal reader: `{name: (dtype's code, shape, bytes)}`."""
     (length,) = struct.unpack("<Q", content[:8])
     fields, data = json.loads(content[8 : 8 + length].decode()), content[8 + length :]
     fields.pop("__metadata__", None)
@@ -268,7 +268,7 @@ def tensors_of_header(content):
 
 
 def outcome(path, content):
-    """Whether a file is read. Checks that the result is what the header says, or else that the error is a clear one."""
+    """Returns whether a file is read. Checks that the result matches the header, or else that the error is clear."""
     path.write_bytes(content)
     try:
         file = TensorFile(path)
@@ -303,7 +303,7 @@ def test_mutated_files(original, how):
         for i in range(600):
             if how == "bytes":
                 content = mutated_bytes(rng, file_of(header, data))
-            elif how == "header":  # with the right length
+            elif how == "header":  # with the correct length
                 content = file_of(mutated_bytes(rng, header), data)
             else:
                 content = file_of(json.dumps(mutated(rng, json.loads(header))), data)
@@ -502,7 +502,7 @@ def test_a_record_with_a_missing_or_invalid_field(tmp_path, name):
         run = dict(RUN)
         change(run)
         if run.get(name) and name == "data_state":
-            continue  # any JSON value is valid there
+            continue  # any JSON value is valid for it
         said = refusal(tmp_path / "trainer.json", check_record, tmp_path, run)
         assert name in said
 
@@ -624,7 +624,7 @@ def test_a_linked_workdir_works(saved, tmp_path):
 
 @pytest.mark.parametrize("file", ["index.json", "step_00000002/trainer.json"])
 def test_mutated_json(saved, file):
-    """The checksum of a manifest is corrected, so that the checks after it run too."""
+    """The checksum of a manifest is corrected, so that the later checks run too."""
     path, folder = saved.folder / file, saved.folder / "step_00000002"
     text = path.read_bytes()
     rng = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""The direction of imports, read from the source; and importing redeqx changes no global setting."""
+"""The direction of imports in the source code; and that importing redeqx changes no global setting."""
 
 import ast
 import functools
@@ -50,7 +50,7 @@ FILES = {  # in a checkout `redeqx/models` is a link to `models`
 
 
 def layer_of(parts):
-    """The entry of `LAYERS` to which a module belongs."""
+    """Returns the entry of `LAYERS` that a module belongs to."""
     return ".".join((*parts, "__init__")[:2]) if parts[0] == "models" else parts[0]
 
 
@@ -59,7 +59,7 @@ def package_of(parts):
 
 
 def entry_of(parts):
-    """The module from which other packages import what this module's package offers."""
+    """Returns the module from which other packages import the names of this module's package."""
     return ("__init__",) if parts[0] in FACADES else (*parts, "__init__")[:2] if parts[0] == "models" else parts[:1]
 
 
@@ -67,7 +67,7 @@ PACKAGES = sorted({layer_of(parts) for parts in FILES if len(parts) > 1 + (parts
 
 
 def imports_of(source, parts):
-    """The modules of redeqx that a file imports, each as the parts of its name; also imports for type checkers only.
+    """Returns the modules of redeqx that a file imports, also for type checkers only, each as the parts of its name.
 
     **Arguments:**
 
@@ -124,10 +124,10 @@ def test_imports_point_downwards_and_use_the_package_entry(parts):
     own = package_of(parts)
     for imported in imports_of(FILES[parts].read_text(), parts):
         name = ".".join(imported)
-        assert layer_of(imported) in LEVEL, f"{'.'.join(parts)} imports redeqx.{name}, which is no package of the library"
+        assert layer_of(imported) in LEVEL, f"{'.'.join(parts)} imports redeqx.{name}, which is not a package of the library"
         if package_of(imported) == own:
             continue
-        assert imported == entry_of(imported), f"{'.'.join(parts)} imports redeqx.{name}, and not by the door"
+        assert imported == entry_of(imported), f"{'.'.join(parts)} imports redeqx.{name}, not the package's entry"
         below = f"{'.'.join(parts)} imports redeqx.{name}, which is not below it"
         assert LEVEL[layer_of(imported)] < LEVEL[layer_of(parts)], below
 
@@ -150,7 +150,7 @@ def assert_no_cycle(imports):
     below = set()
     while ready := {name for name in imports.keys() - below if imports[name] <= below}:
         below |= ready
-    assert below == imports.keys(), f"a circle among {sorted(imports.keys() - below)}"
+    assert below == imports.keys(), f"a cycle among {sorted(imports.keys() - below)}"
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "models"])
@@ -194,7 +194,7 @@ ALLOWED = {"_exit", "_current_frames", "_replace", "_asdict", "_fields"}
 
 
 def private_attributes(source):
-    """The underscored attributes that a file uses on objects other than `self` and `cls`."""
+    """Returns the underscored attributes that a file uses on objects other than `self` and `cls`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
@@ -204,7 +204,7 @@ def private_attributes(source):
 
 
 def names_in(source):
-    """The names that a file defines: functions, classes, variables, and attributes of `self` and `cls`."""
+    """Returns the names that a file defines: functions, classes, variables, and attributes of `self` and `cls`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class Trials:
-    """The running script: it reads trials, and writes their results."""
+    """The running script, which reads trials and writes their results."""
 
     def __init__(self, folder, way):
         environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "NPROC": "16"}
@@ -44,7 +44,7 @@ def trials(tmp_path, request):
 
 
 def check_complete_folder(folder, steps):
-    """The index names a complete checkpoint of one of those steps, and all other checkpoint folders are complete too."""
+    """Checks that the index names a complete checkpoint of one of those steps, and that all other folders are complete."""
     checkpoints = Checkpoints(folder / "ckpts" / "ckpts")
     step = check_complete(checkpoints, checkpoints.index()["last"])
     assert step in steps
@@ -55,7 +55,7 @@ def check_complete_folder(folder, steps):
 
 
 def check_complete_in_two_folders(folder, steps):
-    """As `check_complete_folder`, for two folders: a checkpoint that either index names is complete in both together."""
+    """As `check_complete_folder`, for two folders: a checkpoint that either index names is complete in both combined."""
     each = [Checkpoints(folder / str(index) / "ckpts") for index in (0, 1)]
     both = Checkpoints(folder / "both")
     found = []
@@ -70,7 +70,7 @@ def check_complete_in_two_folders(folder, steps):
 
 
 def check_complete(checkpoints, name):
-    """The step of a checkpoint, after its files and values are checked."""
+    """Checks the files and values of a checkpoint; returns its step."""
     saved = checkpoints.record(checkpoints.folder / name)["step"]
     source = TensorReader.find(checkpoints.folder / name, "model")
     assert len(list(source.names())) == 4
@@ -81,7 +81,7 @@ def check_complete(checkpoints, name):
 
 
 def check_leftovers_are_removed(checkpoints):
-    """The next save succeeds, and removes what the killed one left."""
+    """Checks that the next save succeeds, and removes the files of the killed one."""
     checkpoints.save(3, {"model": {"w": np.ones(3)}}, {"step": 3}, keep_last=1)
     left = sorted(entry.name for entry in checkpoints.folder.iterdir())
     assert left == ["index.json", "step_00000003"]
@@ -115,7 +115,7 @@ def test_the_index_names_a_complete_checkpoint_after_any_kill(tmp_path, trials, 
         codes, _ = trials.run(name, each)
         killed = [index for index, _ in each]
         said = [(tmp_path / name / f"errors_{index}").read_text()[-2000:] for index in (0, 1)]
-        # The other process leaves by itself, unless it had ended or was killed before.
+        # The other process exits by itself, unless it had ended or was killed before.
         assert all(codes[index] in (-9, 75) for index in killed), (each, codes, said)
         assert all(code in (-9, 75, 0) for code in codes), (each, codes, said)
         assert -9 in codes

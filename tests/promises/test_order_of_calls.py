@@ -1,4 +1,4 @@
-"""In any order of calls, a trainer has one plan, one position and one state: those of the model that was trained."""
+"""After any order of calls, a trainer has one plan, one position and one state: those of the trained model."""
 
 import json
 import threading
@@ -71,7 +71,7 @@ def record(workdir, tag="last"):
     return json.loads((workdir / "ckpts" / index(workdir)[tag] / "trainer.json").read_text())
 
 
-# --- the model in hand --------------------------------------------------------------------------------------------------
+# --- the model ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_rerun_of_a_finished_run_has_the_trained_model(tmp_path):
@@ -184,7 +184,7 @@ def test_the_plan_is_made_with_the_weights_as_the_step_casts_them():
     assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))} == {np.dtype(np.float32)}
 
 
-# --- the end of a run, and more of it -----------------------------------------------------------------------------------
+# --- the end of a run, and its continuation -----------------------------------------------------------------------------
 
 
 def test_the_end_of_a_fit_is_saved_by_default(tmp_path):
@@ -206,7 +206,7 @@ def test_the_end_is_saved_once(tmp_path):
     fit(make_trainer(tmp_path), save_last_ckpt=True)
     names = sorted(path.name for path in (tmp_path / "ckpts").glob("step_*"))
     assert names == ["step_00000003", "step_00000006"]
-    fit(make_trainer(tmp_path), save_last_ckpt=True)  # already done: nothing is written
+    fit(make_trainer(tmp_path), save_last_ckpt=True)  # already finished: nothing is written
     assert sorted(path.name for path in (tmp_path / "ckpts").glob("step_*")) == names
 
 
@@ -258,12 +258,12 @@ def test_a_run_that_starts_from_another_checkpoint_is_resumed(tmp_path):
         return trainer
 
     tuned = run(1)
-    assert tuned.step == 6  # it trained an epoch of its own
-    assert "argmin_loss" in index(tmp_path / "tuned")  # the other run's best is not this one's
+    assert tuned.step == 6  # it trained its own epoch
+    assert "argmin_loss" in index(tmp_path / "tuned")  # from this run, not from the other
     assert run(2).step == 9  # resumes this run, instead of starting again
 
 
-# --- callbacks and trackers----------------------------------------------------------------------------------------------
+# --- callbacks and trackers ---------------------------------------------------------------------------------------------
 
 
 class SaveAt(redeqx.Callback):
@@ -278,7 +278,7 @@ class SaveAt(redeqx.Callback):
 
 
 class LateSaveAt:
-    """A tracker that saves when a step is logged. By then later steps have run, and their metrics are not read yet."""
+    """A tracker that saves when a step is logged. By then later steps have run, but their metrics have not been read."""
 
     def __init__(self, step):
         self.step, self.trainer = step, None
@@ -301,7 +301,7 @@ def test_a_checkpoint_saved_by_a_callback_resumes_to_the_same_bits(step, tmp_pat
 
 def test_a_tracker_does_not_save_a_step_with_a_nonfinite_loss(tmp_path):
     examples = [*DATA[:8], *np.full((8, 6), np.nan, np.float32), *DATA[:8]]
-    hook = LateSaveAt(1)  # by then step 2 has run, and its loss is not read yet
+    hook = LateSaveAt(1)  # by then step 2 has run, but its loss has not been read
     hook.trainer = trainer = make_trainer(tmp_path, loggers=[hook])
     with pytest.raises(ValueError, match="`loss` at step 2: expected the loss to be finite, got nan"):
         trainer.train(examples, batch_size=BATCH)
@@ -383,7 +383,7 @@ def test_epochs_of_a_function_may_differ_in_length(tmp_path):
         assert bits((again.model, again.opt_state)) == whole
 
     again = make_trainer(tmp_path / "4")
-    # The interrupted epoch must have the same length again; the checkpoint is of step 4, in the third epoch.
+    # The interrupted epoch must have the same length again. The checkpoint is that of step 4, in the third epoch.
     (workdir / "ckpts").rename(tmp_path / "kept")
     with pytest.raises(Stop):
         killed_after_save(workdir, 4)
@@ -392,7 +392,7 @@ def test_epochs_of_a_function_may_differ_in_length(tmp_path):
 
 
 class OneAtATime:
-    """A `collate_fn` that records its calls, and whether two of them ran at once."""
+    """A `collate_fn` that records its calls, and whether two ran at the same time."""
 
     def __init__(self):
         self.calls, self.lock, self.overlapped = [], threading.Lock(), False
@@ -457,7 +457,7 @@ def test_the_logged_learning_rate_is_correct_after_skipped_steps():
     trainer.train(np.concatenate([DATA[:8], bad, DATA[:8], bad, DATA[:8]]), batch_size=8)
     assert trainer.n_skipped == 2
     np.testing.assert_allclose([rates.seen[step] for step in (1, 2, 3, 4, 5)], [1.0, 0.9, 0.9, 0.8, 0.8], rtol=1e-6)
-    # Each update subtracts the learning rate that was logged for it from every bias.
+    # Each update subtracts its logged learning rate from every bias.
     np.testing.assert_allclose(np.asarray(trainer.model.first.bias)[0], before - (1.0 + 0.9 + 0.8), rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Scripts of several processes that pass, predict or train what is not the same in each, and runs with two deployers."""
+"""Scripts whose processes pass, predict or train different data, and runs with two deployers."""
 
 import os
 import signal
@@ -98,7 +98,7 @@ def test_the_error_names_different_numbers_of_examples(tmp_path, body, expected)
 
 
 def test_steps_of_different_trainers_are_not_compared(tmp_path):
-    """The first one has prepared steps that it never takes."""
+    """The first trainer has prepared steps that it never takes."""
     code, out = run(
         tmp_path,
         """
@@ -114,7 +114,7 @@ def test_steps_of_different_trainers_are_not_compared(tmp_path):
 
 
 def test_a_signal_reaches_the_fit_of_the_first_of_two_deployers(tmp_path):
-    """One process of two gets it: both save the same step."""
+    """One of two processes gets the signal; both save the same step."""
     body = f"""
     import time
     def slowly(examples):
@@ -144,7 +144,7 @@ def test_a_signal_reaches_the_fit_of_the_first_of_two_deployers(tmp_path):
 
 
 def test_a_deployer_outside_of_the_main_guard_works_with_worker_processes(tmp_path):
-    """They import the script, and are no processes of the run."""
+    """The workers import the script, but do not belong to the run."""
     body = """
     deployer = redeqx.Deployer(verbose=False)
 

@@ -1,5 +1,5 @@
-"""A run that was stopped and resumed ends bitwise equal to one that was not: parameters, optimizer state, order of examples
-and logged metrics."""
+"""A stopped and resumed run ends bitwise equal to an uninterrupted one: parameters, optimizer state, order of examples and
+logged metrics."""
 
 import json
 import os
@@ -117,7 +117,7 @@ class SignalAt(redeqx.Callback):
 
 @pytest.mark.parametrize("step", [5, *(pytest.param(step, marks=pytest.mark.sweep) for step in (1, 2, 3, 4, 6, 7, 8, 9))])
 def test_preempted_and_resumed_ends_with_the_same_bits(step, uninterrupted, tmp_path):
-    """At any step, also at the last one of an epoch or of the run."""
+    """At any step, also at the last step of an epoch or of the run."""
     stopped = make_trainer(tmp_path)
     with pytest.raises(redeqx.Preempted) as caught:
         fit(stopped, DATA, SignalAt(step))
@@ -142,7 +142,7 @@ def test_finished_run_is_not_trained_again(uninterrupted, tmp_path):
 
 @pytest.mark.sweep
 def test_second_fit_of_one_trainer_resumes_too(tmp_path):
-    """The script runs again from its start: the first fit is skipped, since it is done, and the second one resumes."""
+    """The script is run again: the finished first fit is skipped, and the second one resumes."""
 
     def run(workdir, *callbacks):
         trainer = make_trainer(workdir)

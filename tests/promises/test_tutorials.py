@@ -1,4 +1,4 @@
-"""The tutorials: each runs as a script and as a notebook, and no link of them leads nowhere."""
+"""The tutorials: each runs as a script and as a notebook, and each link has a target."""
 
 import os
 import re
@@ -28,9 +28,9 @@ def run_python(script, *args, folder):
 @pytest.mark.timeout(600)
 @by_name
 def test_a_tutorial_runs_as_a_script(source, tmp_path):
-    """What it claims, its own assertions check."""
+    """Its own assertions check its claims."""
     run_python(source, folder=tmp_path)
-    assert not list(tmp_path.iterdir())  # a reader's folder stays as it is
+    assert not list(tmp_path.iterdir())  # the reader's folder is unchanged
 
 
 @pytest.mark.sweep
@@ -46,7 +46,7 @@ def test_a_tutorial_runs_as_a_notebook_and_is_converted_to_a_page(tmp_path):
     notebook = nbformat.read(tmp_path / "diffusion.ipynb", as_version=4)
     nbformat.validate(notebook)
     (fit,) = [cell for cell in notebook.cells if "trainer.fit(" in cell.source]
-    line, lines, figure = fit.outputs  # the line that was updated in its place, all that was printed, the picture
+    line, lines, figure = fit.outputs  # the line that is updated in place, the printed lines, the picture
     assert [output.output_type for output in fit.outputs] == ["display_data", "stream", "display_data"]
     assert "step 1,200/1,200" in line.data["text/plain"] and "\ncompiled train step in" in lines.text
     assert "image/png" in figure.data
@@ -63,7 +63,7 @@ def test_a_notebook_equals_its_source(source):
 
 
 def test_a_page_shows_the_outputs(tmp_path):
-    """Without a kernel: a notebook with one output of each kind."""
+    """A notebook with one output of each kind, without a kernel."""
     source = tmp_path / "small.py"
     source.write_text("# %% [markdown]\n# # Small\n#\n# Text.\n\n# %%\nprint(1)\n")
     functions = runpy.run_path(str(DOCS / "tutorials.py"))

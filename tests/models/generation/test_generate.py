@@ -124,7 +124,7 @@ def test_the_text_may_end_right_after_the_minimum():
 
 
 def test_early_stopping_never_continues_while_a_longer_text_can_win():
-    """The end is likely after two tokens and unlikely later, so a text that continues after the second wins by its length."""
+    """The end is likely after two tokens and unlikely later: a text that continues after the second wins by its length."""
     p = np.array([[0.4, 0.35, 0.25], [0.9, 0.06, 0.04], *[[0.01, 0.98, 0.01]] * 6])
     (n_new, vocab), eos = p.shape, 0
     texts = np.array(list(itertools.product(range(vocab), repeat=n_new)))

@@ -1,4 +1,4 @@
-"""Compares the cross-entropy with optax's in float64, at once and in chunks; checks the collectives of a sharded vocabulary."""
+"""Compares the cross-entropy with optax's in float64, at once and in chunks, and checks a sharded vocabulary."""
 
 import jax
 import jax.numpy as jnp
