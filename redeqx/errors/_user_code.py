@@ -1,7 +1,7 @@
 """Errors in the user's functions: notes on their arguments, and tracebacks without the library's frames.
 
-`explained` adds a note about the batch to an error. `Plainly` removes the frames of redeqx and JAX from the traceback, so
-that the line of the script is next to the line of the user's function.
+`with_batch_note` adds a note about the batch to an error. `FilteredTraceback` removes the frames of redeqx and JAX from the
+traceback, so that the line of the script is next to the line of the user's function.
 """
 
 import functools
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 # --- notes -----------------------------------------------------------------------------------------------------------
 
 
-def explained(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+def with_batch_note(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Wrap a function of `(model, ..., batch, key)` so that its errors have a note with the shapes of the batch."""
 
     @functools.wraps(fn, updated=())
@@ -47,7 +47,7 @@ def _describe_batch(batch: Any) -> str:
     )
 
 
-class OfExamples:
+class ExampleNote:
     """A context manager that adds a note with the examples' indices to errors.
 
     **Arguments:**
@@ -93,7 +93,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", 
 _RAISED_IN_STEP = re.compile(r"_EquinoxRuntimeError: (.*?)(?:\n-{10}|\Z)", re.DOTALL)
 
 
-class Plainly:
+class FilteredTraceback:
     """A context manager that filters the tracebacks of errors: the script's line and the user's functions remain.
 
     Frames of redeqx and JAX are removed. An error that redeqx itself raises is shown at the user's call if it is about an
@@ -114,12 +114,12 @@ class Plainly:
                 ) from None
 
 
-def plainly(fn: Callable[P, Result]) -> Callable[P, Result]:
-    """Wrap a method in a `Plainly` context."""
+def filter_traceback(fn: Callable[P, Result]) -> Callable[P, Result]:
+    """Wrap a method in a `FilteredTraceback` context."""
 
     @functools.wraps(fn)
     def called(*args: P.args, **kwargs: P.kwargs) -> Result:
-        with Plainly():
+        with FilteredTraceback():
             return fn(*args, **kwargs)
 
     return called

@@ -274,7 +274,7 @@ def test_folders_that_are_no_pipeline_are_refused(saved, tmp_path):
     refused(lambda folder: (folder / "tokenizer/tokenizer.json").unlink(), r"`FOLDER/tokenizer`: expected a tokenizer.json")
     scheduler = "scheduler/scheduler_config.json"
     refused(lambda folder: (folder / scheduler).unlink(), rf"`FOLDER/{scheduler}`: expected a file, got an empty folder")
-    message = r"`FOLDER/unet/config.json`: `cross_attention_dim`: expected 32, as the other parts have it, got 16"
+    message = r"`FOLDER/unet/config.json`: `cross_attention_dim`: expected 32, as in the other parts, got 16"
     refused(widen, message)
 
 

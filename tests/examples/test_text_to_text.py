@@ -252,7 +252,7 @@ def test_a_tokenizer_of_another_model(finished):
     larger.add_tokens([f"word{i}" for i in range(500)])
     try:
         larger.save(str(folder / "tokenizer.json"))
-        with pytest.raises(ValueError, match=r"tokenizer\.json`: expected at most 320 ids, as the model has, got \d+\. Put"):
+        with pytest.raises(ValueError, match=r"tokenizer\.json`: expected at most 320 ids, as in the model, got \d+\. Use"):
             load_pretrained(folder, redeqx.Deployer(verbose=False))
         (folder / "tokenizer.json").unlink()
         with pytest.raises(ValueError, match=r"model`: expected a tokenizer\.json, got none\. Write one"):

@@ -158,7 +158,7 @@ def test_refuses_another_activation():
         ("n_layers", 0, r"`n_layers`: expected at least 1, got 0"),
         ("d_mlp", 0, r"`d_mlp`: expected at least 1, got 0"),
         ("n_heads", 5, r"`n_heads`: expected a divisor of `d_model`=32, got 5"),
-        ("rotary_size", 5, r"`rotary_size`: expected an even number from 2 to `d_model` / `n_heads`=16, got 5\. Turn whole"),
+        ("rotary_size", 5, r"`rotary_size`: expected an even number from 2 to `d_model` / `n_heads`=16, got 5\. Rotary"),
         ("rotary_size", 18, r"`rotary_size`: expected an even number from 2 to `d_model` / `n_heads`=16, got 18"),
         ("rotary_size", 0, r"`rotary_size`: expected an even number from 2 to `d_model` / `n_heads`=16, got 0"),
         ("attention_dropout", 1.0, r"`attention_dropout`: expected a rate in \[0, 1\), got 1\.0"),
