@@ -121,11 +121,11 @@ RUNS = (
 @dataclass(frozen=True)
 class Args:
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()  # The examples to run. All by default.
-    workdir: Path = Path("workdir/examples")  # Holds a folder for each invocation, with one folder for each run.
+    workdir: Path = Path("workdir/examples")  # Gets a folder for each invocation, with one folder for each run.
 
 
 def read_scores(workdir: Path) -> dict[str, float]:
-    """The last scores of a run, from its `metrics.jsonl`."""
+    """Returns the last scores of a run, from its `metrics.jsonl`."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text("utf-8").splitlines()]
     return next(line for line in reversed(lines) if any(name.startswith("test_") for name in line))
 
@@ -145,7 +145,9 @@ def execute(run: Run, workdir: Path) -> tuple[str, bool]:
 def main(args: Args) -> int:
     known = {run.name for run in RUNS}
     if unknown := [name for name in args.names if name not in known]:
-        raise ValueError(f"`names`: expected some of {', '.join(sorted(known))}, got {', '.join(unknown)}. Name those.")
+        raise ValueError(
+            f"`names`: expected some of {', '.join(sorted(known))}, got {', '.join(unknown)}. Pass known names."
+        )
     console = Console()
     table = Table("example", "result", "to reach", "reached", "time", "lines of main.py")
     folder = args.workdir / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")

@@ -49,36 +49,36 @@ def read_image(path: Path, size: int, n_channels: int) -> np.ndarray:
 
 
 def read_classes(folder: Path, size: int, n_channels: int = 1) -> tuple[Labelled, list[str]]:
-    """The images of a folder with one subfolder for each class, and the names of the classes."""
+    """Returns the images of a folder with one subfolder for each class, and the names of the classes."""
     names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     files = [sorted(f for f in (folder / name).rglob("*") if f.suffix.lower() in SUFFIXES) for name in names]
     for name, found in zip(names, files, strict=True):
         if len(found) < 5:
             raise ValueError(
-                f"`{folder / name}`: expected at least 5 images, to train, choose and test by, got {len(found)}. "
+                f"`{folder / name}`: expected at least 5 images, for training, validation and testing, got {len(found)}. "
                 f"Put images ({', '.join(sorted(SUFFIXES))}) there, or remove the folder."
             )
     if len(names) < 2:
         raise ValueError(
-            f"`{folder}`: expected two or more subfolders with images, one a class, got {len(names)}. "
-            "Sort the images into them; their names become the classes."
+            f"`{folder}`: expected two or more subfolders with images, one per class, got {len(names)}. "
+            "Sort the images into subfolders; their names become the classes."
         )
     examples = [(read_image(f, size, n_channels), i) for i, found in enumerate(files) for f in found]
     return examples, names
 
 
 def read_captions(folder: Path, size: int, n_channels: int = 3) -> list[tuple[np.ndarray, str]]:
-    """The images of a folder with their captions, from `metadata.jsonl`, whose lines have `file_name` and `text`."""
+    """Returns the images of a folder with their captions, from `metadata.jsonl`, whose lines have `file_name` and `text`."""
     table = folder / "metadata.jsonl"
     if not table.is_file():
         found = f"{sum(f.suffix.lower() in SUFFIXES for f in folder.iterdir())} images" if folder.is_dir() else "no folder"
         raise ValueError(
-            f"`{table}`: expected a line of `file_name` and `text` for each image, got {found} and no such file. Write it."
+            f"`{table}`: expected a line of `file_name` and `text` for each image, got {found} and no such file. Create it."
         )
     examples = []
     for number, row in enumerate(read_table(table, ["file_name", "text"]), start=1):
         if not (folder / row["file_name"]).is_file():
-            raise ValueError(f"`{table}` row {number}: expected the file {row['file_name']!r} beside it, got none. Add it.")
+            raise ValueError(f"`{table}` row {number}: expected the file {row['file_name']!r} next to it, got none. Add it.")
         examples.append((read_image(folder / row["file_name"], size, n_channels), row["text"]))
     return examples
 

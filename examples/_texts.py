@@ -15,7 +15,7 @@ PAD, BOS, EOS = range(3)  # the ids of padding, begin and end in a tokenizer tha
 def read_table(
     path: Path, columns: Sequence[str], *, names: Sequence[str] | None = None, broken: list[int] | None = None
 ) -> list[dict[str, str]]:
-    """The rows of a table: .tsv (without quoting, as in GLUE), .csv, or .jsonl with one object on each line.
+    """Returns the rows of a table: .tsv (without quoting, as in GLUE), .csv, or .jsonl with one object on each line.
 
     **Arguments:**
 
@@ -28,7 +28,7 @@ def read_table(
     """
     if path.suffix not in (".tsv", ".csv", ".jsonl") or not path.is_file():
         found = f"a {path.suffix or 'nameless'} file" if path.is_file() else "none"
-        raise ValueError(f"`{path}`: expected a .tsv, .csv or .jsonl file, got {found}. Give the path of one.")
+        raise ValueError(f"`{path}`: expected a .tsv, .csv or .jsonl file, got {found}. Pass the path of one.")
     rows = []
     with path.open(encoding="utf-8-sig", newline="") as file:  # some of GLUE's files begin with a byte order mark
         if path.suffix == ".jsonl":
@@ -51,11 +51,11 @@ def read_table(
                 if len(fields) != len(header):
                     raise ValueError(
                         f"`{path}` row {number}: expected {len(header)} columns ({', '.join(header)}), got {len(fields)}. "
-                        "Mend that row, or write the file as .jsonl."
+                        "Fix that row, or write the file as .jsonl."
                     )
                 rows.append(dict(zip(header, fields, strict=True)))
     if not rows:
-        raise ValueError(f"`{path}`: expected rows, got none. Give a file with examples.")
+        raise ValueError(f"`{path}`: expected rows, got none. Pass a file with examples.")
     return rows
 
 
@@ -63,22 +63,22 @@ def _check_columns(path: Path, columns: Sequence[str], found: Iterable[str], whe
     if missing := [name for name in columns if name not in found]:
         raise ValueError(
             f"`{path}`{where}: expected columns {', '.join(columns)}, got {', '.join(found) or 'none'}. "
-            f"Add {', '.join(missing)}, or name the columns that hold them."
+            f"Add {', '.join(missing)}, or pass the names of these columns."
         )
 
 
 def standard_library() -> list[Path]:
-    """The source files of Python's standard library, ordered by a hash of their names, so that the first are a fair
-    sample."""
+    """Returns the source files of Python's standard library, ordered by a hash of their names, so that the first ones are a
+    fair sample."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    # Without installed packages, and without the tests, which not every machine has.
+    # Exclude installed packages, and the tests, which not every machine has.
     foreign = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files = [file for file in root.rglob("*.py") if not foreign & set(file.relative_to(root).parts)]
     return sorted(files, key=lambda file: (zlib.crc32(file.relative_to(root).as_posix().encode()), file))
 
 
 def load_tokenizer(path: Path, n_ids: int | None = None) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder or of a tokenizer.json, with truncation and padding turned off.
+    """Returns the tokenizer of a Hugging Face folder or of a tokenizer.json, with truncation and padding turned off.
 
     **Arguments:**
 
@@ -88,13 +88,13 @@ def load_tokenizer(path: Path, n_ids: int | None = None) -> Tokenizer:
     if not path.is_file():
         raise ValueError(
             f"`{path.parent}`: expected a {path.name}, got none. "
-            "Write one with `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`, of transformers."
+            "Write one with transformers: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`."
         )
     tokenizer = Tokenizer.from_file(str(path))
     if n_ids is not None and tokenizer.get_vocab_size() > n_ids:
         raise ValueError(
-            f"`{path}`: expected at most {n_ids} ids, as the model has, got {tokenizer.get_vocab_size()}. "
-            "Put the tokenizer there that the model was trained with."
+            f"`{path}`: expected at most {n_ids} ids, as in the model, got {tokenizer.get_vocab_size()}. "
+            "Use the tokenizer that the model was trained with."
         )
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -102,7 +102,7 @@ def load_tokenizer(path: Path, n_ids: int | None = None) -> Tokenizer:
 
 
 def embedding_rows(n_ids: int) -> int:
-    """The number of ids, rounded up to a multiple of 64 so that it can be sharded."""
+    """Returns the number of ids, rounded up to a multiple of 64 so that it can be sharded."""
     return -(-n_ids // 64) * 64
 
 
@@ -128,7 +128,7 @@ def learn_tokenizer(texts: Iterable[str], n_ids: int) -> Tokenizer:
 
 
 def fixed_length(tokenizer: Tokenizer, length: int, pad: int) -> Tokenizer:
-    """A copy of a tokenizer that truncates or pads all texts to `length` tokens."""
+    """Returns a copy of a tokenizer that truncates or pads all texts to `length` tokens."""
     copy = Tokenizer.from_str(tokenizer.to_str())
     copy.enable_truncation(length)
     copy.enable_padding(length=length, pad_id=pad, pad_token=tokenizer.id_to_token(pad) or "<pad>")

@@ -1,10 +1,10 @@
 """Reference models: plain Equinox modules, one family a file. They use redeqx; redeqx never imports them.
 
 `from_pretrained` and `save_pretrained` read and write Hugging Face folders. `generate` continues prompts. `cross_entropy` is
-a loss whose logits stay split over the vocabulary. `weight_decay_mask` says which leaves decay. `lora` adds adapters. Each
-family is a module, such as `redeqx.models.llama`; its language models are a `Decoder` or an `EncoderDecoder`.
+a loss whose logits stay sharded over the vocabulary. `weight_decay_mask` selects the leaves with weight decay. `lora` adds
+adapters. Each family is a module, such as `redeqx.models.llama`; its language models are a `Decoder` or an `EncoderDecoder`.
 
-The families stand over the packages `nn`, `generation`, `hf`, `diffusion` and `lora`. Open `gpt2.py` first.
+The families use the packages `nn`, `generation`, `hf`, `diffusion` and `lora`. Open `gpt2.py` first.
 """
 
 from . import lora as lora

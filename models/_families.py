@@ -1,4 +1,4 @@
-"""`from_pretrained`: selects the family of a folder. The package `hf` reads it."""
+"""`from_pretrained`: selects the family of a folder. The package `hf` reads the folder."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from .vae import VAE
 from .vision_encoder_decoder import VisionEncoderDecoder
 from .vit import ViT, ViTForImageClassification
 
-# Of the classes for one model type, the first is taken for a folder that names no class.
+# If a folder names no class, the first class for its model type is used.
 MODELS: tuple[type[Pretrained], ...] = (
     GPT2,
     GPTJ,
@@ -53,24 +53,24 @@ def from_pretrained(
     kind: type[eqx.Module] = Pretrained,
     **changes: Any,
 ) -> tuple[Any, Any]:
-    """The model that a Hugging Face folder holds, and its config, by the `model_type` and class that `config.json` names.
+    """Loads a model and its config from a Hugging Face folder. `config.json` selects the family by model type and class.
 
-    The host never holds more than the largest tensor of the files: layers are read one by one, and with a deployer each
-    device reads only its own slices.
+    The host holds at most one tensor at a time, since layers are read one by one. With a deployer, each device reads only
+    its own slices.
 
     **Arguments:**
 
-    - `folder`: holds `config.json` and safetensors, in one file or in shards with an index; on a disk or in an object store,
-        as `s3://bucket/llama` (extra `stores`).
-    - `dtype`: to which floating tensors are cast; None keeps the files'.
-    - `deployer`: on whose mesh the model is placed; without one it is on the first device.
-    - `plan`: how it is split; `deployer.plan` of the model by default.
-    - `kind`: what the model must be: a class of this package, `Decoder` or `EncoderDecoder`.
-    - `changes`: fields of the config that are to differ from the folder's, such as `remat=True`.
+    - `folder`: contains `config.json` and safetensors, in one file or in shards with an index; on a disk or in an object
+        store, such as `s3://bucket/llama` (extra `stores`).
+    - `dtype`: the dtype that floating tensors are cast to; None keeps that of the files.
+    - `deployer`: the model is placed on its mesh; None places the model on the first device.
+    - `plan`: how the model is split; by default `deployer.plan` of the model.
+    - `kind`: the required class of the model: a class of this package, `Decoder` or `EncoderDecoder`.
+    - `changes`: fields of the config that replace the folder's, such as `remat=True`.
 
-    In a dry run (`python -m redeqx dry-run`) the model is shapes, and a folder that holds `config.json` alone will do.
+    In a dry run (`python -m redeqx dry-run`) the model is shapes, and the folder needs only `config.json`.
 
-    Raises ValueError that names file, key and remedy: for a folder that is none, an unknown model, a config that the family
+    Raises ValueError, with the file, the key and a remedy, for a missing folder, an unknown model, a config that the family
     does not implement, tensors that are missing, unknown or of another shape, and for pickles.
     """
     folder = location(folder, "folder")
@@ -85,9 +85,9 @@ def _model_class(fields: dict[str, Any], path: Location, kind: type[eqx.Module])
     if not of_type:
         known = {name for cls in MODELS if issubclass(cls, kind) for name in cls.model_types}
         what = "" if kind is Pretrained else f" ({kind.__name__})"
-        step = "Bring other models as modules of your own: any Equinox module will do."
+        step = "Write other models as your own modules: any Equinox module works."
         if any(model_type in cls.model_types for cls in MODELS):
-            step = "Give the folder of such a model."
+            step = "Pass the folder of such a model."
         raise ValueError(f"`{path}`: `{key}`: expected one of {', '.join(sorted(known))}{what}, got {model_type!r}. {step}")
     architectures = fields.get("architectures") or [of_type[0].architectures[0]]
     if key == "_class_name":
@@ -98,5 +98,5 @@ def _model_class(fields: dict[str, Any], path: Location, kind: type[eqx.Module])
     known = ", ".join(name for cls in of_type for name in cls.architectures)
     raise ValueError(
         f"`{path}`: `architectures`: expected one of {known}, got {architectures[0]!r}. "
-        "Name one of them, where its weights are what you want of this folder."
+        "Replace it with one of them if the folder has its weights."
     )

@@ -68,7 +68,7 @@ _ALIASES = {
 
 
 def _forced_bos(known: Mapping[str, Any], *, is_forced: bool) -> int | None:
-    """The forced first token: the value of its own key, or `bos_token_id` if an old file only sets a flag for it."""
+    """Returns the forced first token: the value of its own key, or `bos_token_id` if an old file only sets a flag for it."""
     token = known["forced_bos_token_id"]
     return known["bos_token_id"] if is_forced and token is None else token
 
@@ -86,7 +86,7 @@ class BartConfig(FolderConfig):
     - `n_layers`, `n_decoder_layers`: the number of blocks of the encoder and of the decoder.
     - `n_heads`, `n_decoder_heads`: the number of heads in their attentions; both divide `d_model`.
     - `d_ff`, `d_decoder_ff`: the inner widths of their MLPs.
-    - `activation`: of the MLPs, `"gelu"` (by the error function) or `"relu"`.
+    - `activation`: the activation of the MLPs, `"gelu"` (by the error function) or `"relu"`.
     - `dropout`: the dropout rate of embeddings and of additions to the residual stream, in [0, 1).
     - `attention_dropout`, `activation_dropout`: the dropout rates of attention weights, and inside the MLPs.
     - `is_scaled`: whether embeddings are multiplied by `sqrt(d_model)`.
@@ -268,13 +268,13 @@ class Block(eqx.Module):
         return x, cache
 
     def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
-        """The keys and values for the cross-attention."""
+        """Returns the keys and values for the cross-attention."""
         assert self.cross_attention is not None
         assert memory is not None
         return self.cross_attention.project_memory(memory)
 
 
-class Side(eqx.Module):
+class TransformerStack(eqx.Module):
     """The encoder or the decoder: its positions, the norm of its embeddings, and its blocks."""
 
     # An array instead of an `eqx.nn.Embedding`: it is added as a slice, so a plan must not shard its rows as a lookup
@@ -330,8 +330,8 @@ class Bart(EncoderDecoder, Pretrained):
     architectures = ("BartForConditionalGeneration", "BartModel")
 
     embedding: eqx.nn.Embedding
-    encoder: Side
-    decoder: Side
+    encoder: TransformerStack
+    decoder: TransformerStack
     # Zero in every published model, and never trained: its gradient is stopped, because it is a buffer in the original.
     logits_bias: Float[Array, " vocab"]
     config: BartConfig = eqx.field(static=True)
@@ -347,13 +347,13 @@ class Bart(EncoderDecoder, Pretrained):
         if config.pad_token_id is not None:
             embedding = eqx.nn.Embedding(weight=embedding.weight.at[config.pad_token_id].set(0))
         self.embedding = embedding
-        self.encoder = Side(config, is_decoder=False, key=encoder_key)
-        self.decoder = Side(config, is_decoder=True, key=decoder_key)
+        self.encoder = TransformerStack(config, is_decoder=False, key=encoder_key)
+        self.decoder = TransformerStack(config, is_decoder=True, key=decoder_key)
         self.logits_bias = jnp.zeros(config.vocab_size)
         self.config = config
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """The logits of the next tokens, from hidden states."""
+        """Returns the logits of the next tokens, from hidden states."""
         with jax.named_scope("head"):
             return hidden @ self.embedding.weight.T + jax.lax.stop_gradient(self.logits_bias)
 
@@ -364,7 +364,7 @@ class Bart(EncoderDecoder, Pretrained):
         mask: Bool[Array, " source"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "source d"]:
-        """The encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
+        """Returns the encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
         self._check_length("ids", len(ids))
         with jax.named_scope("encoder"):
             return self.encoder(self._embed(ids), None if mask is None else mask[None], key=key)[0]
@@ -391,21 +391,21 @@ class Bart(EncoderDecoder, Pretrained):
         return WeightMap(
             tensors=[
                 same("model.shared.weight", "embedding.weight"),
-                *_side_tensors("encoder", config.n_layers, is_decoder=False),
-                *_side_tensors("decoder", config.n_decoder_layers, is_decoder=True),
+                *_stack_tensors("encoder", config.n_layers, is_decoder=False),
+                *_stack_tensors("decoder", config.n_decoder_layers, is_decoder=True),
                 reshaped("final_logits_bias", "logits_bias", (1, vocab), (vocab,)),
             ],
             ignored=("model.encoder.version", "model.decoder.version"),
             copies=dict.fromkeys(copies, "model.shared.weight"),
-            # Folders of the base model, as the published ones on the Hub are. Their names lack the prefix, and they have no
+            # Folders of the base model, such as the published ones on the Hub, whose names lack the prefix and which have no
             # output head.
             aliases=((r"^(?=(shared|encoder|decoder)\.)", "model."),),
             zeros=("final_logits_bias",),
         )
 
 
-def _side_tensors(side: str, n_layers: int, *, is_decoder: bool) -> list[StoredTensor]:
-    """The tensors of the encoder or the decoder. `side` is its name on disk and in the tree."""
+def _stack_tensors(side: str, n_layers: int, *, is_decoder: bool) -> list[StoredTensor]:
+    """Returns the tensors of the encoder or the decoder. `side` is its name on disk and in the tree."""
 
     def attention(disk: str, leaf: str) -> list[StoredTensor]:
         roles = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "output"}

@@ -286,7 +286,7 @@ class Bert(Pretrained):
         mask: Bool[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
-        """The hidden state of each token, given all of them.
+        """Returns the hidden state of each token, given all of them.
 
         **Arguments:**
 
@@ -308,7 +308,7 @@ class Bert(Pretrained):
         return self.stack(x, None if mask is None else mask[None], key=stack_key)
 
     def pool(self, hidden: Float[Array, "seq d"]) -> Float[Array, " d"]:
-        """The vector that represents the text: the first token's hidden state after one more linear layer and tanh.
+        """Returns the vector that represents the text: the first token's hidden state after one more linear layer and tanh.
 
         Raises ValueError if the model has no pooler.
         """
@@ -321,8 +321,8 @@ class Bert(Pretrained):
 
     @classmethod
     def read_config(cls, folder: Path) -> BertConfig:
-        """The config of a folder. It has a pooler if the folder has the pooler's weights, as `config.json` does not say
-        so."""
+        """Reads the config of a folder. It has a pooler if the folder has the pooler's weights: `config.json` has no such
+        key."""
         names = ("pooler.dense.weight", "bert.pooler.dense.weight")
         return replace(super().read_config(folder), has_pooler=is_on_disk(folder, cls.weights_name, *names))
 
@@ -332,7 +332,7 @@ class Bert(Pretrained):
         pooler = () if config.has_pooler else ("pooler.*",)
         return WeightMap(
             tensors=_tensors(config),
-            # A counter in old files, all heads, and a pooler that is not wanted.
+            # A counter in old files, all heads, and an unwanted pooler.
             ignored=("embeddings.position_ids", "cls.*", "classifier.*", *pooler),
             aliases=(*_OLD_NORMS, (r"^bert\.", "")),
         )
@@ -388,7 +388,7 @@ class BertForMaskedLM(Pretrained):
         """**Arguments:**
 
         - `config`: the sizes and dropout rates.
-        - `key`: draws the weights: those of the `Bert` as it does itself, the head's N(0, `init_std`²), its biases 0.
+        - `key`: draws the weights: those of `bert` as in `Bert`, the head's N(0, `init_std`²), its biases 0.
         """
         bert_key, transform_key = jax.random.split(key)
         self.bert = Bert(replace(config, has_pooler=False), key=bert_key)
@@ -405,7 +405,7 @@ class BertForMaskedLM(Pretrained):
         mask: Bool[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq vocab"]:
-        """The logits of the token at each position. See `Bert` for the arguments."""
+        """Returns the logits of the token at each position. See `Bert` for the arguments."""
         return self.logits(self.hidden(ids, token_types=token_types, mask=mask, key=key))
 
     def hidden(
@@ -416,7 +416,7 @@ class BertForMaskedLM(Pretrained):
         mask: Bool[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
-        """The input of `logits`: the hidden state of each token, transformed and normalized. See `Bert` for the
+        """Returns the input of `logits`: the hidden state of each token, transformed and normalized. See `Bert` for the
         arguments."""
         hidden = self.bert(ids, token_types=token_types, mask=mask, key=key)
         with jax.named_scope("head"):
@@ -424,7 +424,7 @@ class BertForMaskedLM(Pretrained):
             return norm(self.norm, activate(linear(self.transform, hidden)))
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """The logits of the tokens, from the output of `hidden`."""
+        """Returns the logits of the tokens, from the output of `hidden`."""
         with jax.named_scope("head"):
             return hidden @ self.bert.embedding.weight.T + self.logits_bias
 
@@ -477,7 +477,7 @@ class BertForSequenceClassification(Pretrained):
         """**Arguments:**
 
         - `config`: the sizes and dropout rates.
-        - `key`: draws the weights: those of the `Bert` as it does itself, the head's N(0, `init_std`²).
+        - `key`: draws the weights: those of `bert` as in `Bert`, the head's N(0, `init_std`²).
         """
         bert_key, classifier_key = jax.random.split(key)
         self.bert = Bert(replace(config, has_pooler=True), key=bert_key)
@@ -494,7 +494,7 @@ class BertForSequenceClassification(Pretrained):
         mask: Bool[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, " classes"]:
-        """The logits of each class; if there is one class, the predicted number. See `Bert` for the arguments.
+        """Returns the logits of each class; if there is one class, the predicted number. See `Bert` for the arguments.
 
         Padding must be on the right, because the first token represents the text.
         """

@@ -64,8 +64,8 @@ def _check_activation(config: "CLIPTextConfig | CLIPVisionConfig") -> None:
         )
 
 
-def _half(reader: ConfigReader, name: str) -> ConfigReader:
-    """The keys of one half: an object of that name if the file describes both halves, else the file's own keys."""
+def _submodel_keys(reader: ConfigReader, name: str) -> ConfigReader:
+    """Returns the keys of one model: the object `name` if the file describes both models, else the file's own keys."""
     return reader.part(name) if reader.get(name, None) is not None else reader
 
 
@@ -79,7 +79,7 @@ class _TextTokens(Tokens):
         return tokens
 
 
-# The rows that describe the blocks of either half.
+# The rows that describe the blocks of either model.
 _TRANSFORMER = (
     Field("hidden_size", "d_model"),
     Field("intermediate_size", "d_ff"),
@@ -101,12 +101,12 @@ class CLIPTextConfig(FolderConfig):
     - `n_positions`: the maximum length of a text, in tokens.
     - `d_model`, `d_ff`: the width of the model, and the inner width of an MLP.
     - `n_layers`, `n_heads`: the number of blocks, and of heads in each block; `n_heads` divides `d_model`.
-    - `activation`: `"quick_gelu"` as in OpenAI's models, or `"gelu"` as in OpenCLIP's.
+    - `activation`: `"quick_gelu"` as in OpenAI's models, or `"gelu"` as in OpenCLIP's models.
     - `attention_dropout`: the dropout rate of attention weights, in [0, 1).
     - `layer_norm_eps`: added to the variance in layer norms.
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding. A text is
-        pooled at its first `eos_token_id`. Old folders have 2, which is no tokenizer's end token; then a text is pooled at
-        its largest id.
+        pooled at its first `eos_token_id`. Old folders have 2, which is not the tokenizer's end token; then a text is
+        pooled at its largest id.
     - `init_std`: standard deviation of the initial embeddings and positions. That of the other weights depends on their
         sizes.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
@@ -162,8 +162,9 @@ class CLIPTextConfig(FolderConfig):
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> "CLIPTextConfig":
-        """The config that a `config.json` describes, as the file itself or as the `text_config` of a complete CLIP."""
-        return super().from_hf(_half(reader, "text_config"))
+        """Returns the config that a `config.json` describes, as the file itself or as the `text_config` of a complete
+        CLIP."""
+        return super().from_hf(_submodel_keys(reader, "text_config"))
 
 
 @dataclass(frozen=True)
@@ -223,23 +224,24 @@ class CLIPVisionConfig(FolderConfig):
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> "CLIPVisionConfig":
-        """The config that a `config.json` describes, as the file itself or as the `vision_config` of a complete CLIP."""
-        return super().from_hf(_half(reader, "vision_config"))
+        """Returns the config that a `config.json` describes, as the file itself or as the `vision_config` of a complete
+        CLIP."""
+        return super().from_hf(_submodel_keys(reader, "vision_config"))
 
 
 @dataclass(frozen=True)
-class _Half(Row):
-    """The config of one half, an object inside the file."""
+class _Submodel(Row):
+    """The config of the text or the vision model, an object inside the file."""
 
     key: str
     name: str
     config_class: type[CLIPTextConfig] | type[CLIPVisionConfig]
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        # Old files hold each half twice. transformers uses the `_dict`, and its own defaults for keys that are missing
-        # there.
+        # Old files contain each config twice. transformers uses the one with the suffix `_dict`, and its own defaults for
+        # keys that are missing there.
         fields, older = reader.get(self.key, {}), reader.get(f"{self.key}_dict", None, OBJECT)
-        half = reader.within(self.key, fields if older is None else older)
+        half = reader.nested(self.key, fields if older is None else older)
         return {self.name: self.config_class.from_hf(half)}
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -249,11 +251,11 @@ class _Half(Row):
 
 @dataclass(frozen=True)
 class CLIPConfig(FolderConfig):
-    """The two halves of a CLIP and their common space. The defaults are those of the published ViT-B/32.
+    """The text and vision models of a CLIP and their common space. The defaults are those of the published ViT-B/32.
 
     **Arguments:**
 
-    - `text`, `vision`: the configs of the halves.
+    - `text`, `vision`: the configs of the two models.
     - `d_projection`: the width of the common space.
     - `init_logit_scale`: the initial logarithm of the factor that scales similarities.
     - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
@@ -271,7 +273,7 @@ class CLIPConfig(FolderConfig):
         check_sizes(self, "d_projection")
 
     def without_dropout(self) -> "CLIPConfig":
-        """The same config without dropout in either half."""
+        """The same config without dropout in either model."""
         return replace(self, text=self.text.without_dropout(), vision=self.vision.without_dropout())
 
     @classmethod
@@ -295,8 +297,8 @@ class CLIPConfig(FolderConfig):
 
     rows = (
         Written("model_type", "clip"),
-        _Half("text_config", "text", CLIPTextConfig),
-        _Half("vision_config", "vision", CLIPVisionConfig),
+        _Submodel("text_config", "text", CLIPTextConfig),
+        _Submodel("vision_config", "vision", CLIPVisionConfig),
         Field("projection_dim", "d_projection"),
         Field("logit_scale_init_value", "init_logit_scale", NUMBER),
     )
@@ -321,12 +323,12 @@ class Mlp(eqx.Module):
 
 
 def _residual_std(config: CLIPTextConfig | CLIPVisionConfig) -> float:
-    """The standard deviation for layers that add to the residual stream, two in each block."""
+    """Returns the standard deviation for layers that add to the residual stream, two in each block."""
     return (config.d_model * 2 * config.n_layers) ** -0.5
 
 
 class Block(eqx.Module):
-    """Attention and MLP, each pre-norm and residual. Both halves use it."""
+    """Attention and MLP, each pre-norm and residual. Both models use it."""
 
     attention_norm: eqx.nn.LayerNorm
     attention: Attention
@@ -368,7 +370,7 @@ _BLOCK = [
     *same_layer("mlp.fc1", "mlp.up"),
     *same_layer("mlp.fc2", "mlp.down"),
 ]
-_WHOLE = ("text_projection.weight", "visual_projection.weight", "logit_scale")  # what a CLIP has besides its halves
+_JOINT_TENSORS = ("text_projection.weight", "visual_projection.weight", "logit_scale")  # a CLIP's other tensors
 
 
 class CLIPText(Pretrained):
@@ -412,7 +414,7 @@ class CLIPText(Pretrained):
     def __call__(
         self, ids: Int[Array, " seq"], *, mask: Bool[Array, " seq"] | None = None, key: PRNGKeyArray | None = None
     ) -> Float[Array, "seq d"]:
-        """The normalized hidden state of each token, given that token and all before it.
+        """Returns the normalized hidden state of each token, given that token and all before it.
 
         **Arguments:**
 
@@ -430,10 +432,11 @@ class CLIPText(Pretrained):
         return norm(self.norm, self.stack(x, causal_mask(mask, seq), key=key))
 
     def pool(self, hidden: Float[Array, "seq d"], ids: Int[Array, " seq"]) -> Float[Array, " d"]:
-        """The hidden state that represents the text: at its first `eos_token_id`, or at its first id if it has none."""
+        """Returns the hidden state that represents the text: at its first `eos_token_id`, or at its first id if it has
+        none."""
         eos = self.config.eos_token_id
-        # Folders from before transformers 4.31 have 2, whatever the tokenizer; the true end token was the vocabulary's last
-        # id.
+        # Folders written before transformers 4.31 have 2 with any tokenizer; the actual end token was the last id of the
+        # vocabulary.
         return hidden[jnp.argmax(ids if eos == 2 else ids == eos)]
 
     @staticmethod
@@ -441,7 +444,7 @@ class CLIPText(Pretrained):
         """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         return WeightMap(
             tensors=_text_tensors(config),
-            ignored=("embeddings.position_ids", "vision_model.*", *_WHOLE),
+            ignored=("embeddings.position_ids", "vision_model.*", *_JOINT_TENSORS),
             # The prefix of transformers before version 5, and of a complete CLIP.
             aliases=((r"^text_model\.", ""),),
         )
@@ -502,7 +505,7 @@ class CLIPVision(Pretrained):
     def __call__(
         self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "tokens d"]:
-        """The hidden states of the class token (first) and of each patch, row by row, before the final norm.
+        """Returns the hidden states of the class token (first) and of each patch, row by row, before the final norm.
 
         **Arguments:**
 
@@ -521,7 +524,7 @@ class CLIPVision(Pretrained):
         return self.stack(x, key=key)
 
     def pool(self, hidden: Float[Array, "tokens d"]) -> Float[Array, " d"]:
-        """The hidden state that represents the image: the class token's, normalized."""
+        """Returns the hidden state that represents the image: the class token's, normalized."""
         return self.norm(hidden[0])
 
     @staticmethod
@@ -529,7 +532,7 @@ class CLIPVision(Pretrained):
         """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         return WeightMap(
             tensors=_vision_tensors(config),
-            ignored=("embeddings.position_ids", "text_model.*", *_WHOLE),
+            ignored=("embeddings.position_ids", "text_model.*", *_JOINT_TENSORS),
             aliases=((r"^vision_model\.", ""),),  # as in `CLIPText`
         )
 
@@ -571,8 +574,8 @@ class CLIP(Pretrained):
     def __init__(self, config: CLIPConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: the configs of both halves.
-        - `key`: draws the weights: the halves as they do themselves, projections N(0, 1 / `d`).
+        - `config`: the configs of both models.
+        - `key`: draws the weights: those of the two models as in `CLIPText` and `CLIPVision`, projections N(0, 1 / `d`).
         """
         text_key, vision_key, text_projection_key, vision_projection_key = jax.random.split(key, 4)
 
@@ -594,30 +597,30 @@ class CLIP(Pretrained):
         mask: Bool[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, " projection"], Float[Array, " projection"]]:
-        """The embeddings of a text and of an image. See `encode_text` and `encode_image` for the arguments."""
+        """Returns the embeddings of a text and of an image. See `encode_text` and `encode_image` for the arguments."""
         text_key, image_key = (None, None) if key is None else jax.random.split(key)
         return self.encode_text(ids, mask=mask, key=text_key), self.encode_image(pixels, key=image_key)
 
     def encode_text(
         self, ids: Int[Array, " seq"], *, mask: Bool[Array, " seq"] | None = None, key: PRNGKeyArray | None = None
     ) -> Float[Array, " projection"]:
-        """The embedding of a text, of length 1. See `CLIPText` for the arguments."""
+        """Returns the embedding of a text, of length 1. See `CLIPText` for the arguments."""
         with jax.named_scope("text"):
             pooled = self.text.pool(self.text(ids, mask=mask, key=key), ids)
-            return _of_length_one(linear(self.text_projection, pooled))
+            return _normalize(linear(self.text_projection, pooled))
 
     def encode_image(
         self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, " projection"]:
-        """The embedding of an image, of length 1. See `CLIPVision` for the arguments."""
+        """Returns the embedding of an image, of length 1. See `CLIPVision` for the arguments."""
         with jax.named_scope("vision"):
             pooled = self.vision.pool(self.vision(pixels, key=key))
-            return _of_length_one(linear(self.vision_projection, pooled))
+            return _normalize(linear(self.vision_projection, pooled))
 
     def logits_per_image(
         self, images: Float[Array, "images projection"], texts: Float[Array, "texts projection"]
     ) -> Float[Array, "images texts"]:
-        """How well each image matches each text: their cosine similarities times `exp(logit_scale)`, one row for each image.
+        """Returns the cosine similarities of images and texts times `exp(logit_scale)`, one row for each image.
 
         **Arguments:**
 
@@ -640,5 +643,5 @@ class CLIP(Pretrained):
         )
 
 
-def _of_length_one(x: Float[Array, " d"]) -> Float[Array, " d"]:
+def _normalize(x: Float[Array, " d"]) -> Float[Array, " d"]:
     return (x / jnp.linalg.norm(x.astype(jnp.float32))).astype(x.dtype)

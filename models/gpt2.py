@@ -156,8 +156,8 @@ class GPT2Config(FolderConfig):
 
 
 def _residual_std(config: GPT2Config) -> float:
-    """The standard deviation for layers that add to the residual stream, two in each block. The paper scales it by 1 /
-    sqrt(additions)."""
+    """Returns the standard deviation for layers that add to the residual stream, two in each block. The paper scales it by 1
+    / sqrt(additions)."""
     return config.init_std / (2 * config.n_layers) ** 0.5
 
 
@@ -240,7 +240,7 @@ class Block(eqx.Module):
         return x, cache
 
     def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
-        """The keys and values for the cross-attention."""
+        """Returns the keys and values for the cross-attention."""
         assert self.cross_attention is not None and memory is not None
         return self.cross_attention.project_memory(memory)
 
@@ -297,7 +297,7 @@ class GPT2(Decoder, Pretrained):
         memory_mask: Bool[Array, " memory"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq vocab"]:
-        """The logits of the token that follows each of `ids`, given that token and all before it.
+        """Returns the logits of the token that follows each of `ids`, given that token and all before it.
 
         **Arguments:**
 
@@ -320,7 +320,7 @@ class GPT2(Decoder, Pretrained):
         memory_mask: Bool[Array, " memory"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
-        """The input of `logits`: the residual stream after all blocks and the final norm. See `__call__` for the
+        """Returns the input of `logits`: the residual stream after all blocks and the final norm. See `__call__` for the
         arguments."""
         check_length("ids", ids.shape[0], self.config.n_positions)
         if (memory is not None) != self.config.has_cross_attention:
@@ -332,7 +332,7 @@ class GPT2(Decoder, Pretrained):
         return self._run(ids, mask, None, key, memory, memory_mask)[0]
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """The logits of the next tokens, from hidden states."""
+        """Returns the logits of the next tokens, from hidden states."""
         with jax.named_scope("head"):
             return hidden @ self.embedding.weight.T if self.head is None else linear(self.head, hidden)
 
@@ -342,7 +342,7 @@ class GPT2(Decoder, Pretrained):
         memory: Float[Array, "memory d"] | None = None,
         memory_mask: Bool[Array, " memory"] | None = None,
     ) -> Cache:
-        """An empty cache for one example of at most `length` tokens, including padding.
+        """Returns an empty cache for one example of at most `length` tokens, including padding.
 
         **Arguments:**
 

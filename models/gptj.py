@@ -118,7 +118,7 @@ class GPTJConfig(FolderConfig):
         if self.rotary_size % 2 or not 2 <= self.rotary_size <= size:
             raise ValueError(
                 f"`rotary_size`: expected an even number from 2 to `d_model` / `n_heads`={size}, got {self.rotary_size}. "
-                "Turn whole pairs of a head's dims."
+                "Rotary positions use whole pairs of a head's dims."
             )
 
     def without_dropout(self) -> "GPTJConfig":
@@ -274,7 +274,7 @@ class GPTJ(Decoder, Pretrained):
         self.config = config
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """The logits of the next tokens, from hidden states."""
+        """Returns the logits of the next tokens, from hidden states."""
         with jax.named_scope("head"):
             if self.head is not None:
                 return linear(self.head, hidden)

@@ -94,7 +94,7 @@ _LLAMA3 = {"8b": {"d_mlp": 14336}, "70b": {"d_model": 8192, "d_mlp": 28672, "n_l
 
 
 def _head_size(size: int | None, known: Mapping[str, Any]) -> int | None:
-    """Reads `head_size`: None if `head_dim` only repeats what follows from the width. Qwen3 has a default of its own."""
+    """Reads `head_size`: None if `head_dim` equals the default, which follows from the width. Qwen3 has its own default."""
     return None if known["model_type"] != "qwen3" and size == known["d_model"] // known["n_heads"] else size
 
 
@@ -208,7 +208,7 @@ class LlamaConfig(FolderConfig):
     def __post_init__(self) -> None:
         if self.model_type not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
-            raise ValueError(f"`model_type`: expected one of {known}, got {self.model_type!r}. Name the nearest of them.")
+            raise ValueError(f"`model_type`: expected one of {known}, got {self.model_type!r}. Pass the most similar one.")
         check_sizes(self, "vocab_size", "n_positions", "d_model", "d_mlp", "n_layers", "n_heads")
         optional = ("n_kv_heads", "head_size", "window")
         check_sizes(self, *(name for name in optional if getattr(self, name) is not None))
@@ -217,10 +217,10 @@ class LlamaConfig(FolderConfig):
         if self.n_heads % self.groups:
             raise ValueError(
                 f"`n_kv_heads`: expected a divisor of `n_heads`={self.n_heads}, got {self.n_kv_heads}. "
-                "Let each serve as many heads."
+                "Each must serve the same number of heads."
             )
         if self.size % 2:
-            raise ValueError(f"`head_size`: expected an even number, got {self.size}. Its halves turn with each other.")
+            raise ValueError(f"`head_size`: expected an even number, got {self.size}. Rotary positions pair its halves.")
         check_rates(self, "attention_dropout")
         for name, types in (
             ("window", ("mistral", "qwen2", "qwen3")),
@@ -232,7 +232,7 @@ class LlamaConfig(FolderConfig):
             if value not in (None, False) and self.model_type not in types:
                 raise ValueError(
                     f"`{name}`: expected {None if name.startswith('window') else False} with "
-                    f"`model_type`={self.model_type!r}, got {value}. It can be another of {', '.join(types)}."
+                    f"`model_type`={self.model_type!r}, got {value}. It is implemented for {', '.join(types)}."
                 )
         if self.windowed_layers is not None and (
             self.window is None or not set(self.windowed_layers) <= set(range(self.n_layers))
@@ -271,7 +271,7 @@ class LlamaConfig(FolderConfig):
             "33b": {"d_model": 6656, "d_mlp": 17920, "n_layers": 60, "n_heads": 52},
             "65b": {"d_model": 8192, "d_mlp": 22016, "n_layers": 80, "n_heads": 64, "norm_eps": 1e-5},
         }
-        return cls(**_of_size(size, sizes))
+        return cls(**_size_fields(size, sizes))
 
     @classmethod
     def llama2(cls, size: str) -> "LlamaConfig":
@@ -281,7 +281,7 @@ class LlamaConfig(FolderConfig):
             "13b": {"d_model": 5120, "d_mlp": 13824, "n_layers": 40, "n_heads": 40},
             "70b": {"d_model": 8192, "d_mlp": 28672, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8},
         }
-        return cls(n_positions=4096, norm_eps=1e-5, **_of_size(size, sizes))
+        return cls(n_positions=4096, norm_eps=1e-5, **_size_fields(size, sizes))
 
     @classmethod
     def llama3(cls, size: str) -> "LlamaConfig":
@@ -294,7 +294,7 @@ class LlamaConfig(FolderConfig):
             norm_eps=1e-5,
             bos_token_id=128000,
             eos_token_id=128001,
-            **_of_size(size, _LLAMA3),
+            **_size_fields(size, _LLAMA3),
         )
 
     @classmethod
@@ -302,7 +302,7 @@ class LlamaConfig(FolderConfig):
         """Llama 3.1: `"8b"`, `"70b"` or `"405b"`."""
         sizes = {**_LLAMA3, "405b": {"d_model": 16384, "d_mlp": 53248, "n_layers": 126, "n_heads": 128}}
         scaling = Llama3Scaling(8.0, 1.0, 4.0, 8192)
-        return replace(cls.llama3("8b"), n_positions=131072, rope_scaling=scaling, **_of_size(size, sizes))
+        return replace(cls.llama3("8b"), n_positions=131072, rope_scaling=scaling, **_size_fields(size, sizes))
 
     @classmethod
     def mistral(cls, size: str) -> "LlamaConfig":
@@ -313,7 +313,7 @@ class LlamaConfig(FolderConfig):
             n_kv_heads=8,
             window=4096,
             norm_eps=1e-5,
-            **_of_size(size, {"7b": {"d_mlp": 14336}}),
+            **_size_fields(size, {"7b": {"d_mlp": 14336}}),
         )
 
     @classmethod
@@ -333,7 +333,7 @@ class LlamaConfig(FolderConfig):
             norm_eps=1e-5 if size == "72b" else 1e-6,
             bos_token_id=151643,
             eos_token_id=151643,
-            **_of_size(size, sizes),
+            **_size_fields(size, sizes),
         )
 
     @classmethod
@@ -356,7 +356,7 @@ class LlamaConfig(FolderConfig):
             rope_theta=1000000.0,
             bos_token_id=151643,
             eos_token_id=151645,
-            **_of_size(size, sizes),
+            **_size_fields(size, sizes),
         )
 
     rows = (
@@ -389,9 +389,9 @@ class LlamaConfig(FolderConfig):
     )
 
 
-def _of_size(size: str, sizes: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _size_fields(size: str, sizes: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     if size not in sizes:
-        raise ValueError(f"`size`: expected one of {', '.join(sizes)}, got {size!r}. Make other sizes field by field.")
+        raise ValueError(f"`size`: expected one of {', '.join(sizes)}, got {size!r}. For other sizes set the fields.")
     return sizes[size]
 
 
@@ -468,7 +468,7 @@ class Block(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> Carry:
         x, cache, layer = carry
-        # A kernel knows a causal mask, where no index decides which mask it is.
+        # A kernel recognises a causal mask only if it is not selected by an index.
         mask = masks[0]
         if len(masks) > 1:
             mask = jax.lax.dynamic_index_in_dim(jnp.stack(masks), kinds[layer], keepdims=False)
@@ -520,7 +520,7 @@ class Llama(Decoder, Pretrained):
         self.config = config
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """The logits of the next tokens, from hidden states."""
+        """Returns the logits of the next tokens, from hidden states."""
         with jax.named_scope("head"):
             return hidden @ self.embedding.weight.T if self.head is None else linear(self.head, hidden)
 
@@ -542,7 +542,7 @@ class Llama(Decoder, Pretrained):
 
     @classmethod
     def architecture(cls, config: LlamaConfig) -> str:
-        """The name of the `transformers` class that loads a saved folder."""
+        """Returns the name of the `transformers` class that loads a saved folder."""
         return _ARCHITECTURES[config.model_type]
 
     @staticmethod

@@ -123,7 +123,7 @@ class OPTConfig(FolderConfig):
 
     @classmethod
     def opt_350m(cls) -> "OPTConfig":
-        """The published OPT called 350m, with 331 million parameters: the one with norms after each part."""
+        """The published OPT called 350m, with 331 million parameters, the only post-norm model."""
         return cls(d_model=1024, d_embedding=512, n_layers=24, n_heads=16, is_pre_norm=False)
 
     @classmethod
@@ -198,8 +198,8 @@ class OPTConfig(FolderConfig):
 
 
 def _residual_std(config: OPTConfig) -> float:
-    """The standard deviation for layers that add to the residual stream, two in each block. The paper scales it by 1 /
-    sqrt(additions)."""
+    """Returns the standard deviation for layers that add to the residual stream, two in each block. The paper scales it by 1
+    / sqrt(additions)."""
     return config.init_std / (2 * config.n_layers) ** 0.5
 
 
@@ -273,7 +273,7 @@ class Block(eqx.Module):
 
 
 def _unchanged(layer: eqx.nn.LayerNorm, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
-    """Takes the place of `norm` where a block has none."""
+    """Returns `x`; replaces `norm` where a block has none."""
     del layer
     return x
 
@@ -328,7 +328,7 @@ class OPT(Decoder, Pretrained):
         self.config = config
 
     def logits(self, hidden: Float[Array, "*dims embedding"]) -> Float[Array, "*dims vocab"]:
-        """The logits of the next tokens, from hidden states."""
+        """Returns the logits of the next tokens, from hidden states."""
         with jax.named_scope("head"):
             return hidden @ self.embedding.weight.T if self.head is None else linear(self.head, hidden)
 

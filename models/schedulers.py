@@ -1,3 +1,3 @@
-"""Noise schedulers: DDPM and DDIM, and the loop over their steps. They are implemented in `diffusion`."""
+"""Noise schedulers: DDPM and DDIM, and the denoising loop. They are implemented in `diffusion`."""
 
 from .diffusion import DDIM as DDIM, DDPM as DDPM, Scheduler as Scheduler, denoise as denoise, guided as guided

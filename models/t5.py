@@ -71,17 +71,17 @@ _ALIASES = {
     "num_hidden_layers": "num_layers",
     "head_dim": "d_kv",
 }
-_FARTHEST = 2**20  # in tokens; distances are looked up in a table of this size at most
+_MAX_DISTANCE = 2**20  # in tokens; the maximum size of the table of distances
 
 
 def _activation(mlp: str) -> str:
-    """The name of an MLP's activation in `transformers`."""
+    """Returns the name of an MLP's activation in `transformers`."""
     return "gelu_new" if mlp == "gated-gelu" else mlp.removeprefix("gated-")
 
 
 @dataclass(frozen=True)
 class T5Config(FolderConfig):
-    """The sizes and the dropout rate of a T5. The defaults are those of the smallest published model, of the original
+    """The sizes and the dropout rate of a T5. The defaults are those of the smallest published model of the original
     version.
 
     **Arguments:**
@@ -92,9 +92,9 @@ class T5Config(FolderConfig):
     - `n_layers`, `n_decoder_layers`: the number of blocks of the encoder and of the decoder.
     - `n_heads`: the number of heads in each attention.
     - `mlp`: `"relu"` as in the original, `"gated-gelu"` (by tanh) as in version 1.1, or `"gated-silu"`.
-    - `n_buckets`, `max_distance`: the number of position biases for each head, at least 4, and the distance from which on
-        all tokens share one. Half of the buckets (a quarter in each direction in the encoder) hold one distance each; the
-        others hold ranges of increasing length.
+    - `n_buckets`, `max_distance`: the number of position biases of each head, at least 4, and the distance above which all
+        tokens share one. Half of the buckets (a quarter in each direction in the encoder) contain one distance each; the
+        others contain ranges of increasing length.
     - `dropout`: the rate of all dropouts, in [0, 1).
     - `layer_norm_eps`: added to the mean square in norms.
     - `is_tied`: whether the output head shares the embedding's weight; not in version 1.1.
@@ -139,14 +139,14 @@ class T5Config(FolderConfig):
         check_sizes(self, "vocab_size", "d_model", "d_kv", "d_ff", "n_layers", "n_decoder_layers", "n_heads")
         check_rates(self, "dropout")
         if self.n_buckets < 4:
-            raise ValueError(f"`n_buckets`: expected at least 4, got {self.n_buckets}. Each direction takes two.")
+            raise ValueError(f"`n_buckets`: expected at least 4, got {self.n_buckets}. Each direction needs two.")
         if self.max_distance <= self.n_buckets // 2:
             raise ValueError(
                 f"`max_distance`: expected more than half of `n_buckets`={self.n_buckets}, got {self.max_distance}. "
-                "So many distances have a bucket each."
+                "That many distances have their own bucket."
             )
-        if self.max_distance > _FARTHEST:
-            raise ValueError(f"`max_distance`: expected at most {_FARTHEST}, got {self.max_distance}. Pass fewer tokens.")
+        if self.max_distance > _MAX_DISTANCE:
+            raise ValueError(f"`max_distance`: expected at most {_MAX_DISTANCE}, got {self.max_distance}. Lower it.")
         if self.mlp not in _MLPS:
             raise ValueError(f"`mlp`: expected one of {', '.join(_MLPS)}, got {self.mlp!r}. Pass one of them.")
         if self.model_type not in _DEFAULTS:
@@ -276,7 +276,7 @@ class RelativeBias(eqx.Module):
     # An array instead of an `eqx.nn.Embedding`, because every device reads all of its rows.
     table: Float[Array, "buckets heads"]
     max_distance: int = eqx.field(static=True)
-    is_causal: bool = eqx.field(static=True)  # then later positions share the bucket of distance 0; the mask hides them
+    is_causal: bool = eqx.field(static=True)  # if True, later positions share the bucket of distance 0; the mask hides them
 
     def __init__(self, config: T5Config, *, is_causal: bool, key: PRNGKeyArray):
         std = config.init_factor * config.d_model**-0.5
@@ -285,7 +285,7 @@ class RelativeBias(eqx.Module):
         self.is_causal = is_causal
 
     def __call__(self, queries: Int[Array, " seq"], sources: Int[Array, " source"]) -> Float[Array, "heads seq source"]:
-        """The biases for all pairs of query and source positions."""
+        """Returns the biases for all pairs of query and source positions."""
         n_buckets = len(self.table) if self.is_causal else len(self.table) // 2
         bucket = jnp.asarray(_buckets(n_buckets, self.max_distance))
         back = queries[:, None] - sources
@@ -297,7 +297,7 @@ class RelativeBias(eqx.Module):
 
 
 def _buckets(n_buckets: int, max_distance: int) -> np.ndarray:
-    """The bucket of each distance from 0 to `max_distance`. Larger distances share its bucket.
+    """Returns the bucket of each distance from 0 to `max_distance`. Larger distances share its bucket.
 
     It is computed by numpy in float32 to round as the original does. A device's own logarithm would move some boundaries.
     """
@@ -385,12 +385,12 @@ class Block(eqx.Module):
         return x, cache
 
     def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
-        """The keys and values for a decoder's cross-attention."""
+        """Returns the keys and values for a decoder's cross-attention."""
         assert self.cross_attention is not None and memory is not None
         return self.cross_attention.project_memory(memory)
 
 
-class Side(eqx.Module):
+class TransformerStack(eqx.Module):
     """The encoder or the decoder: its relative position biases, its blocks, and the final norm."""
 
     positions: RelativeBias
@@ -448,8 +448,8 @@ class T5(EncoderDecoder, Pretrained):
     )
 
     embedding: eqx.nn.Embedding
-    encoder: Side
-    decoder: Side
+    encoder: TransformerStack
+    decoder: TransformerStack
     head: eqx.nn.Linear | None  # None if the output head shares the embedding's weight
     config: T5Config = eqx.field(static=True)
 
@@ -464,13 +464,13 @@ class T5(EncoderDecoder, Pretrained):
         embedding_key, encoder_key, decoder_key, head_key = jax.random.split(key, 4)
         vocab, d, factor = config.vocab_size, config.d_model, config.init_factor
         self.embedding = normal_embedding(vocab, d, std=factor, key=embedding_key)
-        self.encoder = Side(config, is_decoder=False, key=encoder_key)
-        self.decoder = Side(config, is_decoder=True, key=decoder_key)
+        self.encoder = TransformerStack(config, is_decoder=False, key=encoder_key)
+        self.decoder = TransformerStack(config, is_decoder=True, key=decoder_key)
         self.head = None if config.is_tied else _linear(d, vocab, factor * d**-0.5, head_key)
         self.config = config
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """The logits of the next tokens, from hidden states."""
+        """Returns the logits of the next tokens, from hidden states."""
         with jax.named_scope("head"):
             if self.config.is_scaled:
                 hidden = hidden * self.config.d_model**-0.5
@@ -483,7 +483,7 @@ class T5(EncoderDecoder, Pretrained):
         mask: Bool[Array, " source"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "source d"]:
-        """The encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
+        """Returns the encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
         with jax.named_scope("encoder"):
             return self.encoder(embed(self.embedding, ids), None if mask is None else mask[None], key=key)[0]
 
@@ -500,15 +500,15 @@ class T5(EncoderDecoder, Pretrained):
 
     @classmethod
     def architecture(cls, config: T5Config) -> str:
-        """The name of the `transformers` class that loads a saved folder."""
+        """Returns the name of the `transformers` class that loads a saved folder."""
         return {"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}[config.model_type]
 
     @classmethod
     def read_config(cls, folder: Path) -> T5Config:
-        """The config of a folder. It is tied if the folder has no output head that differs from the embedding.
+        """Reads the config of a folder. It is tied if the folder has no output head that differs from the embedding.
 
-        Only the tensors show this: transformers 5 always writes that the head is tied, but loads a separate head if there is
-        one.
+        Only the tensors show this: transformers 5 always writes that the head is tied, but loads a separate head if the file
+        has one.
         """
         config = super().read_config(folder)
         return replace(config, is_tied=is_tied_on_disk(folder, cls.weights_name, "lm_head.weight", "shared.weight"))
@@ -521,8 +521,8 @@ class T5(EncoderDecoder, Pretrained):
         return WeightMap(
             tensors=[
                 same("shared.weight", "embedding.weight"),
-                *_side_tensors("encoder", config, is_decoder=False),
-                *_side_tensors("decoder", config, is_decoder=True),
+                *_stack_tensors("encoder", config, is_decoder=False),
+                *_stack_tensors("decoder", config, is_decoder=True),
                 *([] if config.is_tied else [same("lm_head.weight", "head.weight")]),
             ],
             # An unused table in the first files.
@@ -543,7 +543,7 @@ class T5Encoder(Pretrained):
     architectures = ("T5EncoderModel", "MT5EncoderModel")
 
     embedding: eqx.nn.Embedding
-    encoder: Side
+    encoder: TransformerStack
     config: T5Config = eqx.field(static=True)
 
     def __init__(self, config: T5Config, *, key: PRNGKeyArray):
@@ -554,7 +554,7 @@ class T5Encoder(Pretrained):
         """
         embedding_key, encoder_key = jax.random.split(key)
         self.embedding = normal_embedding(config.vocab_size, config.d_model, std=config.init_factor, key=embedding_key)
-        self.encoder = Side(config, is_decoder=False, key=encoder_key)
+        self.encoder = TransformerStack(config, is_decoder=False, key=encoder_key)
         self.config = config
 
     def __call__(
@@ -564,7 +564,7 @@ class T5Encoder(Pretrained):
         mask: Bool[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
-        """The encoder's output for each token.
+        """Returns the encoder's output for each token.
 
         **Arguments:**
 
@@ -577,21 +577,21 @@ class T5Encoder(Pretrained):
 
     @classmethod
     def architecture(cls, config: T5Config) -> str:
-        """The name of the `transformers` class that loads a saved folder."""
+        """Returns the name of the `transformers` class that loads a saved folder."""
         return {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel"}[config.model_type]
 
     @staticmethod
     def weight_map(config: T5Config) -> WeightMap:
         """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         return WeightMap(
-            tensors=[same("shared.weight", "embedding.weight"), *_side_tensors("encoder", config, is_decoder=False)],
+            tensors=[same("shared.weight", "embedding.weight"), *_stack_tensors("encoder", config, is_decoder=False)],
             ignored=("decoder.*", "lm_head.weight"),
             copies={"encoder.embed_tokens.weight": "shared.weight"},
         )
 
 
-def _side_tensors(side: str, config: T5Config, *, is_decoder: bool) -> list[StoredTensor]:
-    """The tensors of the encoder or the decoder. `side` is its name on disk and in the tree."""
+def _stack_tensors(side: str, config: T5Config, *, is_decoder: bool) -> list[StoredTensor]:
+    """Returns the tensors of the encoder or the decoder. `side` is its name on disk and in the tree."""
 
     def attention(layer: str, disk: str, norm: str, leaf: str) -> list[StoredTensor]:
         roles = {"q": "query", "k": "key", "v": "value", "o": "output"}

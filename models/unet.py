@@ -69,7 +69,7 @@ _UP = {"UpBlock2D": False, "CrossAttnUpBlock2D": True}
 
 
 def _attention_of_blocks(key: str, name: str, types: Mapping[str, bool]) -> Row:
-    """Which blocks have attention, read from the names of their types."""
+    """Returns the row of a field that says which blocks have attention, stored as the names of their types."""
 
     def read(reader: ConfigReader, key: str, default: tuple[bool, ...]) -> tuple[bool, ...]:
         found = reader.get(key, None, LIST)
@@ -103,10 +103,11 @@ class UNetConfig(FolderConfig):
     - `only_cross_attention`: whether both attentions of a transformer block attend to the context.
     - `use_linear_projection`: whether the layers around attention are stored as linear layers instead of convolutions. They
         compute the same function.
-    - `norm_groups`, `norm_eps`: of the group norms. The number of groups divides all `block_channels`.
+    - `norm_groups`, `norm_eps`: the number of groups of the group norms, which divides all `block_channels`, and the number
+        added to their variance.
     - `dropout`: the dropout rate in the residual blocks, in [0, 1).
-    - `flips_sin_to_cos`, `freq_shift`: whether cosines come before sines in a timestep's sinusoids, and what is subtracted
-        from half of their number where the frequencies are computed.
+    - `flips_sin_to_cos`, `freq_shift`: whether cosines come before sines in a timestep's sinusoids, and the number that is
+        subtracted from half of their count in the formula of the frequencies.
     - `centers_input`: whether samples are in [0, 1] and must be scaled to [-1, 1].
     - `conv_in_kernel`, `conv_out_kernel`: the kernel size of the first and the last convolution, in pixels.
     - `sample_size`: the height and width of the training samples, in pixels, for pipelines. Other sizes can be denoised too.
@@ -156,16 +157,18 @@ class UNetConfig(FolderConfig):
         for i, (channels, heads) in enumerate(zip(self.block_channels, self.per_block("n_heads"), strict=True)):
             if (attends[i] or up_attends[i]) and channels % heads:
                 raise ValueError(
-                    f"`n_heads`: expected a divisor of `block_channels[{i}]`={channels}, got {heads}. Pass one a block."
+                    f"`n_heads`: expected a divisor of `block_channels[{i}]`={channels}, got {heads}. Pass one per block."
                 )
 
     def _check_blocks(self, name: str, n_blocks: int) -> None:
         value = getattr(self, name)
         if isinstance(value, tuple) and len(value) != n_blocks:
-            raise ValueError(f"`{name}`: expected {n_blocks}, one a block of `block_channels`, got {value}. Pass as many.")
+            raise ValueError(
+                f"`{name}`: expected {n_blocks}, one per block of `block_channels`, got {value}. Pass one each."
+            )
 
     def per_block(self, name: str) -> tuple[Any, ...]:
-        """A field's value for each block, from the outermost to the innermost."""
+        """Returns a field's value for each block, from the outermost to the innermost."""
         value = getattr(self, name)
         return value if isinstance(value, tuple) else (value,) * len(self.block_channels)
 
@@ -234,7 +237,7 @@ class TimeEmbedding(eqx.Module):
         self.freq_shift = config.freq_shift
 
     def __call__(self, timestep: Num[Array, ""], dtype: Any) -> Float[Array, " time"]:
-        """The embedding of `timestep`. The sinusoids are computed in float32 and cast to `dtype`."""
+        """Returns the embedding of `timestep`. The sinusoids are computed in float32 and cast to `dtype`."""
         size = self.linear_1.weight.shape[1]
         half = size // 2
         frequencies = np.exp(-math.log(10000) * np.arange(half) / (half - self.freq_shift)).astype(np.float32)
@@ -297,8 +300,8 @@ class TransformerBlock(eqx.Module):
     def __call__(
         self, x: Float[Array, "seq c"], context: Float[Array, "source context"], mask: Bool[Array, "1 source"] | None
     ) -> Float[Array, "seq c"]:
-        memory, seen = (context, mask) if self.only_cross_attention else (None, None)  # None means self-attention
-        x = x + self.attn1(norm(self.norm1, x), memory=memory, mask=seen)[0]
+        memory, attended = (context, mask) if self.only_cross_attention else (None, None)  # None means self-attention
+        x = x + self.attn1(norm(self.norm1, x), memory=memory, mask=attended)[0]
         x = x + self.attn2(norm(self.norm2, x), memory=context, mask=mask)[0]
         return x + self.ff(norm(self.norm3, x))
 
@@ -350,7 +353,7 @@ def _resnets(sizes: Sequence[tuple[int, int]], config: UNetConfig, key: PRNGKeyA
 
 
 def _transformers(n: int, i: int, config: UNetConfig, key: PRNGKeyArray) -> list[Transformer]:
-    """The `n` transformers of the `i`-th down or up block."""
+    """Returns the `n` transformers of the `i`-th down or up block."""
     crosses = config.per_block("only_cross_attention")[i]
     return [Transformer(i, config, only_cross_attention=crosses, key=key) for key in jax.random.split(key, n)]
 
@@ -386,15 +389,15 @@ class DownBlock(eqx.Module):
         *,
         key: PRNGKeyArray | None = None,
     ) -> list[Array]:
-        """The outputs of all steps of the block. The up blocks use all of them, the next down block the last one."""
-        made = []
+        """Returns the outputs of all steps of the block. The up blocks use all of them, the next down block the last one."""
+        skips = []
         keys = _split(key, len(self.resnets))
         for resnet, transformer, key in zip_longest(self.resnets, self.attentions, keys):
             x = apply(resnet, x, time, remat=self.remat, key=key)
             if transformer is not None:
                 x = apply(transformer, x, context, mask, remat=self.remat)
-            made.append(x)
-        return made if self.downsampler is None else [*made, self.downsampler(x)]
+            skips.append(x)
+        return skips if self.downsampler is None else [*skips, self.downsampler(x)]
 
 
 class MidBlock(eqx.Module):
@@ -453,7 +456,7 @@ class UpBlock(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "c h w"],
-        made: list[Array],
+        skips: list[Array],
         time: Float[Array, " time"],
         context: Float[Array, "source context"],
         mask: Bool[Array, "1 source"] | None,
@@ -462,16 +465,16 @@ class UpBlock(eqx.Module):
     ) -> Float[Array, "out h2 w2"]:
         """**Arguments:**
 
-        - `made`: the outputs of the down blocks. Those that are used are removed from its end.
+        - `skips`: the outputs of the down blocks. The block removes those that it uses from the end.
         """
         keys = _split(key, len(self.resnets))
         for resnet, transformer, key in zip_longest(self.resnets, self.attentions, keys):
-            x = apply(resnet, jnp.concatenate([x, made.pop()]), time, remat=self.remat, key=key)
+            x = apply(resnet, jnp.concatenate([x, skips.pop()]), time, remat=self.remat, key=key)
             if transformer is not None:
                 x = apply(transformer, x, context, mask, remat=self.remat)
         if self.upsampler is None:
             return x
-        _, h, w = made[-1].shape  # halving rounds odd sizes up
+        _, h, w = skips[-1].shape  # halving rounds odd sizes up
         return self.upsampler(upsample(x)[:, :h, :w])
 
 
@@ -514,13 +517,13 @@ class UNet(Pretrained):
         time_key, in_key, down_key, mid_key, up_key, out_key = jax.random.split(key, 6)
         first = config.block_channels[0]
         self.time_embedding = TimeEmbedding(config, key=time_key)
-        self.conv_in = _same_size(config.in_channels, first, config.conv_in_kernel, key=in_key)
+        self.conv_in = _same_size_conv(config.in_channels, first, config.conv_in_kernel, key=in_key)
         self.down_blocks = [DownBlock(i, config, key=key) for i, key in enumerate(jax.random.split(down_key, n_blocks))]
         self.mid_block = MidBlock(config, key=mid_key)
         up_keys = jax.random.split(up_key, n_blocks)
         self.up_blocks = [UpBlock(i, config, key=up_keys[i]) for i in reversed(range(n_blocks))]
         self.conv_norm_out = eqx.nn.GroupNorm(config.norm_groups, first, eps=config.norm_eps)
-        self.conv_out = _same_size(first, config.out_channels, config.conv_out_kernel, key=out_key)
+        self.conv_out = _same_size_conv(first, config.out_channels, config.conv_out_kernel, key=out_key)
         self.config = config
 
     def __call__(
@@ -532,7 +535,7 @@ class UNet(Pretrained):
         mask: Bool[Array, " source"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "out h w"]:
-        """The prediction: the noise in `sample`, or the target that the scheduler's `prediction_type` names.
+        """Returns the prediction: the noise in `sample`, or the target that the scheduler's `prediction_type` names.
 
         **Arguments:**
 
@@ -542,19 +545,19 @@ class UNet(Pretrained):
         - `mask`: True for the context's tokens that are attended to; None for all, as in Stable Diffusion's training.
         - `key`: for dropout; not needed in inference.
         """
-        seen = None if mask is None else mask[None]
+        attended = None if mask is None else mask[None]
         mid_key, *keys = _split(key, 1 + 2 * len(self.down_blocks))
         time = self.time_embedding(jnp.asarray(timestep), sample.dtype)
         x = self.conv_in(2 * sample - 1 if self.config.centers_input else sample)
-        made = [x]
+        skips = [x]
         with jax.named_scope("down"):
             for block in self.down_blocks:
-                made += block(made[-1], time, context, seen, key=keys.pop())
+                skips += block(skips[-1], time, context, attended, key=keys.pop())
         with jax.named_scope("mid"):
-            x = self.mid_block(made[-1], time, context, seen, key=mid_key)
+            x = self.mid_block(skips[-1], time, context, attended, key=mid_key)
         with jax.named_scope("up"):
             for block in self.up_blocks:
-                x = block(x, made, time, context, seen, key=keys.pop())
+                x = block(x, skips, time, context, attended, key=keys.pop())
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
 
     @staticmethod
@@ -563,7 +566,7 @@ class UNet(Pretrained):
         return _weight_map(config)
 
 
-def _same_size(in_channels: int, out_channels: int, kernel: int, *, key: PRNGKeyArray) -> eqx.nn.Conv2d:
+def _same_size_conv(in_channels: int, out_channels: int, kernel: int, *, key: PRNGKeyArray) -> eqx.nn.Conv2d:
     return eqx.nn.Conv2d(in_channels, out_channels, kernel, padding=(kernel - 1) // 2, key=key)
 
 

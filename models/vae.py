@@ -25,17 +25,17 @@ from .diffusion import Resnet, apply, check_groups, diffusers, mirrored, size_of
 from .hf import ConfigReader, Field, FolderConfig, Only, Pretrained, Row, WeightMap
 from .nn import Attention, check_sizes
 
-_EPS = 1e-6  # of all norms here
+_EPS = 1e-6  # added to the variance in all norms here
 
 
 def _block_types(key: str, kind: str) -> Row:
-    """The row of the blocks' types. All blocks must have the type `kind`."""
-    of_blocks = lambda n: [kind] * n  # noqa: E731
+    """Returns the row of the blocks' types. All blocks must have the type `kind`."""
+    types = lambda n: [kind] * n  # noqa: E731
     return Only(
         key,
-        lambda known: [of_blocks(len(known["block_channels"]))],
-        default=of_blocks(1),
-        save=lambda config: of_blocks(len(config.block_channels)),
+        lambda known: [types(len(known["block_channels"]))],
+        default=types(1),
+        save=lambda config: types(len(config.block_channels)),
     )
 
 
@@ -124,12 +124,13 @@ class Posterior(eqx.Module):
         return self.mean + jnp.exp(self.log_variance / 2) * noise
 
     def kl(self) -> Float[Array, ""]:
-        """The KL divergence from the standard normal in nats, summed over all entries: a term of the training loss."""
+        """Returns the KL divergence from the standard normal in nats, summed over all entries: a term of the training
+        loss."""
         return (jnp.square(self.mean) + jnp.exp(self.log_variance) - 1 - self.log_variance).sum() / 2
 
 
 def _resnets(channels: Sequence[int], config: VAEConfig, key: PRNGKeyArray) -> list[Resnet]:
-    """A sequence of residual blocks; `channels` are those before, between and after them."""
+    """Returns a sequence of residual blocks; `channels` are those before, between and after them."""
     keys = jax.random.split(key, len(channels) - 1)
     return [
         Resnet(*pair, groups=config.norm_groups, eps=_EPS, key=key)
@@ -279,7 +280,7 @@ class VAE(Pretrained):
 
     ```python
     model = VAE(VAEConfig.sd(), key=jax.random.key(0))
-    latents = model.encode(image).sample(key) * model.config.scaling_factor  # what a diffusion model works on
+    latents = model.encode(image).sample(key) * model.config.scaling_factor  # the input of a diffusion model
     image = model.decode(latents / model.config.scaling_factor)
     ```
     """
@@ -321,7 +322,7 @@ class VAE(Pretrained):
         return self.decode(posterior.mode if key is None else posterior.sample(key))
 
     def encode(self, image: Float[Array, "c h w"]) -> Posterior:
-        """The distribution of an image's latents."""
+        """Encodes an image. Returns the distribution of its latents."""
         with jax.named_scope("encode"):
             moments = self.encoder(image)
             moments = moments if self.quant_conv is None else self.quant_conv(moments)
@@ -329,7 +330,7 @@ class VAE(Pretrained):
         return Posterior(mean, jnp.clip(log_variance, -30.0, 20.0))
 
     def decode(self, latents: Float[Array, "latent h w"]) -> Float[Array, "out h2 w2"]:
-        """The image that these latents decode to."""
+        """Decodes latents to an image."""
         with jax.named_scope("decode"):
             return self.decoder(latents if self.post_quant_conv is None else self.post_quant_conv(latents))
 

@@ -27,12 +27,12 @@ from .vit import ViT, ViTConfig
 
 @dataclass(frozen=True)
 class VisionEncoderDecoderConfig(FolderConfig):
-    """The encoder and decoder of a captioner, and its special tokens. The defaults are the smallest published halves.
+    """The encoder and decoder of a captioner, and its special tokens. The defaults are the smallest published models.
 
     **Arguments:**
 
-    - `encoder`, `decoder`: the configs of the halves. The decoder must have cross-attention. If their widths differ, the
-        encoder's output is projected.
+    - `encoder`, `decoder`: their configs. The decoder must have cross-attention. If their widths differ, the encoder's
+        output is projected.
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
     - `decoder_start_token_id`: the id of the decoder's first token.
     - `generation`: the folder's defaults for the arguments of `generate`.
@@ -53,8 +53,8 @@ class VisionEncoderDecoderConfig(FolderConfig):
     def __post_init__(self) -> None:
         if not self.decoder.has_cross_attention:
             raise ValueError(
-                "`decoder`: expected one with `has_cross_attention`=True, got False. Set it, or join a pretrained decoder "
-                "by `VisionEncoderDecoder.from_encoder_decoder`, which draws the new weights."
+                "`decoder`: expected one with `has_cross_attention`=True, got False. Set it, or build the model by "
+                "`VisionEncoderDecoder.from_encoder_decoder`, which initializes new cross-attentions."
             )
 
     @property
@@ -63,7 +63,7 @@ class VisionEncoderDecoderConfig(FolderConfig):
         return self.decoder.n_positions
 
     def without_dropout(self) -> "VisionEncoderDecoderConfig":
-        """The same config without dropout in either half."""
+        """The same config without dropout in the encoder and the decoder."""
         return replace(self, encoder=self.encoder.without_dropout(), decoder=self.decoder.without_dropout())
 
     @classmethod
@@ -73,7 +73,8 @@ class VisionEncoderDecoderConfig(FolderConfig):
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> "VisionEncoderDecoderConfig":
-        """The config that a `config.json` describes. It does not describe the encoder's pooler (see `read_config`)."""
+        """Returns the config that a `config.json` describes. It does not describe the encoder's pooler (see
+        `read_config`)."""
         reader.only("is_encoder_decoder", True)
         encoder, decoder = (reader.part(half) for half in ("encoder", "decoder"))
         encoder.only("model_type", "vit")
@@ -84,7 +85,7 @@ class VisionEncoderDecoderConfig(FolderConfig):
         gpt2 = GPT2Config.from_hf(decoder)
         unused = {} if gpt2.generation is None else gpt2.generation.keys
         gpt2 = replace(gpt2, generation=None, extra={**gpt2.extra, **unused})
-        # Where the file has no special tokens of its own, `generate` uses the decoder's.
+        # If the file itself has no special tokens, `generate` uses the decoder's.
         name = "decoder_start_token_id"
         start = own.pop(name)
         tokens = {token: getattr(gpt2, token) if value is None else value for token, value in own.items()}
@@ -102,7 +103,7 @@ class VisionEncoderDecoderConfig(FolderConfig):
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
+        """Returns the `config.json` that describes this config."""
         return {
             "model_type": "vision-encoder-decoder",
             "is_encoder_decoder": True,
@@ -129,15 +130,15 @@ class VisionEncoderDecoder(Pretrained):
     architectures = ("VisionEncoderDecoderModel",)
 
     encoder: ViT
-    projection: eqx.nn.Linear | None  # None if both halves have the same width
+    projection: eqx.nn.Linear | None  # None if the encoder and the decoder have the same width
     decoder: GPT2
     config: VisionEncoderDecoderConfig = eqx.field(static=True)
 
     def __init__(self, config: VisionEncoderDecoderConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
-        - `config`: the config of both halves.
-        - `key`: draws the weights: the halves as they do themselves, the projection as the decoder's layers.
+        - `config`: the configs of the encoder and the decoder.
+        - `key`: draws the weights: those of encoder and decoder as in their classes, the projection as the decoder's layers.
         """
         encoder_key, projection_key, decoder_key = jax.random.split(key, 3)
         self.encoder = ViT(config.encoder, key=encoder_key)
@@ -177,7 +178,7 @@ class VisionEncoderDecoder(Pretrained):
         start = gpt2.bos_token_id if decoder_start_token_id is None else decoder_start_token_id
         if start is None:
             raise ValueError(
-                "`decoder_start_token_id`: expected a token, as the decoder has no `bos_token_id`, got None. Pass one."
+                "`decoder_start_token_id`: expected a token, since the decoder has no `bos_token_id`, got None. Pass one."
             )
         config = VisionEncoderDecoderConfig(
             encoder=encoder.config,
@@ -207,7 +208,7 @@ class VisionEncoderDecoder(Pretrained):
         decoder_mask: Bool[Array, " target"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "target vocab"]:
-        """The logits of the token that follows each of `decoder_ids`, given the image, that token and all before it.
+        """Returns the logits of the token that follows each of `decoder_ids`, given the image, that token and all before it.
 
         **Arguments:**
 
@@ -229,21 +230,21 @@ class VisionEncoderDecoder(Pretrained):
         decoder_mask: Bool[Array, " target"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "target d"]:
-        """The input of `logits`: the decoder's residual stream after all blocks and the final norm. See `__call__` for the
-        arguments."""
+        """Returns the input of `logits`: the decoder's residual stream after all blocks and the final norm. See `__call__`
+        for the arguments."""
         encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
         memory = self.encode(pixels, key=encoder_key)
         with jax.named_scope("decoder"):
             return self.decoder.hidden(decoder_ids, mask=decoder_mask, memory=memory, key=decoder_key)
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """The logits of the next tokens, from hidden states."""
+        """Returns the logits of the next tokens, from hidden states."""
         return self.decoder.logits(hidden)
 
     def encode(
         self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "memory d"]:
-        """The encoder's output for an image, which the decoder attends to. See `__call__` for the arguments."""
+        """Returns the encoder's output for an image, which the decoder attends to. See `__call__` for the arguments."""
         with jax.named_scope("encoder"):
             memory = self.encoder(pixels, key=key)
             return memory if self.projection is None else linear(self.projection, memory)
@@ -254,7 +255,7 @@ class VisionEncoderDecoder(Pretrained):
         memory: Float[Array, "memory d"],
         memory_mask: Bool[Array, " memory"] | None = None,
     ) -> Cache:
-        """An empty cache for one text of at most `length` tokens, including padding.
+        """Returns an empty cache for one text of at most `length` tokens, including padding.
 
         **Arguments:**
 
@@ -280,8 +281,8 @@ class VisionEncoderDecoder(Pretrained):
         return self.decoder.decode(ids, cache, mask=mask)
 
     def shift_right(self, labels: Integer[Array, " target"]) -> Int[Array, " target"]:
-        """The decoder's inputs for these labels: `decoder_start_token_id`, then all labels but the last. Labels of -100
-        become padding.
+        """Returns the decoder's inputs for these labels: `decoder_start_token_id`, then all labels but the last. Labels of
+        -100 become padding.
 
         Raises ValueError if the config has no `pad_token_id`.
         """
@@ -289,8 +290,8 @@ class VisionEncoderDecoder(Pretrained):
 
     @classmethod
     def read_config(cls, folder: Path) -> VisionEncoderDecoderConfig:
-        """The config of a folder. Its encoder has a pooler if the folder has the pooler's weights; the captioner does not
-        use it."""
+        """Returns the config of a folder. Its encoder has a pooler if the folder has the pooler's weights; the captioner
+        does not use it."""
         config = super().read_config(folder)
         has_pooler = is_on_disk(folder, cls.weights_name, "encoder.pooler.dense.weight")
         return replace(config, encoder=replace(config.encoder, has_pooler=has_pooler))

@@ -41,12 +41,12 @@ from .nn import Attention, Stack, check_heads, check_patches, check_rates, check
 
 
 def _side(reader: ConfigReader, key: str, default: int) -> int:
-    """Height and width, which must be equal here. A file may hold one number or both."""
+    """Reads height and width, which must be equal here. A file may contain one number or both."""
     value = reader.get(key, None)
     if isinstance(value, list):
         if len(value) != 2 or value[0] != value[1]:
             raise reader.refuse(key, value, "one number of pixels for height and width")
-        return SIZE.checked(reader.path, key, value[0])
+        return SIZE.check(reader.path, key, value[0])
     return reader.get(key, default)
 
 
@@ -246,7 +246,7 @@ class ViT(Pretrained):
     def __call__(
         self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "tokens d"]:
-        """The normalized hidden states of the class token (first) and of each patch, row by row.
+        """Returns the normalized hidden states of the class token (first) and of each patch, row by row.
 
         **Arguments:**
 
@@ -266,7 +266,7 @@ class ViT(Pretrained):
         return norm(self.norm, self.stack(x, key=stack_key))
 
     def pool(self, hidden: Float[Array, "tokens d"]) -> Float[Array, " d"]:
-        """The vector that represents the image: the class token's hidden state after one more linear layer and tanh.
+        """Returns the vector that represents the image: the class token's hidden state after one more linear layer and tanh.
 
         Raises ValueError if the model has no pooler.
         """
@@ -279,8 +279,8 @@ class ViT(Pretrained):
 
     @classmethod
     def read_config(cls, folder: Path) -> ViTConfig:
-        """The config of a folder. It has a pooler if the folder has the pooler's weights, as `config.json` does not say
-        so."""
+        """Reads the config of a folder. It has a pooler if the folder has the pooler's weights: `config.json` has no such
+        key."""
         has_pooler = is_on_disk(folder, cls.weights_name, "pooler.dense.weight")
         return replace(super().read_config(folder), has_pooler=has_pooler)
 
@@ -289,7 +289,7 @@ class ViT(Pretrained):
         """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         return WeightMap(
             tensors=_tensors(config),
-            # The head of a classifier, and a pooler that is not wanted.
+            # The head of a classifier, and an unwanted pooler.
             ignored=("classifier.*", *(() if config.has_pooler else ("pooler.*",))),
             aliases=((r"^vit\.", ""),),
             modules=_MODULES,
@@ -359,7 +359,7 @@ class ViTForImageClassification(Pretrained):
         """**Arguments:**
 
         - `config`: the sizes and dropout rates.
-        - `key`: draws the weights: those of the `ViT` as it does itself, the head's N(0, `init_std`²).
+        - `key`: draws the weights: those of `vit` as in `ViT`, the head's N(0, `init_std`²).
         """
         vit_key, classifier_key = jax.random.split(key)
         self.vit = ViT(replace(config, has_pooler=False), key=vit_key)
@@ -369,7 +369,7 @@ class ViTForImageClassification(Pretrained):
     def __call__(
         self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, " classes"]:
-        """The logits of each class. See `ViT` for the arguments."""
+        """Returns the logits of each class. See `ViT` for the arguments."""
         hidden = self.vit(pixels, key=key)
         with jax.named_scope("head"):
             return linear(self.classifier, hidden[0])

@@ -17,16 +17,16 @@ from ._version import __version__
 from .data import BatchSize, n_slices
 from .distributed import HANG, HEARTBEAT, START, Peers, Preemption, Watch, agree_on_program, start
 from .errors import (
-    OF_DEPLOYER,
-    KnowsRedco,
-    Plainly,
+    REDCO_DEPLOYER,
+    FilteredTraceback,
+    RedcoNames,
     check_count,
     check_folder,
     check_function,
     check_model,
     check_model_function,
     check_number,
-    explained,
+    with_batch_note,
 )
 from .machine import (
     Options,
@@ -44,7 +44,7 @@ from .storage import Location, Staging, StorePath, location
 from .training import Parts, Run, lr_schedule, plan_model, trace_loss
 
 
-class Deployer(KnowsRedco):
+class Deployer(RedcoNames):
     """Owns the devices of a run, and plans how models are split over them.
 
     **Arguments:**
@@ -101,7 +101,7 @@ class Deployer(KnowsRedco):
     does not answer.
     """
 
-    _instead_of = OF_DEPLOYER
+    _redco_attributes = REDCO_DEPLOYER
 
     def __init__(
         self,
@@ -242,13 +242,13 @@ class Deployer(KnowsRedco):
         if loss_fn is None:
             return plan_model(model, self.mesh, None, overrides)
         check_model_function(loss_fn, "loss_fn", has_state=False)
-        own_fn = explained(loss_fn, "loss_fn")
+        own_fn = with_batch_note(loss_fn, "loss_fn")
 
         def cast_fn(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
             parts = Parts.of(model)
             return own_fn(parts.put(*parts.take(model), compute_dtype=compute_dtype), batch, key)
 
-        with Plainly():
+        with FilteredTraceback():
             trace = trace_loss(cast_fn, model, batch)
         return plan_model(model, self.mesh, trace, overrides)
 

@@ -4,13 +4,13 @@ from ._deployer import Deployer
 from ._tree import ModelT
 from .checkpoint import find_checkpoint, load_tree
 from .distributed import Peers
-from .errors import check_alive, check_model, plainly
+from .errors import check_alive, check_model, filter_traceback
 from .machine import as_shapes
 from .partition import Plan
 from .storage import Location, location
 
 
-@plainly
+@filter_traceback
 def load(
     path: str | Location,
     like: ModelT,

@@ -15,15 +15,15 @@ from ._load import load
 from ._tree import PyTree, is_array_like, is_key
 from .data import BatchSize, Group, Prefetch, collate, local_rows, pad_rows, place_rows, read, size_of
 from .errors import (
-    ARGUMENTS_OF_PREDICTOR,
-    OF_PREDICTOR,
-    KnowsRedco,
+    REDCO_PREDICTOR,
+    REDCO_PREDICTOR_ARGUMENTS,
+    RedcoNames,
     check_examples_kind,
     check_function,
     check_model,
     check_model_function,
-    explained,
-    plainly,
+    filter_traceback,
+    with_batch_note,
 )
 from .machine import n_batch_shards, put, replicated, split_rows, xla_settings
 from .partition import Plan, place
@@ -31,7 +31,7 @@ from .storage import Location
 from .training import Parts, Program, agree_on_examples, make_predict_step, placed, placed_shapes
 
 
-class Predictor(KnowsRedco):
+class Predictor(RedcoNames):
     """Runs `pred_fn` on a model, batch by batch, on the deployer's mesh.
 
     **Arguments:**
@@ -49,7 +49,7 @@ class Predictor(KnowsRedco):
     - `fuse_attention`: as for `Trainer`.
     """
 
-    _instead_of, _instead_of_arguments = OF_PREDICTOR, ARGUMENTS_OF_PREDICTOR
+    _redco_attributes, _redco_arguments = REDCO_PREDICTOR, REDCO_PREDICTOR_ARGUMENTS
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Predictor(KnowsRedco):
         self._deployer = deployer
         self._model = model
         self._collate_fn = collate_fn
-        self._pred_fn = explained(pred_fn, "pred_fn")
+        self._pred_fn = with_batch_note(pred_fn, "pred_fn")
         self._output_fn = output_fn or _rows
         self._model_state = model_state
         self._options = {"compute_dtype": compute_dtype, "fuse_attention": fuse_attention}
@@ -100,7 +100,7 @@ class Predictor(KnowsRedco):
         plan = plan or deployer.plan(like)
         return cls(deployer, model=load(path, like, deployer, plan=plan), plan=plan, **options)
 
-    @plainly
+    @filter_traceback
     def predict(
         self,
         examples: Any,

@@ -14,9 +14,9 @@ from ._tree import ModelT, PyTree
 from .data import BatchSize, Slice, Workers, check_examples, size_of
 from .dry_run import DryRun, DryRunDone, dry_run
 from .errors import (
-    ARGUMENTS_OF_TRAINER,
-    OF_TRAINER,
-    KnowsRedco,
+    REDCO_TRAINER,
+    REDCO_TRAINER_ARGUMENTS,
+    RedcoNames,
     check_alive,
     check_choice,
     check_count,
@@ -24,8 +24,8 @@ from .errors import (
     check_model,
     check_model_function,
     check_optimizer,
-    explained,
-    plainly,
+    filter_traceback,
+    with_batch_note,
 )
 from .machine import describe, dry, of_devices
 from .partition import Plan
@@ -51,7 +51,7 @@ from .training import (
 )
 
 
-class Trainer(KnowsRedco, Generic[ModelT]):
+class Trainer(RedcoNames, Generic[ModelT]):
     """Trains an Equinox model on the deployer's mesh.
 
     Results do not depend on the mesh, on micro-batches or on a restart. The arrays of `model` are copied to the mesh when
@@ -113,7 +113,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
     Raises ValueError where no leaf is trainable, and for fp8 on a device that does not support it.
     """
 
-    _instead_of, _instead_of_arguments = OF_TRAINER, ARGUMENTS_OF_TRAINER
+    _redco_attributes, _redco_arguments = REDCO_TRAINER, REDCO_TRAINER_ARGUMENTS
 
     def __init__(
         self,
@@ -170,12 +170,12 @@ class Trainer(KnowsRedco, Generic[ModelT]):
             model = parts.put(dtypes.stored(trained), frozen)
         recipe = Recipe(
             parts=parts,
-            loss_fn=explained(loss_fn, "loss_fn"),
+            loss_fn=with_batch_note(loss_fn, "loss_fn"),
             collate_fn=collate_fn,
             workers=Workers(collate_fn, n_collate_workers, collate_in),
             optimizer=dtypes.optimizer(optimizer),
             has_state=has_state,
-            grad_fn=None if grad_fn is None else explained(grad_fn, "grad_fn"),
+            grad_fn=None if grad_fn is None else with_batch_note(grad_fn, "grad_fn"),
             lr_schedule_fn=lr_schedule_fn,
             precision=dtypes,
             accumulate=accumulate_grad_batches,
@@ -230,7 +230,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
 
     # --- single passes -----------------------------------------------------------------------------------------------
 
-    @plainly
+    @filter_traceback
     def train(
         self,
         examples: Any,
@@ -253,7 +253,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
             raise DryRunDone(dry_run(self._job(steps, size), run.machine, **run.options))
         return train(self._engine, steps, size)
 
-    @plainly
+    @filter_traceback
     def update(self, examples: Any) -> dict[str, float]:
         """Takes one step on all of these examples; waits for its metrics and returns them. For loops of your own: a GAN, a
         curriculum, reinforcement learning.
@@ -300,7 +300,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         """
         return self.eval_metrics(examples, per_device_batch_size, batch_size=batch_size, model=model)["loss"]
 
-    @plainly
+    @filter_traceback
     def eval_metrics(
         self,
         examples: Any,
@@ -348,7 +348,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         """The compiled program of the newest step, for inspection; None before the first. Reading it compiles nothing."""
         return self._engine.calls.newest_step
 
-    @plainly
+    @filter_traceback
     def compile(
         self, examples: Any, per_device_batch_size: int | None = None, *, batch_size: int | None = None
     ) -> jax.stages.Compiled:
@@ -357,7 +357,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         with closing(self._engine.batches(in_order(examples, size), size)) as batches:
             return self._engine.compiled(next(batches))
 
-    @plainly
+    @filter_traceback
     def dry_run(
         self,
         examples: Any,
@@ -433,7 +433,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
             save_float_dtype=save_float_dtype,
         )
 
-    @plainly
+    @filter_traceback
     def load_ckpt(self, name: str | Location = "last", *, load_opt_states: bool = True) -> None:
         """Loads a checkpoint onto this trainer's mesh, whichever mesh it was saved on.
 
@@ -455,7 +455,7 @@ class Trainer(KnowsRedco, Generic[ModelT]):
         if not self.deployer.is_dry_run:  # there it has the shapes of this model
             self._engine.load(name, opt_states=load_opt_states)
 
-    @plainly
+    @filter_traceback
     def resume(self) -> int:
         """Continues from the newest checkpoint of the workdir, if there is one; returns the step. For loops of your own,
         before their first update: `fit` resumes by itself.

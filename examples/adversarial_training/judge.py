@@ -1,4 +1,4 @@
-"""Scores of drawings: their distance to training images, and whether every class is drawn."""
+"""Scores drawings: their distance to training images, and whether every class is drawn."""
 
 import numpy as np
 from scipy.spatial.distance import cdist
@@ -8,8 +8,8 @@ from .._images import Labelled
 
 
 def judge(drawn: np.ndarray, train: Labelled, test: Labelled) -> dict[str, float]:
-    """The mean distance from drawings to the nearest training image, and from real test images; and the share of the rarest
-    class among drawings, as classified by a support vector machine, and an even share.
+    """Returns the mean distance to the nearest training image, of drawings and of real test images; and the share of the
+    rarest class among drawings, as classified by a support vector machine, and an even share.
 
     **Arguments:**
 

@@ -37,11 +37,11 @@ class Args:
     latent_size: int = 16
     width: int = 256
     n_critic_steps: int = 4  # Critic steps for each generator step.
-    penalty: float = 1.0  # Weight of the gradient penalty: the squared distance of the critic's slope from 1.
+    penalty: float = 1.0  # Weight of the gradient penalty: the squared difference of the gradient's norm from 1.
     n_epochs: int = 400
     batch_size: int = 128  # Examples of one update, on all devices together.
     learning_rate: float = 5e-4
-    n_samples: int = 360  # Number of drawings that are judged at the end.
+    n_samples: int = 360  # Number of drawings that are scored at the end.
     n_model_shards: int = 1  # Devices over which each layer is sharded.
     n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
     simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
@@ -51,7 +51,7 @@ class Args:
 class Pair(eqx.Module):
     generator: eqx.nn.MLP
     critic: eqx.nn.MLP
-    shape: tuple[int, ...] = eqx.field(static=True)  # of an image: channels, height, width
+    shape: tuple[int, ...] = eqx.field(static=True)  # shape of an image: channels, height, width
     latent_size: int = eqx.field(static=True)
 
     def __init__(self, shape: tuple[int, ...], latent_size: int, width: int, *, key: jax.Array):
@@ -67,13 +67,13 @@ def collate_fn(examples: list[tuple[np.ndarray, int]]) -> dict[str, np.ndarray]:
 
 
 def fixed(model: eqx.nn.MLP) -> eqx.nn.MLP:
-    """The model as a constant: its weights receive no gradient."""
+    """Returns the model as a constant: its weights receive no gradient."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     return eqx.combine(jax.lax.stop_gradient(arrays), rest)
 
 
 def loss_fn(pair: Pair, batch: dict[str, jax.Array], key: jax.Array, *, penalty: float) -> redeqx.Loss:
-    """The loss that trains both models: the critic's loss plus the generator's, on the same drawings."""
+    """Returns the loss that trains both models: the critic's loss plus the generator's, on the same drawings."""
 
     def losses(real: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         latent_key, mix_key = jax.random.split(key)
@@ -81,7 +81,7 @@ def loss_fn(pair: Pair, batch: dict[str, jax.Array], key: jax.Array, *, penalty:
         fake = jax.lax.stop_gradient(drawn)
         between = fake + jax.random.uniform(mix_key) * (real - fake)
         slope = jnp.sqrt(jnp.sum(jax.grad(pair.critic)(between) ** 2) + 1e-12)
-        gap = pair.critic(real) - pair.critic(fake)  # its maximum is the distance between the two distributions
+        gap = pair.critic(real) - pair.critic(fake)  # its maximum over critics is the distance of the distributions
         return penalty * (slope - 1) ** 2 - gap, -fixed(pair.critic)(drawn)
 
     n = len(batch["images"])
@@ -90,7 +90,7 @@ def loss_fn(pair: Pair, batch: dict[str, jax.Array], key: jax.Array, *, penalty:
 
 
 def pred_fn(pair: Pair, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """One drawing for each row, in [0, 1]. Only the number of rows of the batch is used."""
+    """Returns one drawing for each row, in [0, 1]. Only the number of rows of the batch is used."""
     latents = jax.random.normal(key, (len(batch["images"]), pair.latent_size))
     return jax.vmap(pair.generator)(latents).reshape(-1, *pair.shape)
 
@@ -102,7 +102,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
         return step % args.n_critic_steps == args.n_critic_steps - 1
 
     def owner(params: Pair) -> Pair:
-        """The name of the pair's field that each leaf belongs to."""
+        """Returns the name of the pair's field that each leaf belongs to."""
         return jax.tree_util.tree_map_with_path(lambda path, _: path[0].name, params)
 
     return optax.multi_transform({"critic": adam, "generator": optax.conditionally_mask(adam, is_due)}, owner)

@@ -16,7 +16,7 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from .._texts import embedding_rows
 from .tasks import METRICS, Examples, Task, map_examples, measure
 
-PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the linear baseline; one is selected on the validation set
+PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0)  # candidates for the linear baseline; one is selected on the validation set
 
 
 class Bag(eqx.Module):
@@ -27,7 +27,7 @@ class Bag(eqx.Module):
     """
 
     embedding: eqx.nn.Embedding
-    dropout: eqx.nn.Dropout  # of words; without it the bag overfits a few thousand texts
+    dropout: eqx.nn.Dropout  # drops words; without it the bag overfits a few thousand texts
     head: eqx.nn.Linear
 
     def __init__(self, idf: np.ndarray, width: int, n_texts: int, n_outputs: int, *, key: jax.Array):
@@ -38,7 +38,7 @@ class Bag(eqx.Module):
         self.head = eqx.nn.Linear(width if n_texts == 1 else 2 * width + 1, n_outputs, key=keys[1])
 
     def __call__(self, ids: jax.Array, *, key: jax.Array) -> jax.Array:
-        """Logits [classes], or one number [1], for ids [texts, words]; 0 marks an empty place."""
+        """Returns logits [classes], or one number [1], for ids [texts, words]; 0 is padding."""
         is_word = (ids > 0).astype(self.embedding.weight.dtype)
         kept = self.dropout(is_word, key=key) / jnp.sqrt(jnp.maximum(is_word.sum(-1, keepdims=True), 1))
         means = jnp.einsum("tn,tnd->td", kept, jax.vmap(jax.vmap(self.embedding))(ids))
@@ -50,17 +50,17 @@ class Bag(eqx.Module):
 
 
 def words(text: str) -> list[str]:
-    """The lower-case words and punctuation marks of a text, and all pairs of neighbours, including the text's ends."""
+    """Returns the lower-case words and punctuation marks of a text, and all adjacent pairs, including the text's ends."""
     found = re.findall(r"\w+|[^\w\s]", text.lower())
     ends = ["<", *found, ">"]
     return found + [f"{a} {b}" for a, b in pairwise(ends)]
 
 
 def learn_words(examples: Examples, n_ids: int) -> tuple[dict[str, int], np.ndarray]:
-    """Assigns ids, from 1, to what occurs in two texts or more, the most frequent first. Also returns the inverse document
-    frequencies."""
+    """Assigns ids, from 1, to words and pairs in two or more texts, the most frequent first. Also returns their inverse
+    document frequencies."""
     texts = [text for texts, _ in examples for text in texts]
-    # A set has no fixed order. This order is the same in every process and every run.
+    # `dict.fromkeys` instead of a set: its order is the same in every process and every run.
     counts = Counter(word for text in texts for word in dict.fromkeys(words(text)))
     known = [(word, n) for word, n in counts.most_common(n_ids - 1) if n > 1]
     idf = np.zeros(embedding_rows(len(known) + 1), np.float32)
@@ -69,7 +69,7 @@ def learn_words(examples: Examples, n_ids: int) -> tuple[dict[str, int], np.ndar
 
 
 def encode_bags(task: Task, ids: dict[str, int], n_words: int) -> Task:
-    """The task with its texts as ids [texts, n_words], truncated, or padded with zeros."""
+    """Returns the task with its texts as ids [texts, n_words], truncated, or padded with zeros."""
 
     def row(text: str) -> list[int]:
         known = [ids[word] for word in words(text) if word in ids][:n_words]
@@ -85,7 +85,7 @@ def encode_bags(task: Task, ids: dict[str, int], n_words: int) -> Task:
 
 
 def baselines(task: Task) -> dict[str, dict[str, float]]:
-    """The test scores of two baselines: the most frequent class (or the mean), and a linear model of the words.
+    """Returns the test scores of two baselines: the most frequent class (or the mean), and a linear model of the words.
 
     The linear model is a logistic or a ridge regression on tf-idf features of words, or of words and word pairs. The
     features and the penalty are selected on the validation set. For a pair of texts, it has the same inputs as `Bag`.

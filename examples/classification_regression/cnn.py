@@ -20,8 +20,8 @@ class Shift(eqx.Module):
 
 
 class CNN(eqx.Module):
-    """Blocks of two normalized convolutions and a pooling until at most 4 x 4 pixels are left; then a convolution and a
-    linear layer."""
+    """Blocks of two normalized convolutions and a pooling, down to at most 4 x 4 pixels; then a convolution and a linear
+    layer."""
 
     shift: Shift
     convs: list[eqx.nn.Conv2d]

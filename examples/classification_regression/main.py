@@ -63,7 +63,7 @@ RECIPES = {"images": (30, 3e-3), "table": (60, 1e-3), "texts": (8, 3e-3), "pretr
 
 
 def make_bert(task: Task, folder: Path, deployer: redeqx.Deployer) -> tuple[BertForSequenceClassification, Tokenizer]:
-    """The BERT of a folder with a new head for the task, and its tokenizer."""
+    """Returns the BERT of a folder with a new head for the task, and its tokenizer."""
     key = deployer.next_key()
     bert, config = Bert.from_pretrained(folder, deployer=deployer)
     tokenizer = load_tokenizer(folder, config.vocab_size)
@@ -75,7 +75,7 @@ def make_bert(task: Task, folder: Path, deployer: redeqx.Deployer) -> tuple[Bert
 
 
 def make_bag(task: Task, args: Args, deployer: redeqx.Deployer) -> tuple[Bag, dict[str, int]]:
-    """A bag of the words in the training texts, and the words' ids."""
+    """Returns a bag of the words in the training texts, and the words' ids."""
     ids, idf = learn_words(task.train, args.n_ids)
     n_texts, n_outputs, key = len(task.train[0][0]), len(task.classes) or 1, deployer.next_key()
     return deployer.init(lambda: Bag(idf, args.d_model, n_texts, n_outputs, key=key)), ids
@@ -87,7 +87,7 @@ def collate_fn(examples: list[tuple[dict[str, np.ndarray], int | float]]) -> dic
 
 
 def apply(model: Any, state: eqx.nn.State, batch: dict[str, Any], key: jax.Array) -> tuple[jax.Array, eqx.nn.State]:
-    """Logits [rows, classes], or numbers [rows, 1]; and the new state."""
+    """Returns logits [rows, classes], or numbers [rows, 1]; and the new state."""
     keys = jax.random.split(key, len(batch["targets"]))
     if isinstance(model, CNN):  # BatchNorm's statistics cover the whole micro-batch, on any number of devices
         over_rows = jax.vmap(model, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None))
@@ -96,7 +96,7 @@ def apply(model: Any, state: eqx.nn.State, batch: dict[str, Any], key: jax.Array
 
 
 def loss_fn(model: Any, state: eqx.nn.State, batch: dict[str, Any], key: jax.Array) -> tuple[jax.Array, eqx.nn.State]:
-    """The mean cross-entropy in nats for classes, or the mean squared error for numbers."""
+    """Returns the mean cross-entropy in nats for classes, or the mean squared error for numbers."""
     outputs, state = apply(model, state, batch, key)
     outputs, targets = outputs.astype(jnp.float32), batch["targets"]
     if jnp.issubdtype(targets.dtype, jnp.integer):
@@ -126,7 +126,7 @@ def main(args: Args) -> dict[str, float]:
     else:
         n_channels, size, _ = task.train[0][0]["image"].shape
         model = CNN(n_channels, size, args.width, len(task.classes), key=deployer.next_key())
-    state = eqx.nn.State(model)  # of BatchNorm's layers; empty if the model has none
+    state = eqx.nn.State(model)  # the state of BatchNorm layers; empty if the model has none
     model = eqx.nn.delete_init_state(model)
 
     # Fill up the last update with the first examples: in a smaller one, BatchNorm would see few rows.

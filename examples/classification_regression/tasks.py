@@ -99,7 +99,7 @@ METRICS: dict[str, tuple[str, ...]] = {
 
 
 def _correlation(of: Callable[..., Any], targets: np.ndarray, predictions: np.ndarray) -> float:
-    """A correlation; 0 if one side is constant, where it is undefined."""
+    """Returns a correlation; 0 if one side is constant, where it is undefined."""
     return float(of(targets, predictions).statistic) if min(np.ptp(targets), np.ptp(predictions)) > 0 else 0.0
 
 
@@ -114,14 +114,14 @@ _SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 
 
 def measure(task: Task, examples: Examples, outputs: Sequence[np.ndarray] | np.ndarray) -> dict[str, float]:
-    """The task's metrics for outputs: [classes] logits or [1] number for each example."""
+    """Returns the task's metrics for outputs: [classes] logits or [1] number for each example."""
     targets, predictions = np.array([target for _, target in examples]), np.asarray(outputs)
     predictions = predictions.argmax(1) if task.classes else predictions[:, 0]
     return {name: float(_SCORES[name](targets, predictions)) for name in METRICS[task.name]}
 
 
 def ridge(task: Task) -> dict[str, float]:
-    """The test scores of a linear model. Its penalty is selected by cross-validation on the training set."""
+    """Returns the test scores of a linear model. Its penalty is selected by cross-validation on the training set."""
     features, targets = zip(*[(inputs["x"], target) for inputs, target in task.train], strict=True)
     model = RidgeCV(np.logspace(-2, 4, 25)).fit(np.stack(features), targets)
     return measure(task, task.test, model.predict(np.stack([inputs["x"] for inputs, _ in task.test]))[:, None])
@@ -156,7 +156,7 @@ def draw(task: Task, outputs: np.ndarray, workdir: Path) -> list[Path]:
 
 
 def read_task(name: Name, data: Path | None, image_size: int, n_channels: int) -> Task:
-    """The examples of a task, read from `data` if the task needs files.
+    """Returns the examples of a task, read from `data` if the task needs files.
 
     Raises ValueError with the flag, the file or the row, and what was expected.
     """
@@ -166,13 +166,13 @@ def read_task(name: Name, data: Path | None, image_size: int, n_channels: int) -
         if data is not None:
             raise ValueError(
                 f"`--data`: expected none with `--task {name}`, whose data are scikit-learn's, got {data}. "
-                "For images of your own pass `--task images`."
+                "For your own images pass `--task images`."
             )
         return _diabetes() if name == "diabetes" else _images(name, *digits(), names=[str(i) for i in range(10)])
     if data is None:
         files = f"train.tsv and {GLUE[name].dev}, as GLUE has them" if name in GLUE else ""
-        wanted = files or "subfolders of images, one a class"
-        raise ValueError(f"`--data`: expected with `--task {name}` a folder that holds {wanted}, got none. Pass it.")
+        wanted = files or "subfolders of images, one per class"
+        raise ValueError(f"`--data`: expected a folder for `--task {name}` with {wanted}, got none. Pass it.")
     if name == "images":
         examples, names = read_classes(data, image_size, n_channels)
         return _images(name, *split(examples), names=names)
@@ -187,12 +187,12 @@ def read_task(name: Name, data: Path | None, image_size: int, n_channels: int) -
 
 
 def read_glue(name: str, path: Path) -> list[tuple[tuple[str, ...], int | float]]:
-    """The texts of each row, one or a pair, and its label."""
+    """Returns the texts of each row, one or a pair, and its label."""
     glue = GLUE[name]
     broken: list[int] | None = [] if glue.has_broken_rows else None
     rows = read_table(path, [*glue.texts, glue.label], names=glue.header, broken=broken)
     if broken:
-        warnings.warn(f"`{path}`: {len(broken)} rows of other lengths are left out, the first row {broken[0]}", stacklevel=2)
+        warnings.warn(f"`{path}`: {len(broken)} rows of other lengths are skipped, the first row {broken[0]}", stacklevel=2)
     first = 1 if glue.header else 2
     numbers = [number for number in range(first, first + len(rows) + len(broken or ())) if number not in set(broken or ())]
     examples = []
@@ -207,14 +207,14 @@ def read_glue(name: str, path: Path) -> list[tuple[tuple[str, ...], int | float]
         if not label <= (len(glue.classes) or 5) or label < 0:
             rule = f"{', '.join(glue.labels[:-1])} or {glue.labels[-1]}" if glue.classes else "from 0 to 5"
             raise ValueError(
-                f"`{path}` row {number}: expected a {glue.label} of {rule}, got {found!r}. Mend or remove that row."
+                f"`{path}` row {number}: expected a {glue.label} of {rule}, got {found!r}. Fix or remove that row."
             )
         examples.append((tuple(row[column] for column in glue.texts), label))
     return examples
 
 
 def encode(task: Task, tokenizer: Tokenizer, max_tokens: int, pad_id: int) -> Task:
-    """The task with its texts as token ids, truncated, or padded on the right."""
+    """Returns the task with its texts as token ids, truncated, or padded on the right."""
     tokenizer.enable_truncation(max_tokens)
     tokenizer.enable_padding(length=max_tokens, pad_id=pad_id)
 
@@ -252,7 +252,7 @@ def _images(name: Name, *parts: list[tuple[np.ndarray, int]], names: Sequence[st
 
 
 def _standardised(task: Task) -> Task:
-    """The task with all targets standardized by the mean and standard deviation of its training targets."""
+    """Returns the task with all targets standardized by the mean and standard deviation of its training targets."""
     targets = np.array([target for _, target in task.train])
     mean, deviation = float(targets.mean()), float(targets.std()) or 1.0
     task = map_examples(task, lambda examples: [(x, np.float32((target - mean) / deviation)) for x, target in examples])

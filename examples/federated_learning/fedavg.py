@@ -1,4 +1,4 @@
-"""The federated part: clients with their own data, and a gradient made of their local training."""
+"""Federated averaging: clients with their own data, and a gradient computed from their local training."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,7 +22,7 @@ LossOf = Callable[[Any, Array, Array], redeqx.Loss]  # a function of a model and
 
 
 def client_of(examples: Labelled) -> Client:
-    """A client that has all of these examples."""
+    """Returns a client that has all of these examples."""
     return np.stack([image for image, _ in examples]), np.array([label for _, label in examples], np.int32)
 
 
@@ -31,8 +31,8 @@ def cut_clients(examples: Labelled, n_clients: int, shards_per_client: int, seed
     n_shards = n_clients * shards_per_client
     if min(n_clients, shards_per_client) < 1 or n_shards > len(examples):
         raise ValueError(
-            f"`--n-clients`, `--shards-per-client`: expected 1 to {len(examples)} shards in all, for so many images to "
-            f"train on, got {n_clients} x {shards_per_client} = {n_shards}. Change one of them."
+            f"`--n-clients`, `--shards-per-client`: expected 1 to {len(examples)} shards in total, the number of training "
+            f"images, got {n_clients} x {shards_per_client} = {n_shards}. Change one of them."
         )
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(examples))
@@ -43,7 +43,7 @@ def cut_clients(examples: Labelled, n_clients: int, shards_per_client: int, seed
 
 
 def draw_rounds(clients: Sequence[Client], n: int, n_rounds: int, seed: tuple[int, ...]) -> Iterator[Client]:
-    """The `n` clients of each round. They depend on the seed only, so that a resumed run draws the same ones."""
+    """Yields the `n` clients of each round. They depend on the seed only, so that a resumed run draws the same ones."""
     rng = np.random.default_rng(seed)
     for _ in range(n_rounds):
         yield from (clients[i] for i in rng.choice(len(clients), n, replace=False))
@@ -63,7 +63,7 @@ def train_locally(
     batch_size: int,
     learning_rate: float,
 ) -> PyTree:
-    """The model after plain SGD on one client's images, which are shuffled in each epoch."""
+    """Returns the model after plain SGD on one client's images, which are shuffled in each epoch."""
 
     def shuffled(key: PRNGKeyArray) -> Array:
         # Padding is last, in separate batches that change nothing. A small client therefore takes fewer steps.
@@ -86,7 +86,7 @@ def train_locally(
 def federated_gradient(
     loss_of: LossOf, model: PyTree, batch: dict[str, Array], key: PRNGKeyArray, **local: Any
 ) -> tuple[redeqx.Loss, PyTree]:
-    """A `grad_fn`: the model minus the average of the clients' models, weighted by their numbers of images.
+    """Returns a `grad_fn`: the model minus the average of the clients' models, weighted by their numbers of images.
 
     The loss is that of the model before the round.
 

@@ -57,7 +57,7 @@ class Args:
 
 
 def read_data(path: Path | None, size: int) -> tuple[Labelled, Labelled, Labelled, list[str]]:
-    """Training, validation and test images, and the names of their classes."""
+    """Returns training, validation and test images, and the names of their classes."""
     if path is None:
         return *digits(), [str(i) for i in range(10)]
     examples, names = read_classes(path, size)
@@ -74,7 +74,7 @@ class Classifier(eqx.Module):
 
 
 def collate_fn(clients: list[Client], n_rows: int) -> dict[str, np.ndarray]:
-    """The clients' images and labels, each padded to `n_rows`. A label of -1 has no weight."""
+    """Returns the clients' images and labels, each padded to `n_rows`. A label of -1 has no weight."""
 
     def fill(rows: np.ndarray, value: int) -> np.ndarray:
         return np.pad(rows, [(0, n_rows - len(rows))] + [(0, 0)] * (rows.ndim - 1), constant_values=value)
@@ -84,19 +84,19 @@ def collate_fn(clients: list[Client], n_rows: int) -> dict[str, np.ndarray]:
 
 
 def loss_of(model: Classifier, images: jax.Array, labels: jax.Array) -> redeqx.Loss:
-    """The loss on one client's images."""
+    """Returns the loss on one client's images."""
     nats = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(images), jnp.maximum(labels, 0))
     return redeqx.Loss(total=jnp.sum(nats * (labels >= 0)), weight=jnp.sum(labels >= 0))
 
 
 def loss_fn(model: Classifier, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    """The loss on all images of the clients together."""
+    """Returns the loss on all images of the clients together."""
     losses = jax.vmap(partial(loss_of, model))(batch["images"], batch["labels"])
     return redeqx.Loss(total=jnp.sum(losses.total), weight=jnp.sum(losses.weight))
 
 
 def pred_fn(model: Classifier, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """The predicted label of each client's first image."""
+    """Returns the predicted label of each client's first image."""
     return jnp.argmax(jax.vmap(model)(batch["images"][:, 0]), axis=-1)
 
 
@@ -122,13 +122,13 @@ def draw(path: Path, curve: list[tuple[int, float]], level: float, clients: Sequ
 
 
 def check(args: Args) -> None:
-    """Raises ValueError for numbers that make no valid rounds."""
+    """Raises ValueError for numbers that do not give valid rounds."""
     for name in ("local_epochs", "local_batch_size", "rounds_per_epoch"):
         if getattr(args, name) < 1:
             raise ValueError(f"`--{name.replace('_', '-')}`: expected at least 1, got {getattr(args, name)}. Raise it.")
     if not 1 <= args.clients_per_round <= args.n_clients:
         raise ValueError(
-            f"`--clients-per-round`: expected 1 to the {args.n_clients} clients that there are, got "
+            f"`--clients-per-round`: expected 1 to the number of clients, {args.n_clients}, got "
             f"{args.clients_per_round}. Lower it, or raise `--n-clients`."
         )
 

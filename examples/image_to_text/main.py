@@ -61,19 +61,19 @@ class Args:
 
 
 def read_data(args: Args, encoder: ViTConfig | None) -> Parts:
-    """The training, validation and test data, at the encoder's image size if an encoder is given."""
+    """Returns the training, validation and test data, at the encoder's image size if an encoder is given."""
     if args.data is not None:
         return of_folder(args.data, *((args.image_size, 3) if encoder is None else (encoder.image_size, encoder.n_channels)))
     if encoder is not None and (encoder.n_channels, encoder.image_size) != (1, 2 * CELL):
         raise ValueError(
             f"`--pretrained`: expected a model of images [1, {2 * CELL}, {2 * CELL}] for pictures of digits, got "
-            f"[{encoder.n_channels}, {encoder.image_size}, {encoder.image_size}]. Pass images of your own by `--data`."
+            f"[{encoder.n_channels}, {encoder.image_size}, {encoder.image_size}]. Pass your own images by `--data`."
         )
     return two_digits(args.n_train, args.n_held_out, bend=args.bend, seed=args.seed)
 
 
 def collate_fn(examples: Captioned, *, tokenizer: Tokenizer, eos: int, n_tokens: int) -> dict[str, np.ndarray]:
-    """Pixels in [-1, 1], as ViT expects them, and the tokens of captions with their end token, padded with -100."""
+    """Returns pixels in [-1, 1], as ViT expects, and the tokens of captions with an end token, padded with -100."""
     labels = np.full((len(examples), n_tokens), -100, np.int32)
     for row, (_, caption) in zip(labels, examples, strict=True):
         ids = [*tokenizer.encode(caption, add_special_tokens=False).ids, eos][:n_tokens]
@@ -82,7 +82,7 @@ def collate_fn(examples: Captioned, *, tokenizer: Tokenizer, eos: int, n_tokens:
 
 
 def loss_fn(model: VisionEncoderDecoder, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    """The loss in nats, summed over tokens."""
+    """Returns the loss in nats, summed over tokens."""
     keys = jax.random.split(key, len(batch["labels"]))
     decoder_ids = jax.vmap(model.shift_right)(batch["labels"])
     logits = jax.vmap(lambda pixels, ids, key: model(pixels, ids, key=key))(batch["pixels"], decoder_ids, keys)
@@ -90,13 +90,13 @@ def loss_fn(model: VisionEncoderDecoder, batch: dict[str, jax.Array], key: jax.A
 
 
 def pred_fn(model: VisionEncoderDecoder, batch: dict[str, jax.Array], key: jax.Array, *, n_beams: int) -> jax.Array:
-    """The tokens of generated captions, at most as many as the labels have."""
+    """Returns the tokens of generated captions, at most as many as the labels have."""
     del key
     return generate(model, batch["pixels"], max_new_tokens=batch["labels"].shape[1], n_beams=n_beams)
 
 
 def score(examples: Captioned, outputs: Sequence[np.ndarray], *, decode: Callable[[np.ndarray], str]) -> dict[str, float]:
-    """The share of captions that match exactly, and the mean F1 of ROUGE-L, which is 1 for those."""
+    """Returns the share of captions that match exactly, and the mean F1 of ROUGE-L, which is 1 for those."""
     rouge = RougeScorer(["rougeL"])
     pairs = [(text.strip(), decode(ids)) for (_, text), ids in zip(examples, outputs, strict=True)]
     return {
@@ -106,16 +106,16 @@ def score(examples: Captioned, outputs: Sequence[np.ndarray], *, decode: Callabl
 
 
 def load(folder: Path, deployer: redeqx.Deployer) -> tuple[VisionEncoderDecoder, Tokenizer]:
-    """The captioner and the tokenizer of a Hugging Face folder."""
+    """Returns the captioner and the tokenizer of a Hugging Face folder."""
     model, config = VisionEncoderDecoder.from_pretrained(folder, deployer=deployer)
     for name in ("eos_token_id", "pad_token_id"):
         if not isinstance(token := getattr(config, name), int):
-            raise ValueError(f"`{folder / 'config.json'}`: expected one `{name}`, got {token}. Write it there.")
+            raise ValueError(f"`{folder / 'config.json'}`: expected one `{name}`, got {token}. Set it there.")
     return model, load_tokenizer(folder, config.decoder.vocab_size)
 
 
 def make(args: Args, examples: Captioned, deployer: redeqx.Deployer) -> tuple[VisionEncoderDecoder, Tokenizer]:
-    """A new captioner for these images, and a tokenizer trained on their captions."""
+    """Returns a new captioner for these images, and a tokenizer trained on their captions."""
     tokenizer = learn_tokenizer([caption for _, caption in examples], args.n_ids)
     n_channels, image_size, _ = examples[0][0].shape
     # The published 0.02 is for a width of 768; narrower models learn faster with larger weights.
@@ -134,7 +134,7 @@ def make(args: Args, examples: Captioned, deployer: redeqx.Deployer) -> tuple[Vi
 
     def init() -> VisionEncoderDecoder:
         model = VisionEncoderDecoder(config, key=key)
-        # A patch embedding sums over pixels and is far larger than an initial position. Attention by position would be
+        # A patch embedding sums over pixels and is far larger than an initial position, so attention by position would be
         # learned late.
         positions = model.encoder.positions * args.patch_size * n_channels**0.5
         return eqx.tree_at(lambda model: model.encoder.positions, model, positions)

@@ -19,7 +19,7 @@ RELATIONS = {(0, 1): "beside", (2, 3): "beside", (0, 2): "above", (1, 3): "above
 
 
 def compose(examples: Labelled, n: int, seed: Sequence[int], *, bend: float = 0.0) -> Captioned:
-    """`n` pictures of two of the digits, [1, 2 CELL, 2 CELL], and their captions.
+    """Composes `n` pictures of two of the digits, [1, 2 CELL, 2 CELL], and their captions.
 
     With `bend`, half of the digits are distorted by a matrix that differs from the identity by this much (rotation, scale,
     shear). The others stay sharp like those of validation and test pictures, because distortion also blurs.
@@ -41,8 +41,8 @@ def compose(examples: Labelled, n: int, seed: Sequence[int], *, bend: float = 0.
 
 
 def two_digits(n_train: int, n_held_out: int, *, bend: float, seed: int) -> Parts:
-    """Pictures of two digits, with new training pictures in each epoch. The digits of a picture come from the same part of
-    the data."""
+    """Returns pictures of two digits, with new training pictures in each epoch. The digits of a picture come from the same
+    part of the data."""
     train, validation, test = digits()
     held_out = compose(validation, n_held_out, (0, 1)), compose(test, n_held_out, (0, 2))
     return lambda epoch: compose(train, n_train, (seed, 0, epoch), bend=bend), *held_out

@@ -67,7 +67,7 @@ class Args:
 
 
 def make_model(args: Args, deployer: redeqx.Deployer) -> tuple[Any, Any, Vocabulary]:
-    """GPT-2 of the given sizes, or a folder's model; its config and its vocabulary."""
+    """Makes a GPT-2 of the given sizes, or loads a folder's model. Also returns its config and its vocabulary."""
     if args.pretrained is not None:
         model, config = from_pretrained(args.pretrained, deployer=deployer, kind=Decoder)
         if config.eos_token_id is None:
@@ -88,7 +88,7 @@ def collate_fn(examples: list[np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def loss_fn(model: GPT2, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    """The loss in nats, summed over tokens. A label of -1 has no weight."""
+    """Returns the loss in nats, summed over tokens. A label of -1 has no weight."""
     keys = jax.random.split(key, len(batch["ids"]))
     logits = jax.vmap(lambda ids, key: model(ids, key=key))(batch["ids"], keys)
     weights, labels = batch["labels"] >= 0, jnp.maximum(batch["labels"], 0)
@@ -97,14 +97,14 @@ def loss_fn(model: GPT2, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.
 
 
 def chunked_loss_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    """The same for the large vocabularies of published models: computes the logits of 256 tokens of each row at a time."""
+    """As `loss_fn`, for the large vocabularies of published models: computes the logits of 256 tokens per row at a time."""
     keys = jax.random.split(key, len(batch["ids"]))
     hidden = jax.vmap(lambda ids, key: model.hidden(ids, key=key))(batch["ids"], keys)
     return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=256, ignore_index=-1)
 
 
 def pred_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """The generated continuation of each prompt."""
+    """Returns the generated continuation of each prompt."""
     n_new = min(96, model.config.n_positions - batch["ids"].shape[1])
     drawn = {"sample": True, "temperature": 0.8, "key": key}
     return generate(model, batch["ids"], mask=batch["mask"], max_new_tokens=n_new, eos_token_id=(), **drawn)
@@ -138,7 +138,7 @@ def save_folders(args: Args, model: Any, config: Any) -> list[str]:
 def main(args: Args) -> dict[str, float]:
     """Trains and reports. Returns the held-out bits per byte."""
     if args.lora_rank is not None and args.pretrained is None:
-        raise ValueError(f"`--lora-rank`: expected with `--pretrained`, got {args.lora_rank} alone. Name a folder to adapt.")
+        raise ValueError(f"`--lora-rank`: expected with `--pretrained`, got {args.lora_rank} alone. Pass a folder to adapt.")
     n_model_shards = args.n_model_shards or (2 if jax.default_backend() == "cpu" and jax.device_count() > 1 else 1)
     deployer = redeqx.Deployer(args.seed, n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     rows = args.per_device_batch_size
@@ -160,7 +160,7 @@ def main(args: Args) -> dict[str, float]:
         schedule_type="cosine", warmup_ratio=0.05, end_learning_rate=args.learning_rate / 10,
     )  # fmt: skip
     optimizer = optax.adamw(lr, b2=0.95, weight_decay=0.1, mask=weight_decay_mask)
-    if args.optimizer == "muon":  # the matrices of the blocks; all other leaves as before
+    if args.optimizer == "muon":  # for the matrices of the blocks; AdamW for all other leaves
         optimizer = muon(lr, weight_decay=0.1, rest=optimizer)
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(1.0), optimizer), collate_fn=collate_fn,

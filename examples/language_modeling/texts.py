@@ -12,7 +12,7 @@ import numpy as np
 
 from examples._texts import embedding_rows, load_tokenizer, read_table, standard_library
 
-PROMPT = 32  # tokens of held-out text that a sample continues
+PROMPT = 32  # number of held-out tokens that a sample continues
 
 Pairs = list[tuple[str, str]]  # prompts and their responses
 
@@ -28,7 +28,7 @@ class Vocabulary:
 
 
 def load_vocabulary(path: Path | None, end: int | None = None, n_ids: int | None = None) -> Vocabulary:
-    """The vocabulary of a `tokenizer.json` or of its folder. By default bytes, with 0 as the end, as it occurs in no text.
+    """Loads the vocabulary of a `tokenizer.json` or its folder. By default bytes, with 0 as the end: no text contains it.
 
     **Arguments:**
 
@@ -46,7 +46,7 @@ def load_vocabulary(path: Path | None, end: int | None = None, n_ids: int | None
 def read_examples(
     path: Path | None, vocabulary: Vocabulary, seq_len: int, limits: tuple[int, int], keys: tuple[str, str]
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """Training examples, held-out examples, and the text that the latter predict.
+    """Returns training examples, held-out examples, and the text that the latter predict.
 
     **Arguments:**
 
@@ -66,8 +66,8 @@ def read_examples(
 
 
 def read_texts(path: Path | None) -> tuple[str, str]:
-    """The training and held-out text. One file in twenty is held out, deterministically, or the first part of a single
-    file."""
+    """Returns the training and held-out text. One file in twenty is held out, deterministically, or the first part of a
+    single file."""
     if path is None:
         files = standard_library()
     elif path.is_file():
@@ -80,21 +80,22 @@ def read_texts(path: Path | None) -> tuple[str, str]:
         try:
             texts.append(file.read_text("utf-8"))
         except UnicodeDecodeError:
-            print(f"{file}: not UTF-8, left out")
+            print(f"{file}: not UTF-8, skipped")
     if len(texts) == 1:
         texts = [texts[0][: len(texts[0]) // 20], texts[0][len(texts[0]) // 20 :]]
     n_held_out = max(1, len(texts) // 20)
     train, held_out = "\n\n".join(texts[n_held_out:]), "\n\n".join(texts[:n_held_out])
     if min(len(train), len(held_out)) <= PROMPT:
         raise ValueError(
-            f"`--data`: expected text to train on and to hold out, got {len(train)} characters in {path}. "
-            "Give a longer text, or a folder of them."
+            f"`--data`: expected text for training and evaluation, got {len(train)} characters in {path}. "
+            "Pass a longer text, or a folder of texts."
         )
     return train, held_out
 
 
 def cut(ids: Sequence[int], seq_len: int) -> np.ndarray:
-    """Examples that overlap by one token, so that each token but the first is predicted once. The last row is padded."""
+    """Cuts ids into examples that overlap by one token, so that each token but the first is predicted once. The last row
+    is padded."""
     filled = np.pad(np.array(ids, np.int32), (0, -(len(ids) - 1) % seq_len), constant_values=-1)
     rows = np.lib.stride_tricks.sliding_window_view(filled, seq_len + 1)[::seq_len]
     return np.stack([np.maximum(rows[:, :-1], 0), rows[:, 1:]], axis=1)
@@ -104,7 +105,7 @@ def cut(ids: Sequence[int], seq_len: int) -> np.ndarray:
 
 
 def read_pairs(path: Path, prompt_key: str, response_key: str) -> tuple[Pairs, Pairs]:
-    """The prompts and responses of a .jsonl with one object on each line: those for training, and one in twenty held out."""
+    """Reads prompts and responses from a .jsonl with one object per line: those for training, and one in twenty held out."""
     pairs = []
     for number, row in enumerate(read_table(path, [prompt_key, response_key]), start=1):
         for key in (prompt_key, response_key):
@@ -114,27 +115,27 @@ def read_pairs(path: Path, prompt_key: str, response_key: str) -> tuple[Pairs, P
                 )
         pairs.append((row[prompt_key].strip() + "\n\n", row[response_key].strip()))
     if len(pairs) < 2:
-        raise ValueError(f"`{path}`: expected rows to train on and to hold out, got {len(pairs)}. Add more.")
+        raise ValueError(f"`{path}`: expected rows for training and evaluation, got {len(pairs)}. Add more.")
     return [pair for i, pair in enumerate(pairs) if i % 20], pairs[::20]
 
 
 def within(pairs: Pairs, n_bytes: int) -> Pairs:
-    """The first pairs with at most `n_bytes` in total, but at least one."""
+    """Returns the first pairs with at most `n_bytes` in total, but at least one."""
     sizes = np.cumsum([len((prompt + response).encode()) for prompt, response in pairs])
     return pairs[: max(1, int(np.searchsorted(sizes, n_bytes, side="right")))]
 
 
 def cut_pairs(pairs: Pairs, vocabulary: Vocabulary, seq_len: int) -> np.ndarray:
-    """Examples of a prompt, a response and an end token each. A prompt that is too long for the row keeps its last
-    tokens."""
+    """Cuts pairs into examples of a prompt, a response and an end token. A prompt that is too long for the row keeps its
+    last tokens."""
     examples = np.zeros((len(pairs), 2, seq_len), np.int32)
     examples[:, 1] = -1
     for (ids, labels), (prompt, response) in zip(examples, pairs, strict=True):
         answer = [*vocabulary.encode(response), vocabulary.end]
         if len(answer) > seq_len:
             raise ValueError(
-                f"`--seq-len`: expected at least {len(answer)}, to hold the response {response[:40]!r}..., got {seq_len}. "
-                "Raise it, or leave that row out."
+                f"`--seq-len`: expected at least {len(answer)}, for the response {response[:40]!r}..., got {seq_len}. "
+                "Raise it, or remove that row."
             )
         tokens = [*vocabulary.encode(prompt)[-(seq_len + 1 - len(answer)) :], *answer]
         ids[: len(tokens) - 1] = tokens[:-1]
@@ -143,14 +144,14 @@ def cut_pairs(pairs: Pairs, vocabulary: Vocabulary, seq_len: int) -> np.ndarray:
 
 
 def prompt_of(example: np.ndarray) -> list[int]:
-    """The start of a sample: the prompt of an instruction, or the first tokens of a text."""
+    """Returns the start of a sample: the prompt of an instruction, or the first tokens of a text."""
     ids, labels = example
     n = int(np.argmax(labels >= 0)) + 1
     return ids[: PROMPT if n == 1 else n].tolist()
 
 
 def pad_left(prompts: list[list[int]]) -> dict[str, np.ndarray]:
-    """A batch of prompts, padded on the left as `generate` expects."""
+    """Returns a batch of prompts, padded on the left as `generate` expects."""
     width = max(map(len, prompts))
     return {
         "ids": np.stack([np.pad(np.array(ids, np.int32), (width - len(ids), 0)) for ids in prompts]),

@@ -69,7 +69,7 @@ def collate_fn(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def answer_logits(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    """The logit of each label's word after the prompt, [batch, labels]."""
+    """Returns the logit of each label's word after the prompt, [batch, labels]."""
     last = jax.vmap(lambda ids, mask: model.hidden(ids, mask=mask)[-1])(batch["ids"], batch["mask"])
     return jnp.take_along_axis(model.logits(last).astype(jnp.float32), batch["answers"], axis=1)
 

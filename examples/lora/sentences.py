@@ -1,4 +1,4 @@
-"""Labelled sentences: a table of the user's, or sentences of Python's own documentation.
+"""Labelled sentences: from a table, or from Python's own documentation.
 
 The latter come from the language reference, as `pydoc` has it, and from the docstrings of the standard library. The label of
 a sentence is its source; the text itself is unchanged. No sentence is in two parts of the data.
@@ -33,7 +33,7 @@ def read_sentences(path: Path, n_labels: int) -> Labelled:
         if str(row["label"]) not in map(str, range(n_labels)):
             raise ValueError(
                 f"`{path}` row {number}: expected a label from 0 to {n_labels - 1}, got {row['label']!r}. "
-                "Correct the row, or name a word for each label by `--words`."
+                "Correct the row, or pass a word for each label by `--words`."
             )
         examples.append((row["sentence"].strip(), int(row["label"])))
     return examples
@@ -56,7 +56,7 @@ def split(examples: Labelled, n: int, n_train: int) -> tuple[Labelled, Labelled,
 
 
 def documentation_sentences(n: int) -> tuple[Labelled, list[str]]:
-    """Equally many sentences of the reference and of docstrings, of 25 to 200 characters; and all sentences that were read.
+    """Reads as many sentences of the reference as of docstrings, of 25 to 200 characters. Also returns all sentences read.
 
     **Arguments:**
 
@@ -68,7 +68,7 @@ def documentation_sentences(n: int) -> tuple[Labelled, list[str]]:
         if len(library) >= n:
             break
         try:
-            with warnings.catch_warnings(action="ignore"):  # of escapes in old code
+            with warnings.catch_warnings(action="ignore"):  # about escapes in old code
                 tree = ast.parse(file.read_text("utf-8"))
         except (SyntaxError, UnicodeDecodeError):
             continue
@@ -86,7 +86,7 @@ def is_plain(sentence: str) -> bool:
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    """The sentences of a text whose paragraphs are separated by blank lines."""
+    """Yields the sentences of a text whose paragraphs are separated by blank lines."""
     for paragraph in re.split(r"\n\s*\n", text):
         yield from filter(None, re.split(r"(?<=[.!?])\s+", " ".join(paragraph.split())))
 
@@ -94,8 +94,8 @@ def sentences_of(text: str) -> Iterator[str]:
 def encode(
     examples: Labelled, words: Sequence[str], tokenizer: Tokenizer, bos: int | None, seq_len: int
 ) -> list[dict[str, np.ndarray]]:
-    """Sentences with their prompt, padded on the left, so that the last token's logits predict the label. `answers` are the
-    words' ids."""
+    """Encodes sentences with their prompt, padded on the left, so that the last token's logits predict the label. `answers`
+    are the words' ids."""
     endings = [tokenizer.encode(f"\nLabel: {word}", add_special_tokens=False).ids for word in words]
     columns = list(zip(*endings, strict=False))
     n_shared = next((i for i, ids in enumerate(columns) if len(set(ids)) > 1), 0)
@@ -114,6 +114,6 @@ def encode(
 
 
 def pack(corpus: Sequence[str], tokenizer: Tokenizer, length: int, n_tokens: int) -> np.ndarray:
-    """Rows of `length` ids plus the next one, of sentences in their original order."""
+    """Packs sentences, in their original order, into rows of `length` ids plus the next one."""
     ids = np.concatenate([encoding.ids for encoding in tokenizer.encode_batch(corpus)])[:n_tokens].astype(np.int32)
     return np.lib.stride_tricks.sliding_window_view(ids, length + 1)[::length]

@@ -65,13 +65,13 @@ class Args:
 class Learner(eqx.Module):
     """The initial network, and how it adapts to a task."""
 
-    net: Any  # maps one point
+    net: Any  # maps one point to its output
     inner_rate: float = eqx.field(static=True)
     inner_steps: int = eqx.field(static=True)
     first_order: bool = eqx.field(static=True)
 
     def step(self, net: Any, x: jax.Array, y: jax.Array) -> Any:
-        """The network after one step of gradient descent on a support set."""
+        """Returns the network after one step of gradient descent on a support set."""
         grads = eqx.filter_grad(lambda net: error(jax.vmap(net)(x), y))(net)
         if self.first_order:
             grads = jax.lax.stop_gradient(grads)
@@ -79,14 +79,14 @@ class Learner(eqx.Module):
 
 
 def error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
-    """The mean squared error for numbers, or the mean cross-entropy for classes."""
+    """Returns the mean squared error for numbers, or the mean cross-entropy for classes."""
     if jnp.issubdtype(targets.dtype, jnp.integer):
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(outputs, targets))
     return jnp.mean((outputs - targets) ** 2)
 
 
 def loss_fn(model: Learner, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """The query set's error after the inner steps, averaged over tasks. Without inner steps, the error of one network for
+    """Returns the query sets' mean error after the inner steps. Without inner steps, this is the error of one network for
     all tasks."""
 
     def task_loss(support_x: jax.Array, support_y: jax.Array, query_x: jax.Array, query_y: jax.Array) -> jax.Array:
@@ -99,7 +99,7 @@ def loss_fn(model: Learner, batch: dict[str, jax.Array], key: jax.Array) -> jax.
 
 
 def pred_fn(model: Learner, batch: dict[str, jax.Array], key: jax.Array) -> dict[str, jax.Array]:
-    """The outputs for each task's query set after 0 to 10 steps on its support set, and their errors: the mean squared error
+    """Returns the outputs for each query set after 0 to 10 steps on its support set, and their errors: mean squared errors
     for numbers, the share of wrong predictions for classes.
     """
     arrays, static = eqx.partition(model.net, eqx.is_array)
@@ -124,7 +124,7 @@ def metric_fn(tasks: np.ndarray, outputs: list[dict[str, np.ndarray]]) -> dict[s
 def fit(
     args: Any, net: Any, inner_steps: int, parts: tuple[Tasks, Tasks, Tasks], workdir: Path
 ) -> tuple[redeqx.Trainer, redeqx.Predictor]:
-    """A trainer with the best network of a run, by the error on validation tasks after the test-time steps."""
+    """Returns a trainer with the best network of a run, by the error on validation tasks after the test-time steps."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=workdir)
     rows = deployer.get_per_device_batch_size(args.batch_size)
     lr = deployer.get_lr_schedule_fn(args.tasks_per_epoch, rows, args.n_epochs, args.learning_rate, "cosine")

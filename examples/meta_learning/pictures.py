@@ -11,7 +11,7 @@ from .tasks import AFTER, SHOWN, Batch
 
 
 def interval(errors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means over tasks, and the half-widths of their 95 % confidence intervals."""
+    """Returns means over tasks, and the half-widths of their 95 % confidence intervals."""
     return errors.mean(0), 1.96 * errors.std(0, ddof=1) / len(errors) ** 0.5
 
 

@@ -81,7 +81,7 @@ class Characters:
 
 
 def omniglot(path: Path, n_ways: int, n_shots: int, n_query: int) -> tuple[Characters, Characters, Characters]:
-    """Characters for training, validation and testing. No character is in two of these parts.
+    """Reads characters for training, validation and testing. No character is in two of these parts.
 
     In training, each rotation of a character by 90 degrees is a separate class. The other parts keep the original
     orientation.
@@ -95,13 +95,13 @@ def omniglot(path: Path, n_ways: int, n_shots: int, n_query: int) -> tuple[Chara
     drawings = _read(path)
     if len(drawings) < 3 * n_ways:
         raise ValueError(
-            f"`{path}`: expected at least {3 * n_ways} characters, {n_ways} each to train, choose and test by, got "
-            f"{len(drawings)}. Give a folder with `alphabet/character/*.png`, or lower --n-ways."
+            f"`{path}`: expected at least {3 * n_ways} characters, {n_ways} each for training, validation and testing, got "
+            f"{len(drawings)}. Pass a folder with `alphabet/character/*.png`, or lower --n-ways."
         )
     for name, found in drawings.items():
         if len(found) < n_shots + n_query:
             raise ValueError(
-                f"`{path}` character {name!r}: expected at least {n_shots} drawings to adapt on + {n_query} to ask for, got "
+                f"`{path}` character {name!r}: expected at least {n_shots} drawings to adapt on + {n_query} queries, got "
                 f"{len(found)}. Lower --n-shots or --n-query."
             )
     upright = np.stack([image for found in drawings.values() for image in found])
@@ -117,7 +117,7 @@ def omniglot(path: Path, n_ways: int, n_shots: int, n_query: int) -> tuple[Chara
 
 
 def _files(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The PNG files of a folder or a .zip, by their names in it."""
+    """Yields the names and contents of the PNG files of a folder or a .zip."""
     if path.is_dir():
         for file in sorted(path.rglob("*.png")):
             yield file.relative_to(path).as_posix(), file.read_bytes()
@@ -127,18 +127,20 @@ def _files(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield name, archive.read(name)
     else:
         found = "a file of another kind" if path.exists() else "none"
-        raise ValueError(f"`{path}`: expected a folder or a .zip of `alphabet/character/*.png`, got {found}. Give one.")
+        raise ValueError(f"`{path}`: expected a folder or a .zip of `alphabet/character/*.png`, got {found}. Pass one.")
 
 
 def _read(path: Path) -> dict[str, list[np.ndarray]]:
-    """The drawings of each character, by the name of its folder."""
+    """Returns the drawings of each character, by the name of its folder."""
     drawings: dict[str, list[np.ndarray]] = {}
     for name, content in _files(path):
         try:
             with Image.open(BytesIO(content)) as image:
                 pixels = np.asarray(image.convert("L").resize((SIZE, SIZE)))
         except (UnidentifiedImageError, OSError) as error:
-            raise ValueError(f"`{path}` file {name!r}: expected a PNG, got what Pillow cannot read. {error}.") from None
+            raise ValueError(
+                f"`{path}` file {name!r}: expected a PNG, got a file that Pillow cannot read. {error}."
+            ) from None
         drawings.setdefault(name.rpartition("/")[0], []).append(255 - pixels)  # the files have black ink on white
     return drawings
 
@@ -158,12 +160,12 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def filled(args: Any) -> Any:
-    """The arguments of a run, with the values of RECIPES for those that are None."""
+    """Returns the arguments of a run, with the values of RECIPES for those that are None."""
     recipe = RECIPES["sinusoids" if args.data is None else "omniglot"]
     args = replace(args, **{name: value for name, value in recipe.items() if getattr(args, name) is None})
     for name, value in vars(args).items():
         if type(value) is int and value < 1 and name != "seed":
-            raise ValueError(f"`--{name.replace('_', '-')}`: expected at least 1, got {value}. Give a positive number.")
+            raise ValueError(f"`--{name.replace('_', '-')}`: expected at least 1, got {value}. Pass a positive number.")
     return args
 
 
@@ -191,8 +193,8 @@ class ConvNet(eqx.Module):
 
 
 def convolve(conv: eqx.nn.Conv2d, x: jax.Array) -> jax.Array:
-    """A 3x3 convolution with stride 2 and padding 1, as a matmul: each task has its own weights, and such convolutions are
-    slow on CPU."""
+    """Computes a 3x3 convolution with stride 2 and padding 1 as a matmul: each task has its own weights, and such
+    convolutions are slow on CPU."""
     _, h, w = x.shape
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1)))
     shifts = jnp.stack([padded[:, i : i + h : 2, j : j + w : 2] for i in range(3) for j in range(3)], axis=1)

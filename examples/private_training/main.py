@@ -56,7 +56,7 @@ class Args:
     n_model_shards: int = 1  # Devices over which each layer is sharded.
     n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
     simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
-    seed: int = 0  # Of the samples and the noise. It must stay secret for the guarantee to hold.
+    seed: int = 0  # Seed of the samples and the noise. It must stay secret for the guarantee to hold.
 
 
 def check(args: Args) -> None:
@@ -76,7 +76,7 @@ def check(args: Args) -> None:
 
 
 def read_data(path: Path | None, size: int) -> tuple[tuple[Labelled, Labelled, Labelled], int]:
-    """Training, validation and test images, and the number of their classes."""
+    """Returns training, validation and test images, and the number of their classes."""
     if path is None:
         return digits(), 10
     examples, names = read_classes(path, size)
@@ -100,7 +100,7 @@ def collate_fn(examples: Labelled) -> dict[str, np.ndarray]:
 
 
 def loss_of_one(model: Classifier, row: dict[str, jax.Array]) -> jax.Array:
-    """The loss of one image in nats; 0 for a label of -1."""
+    """Returns the loss of one image in nats; 0 for a label of -1."""
     loss = optax.softmax_cross_entropy_with_integer_labels(model(row["images"]), jnp.maximum(row["labels"], 0))
     return loss * (row["labels"] >= 0)
 

@@ -1,4 +1,4 @@
-"""The private part: the budget and its noise, the samples, and the gradient."""
+"""Differential privacy: the budget and its noise, the samples, and the gradient."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,13 +21,13 @@ from examples._images import Labelled
 
 
 def steps_of(noise_multiplier: float, sampling_rate: float, n_steps: int) -> dp_accounting.DpEvent:
-    """The event for the accountant: sums over Poisson samples, with noise of `noise_multiplier` times the clip norm."""
+    """Returns the accountant's event: sums over Poisson samples, with noise of `noise_multiplier` times the clip norm."""
     step = dp_accounting.PoissonSampledDpEvent(sampling_rate, dp_accounting.GaussianDpEvent(noise_multiplier))
     return dp_accounting.SelfComposedDpEvent(step, n_steps)
 
 
 def calibrate(epsilon: float, delta: float, sampling_rate: float, n_steps: int) -> float:
-    """The smallest noise multiplier within the budget."""
+    """Returns the smallest noise multiplier within the budget."""
 
     def steps(noise_multiplier: float) -> dp_accounting.DpEvent:
         return steps_of(noise_multiplier, sampling_rate, n_steps)
@@ -36,7 +36,7 @@ def calibrate(epsilon: float, delta: float, sampling_rate: float, n_steps: int) 
 
 
 def spent(noise_multiplier: float, delta: float, sampling_rate: float, n_steps: int) -> float:
-    """The epsilon for this noise."""
+    """Returns the epsilon for this noise."""
     return PLDAccountant().compose(steps_of(noise_multiplier, sampling_rate, n_steps)).get_epsilon(delta)
 
 
@@ -49,7 +49,7 @@ def hold_to(path: Path, terms: dict[str, float]) -> None:
     if path.is_file():
         found = json.loads(path.read_text("utf-8"))
         if found != terms:
-            raise ValueError(f"`{path}`: expected {terms}, as asked for now, got {found}. Choose another `--workdir`.")
+            raise ValueError(f"`{path}`: expected {terms}, as in this call, got {found}. Choose another `--workdir`.")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(terms), "utf-8")
 
@@ -58,14 +58,14 @@ def hold_to(path: Path, terms: dict[str, float]) -> None:
 
 
 def room_for(n_examples: int, sampling_rate: float, n_steps: int, multiple: int) -> int:
-    """The number of rows that hold every sample of a run, except with a probability of one in a billion, rounded up to a
-    multiple."""
+    """Returns a number of rows that is enough for every sample of a run, except with a probability of one in a billion. It
+    is rounded up to a multiple of `multiple`."""
     most = int(binom.isf(1e-9 / n_steps, n_examples, sampling_rate))
     return -(-max(1, most) // multiple) * multiple
 
 
 def poisson_samples(examples: Labelled, rate: float, n_steps: int, n_rows: int, seed: tuple[int, ...]) -> Iterator:
-    """The examples of each sample in turn, padded to `n_rows` with rows of label -1, which have no weight.
+    """Yields the examples of each sample in turn, padded to `n_rows` with rows of label -1, which have no weight.
 
     Each example is in a sample with probability `rate`, independently of the others, as the accountant assumes.
 
@@ -86,7 +86,7 @@ def poisson_samples(examples: Labelled, rate: float, n_steps: int, n_rows: int, 
 def clipped_sums(
     loss_of_one: Callable[[Any, PyTree], Array], model: PyTree, batch: PyTree, clip_norm: float
 ) -> tuple[Array, PyTree]:
-    """The losses [rows], and the sum of the rows' gradients, each scaled down to a norm of at most `clip_norm`."""
+    """Returns the losses [rows], and the sum of the rows' gradients, each scaled down to a norm of at most `clip_norm`."""
     of_each = eqx.filter_vmap(eqx.filter_value_and_grad(loss_of_one), in_axes=(None, 0))
     losses, grads = of_each(model, batch)
     leaves, treedef = jax.tree.flatten(grads)
@@ -105,9 +105,9 @@ def private_gradient(
     sample_size: float,
     n_micro_batches: int = 1,
 ) -> tuple[redeqx.Loss, PyTree]:
-    """A `grad_fn`: the sum of clipped gradients and Gaussian noise, divided by the expected size of a sample.
+    """Returns a `grad_fn`: the sum of clipped gradients and Gaussian noise, divided by the expected size of a sample.
 
-    The actual size would reveal information about who is in the sample.
+    Dividing by the actual size would reveal information about the images in the sample.
 
     **Arguments:**
 

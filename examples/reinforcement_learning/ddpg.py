@@ -30,7 +30,7 @@ class DDPG:
     rollout: int = 16  # Steps of each environment between two trainings.
     n_updates: int = 64  # Updates in one training.
     n_random_steps: int = 1_000  # Environment steps with random actions at the start.
-    replay: int = 100_000  # Transitions that the replay buffer holds.
+    replay: int = 100_000  # Capacity of the replay buffer, in transitions.
     batch_size: int = 128  # Transitions of one update, on all devices together.
     learning_rate: float = 1e-3
     width: int = 128  # Width of the hidden layers.
@@ -66,13 +66,13 @@ class ActorCritic(eqx.Module):
 def loss_fn(
     model: ActorCritic, targets: PyTree, batch: dict[str, jax.Array], key: jax.Array, discount: float, target_rate: float
 ) -> tuple[redeqx.Loss, PyTree]:
-    """The critic's loss plus the actor's, and the updated target networks, which are the trainer's `model_state`."""
+    """Returns the critic's loss plus the actor's, and the updated target networks, which are the trainer's `model_state`."""
     seen, arrays = batch["observation"], eqx.filter(model, eqx.is_array)
     target = eqx.combine(targets, model)  # non-array fields, such as an activation, are equal in both
     later = target.value(batch["next"], target.act(batch["next"]))
     goals = batch["reward"] + discount * (1 - batch["terminated"]) * later
     surprises = model.value(seen, batch["action"]) - jax.lax.stop_gradient(goals)
-    # The actor maximizes the critic's value. This gives the critic's weights no gradient.
+    # The actor maximizes the critic's value. The critic's weights get no gradient from this term.
     judge = eqx.combine(jax.lax.stop_gradient(arrays), model)
     values = judge.value(seen, model.act(seen))
     losses = jnp.sum(surprises**2) - jnp.sum(values)

@@ -47,7 +47,7 @@ def make_envs(name: str, algorithm: str, n_envs: int, **options: Any) -> RecordE
 
 
 def play_episodes(envs: VectorEnv, act: Act, seed: int) -> np.ndarray:
-    """The return of one episode in each environment."""
+    """Returns the return of one episode in each environment."""
     envs.action_space.seed(seed)
     observations, _ = envs.reset(seed=seed)
     returns, running = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool)
@@ -59,7 +59,7 @@ def play_episodes(envs: VectorEnv, act: Act, seed: int) -> np.ndarray:
 
 
 def film(name: str, algorithm: str, act: Act, seed: int, n_frames: int = 8) -> list[np.ndarray]:
-    """Frames of one episode at equal intervals; empty if the environment cannot render."""
+    """Returns frames of one episode at equal intervals; an empty list if the environment cannot render."""
     if "rgb_array" not in gymnasium.make(name).metadata.get("render_modes", []):
         return []
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # lets pygame draw without a screen
@@ -115,7 +115,7 @@ class Games:
         return np.stack(played)
 
     def watch(self, act: Act, seed: int, n_games: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The paths of the agents in a few games, `[agent, xy, time]`, and the positions of the landmarks, `[xy,
+        """Returns the paths of the agents in a few games, `[agent, xy, time]`, and the positions of the landmarks, `[xy,
         landmark]`."""
         worlds = [game.unwrapped.world for game in self.games[:n_games]]
         places = []
@@ -134,5 +134,5 @@ class Games:
 
 
 def returns_of(played: np.ndarray) -> np.ndarray:
-    """The return of each game: rewards summed over time and averaged over agents."""
+    """Returns the return of each game: rewards summed over time and averaged over agents."""
     return played["reward"].sum(axis=0).mean(axis=1)

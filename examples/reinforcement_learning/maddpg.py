@@ -1,8 +1,8 @@
 """Multi-agent DDPG (Lowe et al. 2017): each agent has its own policy, and its critic sees all agents.
 
-An independent critic treats the other agents as part of the environment, as they were in the replay buffer: exploring, and
-weaker than now. A critic that receives their actions evaluates an action given what the others do today. So its advantage
-grows with the noise: with `--noise 0.3` both methods perform alike. A return is the agents' mean sum of rewards.
+An independent critic treats the other agents as part of the environment, with the behavior in the replay buffer: exploring,
+and weaker than the current policies. A critic that receives their actions evaluates an action given the current ones. So its
+advantage grows with the noise: with `--noise 0.3` both methods perform alike. A return is the agents' mean sum of rewards.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class MADDPG:
     n_episodes: int = 4_000  # Episodes of each of the two methods.
     n_envs: int = 16  # Episodes that run in parallel.
     n_updates: int = 40  # Updates after each set of parallel episodes.
-    replay: int = 250_000  # Transitions that the replay buffer holds.
+    replay: int = 250_000  # Capacity of the replay buffer, in transitions.
     batch_size: int = 256  # Transitions of one update, on all devices together.
     learning_rate: float = 1e-3
     width: int = 64  # Width of the hidden layers.
@@ -66,11 +66,11 @@ class Team(eqx.Module):
         self.independent = independent
 
     def act(self, observations: jax.Array) -> jax.Array:
-        """From `[batch, agent, seen]` to `[batch, agent, action]`."""
+        """Maps observations `[batch, agent, seen]` to actions `[batch, agent, action]`."""
         return each(self.actors, observations)
 
     def value(self, observations: jax.Array, actions: jax.Array) -> jax.Array:
-        """From `[batch, agent, seen]`, and `[batch, critic, agent, action]`, each critic's input, to `[batch, critic]`."""
+        """Maps `[batch, agent, seen]` and inputs `[batch, critic, agent, action]` of each critic to `[batch, critic]`."""
         observations = jnp.broadcast_to(observations[:, None], (*actions.shape[:3], observations.shape[2]))
         known = jnp.concatenate([observations, actions], axis=3)
         if self.independent:  # the same critic, with zeros for the others' observations and actions
@@ -87,7 +87,7 @@ def each(mlps: eqx.nn.MLP, inputs: jax.Array) -> jax.Array:
 def loss_fn(
     model: Team, targets: PyTree, batch: dict[str, jax.Array], key: jax.Array, discount: float, target_rate: float
 ) -> tuple[redeqx.Loss, PyTree]:
-    """The critics' losses plus the actors', and the updated target networks, which are the trainer's `model_state`."""
+    """Returns the critics' losses plus the actors', and the updated target networks, the trainer's `model_state`."""
     seen, actions, arrays = batch["observation"], batch["action"], eqx.filter(model, eqx.is_array)
     n_agents = seen.shape[1]
     to_all = partial(jnp.repeat, repeats=n_agents, axis=1)  # every critic receives the same actions

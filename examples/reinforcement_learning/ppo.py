@@ -35,7 +35,7 @@ class PPO:
     width: int = 64  # Width of the hidden layers.
     discount: float = 0.99
     gae_lambda: float = 0.95  # 0 uses only the critic's values, 1 only the returns.
-    clip: float = 0.2  # Relative change of an action's probability beyond which nothing is gained.
+    clip: float = 0.2  # Relative change of an action's probability beyond which the objective is constant.
     entropy_weight: float = 0.01
     eval_every_n_steps: int = 10_000  # Environment steps between two evaluations.
     eval_episodes: int = 64  # Episodes that select the best checkpoint. The same number of others test it.
@@ -57,12 +57,12 @@ class ActorCritic(eqx.Module):
         self.critic = eqx.nn.MLP(n_seen, "scalar", width, 2, jnp.tanh, key=keys[1])
 
     def __call__(self, observations: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Log probabilities `[batch, actions]` and values `[batch]`."""
+        """Returns log probabilities `[batch, actions]` and values `[batch]`."""
         return jax.nn.log_softmax(jax.vmap(self.actor)(observations)), jax.vmap(self.critic)(observations)
 
 
 def policy_gain(log_ratios: jax.Array, advantages: jax.Array, clip: float) -> jax.Array:
-    """The objective for changing probabilities by these ratios. Changes beyond `clip` add nothing to it."""
+    """Returns the objective for changing probabilities by these ratios. Changes beyond `clip` add nothing to it."""
     ratios = jnp.exp(log_ratios)
     return jnp.minimum(ratios * advantages, jnp.clip(ratios, 1 - clip, 1 + clip) * advantages)
 
@@ -70,7 +70,7 @@ def policy_gain(log_ratios: jax.Array, advantages: jax.Array, clip: float) -> ja
 def loss_fn(
     model: ActorCritic, batch: dict[str, jax.Array], key: jax.Array, clip: float, entropy_weight: float
 ) -> redeqx.Loss:
-    """The loss of PPO. Steps that only reset an environment have no weight."""
+    """Returns the loss of PPO. Steps that only reset an environment have no weight."""
     log_probs, values = model(batch["observation"])
     chosen = jnp.take_along_axis(log_probs, batch["action"][:, None], axis=1)[:, 0]
     gains = policy_gain(chosen - batch["log_prob"], batch["advantage"], clip)
@@ -85,7 +85,7 @@ def loss_fn(
 
 
 def pred_fn(model: ActorCritic, observations: jax.Array, key: jax.Array) -> tuple[jax.Array, ...]:
-    """For each row, a sampled action, its log probability, the value, and the most probable action."""
+    """Returns a sampled action, its log probability, the value, and the most probable action of each row."""
     log_probs, values = model(observations)
     actions = jax.random.categorical(key, log_probs)
     chosen = jnp.take_along_axis(log_probs, actions[:, None], axis=1)[:, 0]
@@ -95,7 +95,7 @@ def pred_fn(model: ActorCritic, observations: jax.Array, key: jax.Array) -> tupl
 def estimate_advantages(
     rewards: np.ndarray, values: np.ndarray, terminated: np.ndarray, ended: np.ndarray, discount: float, gae_lambda: float
 ) -> np.ndarray:
-    """Generalized advantage estimation (Schulman et al. 2016), all `[time, envs]`; `values` has one time step more.
+    """Computes generalized advantages (Schulman et al. 2016), all `[time, envs]`; `values` has one time step more.
 
     A terminated episode has no remaining value. A truncated one has the value of its last observation.
     """

@@ -1,4 +1,4 @@
-"""Shared by the three algorithms: the replay buffer, the selection of the best checkpoint, the plots."""
+"""Code shared by the three algorithms: the replay buffer, the selection of the best checkpoint, the plots."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -79,13 +79,13 @@ class Best:
         return str(workdir / "ckpts" / json.loads((workdir / "ckpts/index.json").read_bytes())["argmax_return"])
 
     def test(self) -> np.ndarray:
-        """The returns of the best checkpoint, in other episodes than those that selected it."""
+        """Tests the best checkpoint in episodes other than those that selected it. Returns the episodes' returns."""
         self.trainer.load_ckpt("argmax_return")
         return self.play(TEST_SEED)
 
 
 def mean(returns: np.ndarray) -> str:
-    """The mean and its standard error, as text."""
+    """Returns the mean and its standard error, as text."""
     return f"{returns.mean():8.2f} +- {returns.std() / np.sqrt(len(returns)):.2f}"
 
 

@@ -15,7 +15,7 @@ Captioned = list[tuple[np.ndarray, str]]  # images [channels, height, width] in 
 
 
 def captioned_digits() -> tuple[Captioned, Captioned, Captioned]:
-    """The digits for training, validation and testing, each with every caption template."""
+    """Returns the digits for training, validation and testing, each with every caption template."""
     train, validation, test = (
         [(image, phrase.format(WORDS[label])) for image, label in part for phrase in PHRASES] for part in digits()
     )
@@ -26,7 +26,9 @@ def captioned_folder(folder: Path, size: int, n_channels: int) -> tuple[Captione
     """Splits a folder's images: 70 % for training, 10 % for validation, 20 % for testing, deterministically."""
     examples = read_captions(folder, size, n_channels)
     if len(examples) < 10:
-        raise ValueError(f"`{folder}`: expected 10 images, to train, choose and test by, got {len(examples)}. Add some.")
+        raise ValueError(
+            f"`{folder}`: expected 10 images, for training, validation and testing, got {len(examples)}. Add some."
+        )
     shuffled = [examples[i] for i in np.random.default_rng(0).permutation(len(examples))]
     n = len(examples) // 10
     return shuffled[3 * n :], shuffled[2 * n : 3 * n], shuffled[: 2 * n]
@@ -38,7 +40,7 @@ def whole_batches(examples: Captioned, batch_size: int) -> Captioned:
 
 
 def judge_digits(drawn: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
-    """The share of drawings in which a support vector machine, trained on real digits, finds the requested digit.
+    """Returns the share of drawings in which a support vector machine, trained on real digits, finds the requested digit.
 
     Also returns the mean distance from drawings to the nearest training digit, and from real test digits. If the former were
     much smaller, the model would have memorized its training images.

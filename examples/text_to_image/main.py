@@ -72,7 +72,7 @@ def collate_fn(examples: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, np.nd
 
 
 def vae_loss_fn(vae: VAE, batch: dict[str, jax.Array], key: jax.Array, *, kl_weight: float) -> jax.Array:
-    """The squared error of the pixels, and the weighted KL divergence of the latents from the standard normal."""
+    """Returns the squared error of the pixels, and the weighted KL divergence of the latents from the standard normal."""
 
     def loss(image: jax.Array, key: jax.Array) -> jax.Array:
         posterior = vae.encode(image)
@@ -83,13 +83,13 @@ def vae_loss_fn(vae: VAE, batch: dict[str, jax.Array], key: jax.Array, *, kl_wei
 
 
 def encode_fn(vae: VAE, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """Latents, drawn from each image's distribution."""
+    """Draws latents from each image's distribution."""
     keys = jax.random.split(key, len(batch["images"]))
     return jax.vmap(lambda image, key: vae.encode(image).sample(key))(batch["images"], keys)
 
 
 def loss_fn(pipeline: Pipeline, batch: dict[str, jax.Array], key: jax.Array, *, caption_dropout: float) -> jax.Array:
-    """The squared error of the UNet's prediction from latents, each with the noise of a random timestep."""
+    """Returns the squared error of the UNet's prediction from latents, each with the noise of a random timestep."""
     latents, ids, schedule = batch["latents"], batch["ids"], pipeline.schedule
     timestep_key, noise_key, dropout_key = jax.random.split(key, 3)
     timesteps = jax.random.randint(timestep_key, latents.shape[:1], 0, schedule.n_train_steps)
@@ -101,7 +101,7 @@ def loss_fn(pipeline: Pipeline, batch: dict[str, jax.Array], key: jax.Array, *, 
 
 
 def pred_fn(pipeline: Pipeline, batch: dict[str, jax.Array], key: jax.Array, *, guidance: float, n_steps: int) -> jax.Array:
-    """An image in [0, 1] for each caption. Only the shape of the latents is used."""
+    """Returns an image in [0, 1] for each caption. Only the shape of the latents is used."""
     noise = jax.random.normal(key, batch["latents"].shape)
     latents = pipeline.denoise(noise, batch["ids"], guidance=guidance, n_steps=n_steps)
     return (pipeline.decode(latents) + 1) / 2
@@ -141,8 +141,8 @@ def main(args: Args) -> dict[str, float]:
     parts = captioned_digits() if args.data is None else captioned_folder(args.data, args.image_size, n_channels)
     if args.pretrained is not None and len(parts[0][0][0]) != n_channels:
         raise ValueError(
-            f"`{args.pretrained / 'vae'}`: expected `in_channels` 1, for the digits are grey, got {n_channels}. "
-            "Pass `--data` for it."
+            f"`{args.pretrained / 'vae'}`: expected `in_channels` 1, since the digits are grayscale, got {n_channels}. "
+            "Pass `--data` with such images."
         )
     train, validation, test = (whole_batches(part, args.batch_size) for part in parts)
     tokenizer = tokenizer or learn_tokenizer((caption for _, caption in train), args.vocab_size)

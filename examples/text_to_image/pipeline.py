@@ -26,12 +26,12 @@ PARTS = {"vae": VAE, "text_encoder": CLIPText, "unet": UNet}  # the models by th
 
 
 def without_words(ids: Int[Array, "b seq"]) -> Int[Array, "b seq"]:
-    """Empty captions: each caption's first token, then only end tokens."""
+    """Returns empty captions: each caption's first token, then only end tokens."""
     return ids.at[:, 1:].set(ids[:, -1:])
 
 
 def encode_captions(tokenizer: Tokenizer, captions: list[str], n_tokens: int) -> np.ndarray:
-    """The ids of captions, padded to equal length with the end token."""
+    """Returns the ids of captions, padded to equal length with the end token."""
     encoded = [tokenizer.encode(caption).ids for caption in captions]
     for caption, ids in zip(captions, encoded, strict=True):
         if len(ids) > n_tokens:
@@ -43,7 +43,7 @@ def encode_captions(tokenizer: Tokenizer, captions: list[str], n_tokens: int) ->
 
 
 class Pipeline(eqx.Module):
-    """Generates images from captions. The noise schedule holds no arrays: it only defines the noise of each timestep."""
+    """Generates images from captions. The noise schedule has no arrays: it only defines the noise of each timestep."""
 
     vae: VAE
     text_encoder: CLIPText
@@ -53,7 +53,7 @@ class Pipeline(eqx.Module):
     def predict(
         self, latents: Float[Array, "b c h w"], timesteps: Int[Array, " b"], ids: Int[Array, "b seq"]
     ) -> Float[Array, "b c h w"]:
-        """The UNet's prediction from noisy latents, given their timesteps and captions."""
+        """Returns the UNet's prediction from noisy latents, given their timesteps and captions."""
         return jax.vmap(self.unet)(latents, timesteps, jax.vmap(self.text_encoder)(ids))
 
     def denoise(
@@ -74,7 +74,7 @@ class Pipeline(eqx.Module):
         return denoise(self.schedule, guided(text, nothing, guidance), noise, n_steps)
 
     def decode(self, latents: Float[Array, "b c h w"]) -> Float[Array, "b channels height width"]:
-        """The images of latents, in [-1, 1]."""
+        """Returns the images of latents, in [-1, 1]."""
         return jnp.clip(jax.vmap(self.vae.decode)(latents / self.vae.config.scaling_factor), -1, 1)
 
     @classmethod
@@ -85,8 +85,8 @@ class Pipeline(eqx.Module):
 
         **Arguments:**
 
-        - `channels`: of the UNet's blocks. All blocks except the innermost attend to the caption, and so does the middle
-            block.
+        - `channels`: the channels of the UNet's blocks. All blocks except the innermost attend to the caption, and so does
+            the middle block.
         - `latent_size`: the height and width of the latents.
         """
         n_latent, n_outer = vae.config.latent_channels, len(channels) - 1
@@ -139,6 +139,6 @@ class Pipeline(eqx.Module):
         ):
             if size != wanted:
                 raise ValueError(
-                    f"`{folder}/{what}`: expected {wanted}, as the other parts have it, got {size}. Take one pipeline's."
+                    f"`{folder}/{what}`: expected {wanted}, as in the other parts, got {size}. Use parts of one pipeline."
                 )
         return cls(**parts, schedule=DDIM.from_pretrained(folder / "scheduler")), tokenizer

@@ -54,7 +54,7 @@ class Args:
     n_source: int = 32  # Maximum length of a source in tokens. Longer ones are truncated.
     n_target: int = 24  # Maximum length of a target in tokens, for training and for generation.
     n_beams: int = 4
-    length_penalty: float = 1.0  # Of the beam search: higher values give longer texts.
+    length_penalty: float = 1.0  # Length penalty of the beam search: higher values give longer texts.
     vocab_size: int = 2048  # This and the following sizes are those of the small T5.
     d_model: int = 128
     n_heads: int = 4
@@ -73,13 +73,13 @@ class Args:
 
 
 def load_pretrained(folder: Path, deployer: redeqx.Deployer) -> tuple[Any, Tokenizer]:
-    """The T5 or BART of a Hugging Face folder, in float32, and its tokenizer."""
+    """Returns the T5 or BART of a Hugging Face folder, in float32, and its tokenizer."""
     model, config = from_pretrained(folder, dtype=jnp.float32, deployer=deployer, kind=EncoderDecoder)
     return model, load_tokenizer(folder, config.vocab_size)
 
 
 def new_model(args: Args, train: Sequence[Pair], deployer: redeqx.Deployer) -> tuple[T5, Tokenizer]:
-    """A small T5, and a tokenizer trained on the targets, so that few tokens are enough to write their words."""
+    """Returns a small T5, and a tokenizer trained on the targets, so that few tokens are enough to write their words."""
     tokenizer = learn_tokenizer((target for _, target in train), args.vocab_size)
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])  # as in T5
     config = T5Config(
@@ -112,7 +112,7 @@ def unrolled(model: EncoderDecoder) -> EncoderDecoder:
 
 
 def loss_fn(model: EncoderDecoder, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    """The mean cross-entropy over the tokens of the targets."""
+    """Returns the mean cross-entropy over the tokens of the targets."""
 
     def logits(ids: jax.Array, mask: jax.Array, labels: jax.Array, key: jax.Array) -> jax.Array:
         return model(ids, model.shift_right(labels), mask=mask, key=key)
@@ -124,7 +124,7 @@ def loss_fn(model: EncoderDecoder, batch: dict[str, jax.Array], key: jax.Array) 
 def pred_fn(
     model: EncoderDecoder, batch: dict[str, jax.Array], key: jax.Array, *, n_tokens: int, n_beams: int, length_penalty: float
 ) -> jax.Array:
-    """The tokens of the best text that the beam search finds."""
+    """Returns the tokens of the best text that the beam search finds."""
     del key  # nothing is sampled
     options = {"max_new_tokens": n_tokens, "n_beams": n_beams, "length_penalty": length_penalty}
     return generate(model, batch["ids"], mask=batch["mask"], **options)
@@ -149,7 +149,7 @@ def main(args: Args) -> dict[str, float]:
     if not (train and validation and test):
         raise ValueError(
             f"`{args.data or 'the standard library'}`: expected a batch of {args.batch_size} pairs to train on, and some "
-            f"for validation and test, got {len(pairs)} in all. Give more, or lower `--batch-size`."
+            f"for validation and test, got {len(pairs)} in all. Pass more, or lower `--batch-size`."
         )
     model, tokenizer = load_pretrained(args.pretrained, deployer) if args.pretrained else new_model(args, train, deployer)
     pad = model.config.pad_token_id or 0

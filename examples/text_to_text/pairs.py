@@ -18,23 +18,23 @@ from examples._texts import read_table
 Pair = tuple[str, str]  # source and target
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 METRICS = ("rouge1", "rouge2", "rougeL")
-COPIED = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # numbers of words that the copying rules take
+COPIED = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # numbers of words that the copying rules copy
 
 
 def words(code: str) -> str:
-    """The words of identifiers, and nothing else: `self.ZipFile.read_all(x)` becomes "zip file read all x"."""
+    """Returns only the words of identifiers: `self.ZipFile.read_all(x)` becomes "zip file read all x"."""
     found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", code)
     return " ".join(word.lower() for word in found if word != "self")
 
 
 def first_sentence(docstring: str) -> str:
-    """The first sentence of the first paragraph, on one line."""
+    """Returns the first sentence of the first paragraph, on one line."""
     paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
     return re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph)[0]
 
 
 def definitions(parent: ast.AST, owner: str = "") -> Iterator[tuple[Definition, str]]:
-    """The functions and classes in a tree, each with the name of the definition that contains it."""
+    """Yields the functions and classes in a tree, each with the name of the definition that contains it."""
     for node in ast.iter_child_nodes(parent):
         is_definition = isinstance(node, Definition)
         if is_definition:
@@ -43,7 +43,7 @@ def definitions(parent: ast.AST, owner: str = "") -> Iterator[tuple[Definition, 
 
 
 def describe(node: Definition) -> tuple[str, str, str]:
-    """The words of a function or class without its docstring: its name, its arguments or bases, its body or members."""
+    """Returns the words of a function or class without its docstring: name, arguments or bases, and body or members."""
     if isinstance(node, ast.ClassDef):
         heading, body = node.bases, [other.name for other, _ in definitions(node)]
     else:
@@ -52,13 +52,13 @@ def describe(node: Definition) -> tuple[str, str, str]:
 
 
 def docstring_pairs(files: Sequence[Path]) -> tuple[list[Pair], int]:
-    """Pairs of code and the first sentence of its docstring; and the number of pairs that were dropped as repetitions."""
+    """Returns pairs of code and the first sentence of its docstring, and the number of repeated pairs that were dropped."""
     pairs: list[Pair] = []
     seen: set[str | tuple[str, str, str]] = set()
     n_repeated = 0
     for file in files:
         try:
-            with warnings.catch_warnings(action="ignore"):  # of invalid escapes in strings
+            with warnings.catch_warnings(action="ignore"):  # about invalid escapes in strings
                 tree = ast.parse(file.read_bytes())
         except (SyntaxError, ValueError):
             continue  # some files contain Python 2 code, for conversion
@@ -75,38 +75,38 @@ def docstring_pairs(files: Sequence[Path]) -> tuple[list[Pair], int]:
 
 
 def table_pairs(path: Path, source_column: str, target_column: str) -> list[Pair]:
-    """The pairs of a table. Raises ValueError for a pair without text."""
+    """Returns the pairs of a table. Raises ValueError for a pair without text."""
     rows = read_table(path, [source_column, target_column])
     for number, row in enumerate(rows, start=1 if path.suffix == ".jsonl" else 2):
         for column in (source_column, target_column):
             if not isinstance(row[column], str) or not row[column].strip():
                 raise ValueError(
                     f"`{path}` row {number}: `{column}`: expected a text, got {row[column]!r}. "
-                    "Fill it in, take the row out, or name another column."
+                    "Fill it in, remove the row, or pass another column."
                 )
     return [(row[source_column], row[target_column]) for row in rows]
 
 
 def aligned_pairs(sources: Path, targets: Path) -> list[Pair]:
-    """The pairs of two text files with parallel lines, the usual format of translation corpora: `train.en`, `train.de`.
+    """Reads pairs from two text files with parallel lines, the usual format of translation corpora: `train.en`, `train.de`.
 
     Raises ValueError if the files have different lengths, and for an empty line.
     """
     lines = []
     for path in (sources, targets):
         if not path.is_file():
-            raise ValueError(f"`{path}`: expected a text file, got none. Give the path of one, with a text a line.")
+            raise ValueError(f"`{path}`: expected a text file, got none. Pass the path of one, with one text per line.")
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             lines.append([line.strip() for line in file])
         if "" in lines[-1]:
             raise ValueError(
                 f"`{path}` line {lines[-1].index('') + 1}: expected a text, got an empty line. "
-                "Take that line out of both files."
+                "Remove that line from both files."
             )
     if len(lines[0]) != len(lines[1]):
         raise ValueError(
-            f"`{targets}`: expected {len(lines[0])} lines, as `{sources}` has, got {len(lines[1])}. "
-            "Give files whose lines belong together."
+            f"`{targets}`: expected {len(lines[0])} lines, as in `{sources}`, got {len(lines[1])}. "
+            "Pass files whose lines correspond."
         )
     return list(zip(*lines, strict=True))
 
@@ -127,7 +127,7 @@ def split(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair], list[Pair]]:
 
 
 def denoising_pairs(pairs: Sequence[Pair], seed: tuple[int, ...]) -> list[Pair]:
-    """From a prefix of each source with some words removed, to the whole prefix: denoising, as in BART's pretraining."""
+    """Returns pairs of a source's prefix with some words removed and the full prefix: denoising, as in BART's training."""
     rng = np.random.default_rng(seed)
     beginnings = [source.split()[:32] for source, _ in pairs]
     return [
@@ -137,7 +137,7 @@ def denoising_pairs(pairs: Sequence[Pair], seed: tuple[int, ...]) -> list[Pair]:
 
 
 def rouge(pairs: Sequence[Pair], outputs: Sequence[str]) -> dict[str, float]:
-    """The mean F1 of each ROUGE, in percent. Targets are complete here, even where the model's labels are truncated."""
+    """Returns the mean F1 of each ROUGE, in percent. Targets are complete, even if the model's labels are truncated."""
     scorer = RougeScorer(METRICS, use_stemmer=True)
     scores = [scorer.score(target, output) for (_, target), output in zip(pairs, outputs, strict=True)]
     return {name: 100 * float(np.mean([score[name].fmeasure for score in scores])) for name in METRICS}
@@ -152,17 +152,17 @@ class Copy(NamedTuple):
 
 
 def common_opening(train: Sequence[Pair]) -> str:
-    """The most common first two words of the targets."""
+    """Returns the most common first two words of the targets."""
     return Counter(" ".join(target.split()[:2]) for _, target in train).most_common(1)[0][0]
 
 
 def best_copies(validation: Sequence[Pair], opening: str = "") -> dict[str, Copy]:
-    """For each ROUGE, the rule with the best validation score. A rule copies the first n words, or the first clause (of
-    code, its name).
+    """Returns, for each ROUGE, the rule with the best validation score. A rule copies the first n words, or the first
+    clause (of code, its name).
 
     **Arguments:**
 
-    - `opening`: text in front of what is copied.
+    - `opening`: text in front of the copied text.
     """
     rules: dict[str, Callable[[str], str]] = {
         f"first {n} words": lambda source, n=n: " ".join([opening, *re.findall(r"\w+", source)[:n]]) for n in COPIED
@@ -174,5 +174,5 @@ def best_copies(validation: Sequence[Pair], opening: str = "") -> dict[str, Copy
 
 
 def copy_scores(test: Sequence[Pair], copies: dict[str, Copy]) -> dict[str, float]:
-    """The test scores of the rules that were selected on validation."""
+    """Returns the test scores of the rules that were selected on validation."""
     return {metric: rouge(test, [copy.rule(source) for source, _ in test])[metric] for metric, copy in copies.items()}

@@ -1,4 +1,4 @@
-"""Reports of a text-to-text run: scores over steps, and outputs beside their references."""
+"""Reports of a text-to-text run: scores over steps, and outputs with their references."""
 
 import json
 import textwrap
@@ -15,7 +15,7 @@ from .pairs import METRICS, Copy, Pair, best_copies, common_opening, copy_scores
 def report(
     deployer: redeqx.Deployer, parts: tuple[Sequence[Pair], Sequence[Pair], Sequence[Pair]], outputs: Sequence[str]
 ) -> dict[str, float]:
-    """Logs and draws the test scores beside those of copying rules selected on validation. Returns the scores."""
+    """Logs and draws the test scores with those of copying rules selected on validation. Returns the scores."""
     train, validation, test = parts
     workdir, folder, opening = deployer.workdir, deployer.local_workdir, common_opening(train)
     assert workdir is not None and folder is not None

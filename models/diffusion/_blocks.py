@@ -1,4 +1,4 @@
-"""Shared by the UNet and the autoencoder: the residual block, resampling, and the names on disk.
+"""Code shared by the UNet and the autoencoder: the residual block, resampling, and the names on disk.
 
 Both trees mirror the folders that `diffusers` writes (`down_blocks.0.resnets.1.conv1`). Their weight map is therefore the
 list of the tree's leaves, except for a few whose name or shape differs.
@@ -76,7 +76,7 @@ def upsample(x: Float[Array, "c h w"]) -> Float[Array, "c 2*h 2*w"]:
 
 
 def apply(block: Callable[..., Any], *args: Any, remat: bool, **kwargs: Any) -> Any:
-    """`block(*args, **kwargs)`. If `remat` is set, the backward pass recomputes it."""
+    """Returns `block(*args, **kwargs)`. If `remat` is set, the backward pass recomputes it."""
     if not remat:
         return block(*args, **kwargs)
     return eqx.filter_checkpoint(lambda block, args, kwargs: block(*args, **kwargs))(block, args, kwargs)
@@ -86,25 +86,25 @@ def apply(block: Callable[..., Any], *args: Any, remat: bool, **kwargs: Any) -> 
 
 
 def one_or_many(reader: ConfigReader, key: str, default: Any) -> Any:
-    """The value of a key that holds one value for all blocks, or a list of one for each block. Values have the default's
-    type."""
+    """Returns the value of a key that holds one value for all blocks, or a list of one for each block. Values have the
+    default's type."""
     value = reader.get(key, None)
     value = default if value is None else tuple(value) if isinstance(value, list | tuple) else value
     for one in value if isinstance(value, tuple) else (value,):
         if type(one) is not type(default):
             kind = type(default).__name__
-            raise reader.refuse(key, value, f"one {kind}, or a list of one {kind} a block")
-        kind_of(default).checked(reader.path, key, one)
+            raise reader.refuse(key, value, f"one {kind}, or a list of one {kind} per block")
+        kind_of(default).check(reader.path, key, one)
     return value
 
 
 def sizes(reader: ConfigReader, key: str, default: Sequence[int]) -> tuple[int, ...]:
-    """The value of a key that is a list of sizes."""
-    return tuple(SIZE.checked(reader.path, key, size) for size in reader.get(key, list(default)))
+    """Returns the value of a key that is a list of sizes."""
+    return tuple(SIZE.check(reader.path, key, size) for size in reader.get(key, list(default)))
 
 
 def layers_of_blocks(reader: ConfigReader, key: str, default: int) -> int | tuple[int, ...]:
-    """As `one_or_many`, for numbers of layers. Each is at most the number of tensors."""
+    """Reads numbers of layers, as `one_or_many` does. Each is at most the number of tensors."""
     layers = one_or_many(reader, key, default)
     for n in layers if isinstance(layers, tuple) else (layers,):
         reader.check_layers(key, n)
@@ -112,7 +112,7 @@ def layers_of_blocks(reader: ConfigReader, key: str, default: int) -> int | tupl
 
 
 def size_of_sample(reader: ConfigReader, key: str, default: int | None) -> int | tuple[int, ...] | None:
-    """The size of a sample in pixels: one number for a square, or height and width."""
+    """Returns the size of a sample in pixels: one number for a square, or height and width."""
     size = reader.get(key, None)
     if isinstance(size, list):
         return sizes(reader, key, [])
@@ -120,7 +120,7 @@ def size_of_sample(reader: ConfigReader, key: str, default: int | None) -> int |
 
 
 def diffusers(class_name: str | Callable[[Any], str]) -> tuple[Row, ...]:
-    """The rows that name the `diffusers` class of a file."""
+    """Returns the rows that name the `diffusers` class of a file."""
     return Written("_class_name", class_name), Written("_diffusers_version", DIFFUSERS)
 
 
@@ -149,7 +149,7 @@ _SPELLING = (
 
 
 def mirrored(model: Any, *, convolutions: str = r"(?!)") -> list[StoredTensor]:
-    """The weight map of a model whose tree mirrors its folder.
+    """Returns the weight map of a model whose tree mirrors its folder.
 
     **Arguments:**
 

@@ -85,7 +85,7 @@ class Scheduler(FolderConfig):
         Only("beta_schedule", *_BETAS, name="beta_schedule"),
         Field("rescale_betas_zero_snr", "has_zero_snr"),
         Only("prediction_type", *_PREDICTIONS, name="prediction_type"),
-        # Two keys, whether samples are clipped and to which range, are one field, which is None for no clipping.
+        # Two keys, whether samples are clipped and the range, are one field, which is None for no clipping.
         Field("clip_sample", "clip_range", default=True, save=lambda config: config.clip_range is not None),
         Field(
             "clip_sample_range",
@@ -102,7 +102,8 @@ class Scheduler(FolderConfig):
 
     @classmethod
     def from_pretrained(cls: type[Self], folder: str | Path) -> Self:
-        """The scheduler that a folder's `scheduler_config.json` describes, even if the file names another scheduler class.
+        """Returns the scheduler that a folder's `scheduler_config.json` describes, even if the file names another scheduler
+        class.
 
         Raises ValueError, with the file, the key and a remedy, for what is not implemented.
         """
@@ -121,10 +122,10 @@ class Scheduler(FolderConfig):
 
     @cached_property
     def alphas(self) -> np.ndarray:
-        """The fraction of a sample's variance that is left at each timestep, `[n_train_steps]`.
+        """Returns the fraction of a sample's variance that remains at each timestep, `[n_train_steps]`.
 
-        Betas are in float32 and their products in float64, as in torch: the first alpha is so close to 1 that one bit of it
-        is a thousandth of its noise.
+        Betas are in float32 and their products in float64, as in torch: the first alpha is so close to 1 that rounding its
+        last bit changes the noise by a thousandth.
         """
         if self.beta_schedule == "linear":
             betas = np.linspace(self.beta_start, self.beta_end, self.n_train_steps).astype(np.float32)
@@ -146,7 +147,7 @@ class Scheduler(FolderConfig):
     def add_noise(
         self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
     ) -> Float[Array, "*shape"]:
-        """`sample` with the noise level of `timestep`.
+        """Adds noise to `sample` up to the noise level of `timestep`.
 
         **Arguments:**
 
@@ -158,14 +159,14 @@ class Scheduler(FolderConfig):
     def velocity(
         self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
     ) -> Float[Array, "*shape"]:
-        """The target of a model with prediction type "v_prediction", for the same arguments as `add_noise`."""
+        """Returns the target of a model with prediction type "v_prediction", for the same arguments as `add_noise`."""
         alpha = self._alpha(timestep)
         return (jnp.sqrt(alpha) * noise - jnp.sqrt(1 - alpha) * sample).astype(sample.dtype)
 
     def target(
         self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
     ) -> Float[Array, "*shape"]:
-        """The target of a model with this `prediction_type`, for the same arguments as `add_noise`."""
+        """Returns the target of a model with this `prediction_type`, for the same arguments as `add_noise`."""
         if self.prediction_type == "v_prediction":
             return self.velocity(sample, noise, timestep)
         return noise if self.prediction_type == "epsilon" else sample
@@ -173,7 +174,7 @@ class Scheduler(FolderConfig):
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def timesteps(self, n_steps: int) -> Int[Array, " n_steps"]:
-        """The timesteps for denoising in `n_steps`, in decreasing order of noise.
+        """Returns the timesteps for denoising in `n_steps`, in decreasing order of noise.
 
         "leading" counts from timestep 0 and adds `steps_offset`, "trailing" counts from the last timestep, and "linspace"
         includes both ends. Raises ValueError for more steps than timesteps, and for an offset that exceeds the last
@@ -191,7 +192,7 @@ class Scheduler(FolderConfig):
         if steps[0] >= n:
             raise ValueError(
                 f"`steps_offset`: expected timesteps below `n_train_steps`={n}, got {int(steps[0])} with {n_steps} steps "
-                f"and an offset of {self.steps_offset}. Take fewer steps."
+                f"and an offset of {self.steps_offset}. Use fewer steps."
             )
         return jnp.asarray(steps, jnp.int32)
 
@@ -221,19 +222,19 @@ class Scheduler(FolderConfig):
         if std is None:
             return mean.astype(sample.dtype)
         if key is None:
-            raise ValueError("`key`: expected one, for this step draws noise, got None. Pass `key=jax.random.key(...)`.")
+            raise ValueError("`key`: expected one, since this step draws noise, got None. Pass `key=jax.random.key(...)`.")
         return (mean + std * jax.random.normal(key, x.shape)).astype(sample.dtype)
 
     def _step(
         self, model_output: Float[Array, "*shape"], timestep: Step, sample: Float[Array, "*shape"], n_steps: int
     ) -> tuple[Float[Array, "*shape"], Float[Array, ""] | None]:
-        """The mean and standard deviation of the next sample. The latter is None if no noise is drawn."""
+        """Returns the mean and standard deviation of the next sample. The latter is None if no noise is drawn."""
         raise NotImplementedError
 
     def _predict(
         self, output: Array, alpha: Float[Array, ""], sample: Array
     ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-        """The clipped clean sample and the noise, both derived from the model's prediction."""
+        """Returns the clipped clean sample and the noise, both derived from the model's prediction."""
         kept, added = jnp.sqrt(alpha), jnp.sqrt(1 - alpha)
         if self.prediction_type == "epsilon":
             clean, noise = (sample - added * output) / kept, output
@@ -349,8 +350,8 @@ def denoise(
 def guided(
     model_fn: Callable[[Array, Array], Array], unconditional_fn: Callable[[Array, Array], Array], scale: float
 ) -> Callable[[Array, Array], Array]:
-    """A `model_fn` for `denoise` with classifier-free guidance (Ho and Salimans 2022): it moves `scale` times as far from
-    the unconditional prediction as the conditional one does."""
+    """Returns a `model_fn` for `denoise` with classifier-free guidance (Ho and Salimans 2022): the difference of the
+    conditional prediction from the unconditional one is multiplied by `scale`."""
 
     def predict(sample: Array, timestep: Array) -> Array:
         unconditional = unconditional_fn(sample, timestep)

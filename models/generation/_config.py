@@ -41,7 +41,7 @@ _SAMPLING: dict[str, tuple[Any, ...]] = {  # no effect without sampling
     "eta_cutoff": (0,),
 }
 _BEAMS: dict[str, tuple[Any, ...]] = {"num_beam_groups": (1,), "diversity_penalty": (0,)}  # no effect without a beam search
-_ONE_BY_ONE: dict[str, tuple[Any, ...]] = {"penalty_alpha": (0,), "dola_layers": ()}  # no effect with sampling or beams
+_GREEDY: dict[str, tuple[Any, ...]] = {"penalty_alpha": (0,), "dola_layers": ()}  # no effect with sampling or beams
 _ALWAYS: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "encoder_repetition_penalty": (1,),
@@ -65,7 +65,7 @@ _ALWAYS: dict[str, tuple[Any, ...]] = {
     "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid"),
 }
 # Caches, compilation, additional outputs and verified drafts: these keys do not change the tokens.
-_NO_MATTER = frozenset(
+_IRRELEVANT = frozenset(
     (
         *("use_cache", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size", "compile_config"),
         *("disable_compile", "continuous_batching_config", "output_attentions", "output_hidden_states", "output_logits"),
@@ -109,11 +109,11 @@ class Generation:
             if value is None:
                 continue
             if name in _ARGUMENTS:
-                _ARGUMENTS[name][1].checked(self.path, name, value)
+                _ARGUMENTS[name][1].check(self.path, name, value)
             elif name in _LENGTHS:
-                COUNT.checked(self.path, name, value)
+                COUNT.check(self.path, name, value)
             elif name in _FORCED:
-                TOKEN.checked(self.path, name, value)
+                TOKEN.check(self.path, name, value)
             elif name == "early_stopping" and value not in (True, False, "never"):
                 raise ValueError(
                     f"`{self.path}`: `early_stopping`: expected true, false or 'never', got {brief(value)}. Correct it."
@@ -121,14 +121,14 @@ class Generation:
 
     @staticmethod
     def known() -> frozenset[str]:
-        """The generation keys that an old `config.json` holds beside the model's own keys."""
-        said = {*_ARGUMENTS, *_LENGTHS, "early_stopping", *_SAMPLING, *_BEAMS, *_ONE_BY_ONE, *_ALWAYS}
-        return frozenset({*said, *_FORCED, "output_scores", "return_dict_in_generate"})
+        """Returns the generation keys that an old `config.json` contains in addition to the model's own keys."""
+        names = {*_ARGUMENTS, *_LENGTHS, "early_stopping", *_SAMPLING, *_BEAMS, *_GREEDY, *_ALWAYS}
+        return frozenset({*names, *_FORCED, "output_scores", "return_dict_in_generate"})
 
     def complete(
         self, given: Mapping[str, Any], *, n_given: int, ignore: Collection[str] = ()
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Fills in the arguments of `generate` that are None: with the folder's values, else with the built-in defaults.
+        """Fills in arguments of `generate` that are None, with the folder's values or else the built-in defaults.
 
         Returns the arguments, and the folder's key for each argument that comes from the folder. The folder's sampling
         options are dropped if tokens are not sampled. Its minimum number of tokens is limited to the maximum.
@@ -141,18 +141,18 @@ class Generation:
 
         Raises ValueError for a key that is not implemented and would change the generated tokens.
         """
-        said = {name: value for name, value in self.keys.items() if value is not None}
+        present = {name: value for name, value in self.keys.items() if value is not None}
         folder: dict[str, tuple[str, Any]] = {}
         for name, argument in _LENGTHS.items():
-            if name in said:
-                folder[argument] = name, said[name] - n_given
+            if name in present:
+                folder[argument] = name, present[name] - n_given
         for name, (argument, kind) in _ARGUMENTS.items():
-            if name in said:
-                folder[argument] = name, kind.type(said[name])
-        if "early_stopping" in said:
-            folder["early_stopping"] = "early_stopping", said["early_stopping"]
-        for argument, nothing in (("top_k", 0), ("n_return", 1)):  # `generate` writes these as None
-            if argument in folder and folder[argument][1] == nothing:
+            if name in present:
+                folder[argument] = name, kind.type(present[name])
+        if "early_stopping" in present:
+            folder["early_stopping"] = "early_stopping", present["early_stopping"]
+        for argument, neutral in (("top_k", 0), ("n_return", 1)):  # `generate` uses None for these
+            if argument in folder and folder[argument][1] == neutral:
                 del folder[argument]
         sample = folder.get("sample", ("", False))[1] if given["sample"] is None else given["sample"]
         if not sample:
@@ -167,8 +167,8 @@ class Generation:
         self._check(sample=sample, n_beams=options["n_beams"], ignore=ignore)
         return options, keys
 
-    def told(self, error: ValueError, keys: Mapping[str, str]) -> ValueError:
-        """Adds the file and the key to an error from a check of `generate`, where the argument came from the folder."""
+    def with_source(self, error: ValueError, keys: Mapping[str, str]) -> ValueError:
+        """Adds the file and the key to an error of `generate` about an argument that came from the folder."""
         text = str(error)
         named = [argument for argument in re.findall(r"`(\w+)[`=]", text) if argument in keys]
         if not named and text.startswith("`key`") and "sample" in keys:
@@ -188,8 +188,8 @@ class Generation:
         neutral = dict(_ALWAYS)
         neutral |= _SAMPLING if sample else {}
         neutral |= _BEAMS if n_beams > 1 else {}
-        neutral |= _ONE_BY_ONE if not sample and n_beams == 1 else {}
-        known = {*self.known(), *_NO_MATTER, *_FORCED}
+        neutral |= _GREEDY if not sample and n_beams == 1 else {}
+        known = {*self.known(), *_IRRELEVANT, *_FORCED}
         for name in ignore:
             if name not in known and name not in self.keys:
                 raise ValueError(f"`ignore`: expected keys of `{GENERATION}`, got {name!r}.{nearest(name, known)}")
@@ -206,6 +206,6 @@ class Generation:
             hint = "" if name in known else nearest(name, known)
             more = f" (and {', '.join(f'`{other}`' for other in wrong[1:])})" if wrong[1:] else ""
             raise ValueError(
-                f"`{self.path}`: `{name}`{more}: expected none, for `generate` does not implement it, got "
+                f"`{self.path}`: `{name}`{more}: expected none, since `generate` does not implement it, got "
                 f"{brief(value)}.{hint} Pass `ignore={tuple(wrong)!r}` to generate without it, or remove it from the file."
             )

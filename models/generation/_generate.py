@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from ..nn import Cache
 from ._config import Generation
 
-_NEVER = -1e9  # the score of an impossible candidate; finite, as in transformers, so that sums stay comparable
+_IMPOSSIBLE = -1e9  # the score of an impossible candidate; finite, as in transformers, so that sums can be compared
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Rules:
         return jnp.isin(token, jnp.array(self.eos, jnp.int32))
 
     def allowed(self, scores: Float[Array, "*rows vocab"], step: Any) -> Float[Array, "*rows vocab"]:
-        """The scores, with -inf for tokens that are not allowed at this step."""
+        """Returns the scores, with -inf for tokens that are not allowed at this step."""
         if self.min_new_tokens and self.eos:
             too_short = step < self.min_new_tokens
             scores = jnp.where(too_short & self.ends(jnp.arange(scores.shape[-1])), -jnp.inf, scores)
@@ -126,7 +126,7 @@ def generate(
         )
     mask = np.asarray(mask) if isinstance(mask, list | tuple) else mask
     if mask is not None and mask.shape != ids.shape:
-        raise ValueError(f"`mask`: expected the shape of `inputs`, {ids.shape}, got {mask.shape}. Pass a mark a token.")
+        raise ValueError(f"`mask`: expected the shape of `inputs`, {ids.shape}, got {mask.shape}. Pass one entry per token.")
     if isinstance(mask, np.ndarray) and not is_encoder_decoder and not mask[:, -1].all():
         row = int(np.argmin(mask[:, -1]))
         raise ValueError(
@@ -150,7 +150,7 @@ def generate(
     try:
         _check(options, n_given, getattr(config, "n_positions", None), key)
     except ValueError as error:
-        raise generation.told(error, keys) from None
+        raise generation.with_source(error, keys) from None
     eos = eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None)
     eos = () if eos is None else tuple(int(token) for token in np.ravel(np.asarray(eos)))
     pad = pad_token_id if pad_token_id is not None else getattr(config, "pad_token_id", None)
@@ -166,7 +166,7 @@ def generate(
     )
     mask = None if mask is None else jnp.asarray(mask, bool)
     if mask is not None and not is_encoder_decoder:
-        ids = jnp.where(mask, ids, 0)  # padding may be a token that the model has no embedding of
+        ids = jnp.where(mask, ids, 0)  # the padding id may be outside the vocabulary
     tokens = _generate(eqx.nn.inference_mode(model), ids, mask, key, rules)
     return tokens[:, 0] if options["n_return"] is None else tokens
 
@@ -177,7 +177,7 @@ def _check(options: Mapping[str, Any], n_given: int, n_positions: int | None, ke
         if options[name] is not None and options[name] < 1:
             raise ValueError(f"`{name}`: expected at least 1, got {options[name]}. Pass a positive number.")
     if options["max_new_tokens"] is None:
-        raise ValueError("`max_new_tokens`: expected how many tokens to generate, got None. Pass a positive number.")
+        raise ValueError("`max_new_tokens`: expected the number of tokens to generate, got None. Pass a positive number.")
     new, n_beams, n_return = options["max_new_tokens"], options["n_beams"], options["n_return"]
     if not 0 <= options["min_new_tokens"] <= new:
         raise ValueError(
@@ -194,7 +194,7 @@ def _check(options: Mapping[str, Any], n_given: int, n_positions: int | None, ke
         )
     if n_positions is not None and n_given + new > n_positions:
         raise ValueError(
-            f"`max_new_tokens`: expected at most {n_positions - n_given} after {n_given} given, for the model has "
+            f"`max_new_tokens`: expected at most {n_positions - n_given} after {n_given} given ones, since the model has "
             f"`n_positions`={n_positions}, got {new}. Generate fewer, or cut the prompts."
         )
 
@@ -208,7 +208,7 @@ def _check_sampling(
                 raise ValueError(f"`{name}`: expected {default} without sampling, got {value}. Pass `sample=True`.")
         return
     if key is None:
-        raise ValueError("`key`: expected a key to sample with, got None. Pass the one that `pred_fn` is given.")
+        raise ValueError("`key`: expected a key to sample with, got None. Pass the `key` of `pred_fn`.")
     if n_beams > 1:
         raise ValueError(f"`n_beams`: expected 1 with `sample=True`, got {n_beams}. Choose one of the two.")
     if temperature <= 0:
@@ -230,11 +230,11 @@ def _generate(
         return _beam_search(model, logits, cache, rules)
     cache = _repeat(cache, rules.n_return)
     logits = jnp.repeat(logits[:, None], rules.n_return, 1)
-    return _one_by_one(model, logits, cache, key, rules)
+    return _greedy_or_sample(model, logits, cache, key, rules)
 
 
 def _prefill(model: Any, inputs: Array, mask: Array | None, rules: _Rules) -> tuple[Float[Array, "batch vocab"], Cache]:
-    """The logits of each row's first new token, and the cache that holds the prompts."""
+    """Returns the logits of each row's first new token, and the cache that holds the prompts."""
 
     def begin(inputs: Array, mask: Array | None) -> tuple[Array, Cache]:
         if not hasattr(model, "encode"):
@@ -249,18 +249,19 @@ def _prefill(model: Any, inputs: Array, mask: Array | None, rules: _Rules) -> tu
 
 
 def _repeat(cache: Cache, n: int) -> Cache:
-    """The cache with `n` rows for each example, in a new dim after the batch's. The rows share the example's memory."""
+    """Returns the cache with `n` rows for each example, in a new dim after the batch's. The rows share the example's
+    memory."""
     inner = cache.axes(shares_memory=True)
 
     def repeat(axis: int | None, leaf: Any) -> Any:
         return leaf if axis is None else jnp.repeat(jnp.expand_dims(leaf, axis + 1), n, axis + 1)
 
-    # `axes` is the first tree: its None stands for a whole subtree, the pair of the memory.
+    # `axes` is the first tree, because a None in it stands for a subtree, the pair of the memory.
     return jax.tree.map(repeat, inner, cache, is_leaf=lambda x: x is None)
 
 
 def _decoder(model: Any, cache: Cache) -> Callable[[Int[Array, "batch rows"], Cache], tuple[Array, Cache]]:
-    """One decoding step for several rows of each example: from one token a row to the logits of the next."""
+    """Returns a decoding step for several rows of each example: from one token per row to the logits of the next."""
     inner, outer = cache.axes(shares_memory=True), cache.axes()
     decode = jax.vmap(lambda token, cache: model.decode(token[None], cache), (0, inner), (0, inner))
     return jax.vmap(decode, (0, outer), (0, outer))
@@ -270,7 +271,7 @@ def _decoder(model: Any, cache: Cache) -> Callable[[Int[Array, "batch rows"], Ca
 
 
 def _choose(logits: Float[Array, "batch rows vocab"], step: Any, key: PRNGKeyArray | None, rules: _Rules):
-    """The next token of each row."""
+    """Returns the next token of each row."""
     logits = rules.allowed(logits.astype(jnp.float32), step)
     if not rules.sample:
         return jnp.argmax(logits, -1).astype(jnp.int32)
@@ -285,22 +286,22 @@ def _choose(logits: Float[Array, "batch rows vocab"], step: Any, key: PRNGKeyArr
 
 
 def _nucleus(logits: Float[Array, "*rows vocab"], top_p: float) -> Float[Array, "*rows vocab"]:
-    """The logits of the smallest set of most likely tokens whose probabilities sum to `top_p` (arXiv:1904.09751); -inf for
-    the other tokens."""
+    """Returns the logits of the smallest set of most likely tokens whose probabilities sum to `top_p` (arXiv:1904.09751);
+    -inf for the other tokens."""
     ordered = jnp.sort(logits, axis=-1, descending=True)
     before = jnp.cumsum(jax.nn.softmax(ordered), -1) - jax.nn.softmax(ordered)  # the probability of all likelier tokens
     least = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), -1, keepdims=True)
     return jnp.where(logits < least, -jnp.inf, logits)
 
 
-def _one_by_one(
+def _greedy_or_sample(
     model: Any, logits: Float[Array, "batch rows vocab"], cache: Cache, key: PRNGKeyArray | None, rules: _Rules
 ) -> Int[Array, "batch rows new"]:
     decode = _decoder(model, cache)
     token = _choose(logits, 0, key, rules)
     tokens = jnp.full((*token.shape, rules.max_new_tokens), rules.pad, jnp.int32).at[..., 0].set(token)
 
-    def goes_on(state: tuple) -> Array:
+    def is_running(state: tuple) -> Array:
         step, _, _, done, _ = state
         return (step < rules.max_new_tokens) & ~done.all()
 
@@ -311,7 +312,7 @@ def _one_by_one(
         tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[..., None], step, 2)
         return step + 1, token, tokens, done | rules.ends(token), cache
 
-    return jax.lax.while_loop(goes_on, advance, (jnp.int32(1), token, tokens, rules.ends(token), cache))[2]
+    return jax.lax.while_loop(is_running, advance, (jnp.int32(1), token, tokens, rules.ends(token), cache))[2]
 
 
 # --- beam search ----------------------------------------------------------------------------------------------------
@@ -329,10 +330,10 @@ class _Beams(eqx.Module):
     finished_scores: Float[Array, "batch beams"]  # including the length penalty
     is_finished: Bool[Array, "batch beams"]  # whether this slot holds a finished sequence
     can_improve: Bool[Array, " batch"]
-    goes_on: Bool[Array, ""]
+    is_running: Bool[Array, ""]
 
 
-def _take(array: Array, beams: Int[Array, "batch k"], axis: int = 1) -> Array:
+def _select_beams(array: Array, beams: Int[Array, "batch k"], axis: int = 1) -> Array:
     """Selects the given beams of each example. `axis` is the beam axis; the batch axis precedes it."""
     shape = [1] * array.ndim
     shape[axis - 1], shape[axis] = beams.shape
@@ -349,53 +350,53 @@ def _beam_search(
     cache = _repeat(cache, n)
     decode, axes = _decoder(model, cache), cache.axes(shares_memory=True)
     empty = jnp.full((batch, n, new), rules.pad, jnp.int32)
-    # All beams start equal. Only the first one counts, so that the first step does not select each token `n` times.
-    first = jnp.full((batch, n), _NEVER).at[:, 0].set(0.0)
+    # All beams start equal. Only the first one is possible, so that the first step does not select each token `n` times.
+    first = jnp.full((batch, n), _IMPOSSIBLE).at[:, 0].set(0.0)
 
     def reorder(cache: Cache, beams: Int[Array, "batch beams"]) -> Cache:
-        pick = lambda axis, leaf: leaf if axis is None else _take(leaf, beams, axis + 1)  # noqa: E731
+        pick = lambda axis, leaf: leaf if axis is None else _select_beams(leaf, beams, axis + 1)  # noqa: E731
         return jax.tree.map(pick, axes, cache, is_leaf=lambda x: x is None)
 
     def extend(state: _Beams) -> tuple[_Beams, Int[Array, "batch beams"], Int[Array, "batch beams"]]:
-        """The state after one more token; the beam that each running sequence continues; and its token."""
+        """Returns the state after one more token; the beam that each running sequence continues; and its token."""
         step = state.step
         log_probs = rules.allowed(jax.nn.log_softmax(state.logits.astype(jnp.float32)), step)
         scores = (log_probs + state.running_scores[..., None]).reshape(batch, -1)
         scores, flat = jax.lax.top_k(scores, n_candidates)
         origin, token = flat // vocab, (flat % vocab).astype(jnp.int32)
-        sequences = _take(state.running, origin)
+        sequences = _select_beams(state.running, origin)
         sequences = jax.lax.dynamic_update_slice_in_dim(sequences, token[..., None], step, 2)
         ends = rules.ends(token) | (step + 1 == new)
 
-        running_scores, kept = jax.lax.top_k(scores + jnp.where(ends, _NEVER, 0.0), n)
+        running_scores, kept = jax.lax.top_k(scores + jnp.where(ends, _IMPOSSIBLE, 0.0), n)
         # Only the best `n` candidates may finish. The others can only continue.
         finishes = ends & (jnp.arange(n_candidates) < n)
         is_full = state.is_finished.all(-1) & (rules.early_stopping is True)
-        shut = is_full | ~state.can_improve
+        is_closed = is_full | ~state.can_improve
         final = scores / (step + 1).astype(jnp.float32) ** rules.length_penalty
-        final = final + jnp.where(shut[:, None], _NEVER, 0.0) + jnp.where(finishes, 0.0, _NEVER)
+        final = final + jnp.where(is_closed[:, None], _IMPOSSIBLE, 0.0) + jnp.where(finishes, 0.0, _IMPOSSIBLE)
         finished_scores, best = jax.lax.top_k(jnp.concatenate([state.finished_scores, final], 1), n)
-        is_finished = _take(jnp.concatenate([state.is_finished, finishes], 1), best)
+        is_finished = _select_beams(jnp.concatenate([state.is_finished, finishes], 1), best)
 
         # Whether the best running sequence could still beat the worst finished one.
         longest = new if rules.early_stopping == "never" and rules.length_penalty > 0 else step + 1
         possible = running_scores[:, :1] / jnp.asarray(longest, jnp.float32) ** rules.length_penalty
-        worst = jnp.where(is_finished, finished_scores.min(-1, keepdims=True), _NEVER)
+        worst = jnp.where(is_finished, finished_scores.min(-1, keepdims=True), _IMPOSSIBLE)
         can_improve = state.can_improve & (possible > worst).any(-1)
         all_full = is_finished.all() & (rules.early_stopping is True)
         state = _Beams(
             step=step + 1,
             logits=state.logits,
             cache=state.cache,
-            running=_take(sequences, kept),
+            running=_select_beams(sequences, kept),
             running_scores=running_scores,
-            finished=_take(jnp.concatenate([state.finished, sequences], 1), best),
+            finished=_select_beams(jnp.concatenate([state.finished, sequences], 1), best),
             finished_scores=finished_scores,
             is_finished=is_finished,
             can_improve=can_improve,
-            goes_on=can_improve.any() & ~all_full & ~ends.all(),
+            is_running=can_improve.any() & ~all_full & ~ends.all(),
         )
-        return state, _take(origin, kept), _take(token, kept)
+        return state, _select_beams(origin, kept), _select_beams(token, kept)
 
     def advance(carry: tuple) -> tuple:
         state, origin, token = carry
@@ -409,10 +410,10 @@ def _beam_search(
         running=empty,
         running_scores=first,
         finished=empty,
-        finished_scores=jnp.full((batch, n), _NEVER),
+        finished_scores=jnp.full((batch, n), _IMPOSSIBLE),
         is_finished=jnp.zeros((batch, n), bool),
         can_improve=jnp.ones(batch, bool),
-        goes_on=jnp.array(True),
+        is_running=jnp.array(True),
     )
-    state, _, _ = jax.lax.while_loop(lambda carry: carry[0].goes_on, advance, extend(begin))
+    state, _, _ = jax.lax.while_loop(lambda carry: carry[0].is_running, advance, extend(begin))
     return state.finished[:, : rules.n_return]

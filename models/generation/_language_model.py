@@ -28,7 +28,7 @@ class Decoder(eqx.Module):
     def __call__(
         self, ids: Int[Array, " seq"], *, mask: Bool[Array, " seq"] | None = None, key: PRNGKeyArray | None = None
     ) -> Float[Array, "seq vocab"]:
-        """The logits of the token that follows each of `ids`, given that token and all before it.
+        """Returns the logits of the token that follows each of `ids`, given that token and all before it.
 
         **Arguments:**
 
@@ -43,17 +43,17 @@ class Decoder(eqx.Module):
     def hidden(
         self, ids: Int[Array, " seq"], *, mask: Bool[Array, " seq"] | None = None, key: PRNGKeyArray | None = None
     ) -> Float[Array, "seq d"]:
-        """The input of `logits`: the residual stream after all blocks and the final norm. See `__call__` for the
+        """Returns the input of `logits`: the residual stream after all blocks and the final norm. See `__call__` for the
         arguments."""
         check_length("ids", ids.shape[0], self.config.n_positions)
         return self._run(ids, mask, None, key)[0]
 
     @abstractmethod
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """The logits of the next tokens, from hidden states."""
+        """Returns the logits of the next tokens, from hidden states."""
 
     def init_cache(self, length: int) -> Cache:
-        """An empty cache for one example of at most `length` tokens, including padding.
+        """Returns an empty cache for one example of at most `length` tokens, including padding.
 
         Raises ValueError if `length` exceeds the number of positions.
         """
@@ -84,8 +84,8 @@ class Decoder(eqx.Module):
     def _run(
         self, ids: Int[Array, " seq"], mask: Bool[Array, " seq"] | None, cache: Any, key: PRNGKeyArray | None
     ) -> tuple[Float[Array, "seq d"], Any]:
-        """The hidden states of `ids` after all blocks, and the cache that the blocks have written to. `cache.begin` was
-        called."""
+        """Returns the hidden states of `ids` after all blocks, and the cache that the blocks have written to. The caller has
+        called `cache.begin`."""
 
 
 class EncoderDecoder(eqx.Module):
@@ -108,7 +108,7 @@ class EncoderDecoder(eqx.Module):
         decoder_mask: Bool[Array, " target"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "target vocab"]:
-        """The logits of the token that follows each of `decoder_ids`, given `ids`, that token and all before it.
+        """Returns the logits of the token that follows each of `decoder_ids`, given `ids`, that token and all before it.
 
         **Arguments:**
 
@@ -130,7 +130,8 @@ class EncoderDecoder(eqx.Module):
         decoder_mask: Bool[Array, " target"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "target d"]:
-        """The input of `logits`: the decoder's residual stream after all blocks. See `__call__` for the arguments."""
+        """Returns the input of `logits`: the decoder's residual stream after all blocks. See `__call__` for the
+        arguments."""
         self._check_length("decoder_ids", decoder_ids.shape[0])
         encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
         memory = self.encode(ids, mask=mask, key=encoder_key)
@@ -138,18 +139,18 @@ class EncoderDecoder(eqx.Module):
 
     @abstractmethod
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """The logits of the next tokens, from hidden states."""
+        """Returns the logits of the next tokens, from hidden states."""
 
     @abstractmethod
     def encode(
         self, ids: Int[Array, " source"], *, mask: Bool[Array, " source"] | None = None, key: PRNGKeyArray | None = None
     ) -> Float[Array, "source d"]:
-        """The encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
+        """Returns the encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
 
     def init_cache(
         self, length: int, memory: Float[Array, "source d"], memory_mask: Bool[Array, " source"] | None = None
     ) -> Cache:
-        """An empty cache for one target of at most `length` tokens, including padding.
+        """Returns an empty cache for one target of at most `length` tokens, including padding.
 
         **Arguments:**
 
@@ -182,8 +183,8 @@ class EncoderDecoder(eqx.Module):
         return self.logits(hidden[-1]), cache.end(seq)
 
     def shift_right(self, labels: Integer[Array, " target"]) -> Int[Array, " target"]:
-        """The decoder's inputs for these labels: `decoder_start_token_id`, then all labels but the last. Labels of -100
-        become padding.
+        """Returns the decoder's inputs for these labels: `decoder_start_token_id`, then all labels but the last. Labels of
+        -100 become padding.
 
         Raises ValueError if the config has no `pad_token_id`.
         """
@@ -209,7 +210,8 @@ class EncoderDecoder(eqx.Module):
         memory: Float[Array, "source d"] | None,
         memory_mask: Bool[Array, " source"] | None,
     ) -> tuple[Float[Array, "target d"], Any]:
-        """The decoder's hidden states after all blocks, and the cache that they have written to. `cache.begin` was called.
+        """Returns the decoder's hidden states after all blocks, and the cache that they have written to. The caller has
+        called `cache.begin`.
 
         **Arguments:**
 
@@ -218,11 +220,11 @@ class EncoderDecoder(eqx.Module):
 
 
 def shift_right(labels: Integer[Array, " target"], start: int, pad: int | None) -> Int[Array, " target"]:
-    """A decoder's inputs for these labels: `start`, then all labels but the last. Labels of -100 become `pad`.
+    """Returns a decoder's inputs for these labels: `start`, then all labels but the last. Labels of -100 become `pad`.
 
     Raises ValueError if `pad` is None.
     """
     if pad is None:
-        raise ValueError("`pad_token_id`: expected a token, got None. Give the config one.")
+        raise ValueError("`pad_token_id`: expected a token, got None. Set it in the config.")
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # in uint8, -100 is 156
     return jnp.roll(jnp.where(labels == NO_LABEL, pad, labels), 1).at[0].set(start)

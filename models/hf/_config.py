@@ -21,7 +21,7 @@ class Row:
 
     @abstractmethod
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of a config that the file determines.
+        """Returns the fields of a config that the file determines.
 
         **Arguments:**
 
@@ -30,7 +30,7 @@ class Row:
 
     @abstractmethod
     def write(self, config: Any) -> dict[str, Any]:
-        """The keys of the file."""
+        """Returns the keys of the file."""
 
     @property
     def keys(self) -> dict[str, str]:
@@ -77,9 +77,9 @@ class Field(Row):
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         if self.only_for is not None and known["model_type"] not in self.only_for:
             return {}
-        default = known[self.field] if self.default is _UNSET else _of(self.default, known)
+        default = known[self.field] if self.default is _UNSET else _resolve(self.default, known)
         if self.null is not _UNSET and reader.has(self.key):
-            default = _of(self.null, known)
+            default = _resolve(self.null, known)
         value = reader.get(self.key, default, self.kind) if self.via is None else self.via(reader, self.key, default)
         return {self.field: self.load(value, known)}
 
@@ -119,7 +119,7 @@ class Only(Row):
         return {} if self.name is None else {self.name: self.key}
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        accepted = _of(self.accepted, known)
+        accepted = _resolve(self.accepted, known)
         default = known[self.name] if self.name is not None else self.default
         value = reader.only(self.key, *accepted, default=accepted[0] if default is _UNSET else default)
         return {} if self.name is None else {self.name: value}
@@ -143,7 +143,7 @@ class Written(Row):
         return {}
 
     def write(self, config: Any) -> dict[str, Any]:
-        return {self.key: _of(self.value, config)}
+        return {self.key: _resolve(self.value, config)}
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class FolderConfig:
 
     @classmethod
     def from_hf(cls: type[Self], reader: ConfigReader) -> Self:
-        """The config that a `config.json` describes.
+        """Returns the config that a `config.json` describes.
 
         Raises ValueError or TypeError, with the file and the key, for values that are not implemented.
         """
@@ -218,15 +218,15 @@ class FolderConfig:
         return reader.build(cls, key_of=cls.key_of, **found, extra=reader.rest())
 
     def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that describes this config."""
+        """Returns the `config.json` that describes this config."""
         return {key: value for row in self.rows for key, value in row.write(self).items()}
 
     @classmethod
     def key_of(cls, field: str) -> str:
-        """The key of `config.json` that holds a field; the field's own name if there is no such key."""
+        """Returns the key of `config.json` that holds a field; the field's own name if there is no such key."""
         return {name: key for row in reversed(cls.rows) for name, key in row.keys.items()}.get(field, field)
 
 
-def _of(value: Any, known: Any) -> Any:
-    """`value`, or, if it is a function, its result for the known fields."""
+def _resolve(value: Any, known: Any) -> Any:
+    """Returns `value`, or, if it is a function, its result for the known fields."""
     return value(known) if callable(value) else value

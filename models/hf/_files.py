@@ -39,12 +39,12 @@ _COMPANIONS = (
 
 
 def type_key(fields: Mapping[str, Any]) -> str:
-    """The key of `config.json` that names the model. It differs between diffusers and transformers."""
+    """Returns the key of `config.json` that names the model. It differs between diffusers and transformers."""
     return "_class_name" if "_class_name" in fields else "model_type"
 
 
 def read_config(folder: Location, file: str = CONFIG) -> dict[str, Any]:
-    """The parsed `config.json` of a folder, or another JSON file in it.
+    """Returns the parsed `config.json` of a folder, or another JSON file in it.
 
     Raises ValueError if the file does not exist or is not JSON.
     """
@@ -73,29 +73,29 @@ def read_generation(folder: Location) -> Generation | None:
 
 
 def companions(folder: Location) -> dict[str, bytes]:
-    """The files of a folder that belong to its model, other than weights and config, by name."""
+    """Returns the files of a folder that belong to its model, other than weights and config, by name."""
     root: Any = folder
     paths = sorted({path for pattern in _COMPANIONS for path in root.glob(pattern) if path.is_file()})
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
 def weights_of(folder: Location, stem: str) -> TensorReader | None:
-    """The tensors of a folder. None in a dry run if the folder has none, so that one can check whether a model fits before
-    its weights are downloaded. Otherwise raises ValueError if there are none."""
+    """Returns the tensors of a folder; None in a dry run if it has none, so that weights need not be downloaded to check
+    whether a model fits. Otherwise raises ValueError if there are none."""
     if dry() is not None and not any(folder.glob(f"{stem}*.safetensors*")):
         return None
     return TensorReader.find(folder, stem)
 
 
 def write_companions(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes the files that a model was loaded with, unless the folder has such files of its own: two tokenizers must not
-    mix."""
+    """Writes the files that a model was loaded with, unless the folder has its own: the files of two tokenizers must not
+    be mixed."""
     there = companions(folder)
     if differing := [name for name, content in there.items() if files.get(name) != content]:
         if files:
             warnings.warn(
-                f"`{folder / differing[0]}`: kept, and nothing added to it, for the folder that the model was loaded "
-                f"from has another, or none. Remove it, and save again, to have that folder's {', '.join(files)}.",
+                f"`{folder / differing[0]}`: kept, and no file added, because the folder that the model was loaded "
+                f"from has a different one, or none. Remove it and save again to get that folder's {', '.join(files)}.",
                 stacklevel=3,
             )
         return

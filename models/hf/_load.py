@@ -35,7 +35,7 @@ def load(
     deployer: Deployer | None = None,
     plan: Plan | None = None,
 ) -> Any:
-    """A model whose arrays are read from a folder.
+    """Returns a model whose arrays are read from a folder.
 
     **Arguments:**
 
@@ -97,7 +97,7 @@ def _check_index(source: TensorReader, index: Location) -> None:
         if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape or not _equal(a, b):
             found = ["none" if view is None else f"{view.dtype} {view.shape}" for view in views]
             raise ValueError(
-                f"`{index}`: expected shards that hold the same as `{source.path.name}` beside it, got another "
+                f"`{index}`: expected shards with the same contents as `{source.path.name}` next to it, got another "
                 f"`{brief_name(name)}` ({found[0]} there, {found[1]} in the shards). Remove the index, or that file."
             )
 
@@ -113,7 +113,7 @@ def _check_dtypes(source: TensorReader, weight_map: WeightMap) -> None:
     if narrow is not None:
         raise ValueError(
             f"`{source.path}`: `{brief_name(kept[narrow])}`: expected floats of 16 bits or more, got {narrow}. Pass the "
-            "`dtype=` to cast them to, `jnp.bfloat16` for one."
+            "`dtype=` to cast them to, such as `jnp.bfloat16`."
         )
     if {"float16", "bfloat16"} <= kept.keys():
         raise ValueError(
@@ -127,14 +127,14 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:
-    """The same shape, with `dtype` if it is floating-point; other dtypes are unchanged."""
+    """Returns the same shape, with `dtype` if it is floating-point; other dtypes are unchanged."""
     if not is_array_like(leaf) or not _is_float(leaf):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
 def _dtype(parts: Sequence[View], dtype: Any) -> Any:
-    """The dtype of a leaf: `dtype` for floats if it is given, otherwise the file's (the widest if layers differ)."""
+    """Returns the dtype of a leaf: `dtype` for floats if it is given, otherwise the file's (the widest if layers differ)."""
     if dtype is not None and all(jnp.issubdtype(part.dtype, jnp.floating) for part in parts):
         return dtype
     return functools.reduce(jnp.promote_types, [part.dtype for part in parts])
@@ -176,18 +176,18 @@ def _match(
 
     Raises ValueError that lists the tensors that are missing, unknown, of another shape, or tied but different.
     """
-    spelt: dict[str, str] = {}
+    file_names: dict[str, str] = {}
     problems = []
     for name in source.names():
         current = weight_map.current(name)
-        if current in spelt:
-            one, other, both = map(brief_name, (current, spelt[current], name))
+        if current in file_names:
+            one, other, both = map(brief_name, (current, file_names[current], name))
             problems.append(f"`{both}`: expected one tensor `{one}`, got `{other}` too.")
-        spelt[current] = name
+        file_names[current] = name
     needed = {disk for name in weight_map.tensors for disk in name.on_disk}
     extra = [
         name
-        for name in spelt
+        for name in file_names
         if name not in needed
         and name not in weight_map.copies
         and not any(fnmatch.fnmatchcase(name, g) for g in weight_map.ignored)
@@ -197,14 +197,14 @@ def _match(
         found[name.disk] = []
         shapes = [wanted[leaf].shape[name.n_layers is not None :] for leaf in name.leaves]
         for disk in name.on_disk:
-            if disk not in spelt and disk in weight_map.zeros and spelt:
-                dtype = source.view(next(iter(spelt.values()))).dtype  # so that all tensors of a file keep the same dtype
+            if disk not in file_names and disk in weight_map.zeros and file_names:
+                dtype = source.view(next(iter(file_names.values()))).dtype  # so that all tensors keep the same dtype
                 found[name.disk].append([np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes])
                 continue
-            if disk not in spelt:
+            if disk not in file_names:
                 problems.append(f"`{disk}`: expected for `{name.leaves[0]}`, got none.{nearest(disk, extra)}")
                 continue
-            tensor = source.view(spelt[disk])
+            tensor = source.view(file_names[disk])
             # Splitting into equal parts would drop a remainder, and fails for a scalar.
             parts = name.load(tensor) if tensor.size == sum(map(math.prod, shapes)) else ()
             if [part.shape for part in parts] != [tuple(shape) for shape in shapes]:
@@ -214,17 +214,17 @@ def _match(
             elif not all(_is_float(tensor) == _is_float(wanted[leaf]) for leaf in name.leaves):
                 problems.append(f"`{disk}`: expected {wanted[name.leaves[0]].dtype} or its like, got {tensor.dtype}.")
             found[name.disk].append(parts)
-    missing = [disk for disk in needed if disk not in spelt]
+    missing = [disk for disk in needed if disk not in file_names]
     for name in extra:
-        shape = source.view(spelt[name]).shape
-        there = brief_name(spelt[name])
+        shape = source.view(file_names[name]).shape
+        there = brief_name(file_names[name])
         problems.append(f"`{there}`: expected no tensor of this name, got {shape}.{nearest(brief_name(name), missing)}")
     remedy = "This family ties them always: bring the model as a module of your own."
     if weight_map.untied_by is not None:
         remedy = f"Set `{weight_map.untied_by}` to false there."
     for copy, original in weight_map.copies.items():
-        if copy in spelt and original in spelt:
-            a, b = source.view(spelt[copy]), source.view(spelt[original])
+        if copy in file_names and original in file_names:
+            a, b = source.view(file_names[copy]), source.view(file_names[original])
             if a.shape != b.shape or not _equal(a, b):
                 problems.append(
                     f"`{copy}`: expected the same values as `{original}`, to which `{CONFIG}` ties it, got others. {remedy}"
@@ -239,7 +239,7 @@ def _match(
 
 
 def is_tied_on_disk(folder: Location, stem: str, copy: str, original: str) -> bool:
-    """Whether a tensor of a folder is absent or equal to another. For models whose config does not say whether it is
+    """Returns whether a tensor of a folder is absent or equal to another. For models whose config does not say whether it is
     tied."""
     source = weights_of(folder, stem)
     if source is None or not {copy, original} <= set(source.names()):
@@ -249,12 +249,12 @@ def is_tied_on_disk(folder: Location, stem: str, copy: str, original: str) -> bo
 
 
 def is_on_disk(folder: Location, stem: str, *names: str) -> bool:
-    """Whether a folder has a tensor with one of these names. For models whose config does not say so."""
+    """Returns whether a folder has a tensor with one of these names. For models whose config does not say so."""
     source = weights_of(folder, stem)
     return source is not None and not set(names).isdisjoint(source.names())
 
 
 def _equal(a: Any, b: Any, rows: int = 1024) -> bool:
-    """Whether two views hold the same values. Reads a few rows at a time."""
+    """Returns whether two views hold the same values. Reads a few rows at a time."""
     a, b = (x.reshape(1) if x.ndim == 0 else x for x in (a, b))
     return all(np.array_equal(np.asarray(a[i : i + rows]), np.asarray(b[i : i + rows])) for i in range(0, len(a), rows))

@@ -29,12 +29,12 @@ class Pretrained(eqx.Module):
 
     @staticmethod
     def weight_map(config: Any) -> WeightMap:
-        """Which tensor of a folder holds which leaves, for a model of this config."""
+        """Maps the tensors of a folder to the leaves of a model with this config."""
         raise NotImplementedError
 
     @classmethod
     def architecture(cls, config: Any) -> str:
-        """The name of the `transformers` class that loads a saved folder."""
+        """Returns the name of the `transformers` class that loads a saved folder."""
         del config
         return cls.architectures[0]
 
@@ -48,7 +48,7 @@ class Pretrained(eqx.Module):
         plan: Plan | None = None,
         **changes: Any,
     ) -> tuple[Any, Any]:
-        """The model in a folder, and its config. As `redeqx.models.from_pretrained`, but for one class."""
+        """Loads a model of this class and its config from a folder. See `redeqx.models.from_pretrained`."""
         folder = location(folder, "folder")
         config = cls.read_config(folder)
         if changes:
@@ -63,7 +63,7 @@ class Pretrained(eqx.Module):
 
     @classmethod
     def read_config(cls, folder: Location) -> Any:
-        """The config of a folder.
+        """Returns the config of a folder.
 
         Raises ValueError if the folder holds another model type.
         """
@@ -72,12 +72,12 @@ class Pretrained(eqx.Module):
         if fields.get(key, cls.model_types[0]) not in cls.model_types:
             raise ValueError(
                 f"`{folder / CONFIG}`: `{key}`: expected {' or '.join(cls.model_types)} for {cls.__name__}, "
-                f"got {fields[key]!r}. Give the folder of such a model."
+                f"got {fields[key]!r}. Pass the folder of such a model."
             )
         if fields.get("quantization_config") is not None:
             raise ValueError(
                 f"`{folder / CONFIG}`: `quantization_config`: expected none, got {brief(fields['quantization_config'])}. "
-                "Load the weights as they were before, or have `transformers` dequantize and save them."
+                "Load the weights before quantization, or have `transformers` dequantize and save them."
             )
         source = weights_of(folder, cls.weights_name)
         keys = ConfigReader(

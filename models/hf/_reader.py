@@ -13,7 +13,7 @@ from .._kinds import OBJECT, SIZE, TOKEN, Kind, kind_of
 from ..generation import Generation
 
 _MISSING = object()
-_MOST_LAYERS = 10**4  # the limit if there are no tensors to count, as in a dry run: tracing takes time for each layer
+_MAX_LAYERS = 10**4  # the limit if there are no tensors to count, as in a dry run: tracing takes time for each layer
 
 Config = TypeVar("Config")
 
@@ -62,7 +62,8 @@ class ConfigReader:
         self.path = path
 
     def aliased(self, aliases: Mapping[str, str]) -> "ConfigReader":
-        """The same reader, with each alternative key renamed to its first name. Alternative names are not written back.
+        """Returns the same reader, with each alternative key renamed to its first name. Alternative names are not written
+        back.
 
         **Arguments:**
 
@@ -85,15 +86,15 @@ class ConfigReader:
         return keys
 
     def part(self, name: str) -> "ConfigReader":
-        """A reader for an object inside the file. Raises if the key is absent or not an object."""
-        return self.within(name, self.get(name, kind=OBJECT))
+        """Returns a reader for an object inside the file. Raises if the key is absent or not an object."""
+        return self.nested(name, self.get(name, kind=OBJECT))
 
-    def within(self, name: str, fields: Mapping[str, Any]) -> "ConfigReader":
-        """A reader for an object that the file holds under this name."""
+    def nested(self, name: str, fields: Mapping[str, Any]) -> "ConfigReader":
+        """Returns a reader for an object that the file holds under this name."""
         return ConfigReader(fields, f"{self.path}: {name}", n_tensors=self._n_tensors, files=self._files)
 
     def get(self, name: str, default: Any = _MISSING, kind: Kind | None = None) -> Any:
-        """The value of a key, or `default` if it is absent.
+        """Returns the value of a key, or `default` if it is absent.
 
         **Arguments:**
 
@@ -112,26 +113,26 @@ class ConfigReader:
             return default
         if kind is None and (default is _MISSING or default is None):
             return value
-        return (kind or kind_of(default)).checked(self.path, name, value)
+        return (kind or kind_of(default)).check(self.path, name, value)
 
     def layers(self, name: str, default: Any) -> int:
-        """As `get`, for a number of layers. It is at most the number of tensors, because each layer has at least one."""
+        """Reads a number of layers, as `get` does. It is at most the number of tensors, as each layer has at least one."""
         return self.check_layers(name, self.get(name, default, SIZE))
 
     def check_layers(self, name: str, n_layers: int) -> int:
         """Returns a number of layers. Raises ValueError if it exceeds the number of tensors."""
-        most = _MOST_LAYERS if self._n_tensors is None else self._n_tensors
-        if n_layers > most:
+        limit = _MAX_LAYERS if self._n_tensors is None else self._n_tensors
+        if n_layers > limit:
             there = "" if self._n_tensors is None else ", the number of tensors in the folder"
-            raise ValueError(f"`{self.path}`: `{name}`: expected at most {most}{there}, got {n_layers}. Correct the file.")
+            raise ValueError(f"`{self.path}`: `{name}`: expected at most {limit}{there}, got {n_layers}. Correct the file.")
         return n_layers
 
     def has(self, name: str) -> bool:
-        """Whether the file has a key, even with the value null: for some keys null differs from absence."""
+        """Returns whether the file has a key, even with the value null, which for some keys differs from absence."""
         return name in self._fields
 
     def only(self, name: str, *accepted: Any, default: Any = _MISSING) -> Any:
-        """The value of a key for which this family implements only some values.
+        """Returns the value of a key for which this family implements only some values.
 
         **Arguments:**
 
@@ -146,7 +147,7 @@ class ConfigReader:
         return value
 
     def refuse(self, name: str, value: Any, expected: str) -> ValueError:
-        """The error for a value that this family does not implement, for checks that `only` cannot express."""
+        """Returns the error for a value that this family does not implement, for checks that `only` cannot express."""
         return ValueError(
             f"`{self.path}`: `{name}`: expected {expected}, which is what this family implements, got {brief(value)}. "
             "Load another checkpoint, or bring the model as a module of your own."
@@ -176,16 +177,16 @@ class ConfigReader:
             if token == "decoder_start" and value is None and default is not None:
                 value = found["bos_token_id"]  # as in transformers
                 if value is None:
-                    raise ValueError(f"`{path}`: `{name}`: expected a token id, got null. Say with which a text begins.")
+                    raise ValueError(f"`{path}`: `{name}`: expected a token id, got null. Set the first token of a text.")
             if token == "eos" and isinstance(value, list):
-                found[name] = tuple(TOKEN.checked(path, name, id) for id in value)
+                found[name] = tuple(TOKEN.check(path, name, id) for id in value)
             else:
-                found[name] = None if value is None else TOKEN.checked(path, name, value)
+                found[name] = None if value is None else TOKEN.check(path, name, value)
         return found
 
     def generation(self, inner: "ConfigReader | None" = None) -> Generation | None:
-        """The folder's generation options: those of `generation_config.json`, or, without that file, the old keys of
-        `config.json`. The special tokens that `tokens` has read are left out.
+        """Returns the generation options of `generation_config.json`, or, without that file, of the old keys of
+        `config.json`. The special tokens that `tokens` has read are omitted.
 
         **Arguments:**
 
@@ -203,13 +204,13 @@ class ConfigReader:
         return Generation(old, self.path) if old else None
 
     def n_classes(self) -> int:
-        """The number of classes of a classifier: the length of `id2label`, which stays in `rest` with `label2id`.
+        """Returns the number of classes of a classifier: the length of `id2label`, which stays in `rest` with `label2id`.
 
         Raises ValueError if `num_labels` differs.
         """
         labels = self._fields.get("id2label")
         if labels is not None:
-            OBJECT.checked(self.path, "id2label", labels)
+            OBJECT.check(self.path, "id2label", labels)
         n_classes = self.get("num_labels", 2 if labels is None else len(labels), SIZE)
         if labels is not None and len(labels) != n_classes:
             raise ValueError(
@@ -219,12 +220,11 @@ class ConfigReader:
         return n_classes
 
     def rest(self) -> "Extra":
-        """The keys that were not read, and the folder's further files."""
+        """Returns the keys that were not read, and the folder's further files."""
         return Extra({name: value for name, value in self._fields.items() if name not in self._read}, self._files)
 
     def build(self, cls: Callable[..., Config], *, key_of: Callable[[str], str], **values: Any) -> Config:
-        """A config with these fields. Errors of its own checks are raised again with this file's path and the names of its
-        keys.
+        """Builds a config with these fields. Errors of its own checks are raised with this file's path and key names.
 
         **Arguments:**
 

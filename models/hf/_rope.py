@@ -14,16 +14,17 @@ _BASE = Kind(float, "a finite number above 1", lambda value: 1 < value <= 1e300)
 
 
 def rope_from_hf(keys: ConfigReader, n_positions: int) -> tuple[float, Scaling | None]:
-    """The base and the scaling in a `config.json`: from `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+    """Returns the base and the scaling in a `config.json`: from `rope_parameters`, or the older `rope_theta` and
+    `rope_scaling`."""
     newer, older = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
     for name in newer.keys() & older.keys():
         _check_same(keys, name, newer[name], older[name], "rope_scaling")
     fields = {**newer, **older}
-    rope = keys.within("rope_parameters", fields).aliased({"type": "rope_type"})
+    rope = keys.nested("rope_parameters", fields).aliased({"type": "rope_type"})
     theta = _either(keys, rope, "rope_theta", 10000.0, _BASE)
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            raise rope.refuse(name, value, "a number, for all layers turn alike")
+            raise rope.refuse(name, value, "a number, the same for all layers")
     for where in (keys, rope):
         where.only("partial_rotary_factor", 1.0, None)
     kind = rope.get("rope_type", "default")
@@ -57,7 +58,7 @@ def rope_from_hf(keys: ConfigReader, n_positions: int) -> tuple[float, Scaling |
 
 
 def _either(keys: ConfigReader, rope: ConfigReader, name: str, default: Any, kind: Kind) -> Any:
-    """A key that files hold either among the model's own keys or among those of the rotary positions."""
+    """Returns a key that files hold either among the model's own keys or among those of the rotary positions."""
     outer, inner = keys.get(name, None, kind), rope.get(name, None, kind)
     if outer is not None and inner is not None:
         _check_same(keys, name, outer, inner, "rope_parameters")

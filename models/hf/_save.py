@@ -55,17 +55,17 @@ def _check_placed(leaves: Mapping[str, Any], weight_map: WeightMap, what: str) -
     arrays = [path for path, leaf in leaves.items() if is_array_like(leaf)]
     if adapters := [path for path in arrays if re.search(r"(^|\.)lora_[ab]$", path) and path not in placed]:
         raise ValueError(
-            f"`{adapters[0]}`: expected a leaf that folders of {what} hold, got one of {len(adapters)} of adapters. Save "
+            f"`{adapters[0]}`: expected a leaf that folders of {what} contain, got one of {len(adapters)} of adapters. Save "
             "the merged model, `save_pretrained(lora.merge(model), ...)`, or the adapters, `lora.save_adapter(model, ...)`."
         )
     if lost := [path for path in arrays if path not in placed]:
         raise ValueError(
-            f"`{lost[0]}`: expected a leaf that folders of {what} hold, got one of {len(lost)} that they have no tensor "
-            f"for: {', '.join(listed(lost))}. Save the model with `Trainer.save_ckpt`, or as its class made it."
+            f"`{lost[0]}`: expected a leaf that folders of {what} contain, got one of {len(lost)} that they have no tensor "
+            f"for: {', '.join(listed(lost))}. Save the model with `Trainer.save_ckpt`, or without these leaves."
         )
     if missing := sorted(placed - set(arrays)):
         raise ValueError(
-            f"`{missing[0]}`: expected an array, as folders of {what} with this config hold, got "
+            f"`{missing[0]}`: expected an array, as in folders of {what} with this config, got "
             f"{leaves.get(missing[0], 'no such leaf')}.{nearest(missing[0], arrays)} Pass the model's own config."
         )
 
@@ -77,13 +77,13 @@ def _check_shapes(model: Any, config: Any) -> None:
     for path, leaf in named_leaves(model).items():
         if is_array_like(leaf) and leaf.shape != described[path].shape:
             raise ValueError(
-                f"`{path}`: expected {described[path].shape}, as `config` says, got {leaf.shape}. Pass the config that "
+                f"`{path}`: expected {described[path].shape}, as in `config`, got {leaf.shape}. Pass the config that "
                 "describes the model: `dataclasses.replace(config, ...)`."
             )
 
 
 def to_disk(model: Any, weight_map: WeightMap) -> dict[str, _Saved]:
-    """The tensors of a folder by name, before any of them is read.
+    """Returns the tensors of a folder by name, before any of them is read.
 
     Raises TypeError for a model with shapes as leaves, and ValueError for a leaf that is not in the weight map.
     """
@@ -97,8 +97,8 @@ def to_disk(model: Any, weight_map: WeightMap) -> dict[str, _Saved]:
                 raise TypeError(f"`{path}`: expected an array, got only its shape {part}. Create the arrays, then save.")
             if isinstance(part, jax.Array) and not part.is_fully_addressable:
                 raise ValueError(
-                    f"`{path}`: expected an array that this process holds whole, got one over the devices of several. Save "
-                    "a checkpoint, which all processes write together, and load it in one process."
+                    f"`{path}`: expected an array that this process holds completely, got one sharded over several "
+                    "processes. Save a checkpoint, which all processes write together, and load it in one process."
                 )
         skip = name.n_layers is not None
         dummies = [np.broadcast_to(np.int8(0), part.shape[skip:]) for part in parts]
@@ -132,7 +132,7 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
     if not isinstance(model, Pretrained):
         raise TypeError(
             f"`model`: expected one of redeqx.models, got {type(model).__name__}. Save other models with "
-            "`Trainer.save_ckpt`: their names are their own."
+            "`Trainer.save_ckpt`: Hugging Face has no names for their tensors."
         )
     check_alive(model, "model")
     limit = _bytes(max_shard_size)
@@ -173,7 +173,7 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
 
 
 def to_generation(config: Any) -> dict[str, Any] | None:
-    """The `generation_config.json` of a model's folder; None if its config has no generation options."""
+    """Returns the `generation_config.json` of a model's folder; None if its config has no generation options."""
     generation = getattr(config, "generation", None)
     if generation is None:
         return None
@@ -182,7 +182,7 @@ def to_generation(config: Any) -> dict[str, Any] | None:
 
 
 def to_config(cls: type[Pretrained], config: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` of a model's folder."""
+    """Returns the `config.json` of a model's folder."""
     fields = {**config.extra, **config.to_hf()}
     if "_class_name" in fields:  # diffusers names the class and stores no dtype
         return fields

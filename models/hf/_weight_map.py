@@ -66,11 +66,11 @@ class WeightMap:
     modules: tuple[tuple[str, str], ...] = ()
 
     def in_memory(self, disk: str) -> str:
-        """The name of a transformers module in memory, from its name on disk."""
+        """Returns the name of a transformers module in memory, from its name on disk."""
         return _rename(disk, self.modules)
 
     def current(self, name: str) -> str:
-        """The current name of a tensor in a file."""
+        """Returns the current name of a tensor in a file."""
         return _rename(name, self.aliases)
 
 
@@ -81,28 +81,28 @@ def _rename(name: str, renamings: Iterable[tuple[str, str]]) -> str:
 
 
 def same(disk: str, leaf: str) -> StoredTensor:
-    """A tensor that is stored as its leaf."""
+    """Returns a tensor that is stored as its leaf."""
     return StoredTensor(disk, (leaf,))
 
 
 def transposed(disk: str, leaf: str) -> StoredTensor:
-    """A matrix that is stored as `[in, out]`."""
+    """Returns a matrix that is stored as `[in, out]`."""
     return StoredTensor(disk, (leaf,), lambda tensor: (tensor.T,), lambda leaf: leaf.T)
 
 
 def reshaped(disk: str, leaf: str, on_disk: tuple[int, ...], in_tree: tuple[int, ...]) -> StoredTensor:
-    """A tensor that is stored with other dims of size 1, or with its dims grouped differently, such as a convolution's
-    bias."""
+    """Returns a tensor that is stored with other dims of size 1, or with its dims grouped differently, such as a
+    convolution's bias."""
     return StoredTensor(disk, (leaf,), lambda t: (_view(t, in_tree, on_disk),), lambda leaf: leaf.reshape(on_disk))
 
 
 def _view(tensor: View, shape: tuple[int, ...], expected: tuple[int, ...]) -> View:
-    """`tensor` reshaped. If its shape is not the expected one, it is unchanged, so that the shape check reports it."""
+    """Reshapes `tensor`. Returns it unchanged if its shape is not the expected one, so that the shape check reports it."""
     return tensor.reshape(shape) if tensor.shape == expected else tensor
 
 
 def same_layer(disk: str, leaf: str, *, use_bias: bool = True, is_transposed: bool = False) -> list[StoredTensor]:
-    """The `weight` and `bias` of a layer (linear, norm, embedding).
+    """Returns the `weight` and `bias` of a layer (linear, norm, embedding).
 
     **Arguments:**
 
@@ -113,7 +113,7 @@ def same_layer(disk: str, leaf: str, *, use_bias: bool = True, is_transposed: bo
 
 
 def fused(disk: str, layers: Sequence[str], *, use_bias: bool = True, is_transposed: bool = False) -> list[StoredTensor]:
-    """The weight and bias of several layers of equal size, stored as one layer with concatenated outputs."""
+    """Returns the weight and bias of several layers of equal size, stored as one layer with concatenated outputs."""
     n, axis = len(layers), -1 if is_transposed else 0
 
     def cut(tensor: View, axis: int) -> list[View]:
@@ -138,7 +138,7 @@ def fused(disk: str, layers: Sequence[str], *, use_bias: bool = True, is_transpo
 
 
 def layers(disk: str, leaf: str, n_layers: int, block: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """The tensors of a stack of `n_layers` blocks.
+    """Returns the tensors of a stack of `n_layers` blocks.
 
     **Arguments:**
 
@@ -153,5 +153,5 @@ def layers(disk: str, leaf: str, n_layers: int, block: Iterable[StoredTensor]) -
 
 
 def within(disk: str, leaf: str, names: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """The tensors of a submodule, with prefixes added to each name and path."""
+    """Returns the tensors of a submodule, with prefixes added to each name and path."""
     return [replace(name, disk=disk + name.disk, leaves=tuple(leaf + path for path in name.leaves)) for name in names]

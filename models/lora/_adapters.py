@@ -26,7 +26,7 @@ class LoraLinear(eqx.nn.Linear):
     lora_b: Float[Array, "*layers out rank"]
     scale: float = eqx.field(static=True)
 
-    # The dim of `weight` along which each dim is sharded, so that an adapter is sharded as its layer is.
+    # For each dim of a leaf, the dim of `weight` whose sharding it follows.
     follows_weight: ClassVar[Mapping[str, tuple[int | None, ...]]] = {"lora_a": (None, 1), "lora_b": (0, None)}
 
     def __init__(
@@ -57,16 +57,16 @@ class LoraLinear(eqx.nn.Linear):
         out = x @ self.weight.T
         out = out if self.bias is None else out + self.bias
         with jax.named_scope("lora"):
-            # The adapter is float32 beside 16-bit weights. The layer's output keeps the 16-bit dtype.
+            # The adapter is float32 with 16-bit weights. The layer's output keeps the 16-bit dtype.
             delta = (self.scale * (x @ self.lora_a.T)) @ self.lora_b.T
         out = out + delta.astype(out.dtype)
         return out[..., 0] if self.out_features == "scalar" else out
 
 
 def add(model: ModelT, *, rank: int, alpha: int | float | None = None, where: Where, key: PRNGKeyArray) -> ModelT:
-    """The model with an adapter on each linear layer that `where` selects. Its outputs are the same until it is trained.
+    """Adds an adapter to each linear layer that `where` selects. The outputs are the same until the adapters are trained.
 
-    Adapters have at least float32, also beside 16-bit weights. Stacked layers get stacked adapters, `[layers, rank, in]` and
+    Adapters have at least float32, even with 16-bit weights. Stacked layers get stacked adapters, `[layers, rank, in]` and
     `[layers, out, rank]`.
 
     **Arguments:**
@@ -82,7 +82,7 @@ def add(model: ModelT, *, rank: int, alpha: int | float | None = None, where: Wh
     """
     if rank < 1:
         raise ValueError(f"`rank`: expected at least 1, got {rank}. Pass a positive rank.")
-    picked = _pick(linears_of(model), where)
+    picked = _select(linears_of(model), where)
     keys = jax.random.split(key, len(picked))
 
     def draw(layer: eqx.nn.Linear, key: PRNGKeyArray) -> LoraLinear:
@@ -92,11 +92,11 @@ def add(model: ModelT, *, rank: int, alpha: int | float | None = None, where: Wh
         lora_b = jnp.zeros((*stacked, n_out, rank), dtype)
         return LoraLinear(layer, lora_a, lora_b, scale=(rank if alpha is None else alpha) / rank)
 
-    return put(model, {path: draw(layer, key) for (path, layer), key in zip(picked.items(), keys, strict=True)})
+    return replace_layers(model, {path: draw(layer, key) for (path, layer), key in zip(picked.items(), keys, strict=True)})
 
 
 def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
-    """True for each leaf to train, for `Trainer(trainable=...)`: the adapters' leaves, and those that `also` matches.
+    """Returns a mask for `Trainer(trainable=...)`: True for the adapters' leaves, and for those that `also` matches.
 
     **Arguments:**
 
@@ -105,7 +105,7 @@ def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
     Raises ValueError for a model without adapters, and for a glob that matches no leaf.
     """
     adapters = adapters_of(model)
-    chosen = {within(path, leaf) for path in adapters for leaf in ("lora_a", "lora_b")}
+    chosen = {leaf_path(path, leaf) for path in adapters for leaf in ("lora_a", "lora_b")}
     leaves = [name for name, leaf in named_leaves(model).items() if is_array_like(leaf) and _is_inexact(leaf)]
     for pattern in [also] if isinstance(also, str) else also:
         found = fnmatch.filter(leaves, pattern)
@@ -116,38 +116,38 @@ def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
 
 
 def merge(model: ModelT) -> ModelT:
-    """The equivalent model without adapters: each adapter is added to its layer's weight, `W + scale * B A`.
+    """Merges the adapters: adds each one to its layer's weight, `W + scale * B A`. Returns the model without adapters.
 
     Raises ValueError for a model without adapters.
     """
 
     def merged(layer: LoraLinear) -> eqx.nn.Linear:
         delta = layer.scale * (layer.lora_b @ layer.lora_a)
-        return _plain(layer, (layer.weight + delta).astype(layer.weight.dtype))
+        return _with_weight(layer, (layer.weight + delta).astype(layer.weight.dtype))
 
-    return put(model, {path: merged(layer) for path, layer in adapters_of(model).items()})
+    return replace_layers(model, {path: merged(layer) for path, layer in adapters_of(model).items()})
 
 
 def _is_linear(node: Any) -> bool:
-    """Whether a node is a linear layer, with or without an adapter. Other subclasses are not: they may define another
-    call."""
+    """Returns whether a node is a linear layer, with or without an adapter. Other subclasses are not: they may define
+    another call."""
     return type(node) in (eqx.nn.Linear, LoraLinear)
 
 
 def linears_of(model: PyTree) -> dict[str, eqx.nn.Linear]:
-    """Every linear layer by its path."""
+    """Returns every linear layer by its path."""
     return {path: node for path, node in named_leaves(model, is_leaf=_is_linear).items() if _is_linear(node)}
 
 
 def adapters_of(model: PyTree) -> dict[str, LoraLinear]:
-    """Every adapted layer by its path. Raises ValueError if there is none."""
+    """Returns every adapted layer by its path. Raises ValueError if there is none."""
     adapters = {path: layer for path, layer in linears_of(model).items() if isinstance(layer, LoraLinear)}
     if not adapters:
         raise ValueError("`model`: expected adapted layers, got none. Add adapters with `lora.add` first.")
     return adapters
 
 
-def put(model: ModelT, layers: Mapping[str, eqx.nn.Linear]) -> ModelT:
+def replace_layers(model: ModelT, layers: Mapping[str, eqx.nn.Linear]) -> ModelT:
     return map_named(lambda path, node: layers.get(path, node), model, is_leaf=_is_linear)
 
 
@@ -155,8 +155,8 @@ def _is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def within(path: str, leaf: str) -> str:
-    """The path of a layer's leaf. If the model itself is the layer, its own path is empty."""
+def leaf_path(path: str, leaf: str) -> str:
+    """Returns the path of a layer's leaf. If the model itself is the layer, its own path is empty."""
     return leaf if path == "value" else f"{path}.{leaf}"
 
 
@@ -164,19 +164,19 @@ def at_least_float32(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _plain(layer: eqx.nn.Linear, weight: Array) -> eqx.nn.Linear:
+def _with_weight(layer: eqx.nn.Linear, weight: Array) -> eqx.nn.Linear:
     # An abstract layer, so that no weights are drawn only to be replaced.
     sizes, key = (layer.in_features, layer.out_features, layer.use_bias), jax.eval_shape(lambda: jax.random.key(0))
     plain = eqx.filter_eval_shape(eqx.nn.Linear, *sizes, key=key)
     return eqx.tree_at(lambda l: (l.weight, l.bias), plain, (weight, layer.bias), is_leaf=lambda leaf: leaf is None)
 
 
-def _pick(linears: Mapping[str, eqx.nn.Linear], where: Where) -> dict[str, eqx.nn.Linear]:
-    """The layers that `where` selects. Raises ValueError if one of them already has an adapter."""
+def _select(linears: Mapping[str, eqx.nn.Linear], where: Where) -> dict[str, eqx.nn.Linear]:
+    """Returns the layers that `where` selects. Raises ValueError if one of them already has an adapter."""
     if callable(where):
         paths = {path for path, layer in linears.items() if where(path, layer)}
         if not paths:
-            raise ValueError(f"`where`: expected a function that picks linear layers, got none. {_listed(linears)}")
+            raise ValueError(f"`where`: expected a function that selects linear layers, got none. {_listed(linears)}")
     else:
         paths = set()
         for pattern in [where] if isinstance(where, str) else where:

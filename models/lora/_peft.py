@@ -21,7 +21,7 @@ from redeqx.errors import brief, check_alive
 
 from .._kinds import INTEGER, NUMBER
 from ..hf import ConfigReader, Pretrained, StoredTensor, WeightMap, read_config, replace_file, replace_json
-from ._adapters import LoraLinear, adapters_of, at_least_float32, check_plain, linears_of, put, within
+from ._adapters import LoraLinear, adapters_of, at_least_float32, check_plain, leaf_path, linears_of, replace_layers
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 _PREFIX = "base_model.model."
@@ -75,19 +75,20 @@ class _Module:
     @property
     def names(self) -> list[str]:
         """The modules' names, one for each layer."""
-        return self._each(self.name)
+        return self._layer_names(self.name)
 
     @property
-    def numbers(self) -> dict[str, int]:
+    def layer_indices(self) -> dict[str, int]:
         """The layer's index by each name that a module has had; 0 for a single module."""
-        return {name: i for names in (self._each(self.disk), self.names) for i, name in enumerate(names)}
+        return {name: i for names in (self._layer_names(self.disk), self.names) for i, name in enumerate(names)}
 
-    def _each(self, name: str) -> list[str]:
+    def _layer_names(self, name: str) -> list[str]:
         return [name] if self.n_layers is None else [name.format(i) for i in range(self.n_layers)]
 
 
 def _modules(model: PyTree, linears: Mapping[str, eqx.nn.Linear]) -> list[_Module]:
-    """Every linear layer that a folder's adapter may be for: by the family's weight map, else by the tree's own paths."""
+    """Returns every linear layer that a folder's adapter may be for: by the family's weight map, else by the tree's own
+    paths."""
     if not isinstance(model, Pretrained):
         return [
             _Module(path, path, (path,), (slice(None),), *reversed(layer.weight.shape[-2:]), stacked=layer.weight.shape[:-2])
@@ -99,9 +100,11 @@ def _modules(model: PyTree, linears: Mapping[str, eqx.nn.Linear]) -> list[_Modul
 
 
 def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, eqx.nn.Linear]) -> _Module | None:
-    """The module whose weight this entry of a weight map describes; None if it is not the weight of linear layers."""
+    """Returns the module whose weight this entry of a weight map describes; None if it is not the weight of linear
+    layers."""
     paths = tuple(leaf.removesuffix(".weight") for leaf in name.leaves)
-    if not name.disk.endswith(".weight") or any(within(p, "weight") not in name.leaves or p not in linears for p in paths):
+    are_weights = all(leaf_path(path, "weight") in name.leaves and path in linears for path in paths)
+    if not name.disk.endswith(".weight") or not are_weights:
         return None
     shapes = [linears[path].weight.shape[name.n_layers is not None :] for path in paths]
     on_disk = name.save(*[np.broadcast_to(np.int8(0), shape) for shape in shapes]).shape
@@ -149,7 +152,7 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
         parts = [(rows, adapters[path]) for rows, path in zip(module.rows, module.paths, strict=True) if path in adapters]
         if not parts:
             continue
-        a, b, scale = _as_one(parts, module.n_out)
+        a, b, scale = _combine(parts, module.n_out)
         saved[module] = a.shape[-2], _alpha(scale, a.shape[-2])
         for i, name in enumerate(module.names):
             layer = ... if module.n_layers is None else i
@@ -185,7 +188,7 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
     return folder
 
 
-def _as_one(parts: Sequence[tuple[Any, LoraLinear]], n_out: int) -> tuple[np.ndarray, np.ndarray, float]:
+def _combine(parts: Sequence[tuple[Any, LoraLinear]], n_out: int) -> tuple[np.ndarray, np.ndarray, float]:
     """`A`, `B` and the scale of one adapter that computes the same as the adapters of the parts."""
     scale = max((layer.scale for _, layer in parts), key=abs)
     a_parts = [np.asarray(layer.lora_a) for _, layer in parts]
@@ -208,7 +211,7 @@ def _alpha(scale: float, rank: int) -> int | float:
 
 
 def _pattern(module: _Module) -> str:
-    """The regular expression for a module's names, for `rank_pattern` and `alpha_pattern`."""
+    """Returns the regular expression for a module's names, for `rank_pattern` and `alpha_pattern`."""
     escaped = re.escape(module.name)
     return escaped if module.n_layers is None else escaped.replace(re.escape("{}"), r"\d+")
 
@@ -228,7 +231,7 @@ def _targets(model: PyTree, saved: Mapping[_Module, Any]) -> list[str]:
 
 
 def load_adapter(model: ModelT, folder: str | Path) -> ModelT:
-    """The model with the adapters of a folder that PEFT or `save_adapter` wrote.
+    """Loads the adapters of a folder that PEFT or `save_adapter` wrote into a model.
 
     The layers of one stack get the same rank, the largest among them, and the same scale. Smaller adapters are padded with
     zeros. A layer without an adapter gets one of zeros, which stays zero in training. Where transformers holds several of
@@ -256,7 +259,7 @@ def load_adapter(model: ModelT, folder: str | Path) -> ModelT:
                     continue
             check_plain({path: linears[path]})
             layers[path] = LoraLinear(linears[path], jnp.asarray(a[..., used, :]), jnp.asarray(part[..., used]), scale=scale)
-    return put(model, layers)
+    return replace_layers(model, layers)
 
 
 _Adapter = tuple[np.ndarray, np.ndarray, float]  # A, B and scale of one module
@@ -264,11 +267,11 @@ _Found = dict[_Module, dict[int, _Adapter]]  # by the layer's index; 0 for a sin
 
 
 def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: TensorReader, keys: ConfigReader) -> _Found:
-    """A folder's adapters by module, after a check that all of them match the model.
+    """Returns a folder's adapters by module, after a check that all of them match the model.
 
     Raises ValueError that lists those that do not match.
     """
-    known = {name: (module, i) for module in _modules(model, linears) for name, i in module.numbers.items()}
+    known = {name: (module, i) for module in _modules(model, linears) for name, i in module.layer_indices.items()}
     problems: list[str] = []
     pairs: dict[str, dict[str, np.ndarray]] = {}
     for key in source.names():
@@ -278,7 +281,7 @@ def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: TensorRe
         elif (match := _BASE.fullmatch(key)) is None or (current := _current(model, match["module"])) not in known:
             got = tensor.shape
             problems.append(f"`{key}`: expected `{_PREFIX}<module>.lora_A.weight` or `.lora_B.weight`, got {got}.")
-        elif not _is_of_base(tensor, match["which"], *known[current], linears):
+        elif not _is_base_tensor(tensor, match["which"], *known[current], linears):
             problems.append(f"`{key}`: expected the values that this model has, got others, of shape {tensor.shape}.")
     found: _Found = {}
     for name, pair in pairs.items():
@@ -299,18 +302,18 @@ def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: TensorRe
             scale = alpha / (rank**0.5 if keys.get("use_rslora", False) else rank)
             found.setdefault(module, {})[i] = pair["A"], pair["B"], scale
     if problems or not found:
-        unfit = "\n  - ".join(["", *listed(problems)])
+        listing = "\n  - ".join(["", *listed(problems)])
         base = keys.get("base_model_name_or_path", None)
         raise ValueError(
             f"`{source.path}`: expected adapters of this {type(model).__name__}, as `{keys.path}` describes them, got "
-            f"{f'{len(problems)} that do not fit:' if problems else 'none.'}{unfit}\n"
+            f"{f'{len(problems)} that do not fit:' if problems else 'none.'}{listing}\n"
             f"Load it over the model that it was trained on{f', {base!r}' if base else ''}."
         )
     return found
 
 
-def _is_of_base(tensor: np.ndarray, which: str, module: _Module, i: int, linears: Mapping[str, eqx.nn.Linear]) -> bool:
-    """Whether a tensor equals a layer's own weight or bias, which PEFT saves beside the adapters of heads."""
+def _is_base_tensor(tensor: np.ndarray, which: str, module: _Module, i: int, linears: Mapping[str, eqx.nn.Linear]) -> bool:
+    """Returns whether a tensor equals a layer's own weight or bias, which PEFT saves beside the adapters of heads."""
     tensor = tensor.T if which == "weight" and module.is_transposed else tensor
     for rows, path in zip(module.rows, module.paths, strict=True):
         leaf = getattr(linears[path], which)
@@ -321,7 +324,7 @@ def _is_of_base(tensor: np.ndarray, which: str, module: _Module, i: int, linears
 
 
 def _stacked(module: _Module, adapters: Mapping[int, _Adapter]) -> _Adapter:
-    """One module's adapters over its layers, stacked into one. Smaller ranks are padded with zeros."""
+    """Returns one module's adapters over its layers, stacked into one. Smaller ranks are padded with zeros."""
     rank = max(a.shape[-2] for a, _, _ in adapters.values())
     scale = max((scale for _, _, scale in adapters.values()), key=abs)
     dtype = at_least_float32(jnp.result_type(*(array.dtype for a, b, _ in adapters.values() for array in (a, b))))
@@ -335,7 +338,7 @@ def _stacked(module: _Module, adapters: Mapping[int, _Adapter]) -> _Adapter:
 
 
 def _read_config(path: Path) -> ConfigReader:
-    """The keys of an adapter's config, after a check that they require nothing that is not implemented."""
+    """Returns the keys of an adapter's config, after a check that they require nothing that is not implemented."""
     if not path.is_file():
         raise ValueError(
             f"`{path}`: expected a file, got none. Pass the folder that PEFT's `save_pretrained` or `save_adapter` wrote; "
@@ -379,12 +382,12 @@ def _refuse(path: Path, key: str, expected: str, got: Any) -> ValueError:
 
 
 def _current(model: PyTree, module: str) -> str:
-    """The current spelling of a module's name, which old files may spell differently."""
+    """Returns the current spelling of a module's name, which old files may spell differently."""
     if not isinstance(model, Pretrained):
         return module
     return type(model).weight_map(model.config).current(f"{module}.weight").removesuffix(".weight")
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value for a module: that of the first pattern that matches the end of its name, else the default."""
+    """Returns the value for a module: that of the first pattern that matches the end of its name, else the default."""
     return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), default)

@@ -50,7 +50,7 @@ class Cache(eqx.Module):
         memory: tuple[Array, Array] | None = None,
         memory_mask: Bool[Array, " source"] | None = None,
     ) -> "Cache":
-        """A cache of `length` empty slots, with or without a memory."""
+        """Returns a cache of `length` empty slots, with or without a memory."""
         keys, zero = jnp.zeros((n_layers, n_kv_heads, length, size), dtype), jnp.zeros((), jnp.int32)
         return cls(keys, jnp.zeros_like(keys), jnp.zeros(length, bool), zero, zero, memory, memory_mask)
 
@@ -71,7 +71,7 @@ class Cache(eqx.Module):
     def write(
         self, keys: Float[Array, "groups seq size"], values: Float[Array, "groups seq size"]
     ) -> tuple["Cache", Float[Array, "groups length size"], Float[Array, "groups length size"]]:
-        """Writes the current tokens' keys and values at the next layer. Returns the cache, and all keys and values of that
+        """Writes the current tokens' keys and values for the next layer. Returns the cache, and all keys and values of that
         layer."""
         start = (self.layer, 0, self.index, 0)
         all_keys = jax.lax.dynamic_update_slice(self.keys, keys[None].astype(self.keys.dtype), start)
@@ -81,14 +81,14 @@ class Cache(eqx.Module):
         return cache, pick(all_keys), pick(all_values)
 
     def read_memory(self) -> tuple[Float[Array, "groups source size"], Float[Array, "groups source size"]]:
-        """The cross-attention's keys and values of the layer that wrote last, since its self-attention runs first."""
+        """Returns the cross-attention's keys and values of the layer that wrote last: its self-attention runs first."""
         assert self.memory is not None
         keys, values = self.memory
         pick = lambda array: jax.lax.dynamic_index_in_dim(array, self.layer - 1, keepdims=False)  # noqa: E731
         return pick(keys), pick(values)
 
     def axes(self, *, shares_memory: bool = False) -> "Cache":
-        """`in_axes` and `out_axes` for `jax.vmap` over rows. Counters are shared; everything else is batched.
+        """Returns `in_axes` and `out_axes` for `jax.vmap` over rows. Counters are shared; everything else is batched.
 
         **Arguments:**
 
@@ -103,7 +103,7 @@ class Cache(eqx.Module):
 
 
 def token_positions(mask: Bool[Array, " seq"] | None, seq: int, cache: Cache | None = None) -> Int[Array, " seq"]:
-    """The position of each token, counting tokens only. Padding before the first token has position 0.
+    """Returns the position of each token, counting tokens only. Padding before the first token has position 0.
 
     **Arguments:**
 
@@ -127,11 +127,11 @@ def learned_positions(
     *,
     offset: int = 0,
 ) -> Float[Array, "seq d"]:
-    """The rows of a table of learned positions, at the positions that `token_positions` returns.
+    """Returns the rows of a table of learned positions, at the positions that `token_positions` returns.
 
     **Arguments:**
 
-    - `offset`: the number of rows before that of position 0.
+    - `offset`: the row of position 0.
     """
     if mask is None and cache is None:
         return table[offset : offset + seq]  # a lookup would need the whole table on every device
@@ -141,17 +141,17 @@ def learned_positions(
 def causal_mask(
     mask: Bool[Array, " seq"] | None, seq: int, cache: Cache | None = None, *, window: int | None = None
 ) -> Bool[Array, "seq source"]:
-    """The mask of causal attention: each token attends to tokens up to itself, or to the last `window` of them.
+    """Returns the mask of causal attention: each token attends to tokens up to itself, or to the last `window` of them.
 
     Padding attends to itself, so that no softmax is empty. `source` is `seq`, or the number of slots of the cache.
     """
     start, length = (0, seq) if cache is None else (cache.index, cache.mask.shape[0])
     queries, sources = (start + jnp.arange(seq))[:, None], jnp.arange(length)
-    sees = sources <= queries
+    attends = sources <= queries
     if window is not None:
-        sees &= queries - sources < window
-    real = mask if cache is None else cache.mask
-    return sees if real is None else sees & real | (sources == queries)
+        attends &= queries - sources < window
+    is_token = mask if cache is None else cache.mask
+    return attends if is_token is None else attends & is_token | (sources == queries)
 
 
 # --- the attention --------------------------------------------------------------------------------------------------
@@ -170,14 +170,14 @@ class Attention(eqx.Module):
     n_heads: int = eqx.field(static=True)
     n_kv_heads: int = eqx.field(static=True)
     dropout: eqx.nn.Dropout = eqx.nn.Dropout(0.0)
-    scale: float | None = eqx.field(static=True, default=None)  # of the scores; None for size ** -0.5
-    query_norm: eqx.nn.RMSNorm | None = None  # of each head's queries and keys, before rotary positions
+    scale: float | None = eqx.field(static=True, default=None)  # multiplies the scores; None for size ** -0.5
+    query_norm: eqx.nn.RMSNorm | None = None  # of each head's queries (`key_norm`: keys), before rotary positions
     key_norm: eqx.nn.RMSNorm | None = None
 
     def project_memory(
         self, memory: Float[Array, "source d"]
     ) -> tuple[Float[Array, "groups source size"], Float[Array, "groups source size"]]:
-        """The keys and values of a memory, by head. A cross-attention computes them once for all tokens."""
+        """Returns the keys and values of a memory, by head. A cross-attention computes them once for all tokens."""
         keys, values = (rearrange(a, "source groups size -> groups source size") for a in self._keys_and_values(memory))
         return keys, values
 
@@ -192,7 +192,7 @@ class Attention(eqx.Module):
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "seq d"], Cache | None]:
-        """The attention output for each row of `x`, and the cache with this layer's keys and values.
+        """Returns the attention output for each row of `x`, and the cache with this layer's keys and values.
 
         **Arguments:**
 
@@ -220,7 +220,7 @@ class Attention(eqx.Module):
         mask: Bool[Array, "1 source"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
-        """The attention output for each row of `x`, from keys and values that `project_memory` returned."""
+        """Returns the attention output for each row of `x`, from keys and values that `project_memory` returned."""
         return self._attend(self._queries(x), *memory, mask, None, key)
 
     def _queries(self, x: Float[Array, "seq d"]) -> Float[Array, "seq heads size"]:
@@ -244,9 +244,9 @@ class Attention(eqx.Module):
         drops = not self.dropout.inference and self.dropout.p > 0
         if drops and key is None:
             raise RuntimeError("Dropout requires a key: pass `key=`, or use `eqx.nn.inference_mode`.")  # as Equinox's own
-        # A kernel does not pay for one query, as in decoding, and it would need a transposed copy of the whole cache.
+        # A fused kernel does not pay for one query, as in decoding, and would need a transposed copy of the whole cache.
         if queries.shape[0] == 1 and not drops:
-            mixed = self._one(queries, keys, values, mask, bias, scale)
+            mixed = self._attend_unfused(queries, keys, values, mask, bias, scale)
         else:
             keys, values = (rearrange(array, "groups source size -> source groups size") for array in (keys, values))
             given = {"mask": mask, "bias": bias, "key": key if drops else None}
@@ -255,8 +255,8 @@ class Attention(eqx.Module):
             mixed = attend(queries, keys, values, given, setting)
         return linear(self.output, rearrange(mixed, "seq heads size -> seq (heads size)"))
 
-    def _one(self, queries, keys, values, mask, bias, scale) -> Float[Array, "seq heads size"]:
-        """The attention of one query, or a few, written out; the softmax is in float32."""
+    def _attend_unfused(self, queries, keys, values, mask, bias, scale) -> Float[Array, "seq heads size"]:
+        """Computes the attention of one query, or a few, without a kernel. The softmax is in float32."""
         n_queries, groups = queries.shape[0], self.n_kv_heads
         grouped = rearrange(queries, "seq (groups n) size -> groups size (n seq)", groups=groups)
         # The keys are the first operand of the matmuls: otherwise XLA on CPU transposes the whole cache for each token.

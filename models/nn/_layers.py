@@ -14,7 +14,7 @@ from redeqx.optimizers import decay_mask
 
 
 def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*dims out"]:
-    """`layer` applied along the last dim of `x`. A replacement of a `Linear`, such as an adapted layer, is called on `x`."""
+    """Applies `layer` along the last dim of `x`. A replacement of a `Linear`, such as an adapted layer, is called on `x`."""
     if type(layer) is not eqx.nn.Linear:
         return layer(x)
     out = x @ layer.weight.T
@@ -22,12 +22,12 @@ def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*
 
 
 def norm(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
-    """`layer` applied to each row of `x`. Means and variances have at least float32."""
+    """Applies `layer` to each row of `x`. Means and variances have at least float32."""
     return jax.vmap(layer)(x)
 
 
 def embed(layer: eqx.nn.Embedding, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:
-    """The rows of `layer.weight` at `ids`.
+    """Returns the rows of `layer.weight` at `ids`.
 
     An id outside the vocabulary gives NaN, which a training run detects. JAX's own indexing would use the last row.
     """
@@ -35,7 +35,7 @@ def embed(layer: eqx.nn.Embedding, ids: Int[Array, " seq"]) -> Float[Array, "seq
 
 
 def normal_linear(in_size: int, out_size: int, *, std: float, use_bias: bool = True, key: PRNGKeyArray) -> eqx.nn.Linear:
-    """A `Linear` whose weight is drawn from N(0, `std`²) and whose bias is zero."""
+    """Returns a `Linear` whose weight is drawn from N(0, `std`²) and whose bias is zero."""
     layer = eqx.nn.Linear(in_size, out_size, use_bias=use_bias, key=key)
     weight = std * jax.random.normal(key, (out_size, in_size))
     if not use_bias:
@@ -44,12 +44,12 @@ def normal_linear(in_size: int, out_size: int, *, std: float, use_bias: bool = T
 
 
 def normal_embedding(n_rows: int, size: int, *, std: float, key: PRNGKeyArray) -> eqx.nn.Embedding:
-    """An `Embedding` whose weight is drawn from N(0, `std`²)."""
+    """Returns an `Embedding` whose weight is drawn from N(0, `std`²)."""
     return eqx.nn.Embedding(weight=std * jax.random.normal(key, (n_rows, size)))
 
 
 def weight_decay_mask(params: PyTree) -> PyTree:
-    """True for the leaves that should have weight decay: `redeqx.optimizers.decay_mask`, by its name here.
+    """Returns True for the leaves that should have weight decay, False for others: `redeqx.optimizers.decay_mask`.
 
     Pass it as `optax.adamw(learning_rate, mask=weight_decay_mask)`.
     """

@@ -21,17 +21,17 @@ from redeqx.transforms import GRADIENT
 
 def cross_entropy(
     x: Float[Array, "*dims vocab"] | Float[Array, "*dims d"],
-    labels: Shaped[Array, "..."],  # of integers; other dtypes raise below
+    labels: Shaped[Array, "..."],  # integers; other dtypes raise an error below
     *,
     head: Callable[[Float[Array, "*chunk d"]], Float[Array, "*chunk vocab"]] | None = None,
     chunk_size: int | None = None,
     ignore_index: int = -100,
     z_loss: float = 0.0,
 ) -> Loss:
-    """The cross-entropy of logits and labels: summed over the labels that count, with their number as the weight.
+    """Computes the cross-entropy of logits and labels: the sum over labels that are not ignored, and their number as weight.
 
     It is computed in float32 for logits of any dtype. Logits that are sharded over the vocabulary remain sharded: each
-    device reduces its part, and the devices exchange a few numbers for each token.
+    device reduces its part, and the devices exchange a few numbers per token.
 
     ```python
     def loss_fn(model, batch, key):
@@ -42,15 +42,15 @@ def cross_entropy(
     **Arguments:**
 
     - `x`: the logits, or the input of `head`.
-    - `labels`: the correct token at each position, integers of any width. Labels equal to `ignore_index` do not count. Any
+    - `labels`: the correct token at each position, integers of any width. Labels equal to `ignore_index` are ignored. Any
         other label outside the vocabulary makes the loss NaN.
-    - `head`: maps hidden states to logits. Where the loss is differentiated, the gradient is made chunk by chunk with the
-        value, so that logits are neither stored for the backward pass nor computed again.
+    - `head`: maps hidden states to logits. When the loss is differentiated, the gradient is computed with the value, chunk
+        by chunk, so that logits are neither stored for the backward pass nor recomputed.
     - `chunk_size`: the number of tokens, along the last dim of `labels`, whose logits are computed at once; None for all. It
         requires `head`.
     - `z_loss`: the coefficient of the squared log of the softmax's denominator, which is added to each token's loss to keep
-        logits from drifting (1e-4 in arXiv:2204.02311). Its mean is returned as the metric `z_loss`, without a gradient of
-        its own.
+        logits from drifting (1e-4 in arXiv:2204.02311). Its mean is also returned as the metric `z_loss`, which has no
+        gradient.
 
     Raises ValueError if the shapes do not match, for a `chunk_size` below 1, and for a `chunk_size` without `head`. Raises
     TypeError for labels that are not integers.
@@ -59,12 +59,12 @@ def cross_entropy(
         raise TypeError(
             f"`labels`: expected integers, got {labels.dtype}. Cast them with `labels.astype(jnp.int32)` if that is right."
         )
-    # 8-bit labels can hold neither `ignore_index` nor the size of a larger vocabulary: -100 would be the label 156.
+    # 8-bit labels cannot represent `ignore_index` or a larger vocabulary's size: in uint8, -100 would be the label 156.
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     if x.shape[:-1] != labels.shape:
         raise ValueError(
             f"`labels`: expected the shape of `x` without its last dim, {x.shape[:-1]}, got {labels.shape}. "
-            "Cut both alike: the label of a token is the one after it."
+            "Cut both to the same length: the label of a token is the next token."
         )
     if not labels.shape:  # one token
         x, labels = x[None], labels[None]
@@ -79,7 +79,7 @@ def cross_entropy(
     apply = lambda x: x  # noqa: E731
     n_at_once = labels.shape[-1] if chunk_size is None else min(chunk_size, labels.shape[-1])
     if head is not None:
-        # Of a lambda, as a method of a model of traced arrays cannot be hashed.
+        # A lambda, because a method of a model with traced arrays cannot be hashed.
         apply, weights = jax.closure_convert(lambda x: head(x), x[..., :n_at_once, :])
     total, weight, penalty = _sums(_Chunks(apply, n_at_once, ignore_index, z_loss), x, labels, *weights)
     return Loss(total, weight, {"z_loss": (penalty, weight)} if z_loss else {})
@@ -87,11 +87,11 @@ def cross_entropy(
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The sums of `cross_entropy` over all tokens, chunk by chunk, and their gradients.
+    """Computes the sums of `cross_entropy` over all tokens, chunk by chunk, and their gradients.
 
     **Arguments:**
 
-    - `head`: from hidden states and weights to logits.
+    - `head`: maps hidden states and weights to logits.
     - `size`: the number of tokens in a chunk.
     """
 
@@ -101,45 +101,45 @@ class _Chunks:
     z_loss: float
 
     def sums(self, x: Array, labels: Array, *weights: Array) -> tuple[Array, Array, Array]:
-        """The total, the number of labels that count, and the summed z-loss."""
+        """Returns the total loss, the number of labels that are not ignored, and the summed z-loss."""
 
-        def of_chunk(x: Array, labels: Array) -> tuple[Any, None]:
-            return _of_logits(self.head(x, *weights), labels, self.ignore_index, self.z_loss)[:3], None
+        def chunk_fn(x: Array, labels: Array) -> tuple[Any, None]:
+            return _loss_and_gradient(self.head(x, *weights), labels, self.ignore_index, self.z_loss)[:3], None
 
-        return self._over_chunks(of_chunk, x, labels)[0]
+        return self._sum_over_chunks(chunk_fn, x, labels)[0]
 
     def sums_and_gradients(
         self, x: Array, labels: Array, *weights: Array, wanted: Sequence[bool]
     ) -> tuple[tuple[Array, Array, Array], list[Array | None]]:
-        """The sums, and the gradient of the total by `x` and each weight; None where it is not wanted.
+        """Returns the sums, and the gradients of the total with respect to `x` and each weight; None if not wanted.
 
-        Gradients by weights are summed over the chunks in float32 or wider.
+        Gradients of weights are summed over the chunks in float32 or wider.
         """
 
-        def of_chunk(x: Array, labels: Array) -> tuple[Any, Array | None]:
+        def chunk_fn(x: Array, labels: Array) -> tuple[Any, Array | None]:
             inputs = [x, *weights]
 
-            def logits_of(*varied: Array) -> Array:
-                given = iter(varied)
+            def logits_fn(*selected: Array) -> Array:
+                given = iter(selected)
                 return self.head(*(next(given) if is_wanted else x for x, is_wanted in zip(inputs, wanted, strict=True)))
 
-            logits, pull = jax.vjp(logits_of, *(x for x, is_wanted in zip(inputs, wanted, strict=True) if is_wanted))
-            *sums, slopes = _of_logits(logits, labels, self.ignore_index, self.z_loss)
-            gradients = list(pull(slopes.astype(logits.dtype)))
-            by_x = gradients.pop(0) if wanted[0] else None
-            by_weights = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in gradients]
-            return (tuple(sums), by_weights), by_x
+            logits, vjp = jax.vjp(logits_fn, *(x for x, is_wanted in zip(inputs, wanted, strict=True) if is_wanted))
+            *sums, gradient = _loss_and_gradient(logits, labels, self.ignore_index, self.z_loss)
+            gradients = list(vjp(gradient.astype(logits.dtype)))
+            x_gradient = gradients.pop(0) if wanted[0] else None
+            weight_gradients = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in gradients]
+            return (tuple(sums), weight_gradients), x_gradient
 
-        (sums, by_weights), by_x = self._over_chunks(of_chunk, x, labels)
-        made = iter(by_weights)
+        (sums, weight_gradients), x_gradient = self._sum_over_chunks(chunk_fn, x, labels)
+        gradients = iter(weight_gradients)
         of_weights = zip(weights, wanted[1:], strict=True)
-        return sums, [by_x, *(next(made).astype(w.dtype) if is_wanted else None for w, is_wanted in of_weights)]
+        return sums, [x_gradient, *(next(gradients).astype(w.dtype) if is_wanted else None for w, is_wanted in of_weights)]
 
-    def _over_chunks(self, of_chunk: Callable[..., Any], x: Array, labels: Array) -> tuple[Any, Array | None]:
-        """The sum over all chunks of the first output of `of_chunk(x, labels)`, and its second output for all tokens."""
+    def _sum_over_chunks(self, chunk_fn: Callable[..., Any], x: Array, labels: Array) -> tuple[Any, Array | None]:
+        """Calls `chunk_fn(x, labels)` on each chunk. Returns the sum of its first outputs, and its second outputs joined."""
         seq = labels.shape[-1]
         if self.size >= seq:
-            return of_chunk(x, labels)
+            return chunk_fn(x, labels)
         n_padded = -seq % self.size
         rows = [(0, 0)] * (labels.ndim - 1)
         labels = jnp.pad(labels, [*rows, (0, n_padded)], constant_values=self.ignore_index)
@@ -150,20 +150,20 @@ class _Chunks:
         )
 
         def add(sums: Any, chunk: tuple[Array, Array]) -> tuple[Any, Array | None]:
-            added, by_x = of_chunk(*chunk)
-            return jax.tree.map(jnp.add, sums, added), by_x
+            added, x_gradient = chunk_fn(*chunk)
+            return jax.tree.map(jnp.add, sums, added), x_gradient
 
         first = jax.tree.map(lambda chunk: chunk[0], chunks)
-        shapes = jax.eval_shape(lambda *first: of_chunk(*first)[0], *first)
+        shapes = jax.eval_shape(lambda *first: chunk_fn(*first)[0], *first)
         zeros = jax.tree.map(lambda sum: jnp.zeros(sum.shape, sum.dtype), shapes)
-        sums, by_x = jax.lax.scan(add, zeros, chunks)
-        return sums, None if by_x is None else rearrange(by_x, "n ... chunk d -> ... (n chunk) d")[..., :seq, :]
+        sums, x_gradient = jax.lax.scan(add, zeros, chunks)
+        return sums, None if x_gradient is None else rearrange(x_gradient, "n ... chunk d -> ... (n chunk) d")[..., :seq, :]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _sums(chunks: _Chunks, x: Array, labels: Array, *weights: Array) -> tuple[Array, Array, Array]:
-    """The sums. Where they are differentiated, the gradient is made with them, while the logits are there: they are neither
-    kept for the backward pass nor computed again in it."""
+    """Returns `chunks.sums`. When differentiated, it computes the gradients with the sums, from the same logits, so that
+    logits are neither stored for the backward pass nor recomputed."""
     return chunks.sums(x, labels, *weights)
 
 
@@ -181,26 +181,27 @@ def _sums_jvp(chunks: _Chunks, primals: Sequence[Array], tangents: Sequence[Any]
     return sums, (total, jnp.zeros_like(sums[1]), jnp.zeros_like(sums[2]))
 
 
-def _of_logits(
+def _loss_and_gradient(
     logits: Float[Array, "*dims vocab"], labels: Int[Array, "*dims"], ignore_index: int, z_loss: float
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], Float[Array, "*dims vocab"]]:
-    """The summed loss, the number of labels that count, the summed z-loss, and the gradient of the first by the logits."""
+    """Returns the summed loss, the number of labels that are not ignored, the summed z-loss, and the gradient of the loss
+    with respect to the logits."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     vocab = logits.shape[-1]
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     # Compare and sum instead of a lookup: a lookup along a sharded dim, and the scatter that is its gradient, may make XLA
-    # gather the logits. The barrier keeps XLA from making the ids and zeros of all logits once, to be read for each chunk.
+    # gather the logits. The barrier keeps XLA from hoisting ids and zeros of the logits' full shape out of the chunk loop.
     given = (jnp.arange(vocab, dtype=labels.dtype), jnp.zeros((), logits.dtype), labels)
     ids, zero, labels = jax.lax.optimization_barrier(given)
-    counts = labels != ignore_index
+    is_counted = labels != ignore_index
     is_known = (labels >= 0) & (labels < vocab)
     is_label = ids == labels[..., None]
     picked = jnp.sum(jnp.where(is_label, logits, zero), -1)
     losses = jnp.where(is_known, log_sum - picked, jnp.nan)
     # The square of a logit above 1.8e19 is infinite, and 0 times infinity is NaN.
     penalties = z_loss * log_sum**2 if z_loss else jnp.zeros_like(log_sum)
-    total = jnp.sum(jnp.where(counts, losses + penalties, 0.0))
-    times = 1.0 + 2.0 * z_loss * log_sum if z_loss else jnp.ones_like(log_sum)
-    slopes = jnp.exp(logits - log_sum[..., None]) * times[..., None] - is_label
-    slopes = jnp.where((counts & is_known)[..., None], slopes, zero)
-    return total, counts.sum(dtype=total.dtype), jnp.sum(jnp.where(counts, penalties, 0.0)), slopes
+    total = jnp.sum(jnp.where(is_counted, losses + penalties, 0.0))
+    factor = 1.0 + 2.0 * z_loss * log_sum if z_loss else jnp.ones_like(log_sum)
+    gradient = jnp.exp(logits - log_sum[..., None]) * factor[..., None] - is_label
+    gradient = jnp.where((is_counted & is_known)[..., None], gradient, zero)
+    return total, is_counted.sum(dtype=total.dtype), jnp.sum(jnp.where(is_counted, penalties, 0.0)), gradient

@@ -16,30 +16,30 @@ from jaxtyping import Array, Float, Int
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by `factor`. Source: Chen et al. 2023 (arXiv:2306.15595)."""
+    """Divides positions by `factor`. Source: Chen et al. 2023 (arXiv:2306.15595)."""
 
     factor: float
 
     attention_factor = 1.0  # the factor for queries and keys
 
-    def stretch(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """The scaled frequencies, `[half]`."""
+    def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies, `[half]`."""
         del theta
         return frequencies / self.factor
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of `rope_parameters`."""
+        """Returns the keys of `rope_parameters`."""
         return {"rope_type": "linear", "factor": self.factor}
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones are kept, those between are interpolated.
+    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones are kept, those in between are interpolated.
 
     **Arguments:**
 
-    - `n_original`: the number of positions in the original training. Over these, a low frequency makes at most `low` turns,
-        and a high one at least `high` turns.
+    - `n_original`: the number of positions in the original training. Over these, a low frequency makes at most `low`
+        rotations, and a high one at least `high` rotations.
     """
 
     factor: float
@@ -49,15 +49,15 @@ class Llama3Scaling:
 
     attention_factor = 1.0
 
-    def stretch(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """The scaled frequencies, `[half]`."""
+    def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies, `[half]`."""
         del theta
         turns = self.n_original * frequencies / (2 * np.pi)
         kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
         return frequencies * (kept + (1 - kept) / self.factor)
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of `rope_parameters`."""
+        """Returns the keys of `rope_parameters`."""
         return {
             "rope_type": "llama3",
             "factor": self.factor,
@@ -69,13 +69,13 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Low frequencies are divided by `factor`, high ones are kept, with a linear ramp over the dims between. Source: Peng et
-    al. 2023, *YaRN* (arXiv:2309.00071).
+    """YaRN's scaling: low frequencies are divided by `factor`, high ones are kept, with a linear ramp over the dims in
+    between. Source: Peng et al. 2023, *YaRN* (arXiv:2309.00071).
 
     **Arguments:**
 
-    - `n_original`: the number of positions in the original training. Over these, the ramp's first dim makes `fast` turns,
-        and its last dim `slow` turns.
+    - `n_original`: the number of positions in the original training. Over these, the ramp's first dim makes `fast`
+        rotations, and its last dim `slow` rotations.
     - `attention_factor`: the factor for queries and keys. In the paper it is `0.1 * log(factor) + 1`.
     - `truncate`: whether the ends of the ramp are rounded to whole dims.
     """
@@ -87,8 +87,8 @@ class YarnScaling:
     slow: float = 1.0
     truncate: bool = True
 
-    def stretch(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """The scaled frequencies, `[half]`."""
+    def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies, `[half]`."""
         half = len(frequencies)
         first, last = (
             half * math.log(self.n_original / (turns * 2 * math.pi)) / math.log(theta) for turns in (self.fast, self.slow)
@@ -101,7 +101,7 @@ class YarnScaling:
         return frequencies * (1 - stretched + stretched / self.factor)
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of `rope_parameters`."""
+        """Returns the keys of `rope_parameters`."""
         return {
             "rope_type": "yarn",
             "factor": self.factor,
@@ -119,7 +119,7 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 def rotation(
     positions: Int[Array, " seq"], size: int, theta: float, scaling: Scaling | None = None
 ) -> tuple[Float[Array, "seq 1 half"], Float[Array, "seq 1 half"]]:
-    """Cosine and sine of the rotary angles at these positions, in float32 because angles become large.
+    """Returns cosine and sine of the rotary angles at these positions, in float32 because angles become large.
 
     **Arguments:**
 
@@ -129,7 +129,7 @@ def rotation(
     frequencies = theta ** -(np.arange(0, size, 2) / size)
     growth = 1.0
     if scaling is not None:
-        frequencies = scaling.stretch(frequencies, theta)
+        frequencies = scaling.scale(frequencies, theta)
         growth = scaling.attention_factor
     angles = positions[:, None, None].astype(jnp.float32) * frequencies.astype(np.float32)
     return growth * jnp.cos(angles), growth * jnp.sin(angles)

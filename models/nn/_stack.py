@@ -47,14 +47,14 @@ class Stack(eqx.Module, Generic[Block]):
         Raises ValueError if `n_layers` is less than 1.
         """
         if n_layers < 1:
-            raise ValueError(f"`n_layers`: expected at least 1, got {n_layers}. Leave the stack out of such a model.")
+            raise ValueError(f"`n_layers`: expected at least 1, got {n_layers}. Omit the stack from such a model.")
         self.blocks = eqx.filter_vmap(make_block)(jax.random.split(key, n_layers))
         self.n_layers = n_layers
         self.remat = remat
 
     @classmethod
     def of(cls, blocks: Sequence[Block], *, remat: bool | Callable[..., Any] = False) -> "Stack[Block]":
-        """The stack of existing blocks, such as those from a file with numbered layers. `unstack` is the inverse.
+        """Returns the stack of existing blocks, such as those from a file with numbered layers. `unstack` is the inverse.
 
         **Arguments:**
 
@@ -64,7 +64,7 @@ class Stack(eqx.Module, Generic[Block]):
         Raises ValueError if there is no block, or if one differs from the first.
         """
         if not blocks:
-            raise ValueError("`blocks`: expected at least 1, got 0. Leave the stack out of such a model.")
+            raise ValueError("`blocks`: expected at least 1, got 0. Omit the stack from such a model.")
         for i, block in enumerate(blocks):
             _check_alike(i, blocks[0], block)
         first, rest = eqx.partition(blocks[0], eqx.is_array)
@@ -75,11 +75,11 @@ class Stack(eqx.Module, Generic[Block]):
         return eqx.tree_at(lambda stack: stack.blocks, like, stacked)
 
     def unstack(self) -> list[Block]:
-        """The blocks as a list, in order, each with its own arrays."""
+        """Returns the blocks as a list, in order, each with its own arrays."""
         return [self[i] for i in range(self.n_layers)]
 
     def __getitem__(self, i: int) -> Block:
-        """The `i`-th block; a negative index counts from the end. Raises IndexError if it is out of range."""
+        """Returns the `i`-th block; a negative index counts from the end. Raises IndexError if it is out of range."""
         i = operator.index(i)
         if not -self.n_layers <= i < self.n_layers:
             raise IndexError(
@@ -113,7 +113,7 @@ class Stack(eqx.Module, Generic[Block]):
         return jax.lax.scan(body, x, (arrays, keys))[0]
 
     def map(self, fn: Callable[[Block], Any]) -> Any:
-        """`fn(block)` for each block independently. The arrays of the results are stacked, `[n_layers, ...]`."""
+        """Calls `fn(block)` for each block independently. The arrays of the results are stacked, `[n_layers, ...]`."""
         if isinstance(self.blocks, list):
             return jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(fn, self.blocks))
         return eqx.filter_vmap(fn)(self.blocks)
@@ -137,14 +137,14 @@ def _check_alike(i: int, first: eqx.Module, block: eqx.Module) -> None:
         differing = sorted(wanted.keys() ^ got.keys())
         raise ValueError(
             f"`blocks.{i}`: expected the structure of `blocks.0`, got another one"
-            f"{' (`' + '`, `'.join(differing) + '`)' if differing else ''}. Stack only blocks of one make."
+            f"{' (`' + '`, `'.join(differing) + '`)' if differing else ''}. Stack only equal blocks."
         )
     for name, leaf in wanted.items():
         other = got[name]
         if _describe(leaf) != _describe(other):
             raise ValueError(
                 f"`blocks.{i}.{name}`: expected {_describe(leaf)} as in `blocks.0`, got {_describe(other)}. "
-                "Stack only blocks of one make."
+                "Stack only equal blocks."
             )
 
 

@@ -1,6 +1,6 @@
 """The command `redeqx`: `dry-run` and `launch` of scripts, `inspect` and `convert` of checkpoints and weights.
 
-Owns the arguments of each command and what it prints; the packages below do the work, and none of them knows of it. Open
+Owns the arguments and the output of each command. The packages below do the work and know nothing of this one. Open
 `_main.py` first.
 """
 

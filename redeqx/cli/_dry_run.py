@@ -1,4 +1,4 @@
-"""`redeqx dry-run`: compiles a script's first fit for a machine that need not be there, and reports whether it fits."""
+"""`redeqx dry-run`: compiles a script's first fit for a described machine, and reports whether it fits its memory."""
 
 import argparse
 import os
@@ -27,44 +27,47 @@ topologies:
   cpu:8                 eight simulated devices
   this                  the devices at hand
 
-exit code: 0 where it fits (with --fit: where a setting does), 3 where it does not,
+exit code: 0 if it fits (with --fit: if a setting does), 3 if it does not,
 2 for a script that never trains, 1 for one that fails
 """
 
 
 def add(commands: Any) -> None:
-    """Adds the command to the parser's."""
+    """Adds the command to the parser."""
     parser = commands.add_parser(
         "dry-run",
-        help="compile a training script's first fit for described devices, and say whether they hold it",
-        description="Run a training script, unchanged, up to its first `fit`; compile that for the devices described, and "
-        "print what it holds, sends and computes. No model is made, and nothing is written.",
+        help="compile a training script's first fit for described devices, and report whether it fits",
+        description="Run a training script, unchanged, up to its first `fit`; compile that for the described devices, and "
+        "print its memory, communication and computation. No model is allocated, and nothing is written.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--topology", required=True, help="the machine, see below")
     parser.add_argument(
-        "--memory", type=_bytes, metavar="SIZE", help="of a device, as 10GB or 9.5GiB, in place of what it has"
+        "--memory",
+        type=_bytes,
+        metavar="SIZE",
+        help="the memory of a device, such as 10GB or 9.5GiB, if not its actual one",
     )
     parser.add_argument(
         "--effort",
         choices=("O0", "O1", "O2", "O3", "UNKNOWN"),
-        help="the compiler's optimization level: UNKNOWN is a run's; for TPUs the default is O2, which takes the same "
-        "memory in half the time; O1 takes seconds, and less memory (for a run set jax_optimization_level to O1)",
+        help="the compiler's optimization level: UNKNOWN is that of a run; for TPUs the default is O2, which gives the same "
+        "memory in half the time; O1 takes seconds and gives less memory (for a run set jax_optimization_level to O1)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="search for the fastest setting that fits (shards, micro-batches, what loops compute again), and print the "
-        "line to use; every setting that could be it is compiled",
+        help="search for the fastest setting that fits (shards, micro-batches, recomputation in loops), and print the "
+        "line to use; every candidate is compiled",
     )
-    parser.add_argument("--no-search", action="store_true", help="do not try other settings where it does not fit")
+    parser.add_argument("--no-search", action="store_true", help="do not try other settings if it does not fit")
     parser.add_argument(
         "--exact",
         action="store_true",
         help="compile all of a list of equal layers that the loss computes one by one; by default a few are compiled, "
-        "and what all take is extrapolated",
+        "and the rest is extrapolated",
     )
     add_script(parser)
     parser.set_defaults(run=_dry_run)
@@ -79,7 +82,7 @@ def _bytes(text: str) -> int:
 
 def _dry_run(args: argparse.Namespace) -> int:
     check_script(args)
-    machine = _machine(args.topology, args.memory)
+    machine = _describe_machine(args.topology, args.memory)
     console = Console(None)
     try:
         with dry_for(
@@ -93,51 +96,51 @@ def _dry_run(args: argparse.Namespace) -> int:
             raise
     except BaseException as error:
         if run.done:
-            return _shown(run.done[0], args, console)
+            return _show_report(run.done[0], args, console)
         _print_own_traceback(error)
         if run.zeros or "is not a valid JAX type" in str(error):
             zeros = "".join(f", `{what}` returned zeros" for what in sorted(run.zeros))
             print(
-                f"`{args.script}`: expected a script that needs no values before its first `fit`, got an error where models "
-                f"are shapes{zeros}. Where that is the cause, leave it out with `if not deployer.is_dry_run:`.",
+                f"`{args.script}`: expected a script that needs no values before its first `fit`, got an error while models "
+                f"are shapes{zeros}. If that is the cause, skip that code with `if not deployer.is_dry_run:`.",
                 file=sys.stderr,
             )
         if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
             print(
-                f"`{args.script}`: expected models that are shapes, got one whose arrays this machine does not hold. "
+                f"`{args.script}`: expected models that are shapes, got one whose arrays do not fit this machine's memory. "
                 "Make it with `deployer.init(lambda: Model(key=key))` or `from_pretrained(folder, deployer=deployer)`: in a "
                 "dry run these allocate nothing.",
                 file=sys.stderr,
             )
         return 1
-    if run.done:  # also where the script has caught what ends it
-        return _shown(run.done[0], args, console)
+    if run.done:  # also if the script has caught `DryRunDone`
+        return _show_report(run.done[0], args, console)
     print(
-        f"`{args.script}`: expected a call of `Trainer.fit` or `Trainer.train`, got to its end without one. "
-        "Give it the arguments with which it trains.",
+        f"`{args.script}`: expected a call of `Trainer.fit` or `Trainer.train`, got none before the end of the script. "
+        "Pass the script's arguments for training.",
         file=sys.stderr,
     )
     return 2
 
 
-def _shown(done: DryRunDone, args: argparse.Namespace, console: Console) -> int:
-    """Show and save the report; returns the exit code."""
+def _show_report(done: DryRunDone, args: argparse.Namespace, console: Console) -> int:
+    """Shows and saves the report; returns the exit code."""
     done.run.show(console)
     if args.json is not None:
         done.run.save(args.json)
     return int(done.code or 0)
 
 
-def _machine(topology: str, memory: int | None) -> Machine:
+def _describe_machine(topology: str, memory: int | None) -> Machine:
     kind, _, size = topology.partition(":")
     if kind == "cpu" and size.isdecimal() and int(size):
         simulate_devices(int(size))
     if topology != "this":
         jax.config.update("jax_platforms", "cpu")  # for the script's own arrays; the steps are compiled for `topology`
-        # A script that allocates a model too large for this host raises an error, instead of exhausting the host's memory.
-        limit, most = resource.getrlimit(resource.RLIMIT_DATA)
+        # A script that allocates a model too large for this host gets an error instead of exhausting the host's memory.
+        soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        resource.setrlimit(resource.RLIMIT_DATA, (there if limit < 0 else min(there, limit), most))
+        resource.setrlimit(resource.RLIMIT_DATA, (there if soft_limit < 0 else min(there, soft_limit), hard_limit))
     return describe(topology, memory=memory)
 
 
@@ -152,7 +155,7 @@ def _run(script: str, args: list[str], is_module: bool) -> None:
 
 
 def _print_own_traceback(error: BaseException) -> None:
-    """Prints the traceback as Python does, without the frames above the script's."""
+    """Prints the traceback as Python does, without the frames of this command."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         frames = frames.tb_next

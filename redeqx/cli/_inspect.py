@@ -1,6 +1,6 @@
-"""`redeqx inspect`: what a run, a checkpoint, a safetensors file or a Hugging Face folder holds. No tensor is read.
+"""`redeqx inspect`: shows the contents of a run, a checkpoint, a safetensors file or a Hugging Face folder.
 
-Owns the table and the JSON. `checkpoint` owns the formats, and checks every header that is opened.
+No tensor is read. Owns the table and the JSON; `checkpoint` owns the formats, and checks every header that is opened.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from ..storage import Location
 from ._paths import as_location
 
 _CONFIGS = ("config.json", "adapter_config.json", "scheduler_config.json")
-# What is shown of a configuration of Hugging Face.
+# The keys of a Hugging Face configuration that are shown.
 _KEYS = ("model_type", "_class_name", "architectures", "dtype", "torch_dtype", "peft_type", "r", "base_model_name_or_path")
 _EPILOG = """
 PATH may be
-  runs/x                          a workdir: its checkpoints, and what the last one holds
-  runs/x/ckpts/step_00000400      a checkpoint, also by a name of the index, as runs/x/ckpts/argmax_accuracy
+  runs/x                          a workdir: its checkpoints, and the contents of the last one
+  runs/x/ckpts/step_00000400      a checkpoint, also by a name of the index, such as runs/x/ckpts/argmax_accuracy
   model.safetensors               any safetensors file, or the index of several (model.safetensors.index.json)
-  llama-3.1-8b                    a folder with such files, as those of Hugging Face
-  s3://bucket/runs/x              each of these in an object store (s3:// or gs://)
+  llama-3.1-8b                    a folder with such files, such as a Hugging Face folder
+  s3://bucket/runs/x              any of these in an object store (s3:// or gs://)
 
 examples:
   redeqx inspect runs/x --match "*.attention.*"
@@ -40,10 +40,10 @@ examples:
 
 
 def add(commands: Any) -> None:
-    """Adds the command to the parser's."""
+    """Adds the command to the parser."""
     parser = commands.add_parser(
         "inspect",
-        help="say what a run, a checkpoint or a file of weights holds",
+        help="show the contents of a run, a checkpoint or a file of weights",
         description="Print step, metrics and sizes of a checkpoint, and name, dtype, shape and size of its tensors. Only "
         "headers are read.",
         epilog=_EPILOG,
@@ -52,11 +52,11 @@ def add(commands: Any) -> None:
     parser.add_argument("path", type=as_location, metavar="PATH")
     parser.add_argument(
         "--match", action="append", default=[], metavar="PATTERN",
-        help='only tensors whose name matches, as "*.attention.*"; given again, those of each',
+        help='only tensors whose name matches, such as "*.attention.*"; may be repeated',
     )  # fmt: skip
     parser.add_argument(
         "--kind",
-        help="which tensors: `model` by default, where there is one; `optimizer`, `ema` and so on, as the files are called; "
+        help="which tensors: by default `model` if there is one; otherwise a file's name, such as `optimizer` or `ema`; "
         "or `all`",
     )
     parser.add_argument("--check", action="store_true", help="read a checkpoint's files and compare their checksums")
@@ -66,7 +66,7 @@ def add(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class Tensor:
-    """What the header of a file says of a tensor."""
+    """A tensor as a file's header describes it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -78,18 +78,18 @@ class Tensor:
 
 
 @dataclass
-class Found:
-    """What there is at a path.
+class Contents:
+    """The contents of a path.
 
     **Arguments:**
 
-    - `path`: of the checkpoint, the file or the folder; not of the workdir that it is in.
-    - `files`: bytes of each file, by name.
-    - `sources`: the tensors' files by kind (`model`, `optimizer`).
-    - `manifest`: of a checkpoint.
-    - `tags`: the names that the index has for it.
-    - `config`: what a Hugging Face folder says of its model.
-    - `beside`: the checkpoints of the folder that it is in, where all of them were asked for.
+    - `path`: the checkpoint, file or folder itself, if the user passed its workdir.
+    - `files`: the size of each file in bytes, by name.
+    - `sources`: the files with tensors, by kind (`model`, `optimizer`).
+    - `manifest`: the manifest of a checkpoint; None for other files.
+    - `tags`: the checkpoint's names in the index.
+    - `config`: the configuration of a Hugging Face folder.
+    - `siblings`: all checkpoints of the folder, if the user passed a workdir.
     """
 
     path: Location
@@ -98,45 +98,42 @@ class Found:
     manifest: Manifest | None = None
     tags: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
-    beside: list[dict[str, Any]] = field(default_factory=list)
+    siblings: list[dict[str, Any]] = field(default_factory=list)
 
 
 def _run(args: argparse.Namespace) -> int:
-    found = look(args.path)
+    found = inspect_path(args.path)
     if args.check:
         _check(found)
-    trees = {kind: _tensors(path) for kind, path in _chosen(found, args.kind).items()}
-    of_all = {kind: len(tensors) for kind, tensors in trees.items()}
+    trees = {kind: _tensors(path) for kind, path in _select_kinds(found, args.kind).items()}
+    n_all = {kind: len(tensors) for kind, tensors in trees.items()}
     if args.match:
-        trees = _matching(trees, args.match)
+        trees = _filter_names(trees, args.match)
     console = Console(None)
     if args.json:
         console.info(json.dumps(_as_json(found, trees, args.check)))
     else:
-        _show(console, found, trees, of_all, args.check)
+        _show(console, found, trees, n_all, args.check)
     return 0
 
 
-# --- what there is -----------------------------------------------------------------------------------------------------
+# --- contents of a path ------------------------------------------------------------------------------------------------
 
 
-def look(path: Location) -> Found:
-    """What there is at a path.
-
-    Raises ValueError for a path without tensors, and for what is damaged.
-    """
+def inspect_path(path: Location) -> Contents:
+    """Finds the contents of a path. Raises ValueError for a path without tensors, and for damaged files."""
     if path.is_file():
-        return Found(path, {path.name: path.stat().st_size}, {_kind(path): path})
+        return Contents(path, {path.name: path.stat().st_size}, {_kind(path): path})
     if path.is_dir() and not (path / MANIFEST).is_file() and (sources := _sources(path)):
         files = {file.name: file.stat().st_size for file in sorted(path.iterdir()) if file.is_file()}
-        return Found(path, files, sources, config=_config(path))
+        return Contents(path, files, sources, config=_config(path))
     try:
         checkpoints, folder = find_checkpoint(path, Peers())
     except DamagedError:
         raise
     except ValueError:
         if path.is_dir():
-            raise _nothing_in(path) from None
+            raise _unknown_path(path) from None
         raise
     manifest = read_manifest(folder)
     files = {name: of["size"] for name, of in manifest.files.items()}
@@ -144,29 +141,30 @@ def look(path: Location) -> Found:
     index = checkpoints.index() if folder.parent == checkpoints.folder else {}
     tags = [tag for tag, name in index.items() if name == folder.name]
     is_of_many = path.is_dir() and path.resolve() != folder.resolve()
-    beside = _listed(checkpoints, index) if is_of_many else []
-    return Found(folder, files, _sources(folder), manifest, tags, beside=beside)
+    siblings = _checkpoint_rows(checkpoints, index) if is_of_many else []
+    return Contents(folder, files, _sources(folder), manifest, tags, siblings=siblings)
 
 
-def _nothing_in(path: Location) -> ValueError:
-    """The error for a folder that is none of what the command takes."""
+def _unknown_path(path: Location) -> ValueError:
+    """Returns the error for a folder that the command does not support."""
     entries = sorted(path.iterdir())
     below = [each for each in entries if each.is_dir() and ((each / "ckpts").is_dir() or _sources(each))]
     if below:
-        got, step = f"one whose folders hold some: {', '.join(each.name for each in below)}", f"Pass `{below[0]}`, say."
+        got, step = f"one with such folders: {', '.join(each.name for each in below)}", f"Pass, for example, `{below[0]}`."
     else:
         names = ", ".join(listed([each.name for each in entries])) or "nothing"
-        got, step = f"one that holds {names}", "Pass another path; `redeqx inspect --help` lists what is taken."
+        got, step = f"one with {names}", "Pass another path; `redeqx inspect --help` lists the supported ones."
     return ValueError(f"`{path}`: expected a workdir, a checkpoint, or a folder of safetensors files, got {got}. {step}")
 
 
 def _kind(path: Location) -> str:
-    """`model` for `model.safetensors`, `model.safetensors.index.json` and `model-00001-of-00002.safetensors`."""
+    """Returns `model` for `model.safetensors`, `model.safetensors.index.json` and `model-00001-of-00002.safetensors`."""
     return re.sub(r"(-\d+-of-\d+)?\.safetensors(\.index\.json)?$", "", path.name)
 
 
 def _sources(folder: Location) -> dict[str, Location]:
-    """The tensors of a folder by kind: a file, or the index of several. As `transformers`, a single file goes first."""
+    """Returns the tensor files of a folder by kind: a file, or the index of several. As in `transformers`, a single file has
+    precedence."""
     found = {_kind(path): path for path in sorted(folder.glob(f"*{INDEX}"))}
     single = {path.name.removesuffix(".safetensors"): path for path in sorted(folder.glob("*.safetensors"))}
     found |= {stem: path for stem, path in single.items() if _kind(path) == stem or _kind(path) not in found}
@@ -182,8 +180,8 @@ def _config(folder: Location) -> dict[str, Any]:
     return {key: fields[key] for key in _KEYS if fields.get(key) is not None} if isinstance(fields, dict) else {}
 
 
-def _listed(checkpoints: CheckpointFolder, index: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A row for each checkpoint of a folder."""
+def _checkpoint_rows(checkpoints: CheckpointFolder, index: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Returns a row for each checkpoint of a folder."""
     rows = []
     for name in checkpoints.names():
         row: dict[str, Any] = {"name": name, "tags": [tag for tag, of in index.items() if of == name]}
@@ -197,8 +195,8 @@ def _listed(checkpoints: CheckpointFolder, index: Mapping[str, str]) -> list[dic
     return rows
 
 
-def _check(found: Found) -> None:
-    """Reads all files of a checkpoint. Raises ValueError for one that is not as it was written."""
+def _check(found: Contents) -> None:
+    """Reads all files of a checkpoint. Raises ValueError for a damaged one."""
     if found.manifest is None:
         raise ValueError(
             f"`--check`: expected a checkpoint of redeqx, whose {MANIFEST} has checksums, got {found.path}. Leave it out: "
@@ -207,11 +205,11 @@ def _check(found: Found) -> None:
     CheckpointFolder(found.path.parent).record(found.path)
 
 
-# --- its tensors -------------------------------------------------------------------------------------------------------
+# --- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def _chosen(found: Found, kind: str | None) -> dict[str, Location]:
-    """The files whose tensors are shown, by kind."""
+def _select_kinds(found: Contents, kind: str | None) -> dict[str, Location]:
+    """Returns the files whose tensors are shown, by kind."""
     kinds = found.sources
     if kind is None and found.manifest is not None and "model" in kinds:
         kind = "model"
@@ -225,28 +223,28 @@ def _chosen(found: Found, kind: str | None) -> dict[str, Location]:
 
 
 def _tensors(path: Location) -> dict[str, Tensor]:
-    """The tensors of a file or an index, layers by their numbers."""
+    """Returns the tensors of a file or an index, with layers in numeric order."""
     reader = TensorReader(path)
     found = {}
-    for name in sorted(reader.names(), key=_in_order):
+    for name in sorted(reader.names(), key=_natural_key):
         view = reader.view(name)
         found[name] = Tensor(str(view.dtype), view.shape, view.nbytes)
     return found
 
 
-def _in_order(name: str) -> list[tuple[bool, int, str]]:
-    """A key by which `layers.2` goes before `layers.10`."""
+def _natural_key(name: str) -> list[tuple[bool, int, str]]:
+    """Returns a sort key that puts `layers.2` before `layers.10`."""
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
 
 
-def _matching(trees: Mapping[str, Mapping[str, Tensor]], patterns: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-    """Those whose names match. Raises ValueError for a pattern that matches nothing."""
+def _filter_names(trees: Mapping[str, Mapping[str, Tensor]], patterns: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    """Returns the tensors whose names match. Raises ValueError for a pattern without matches."""
     names = [name for tensors in trees.values() for name in tensors]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             near = nearest(pattern, map(brief_name, names))
             raise ValueError(
-                f"`{pattern}`: expected a pattern of tensors' names, got one that matches none of {len(names)}.{near} Quote "
+                f"`{pattern}`: expected a pattern of tensor names, got one that matches none of {len(names)}.{near} Quote "
                 'it, and write "*" for any text.'
             )
     return {
@@ -263,29 +261,33 @@ def _totals(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"tensors": len(tensors), "numbers": sum(dtypes.values()), "bytes": n_bytes, "dtypes": dict(dtypes.most_common())}
 
 
-# --- what is printed -----------------------------------------------------------------------------------------------------
+# --- output ------------------------------------------------------------------------------------------------------------
 
 
-def _as_json(found: Found, trees: Mapping[str, Mapping[str, Tensor]], is_checked: bool) -> dict[str, Any]:
-    said: dict[str, Any] = {"path": str(found.path), "files": found.files}
+def _as_json(found: Contents, trees: Mapping[str, Mapping[str, Tensor]], is_checked: bool) -> dict[str, Any]:
+    report: dict[str, Any] = {"path": str(found.path), "files": found.files}
     if found.manifest is not None:
-        said |= {"tags": found.tags, "record": found.manifest.record, "checked": is_checked}
+        report |= {"tags": found.tags, "record": found.manifest.record, "checked": is_checked}
     if found.config:
-        said["config"] = found.config
-    if found.beside:
-        said["checkpoints"] = found.beside
-    said["tensors"] = {
+        report["config"] = found.config
+    if found.siblings:
+        report["checkpoints"] = found.siblings
+    report["tensors"] = {
         kind: {name: {"dtype": of.dtype, "shape": of.shape, "bytes": of.n_bytes} for name, of in tensors.items()}
         for kind, tensors in trees.items()
     }
-    said["totals"] = {kind: _totals(tensors) for kind, tensors in trees.items()}
-    return said
+    report["totals"] = {kind: _totals(tensors) for kind, tensors in trees.items()}
+    return report
 
 
 def _show(
-    console: Console, found: Found, trees: Mapping[str, Mapping[str, Tensor]], of_all: Mapping[str, int], is_checked: bool
+    console: Console,
+    found: Contents,
+    trees: Mapping[str, Mapping[str, Tensor]],
+    n_all: Mapping[str, int],
+    is_checked: bool,
 ) -> None:
-    if found.beside:
+    if found.siblings:
         rows = [
             (
                 of["name"],
@@ -293,21 +295,21 @@ def _show(
                 "damaged" if "damaged" in of else size_text(of["bytes"]),
                 _metrics(of.get("metrics")),
             )
-            for of in found.beside
+            for of in found.siblings
         ]
         console.table(f"checkpoints of {found.path.parent}", ("name", "named", "size", "metrics"), rows)
-    console.header(_facts(found, is_checked), title=str(found.path))
+    console.header(_summary(found, is_checked), title=str(found.path))
     for kind, tensors in trees.items():
         totals = _totals(tensors)
         dtypes = ", ".join(totals["dtypes"])
-        count = f"{len(tensors):,}" if len(tensors) == of_all[kind] else f"{len(tensors):,} of {of_all[kind]:,}"
+        count = f"{len(tensors):,}" if len(tensors) == n_all[kind] else f"{len(tensors):,} of {n_all[kind]:,}"
         rows = [(brief_name(name), of.dtype, _shape(of.shape), size_text(of.n_bytes)) for name, of in tensors.items()]
         last = (f"{count} tensors", dtypes, f"{totals['numbers']:,} numbers", size_text(totals["bytes"]))
         console.table(found.sources[kind].name, ("tensor", "dtype", "shape", "size"), [*rows, last])
 
 
-def _facts(found: Found, is_checked: bool) -> dict[str, str]:
-    """The rows above the tensors."""
+def _summary(found: Contents, is_checked: bool) -> dict[str, str]:
+    """Returns the rows printed above the tensors."""
     rows: dict[str, str] = {}
     if found.manifest is not None:
         record = found.manifest.record
@@ -319,8 +321,8 @@ def _facts(found: Found, is_checked: bool) -> dict[str, str]:
         rows["saved by"] = brief_name(f"redeqx {record.get('redeqx', 'of an unknown version')} on {on}")
     for key, value in found.config.items():
         rows[key.lstrip("_")] = brief_name(", ".join(map(str, value)) if isinstance(value, list) else str(value))
-    most = sorted(found.files.items(), key=lambda item: item[0].removesuffix(".json"))
-    rows["files"] = "\n".join(f"{size_text(size):>9}  {brief_name(name)}" for name, size in most)
+    sizes = sorted(found.files.items(), key=lambda item: item[0].removesuffix(".json"))
+    rows["files"] = "\n".join(f"{size_text(size):>9}  {brief_name(name)}" for name, size in sizes)
     if is_checked:
         rows["checksums"] = "as they were written"
     return rows

@@ -1,4 +1,4 @@
-"""`redeqx launch`: a script as several processes of one run, on this machine."""
+"""`redeqx launch`: runs a script as several processes of one run, on this machine."""
 
 import argparse
 import sys
@@ -9,22 +9,22 @@ from ._scripts import add_script, check_script
 
 
 def add(commands: Any) -> None:
-    """Adds the command to the parser's."""
+    """Adds the command to the parser."""
     parser = commands.add_parser(
         "launch",
         help="run a script as several processes on this machine",
-        description="Start a script several times on this machine, as the processes of one run. What they print has their "
-        "number before it; where one fails the others end, and its exit code is kept.",
+        description="Start a script several times on this machine, as the processes of one run. Their output is prefixed "
+        "with their index. If one fails, the others end, and its exit code is returned.",
     )
-    parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many")
-    parser.add_argument("--port", type=int, help="of process 0; a free one by default")
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="the number of processes")
+    parser.add_argument("--port", type=int, help="the port of process 0; a free one by default")
     add_script(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
     if args.processes < 1:
-        raise ValueError(f"`--processes`: expected at least 1, got {args.processes}. Pass how many.")
+        raise ValueError(f"`--processes`: expected at least 1, got {args.processes}. Pass the number.")
     check_script(args)
     script = ["-m", args.script] if args.is_module else [args.script]
     if args.port is not None and not 0 < args.port < 2**16:

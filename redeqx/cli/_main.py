@@ -1,4 +1,4 @@
-"""The parser of the command line, and the errors of all commands. Each command is a file of its own."""
+"""Parses the command line and prints errors. Each command has its own file."""
 
 import argparse
 import sys
@@ -11,19 +11,21 @@ COMMANDS = (_dry_run, _launch, _inspect, _convert)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, 1 for an error, and what else the command's help says.
+    """Runs a command; returns the exit code: 0, 1 for an error, or a code listed in the command's help.
 
     **Arguments:**
 
-    - `argv`: the arguments; those of the process by default.
+    - `argv`: the arguments; by default those of the process.
     """
-    parser = argparse.ArgumentParser(prog="redeqx", description="Train any Equinox model on any mesh: what needs no script.")
+    parser = argparse.ArgumentParser(
+        prog="redeqx", description="Command-line tools of redeqx: train any Equinox model on any mesh."
+    )
     parser.add_argument("--version", action="version", version=f"redeqx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
     try:
-        args = parser.parse_args(argv)  # which looks at paths
+        args = parser.parse_args(argv)  # may raise, since it checks paths
         return args.run(args)
     except (ValueError, ImportError, OSError) as error:
         print(error, file=sys.stderr)

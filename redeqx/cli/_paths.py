@@ -6,7 +6,7 @@ from ..storage import Location, location
 
 
 def as_location(text: str) -> Location:
-    """A path, for `argparse`, which would drop the message of a ValueError."""
+    """Parses a path for `argparse`, which would drop the message of a ValueError."""
     try:
         return location(text)
     except ValueError as error:

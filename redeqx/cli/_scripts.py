@@ -1,4 +1,4 @@
-"""The arguments of commands that run a script, as Python itself takes them: a path, or `-m` and a module's name."""
+"""The arguments of commands that run a script, in Python's own form: a path, or `-m` and a module's name."""
 
 import argparse
 from pathlib import Path
@@ -12,6 +12,6 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def check_script(args: argparse.Namespace) -> None:
-    """Raises ValueError where there is no such script."""
+    """Raises ValueError if the script does not exist."""
     if not (args.is_module or Path(args.script).is_file()):
         raise ValueError(f"`{args.script}`: expected a script, got no such file. For a module write `-m {args.script}`.")

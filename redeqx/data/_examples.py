@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._tree import render
-from ..errors import OfExamples, check_examples_kind, check_function
+from ..errors import ExampleNote, check_examples_kind, check_function
 from ._prefetch import Prefetch
 from ._rows import BatchSize, Group, cut_rows, local_rows, place_batch
 from ._streams import Stream, checksum
@@ -36,7 +36,7 @@ def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = N
     """
     items = []
     for i in map(int, indices):
-        with OfExamples("Raised in reading example", [i if places is None else places[i]]):
+        with ExampleNote("Raised in reading example", [i if places is None else places[i]]):
             items.append(examples[i])
     return items
 
@@ -53,7 +53,7 @@ def collate(collate_fn: Callable[[list], PyTree], examples: list, places: Sequen
     Raises TypeError for a leaf that is not an array of numbers, ValueError for another number of rows and for integers that
     do not fit into 32 bits.
     """
-    with OfExamples("`collate_fn` was called with examples", range(len(examples)) if places is None else places):
+    with ExampleNote("`collate_fn` was called with examples", range(len(examples)) if places is None else places):
         return _checked_batch(collate_fn(examples), len(examples))
 
 

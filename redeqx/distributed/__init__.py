@@ -1,7 +1,7 @@
 """The processes of a run: how they start, find each other, notice a failure, and end.
 
-Owns cluster detection, the rendezvous, the message channel beside JAX's collectives, signals, the watchdog and the local
-launcher. Knows nothing of models or files. Open `_cluster.py` first.
+Owns cluster detection, the rendezvous, a message channel that is independent of JAX's collectives, signals, the watchdog
+and the local launcher. Knows nothing of models or files. Open `_cluster.py` first.
 """
 
 from ._cluster import WORKER as WORKER, start as start

@@ -21,29 +21,29 @@ from types import TracebackType
 import jax
 
 from ..errors import check_count
-from ._exits import act_last, attempt, exit_now
+from ._exits import attempt, exit_now, run_exit_callbacks
 from ._peers import HEARTBEAT, Peers
 from ._relay import Relay
 from ._rendezvous import START
 
-PORT = 55527  # of process 0 by default; the one that JAX's own detection takes on Kubernetes
+PORT = 55527  # process 0's default port; JAX's own detection uses the same on Kubernetes
 _HOOK = 30.0  # seconds that an exception hook may take, for example one that reports to a service
-WORKER = "redeqx-collate"  # the name of a process that collates
+WORKER = "redeqx-collate"  # the name of a worker process that collates
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _PROCESSES, _PROCESS_ID, _HOST0 = "REDEQX_PROCESSES", "REDEQX_PROCESS_ID", "REDEQX_HOST0"
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process in a run of several.
+    """The position of this process in a run of several, and the coordinator's address.
 
     **Arguments:**
 
-    - `n`, `index`: the number of processes, and this one's.
-    - `host`, `port`: of process 0.
+    - `n`, `index`: the number of processes, and the index of this one.
+    - `host`, `port`: the address of process 0.
     - `bind`: the address that process 0 listens on; `""` for all of its addresses.
     - `local_devices`: the indices of this host's devices that belong to this process; None for all.
-    - `coordinator`: the address and port that JAX's coordinator listens on; `""` for `bind` and `port`.
+    - `coordinator`: `host:port` that JAX's coordinator listens on; `""` for `bind` and `port`.
     """
 
     n: int
@@ -55,7 +55,7 @@ class Place:
     coordinator: str = ""
 
 
-_peers: Peers | None = None  # of this process once it has started: a process joins only one run
+_peers: Peers | None = None  # set by `start`: a process joins only one run
 
 
 def start(
@@ -70,11 +70,11 @@ def start(
 ) -> Peers:
     """Start JAX's distributed runtime; returns the processes of this run, which may be this one alone.
 
-    Raises ValueError if the arguments or the environment cannot work, PeerError if some processes do not come, RuntimeError
-    if JAX has been used already.
+    Raises ValueError if the arguments or the environment are invalid, PeerError if some processes do not connect,
+    RuntimeError if JAX's devices have been used already.
     """
     global _peers
-    if multiprocessing.current_process().name == WORKER:  # it imports the script, and is no process of the run
+    if multiprocessing.current_process().name == WORKER:  # a worker imports the script, but does not belong to the run
         return Peers()
     place = find_place(n_processes, host0_address, host0_port, process_id, n_local_devices)
     if _peers is not None:
@@ -89,7 +89,7 @@ def start(
     peers = Peers(place.n, place.index, heartbeat)
     peers.meet(place.host, place.port, bind=place.bind, timeout=timeout)
     relay = Relay(place.host, place.port, timeout)
-    # JAX's own default if there is no address to bind; without this argument it would take the relay's port.
+    # If there is no address to bind, this is JAX's own default. Without this argument JAX would bind the relay's port.
     bind = f"[{place.bind or '::'}]" if ":" in (place.bind or "::") else place.bind
     at_sigterm = signal.getsignal(signal.SIGTERM)
     with _no_proxies():
@@ -105,17 +105,17 @@ def start(
             heartbeat_timeout_seconds=int(2 * heartbeat) + 10,
         )
     if threading.current_thread() is threading.main_thread():
-        # JAX replaces the handler by one that only notes the signal. Outside of `fit`, SIGTERM does what it did before.
+        # JAX installs a handler that only records the signal. Restore the previous one, which applies outside of `fit`.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if at_sigterm is None else at_sigterm)
     _peers = peers
     _report_ends(peers)
-    os.register_at_fork(after_in_child=lambda: _leave_run(peers, relay))
+    os.register_at_fork(after_in_child=lambda: _detach_child(peers, relay))
     return peers
 
 
 @contextlib.contextmanager
 def _no_proxies() -> Iterator[None]:
-    """Hide the web proxies that clusters set (`http_proxy`): gRPC takes one on the way to the coordinator, and hangs."""
+    """Hide the web proxies that clusters set (`http_proxy`): gRPC would use one to reach the coordinator, and hang."""
     proxies = {name: os.environ.pop(name) for name in list(os.environ) if name.lower().endswith("_proxy")}
     try:
         yield
@@ -124,8 +124,8 @@ def _no_proxies() -> Iterator[None]:
 
 
 def _check_unused() -> None:
-    """Raise RuntimeError if JAX's backends have started: devices of other processes could not be added any more."""
-    try:  # JAX checks this first, and then the arguments, which are missing here.
+    """Raise RuntimeError if JAX's backends have started: then devices of other processes can no longer be added."""
+    try:  # JAX checks this before the arguments, which are missing here
         jax.distributed.initialize(cluster_detection_method="deactivate")
     except ValueError:
         return
@@ -136,7 +136,7 @@ def _check_unused() -> None:
         ) from error
 
 
-# --- where a process is ----------------------------------------------------------------------------------------------
+# --- cluster detection -----------------------------------------------------------------------------------------------
 
 
 def find_place(
@@ -146,7 +146,7 @@ def find_place(
     process_id: int | None = None,
     n_local_devices: int | None = None,
 ) -> Place | None:
-    """This process in its run, from the arguments or else from its launcher; None if it is alone.
+    """Return this process's place in the run, from the arguments or else from the launcher; None for a single process.
 
     Raises ValueError if an argument is missing or impossible.
     """
@@ -162,7 +162,7 @@ def find_place(
         if not host or not port.isdecimal():
             raise ValueError(f"`{_HOST0}`: expected `host:port` in the environment, got {os.environ[_HOST0]!r}. Set it.")
         host = host.strip("[]")
-        return _checked(_number(_PROCESSES), _number(_PROCESS_ID), host, int(port), host, local)
+        return _make_place(_env_number(_PROCESSES), _env_number(_PROCESS_ID), host, int(port), host, local)
     if n_processes == 1:
         return None
     if n_processes is None:
@@ -170,7 +170,7 @@ def find_place(
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"`{name}`: expected with `n_processes`, got {value!r} alone. Pass both, or leave it out.")
-        place = _detected(local)
+        place = _detect_place(local)
         if place is None and n_local_devices is not None:
             raise ValueError(
                 f"`n_local_devices`: expected with several processes, got {n_local_devices} on one. Leave it out."
@@ -183,17 +183,17 @@ def find_place(
     assert host0_address is not None
     assert process_id is not None
     port = PORT if host0_port is None else host0_port
-    return _checked(n_processes, process_id, host0_address, port, host0_address, local)
+    return _make_place(n_processes, process_id, host0_address, port, host0_address, local)
 
 
-def _number(name: str) -> int:
+def _env_number(name: str) -> int:
     try:
         return int(os.environ[name])
     except ValueError:
         raise ValueError(f"`{name}`: expected a number in the environment, got {os.environ[name]!r}. Set it.") from None
 
 
-def _checked(n: int, index: int, host: str, port: int, bind: str, local: tuple[int, ...] | None) -> Place | None:
+def _make_place(n: int, index: int, host: str, port: int, bind: str, local: tuple[int, ...] | None) -> Place | None:
     check_count(n, "n_processes", advice="Pass the number of processes.")
     if not 0 <= index < n:
         raise ValueError(f"`process_id`: expected 0 to {n - 1}, got {index}. Number the processes from 0.")
@@ -208,10 +208,10 @@ def _checked(n: int, index: int, host: str, port: int, bind: str, local: tuple[i
     return None if n == 1 else Place(n, index, host, port, bind, local)
 
 
-def _detected(local: tuple[int, ...] | None) -> Place | None:
-    """This process as its launcher describes it, by JAX's own detection."""
+def _detect_place(local: tuple[int, ...] | None) -> Place | None:
+    """Return this process's place as JAX's own detection finds it from the launcher; None for a single process."""
     _check_slurm()
-    # Private: JAX offers its detection only as a part of `initialize`, and the rendezvous comes before that.
+    # A private API: JAX exposes its detection only inside `initialize`, and the rendezvous comes before that.
     from jax._src.clusters import ClusterEnv
 
     try:
@@ -226,37 +226,39 @@ def _detected(local: tuple[int, ...] | None) -> Place | None:
     host, _, port = address.rpartition(":")
     host, coordinator = host.strip("[]"), os.environ.get(_BIND, "")
     bind = _host_of(coordinator) if coordinator else _interface(host) if index == 0 else host
-    place = _checked(n, index, host, int(port), bind, None if local_ids is None else tuple(local_ids))
+    place = _make_place(n, index, host, int(port), bind, None if local_ids is None else tuple(local_ids))
     return None if place is None else replace(place, coordinator=coordinator)
 
 
 def _host_of(address: str) -> str:
-    """The host of `host:port`, to listen on; `""` for all addresses."""
+    """Return the host of `host:port`, to listen on; `""` for all addresses."""
     host = address.rpartition(":")[0].strip("[]")
     return "" if host in ("0.0.0.0", "::") else host
 
 
 def _interface(host: str) -> str:
-    """The address that process 0 listens on if its launcher knows it by this name or address: the same, if it is an address
-    of this host that others reach; else `""`, all addresses."""
+    """Return the address that process 0 listens on, given the name or address that its launcher has for it.
+
+    This is the same one if it belongs to this host and other hosts can reach it; otherwise `""`, all addresses.
+    """
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except socket.gaierror:
-        return host  # the rendezvous raises for it, in all processes
+        return host  # the rendezvous raises the error, in all processes
     for family, kind, protocol, _, address in found:
-        # On Debian a host's own name is 127.0.1.1 to itself, and something else to the others.
+        # On Debian a host resolves its own name to 127.0.1.1; other hosts resolve it to another address.
         if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
             return ""
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.bind(address)
-            except OSError:  # an address of something else, such as a service in front of this host
+            except OSError:  # another machine's address, such as a service in front of this host
                 return ""
     return host
 
 
 def _is_lone_pod() -> bool:
-    """Whether this is a pod of Kubernetes outside of any Job of several pods, such as a notebook's."""
+    """Return whether this is a Kubernetes pod outside of any Job of several pods, such as a notebook's."""
     if "KUBERNETES_SERVICE_HOST" not in os.environ or "JOB_COMPLETION_INDEX" in os.environ:
         return False
     from jax._src.clusters import K8sCluster
@@ -271,7 +273,7 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID",
 
 
 def _check_slurm() -> None:
-    """Raise ValueError in a SLURM job of several tasks if this process is not one of them: JAX would run it alone."""
+    """Raise ValueError in a SLURM job of several tasks if this process is none of them: JAX would run it alone."""
     n = os.environ.get("SLURM_NTASKS", "1")
     missing = [name for name in _SLURM if name not in os.environ]
     if n.isdecimal() and int(n) > 1 and missing and "SLURM_JOB_ID" in os.environ:
@@ -285,25 +287,25 @@ def _check_slurm() -> None:
 
 
 def _report_ends(peers: Peers) -> None:
-    """If an exception ends this process, end the others first, and print the traceback once, after their output."""
+    """Install a hook: if an exception ends this process, the others end first and the traceback is printed once, last."""
     hook = sys.excepthook
 
     def failing(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if os.getpid() != pid or peers.fail():  # a forked child fails alone
             attempt(lambda: hook(kind, error, frames), seconds=_HOOK)
-            attempt(act_last, seconds=_HOOK)
-        exit_now(1)  # JAX would wait at exit for processes that are gone
+            attempt(run_exit_callbacks, seconds=_HOOK)
+        exit_now(1)  # at a normal exit JAX would wait for processes that are gone
 
     pid = os.getpid()
     sys.excepthook = failing
     atexit.register(peers.close)
 
 
-def _leave_run(peers: Peers, relay: Relay) -> None:
-    """In a forked child: detach from the run, so that the child's end does not end it."""
+def _detach_child(peers: Peers, relay: Relay) -> None:
+    """In a forked child: detach from the run, so that the child's exit does not end the run."""
     atexit.unregister(peers.close)
     with contextlib.suppress(ImportError, AttributeError):
-        from jax._src.api import clean_up  # would report to the coordinator that the parent process ends
+        from jax._src.api import clean_up  # would tell the coordinator that the parent process ends
 
         atexit.unregister(clean_up)
     peers.forget()

@@ -1,4 +1,4 @@
-"""How a process ends at once, from any thread, in whatever state its streams and other threads are.
+"""Ends a process at once, from any thread, whatever the state of its streams and other threads.
 
 A pipe without a reader raises, a pipe whose reader has stopped blocks for ever, and JAX waits at exit for processes that are
 gone: none of these may delay an exit. The callers decide why a process ends, and with which code.
@@ -19,25 +19,25 @@ STAY = 5.0  # seconds that other threads may run after the main thread has ended
 
 
 def attempt(act: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Call `act` and wait for it at most that long; exceptions are dropped."""
+    """Call `act` in a thread and wait for it at most that long. Drops exceptions."""
 
     def run() -> None:
         with contextlib.suppress(BaseException):
             act()
 
     thread = threading.Thread(target=run, name="redeqx-attempt", daemon=True)
-    with contextlib.suppress(RuntimeError):  # while the interpreter shuts down no thread can start
+    with contextlib.suppress(RuntimeError):  # no thread can start while the interpreter shuts down
         thread.start()
         thread.join(seconds)
 
 
 def say(text: str) -> None:
-    """Print a line to standard error, without blocking where nobody reads it."""
+    """Print a line to standard error. Does not block if nobody reads it."""
     attempt(lambda: print(text, file=sys.stderr, flush=True))
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process, without waiting for any thread, peer, or reader of its output."""
+    """End this process without waiting for any thread, peer, or reader of its output."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             attempt(stream.flush)
@@ -45,7 +45,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def discard(stream: Any) -> None:
-    """Drop the output to a stream that nobody reads any more, and what is still in its buffer."""
+    """Redirect a stream that nobody reads any more to the null device, including what is still in its buffer."""
     # Flushing the buffer at exit would fail again, and change the exit code.
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -54,13 +54,13 @@ def discard(stream: Any) -> None:
 
 
 def end_in_time(code: int) -> None:
-    """Once the main thread, which is about to end, has ended: end the process with that code if other threads keep it."""
+    """After the main thread ends, give other threads `STAY` seconds, then end the process with that code."""
     threading.Thread(target=_end_in_time, args=(code,), name="redeqx-exit", daemon=True).start()
 
 
 def _end_in_time(code: int) -> None:
     main = threading.main_thread()
-    main.join()  # the interpreter waits for the others from now on
+    main.join()  # from now on the interpreter waits for the other threads
     until = time.monotonic() + STAY
     others = [each for each in threading.enumerate() if each is not main and not each.daemon]
     for thread in others:
@@ -70,31 +70,31 @@ def _end_in_time(code: int) -> None:
         exit_now(code)
 
 
-_last_acts: list[Callable[[], object]] = []
+_exit_callbacks: list[Callable[[], object]] = []
 
 
 def at_end(act: Callable[[], object]) -> Callable[[], None]:
-    """Call `act` when this process ends by itself: at its exit, or after an exception that ends all processes. Returns a
-    function that takes this back."""
-    _last_acts.append(act)
+    """Register `act` to be called at exit, also after an exception that ends all processes. Returns a function that
+    unregisters it."""
+    _exit_callbacks.append(act)
     atexit.register(act)
 
     def forget() -> None:
         atexit.unregister(act)
         with contextlib.suppress(ValueError):
-            _last_acts.remove(act)
+            _exit_callbacks.remove(act)
 
     return forget
 
 
-def act_last() -> None:
-    """What `at_end` was given, for an end at which nothing else is waited for."""
-    for act in [*_last_acts]:
+def run_exit_callbacks() -> None:
+    """Call the functions registered by `at_end`, before an exit that skips `atexit`."""
+    for act in [*_exit_callbacks]:
         act()
 
 
 def keep_quiet(error: BaseException) -> None:
-    """Print no traceback if this exception ends the script: its reason has been printed."""
+    """Suppress the traceback if this exception ends the script: its reason has been printed."""
     hook = sys.excepthook
 
     def print_others(kind: type[BaseException], raised: BaseException, frames: TracebackType | None) -> None:
@@ -105,9 +105,9 @@ def keep_quiet(error: BaseException) -> None:
 
 
 def stacks() -> str:
-    """The stack of each thread, the innermost call first."""
-    # Not by `faulthandler`, which writes while it holds the interpreter, so that a blocked pipe would stop it; nor by
-    # `traceback`, which reads source files, maybe from the file system that hangs.
+    """Return the stack of each thread as text, innermost call first."""
+    # `faulthandler` holds the interpreter's lock while it writes, so a blocked pipe would stop it. `traceback` reads source
+    # files, maybe from the file system that hangs.
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     for ident, frame in sys._current_frames().items():

@@ -1,7 +1,7 @@
-"""Ends a run early: at a scheduler's signal, at Ctrl-C, and when steps stop coming.
+"""Ends a run early: at a scheduler's signal, at Ctrl-C, and when the run hangs.
 
-`Preemption` makes all processes stop after the same step, to save it. `Watch` notices that no step comes any more: nothing
-else does if a process is alive and stuck.
+`Preemption` makes all processes stop after the same step, to save it. `Watch` detects that no step finishes any more:
+nothing else does if a process is alive but stuck.
 """
 
 import os
@@ -21,12 +21,12 @@ from ._signals import handled, woken
 # Kubernetes, spot machines and SLURM send SIGTERM; SLURM's `--signal=USR1@120` sends SIGUSR1, which Windows lacks.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 HANG = 1800.0  # seconds without a step after which a run counts as stuck
-_INTERRUPTED = 130  # as shells report an end by Ctrl-C: 128 + SIGINT
+_INTERRUPTED = 130  # the exit code that shells report after Ctrl-C: 128 + SIGINT
 _STOPPING = b"\nredeqx: Ctrl-C: stopping after this step, to save it; a second one leaves at once\n"
 
 
 class Preempted(SystemExit):
-    """Ends a run that was preempted, after its last step is saved: exit code 75, on which schedulers requeue."""
+    """Ends a preempted run after its last step is saved, with exit code 75, on which schedulers requeue."""
 
     def __init__(self, step: int):
         super().__init__(EXIT_CODE)
@@ -34,38 +34,38 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """Whether this run was preempted, by a scheduler or by Ctrl-C, and after which step all its processes stop.
+    """Stops all processes of a run after the same step, when a scheduler or Ctrl-C preempts it.
 
-    Every process asks after each step. The first one that has noticed a signal broadcasts it; all then contribute their
-    step, and stop one step after the furthest. A thread contributes for a process whose main thread may be waiting in a
-    collective.
+    Every process calls `is_due` after each step. The first one that received a signal broadcasts it. All then contribute
+    their step, and stop one step after the furthest. A thread contributes for a process whose main thread may be waiting
+    in a collective.
     """
 
     def __init__(self, peers: Peers):
         self._peers = peers
-        self._noticed = False  # once True, until this process stops
-        self._is_interrupt = False  # by Ctrl-C
+        self._noticed = False  # a signal was received; stays True until this process stops
+        self._is_interrupt = False  # the signal was Ctrl-C
         self._change = threading.Lock()
         self._begin(is_on=False)
         self._register()
 
     def _register(self) -> None:
-        """Be the one that is called when another process was preempted."""
+        """Handle the message that another process was preempted, in place of any earlier `Preemption`."""
         self._peers.on("preempted", lambda index, is_interrupt: self._handle(is_interrupt))
 
     def _begin(self, *, is_on: bool) -> None:
         self._is_on = is_on
         self._is_broadcast = False
         self._step = 0  # the last step of this process
-        self._contributed = 0  # the step that it contributed
-        self._gathering: str | None = None  # of the steps, once this process has contributed
-        self._steps: list[int | None] | None = None  # of all processes; None for one whose fit has ended
+        self._contributed = 0  # the step that this process contributed
+        self._gathering: str | None = None  # the name of the gathering, once this process has contributed
+        self._steps: list[int | None] | None = None  # the steps of all processes; None for one whose fit has ended
 
     def _notice(self) -> None:
-        self._noticed = True  # nothing else: the main thread may be anywhere, and may hold any lock
+        self._noticed = True  # do nothing else: the main thread may hold any lock
 
     def _interrupt(self) -> None:
-        """At a Ctrl-C. In a notebook the second one ends the fit at once, and the kernel goes on."""
+        """Handle Ctrl-C. In a notebook the second one ends the fit at once, and the kernel keeps running."""
         if _is_interactive():
             if self._noticed:
                 raise KeyboardInterrupt
@@ -86,7 +86,7 @@ class Preemption:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """A context that notes the signals, and delays what else they would do until its end."""
+        """Return a context that records the signals. Their usual effect is delayed until its end."""
         acts = dict.fromkeys(SIGNALS, self._notice)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a script that a shell runs in the background
             acts[signal.SIGINT] = self._interrupt
@@ -94,30 +94,31 @@ class Preemption:
             self._begin(is_on=True)
         self._register()  # another deployer of this run may have been made since
         try:
-            with handled(acts), nullcontext() if _is_interactive() else _second_leaves():
+            with handled(acts), nullcontext() if _is_interactive() else _second_exits():
                 yield
-            if self._is_interrupt and self._noticed:  # too late for this fit. (A scheduler's signal stops the next one.)
+            # Ctrl-C came after the last step. (A scheduler's signal would stop the next fit.)
+            if self._is_interrupt and self._noticed:
                 self._is_interrupt = self._noticed = False
                 raise KeyboardInterrupt
         finally:
             with self._change:
                 self._is_on = False
                 if self._gathering is None and self._peers.n > 1:
-                    with suppress(PeerError):  # of a forked child
-                        self._peers.contribute("preempted at", None)  # this process takes no more steps, and stops nobody
+                    with suppress(PeerError):  # raised in a forked child
+                        self._peers.contribute("preempted at", None)  # this process takes no more steps
 
     def is_due(self, step: int) -> bool:
-        """Whether the run stops after this step. Every process asks after each step, and gets the same answer."""
+        """Return whether the run stops after this step, the same in every process. Each process calls it after each step."""
         with self._change:
             self._step = step
         if not self._noticed:
             return False
-        if self._peers.n > 1 and not self._is_agreed(step):
+        if self._peers.n > 1 and not self._is_common_step(step):
             return False
         self._noticed = False
         return True
 
-    def _is_agreed(self, step: int) -> bool:
+    def _is_common_step(self, step: int) -> bool:
         if not self._is_broadcast:
             self._is_broadcast = True
             self._peers.broadcast("preempted", self._is_interrupt)
@@ -131,7 +132,7 @@ class Preemption:
         return len(reached) == self._peers.n and step == max(reached) + 1
 
     def end(self, step: int, log: Callable[[str], None]) -> NoReturn:
-        """End the script once that step is saved: with exit code 75, or as Ctrl-C does, which a notebook survives."""
+        """End the script after that step is saved: with exit code 75, or by KeyboardInterrupt, which a notebook survives."""
         is_interrupt, self._is_interrupt = self._is_interrupt, False
         why = "stopped by Ctrl-C" if is_interrupt else "preempted"
         log(f"{why}: step {step} is saved; run the script again to go on from it")
@@ -150,34 +151,35 @@ def _is_interactive() -> bool:
 
 
 def _print_stopping() -> None:
-    with suppress(OSError):  # not by `print`, which the signal may have interrupted
+    with suppress(OSError):  # not `print`: the signal may have interrupted one
         os.write(2, _STOPPING)
 
 
-def _second_leaves() -> AbstractContextManager[None]:
-    """The first Ctrl-C prints what it does, the second one ends the process, wherever its main thread is."""
+def _second_exits() -> AbstractContextManager[None]:
+    """Return a context in which the first Ctrl-C prints a message, and the second ends the process, wherever the main
+    thread is."""
     return woken(signal.SIGINT, lambda n: _print_stopping() if n == 1 else os._exit(_INTERRUPTED))
 
 
 class Watch:
-    """Ends a run in which no step comes any more; prints the stack of every thread, and which process is behind.
+    """Ends a run that hangs; prints the stack of every thread, and which process is behind.
 
     **Arguments:**
 
-    - `seconds`: without a step, after which the run ends; None for never.
+    - `seconds`: the time without a step after which the run ends; None for no limit.
     """
 
     def __init__(self, peers: Peers, seconds: float | None = HANG):
         self._peers, self._seconds = peers, seconds
         self._last: float | None = None  # the time of the last step; None while none is expected
         self._n_loops = 0  # training loops, one inside another
-        self._left: threading.Event | None = None  # that the loop was left, for the thread that watches it
+        self._left: threading.Event | None = None  # tells the watching thread that the loop was left
         self._ending = threading.Lock()
         peers.on("stuck", lambda index, seconds: self._report(seconds))
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """A context in which steps are expected, from the first `beat` on."""
+        """Return a context in which steps are expected, from the first `beat` on."""
         self._n_loops += 1
         try:
             yield
@@ -190,23 +192,23 @@ class Watch:
                     self._left = None
 
     def beat(self, step: int | None = None) -> None:
-        """Progress was made, by a step if one is given; more is expected."""
+        """Record progress, and the step that was finished if one is given; more progress is expected."""
         self._peers.step = self._peers.step if step is None else step
         if not self._n_loops:
             return
         self._last = time.monotonic()
         if self._left is None and self._seconds is not None:
             self._left = threading.Event()
-            threading.Thread(target=self._look, args=(self._left,), name="redeqx-watch", daemon=True).start()
+            threading.Thread(target=self._watch_steps, args=(self._left,), name="redeqx-watch", daemon=True).start()
 
     def beat_on(self) -> None:
-        """As `beat`, if progress was expected at all."""
+        """Call `beat` if progress is expected at the moment."""
         if self._last is not None:
             self.beat()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context for work that may take any time: compilation, a user's metrics."""
+        """Return a context for work that may take any time: compilation, a user's metrics."""
         was_on, self._last = self._last is not None, None
         try:
             yield
@@ -214,7 +216,7 @@ class Watch:
             if was_on:
                 self.beat()
 
-    def _look(self, left: threading.Event) -> None:
+    def _watch_steps(self, left: threading.Event) -> None:
         assert self._seconds is not None
         while not left.wait(min(1.0, self._seconds / 4)):
             last = self._last
@@ -225,12 +227,13 @@ class Watch:
     def _report(self, seconds: float) -> None:
         if not self._ending.acquire(blocking=False):
             return
-        # In a thread: the thread that calls this receives the others' contributions.
+        # In a thread: the calling thread receives the others' contributions.
         threading.Thread(target=self._end, args=(seconds,), name="redeqx-stuck", daemon=True).start()
 
     def _end(self, seconds: float) -> None:
         try:
-            # The step, and the gatherings since: a process that is stuck before one is behind those that wait in it.
+            # The number of gatherings tells processes at the same step apart: one that has not entered a gathering is behind
+            # those that wait in it.
             at = [self._peers.step or 0, self._peers.n_contributed]
             reached: list[Any] = self._peers.gather("stuck at", at, timeout=5.0)
         except PeerError as error:

@@ -1,6 +1,7 @@
 """Starts several processes of one script on this machine, to try out a run of many hosts.
 
-Each process gets its index in the environment, where `_cluster` reads it; each line that it prints is prefixed with it.
+Each process gets its index in the environment, where `_cluster` reads it. Each line that it prints is prefixed with the
+index.
 """
 
 import os
@@ -19,10 +20,10 @@ from ._exits import discard
 from ._peers import EXIT_CODE
 from ._rendezvous import TOKEN
 
-GRACE = 10.0  # seconds that the others have to leave once one has failed
-# Asks Linux to kill the process when this process, its parent, is gone, and then becomes the command: without the parent
-# nobody reads its output, or ends it if another process fails. (`preexec_fn` would run fork hooks.)
-_TIED = """
+GRACE = 10.0  # seconds that the other processes have to exit after one has failed
+# Asks Linux to kill the process when its parent, this process, is gone, and then executes the command. Without the parent
+# nobody would read its output, or end it if another process fails. (`preexec_fn` would run fork hooks.)
+_DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
 if prctl is not None:
@@ -36,26 +37,26 @@ os.execvp(sys.argv[2], sys.argv[2:])
 def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
     """Run a command as `n` processes of one run; returns 0, or the exit code of a process that failed.
 
-    A process that left because another one failed counts only if all did. If one fails, the others have ten seconds to
-    leave and are then killed. SIGTERM, SIGINT and SIGUSR1 are passed on. On Linux the processes are killed when this process
-    ends, however it ends.
+    Code 75, of a process that left because another one failed, is returned only if no process has another code. If one
+    fails, the others have ten seconds to exit and are then killed. SIGTERM, SIGINT and SIGUSR1 are forwarded. On Linux the
+    processes are killed when this process ends, however it ends.
 
     **Arguments:**
 
-    - `port`: of process 0; a free one by default.
+    - `port`: the port of process 0; a free one by default.
     """
     environment = {**os.environ, "REDEQX_PROCESSES": str(n), "REDEQX_HOST0": f"127.0.0.1:{port or _free_port()}"}
     environment.setdefault("NPROC", "16")  # with fewer threads than devices XLA's collectives deadlock
     environment.setdefault(TOKEN, secrets.token_hex(16))
     environment["PYTHONUNBUFFERED"] = "1"
-    tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command]
+    command_line = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
     processes = [
         subprocess.Popen(
-            tied,
+            command_line,
             env={**environment, "REDEQX_PROCESS_ID": str(i)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C arrives once: the one that is passed on
+            start_new_session=True,  # Ctrl-C then arrives once: the forwarded one
         )
         for i in range(n)
     ]
@@ -101,8 +102,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 def _print(sources: Mapping[IO[bytes], tuple[bytes, Any]]) -> None:
     """Print the lines of each source after its prefix, until all have ended.
 
-    Of lines that have come in the meantime those of stderr are printed last: why a process failed stands below what the
-    others had printed by then.
+    Among lines that are ready at the same time, those of stderr are printed last, so that the reason of a failure comes
+    after what the others printed before it.
     """
     unfinished = dict.fromkeys(sources, b"")
     with selectors.DefaultSelector() as selector:
@@ -122,7 +123,7 @@ def _print(sources: Mapping[IO[bytes], tuple[bytes, Any]]) -> None:
                 try:
                     target.write(text)
                     target.flush()
-                except OSError:  # the reader, such as `tee`, is gone: the processes go on
+                except OSError:  # the reader, such as `tee`, is gone; the processes continue
                     discard(target)
 
 

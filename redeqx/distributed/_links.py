@@ -14,14 +14,14 @@ class PeerError(RuntimeError):
 
 
 class Link:
-    """One connection: a line of JSON `[kind, value]` a message."""
+    """A connection that sends and receives messages."""
 
     def __init__(self, connection: socket.socket):
         self.host = ""
         self._socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received = bytearray()
-        self._sought = 0  # bytes of it that are known to hold no end of a line
+        self._n_searched = 0  # bytes of `_received` that are known to contain no newline
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
@@ -36,14 +36,14 @@ class Link:
             self._socket.sendall(json.dumps([kind, value]).encode() + b"\n")
 
     def receive(self, *, until: float | None = None, limit: int | None = None) -> tuple[str, Any]:
-        """The next message.
+        """Wait for the next message and return it.
 
         **Arguments:**
 
-        - `until`: the deadline for all of it, by `time.monotonic`; None waits as long as bytes come.
-        - `limit`: the most bytes that it may have.
+        - `until`: the deadline for the whole message, by `time.monotonic`; None waits as long as bytes arrive.
+        - `limit`: the maximum size in bytes.
 
-        Raises OSError if none comes, ValueError for anything but a message.
+        Raises OSError if none arrives, ValueError for bytes that are not a message.
         """
         while (message := self.take(limit)) is None:
             if until is not None:
@@ -54,21 +54,21 @@ class Link:
         return message
 
     def fill(self) -> None:
-        """Wait for the next bytes, which `take` turns into messages."""
+        """Wait for more bytes, which `take` parses."""
         received = self._socket.recv(2**16)
         if not received:
             raise ConnectionError("the connection was closed")
         self._received += received
 
     def take(self, limit: int | None = None) -> tuple[str, Any] | None:
-        """A message from the bytes received so far; None if they hold no complete one."""
-        end = self._received.find(b"\n", self._sought)
+        """Return a message from the bytes received so far; None if they contain no complete one."""
+        end = self._received.find(b"\n", self._n_searched)
         if limit is not None and (len(self._received) if end < 0 else end) > limit:
             raise ValueError(f"expected a message of at most {limit} bytes")
         if end < 0:
-            self._sought = len(self._received)
+            self._n_searched = len(self._received)
             return None
-        line, self._sought = bytes(self._received[:end]), 0
+        line, self._n_searched = bytes(self._received[:end]), 0
         del self._received[: end + 1]
         match parse_json(line, unique=False):
             case [str(kind), value]:
@@ -76,7 +76,7 @@ class Link:
         raise ValueError("expected a kind and a value")
 
     def has_ended(self) -> bool:
-        """Whether the other end has closed the connection, as far as this end knows."""
+        """Return whether the other end has closed the connection, as far as this end knows."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -85,5 +85,5 @@ class Link:
             return True
 
     def close(self) -> None:
-        """Close this process's copy. The connection ends with the last copy; a forked child has another."""
+        """Close this process's copy of the socket. The connection ends with the last copy; a forked child has another."""
         self._socket.close()

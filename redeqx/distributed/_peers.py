@@ -1,9 +1,9 @@
-"""The other processes of a run: a channel for messages beside JAX's collectives, which works when those are stuck.
+"""The other processes of a run: a message channel that is independent of JAX's collectives, and works when those hang.
 
 JAX's collectives, and `multihost_utils` over them, carry arrays, belong to the thread that takes the steps, and wait for
-ever for a peer that does not come. This channel carries JSON over TCP, in threads of its own: whether all processes agree,
-how far each one is, which one is gone or fails. It is a star, as `_rendezvous` connects it: process 0 is the coordinator,
-and passes on what one process sends to all. This module makes sure that nobody waits for a process that has ended.
+ever for a missing peer. This channel carries JSON over TCP, in its own threads: whether all processes agree, how far each
+one is, which one is gone or fails. It is a star, as `_rendezvous` connects it: process 0 is the coordinator, and forwards
+broadcasts. This module makes sure that no process waits for one that has ended.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from ._exits import exit_now, say
 from ._links import Link, PeerError
 from ._rendezvous import START, meet
 
-EXIT_CODE = 75  # EX_TEMPFAIL: what schedulers are told to requeue on
+EXIT_CODE = 75  # EX_TEMPFAIL: schedulers are configured to requeue on it
 HEARTBEAT = 30.0  # seconds of silence after which a peer counts as gone
-_FAREWELL = 4.0  # seconds to wait for the others when one fails
+_LEAVE_TIMEOUT = 4.0  # seconds to wait for the others to leave when one fails
 
 _SAME_SCRIPT = "Every process must run the same script with the same arguments."
 
@@ -31,43 +31,43 @@ class Peers:
 
     **Arguments:**
 
-    - `n`, `index`: the number of processes, and this one's, from 0.
+    - `n`, `index`: the number of processes, and the index of this one, from 0.
     - `heartbeat`: seconds of silence after which another process counts as gone.
 
-    Attributes: `step`, the last step of this process; `committed`, the last step that is safe on disk, which a process that
-    has to leave prints last.
+    Attributes: `step`, the last step of this process; `committed`, the last step that is safe on disk, which a process
+    prints before it leaves.
     """
 
     def __init__(self, n: int = 1, index: int = 0, heartbeat: float = HEARTBEAT):
         self.n, self.index, self.heartbeat = n, index, heartbeat
         self.committed: int | None = None
         self.step: int | None = None
-        self._links: dict[int, Link] = {}  # to the coordinator, or from it to each other process
-        self._asked: Counter[str] = Counter()
-        self._contributed: dict[str, dict[int, Any]] = {}  # at the coordinator: the contributions so far, by gathering
+        self._links: dict[int, Link] = {}  # to the coordinator; at the coordinator, to each other process
+        self._n_calls: Counter[str] = Counter()
+        self._contributed: dict[str, dict[int, Any]] = {}  # at the coordinator: contributions so far, by gathering
         self._results: dict[str, list[Any]] = {}
-        self._compared: dict[str, dict[int, Any]] = {}  # at the coordinator: the values so far, by comparison
-        self._differs: str | None = None  # what a comparison has found
+        self._compared: dict[str, dict[int, Any]] = {}  # at the coordinator: values so far, by comparison
+        self._difference_found: str | None = None  # the error message of a comparison that failed
         self._left: set[int] = set()  # the processes that have ended, announced or not
-        self._failed: int | None = None  # the process that reports why all fail
-        self._ends = False  # this process is about to leave, and reports why
+        self._failed: int | None = None  # the failed process that reports the reason for all
+        self._is_leaving = False  # this process is about to leave, and prints the reason
         self._is_forked = False
         self._change = threading.Condition()
         self._handlers: dict[str, Callable[[int, Any], None]] = {}
 
-    # --- what all do together ------------------------------------------------------------------------------------------
+    # --- collective operations -----------------------------------------------------------------------------------------
 
     def gather(self, topic: str, value: Any = None, timeout: float | None = None) -> list[Any]:
-        """The values that all processes contribute to this topic, in the processes' order; waits for all of them.
+        """Gather one value from every process; waits for all of them. Returns the values in the order of the processes.
 
         **Arguments:**
 
-        - `topic`: a name. Each call with it is another gathering, and all processes make them in the same order. Several
-            threads may gather different topics in any order.
+        - `topic`: a name. Each call with it is a new gathering; all processes make those of one topic in the same order.
+            Several threads may gather different topics in any order.
         - `value`: JSON.
         - `timeout`: seconds; None waits as long as the others live.
 
-        Raises PeerError where one does not contribute in time.
+        Raises PeerError if a process does not contribute in time.
         """
         if self.n == 1:
             return [json.loads(json.dumps(value))]
@@ -77,12 +77,12 @@ class Peers:
         """Add this process's value to a gathering, without waiting; returns the gathering's name, for `wait`."""
         if self._is_forked:
             raise PeerError(
-                "`Deployer`: expected a call from a process of the run, got one from a child that it has forked. "
+                "`Deployer`: expected a call from a process of the run, got one from a forked child. "
                 "Train, evaluate and save in the process that made the Deployer."
             )
         with self._change:
-            self._asked[topic] += 1
-            name = f"{topic} {self._asked[topic]}"
+            self._n_calls[topic] += 1
+            name = f"{topic} {self._n_calls[topic]}"
         if self.index == 0:
             self._collect(0, name, value)
         else:
@@ -90,7 +90,7 @@ class Peers:
         return name
 
     def wait(self, name: str, timeout: float | None = None) -> list[Any]:
-        """The result of the gathering of that name."""
+        """Wait for the gathering that `contribute` named; returns its result."""
         with self._change:
             if not self._change.wait_for(lambda: name in self._results, timeout):
                 here = self._contributed.get(name, {})
@@ -99,7 +99,7 @@ class Peers:
             return self._results.pop(name)
 
     def _collect(self, index: int, name: str, value: Any) -> None:
-        """At the coordinator: one process's contribution; with the last one, all processes get the result."""
+        """At the coordinator: store a process's contribution; after the last one, send the result to all processes."""
         with self._change:
             contributed = self._contributed.setdefault(name, {})
             contributed[index] = value
@@ -107,29 +107,30 @@ class Peers:
             if is_complete:
                 del self._contributed[name]
         if not is_complete:
-            self._miss_those_who_left()
+            self._end_if_missing()
             return
-        result = json.loads(json.dumps([contributed[i] for i in range(self.n)]))  # as the others get it
+        result = json.loads(json.dumps([contributed[i] for i in range(self.n)]))  # as the others receive it
         for i in self._links:
             self._send(i, "result", [name, result])
-        with self._change:  # last: this process may end with it, and with it the threads that send
+        with self._change:  # last: this process may end when it has the result, and then its threads can no longer send
             self._results[name] = result
             self._change.notify_all()
 
-    def _miss_those_who_left(self) -> None:
-        """At the coordinator: end the run if some wait for a process whose script has come to its end."""
+    def _end_if_missing(self) -> None:
+        """At the coordinator: end the run if a gathering waits for a process whose script has ended."""
         with self._change:
             missing = [i for i in sorted(self._left) if any(i not in each for each in self._contributed.values())]
         if missing and self._failed is None:
             self._end(f"process {missing[0]} of {self.n} has come to the end of its script, while others wait for it")
 
     def together(self, topic: str, act: Callable[[], Any], *, alone: bool = False) -> list[Any]:
-        """What every process's `act()` returns (JSON), in the processes' order. An OSError of one is raised by all, with the
-        same text.
+        """Call `act` in every process; returns the results (JSON) in the order of the processes.
+
+        If one raises OSError, all raise it with the same text.
 
         **Arguments:**
 
-        - `alone`: whether only process 0 acts; the others contribute None.
+        - `alone`: whether only process 0 calls `act`; the others contribute None.
         """
         value = error = None
         if not alone or self.index == 0:
@@ -157,25 +158,25 @@ class Peers:
                 raise ValueError(difference)
 
     def decide(self, what: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Process 0's values by name, in all processes, so that what follows from them is the same everywhere.
+        """Return process 0's values by name in all processes, so that decisions based on them are the same everywhere.
 
-        Warns, in process 0, if another process has different ones.
+        Process 0 warns if another process has different ones.
         """
         if self.n == 1:
             return values
         found = self.gather(f"decide {what}", values)
         if self.index == 0:
-            difference = _difference(what, dict(enumerate(found)), "Process 0's decides: compute it from all the outputs.")
+            difference = _difference(what, dict(enumerate(found)), "Process 0's is used: compute it from all the outputs.")
             if difference is not None:
                 warn(difference)
         return found[0]
 
     def compare(self, topic: str, what: str, values: Mapping[str, Any], advice: str = _SAME_SCRIPT) -> None:
-        """As `agree`, without waiting: `check` raises a difference, in every process, once the coordinator has found it.
+        """As `agree`, without waiting: once the coordinator finds a difference, `check` raises it in every process.
 
         **Arguments:**
 
-        - `topic`: of this comparison; each process uses it once. Not every process needs to get to it.
+        - `topic`: the name of this comparison; each process uses it at most once.
         """
         plain = _plain(values)
         if self.index == 0:
@@ -189,15 +190,15 @@ class Peers:
             compared[index] = values
             if len(compared) == self.n:
                 del self._compared[topic]
-            self._differs = self._differs or _difference(what, compared, advice)
-        if self._differs is not None:
+            self._difference_found = self._difference_found or _difference(what, compared, advice)
+        if self._difference_found is not None:
             for i in self._links:
-                self._send(i, "differs", self._differs)
+                self._send(i, "differs", self._difference_found)
 
     def check(self) -> None:
         """Raise ValueError if a comparison has found that the processes differ."""
-        if self._differs is not None:
-            raise ValueError(self._differs)
+        if self._difference_found is not None:
+            raise ValueError(self._difference_found)
 
     def on(self, topic: str, handle: Callable[[int, Any], None]) -> None:
         """Call `handle(index, value)`, in a thread, for each message that another process broadcasts on this topic."""
@@ -205,35 +206,35 @@ class Peers:
 
     def broadcast(self, topic: str, value: Any = None) -> None:
         """Send a message to every other process, without waiting."""
-        self._send(0, "broadcast", [self.index, topic, value]) if self.index else self._spread(0, topic, value)
+        self._send(0, "broadcast", [self.index, topic, value]) if self.index else self._forward(0, topic, value)
 
-    def _spread(self, index: int, topic: str, value: Any) -> None:
+    def _forward(self, index: int, topic: str, value: Any) -> None:
         for i in self._links:
             if i != index:
                 self._send(i, "message", [index, topic, value])
 
     @property
     def n_contributed(self) -> int:
-        """The number of gatherings that this process has contributed to."""
-        return self._asked.total()
+        """Return the number of gatherings that this process has contributed to."""
+        return self._n_calls.total()
 
     def meet(self, host: str, port: int, *, bind: str, timeout: float = START) -> None:
-        """Wait for all processes, as `_rendezvous.meet` does, and receive their messages from then on."""
+        """Connect to all processes by `_rendezvous.meet`, and receive their messages from then on."""
         self._links = meet(self.n, self.index, host, port, bind=bind, timeout=timeout)
         for i, link in self._links.items():
             link.limit(self.heartbeat)
             threading.Thread(target=self._listen, args=(i, link), name=f"redeqx-peer-{i}", daemon=True).start()
-        threading.Thread(target=self._beat, name="redeqx-beat", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="redeqx-beat", daemon=True).start()
 
     # --- the channel ---------------------------------------------------------------------------------------------------
 
     def _send(self, to: int, kind: str, value: Any = None) -> None:
         link = self._links.get(to)  # a forked child has none
         if link is not None:
-            with contextlib.suppress(OSError):  # the thread that receives from it notices
+            with contextlib.suppress(OSError):  # the thread that receives from this link notices
                 link.send(kind, value)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
             time.sleep(self.heartbeat / 5)
             for i in self._links:
@@ -245,10 +246,10 @@ class Peers:
             while True:
                 self._receive(index, *link.receive())
         except TimeoutError:
-            why = f"nothing was heard of it for {self.heartbeat:g} s"
+            why = f"no message from it for {self.heartbeat:g} s"
         except (OSError, ValueError):
             pass
-        self._lose(index, why)
+        self._handle_disconnect(index, why)
 
     def _receive(self, index: int, kind: str, value: Any) -> None:
         if kind == "contribute":
@@ -256,13 +257,13 @@ class Peers:
         elif kind == "compare":
             self._compare(index, *value)
         elif kind == "differs":
-            self._differs = value
+            self._difference_found = value
         elif kind == "result":
             with self._change:
                 self._results[value[0]] = value[1]
                 self._change.notify_all()
         elif kind == "broadcast":
-            self._spread(*value)
+            self._forward(*value)
             self._handle(*value)
         elif kind == "message":
             self._handle(*value)
@@ -271,9 +272,9 @@ class Peers:
                 self._left.add(index)
                 self._change.notify_all()
             if self.index == 0:
-                self._miss_those_who_left()
+                self._end_if_missing()
         elif kind == "fails":
-            self._fails(index)
+            self._handle_failure(index)
         elif kind == "failed":
             with self._change:
                 self._failed = value
@@ -289,8 +290,8 @@ class Peers:
 
     # --- ends ------------------------------------------------------------------------------------------------------------
 
-    def _lose(self, index: int, why: str) -> None:
-        """A connection has ended."""
+    def _handle_disconnect(self, index: int, why: str) -> None:
+        """End the run, unless the process at the other end was expected to leave."""
         with self._change:
             expected = index in self._left or self._failed is not None
             self._left.add(index)
@@ -299,25 +300,24 @@ class Peers:
             self._end(f"process {index} of {self.n} is gone: {why}")
 
     def _end(self, why: str) -> None:
-        """Leave, and make all others leave. Of several threads that call it, the first one reports why."""
+        """Leave, and make all others leave. If several threads call this, the first one prints the reason."""
         with self._change:
-            if self._ends:
+            if self._is_leaving:
                 return
-            self._ends = True
+            self._is_leaving = True
         for i in self._links:
             self._send(i, "lost", why)
         leave(why, self.committed)
 
     def fail(self) -> bool:
-        """Announce that this process fails, and wait until the others have left. Returns True if this process prints the
-        traceback: of several that fail at once, one does.
+        """Announce that an exception ends this process, and wait until the others have left.
 
-        Called when an exception ends the process.
+        Returns True if this process prints the traceback: if several fail at once, only one does.
         """
         if self.n == 1:
             return True
         if self.index == 0:
-            self._fails(0)
+            self._handle_failure(0)
         else:
             self._send(0, "fails")
         with self._change:
@@ -327,8 +327,8 @@ class Peers:
             self._wait_for_ends()
         return reports
 
-    def _fails(self, index: int) -> None:
-        """At the coordinator: a process fails. The first one reports for all."""
+    def _handle_failure(self, index: int) -> None:
+        """At the coordinator: tell all that a process failed. The first one to fail reports for all."""
         with self._change:
             if self._failed is not None:
                 return
@@ -344,10 +344,10 @@ class Peers:
         _exit()
 
     def _wait_for_ends(self) -> None:
-        """Wait until the others have left, except for the one that reports. The coordinator leaves after the rest."""
+        """Wait until the others have left, except for the one that reports. The coordinator leaves last."""
         with self._change:
             others = {0} if self.index else set(range(1, self.n)) - {self._failed}
-            self._change.wait_for(lambda: others <= self._left, timeout=_FAREWELL if self.index else _FAREWELL / 2)
+            self._change.wait_for(lambda: others <= self._left, timeout=_LEAVE_TIMEOUT if self.index else _LEAVE_TIMEOUT / 2)
 
     def close(self) -> None:
         """Announce that this process ends without a failure."""
@@ -356,28 +356,28 @@ class Peers:
         if self.index == 0 and self._links:
             with self._change:
                 self._left.add(0)
-            self._miss_those_who_left()
+            self._end_if_missing()
 
     def forget(self) -> None:
-        """In a forked child, which does not belong to the run: close its copies of the connections, and send nothing."""
+        """In a forked child, which does not belong to the run: close its copies of the connections, and send no message."""
         links, self._links, self._is_forked = self._links, {}, True
         for link in links.values():
             link.close()
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as JSON carries them: a tuple becomes a list."""
+    """Return the values after a round trip through JSON: a tuple becomes a list."""
     return json.loads(json.dumps(dict(values), default=str))
 
 
 def _difference(what: str, values_of: Mapping[int, Mapping[str, Any]], advice: str) -> str | None:
-    """The first field in which the processes' values differ, as an error's text; None if there is none."""
+    """Return an error message for the first field in which the processes' values differ; None if all are equal."""
     first = min(values_of)
     for name in dict.fromkeys(name for values in values_of.values() for name in values):
         expected = values_of[first].get(name)
         for index, values in sorted(values_of.items()):
             found = values.get(name)
-            if found != expected and (found == found or expected == expected):  # two NaN are equal here
+            if found != expected and (found == found or expected == expected):  # NaN equals NaN here
                 shown = [json.dumps(value) if not isinstance(value, str) else value for value in (expected, found)]
                 return (
                     f"`{what}`: expected `{name}` to be {shown[0]}, as in process {first}, got {shown[1]} in process "
@@ -387,12 +387,12 @@ def _difference(what: str, values_of: Mapping[int, Mapping[str, Any]], advice: s
 
 
 def leave(why: str, committed: int | None) -> NoReturn:
-    """End this process at once, from any thread, with code 75; the last line says which step is safe on disk."""
+    """End this process at once, from any thread, with code 75. The last line names the step that is safe on disk."""
     safe = "no step was committed yet" if committed is None else f"the last committed step is {committed}"
     say(f"redeqx: {why}; {safe}. Leaving with exit code {EXIT_CODE}: run it again to go on.")
     _exit()
 
 
 def _exit() -> NoReturn:
-    # Not `sys.exit`: the main thread may be inside a collective that never ends, and JAX waits at exit for those gone.
+    # Not `sys.exit`: the main thread may be in a collective that never ends, and JAX waits at exit for missing processes.
     exit_now(EXIT_CODE)

@@ -1,8 +1,8 @@
 """A relay between JAX's client and its coordinator, which stays open when the coordinator is gone.
 
-If its connection to process 0 breaks, JAX's client ends the process at once, with exit code 1: before the process could
+If its connection to process 0 breaks, JAX's client ends the process at once, with exit code 1: before the process can
 print which step is safe, and not with the code that schedulers requeue on. So the client connects to a relay in its own
-process, which passes the bytes on, and stays silent once no more come. `_peers` notices that process 0 is gone.
+process. The relay forwards bytes, and keeps the client's connection open when process 0 is gone; `_peers` notices that.
 
 The relay's threads need the interpreter, which JAX's client releases whenever it waits.
 """
@@ -17,18 +17,18 @@ from typing import Any
 
 
 class Relay:
-    """A port of this host, `relay.host:relay.port`, whose connections are forwarded to another address.
+    """Forwards connections to `relay.host:relay.port`, on this host, to another address.
 
     **Arguments:**
 
-    - `host`, `port`: of that address.
-    - `timeout`: seconds within which something must listen there.
+    - `host`, `port`: the other address.
+    - `timeout`: seconds within which a program must listen there.
     """
 
     host = "127.0.0.1"
 
     def __init__(self, host: str, port: int, timeout: float):
-        self._far, self._timeout = (host, port), timeout
+        self._address, self._timeout = (host, port), timeout
         self._listener = socket.create_server((self.host, 0))
         self.port: int = self._listener.getsockname()[1]
         self._sockets = weakref.WeakSet([self._listener])
@@ -36,39 +36,39 @@ class Relay:
 
     def _accept(self) -> None:
         while True:
-            near = self._listener.accept()[0]
-            self._sockets.add(near)
-            _run(self._carry, near)
+            client = self._listener.accept()[0]
+            self._sockets.add(client)
+            _run(self._serve, client)
 
-    def _carry(self, near: socket.socket) -> None:
-        """One connection, until JAX's client closes it."""
-        with near:
-            far = self._connected()
-            if far is None:
+    def _serve(self, client: socket.socket) -> None:
+        """Forward one connection, until JAX's client closes it."""
+        with client:
+            server = self._connect()
+            if server is None:
                 return
-            with far:
-                _run(_pass_on, far, near)
-                _pass_on(near, far)
+            with server:
+                _run(_forward, server, client)
+                _forward(client, server)
                 with contextlib.suppress(OSError):
-                    far.shutdown(socket.SHUT_RDWR)  # ends the other direction too
+                    server.shutdown(socket.SHUT_RDWR)  # ends the other direction too
 
     def forget(self) -> None:
-        """In a forked child, which lacks the threads: close its copies of the sockets."""
+        """In a forked child, where these threads do not run: close its copies of the sockets."""
         for each in list(self._sockets):
             each.close()
 
-    def _connected(self) -> socket.socket | None:
+    def _connect(self) -> socket.socket | None:
         until = time.monotonic() + self._timeout
         while (left := until - time.monotonic()) > 0:
             try:
-                far = socket.create_connection(self._far, timeout=left)
+                server = socket.create_connection(self._address, timeout=left)
             except OSError:
                 time.sleep(0.02)  # the coordinator starts after the rendezvous
             else:
-                self._sockets.add(far)
-                far.settimeout(None)
-                far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return far
+                self._sockets.add(server)
+                server.settimeout(None)
+                server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return server
         return None
 
 
@@ -76,7 +76,7 @@ def _run(act: Callable[..., None], *args: Any) -> None:
     threading.Thread(target=act, args=args, name="redeqx-relay", daemon=True).start()
 
 
-def _pass_on(source: socket.socket, target: socket.socket) -> None:
+def _forward(source: socket.socket, target: socket.socket) -> None:
     """Forward bytes until the source is closed; drop those that a broken target does not take."""
     with contextlib.suppress(OSError):
         while data := source.recv(2**16):

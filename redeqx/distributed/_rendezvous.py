@@ -1,11 +1,11 @@
-"""The rendezvous: all processes of a run connect, or each raises which process is missing, or what is wrong with which one.
+"""The rendezvous: all processes of a run connect, or each raises an error that names the missing or misconfigured one.
 
 The connections form a star: process 0, the coordinator, accepts one from each other process. `_cluster` detects the
 coordinator's address and this process's index; `_peers` sends messages over the connections later.
 
-The port is open to everybody who reaches it. A connection counts only once it has sent a greeting of a few bytes, within a
-few seconds, while others are served too; any other connection is closed. With a token in the environment (`launch` sets
-one) the greeting must contain it; without one, everybody who knows this format can join the run.
+Any host that reaches the port can connect. A connection is accepted only if it sends a short greeting within a few seconds,
+during which others are served too; any other connection is closed. With a token in the environment (`launch` sets one) the
+greeting must contain it; without one, anybody who knows this format can join the run.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from ..errors import brief_name
 from ._links import Link, PeerError
 
 START = 300.0  # seconds within which all processes must connect
-TOKEN = "REDEQX_TOKEN"  # in the environment: a secret that all processes of a run share
-_LAST_ARRIVALS = 1.0  # seconds in which other processes may still connect, to be told an error
+TOKEN = "REDEQX_TOKEN"  # environment variable: a secret that all processes of a run share
+_LATE_ARRIVALS = 1.0  # seconds after an error in which other processes may still connect, to receive it
 _GREETING = "redeqx peers 2"
-_GREETED = 5.0  # seconds within which a connection must have sent its greeting
+_GREETING_TIMEOUT = 5.0  # seconds within which a connection must send its greeting
 _LATE = 5.0  # seconds after its own timeout that a joining process waits for the coordinator to report first
 _MAX_GREETING = 2**12  # bytes
-_MAX_HOST = 2**8  # characters of a host's name in a greeting
+_MAX_HOST = 2**8  # characters of the host name in a greeting
 _MAX_START = 2**16  # bytes of the coordinator's reply
-_MAX_STRANGERS = 64  # connections without a greeting, besides one for each process
+_MAX_PENDING = 64  # connections without a greeting, in addition to one for each process
 
 
 def meet(n: int, index: int, host: str, port: int, *, bind: str, timeout: float) -> dict[int, Link]:
@@ -37,12 +37,12 @@ def meet(n: int, index: int, host: str, port: int, *, bind: str, timeout: float)
 
     **Arguments:**
 
-    - `n`, `index`: the number of processes, and this one's.
-    - `host`, `port`: of process 0.
-    - `bind`: the address that process 0 listens on, `""` for all of its addresses.
+    - `n`, `index`: the number of processes, and the index of this one.
+    - `host`, `port`: the address of process 0.
+    - `bind`: the address that process 0 listens on; `""` for all of its addresses.
     - `timeout`: seconds.
 
-    Raises ValueError, the same in every process, if an index is used twice or out of range, the port is taken or the host
+    Raises ValueError, the same in every process, if an index is used twice or out of range, the port is in use or the host
     unknown; PeerError, with their indices, if some processes do not connect in time.
     """
     token = os.environ.get(TOKEN, "")
@@ -52,7 +52,7 @@ def meet(n: int, index: int, host: str, port: int, *, bind: str, timeout: float)
 
 
 def _wait_for_all(n: int, host: str, port: int, bind: str, token: str, timeout: float) -> dict[int, Link]:
-    """At process 0."""
+    """The rendezvous at process 0."""
     with _listening(host, port, bind) as listener, selectors.DefaultSelector() as selector:
         arrivals = _Arrivals(n, token, listener, selector)
         problem = arrivals.wait(time.monotonic() + timeout)
@@ -64,11 +64,11 @@ def _wait_for_all(n: int, host: str, port: int, bind: str, token: str, timeout: 
                 f"number {', '.join(map(str, missing))}; here besides 0: {here}. Look at what those print, and "
                 "whether they reach this port."
             )
-        if problem is not None:  # which processes that connect now are told too
-            arrivals.wait(time.monotonic() + _LAST_ARRIVALS, is_over=True)
-        arrivals.forget_strangers()
+        if problem is not None:  # processes that connect now receive it too
+            arrivals.wait(time.monotonic() + _LATE_ARRIVALS, has_failed=True)
+        arrivals.drop_pending()
     for link in arrivals.greeted:
-        link.limit(_GREETED)
+        link.limit(_GREETING_TIMEOUT)
         with contextlib.suppress(OSError):  # closed again: `Peers` notices
             link.send("start", None if problem is None else [type(problem).__name__, str(problem)])
     if problem is not None:
@@ -79,35 +79,35 @@ def _wait_for_all(n: int, host: str, port: int, bind: str, token: str, timeout: 
 
 
 class _Arrivals:
-    """At process 0: the connections so far, all served at once.
+    """The connections to process 0 so far, all served at once.
 
-    `links` are the accepted ones by process index; `greeted` also has those that are to be told an error.
+    `links` are the accepted ones by process index; `greeted` also has those that are to receive an error.
     """
 
     def __init__(self, n: int, token: str, listener: socket.socket, selector: selectors.BaseSelector):
         self.links: dict[int, Link] = {}
         self.greeted: list[Link] = []
-        self._strangers: dict[Link, float] = {}  # connections without a greeting, and their deadlines
+        self._pending: dict[Link, float] = {}  # connections without a greeting, and their deadlines
         self._n, self._token, self._listener, self._selector = n, token, listener, selector
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ)
 
-    def wait(self, until: float, *, is_over: bool = False) -> ValueError | None:
-        """Wait for all processes, or until the deadline; returns what is wrong with one that has connected.
+    def wait(self, until: float, *, has_failed: bool = False) -> ValueError | None:
+        """Wait for all processes, or until the deadline. Returns an error if a process that connects is misconfigured.
 
         **Arguments:**
 
-        - `is_over`: whether something is wrong already: processes that connect are only collected, to be told.
+        - `has_failed`: whether there is an error already: processes that connect are only collected, to receive it.
         """
         while len(self.greeted) < self._n - 1 and (now := time.monotonic()) < until:
-            for link in [link for link, patience in self._strangers.items() if patience <= now]:
-                self._forget(link)
-            for key, _ in self._selector.select(min([until, *self._strangers.values()]) - now):
+            for link in [link for link, patience in self._pending.items() if patience <= now]:
+                self._drop(link)
+            for key, _ in self._selector.select(min([until, *self._pending.values()]) - now):
                 if key.fileobj is self._listener:
                     self._accept()
                     continue
                 assert isinstance(key.fileobj, Link)
-                problem = self._read(key.fileobj, is_over)
+                problem = self._read(key.fileobj, has_failed)
                 if problem is not None:
                     return problem
         return None
@@ -115,46 +115,46 @@ class _Arrivals:
     def _accept(self) -> None:
         try:
             link = Link(self._listener.accept()[0])
-        except OSError:  # closed again
+        except OSError:  # the other end has closed it
             return
         link.limit(0.0)
-        self._strangers[link] = time.monotonic() + _GREETED
+        self._pending[link] = time.monotonic() + _GREETING_TIMEOUT
         self._selector.register(link, selectors.EVENT_READ)
-        if len(self._strangers) > self._n + _MAX_STRANGERS:
-            self._forget(next(iter(self._strangers)))
+        if len(self._pending) > self._n + _MAX_PENDING:
+            self._drop(next(iter(self._pending)))
 
-    def _read(self, link: Link, is_over: bool) -> ValueError | None:
-        if link.fileno() < 0:  # forgotten in this round
+    def _read(self, link: Link, has_failed: bool) -> ValueError | None:
+        if link.fileno() < 0:  # dropped in this round
             return None
         try:
             link.fill()
             message = link.take(_MAX_GREETING)
         except BlockingIOError:
             return None
-        except (OSError, ValueError):  # a port scan, another program, or a process that has ended and may be started again
-            self._forget(link)
+        except (OSError, ValueError):  # a port scan, another program, or a process that has ended and may be restarted
+            self._drop(link)
             return None
-        if link not in self._strangers:  # after its greeting a process waits for the coordinator
-            self._forget(link)
+        if link not in self._pending:  # a process sends nothing after its greeting until the coordinator replies
+            self._drop(link)
             return None
-        return None if message is None else self._welcome(link, message, is_over)
+        return None if message is None else self._accept_greeting(link, message, has_failed)
 
-    def _welcome(self, link: Link, message: tuple[str, Any], is_over: bool) -> ValueError | None:
-        """Accept a connection that has sent its greeting; returns what is wrong with it."""
+    def _accept_greeting(self, link: Link, message: tuple[str, Any], has_failed: bool) -> ValueError | None:
+        """Accept a connection that has sent its greeting; returns an error if the greeting does not fit."""
         match message:
             case (kind, [int(index), int(n), str(host), str(token)]) if kind == _GREETING and type(index) is type(n) is int:
                 link.host = brief_name(host)
             case _:
-                self._forget(link)
+                self._drop(link)
                 return None
         if not hmac.compare_digest(token.encode(errors="replace"), self._token.encode(errors="replace")):
             with contextlib.suppress(OSError):
                 link.send("start", ["ValueError", _other_token(link.host)])
-            self._forget(link)
+            self._drop(link)
             return None
-        del self._strangers[link]
+        del self._pending[link]
         self.greeted.append(link)
-        if is_over:
+        if has_failed:
             return None
         if n != self._n:
             return ValueError(
@@ -169,34 +169,34 @@ class _Arrivals:
                 f"`process_id`: expected each number once, got {index} at {self.links[index].host} and at {link.host}. "
                 "Number the processes from 0."
             )
-        if index in self.links:  # started again, after its first connection has ended
-            self._forget(self.links[index])
+        if index in self.links:  # restarted, after its first connection has ended
+            self._drop(self.links[index])
         self.links[index] = link
         return None
 
-    def _forget(self, link: Link) -> None:
+    def _drop(self, link: Link) -> None:
         self._selector.unregister(link)
-        self._strangers.pop(link, None)
+        self._pending.pop(link, None)
         self.greeted = [other for other in self.greeted if other is not link]
         self.links = {i: other for i, other in self.links.items() if other is not link}
         link.close()
 
-    def forget_strangers(self) -> None:
-        for link in list(self._strangers):
-            self._forget(link)
+    def drop_pending(self) -> None:
+        for link in list(self._pending):
+            self._drop(link)
 
 
 def _other_token(host: str) -> str:
     return (
-        f"`{TOKEN}`: expected in the environment what process 0 has there, got another at {host}. "
-        "Set one everywhere, or none."
+        f"`{TOKEN}`: expected the value of process 0 in the environment, got another at {host}. "
+        "Set the same everywhere, or none."
     )
 
 
 def _listening(host: str, port: int, bind: str) -> socket.socket:
-    """A socket that listens for connections to `host:port`, on the address `bind`, `""` for all.
+    """Return a socket that listens on `port` of the address `bind`; `""` for all addresses. `host` is for errors.
 
-    Raises ValueError if the port is taken or the address is not this host's.
+    Raises ValueError if the port is in use or the address is not this host's.
     """
     try:
         found = socket.getaddrinfo(bind or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -225,7 +225,7 @@ def _listening(host: str, port: int, bind: str) -> socket.socket:
 
 
 def _join(n: int, index: int, host: str, port: int, token: str, timeout: float) -> Link:
-    """At the other processes."""
+    """The rendezvous at the other processes."""
     until = time.monotonic() + timeout
     why = ""
     while time.monotonic() < until:
@@ -234,8 +234,8 @@ def _join(n: int, index: int, host: str, port: int, token: str, timeout: float) 
             link = Link(socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.01)))
             link.send(_GREETING, [index, n, socket.gethostname()[:_MAX_HOST], token])
             kind, problem = link.receive(until=until + _LATE, limit=_MAX_START)
-            if kind != "start":  # an echo, say: while nobody listens, a connection may even reach itself
-                raise ValueError("it is no process 0")
+            if kind != "start":  # for example an echo: while nobody listens, a connection may even reach itself
+                raise ValueError("it is not process 0")
         except socket.gaierror as error:
             raise ValueError(
                 f"`host0_address`: expected a host that this one can find, got {host!r} ({error.strerror}). "

@@ -1,7 +1,7 @@
 """Checks that programs and initial values are the same in all processes, once, before they are used.
 
-Every process compiles the same program and contributes its shards. If one of them has another learning rate, loss or
-initial value, nothing fails: parameters that should be equal drift apart, and a checkpoint mixes them.
+Every process compiles the same program and contributes its shards. If one has another learning rate, loss or initial
+value, nothing fails by itself: parameters that should be equal drift apart, and a checkpoint mixes them.
 """
 
 import zlib
@@ -32,7 +32,7 @@ def agree_on_program(peers: Peers, what: str, lowered: Any) -> None:
     """
     if peers.n == 1:
         return
-    # Without source locations, which differ if a process has the script in another folder.
+    # The text excludes source locations, which differ if a process has the script in another folder.
     text: str = lowered.compiler_ir("stablehlo").operation.get_asm(large_elements_limit=_LARGE)
     found: list[list[int]] = peers.gather(f"program of {what}", [zlib.crc32(text.encode()), text.count("\n")])
     if all(each == found[0] for each in found):
@@ -50,11 +50,11 @@ def agree_on_program(peers: Peers, what: str, lowered: Any) -> None:
 
 
 def agree_on_values(peers: Peers, what: str, leaves: Mapping[str, Any]) -> None:
-    """Check that every part of an array that several processes hold has the same bits in all of them.
+    """Check that array shards which several processes hold have the same bits in all of them.
 
     **Arguments:**
 
-    - `leaves`: arrays by name: NumPy's, or JAX's on the devices of this process or of all.
+    - `leaves`: NumPy or JAX arrays by name; a JAX array may be on the devices of this process or of all.
 
     Raises ValueError, the same in every process, with the name of the first array that differs.
     """
@@ -76,7 +76,7 @@ def agree_on_values(peers: Peers, what: str, leaves: Mapping[str, Any]) -> None:
 
 
 def _shared_parts(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of an array that another process holds too, by a name that is the same in all processes."""
+    """Yield the shards of an array that another process holds too, with names that are the same in all processes."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:

@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-_ECHO = 0.5  # seconds within which a second signal is the same Ctrl-C: a shell and a wrapper may both pass it on
+_DEBOUNCE = 0.5  # seconds within which a second signal counts as the same Ctrl-C: a shell and a wrapper may both forward it
 _replaced: list[dict[int, Any]] = []  # for each running fit, the handlers before it
 _wakeup: list[int] = []  # for each running fit, the wakeup file descriptor before it
 _is_registered = False
-_mask = threading.local()  # of the thread that forks
+_thread_mask = threading.local()  # the signal mask of the thread that forks
 
 
 @contextmanager
 def handled(handlers: Mapping[int, Callable[[], None]]) -> Iterator[None]:
-    """A context in which the main thread calls these handlers. Forked children have the handlers from before.
+    """Return a context in which the main thread calls these handlers. Forked children get the previous handlers.
 
-    Entered in another thread it changes nothing: Python delivers signals to the main thread only.
+    In another thread it changes nothing: Python delivers signals to the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -42,8 +42,9 @@ def handled(handlers: Mapping[int, Callable[[], None]]) -> Iterator[None]:
 
 @contextmanager
 def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
-    """A context in which a thread calls `act(n)` at the n-th signal of this number, even while the main thread is in a call
-    that Python cannot interrupt.
+    """Return a context in which a thread calls `act(n)` at the n-th signal of this number.
+
+    This works even while the main thread is in a call that Python cannot interrupt.
 
     A signal within half a second of the previous one is not counted.
     """
@@ -65,17 +66,17 @@ def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
 
 
 def _count(reader: socket.socket, number: int, act: Callable[[int], None]) -> None:
-    n, last = 0, -_ECHO
+    n, last = 0, -_DEBOUNCE
     with reader:
         while received := reader.recv(64):
             now = time.monotonic()
-            if number in received and now - last >= _ECHO:
+            if number in received and now - last >= _DEBOUNCE:
                 n, last = n + 1, now
                 act(n)
 
 
 def _restore(before: Mapping[int, Any]) -> None:
-    for number, handler in before.items():  # None: not installed by Python, such as JAX's, which only notes the signal
+    for number, handler in before.items():  # None: not installed by Python, such as JAX's, which only records the signal
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
@@ -83,24 +84,24 @@ def _register() -> None:
     global _is_registered
     if not _is_registered:
         _is_registered = True
-        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
+        os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child)
 
 
-def _block() -> None:
-    """Before a fork: block the signals until the child has its handlers; Python would lose one that comes earlier."""
+def _block_signals() -> None:
+    """Before a fork: block the signals until the child has its handlers; Python would lose one that arrives earlier."""
     numbers = {number for before in _replaced for number in before}
-    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    _thread_mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _thread_mask.before)
 
 
-def _forget() -> None:
-    """In a forked child: restore the handlers, so that `terminate()` ends it, and detach from the parent's thread."""
+def _restore_in_child() -> None:
+    """In a forked child: restore the handlers, so that `terminate()` ends the child, and detach from the parent's thread."""
     if _wakeup:
         signal.set_wakeup_fd(_wakeup[0])
     while _replaced:
         _restore(_replaced.pop())
     _wakeup.clear()
-    _unblock()
+    _unblock_signals()

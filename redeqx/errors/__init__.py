@@ -1,6 +1,6 @@
 """Errors: checks of the user's input before any work, and tracebacks that show the user's own frames.
 
-Owns the checks of arguments, the wrapping of the user's functions, and the reading of untrusted files. Knows nothing of
+Owns argument checks, the wrappers around the user's functions, and the reading of untrusted files. Knows nothing of
 devices, models or training. Open `_arguments.py` first.
 """
 
@@ -22,12 +22,12 @@ from ._arguments import (
 )
 from ._frames import is_ours as is_ours, warn as warn
 from ._redco import (
-    ARGUMENTS_OF_PREDICTOR as ARGUMENTS_OF_PREDICTOR,
-    ARGUMENTS_OF_TRAINER as ARGUMENTS_OF_TRAINER,
-    OF_DEPLOYER as OF_DEPLOYER,
-    OF_PREDICTOR as OF_PREDICTOR,
-    OF_TRAINER as OF_TRAINER,
-    KnowsRedco as KnowsRedco,
+    REDCO_DEPLOYER as REDCO_DEPLOYER,
+    REDCO_PREDICTOR as REDCO_PREDICTOR,
+    REDCO_PREDICTOR_ARGUMENTS as REDCO_PREDICTOR_ARGUMENTS,
+    REDCO_TRAINER as REDCO_TRAINER,
+    REDCO_TRAINER_ARGUMENTS as REDCO_TRAINER_ARGUMENTS,
+    RedcoNames as RedcoNames,
 )
 from ._untrusted import (
     DamagedError as DamagedError,
@@ -41,9 +41,9 @@ from ._untrusted import (
     unreadable as unreadable,
 )
 from ._user_code import (
-    OfExamples as OfExamples,
-    Plainly as Plainly,
+    ExampleNote as ExampleNote,
+    FilteredTraceback as FilteredTraceback,
     RemoteTraceback as RemoteTraceback,
-    explained as explained,
-    plainly as plainly,
+    filter_traceback as filter_traceback,
+    with_batch_note as with_batch_note,
 )

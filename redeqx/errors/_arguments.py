@@ -1,7 +1,8 @@
-"""Checks arguments before any work, for common mistakes: models of other libraries, optimizers that were not called,
-functions with other parameters, data frames, loaders of batches, numbers that are not counts.
+"""Checks arguments for common mistakes before any work: models of other libraries, optimizers that were not called,
+functions with wrong parameters, data frames, loaders of batches, numbers that are not counts.
 
-Each error names the argument, the value and the next step. `_user_code` handles the errors that only a run can show.
+Each error names the argument, the value and the next step. `_user_code` handles errors that occur while the user's
+functions run.
 """
 
 import inspect
@@ -30,7 +31,7 @@ def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False
 
     **Arguments:**
 
-    - `optional`: whether None is allowed too.
+    - `optional`: whether None is also allowed.
     - `advice`: the next step in the error for an integer that is too small.
     """
     if optional and value is None:
@@ -52,13 +53,13 @@ def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False
 def check_number(
     value: Any, name: str, expected: str, holds: Callable[[Any], bool], advice: str, *, optional: bool = False
 ) -> None:
-    """Raise TypeError if `value` is not a real number, ValueError if it is not one as expected.
+    """Raise TypeError if `value` is not a real number, ValueError if `holds(value)` is false.
 
     **Arguments:**
 
-    - `expected`, `holds`: which numbers are right, in words and as a function; NaN holds for none.
+    - `expected`, `holds`: the valid numbers, in words and as a function, which must be false for NaN.
     - `advice`: the next step.
-    - `optional`: whether None is allowed too.
+    - `optional`: whether None is also allowed.
     """
     if optional and value is None:
         return
@@ -70,21 +71,23 @@ def check_number(
 
 
 def check_choice(value: Any, name: str, choices: Sequence[Any]) -> None:
-    """Raise ValueError if `value` is none of the choices."""
+    """Raise ValueError if `value` is not one of the choices."""
     if not any(value is choice or (isinstance(value, type(choice)) and value == choice) for choice in choices):
         which = "one of the two" if len(choices) == 2 else "one of them"
         raise ValueError(f"`{name}`: expected {alternatives(choices)}, got {_brief(value)}. Pass {which}.")
 
 
 def alternatives(choices: Sequence[Any]) -> str:
-    """Choices in words: 'a', 'b' or None."""
+    """Return the choices in words: 'a', 'b' or None."""
     *most, last = [repr(choice) for choice in choices]
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def check_folder(path: Any, name: str) -> None:
-    """Raise ValueError if a folder of that path can neither exist nor be created, because a part of the path is a file. The
-    address of an object store is not looked at."""
+    """Raise ValueError if a part of the path is a file, so that the folder cannot exist; TypeError if it is not a path.
+
+    An object store's address is not checked.
+    """
     if not isinstance(path, str | Path):
         raise TypeError(f"`{name}`: expected a path or None, got {_brief(path)}. Pass a string or a `pathlib.Path`.")
     if isinstance(path, str) and "://" in path:
@@ -97,13 +100,13 @@ def check_folder(path: Any, name: str) -> None:
 
 # --- models ----------------------------------------------------------------------------------------------------------
 
-# Libraries whose layers are passed by mistake, by the package that defines them. None of them needs to be installed.
+# Libraries whose layers users pass by mistake, by package name. They need not be installed.
 _LIBRARIES = {"torch": "PyTorch", "flax": "Flax", "haiku": "Haiku", "keras": "Keras", "tensorflow": "TensorFlow"}
 _LAYERS = {"Module", "Layer", "Transformed", "TransformedWithState"}
 
 
 def check_model(model: Any, name: str = "model") -> None:
-    """Raise TypeError if a model is not a PyTree with weights but a function, a class, or a module of another library;
+    """Raise TypeError if a model is a function, a class, a module of another library, or a PyTree without arrays;
     ValueError if its arrays have been deleted."""
     expected = f"`{name}`: expected an Equinox module, got"
     if isinstance(model, type):
@@ -127,12 +130,12 @@ def check_model(model: Any, name: str = "model") -> None:
 
 
 def check_alive(tree: Any, name: str) -> None:
-    """Raise ValueError if arrays have been deleted. A training step deletes its inputs, to reuse their memory."""
+    """Raise ValueError if arrays have been deleted. A training step deletes its inputs to reuse their memory."""
     arrays = {path: leaf for path, leaf in named_leaves(tree).items() if isinstance(leaf, jax.Array)}
     dead = [path for path, leaf in arrays.items() if not isinstance(leaf, Tracer) and leaf.is_deleted()]
     if dead:
         raise ValueError(
-            f"`{name}`: expected arrays that are still there, got {len(dead)} of {len(arrays)} deleted "
+            f"`{name}`: expected arrays that still exist, got {len(dead)} of {len(arrays)} deleted "
             f"({', '.join(f'`{path}`' for path in listed(dead, 3))}). A training step deletes the arrays that it updates: "
             "take `trainer.model` after the last step, or keep a copy: "
             "`jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, trainer.model)`."
@@ -140,7 +143,7 @@ def check_alive(tree: Any, name: str) -> None:
 
 
 def _library(value: Any) -> str | None:
-    """The library that defines this layer; None if it is unknown."""
+    """Return the name of the library that defines this layer; None if it is unknown."""
     for cls in type(value).__mro__:
         package = cls.__module__.partition(".")[0]
         if package in _LIBRARIES and cls.__name__ in _LAYERS:
@@ -149,7 +152,7 @@ def _library(value: Any) -> str | None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise TypeError if this is not an optax transformation, but `optax.adam` itself or another library's optimizer."""
+    """Raise TypeError if this is not an optax transformation, for example `optax.adam` itself or a PyTorch optimizer."""
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
     packages = [_package(cls) for cls in type(optimizer).__mro__]
@@ -164,7 +167,7 @@ def check_optimizer(optimizer: Any) -> None:
     elif isinstance(optimizer, Sequence) and not isinstance(optimizer, str):
         got, advice = _brief(optimizer), "Chain them: `optax.chain(...)`"
     else:
-        got, advice = _brief(optimizer), "Pass `optax.adamw(learning_rate)`, say"
+        got, advice = _brief(optimizer), "Pass, for example, `optax.adamw(learning_rate)`"
     raise TypeError(f"`optimizer`: expected an optax transformation, got {got}. {advice}.")
 
 
@@ -172,11 +175,11 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_function(fn: Any, name: str, parameters: Sequence[str], why: str = "") -> None:
-    """Raise TypeError if `fn` is not a function of so many positional arguments.
+    """Raise TypeError if `fn` is not a function that takes these positional arguments.
 
     **Arguments:**
 
-    - `parameters`: their names in the documentation.
+    - `parameters`: the names in the documentation; only their number is checked.
     - `why`: added to the rule in the error.
     """
     wanted = f"a function of `({', '.join(parameters)})`{why}" if parameters else f"a function without arguments{why}"
@@ -199,22 +202,22 @@ def check_function(fn: Any, name: str, parameters: Sequence[str], why: str = "")
     elif len(needed) < len(parameters) and missing == ["key"]:
         advice = "Add the parameter `key`, which dropout and sampling draw from; it may stay unused"
     elif names[1:2] == ["state"] and "state" not in parameters:
-        advice = "Pass `model_state` too, as `eqx.nn.make_with_state` gives it"
+        advice = "Pass `model_state` too, as `eqx.nn.make_with_state` returns it"
     else:
         advice = "Give it these parameters; bind others with `functools.partial`"
-    raise TypeError(f"`{name}`: expected {wanted}, got one of `{_no_annotations(signature)}`. {advice}.")
+    raise TypeError(f"`{name}`: expected {wanted}, got one of `{_without_annotations(signature)}`. {advice}.")
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _no_annotations(signature: inspect.Signature) -> inspect.Signature:
+def _without_annotations(signature: inspect.Signature) -> inspect.Signature:
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return signature.replace(parameters=parameters, return_annotation=signature.empty)
 
 
 def check_model_function(fn: Any, name: str, *, has_state: bool) -> None:
-    """`check_function` for a `loss_fn`, a `grad_fn` or a `pred_fn`."""
+    """Call `check_function` for a `loss_fn`, a `grad_fn` or a `pred_fn`."""
     state, why = (["state"], ", as `model_state` was given") if has_state else ([], "")
     check_function(fn, name, ["model", *state, "batch", "key"], why)
 
@@ -227,13 +230,13 @@ def check_predictor(predictor: Any) -> None:
 
 
 def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
-    """The metrics that `eval_metric_fn` returned, as Python floats.
+    """Convert the metrics that `eval_metric_fn` returned to Python floats.
 
     **Arguments:**
 
-    - `taken`: names of the evaluation's own metrics.
+    - `taken`: the names of the evaluation's own metrics.
 
-    Raises TypeError if they are not a mapping to numbers, ValueError for arrays and for names that are taken.
+    Raises TypeError if they are not a mapping from strings to numbers, ValueError for arrays and for names in `taken`.
     """
     if not isinstance(returned, Mapping):
         advice = "Return one: `{'accuracy': ...}`" if returned is not None else "Is a `return` missing?"
@@ -264,13 +267,13 @@ def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
 
 
 def check_examples_kind(given: Any, name: str) -> None:
-    """Raise TypeError for objects whose items are not examples: data frames, loaders of batches, columns of examples."""
-    expected = f"`{name}`: expected an item an example, got"
+    """Raise TypeError for objects whose items are not examples: data frames, loaders of batches, tuples of columns."""
+    expected = f"`{name}`: expected one item per example, got"
     if type(given).__name__ == "DataFrame" and hasattr(given, "columns"):
         method = 'to_dict("records")' if hasattr(given, "to_dict") and not hasattr(given, "to_dicts") else "to_dicts()"
         raise TypeError(f"{expected} a DataFrame, whose items are its columns. Pass its rows: `df.{method}`.")
     if type(given).__name__ == "Series" and hasattr(given, "to_list"):
-        raise TypeError(f"{expected} a Series, whose items go by its index. Pass its values: `series.to_list()`.")
+        raise TypeError(f"{expected} a Series, which looks items up in its index. Pass its values: `series.to_list()`.")
     is_loader = all(hasattr(given, of) for of in ("dataset", "batch_size", "batch_sampler", "collate_fn"))
     if is_loader and (given.batch_size is not None or given.batch_sampler is not None):
         raise TypeError(
@@ -285,14 +288,15 @@ def check_examples_kind(given: Any, name: str) -> None:
         if len({shape[0] for shape in shapes}) == 1 and len({len(shape) for shape in shapes}) > 1:
             raise TypeError(
                 f"{expected} a {type(given).__name__} of {len(shapes)} arrays of shapes {', '.join(map(str, shapes))}, each "
-                "with a row an example. Pass `list(zip(*arrays))`."
+                "with one row per example. Pass `list(zip(*arrays))`."
             )
 
 
 def check_readable_again(given: Any, name: str, n_epochs: int) -> None:
-    """Raise ValueError for more than one epoch of an object that can be read only once: a generator, a `map`, an open file.
+    """Raise ValueError if an object can be read only once, such as a generator, a `map` or an open file, but there are
+    several epochs.
 
-    An iterator that is written in Python is accepted: its `__iter__` may start again.
+    An iterator written in Python is accepted: its `__iter__` may start again.
     """
     kind = type(given)
     if n_epochs == 1 or hasattr(given, "__len__") or not hasattr(kind, "__iter__"):
@@ -301,8 +305,8 @@ def check_readable_again(given: Any, name: str, n_epochs: int) -> None:
         return
     what = f"`{given.__name__}`, a generator" if isinstance(given, types.GeneratorType) else f"a {kind.__name__}"
     raise ValueError(
-        f"`{name}`: expected what can be read {n_epochs} times, once an epoch, got {what}, which can be read once. Pass a "
-        "list, or a function of the epoch that returns a new one: `lambda epoch: ...`."
+        f"`{name}`: expected examples that can be read {n_epochs} times, once per epoch, got {what}, which can be read once."
+        " Pass a list, or a function of the epoch that returns a new one: `lambda epoch: ...`."
     )
 
 
@@ -314,7 +318,7 @@ def _package(value: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    """A value, for the part of an error after "got"."""
+    """Describe a value, for the part of an error after "got"."""
     if isinstance(value, bool | int | float | None):
         return repr(value)
     if isinstance(value, str):

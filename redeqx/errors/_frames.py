@@ -1,4 +1,4 @@
-"""Tells the library's own files from code that a user can read and change, at whose lines warnings are shown."""
+"""Distinguishes the library's files from the user's code, so that warnings point to the user's lines."""
 
 import contextlib
 import inspect
@@ -16,18 +16,18 @@ _MODELS = _PACKAGE + "models" + os.sep  # the reference models count as the user
 
 @cache
 def is_ours(file: str) -> bool:
-    """Whether a file belongs to the library, except for the reference models."""
+    """Return whether a file belongs to the library, except for the reference models."""
     return file.startswith(_PACKAGE) and not file.startswith(_MODELS)
 
 
 def warn(message: str) -> None:
-    """Warn at the line outside of the library that has led here."""
+    """Warn at the innermost line outside of the library."""
     level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_back is not None and _is_between(frame.f_code.co_filename):
+    while frame is not None and frame.f_back is not None and _is_internal(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 
 
-def _is_between(file: str) -> bool:
-    """Whether a frame is between the user's call and a warning: of the library, or of what it calls itself by."""
+def _is_internal(file: str) -> bool:
+    """Return whether a frame between the user's call and a warning is the library's, JAX's, or the import system's."""
     return is_ours(file) or file.startswith((_JAX, "<frozen", "<string", "<@")) or file == contextlib.__file__

@@ -1,23 +1,23 @@
-"""Names of Redco that are others here: an attribute or an argument of that name is an error that says which."""
+"""Redco's names: using one as an attribute or an argument raises an error with the name in redeqx."""
 
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 
-class KnowsRedco:
-    """A class that knows what Redco called its attributes, and the arguments of its constructor."""
+class RedcoNames:
+    """A base class that raises helpful errors for Redco's attributes and constructor arguments."""
 
-    _instead_of: ClassVar[Mapping[str, str]] = {}
-    _instead_of_arguments: ClassVar[Mapping[str, str]] = {}
+    _redco_attributes: ClassVar[Mapping[str, str]] = {}
+    _redco_arguments: ClassVar[Mapping[str, str]] = {}
 
-    if not TYPE_CHECKING:  # a type checker is to report names that do not exist
+    if not TYPE_CHECKING:  # type checkers must still report names that do not exist
 
         def __init_subclass__(cls, **kwargs: Any) -> None:
             super().__init_subclass__(**kwargs)
-            if "_instead_of_arguments" not in cls.__dict__:  # a user's subclass has arguments of its own
+            if "_redco_arguments" not in cls.__dict__:  # a user's subclass has its own arguments
                 return
-            init, known = cls.__init__, cls._instead_of_arguments
+            init, known = cls.__init__, cls._redco_arguments
 
             @functools.wraps(init)
             def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -30,15 +30,13 @@ class KnowsRedco:
             cls.__init__ = checked
 
         def __getattr__(self, name: str) -> Any:
-            if name in self._instead_of:
-                said = (
-                    f"`{type(self).__name__}.{name}`: expected a name of redeqx, got one of Redco. {self._instead_of[name]}"
-                )
-                raise AttributeError(said, name=name, obj=self)
-            return object.__getattribute__(self, name)  # raises, as it did before this was called
+            if (advice := self._redco_attributes.get(name)) is not None:
+                message = f"`{type(self).__name__}.{name}`: expected a name of redeqx, got one of Redco. {advice}"
+                raise AttributeError(message, name=name, obj=self)
+            return object.__getattribute__(self, name)  # raises the usual AttributeError
 
 
-OF_DEPLOYER = {
+REDCO_DEPLOYER = {
     "gen_rng": "Call `next_key()`.",
     "gen_model_step_rng": "Leave it out: `loss_fn` and `pred_fn` are given a key.",
     "get_sharding_rules": "Call `plan(model, loss_fn, batch)`, or leave it out: the trainer makes the plan.",
@@ -53,7 +51,7 @@ OF_DEPLOYER = {
     "load_last_ckpt": "Leave it out: `fit` continues the run of its workdir. `redeqx.load` reads the model alone.",
     "load_params_shape": "Pass shapes to `redeqx.load`: `eqx.filter_eval_shape(Model, key)`.",
 }
-OF_TRAINER = {
+REDCO_TRAINER = {
     "set_train_state": "Make a new trainer, or call `load_ckpt`.",
     "setup_running_step": "Call `compile(examples, per_device_batch_size)`.",
     "get_params_to_save": "Read `model`.",
@@ -61,7 +59,7 @@ OF_TRAINER = {
     "mesh": "Read `deployer.mesh`.",
     "workdir": "Read `deployer.workdir`.",
 }
-ARGUMENTS_OF_TRAINER = {
+REDCO_TRAINER_ARGUMENTS = {
     "apply_fn": "Leave it out: `loss_fn` calls the model.",
     "params": "Pass the Equinox module as `model`.",
     "params_sharding_rules": "Leave it out, or pass `plan=deployer.plan(model, loss_fn, batch, overrides={...})`.",
@@ -69,11 +67,11 @@ ARGUMENTS_OF_TRAINER = {
     "last_ckpt_info": "Leave it out: a rerun of the script continues the run of its workdir.",
     "train_step_fn": "Pass `grad_fn` for gradients of your own, or write the loop with `update`.",
 }
-ARGUMENTS_OF_PREDICTOR = {
+REDCO_PREDICTOR_ARGUMENTS = {
     "params": "Pass the Equinox module as `model`.",
     "params_sharding_rules": "Leave it out, or pass `plan=deployer.plan(model)`.",
 }
-OF_PREDICTOR = {
+REDCO_PREDICTOR = {
     "setup_running_step": "Call `predict`, which compiles at its first batch.",
     "mesh": "Read the `mesh` of its deployer.",
 }

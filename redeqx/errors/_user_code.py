@@ -1,7 +1,7 @@
 """Errors in the user's functions: notes on their arguments, and tracebacks without the library's frames.
 
-`explained` adds a note on the batch to an error. `Plainly` removes the frames of redeqx and JAX from the traceback, so that
-the line of the script and the line of the user's function are next to each other.
+`with_batch_note` adds a note about the batch to an error. `FilteredTraceback` removes the frames of redeqx and JAX from the
+traceback, so that the line of the script is next to the line of the user's function.
 """
 
 import functools
@@ -23,21 +23,21 @@ Result = TypeVar("Result")
 # --- notes -----------------------------------------------------------------------------------------------------------
 
 
-def explained(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap a function of `(model, ..., batch, key)`: its errors get a note with the shapes of the batch."""
+def with_batch_note(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Wrap a function of `(model, ..., batch, key)` so that its errors have a note with the shapes of the batch."""
 
     @functools.wraps(fn, updated=())
-    def explaining(*args: Any) -> Any:
+    def with_note(*args: Any) -> Any:
         try:
             return fn(*args)
         except Exception as error:
-            _note(error, f"`{name}` was called with ", lambda: _batch(args[-2]))
+            _note(error, f"`{name}` was called with ", lambda: _describe_batch(args[-2]))
             raise
 
-    return explaining
+    return with_note
 
 
-def _batch(batch: Any) -> str:
+def _describe_batch(batch: Any) -> str:
     leaves = {path: leaf for path, leaf in named_leaves(batch).items() if is_array_like(leaf)}
     shapes = listed([f"`{path}` {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items()])
     n_rows = next((leaf.shape[0] for leaf in leaves.values() if leaf.shape), 0)
@@ -47,8 +47,8 @@ def _batch(batch: Any) -> str:
     )
 
 
-class OfExamples:
-    """A context whose errors get a note with the examples' numbers.
+class ExampleNote:
+    """A context manager that adds a note with the examples' indices to errors.
 
     **Arguments:**
 
@@ -70,7 +70,7 @@ class OfExamples:
 
 def _note(error: Exception, begin: str, rest: Callable[[], str]) -> None:
     if any(note.startswith(begin) for note in getattr(error, "__notes__", ())):
-        return  # an inner function has added it
+        return  # added by an inner function
     try:
         error.add_note(begin + rest())
     except Exception:  # a note that fails must not hide the error
@@ -78,7 +78,7 @@ def _note(error: Exception, begin: str, rest: Callable[[], str]) -> None:
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception that another process raised, as text; the cause of that exception here."""
+    """The traceback, as text, of an exception that another process raised; used as the `__cause__` of the exception here."""
 
     def __str__(self) -> str:
         return f"in a worker process:\n{self.args[0]}"
@@ -89,15 +89,15 @@ class RemoteTraceback(Exception):
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
 
 
-# What `eqx.error_if` says, in an error of the runtime that is made of it.
+# The message of `eqx.error_if`, inside the runtime's error.
 _RAISED_IN_STEP = re.compile(r"_EquinoxRuntimeError: (.*?)(?:\n-{10}|\Z)", re.DOTALL)
 
 
-class Plainly:
-    """A context whose errors show the user's frames: the line of the script, and the lines of the user's functions.
+class FilteredTraceback:
+    """A context manager that filters the tracebacks of errors: the script's line and the user's functions remain.
 
-    Frames of redeqx and JAX between them are removed. An error that redeqx itself raises keeps its last frame if it is about
-    an argument (`` `name`: expected ... ``), and otherwise all frames. JAX_TRACEBACK_FILTERING=off keeps all.
+    Frames of redeqx and JAX are removed. An error that redeqx itself raises is shown at the user's call if it is about an
+    argument (`` `name`: expected ... ``), and otherwise keeps all frames. JAX_TRACEBACK_FILTERING=off keeps all frames.
     """
 
     def __enter__(self) -> None:
@@ -106,7 +106,7 @@ class Plainly:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: types.TracebackType | None) -> None:
         # Set on the error itself: raising it again would add a frame.
         if isinstance(error, Exception) and getattr(jax.config, "jax_traceback_filtering", None) != "off":
-            error.__traceback__ = _without_ours(error, traceback)
+            error.__traceback__ = _filter_frames(error, traceback)
             if (raised := _RAISED_IN_STEP.search(str(error))) is not None:
                 raise eqx.EquinoxRuntimeError(
                     f"{raised[1].strip()}\nRaised by an `eqx.error_if` while the step was computed. With "
@@ -114,41 +114,41 @@ class Plainly:
                 ) from None
 
 
-def plainly(fn: Callable[P, Result]) -> Callable[P, Result]:
-    """Wrap a method: its errors are those of a `Plainly` context."""
+def filter_traceback(fn: Callable[P, Result]) -> Callable[P, Result]:
+    """Wrap a method in a `FilteredTraceback` context."""
 
     @functools.wraps(fn)
     def called(*args: P.args, **kwargs: P.kwargs) -> Result:
-        with Plainly():
+        with FilteredTraceback():
             return fn(*args, **kwargs)
 
     return called
 
 
-def _without_ours(error: Exception, traceback: types.TracebackType | None) -> types.TracebackType | None:
+def _filter_frames(error: Exception, traceback: types.TracebackType | None) -> types.TracebackType | None:
     frames = []
     while traceback is not None:
         frames.append(traceback)
         traceback = traceback.tb_next
-    last = max((i for i, frame in enumerate(frames) if _is_ours(frame)), default=-1)
+    last = max((i for i, frame in enumerate(frames) if _is_library_frame(frame)), default=-1)
     below = frames[last + 1 :]
     if isinstance(error.__cause__, RemoteTraceback):
         last = len(frames)  # the cause shows the user's function
-    elif not any(_is_users(frame) for frame in below):
+    elif not any(_is_user_frame(frame) for frame in below):
         if not (below == [] and str(error).startswith("`") and ": expected " in str(error)):
             return frames[0] if frames else None
         last -= 1
-    kept = [frame for i, frame in enumerate(frames) if i > last or _is_users(frame)]
+    kept = [frame for i, frame in enumerate(frames) if i > last or _is_user_frame(frame)]
     made = None
     for frame in reversed(kept):
         made = types.TracebackType(made, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return made
 
 
-def _is_ours(traceback: types.TracebackType) -> bool:
+def _is_library_frame(traceback: types.TracebackType) -> bool:
     return is_ours(traceback.tb_frame.f_code.co_filename)
 
 
-def _is_users(traceback: types.TracebackType) -> bool:
+def _is_user_frame(traceback: types.TracebackType) -> bool:
     file = traceback.tb_frame.f_code.co_filename
-    return not _is_ours(traceback) and not file.startswith((*_INSTALLED, "<frozen"))
+    return not _is_library_frame(traceback) and not file.startswith((*_INSTALLED, "<frozen"))

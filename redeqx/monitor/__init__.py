@@ -1,6 +1,6 @@
-"""What a person sees of a run: the console, its speed, metrics.jsonl, images and texts, TensorBoard and other trackers.
+"""Output of a run: the console, its speed, metrics.jsonl, images and texts, TensorBoard and other trackers.
 
-Knows nothing of how numbers are computed. Open `_console.py` first, and `_records.py` for what is kept.
+Knows nothing of how numbers are computed. Open `_console.py` first, and `_records.py` for what is stored.
 """
 
 from ._console import Console as Console

@@ -1,6 +1,6 @@
-"""What a run prints: header, live line, plain lines, tables. What it records is in `_records.py`.
+"""Console output of a run: header, live line, plain lines, tables. `_records.py` stores what a run records.
 
-It takes strings and Python numbers, and knows nothing of devices, meshes, models or of what a metric means.
+It takes strings and Python numbers, and knows nothing of devices, meshes, models or the meaning of a metric.
 """
 
 import sys
@@ -19,13 +19,13 @@ from ._live import ProgressLine, is_terminal
 from ._records import Records
 from ._trackers import Tracker
 
-# The least columns for the values of a header; where fewer are left, long values stand below their names.
-LEAST_VALUE = 32
+# Minimum width of a header's values in columns; if there are fewer, long values are printed below their names.
+MIN_VALUE_WIDTH = 32
 
 
 class Terminal(RichConsole):
-    """A stream to print to. When its reader has gone, it drops what is printed: a run does not end with the `tee` or `ssh`
-    that showed it."""
+    """A stream to print to. When its reader is gone it drops the output, so that a run survives the `tee` or `ssh` that
+    showed it."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -33,19 +33,19 @@ class Terminal(RichConsole):
 
 
 class Console:
-    """Prints to one stream and records under one folder.
+    """Prints to one stream and records in one folder.
 
     **Arguments:**
 
     - `workdir`: where `metrics.jsonl`, `speed.jsonl` and `tensorboard/` are written; `None` writes no files.
     - `verbose`: whether to print. Files and trackers do not depend on it.
-    - `run_tensorboard`: as `"tensorboard"` among the loggers.
+    - `run_tensorboard`: the same as `"tensorboard"` in `loggers`.
     - `loggers`: trackers: `"tensorboard"` (needs `workdir`), `"wandb"`, `"mlflow"`, `"trackio"`, or objects whose
-        `log(metrics, step)` is called for all that is recorded.
+        `log(metrics, step)` is called for all metrics.
     - `is_main`: whether this process prints and records for the run. The others do nothing.
     - `file`: the text stream to print to; standard output by default.
-    - `terminal`: whether that is a terminal, with colours and a live line; by default as the stream reports.
-    - `peak_memory`: the most bytes that a device has held, shown and recorded with the speed; None where it does not tell.
+    - `terminal`: whether `file` is a terminal, with colours and a live line; by default as the stream reports.
+    - `peak_memory`: returns a device's peak memory in bytes, shown and recorded with the speed; None if unknown.
 
     Raises ValueError for an unknown name and for TensorBoard without a `workdir`, ImportError for a tracker whose package is
     missing, and TypeError for a logger without `log`.
@@ -65,11 +65,11 @@ class Console:
     ):
         self._prints = is_main and verbose
         self._own_file = file is not None
-        # The stream alone decides on escape codes: rich obeys FORCE_COLOR, and would draw live lines into a CI log.
+        # Only the stream decides on escape codes: rich obeys FORCE_COLOR, and would draw live lines into a CI log.
         if terminal is None:
             terminal = is_terminal(sys.stdout if file is None else file)
-        # `file=None` lets rich look up `sys.stdout` at each print, so that it may be redirected later. In a notebook it is
-        # the stream of the cell, not a display for each print.
+        # With `file=None` rich looks up `sys.stdout` at each print, so it may be redirected later. In a notebook this is the
+        # stream of the cell, not a display for each print.
         self._terminal = Terminal(
             file=file, force_terminal=terminal, force_jupyter=False, highlight=False, markup=False, emoji=False
         )
@@ -79,36 +79,38 @@ class Console:
         self.records: Records = Records(workdir, loggers, run_tensorboard, is_main, self.info)
 
     def info(self, message: str, *, title: str | None = None) -> None:
-        """Prints a message as it is; under a `title`, if one is given."""
+        """Prints a message unchanged, under a `title` if one is given."""
         if title is not None:
-            self._say(Text(title, style="bold"))
+            self._print(Text(title, style="bold"))
             message = "\n".join(f"  {line}" for line in message.splitlines())
-        self._say(Text("\n".join(self._folded(line, _indent_of(line) + 2) for line in message.split("\n"))))
+        self._print(Text("\n".join(self._fold(line, _indent_of(line) + 2) for line in message.split("\n"))))
 
     def header(self, rows: Mapping[str, str], *, title: str = "redeqx") -> None:
-        """Prints names and values, aligned; on a narrow terminal, long values below their names. They are not cut, and paths
-        can be copied whole."""
+        """Prints names and values, aligned; on a narrow terminal, long values below their names.
+
+        Values are not cut, so paths can be copied in one piece.
+        """
         self._title(title)
         width = max(map(len, rows), default=0)
         terminal = self._terminal
-        is_narrow = terminal.is_terminal and terminal.width < width + 4 + LEAST_VALUE
+        is_narrow = terminal.is_terminal and terminal.width < width + 4 + MIN_VALUE_WIDTH
         indent = 4 if is_narrow else width + 4
         for name, value in rows.items():
             beside = f"  {name:<{0 if is_narrow else width}}  "
             is_below = is_narrow and len(beside) + len(value) > terminal.width
-            lines = [self._folded(" " * indent + line, indent) for line in value.split("\n")]
-            self._say(
+            lines = [self._fold(" " * indent + line, indent) for line in value.split("\n")]
+            self._print(
                 Text.assemble((f"  {name}\n" if is_below else beside, "dim"), "\n".join(lines)[0 if is_below else indent :])
             )
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Prints a table: folded into the width of a terminal, one line a row elsewhere, and never cut."""
+        """Prints a table: wrapped to the width of a terminal, one line per row elsewhere, and never cut."""
         cells = [[str(cell) for cell in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
         self._title(title)
         if self._terminal.is_terminal:
-            # The first column names the rows: the others give way before it is folded. (A fixed width, since rich 15
-            # cuts cells where a column's `min_width` does not fit.)
+            # The first column names the rows: the others shrink before it is wrapped. (A fixed width, since rich 15
+            # cuts cells if a column's `min_width` does not fit.)
             room = self._terminal.width - sum(width + 2 for width in widths[1:])
             first = min(widths[0], max(room, self._terminal.width // 2))
             table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -116,15 +118,17 @@ class Console:
                 table.add_column(Text(column), overflow="fold", width=first if i == 0 else None)
             for row in cells:
                 table.add_row(*map(Text, row))
-            self._say(table)
+            self._print(table)
             return
         for row in [columns, *cells]:
             line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-            self._say(Text(f"  {line}".rstrip()))
+            self._print(Text(f"  {line}".rstrip()))
 
-    def _folded(self, line: str, indent: int) -> str:
-        """A line, folded between words into the width of a terminal, and indented from the second line on. What has no
-        spaces, such as a path, stays whole, so that it is copied in one piece."""
+    def _fold(self, line: str, indent: int) -> str:
+        """Wraps a line between words to the width of a terminal, with an indent from the second line on.
+
+        Text without spaces, such as a path, is not broken, so that it can be copied in one piece.
+        """
         if not self._terminal.is_terminal or len(line) <= self._terminal.width:
             return line
         return textwrap.fill(
@@ -139,29 +143,29 @@ class Console:
 
     def _title(self, title: str) -> None:
         bold = Text(title, style="bold")
-        self._say(Rule(bold, align="left", style="cyan") if self._terminal.is_terminal else bold)
+        self._print(Rule(bold, align="left", style="cyan") if self._terminal.is_terminal else bold)
 
-    def _say(self, renderable: Any) -> None:
+    def _print(self, renderable: Any) -> None:
         if self._prints:
-            # Text goes out as it is and the terminal wraps it; a table or rule needs the width to lay itself out.
+            # The terminal wraps text; the layout of a table or rule depends on the width.
             try:
                 self._terminal.print(renderable, soft_wrap=isinstance(renderable, Text))
-            except BrokenPipeError:  # rich before 13.8 does not ask
+            except BrokenPipeError:  # rich before 13.8 does not call `on_broken_pipe`
                 self._terminal.on_broken_pipe()
 
     def metrics(
         self, values: Mapping[str, SupportsFloat], step: int, *, speed: Mapping[str, SupportsFloat] | None = None
     ) -> None:
-        """Records metrics of one step: a line of `metrics.jsonl`, TensorBoard, and every tracker.
+        """Records metrics of one step in `metrics.jsonl`, TensorBoard, and every tracker.
 
         **Arguments:**
 
-        - `values`: numbers by name. `step` is no name.
+        - `values`: numbers by name. The name `step` is reserved.
         - `step`: optimizer updates done.
-        - `speed`: more of them, which a rerun does not repeat: their line is one of `speed.jsonl`. A name that `values` has
-            too keeps that value in TensorBoard and trackers.
+        - `speed`: more numbers, which a rerun does not reproduce; they are written to `speed.jsonl`. For a name in both,
+            TensorBoard and trackers get the value of `values`.
 
-        Raises ValueError for a metric called `step` and TypeError for what is not one number.
+        Raises ValueError for a metric called `step` and TypeError for a value that is not one number.
         """
         self.records.metrics(values, step, speed or {})
 
@@ -174,16 +178,16 @@ class Console:
         title: str = "",
         unit: str = "step",
     ) -> ProgressLine:
-        """A context manager that shows a loop's progress; call `update` after each step.
+        """Returns a context manager that shows a loop's progress; call `update` after each step.
 
-        One inside another (an evaluation inside a fit) has no line of its own: the outer one reports what compiles.
+        A nested one (an evaluation inside a fit) has no line of its own: the outer one reports compilations.
 
         **Arguments:**
 
-        - `n_epochs`, `n_steps`: the totals, or `None` where unknown; then no time left is shown.
+        - `n_epochs`, `n_steps`: the totals, or `None` if unknown; then the time left is not shown.
         - `first_step`: steps done before the loop begins, as after a resume; counted in `n_steps`.
         - `title`: printed at the beginning of the line.
-        - `unit`: what is counted, if those are no steps.
+        - `unit`: the name of what is counted, instead of steps.
         """
         return ProgressLine(self, n_epochs=n_epochs, n_steps=n_steps, first_step=first_step, title=title, unit=unit)
 

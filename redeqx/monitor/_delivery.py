@@ -1,7 +1,7 @@
-"""Delivers what is recorded to a tracker by name, in a thread: one that is slow or fails neither delays nor ends a run.
+"""Delivers records to a built-in tracker in a thread: a slow or failing tracker neither delays nor ends a run.
 
-What could not be delivered is kept and tried again. How far the delivery has come is kept in the workdir, so that a resumed
-run continues the run of the tracker, without what it does again and with what the tracker missed.
+Failed deliveries are kept and retried. The position of the delivery is stored in the workdir, so that a resumed run
+continues the tracker's run: steps that are repeated are not delivered twice, and missed records are delivered.
 """
 
 import json
@@ -20,28 +20,28 @@ from ..distributed import at_end
 from ._media import Medium
 from ._trackers import TRACKERS, NamedTracker, Opening, Row
 
-GAP = 1.0  # seconds between two deliveries: a request holds what was recorded since the one before
+GAP = 1.0  # seconds between two deliveries: a request contains the records since the previous one
 FIRST_RETRY, LAST_RETRY = 2.0, 60.0  # seconds between attempts, doubled each time
 PATIENCE = 60.0  # seconds that the last delivery may take at the end
-ROOM = 2**28  # bytes that may wait
+ROOM = 2**28  # bytes in the queue; above this the oldest records are dropped
 ROW_SIZE = 1024  # bytes, roughly
-BATCH = 1000  # rows
+BATCH = 1000  # rows per delivery
 
-# A point of the record: a step, and the number of rows recorded at it so far. A rerun records the same rows.
+# A position in the records: a step, and the number of rows recorded at it so far. A rerun records the same rows.
 Mark = tuple[int, int]
-NOTHING: Mark = (-1, 0)
-# A step, and the names of the images and texts of it.
+NO_ROWS: Mark = (-1, 0)
+# A step, and the names of its images and texts.
 MediaMark = tuple[int, frozenset[str]]
 NO_MEDIA: MediaMark = (-1, frozenset())
 
 
 class Delivery:
-    """Delivers to one tracker. The first thing recorded opens its run.
+    """Delivers to one tracker. The first record opens the tracker's run.
 
     **Arguments:**
 
-    - `name`: of the tracker.
-    - `workdir`: where the run's id and the delivered mark are kept; None keeps neither.
+    - `name`: the name of the tracker.
+    - `workdir`: where the run's id and the delivered mark are stored; None stores neither.
     - `say`: prints a line.
     """
 
@@ -49,75 +49,74 @@ class Delivery:
         self._name, self._workdir, self._say = name, workdir, say
         self._kind = TRACKERS[name]
         self._file = None if workdir is None or self._kind.purges else workdir / "trackers" / f"{name}.json"
-        self._run_id, self._sent, self._sent_media = _state(self._file)
-        self._is_new = self._run_id is None  # begun by this process
-        self._done_media = self._sent_media  # images and texts up to here are not delivered again
-        self._done = self._sent  # rows up to here are not delivered again
-        self._at = NOTHING  # of the newest row
+        self._run_id, self._sent, self._sent_media = _load_state(self._file)
+        self._is_new = self._run_id is None  # whether this process began the tracker's run
+        self._skip_media_until = self._sent_media  # images and texts up to here are not delivered again
+        self._skip_until = self._sent  # rows up to here are not delivered again
+        self._newest = NO_ROWS  # the mark of the newest row
         self._purge_step: int | None = None
         self._pending: deque[tuple[Any, Mark, int]] = deque()
         self._size, self._lock = 0, threading.Lock()
         self._tracker: NamedTracker | None = None
         self._thread: threading.Thread | None = None
-        self._ends = threading.Event()
+        self._closing = threading.Event()
         self._has_failed = self._has_warned = self._is_stuck = False
 
     # --- called by the run --------------------------------------------------------------------------------------------
 
     def row(self, row: Row) -> None:
-        """Delivers metrics, unless the tracker has them from before."""
-        self._at = (row.step, self._at[1] + 1 if row.step == self._at[0] else 1)
-        if self._at > self._done:
-            self._put(row, self._at, ROW_SIZE)
+        """Delivers metrics, unless the tracker has them from an earlier process."""
+        self._newest = (row.step, self._newest[1] + 1 if row.step == self._newest[0] else 1)
+        if self._newest > self._skip_until:
+            self._enqueue(row, self._newest, ROW_SIZE)
 
     def medium(self, medium: Medium) -> None:
-        """Delivers an image or a text, unless the tracker has it from before."""
-        step, names = self._done_media
+        """Delivers an image or a text, unless the tracker has it from an earlier process."""
+        step, names = self._skip_media_until
         if medium.step > step or (medium.step == step and medium.name not in names):
-            self._put(medium, NOTHING, len(medium.data))
+            self._enqueue(medium, NO_ROWS, len(medium.data))
 
-    def first(self, medium: Medium) -> None:
-        """Delivers an image or a text that a run begins with, unless an earlier process began this one."""
+    def initial_medium(self, medium: Medium) -> None:
+        """Delivers an image or a text that belongs to the start of a run, unless an earlier process began the run."""
         if self._is_new:
-            self._put(medium, NOTHING, len(medium.data))
+            self._enqueue(medium, NO_ROWS, len(medium.data))
 
     def config(self, values: Mapping[str, str]) -> None:
-        """Delivers what a run is made of, by name."""
-        self._put(dict(values), NOTHING, ROW_SIZE)
+        """Delivers the configuration of a run, by name."""
+        self._enqueue(dict(values), NO_ROWS, ROW_SIZE)
 
     def rewind(self, step: int, rows: Iterable[Row]) -> None:
-        """Continues after `step`, up to which an earlier process recorded these rows; those missing are delivered.
+        """Continues after `step`, up to which an earlier process recorded these rows. Delivers those that the tracker lacks.
 
-        From the start on, it is another run of the tracker.
+        Rewinding to the start begins a new run of the tracker.
         """
         self.close()
         if step <= 0 and not self._is_new:
             self._run_id, self._sent, self._sent_media, self._is_new = *_UNKNOWN, True
-            self._done_media = NO_MEDIA
-        self._purge_step, self._done, self._at = step + 1, self._sent, NOTHING
-        if not self._kind.purges:  # one that purges keeps the rest itself
+            self._skip_media_until = NO_MEDIA
+        self._purge_step, self._skip_until, self._newest = step + 1, self._sent, NO_ROWS
+        if not self._kind.purges:  # a tracker that purges has the earlier rows
             for row in rows:
                 self.row(row)
 
     def close(self) -> None:
-        """Delivers what waits, and ends the tracker's run; warns where that takes too long. What is recorded later continues
-        the run."""
+        """Delivers the queue and ends the tracker's run; warns if that takes too long. Later records continue the run."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._ends.set()
+        self._closing.set()
         thread.join(PATIENCE)
         if thread.is_alive():
             self._is_stuck = True
             self._warn(f"to take its last records within {PATIENCE:g} s, got no answer")
 
-    def leave(self) -> None:
-        """As `close`, without waiting for it."""
-        self._ends.set()
+    def request_close(self) -> None:
+        """Starts what `close` does, without waiting for it."""
+        self._closing.set()
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _put(self, item: Any, mark: Mark, size: int) -> None:
+    def _enqueue(self, item: Any, mark: Mark, size: int) -> None:
         if self._is_stuck:
             return
         with self._lock:
@@ -126,7 +125,7 @@ class Delivery:
             while self._size > ROOM:
                 self._size -= self._pending.popleft()[2]
         if self._thread is None:
-            self._ends.clear()
+            self._closing.clear()
             self._thread = threading.Thread(target=self._run, name=f"redeqx-{self._name}", daemon=True)
             self._thread.start()
 
@@ -134,7 +133,7 @@ class Delivery:
         forget = at_end(self.close)
         wait, ends = 0.0, False
         while not ends:
-            ends = self._ends.wait(wait)
+            ends = self._closing.wait(wait)
             try:
                 self._deliver()
                 if ends and self._tracker is not None:
@@ -152,46 +151,46 @@ class Delivery:
     def _deliver(self) -> None:
         if self._tracker is None:
             self._tracker = tracker = self._kind(Opening(self._workdir, self._run_id, self._purge_step))
-            self._purge_step = None  # done once: what is recorded from here on stays
+            self._purge_step = None  # purge only once
             self._run_id = tracker.run_id
-            self._keep()
+            self._save_state()
             self._say(f"{self._name}: {tracker.where}")
-        while waiting := self._next():
+        while waiting := self._next_batch():
             item, mark, _ = waiting[-1]
             if isinstance(item, Row):
                 self._tracker.rows([row for row, _, _ in waiting])
                 self._sent = max(self._sent, mark)
-                self._keep()
+                self._save_state()
             elif isinstance(item, Medium):
                 self._tracker.medium(item)
                 step, names = self._sent_media
                 if item.step >= step:
                     self._sent_media = (item.step, (names if item.step == step else frozenset()) | {item.name})
-                self._keep()
+                self._save_state()
             else:
                 self._tracker.config(item)
             delivered = set(map(id, waiting))
-            with self._lock:  # some may have made room for others already
+            with self._lock:  # some may have been dropped already, above `ROOM`
                 while self._pending and id(self._pending[0]) in delivered:
                     self._size -= self._pending.popleft()[2]
 
-    def _next(self) -> list[tuple[Any, Mark, int]]:
-        """What is delivered next: some rows at once, or one other thing."""
+    def _next_batch(self) -> list[tuple[Any, Mark, int]]:
+        """Returns the items to deliver next: up to `BATCH` rows, or one item of another kind."""
         with self._lock:
             first = list(self._pending)[:BATCH]
         return list(takewhile(lambda each: isinstance(each[0], Row), first)) or first[:1]
 
-    def _keep(self) -> None:
+    def _save_state(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # the checkpoints report a disk that is full
+            with suppress(OSError):  # checkpoints report a full disk
                 self._file.parent.mkdir(parents=True, exist_ok=True)
-                beside = self._file.with_suffix(".tmp")
+                temporary = self._file.with_suffix(".tmp")
                 media = self._sent_media[0], sorted(self._sent_media[1])
-                beside.write_text(json.dumps({"run_id": self._run_id, "sent": self._sent, "media": media}), "utf-8")
-                os.replace(beside, self._file)
+                temporary.write_text(json.dumps({"run_id": self._run_id, "sent": self._sent, "media": media}), "utf-8")
+                os.replace(temporary, self._file)
 
     def _warn(self, got: str) -> None:
-        """Warns once, from whichever thread; where warnings are errors, it is printed: a tracker ends no run."""
+        """Warns once, from any thread. If warnings are errors, prints it instead: a tracker must not end a run."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -206,11 +205,11 @@ class Delivery:
             print(message, file=sys.stderr)
 
 
-_UNKNOWN = (None, NOTHING, NO_MEDIA)
+_UNKNOWN = (None, NO_ROWS, NO_MEDIA)
 
 
-def _state(file: Path | None) -> tuple[str | None, Mark, MediaMark]:
-    """The tracker's run that an earlier process began, and how far it came: in the metrics, and in images and texts."""
+def _load_state(file: Path | None) -> tuple[str | None, Mark, MediaMark]:
+    """Returns the id of the tracker's run that an earlier process began, and its marks: of rows, and of images and texts."""
     try:
         state = {} if file is None else json.loads(file.read_text("utf-8"))
         (step, n), (at, names) = state["sent"], state["media"]
@@ -220,5 +219,5 @@ def _state(file: Path | None) -> tuple[str | None, Mark, MediaMark]:
 
 
 def _is_failing() -> bool:
-    """Whether an exception ends this script; in a notebook the exception of a cell ends nothing."""
+    """Returns whether an exception ends this script. In a notebook the exception of a cell does not."""
     return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")

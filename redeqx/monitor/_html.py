@@ -1,4 +1,4 @@
-"""Tables as HTML, for notebooks: plain and escaped, with headings that screen readers read, without colours or scripts."""
+"""Tables as HTML for notebooks: escaped, with headings for screen readers, without colours or scripts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -7,13 +7,13 @@ _CELL = "text-align:left;vertical-align:top;padding:0.1em 1.2em 0.1em 0"  # note
 
 
 class HtmlPage:
-    """What a console would print, collected as HTML. It has the console's methods; `html` is all of it."""
+    """Collects output as HTML. It has the console's methods; `html` returns the page."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
 
     def info(self, message: str, *, title: str | None = None) -> None:
-        """Adds a text as it is."""
+        """Adds preformatted text."""
         heading = "" if title is None else f"<p><strong>{escape(title)}</strong></p>"
         self._parts.append(f"{heading}<pre>{escape(message)}</pre>")
 
@@ -38,7 +38,7 @@ class HtmlPage:
             self._parts.append(f"<p><strong>Warnings</strong></p><ul>{items}</ul>")
 
     def html(self) -> str:
-        """All that was added."""
+        """Returns the HTML of everything that was added."""
         return f"<div>{''.join(self._parts)}</div>"
 
     def _add(self, title: str, head: str, lines: Iterable[str]) -> None:

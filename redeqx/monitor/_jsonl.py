@@ -1,4 +1,4 @@
-"""A file of JSON lines, one a step, that survives kills and can be rewound."""
+"""A file of JSON lines, one per step, that survives kills and can be rewound."""
 
 import json
 import math
@@ -15,9 +15,9 @@ from ..storage import fsync_folder
 class JsonLines:
     """Appends lines such as `{"step": 3, "loss": 2.5}` to a file.
 
-    Numbers read back to the same bits; NaN and the infinities, which JSON has no numbers for, are the strings `"NaN"`,
-    `"Infinity"` and `"-Infinity"`, which `float` takes. A line is handed to the operating system at once, so that a killed
-    process loses at most the line it was writing.
+    Numbers read back to the same bits. NaN and the infinities, which JSON lacks, are the strings `"NaN"`, `"Infinity"` and
+    `"-Infinity"`, which `float` accepts. Each line is flushed to the operating system at once, so a killed process loses at
+    most the line it was writing.
     """
 
     def __init__(self, path: Path):
@@ -28,7 +28,7 @@ class JsonLines:
         """Appends a line; the first one creates the file."""
         if self._file is None:
             self._file = _open_to_append(self._path)
-            weakref.finalize(self, self._file.close)  # a run that ends without `close` leaves no warning
+            weakref.finalize(self, self._file.close)  # avoids a ResourceWarning if `close` is not called
         line = {name: value if math.isfinite(value) else _non_finite(value) for name, value in numbers.items()}
         self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
         self._file.flush()
@@ -52,23 +52,23 @@ class JsonLines:
                 )
             elif line_step <= step:
                 kept.append(line + "\n")
-        beside = self._path.with_name(self._path.name + ".tmp")
-        with open(beside, "w", encoding="utf-8", newline="\n") as file:
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
             file.writelines(kept)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, self._path)
+        os.replace(temporary, self._path)
         fsync_folder(self._path.parent)
 
     def read(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """The step and the numbers of each line that can be read."""
+        """Yields the step and the numbers of each readable line."""
         text = self._path.read_text("utf-8", errors="replace") if self._path.exists() else ""
         for line in text.splitlines():
             if (step := _step_of(line)) is not None:
                 yield step, {name: float(value) for name, value in json.loads(line).items() if name != "step"}
 
     def close(self) -> None:
-        """Closes the file. What is written later opens it again."""
+        """Closes the file. A later write opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -79,7 +79,7 @@ def _non_finite(value: float) -> str:
 
 
 def _step_of(line: str) -> int | None:
-    """The step of a line, or `None` where it cannot be read."""
+    """Returns the step of a line, or `None` if the line cannot be read."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
@@ -88,7 +88,7 @@ def _step_of(line: str) -> int | None:
 
 
 def _open_to_append(path: Path) -> IO[str]:
-    """Opens the file, without the last line that a kill may have torn: ours would be glued to it."""
+    """Opens the file for appending. Removes an incomplete last line, left by a kill, which a new line would continue."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         content = path.read_bytes()

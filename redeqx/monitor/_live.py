@@ -1,6 +1,6 @@
 """The progress of a loop: a live line on a terminal, one updated display in a notebook, plain lines elsewhere.
 
-It shows what it is told, and measures time alone; `_console.py` owns the stream.
+It measures only time; `_console.py` owns the stream.
 """
 
 import sys
@@ -18,18 +18,18 @@ from ._meter import Meter, Work
 
 REDRAWS_PER_SECOND = 5
 NOTEBOOK_UPDATES_PER_SECOND = 2  # each is a message to the browser
-# Seconds between plain lines where no live line can be drawn: often at first, when one looks; the last one repeats.
+# Seconds between plain lines: short at first, while the user watches; the last gap repeats.
 PLAIN_GAPS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
-# The least seconds between two records of the speed.
+# Minimum time between two records of the speed, in seconds.
 SPEED_GAP = 1.0
-# The least share of time that is shown as waiting for data.
-WORTH_SHOWING = 0.01
+# Minimum share of time spent waiting for data that is shown.
+MIN_DATA_WAIT = 0.01
 BAR_WIDTH = 16
 SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad norm"}
 
 
-class Shows(Protocol):
-    """What a line uses of the console that shows it: the line that is shown, and how."""
+class ConsoleState(Protocol):
+    """The attributes of the console that a progress line uses."""
 
     _progress: "ProgressLine | None"
     _prints: bool
@@ -45,32 +45,40 @@ class Shows(Protocol):
 class ProgressLine:
     """The progress of a loop; `Console.progress` makes it.
 
-    On a terminal it is a line that a thread redraws a few times a second, also while a model compiles. Elsewhere it is plain
-    lines: the first step, then at growing intervals, and the last. `n_epochs` and `n_steps` may be set once they are known.
+    On a terminal it is a line that a thread redraws a few times per second, also while a model compiles. Elsewhere plain
+    lines are printed: for the first step, then at growing intervals, and for the last. `n_epochs` and `n_steps` may be set
+    later, once they are known.
     """
 
     def __init__(
-        self, console: Shows, *, n_epochs: int | None, n_steps: int | None, first_step: int, title: str, unit: str = "step"
+        self,
+        console: ConsoleState,
+        *,
+        n_epochs: int | None,
+        n_steps: int | None,
+        first_step: int,
+        title: str,
+        unit: str = "step",
     ):
         self.n_epochs = n_epochs
         self.n_steps = n_steps
         self._console = console
         self._title, self._unit = title, unit
         self._shows = False
-        self._outer: ProgressLine | None = None  # the one that shows, where this one runs inside it
+        self._outer: ProgressLine | None = None  # the line that is shown, if this one is nested in it
         self._live: Live | NotebookLine | None = None
         self._step = first_step
         self._epoch: int | None = None
         self._metrics: Mapping[str, float] = {}
-        self._doing = ""
-        self._doing_since = 0.0
+        self._activity = ""
+        self._activity_began = 0.0
         self._meter = Meter()
         self._peak_memory: int | None = None
-        self._speed_due = 0.0  # when the speed is recorded next
+        self._speed_due = 0.0  # when the speed may be recorded next
         self._began = time.perf_counter()
-        self._due = 0.0  # when the next plain line is
+        self._due = 0.0  # when the next plain line is due
         self._n_lines = 0
-        self._said_step = first_step
+        self._printed_step = first_step
 
     def __enter__(self) -> "ProgressLine":
         console = self._console
@@ -83,12 +91,12 @@ class ProgressLine:
         if self._shows and console._is_notebook:
             self._live = NotebookLine(lambda: "  ".join(field.plain for field in self._live_fields()))
         elif self._shows and console._terminal.is_interactive:
-            # What the user prints goes above the line. Only what would reach the terminal anyway: standard error sent
-            # to a file must stay there.
+            # Print the user's output above the line. Redirect only streams that go to the terminal: standard error that is
+            # sent to a file must stay there.
             redirect = not console._own_file
             live = Live(
                 console=console._terminal,
-                get_renderable=lambda: _Packed(self._live_fields()),
+                get_renderable=lambda: _PackedFields(self._live_fields()),
                 refresh_per_second=REDRAWS_PER_SECOND,
                 redirect_stdout=redirect,
                 redirect_stderr=redirect and is_terminal(sys.stderr),
@@ -102,11 +110,11 @@ class ProgressLine:
     def __exit__(self, *exc_info: object) -> None:
         if self._console._progress is self:
             self._console._progress = None
-        self._doing = ""
+        self._activity = ""
         if self._live is not None:
             self._live.stop()
-        elif self._shows and self._said_step != self._step:
-            self._say_line(time.perf_counter())
+        elif self._shows and self._printed_step != self._step:
+            self._print_line(time.perf_counter())
         self._shows, self._live, self._outer = False, None, None
 
     def update(
@@ -119,25 +127,27 @@ class ProgressLine:
         epoch: int | None = None,
         work: Work | None = None,
     ) -> None:
-        """Shows a finished step. Costs microseconds, unless a plain line is due.
+        """Shows a finished step. Takes microseconds, unless a plain line is due.
 
         **Arguments:**
 
-        - `step`: steps done, those before a resume included.
-        - `metrics`: what to show; `loss`, `learning_rate`, `grad_norm` and others by name.
-        - `n_examples`, `n_tokens`: the size of this step's batch, over all devices; `n_tokens` where it is known.
-        - `epoch`: the epoch that the step belongs to; the first is 1.
-        - `work`: what one device computed in it, where that is known.
+        - `step`: steps done, including those before a resume.
+        - `metrics`: the numbers to show, by name: `loss`, `learning_rate`, `grad_norm` and others.
+        - `n_examples`, `n_tokens`: the size of this step's batch, over all devices; `n_tokens` if it is known.
+        - `epoch`: the epoch of the step; the first is 1.
+        - `work`: the work of one device in the step, if it is known.
         """
         self._meter.step(step - self._step, n_examples, n_tokens, work)
         now = time.perf_counter()
         self._step, self._epoch, self._metrics = step, epoch, metrics
         if self._shows and self._live is None and (now >= self._due or step == self.n_steps):
-            self._say_line(now)
+            self._print_line(now)
 
     def speed(self) -> dict[str, float]:
-        """The rates of the newest steps and `peak_memory_bytes`, by name, to be recorded with the metrics of a step. Empty
-        where nothing was measured yet, and within a second of the last time."""
+        """Returns the rates of the newest steps and `peak_memory_bytes`, by name, to be recorded with a step's metrics.
+
+        Empty if nothing was measured yet, or within a second of the last non-empty result.
+        """
         now = time.perf_counter()
         if now < self._speed_due or not (rates := self._meter.rates()):
             return {}
@@ -146,18 +156,20 @@ class ProgressLine:
         return rates if self._peak_memory is None else {**rates, "peak_memory_bytes": self._peak_memory}
 
     def begin_step(self, done: int) -> None:
-        """The next step begins now, after so many: the time before it counts in no rate. For loops of the user's own."""
+        """Begins the step after `done` steps now; the time before it is not counted. For the user's own loops."""
         self._step = done
         self._meter.begin()
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A context in which the loop waits for its next batch; the share of such time is shown and recorded."""
+        """Returns a context in which the loop waits for its next batch; this share of the time is shown and recorded."""
         return self._meter.waiting()
 
     @contextmanager
     def compiling(self, what: str) -> Iterator[list[str]]:
-        """Prints that `what` compiles, and how long it took; with it the notes that are added to the list that it yields.
-        Neither that time nor the next step counts in a rate."""
+        """Prints that `what` compiles, then how long it took, with the notes that the caller adds to the yielded list.
+
+        Rates exclude this time and the next step.
+        """
         if self._outer is not None:
             with self._outer.compiling(what) as notes:
                 yield notes
@@ -176,33 +188,33 @@ class ProgressLine:
 
     @contextmanager
     def pause(self, doing: str) -> Iterator[None]:
-        """Shows other work ("evaluating", "saving"), whose time counts in no rate."""
+        """Shows other work ("evaluating", "saving"), whose time is not counted."""
         if self._outer is not None:
             with self._outer.pause(doing), self._meter.paused():
                 yield
             return
-        before = self._doing, self._doing_since
-        self._doing, self._doing_since = doing, time.perf_counter()
+        before = self._activity, self._activity_began
+        self._activity, self._activity_began = doing, time.perf_counter()
         try:
             with self._meter.paused():
                 yield
         finally:
-            self._doing, self._doing_since = before
+            self._activity, self._activity_began = before
 
-    def _say_line(self, now: float) -> None:
+    def _print_line(self, now: float) -> None:
         terminal = self._console._terminal
         width = terminal.width if terminal.is_terminal else sys.maxsize  # a log file has no width
         self._console.info("\n".join(line.plain for line in _packed(self._fields(), width)))
         self._due = now + PLAIN_GAPS[min(self._n_lines, len(PLAIN_GAPS) - 1)]
         self._n_lines += 1
-        self._said_step = self._step
+        self._printed_step = self._step
 
     def _fields(self) -> list[Text]:
         now = time.perf_counter()
         fields = [Text(self._title, style="bold")] if self._title else []
         if self._epoch is not None:
-            fields.append(_field("epoch", _of(self._epoch, self.n_epochs)))
-        fields.append(_field(self._unit, _of(self._step, self.n_steps)))
+            fields.append(_field("epoch", _count_text(self._epoch, self.n_epochs)))
+        fields.append(_field(self._unit, _count_text(self._step, self.n_steps)))
         fields += [_field(SHORT_NAMES.get(name, name), _number_text(name, x)) for name, x in self._metrics.items()]
         fields += self._speed_fields()
         seconds = self._meter.seconds_per_step
@@ -215,7 +227,7 @@ class ProgressLine:
         return fields
 
     def _speed_fields(self) -> list[Text]:
-        """Of the FLOP/s the share of the chip's, where that is known; of waiting only what is worth a look."""
+        """Returns the speed. MFU replaces FLOP/s if the chip's rate is known; short waiting times are left out."""
         rates = self._meter.rates()
         fields = [
             _field(_rate(rates[name]), unit, dim_first=False)
@@ -228,7 +240,7 @@ class ProgressLine:
             fields.append(_field(_flops(rates["model_flops_per_second"]), "a device", dim_first=False))
         if self._peak_memory is not None:
             fields.append(_field("peak", f"{self._peak_memory / 2**30:.1f} GiB"))
-        if rates.get("data_wait", 0) >= WORTH_SHOWING:
+        if rates.get("data_wait", 0) >= MIN_DATA_WAIT:
             fields.append(_field("waiting for data", f"{rates['data_wait']:.0%}"))
         return fields
 
@@ -238,27 +250,27 @@ class ProgressLine:
             full, empty = "━─" if self._console._terminal.encoding.startswith("utf") else "#-"
             n_full = BAR_WIDTH * self._step // self.n_steps
             fields.insert(0, Text.assemble((full * n_full, "cyan"), (empty * (BAR_WIDTH - n_full), "dim")))
-        if self._doing:
-            elapsed = _duration(time.perf_counter() - self._doing_since)
-            fields.insert(0, Text(f"{self._doing}, {elapsed}", style="yellow"))
+        if self._activity:
+            elapsed = _duration(time.perf_counter() - self._activity_began)
+            fields.insert(0, Text(f"{self._activity}, {elapsed}", style="yellow"))
         return fields
 
 
 class NotebookLine:
-    """A line as one display of a notebook, which a thread updates in its place."""
+    """A line shown as one notebook display, which a thread updates in place."""
 
     def __init__(self, line: Callable[[], str]):
         from IPython.display import display  # pyright: ignore[reportMissingImports]
 
         self._line, self._shown = line, line()
-        # Text, since HTML would need a style of each front end.
+        # Text, since HTML would need a style for each front end.
         self._display: Any = display({"text/plain": self._shown}, raw=True, display_id=True)
         self._stops = threading.Event()
         self._thread = threading.Thread(target=self._update_always, name="redeqx-notebook", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Shows the last state, which stays."""
+        """Stops the thread and shows the final state."""
         self._stops.set()
         self._thread.join()
         self._update()
@@ -274,7 +286,7 @@ class NotebookLine:
 
 
 def _packed(fields: Sequence[Text], width: int) -> Iterator[Text]:
-    """Fields in as few lines as the width allows, each kept whole."""
+    """Yields the fields in as few lines as the width allows, without breaking a field."""
     line = Text()
     for field in fields:
         if line and line.cell_len + 2 + field.cell_len > width:
@@ -284,8 +296,8 @@ def _packed(fields: Sequence[Text], width: int) -> Iterator[Text]:
     yield line
 
 
-class _Packed:
-    """What the live display draws."""
+class _PackedFields:
+    """The renderable of the live display."""
 
     def __init__(self, fields: Sequence[Text]):
         self._fields = fields
@@ -302,7 +314,7 @@ def _field(first: str, second: str, *, dim_first: bool = True) -> Text:
     return Text.assemble((first, "dim" if dim_first else ""), " ", (second, "" if dim_first else "dim"))
 
 
-def _of(done: int, total: int | None) -> str:
+def _count_text(done: int, total: int | None) -> str:
     return f"{done:,}" if total is None else f"{done:,}/{total:,}"
 
 
@@ -324,7 +336,7 @@ def _flops(per_second: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Hours, minutes and seconds, such as `1:23` or `27:01:23`; below ten seconds, `4.2s`."""
+    """Formats hours, minutes and seconds, such as `1:23` or `27:01:23`; below ten seconds, `4.2s`."""
     if seconds < 10:
         return f"{seconds:.1f}s"
     minutes, seconds = divmod(round(seconds), 60)

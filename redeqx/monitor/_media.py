@@ -1,4 +1,4 @@
-"""Images and texts of a run: plain files in `workdir/media/`, by step and name. PNG is written here, without a library."""
+"""Images and texts of a run: plain files in `workdir/media/`, by step and name. Writes PNG without a library."""
 
 import io
 import re
@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-# How far floats may lie outside of 0 to 1: what bfloat16 rounds.
+# How far floats may be outside of 0 to 1: the rounding error of bfloat16.
 _ROUNDED = 1 / 256
-_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # channels: as PNG counts them
+_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # PNG's color type by number of channels
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -33,7 +33,7 @@ class Medium:
 
     @property
     def filename(self) -> str:
-        """Such as `step_00000100_samples.png`."""
+        """The file name, such as `step_00000100_samples.png`."""
         name = re.sub(r"[^\w.-]", "_", self.name)
         return f"step_{self.step:08d}_{name}.{'txt' if self.is_text else 'png'}"
 
@@ -43,17 +43,17 @@ class Medium:
 
     @property
     def data(self) -> bytes:
-        """The bytes of its file."""
+        """The content of the file, as bytes."""
         return self.content.encode() if isinstance(self.content, str) else self.content
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of an image, in pixels."""
+        """The height and width of an image, in pixels."""
         width, height = struct.unpack(">II", self.data[16:24])
         return height, width
 
     def write(self, folder: Path) -> Path:
-        """Writes its file into a folder, which is made; returns its path."""
+        """Writes the file into a folder, which is created; returns the file's path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self.filename
         path.write_bytes(self.data)
@@ -69,7 +69,7 @@ def rewind_media(folder: Path, step: int) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises TypeError or ValueError for the name of an image or a text that names no file."""
+    """Raises TypeError if the name of an image or a text is not a string, ValueError if no file can have it."""
     if not isinstance(name, str):
         raise TypeError(f"`name`: expected a string, got {type(name).__name__}. Pass the name first.")
     if not re.search(r"\w", name):
@@ -77,9 +77,9 @@ def check_name(name: str) -> None:
 
 
 def check_image(image: Any) -> Any:
-    """An image as `png` takes it: an array of numpy, or a matplotlib figure as it is.
+    """Converts an image for `png`: to a uint8 NumPy array. A matplotlib figure is returned unchanged.
 
-    Raises TypeError and ValueError for what is neither.
+    Raises TypeError for other types, ValueError for arrays that are not images.
     """
     if hasattr(image, "savefig"):
         return image
@@ -104,7 +104,7 @@ def check_image(image: Any) -> Any:
     if pixels.dtype == np.uint8:
         return pixels
     low, high = float(pixels.min()), float(pixels.max())
-    if not (low >= -_ROUNDED and high <= 1 + _ROUNDED):  # NaN is neither
+    if not (low >= -_ROUNDED and high <= 1 + _ROUNDED):  # also True for NaN
         raise ValueError(
             f"`image`: expected numbers from 0 to 1, or uint8, got {low:.6g} to {high:.6g}. Rescale it, or pass uint8."
         )
@@ -112,14 +112,14 @@ def check_image(image: Any) -> Any:
 
 
 def png(image: Any) -> bytes:
-    """The PNG file of an image that `check_image` returned."""
+    """Returns the PNG file of an image that `check_image` returned, as bytes."""
     if hasattr(image, "savefig"):
         file = io.BytesIO()
         image.savefig(file, format="png")
         return file.getvalue()
     height, width, channels = image.shape if image.ndim == 3 else (*image.shape, 1)
     header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
-    # Each row begins with its filter; 0 is none.
+    # Each row begins with its filter type; 0 is no filter.
     rows = np.pad(image.reshape(height, width * channels), ((0, 0), (1, 0)))
     return _SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(rows.tobytes())) + _chunk(b"IEND", b"")
 

@@ -1,6 +1,6 @@
 """The speed of a loop: rates over its newest steps.
 
-It takes counts and reads a clock. What a step computes, and how fast a chip could, others tell it.
+It takes counts and reads a clock. Callers pass what a step computes, and the chip's published rates.
 """
 
 import math
@@ -9,19 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# Seconds after which a step weighs 1/e in the rates.
+# Time constant of the rates, in seconds: after it the weight of a step is 1/e.
 MEMORY = 15.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one device computes in a step.
+    """The work of one device in a step.
 
     **Arguments:**
 
-    - `flops`: floating point operations of the model's matmuls, forward and backward. What is computed again to save memory
-        does not count.
-    - `seconds`: their time at the published rates of the chip; None where those are unknown.
+    - `flops`: floating point operations of the model's matmuls, forward and backward. Recomputation is not counted.
+    - `seconds`: their time at the published rates of the chip; None if those are unknown.
     """
 
     flops: float
@@ -32,16 +31,16 @@ class Work:
 
 
 class Meter:
-    """Measures the steps of a loop. Compilations and pauses count in no rate."""
+    """Measures the steps of a loop. Rates exclude compilations and pauses."""
 
     def __init__(self) -> None:
-        # Sums over past steps, by what they are of; their ratios are the rates. A sum is missing where it is unknown.
+        # Decaying sums over past steps, by name; their ratios are the rates. Unknown sums are missing.
         self._sums: dict[str, float] = {}
-        self._last: float | None = None  # when the step before this one was finished; None right after compiling
-        self._waited: float | None = None  # seconds without a batch since then
+        self._last: float | None = None  # when the previous step was finished; None right after compiling
+        self._waited: float | None = None  # seconds spent waiting for a batch since then
 
     def step(self, n_steps: int, n_examples: int, n_tokens: int | None, work: Work | None) -> None:
-        """A step has finished, or several at once."""
+        """Records that a step has finished, or several at once."""
         now = time.perf_counter()
         if self._last is not None:
             seconds = now - self._last
@@ -60,16 +59,16 @@ class Meter:
         self._waited = None if self._waited is None else 0.0
 
     def begin(self) -> None:
-        """The next step begins now, whatever the time since the last one."""
+        """Begins the next step now; the time since the last one is not counted."""
         self._last = time.perf_counter()
 
     def restart(self) -> None:
-        """Neither the time since the last step nor the next step counts."""
+        """Excludes the time since the last step, and the next step."""
         self._last = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Other work, whose time counts in no rate."""
+        """Returns a context for other work, whose time is not counted."""
         last, began = self._last, time.perf_counter()
         try:
             yield
@@ -79,7 +78,7 @@ class Meter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The loop has no batch to go on with."""
+        """Returns a context in which the loop waits for a batch."""
         began = time.perf_counter()
         try:
             yield
@@ -88,15 +87,17 @@ class Meter:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """None before two steps were seen."""
+        """The mean time of a step; None before the second step."""
         sums = self._sums
         return sums["seconds"] / sums["steps"] if sums.get("seconds", 0) > 0 else None
 
     def rates(self) -> dict[str, float]:
-        """What is known of the newest steps, by name: `examples_per_second`; `tokens_per_second`; `model_flops_per_second`
-        of one device; `mfu`, the share of the chip's published rate that this is; `data_wait`, the share of the time in
-        which the loop waited for a batch."""
-        sums = self._sums  # read once: the thread that draws runs beside `step`
+        """Returns the known rates of the newest steps by name.
+
+        These are `examples_per_second`; `tokens_per_second`; `model_flops_per_second` of one device; `mfu`, its share of the
+        chip's published rate; `data_wait`, the share of the time spent waiting for a batch.
+        """
+        sums = self._sums  # read once: another thread draws while `step` runs
         if not sums.get("seconds"):
             return {}
         return {name: sums[of] / sums["seconds"] for name, of in _RATES.items() if of in sums}

@@ -1,6 +1,6 @@
-"""What a run records: `metrics.jsonl`, `speed.jsonl`, images and texts in `media/`, and trackers.
+"""Records of a run: `metrics.jsonl`, `speed.jsonl`, images and texts in `media/`, and trackers.
 
-`metrics.jsonl` holds what a run computed, and a rerun repeats it to the byte; `speed.jsonl` holds what a clock said of it.
+`metrics.jsonl` holds computed values, and a rerun reproduces it to the byte; `speed.jsonl` holds measured times.
 """
 
 import operator
@@ -15,21 +15,21 @@ from ._media import Medium, check_image, check_name, png, rewind_media
 from ._trackers import TRACKERS, Row, Tracker, as_number, check_loggers
 
 _APPENDED = {"metrics": "metrics.jsonl", "speed": "speed.jsonl"}
-# The files of a workdir with which a resumed run goes on.
+# The files of a workdir that a resumed run continues.
 RECORDS = (*_APPENDED.values(), *(f"trackers/{name}.json" for name in TRACKERS))
 
 
 class Records:
-    """Records for one process, which is process 0; the others check what they are given.
+    """Records for the run in process 0; other processes only check the arguments.
 
     **Arguments:**
 
     - `workdir`: the folder of the run; None writes no files.
-    - `loggers`: trackers, by name or objects; `run_tensorboard` adds `"tensorboard"`.
+    - `loggers`: trackers, as names or objects; `run_tensorboard` adds `"tensorboard"`.
     - `is_main`: whether this process records.
-    - `say`: prints a line; a bound method, which is not kept alive.
+    - `say`: prints a line; a bound method, held by a weak reference.
 
-    Raises what `check_loggers` raises.
+    Raises the errors of `check_loggers`.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Records:
         named, self._objects = check_loggers(loggers, workdir, run_tensorboard)
         self._workdir, self._is_main = workdir, is_main
         self._files = {} if workdir is None else {kind: JsonLines(workdir / name) for kind, name in _APPENDED.items()}
-        self._deliveries = [Delivery(name, workdir, _weakly(say)) for name in named] if is_main else []
-        weakref.finalize(self, _leave, self._deliveries).atexit = False
-        self._step = 0  # of the newest metrics
+        self._deliveries = [Delivery(name, workdir, _weak_method(say)) for name in named] if is_main else []
+        weakref.finalize(self, _request_close, self._deliveries).atexit = False
+        self._step = 0  # the step of the newest metrics
 
     def metrics(self, values: Mapping[str, SupportsFloat], step: int, speed: Mapping[str, SupportsFloat]) -> None:
         """Records metrics of one step; arguments and errors as for `Console.metrics`."""
@@ -85,17 +85,17 @@ class Records:
         self._call("log_text", name, text, step)
 
     def config(self, values: Mapping[str, Any]) -> None:
-        """Records what the run is made of, in the trackers by name."""
+        """Records the configuration of the run in the built-in trackers."""
         for delivery in self._deliveries:
             delivery.config({name: str(value) for name, value in values.items()})
 
     def begin(self, rows: Mapping[str, str], explain_plan: Callable[[], str]) -> None:
-        """Records in the trackers by name the rows of the header, and the plan in full."""
+        """Records the rows of the header and the full plan in the built-in trackers."""
         if self._deliveries:
             self.config(rows)
             plan = Medium("plan", self._step, explain_plan())
             for delivery in self._deliveries:
-                delivery.first(plan)
+                delivery.initial_medium(plan)
 
     def rewind(self, step: int) -> None:
         """Deletes what was recorded after `step`, for a run that resumes from there."""
@@ -111,7 +111,7 @@ class Records:
             delivery.rewind(step, (Row(at, numbers) for at, numbers in rows))
 
     def close(self) -> None:
-        """Closes files and trackers. What is recorded later opens them again."""
+        """Closes files and trackers. Later records open them again."""
         for file in self._files.values():
             file.close()
         for delivery in self._deliveries:
@@ -124,7 +124,7 @@ class Records:
             delivery.medium(medium)
 
     def _call(self, method: str, name: str, value: Any, step: int) -> None:
-        """Hand it to the trackers that are objects and have the method."""
+        """Calls the method of the trackers that are objects and have it."""
         for logger in self._objects if self._is_main else ():
             if callable(log := getattr(logger, method, None)):
                 log(name, value, step)
@@ -137,16 +137,16 @@ def _as_step(step: Any) -> int:
         raise TypeError(f"`step`: expected an integer, got {step!r}. Pass `trainer.step`.") from None
 
 
-def _leave(deliveries: Iterable[Delivery]) -> None:
+def _request_close(deliveries: Iterable[Delivery]) -> None:
     for delivery in deliveries:
-        delivery.leave()
+        delivery.request_close()
 
 
-def _weakly(say: Callable[[str], None]) -> Callable[[str], None]:
+def _weak_method(say: Callable[[str], None]) -> Callable[[str], None]:
     method = weakref.WeakMethod(say)
 
-    def say_if_there(line: str) -> None:
+    def call_if_alive(line: str) -> None:
         if (found := method()) is not None:
             found(line)
 
-    return say_if_there
+    return call_if_alive

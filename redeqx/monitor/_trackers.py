@@ -1,7 +1,7 @@
-"""Trackers by name: how TensorBoard, Weights & Biases, MLflow and Trackio open a run, continue it, record in it, and end it.
+"""Built-in trackers: open, continue, fill and end runs of TensorBoard, Weights & Biases, MLflow and Trackio.
 
-Each is a class that knows one package, which it imports when a run is opened. It may take its time and raise: `_delivery.py`
-calls it in a thread.
+Each class supports one package, which it imports when a run is opened. It may be slow and may raise: `_delivery.py` calls it
+in a thread.
 """
 
 import importlib.util
@@ -17,16 +17,16 @@ from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from ._media import Medium
 
-PROJECT = "redeqx"  # where the environment names none
+PROJECT = "redeqx"  # if the environment names none
 
 
 @runtime_checkable
 class Tracker(Protocol):
     """An object that records metrics: a `wandb` run, or a class of three lines.
 
-    It is called in the loop, in process 0, and what it raises ends the fit. It may have two more methods, which are then
-    called too: `log_image(name, image, step)`, with an array of uint8 `[height, width]` or `[height, width, channels]`, or
-    with the matplotlib figure that was given; and `log_text(name, text, step)`.
+    It is called in the loop, in process 0; its exceptions end the fit. It may have two more methods:
+    `log_image(name, image, step)` is called with a uint8 array `[height, width]` or `[height, width, channels]`, or with the
+    matplotlib figure that was passed; and `log_text(name, text, step)`.
     """
 
     def log(self, metrics: dict[str, float], step: int) -> Any: ...
@@ -34,7 +34,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """The metrics of one step, and the time at which they were recorded, in seconds since 1970."""
+    """The metrics of one step, and the time when they were recorded, in seconds since 1970."""
 
     step: int
     numbers: Mapping[str, float]
@@ -43,13 +43,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Opening:
-    """What a run of a tracker is opened with.
+    """The arguments to open a tracker's run.
 
     **Arguments:**
 
-    - `folder`: the workdir; None without one.
-    - `run_id`: of the run to continue, which an earlier process began; None for a new one.
-    - `purge_step`: from which on what an earlier process recorded is done again; None for nothing.
+    - `folder`: the workdir, or None.
+    - `run_id`: the id of a run to continue, which an earlier process began; None for a new run.
+    - `purge_step`: the first step that is repeated, of those that an earlier process recorded; None if there is none.
     """
 
     folder: Path | None
@@ -66,10 +66,10 @@ class NamedTracker(Protocol):
 
     **Attributes:**
 
-    - `package`: what is imported. `install`: what to install for it.
-    - `purges`: whether it deletes what is done again; for others that is left out.
-    - `run_id`: by which a later process continues the run.
-    - `where`: the address or folder where it is seen.
+    - `package`: the package to import. `install`: the requirement that provides it, for `pip install`.
+    - `purges`: whether it deletes records of repeated steps. For the others, repeated records are not delivered.
+    - `run_id`: the id by which a later process continues the run.
+    - `where`: the address or folder that shows the run.
     """
 
     package: str
@@ -104,11 +104,11 @@ class TensorBoard:
         for row in rows:
             for name, value in row.numbers.items():
                 self._writer.add_scalar(name, value, row.step, walltime=row.time)
-        self._writer.flush()  # its default of two minutes would be lost to a kill
+        self._writer.flush()  # by default it flushes every two minutes, which a kill would lose
 
     def medium(self, medium: Medium) -> None:
         if medium.is_text:
-            indented = "\n".join("    " + line for line in str(medium.content).splitlines())  # Markdown, as it is
+            indented = "\n".join("    " + line for line in str(medium.content).splitlines())  # a code block in Markdown
             self._writer.add_text(medium.name, indented, medium.step)
         else:
             from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -132,7 +132,7 @@ class WandB:
 
         if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False):
             raise RuntimeError("no API key is configured: run `wandb login`, or set WANDB_MODE=offline")
-        # A run of its own, beside any other of the script. The console is redeqx's: wandb would copy each redraw of it.
+        # A separate run, in addition to any that the script has. The console is not captured: wandb would copy each redraw.
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             name=os.environ.get("WANDB_NAME") or opening.title,
@@ -171,7 +171,7 @@ class MLflow:
     def __init__(self, opening: Opening) -> None:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 
-        # The client, not the module's functions: those keep one active run for the script, which is its own.
+        # The client, not the module's functions: those use one global active run, which belongs to the script.
         self._client = client = MlflowClient()
         if opening.run_id is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
@@ -186,7 +186,7 @@ class MLflow:
     def config(self, values: Mapping[str, str]) -> None:
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
-        known = self._client.get_run(self.run_id).data.params  # these are never changed: they say how the run began
+        known = self._client.get_run(self.run_id).data.params  # never overwritten: they describe the start of the run
         new = [Param(name, value[:_MLFLOW_PARAM]) for name, value in values.items() if name not in known]
         self._client.log_batch(self.run_id, params=new)
 
@@ -207,7 +207,7 @@ class MLflow:
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
 
-_MLFLOW_PARAM, _MLFLOW_BATCH = 6000, 1000  # the characters and metrics that a request may hold
+_MLFLOW_PARAM, _MLFLOW_BATCH = 6000, 1000  # maximum characters of a value, and metrics of a request
 
 
 class Trackio:
@@ -216,14 +216,14 @@ class Trackio:
     def __init__(self, opening: Opening) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
-        # It continues a run by its name, so a name is used once.
+        # Trackio continues a run by its name, so each name must be unique.
         self.run_id = opening.run_id or "-".join(filter(None, [opening.title, uuid.uuid4().hex[:8]]))
         project = os.environ.get("TRACKIO_PROJECT") or PROJECT
         self._run: Any = trackio.init(project, self.run_id, resume="allow", embed=False)
         self.where = f"trackio show --project {project}, run {self.run_id}"
 
     def config(self, values: Mapping[str, str]) -> None:
-        self._run.config.update(values)  # goes with the next row
+        self._run.config.update(values)  # sent with the next row
 
     def rows(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -248,9 +248,10 @@ TRACKERS: dict[str, type[NamedTracker]] = {
 
 
 def check_loggers(loggers: Any, workdir: Path | None, run_tensorboard: bool) -> tuple[list[str], list[Tracker]]:
-    """The trackers by name, each once, and those that are objects. Every process calls it, so that all of them stop.
+    """Returns the names of built-in trackers, without duplicates, and the trackers that are objects.
 
-    Raises TypeError, ValueError and ImportError, as `Console` documents.
+    Every process calls it, so that all of them stop at an error. Raises TypeError, ValueError and ImportError, as `Console`
+    documents.
     """
     if isinstance(loggers, str):
         raise TypeError(f"`loggers`: expected a list of trackers, got {loggers!r}. Pass `loggers=[{loggers!r}]`.")
@@ -285,7 +286,7 @@ def check_loggers(loggers: Any, workdir: Path | None, run_tensorboard: bool) -> 
 
 
 def as_number(name: str, value: SupportsFloat) -> float:
-    """A metric as a float. Raises TypeError for what is not one number."""
+    """Converts a metric to a float. Raises TypeError if it is not one number."""
     try:
         return float(value)
     except (TypeError, ValueError):

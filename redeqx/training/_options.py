@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..data import check_examples, size_of
-from ..errors import Plainly, check_count, check_function, check_predictor, check_readable_again
+from ..errors import FilteredTraceback, check_count, check_function, check_predictor, check_readable_again
 from ..storage import Location
 from ._callbacks import Callbacks
 
@@ -124,7 +124,7 @@ def with_options(
 
         @functools.wraps(method)
         def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> Result:
-            with Plainly():
+            with FilteredTraceback():
                 try:
                     signature.bind(self, *args, **kwargs)
                 except TypeError as error:

@@ -143,8 +143,8 @@ def test_numbers_that_float16_does_not_hold(base, tmp_path, name, capsys):
     model = eqx.tree_at(lambda m: m.stack.blocks.attention.output.bias, model, replace_fn=lambda x: x + 1e6)
     source = save_pretrained(model, config, tmp_path / "large")
     assert error(capsys, "convert", source, tmp_path / name, "--dtype", "float16") == (
-        f"`--dtype`: expected numbers that float16 holds, got larger ones in {source}. Pass bfloat16, which has the range "
-        "of float32."
+        f"`--dtype`: expected numbers in the range of float16, got larger ones in {source}. Pass bfloat16, which has the "
+        "range of float32."
     )
     assert os.listdir(tmp_path) == ["large"]
 
@@ -169,7 +169,7 @@ def test_options_that_do_not_fit(base, adapted, tmp_path, capsys):
             "it was made from, or a DST that ends in .safetensors."
         ),
         (of_adapters, to, "--config", base): (
-            f"`--alpha`: expected what `lora.add` was given for the 1 adapters in {of_adapters}, got none. Its default is "
+            f"`--alpha`: expected the `alpha` of `lora.add` for the 1 adapters in {of_adapters}, got none. Its default is "
             "the rank: here 2."
         ),
         (run, to, "--config", base, "--alpha", "4"): f"`--alpha`: expected adapters in {run}, got none. Leave it out.",
@@ -180,8 +180,7 @@ def test_options_that_do_not_fit(base, adapted, tmp_path, capsys):
             f"`--adapter`: expected a folder with adapter_config.json, got {run}. Pass one of PEFT's."
         ),
         (base, f"{to}.safetensors", "--adapter", run): (
-            f"`--adapter`: expected with a folder to write, got it with the file {to}.safetensors. Leave it out, or write "
-            f"`{to}`."
+            f"`--adapter`: expected a folder as DST, got the file {to}.safetensors. Leave it out, or write `{to}`."
         ),
         (run, to, "--kind", "ema"): "`--kind`: expected one of model, optimizer, got 'ema'. Pass one of them.",
     }
@@ -217,6 +216,6 @@ def test_a_disk_or_a_host_too_small(base, tmp_path, capsys, monkeypatch):
         )
     monkeypatch.setattr("os.sysconf", lambda name: 100)
     assert error(capsys, "convert", base, tmp_path / "to") == (
-        f"`{base}`: expected a model that this host holds (9.77 KiB of memory), got one of 30.7 KiB. Convert it on a larger "
+        f"`{base}`: expected a model that fits this host's memory (9.77 KiB), got one of 30.7 KiB. Convert it on a larger "
         "host."
     )

@@ -154,7 +154,7 @@ def test_check_reads_the_bytes(run, capsys):
         ),
         (
             ("--match", "1.wait"),
-            "`1.wait`: expected a pattern of tensors' names, got one that matches none of 22. Did you mean `1.weight`? "
+            "`1.wait`: expected a pattern of tensor names, got one that matches none of 22. Did you mean `1.weight`? "
             'Quote it, and write "*" for any text.',
         ),
     ],
@@ -170,13 +170,13 @@ def test_paths_that_hold_nothing(tmp_path, run, folder, capsys):
         "`redeqx.models.from_pretrained`."
     )
     assert error(capsys, "inspect", tmp_path) == (
-        f"`{tmp_path}`: expected a workdir, a checkpoint, or a folder of safetensors files, got one whose folders hold "
-        f"some: folder, run. Pass `{tmp_path}/folder`, say."
+        f"`{tmp_path}`: expected a workdir, a checkpoint, or a folder of safetensors files, got one with such folders: "
+        f"folder, run. Pass, for example, `{tmp_path}/folder`."
     )
     (tmp_path / "empty").mkdir()
     assert error(capsys, "inspect", tmp_path / "empty") == (
-        f"`{tmp_path}/empty`: expected a workdir, a checkpoint, or a folder of safetensors files, got one that holds "
-        "nothing. Pass another path; `redeqx inspect --help` lists what is taken."
+        f"`{tmp_path}/empty`: expected a workdir, a checkpoint, or a folder of safetensors files, got one with nothing. "
+        "Pass another path; `redeqx inspect --help` lists the supported ones."
     )
     assert error(capsys, "inspect", run / "ckpts" / "frist").endswith(
         "expected one of last, first, step_00000000, step_00000001, or the path of a checkpoint, got 'frist'. Did you mean "

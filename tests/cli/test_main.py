@@ -37,4 +37,5 @@ def test_a_script_that_is_not_there(options, capsys):
 
 
 def test_no_process(capsys):
-    assert error(capsys, "launch", "--processes", "0", "x.py") == "`--processes`: expected at least 1, got 0. Pass how many."
+    said = error(capsys, "launch", "--processes", "0", "x.py")
+    assert said == "`--processes`: expected at least 1, got 0. Pass the number."

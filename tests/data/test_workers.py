@@ -20,7 +20,7 @@ import pytest
 from redeqx.data._examples import batches, slices
 from redeqx.data._rows import BatchSize
 from redeqx.data._workers import Workers, drawn_ahead
-from redeqx.errors import Plainly
+from redeqx.errors import FilteredTraceback
 from redeqx.machine import make_mesh
 from tests.data import collating
 
@@ -149,7 +149,7 @@ def test_an_error_shows_the_users_frame_and_the_examples(kind):
     with Workers(collating.fails_at_9, 2, kind) as workers:
         with (
             pytest.raises(ValueError, match="nine will not do") as raised,
-            Plainly(),
+            FilteredTraceback(),
             make_closing(collating.fails_at_9, range(40), workers, seed=None) as steps,
         ):
             got.extend(step.places for step in steps)

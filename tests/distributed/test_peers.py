@@ -511,8 +511,8 @@ def test_who_knows_another_token_is_told_so_and_none_of_the_run(room, monkeypatc
     assert found[0] is None
     assert found[2] is None
     assert str(found[1]) == (
-        "`REDEQX_TOKEN`: expected in the environment what process 0 has there, got another at host1. Set one everywhere, or "
-        "none."
+        "`REDEQX_TOKEN`: expected the value of process 0 in the environment, got another at host1. Set the same everywhere, "
+        "or none."
     )
     assert type(found[1]) is ValueError
 
@@ -593,7 +593,7 @@ def test_one_that_is_silent_for_a_heartbeat_is_left(room, capsys):
         assert room.gone(1) == [0]
         assert 0.9 < time.monotonic() - began < 4.0  # neither before nor much later, on busy cores
     assert last_lines(capsys, 1) == [
-        "redeqx: process 1 of 2 is gone: nothing was heard of it for 1 s; the last committed step is 3. Leaving with exit "
+        "redeqx: process 1 of 2 is gone: no message from it for 1 s; the last committed step is 3. Leaving with exit "
         "code 75: run it again to go on."
     ]
 
@@ -627,7 +627,7 @@ def test_of_two_that_fail_at_once_one_speaks(room):
     assert room.gone(2) == sorted({0, 1, 2} - {speaker})
 
 
-def test_what_is_forked_says_nothing(room):
+def test_a_forked_child_sends_nothing(room):
     """Its copies of the connections are closed, and what it asks of the others is refused."""
     coordinator, other = room.started(2)
     links = dict(other._links)
@@ -638,7 +638,7 @@ def test_what_is_forked_says_nothing(room):
     assert [link.fileno() for link in copies] == [-1]
     copy.broadcast("word")
     copy.close()
-    with pytest.raises(PeerError, match=r"^`Deployer`: expected a call from a process of the run, got one from a child"):
+    with pytest.raises(PeerError, match=r"^`Deployer`: expected a call from a process of the run, got one from a forked"):
         copy.gather("x", 1)
     assert at_once(partial(coordinator.gather, "x", 0), partial(other.gather, "x", 1)) == [[0, 1]] * 2
 

@@ -142,7 +142,7 @@ def test_process_0_decides_and_warns(trio):
     assert [each["score"] for each in found] == [0.5] * 3
     (warning,) = caught
     assert str(warning.message) == (
-        "`eval_metric_fn`: expected `score` to be 0.5, as in process 0, got 0.25 in process 1. Process 0's decides: compute "
+        "`eval_metric_fn`: expected `score` to be 0.5, as in process 0, got 0.25 in process 1. Process 0's is used: compute "
         "it from all the outputs."
     )
     alike = [{"loss": nan, "score": 0.5}] * 3

@@ -531,18 +531,18 @@ def test_it_exits_with_3_where_it_does_not_fit(script, tmp_path):
     "kind, code, expected",
     [
         ("raises", 1, "KeyError: 'mine'"),
-        ("never", 2, "train.py`: expected a call of `Trainer.fit` or `Trainer.train`, got to its end without one."),
+        ("never", 2, "train.py`: expected a call of `Trainer.fit` or `Trainer.train`, got none before the end of"),
         pytest.param("huge", 1, "Make it with `deployer.init(lambda: Model(key=key))`", marks=pytest.mark.sweep),
         pytest.param(
             "divides",
             1,
-            "where models are shapes, `eval_loss` returned zeros. Where that is the cause, leave it out with `if",
+            "while models are shapes, `eval_loss` returned zeros. If that is the cause, skip that code with `if",
             marks=pytest.mark.sweep,
         ),
         pytest.param(
             "computes",
             1,
-            "where models are shapes. Where that is the cause, leave it out with `if not deployer",
+            "while models are shapes. If that is the cause, skip that code with `if not deployer",
             marks=pytest.mark.sweep,
         ),
     ],

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.errors import ARGUMENTS_OF_PREDICTOR, ARGUMENTS_OF_TRAINER, OF_DEPLOYER, OF_PREDICTOR, OF_TRAINER
+from redeqx.errors import REDCO_DEPLOYER, REDCO_PREDICTOR, REDCO_PREDICTOR_ARGUMENTS, REDCO_TRAINER, REDCO_TRAINER_ARGUMENTS
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def made():
     return {"Deployer": deployer, "Trainer": trainer, "Predictor": predictor}
 
 
-NAMES = {"Deployer": OF_DEPLOYER, "Trainer": OF_TRAINER, "Predictor": OF_PREDICTOR}
+NAMES = {"Deployer": REDCO_DEPLOYER, "Trainer": REDCO_TRAINER, "Predictor": REDCO_PREDICTOR}
 
 
 @pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, names in NAMES.items() for name in names])
@@ -38,18 +38,18 @@ def test_a_name_of_redco_is_an_error_that_says_ours(made, cls, name):
     assert name not in dir(type(made[cls]))  # or it would be ours
 
 
-@pytest.mark.parametrize("name", ARGUMENTS_OF_TRAINER)
+@pytest.mark.parametrize("name", REDCO_TRAINER_ARGUMENTS)
 def test_an_argument_of_redcos_trainer_is_an_error_that_says_ours(made, name):
-    message = f"`Trainer({name}=)`: expected an argument of redeqx, got one of Redco. {ARGUMENTS_OF_TRAINER[name]}"
+    message = f"`Trainer({name}=)`: expected an argument of redeqx, got one of Redco. {REDCO_TRAINER_ARGUMENTS[name]}"
     with pytest.raises(TypeError) as caught:
         redeqx.Trainer(made["Deployer"], collate_fn=np.stack, optimizer=optax.sgd(1.0), **{name: None})
     assert str(caught.value) == message
     assert name not in inspect.signature(redeqx.Trainer).parameters
 
 
-@pytest.mark.parametrize("name", ARGUMENTS_OF_PREDICTOR)
+@pytest.mark.parametrize("name", REDCO_PREDICTOR_ARGUMENTS)
 def test_an_argument_of_redcos_predictor_is_an_error_that_says_ours(made, name):
-    message = f"`Predictor({name}=)`: expected an argument of redeqx, got one of Redco. {ARGUMENTS_OF_PREDICTOR[name]}"
+    message = f"`Predictor({name}=)`: expected an argument of redeqx, got one of Redco. {REDCO_PREDICTOR_ARGUMENTS[name]}"
     with pytest.raises(TypeError) as caught:
         redeqx.Predictor(made["Deployer"], collate_fn=np.stack, pred_fn=print, **{name: None})
     assert str(caught.value) == message

@@ -210,7 +210,7 @@ def test_glue_s_folders_are_taken_as_they_lie(tmp_path):
         write(tmp_path / "MNLI" / name, rows, mnli)
     assert [label for _, label in read_task("mnli", tmp_path, 8, 1).test[:3]] == [0, 1, 2]
     write(tmp_path / "MNLI" / "dev_matched.tsv", [["a", "b", "x", "-"]], mnli)
-    expected = r"row 2: expected a gold_label of contradiction, neutral or entailment, got '-'\. Mend"
+    expected = r"row 2: expected a gold_label of contradiction, neutral or entailment, got '-'\. Fix"
     with pytest.raises(ValueError, match=expected):
         read_task("mnli", tmp_path, 8, 1)
 
@@ -218,7 +218,7 @@ def test_glue_s_folders_are_taken_as_they_lie(tmp_path):
     rows = [["a", "b", 0], ["a"], ["c", "d", 1], ["a", "b", "c", "d"]] * 3
     for name in ("train.tsv", "dev.tsv"):
         write(tmp_path / "QQP" / name, rows, qqp)
-    with pytest.warns(UserWarning, match=r"\.tsv`: 6 rows of other lengths are left out, the first row 3"):
+    with pytest.warns(UserWarning, match=r"\.tsv`: 6 rows of other lengths are skipped, the first row 3"):
         task = read_task("qqp", tmp_path, 8, 1)
     assert [label for _, label in task.test] == [0, 1] * 3
     write(tmp_path / "QQP" / "dev.tsv", [["a"], ["a", "b", "x"]], qqp)
@@ -314,7 +314,7 @@ def test_a_table_of_other_columns_is_named(cola, stsb):
 
 def test_tasks_say_what_data_they_want(tmp_path):
     for task, wanted in (("cola", "train.tsv and dev.tsv"), ("images", "subfolders of images")):
-        with pytest.raises(ValueError, match=f"`--data`: expected with `--task {task}` a folder that holds {wanted}"):
+        with pytest.raises(ValueError, match=f"`--data`: expected a folder for `--task {task}` with {wanted}"):
             read_task(task, None, 8, 1)
     with pytest.raises(ValueError, match="`--data`: expected none with `--task digits`"):
         read_task("digits", tmp_path, 8, 1)

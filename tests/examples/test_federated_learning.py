@@ -152,8 +152,8 @@ def test_it_learns_and_leaves_picture_checkpoint_and_scores(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (Args(clients_per_round=21), r"`--clients-per-round`: expected 1 to the 20 clients that there are, got 21\."),
-        (Args(clients_per_round=0), r"`--clients-per-round`: expected 1 to the 20 clients that there are, got 0\."),
+        (Args(clients_per_round=21), r"`--clients-per-round`: expected 1 to the number of clients, 20, got 21\."),
+        (Args(clients_per_round=0), r"`--clients-per-round`: expected 1 to the number of clients, 20, got 0\."),
         (Args(local_epochs=0), r"`--local-epochs`: expected at least 1, got 0\."),
         (Args(local_batch_size=0), r"`--local-batch-size`: expected at least 1, got 0\."),
         (Args(rounds_per_epoch=-1), r"`--rounds-per-epoch`: expected at least 1, got -1\."),
@@ -167,13 +167,13 @@ def test_numbers_that_make_no_rounds_are_refused(args, message):
 
 @pytest.mark.parametrize(("n_clients", "shards"), [(100, 20), (0, 2), (5, 0)])
 def test_more_shards_than_images_are_refused(n_clients, shards):
-    rule = r"`--n-clients`, `--shards-per-client`: expected 1 to 1257 shards in all"
+    rule = r"`--n-clients`, `--shards-per-client`: expected 1 to 1257 shards in total"
     with pytest.raises(ValueError, match=rf"{rule}, .*, got {n_clients} x {shards} = {n_clients * shards}\."):
         cut_clients(digits()[0], n_clients, shards, seed=0)
 
 
 def test_folders_of_images(tmp_path):
-    with pytest.raises(ValueError, match=r"data`: expected two or more subfolders with images, one a class, got 0\."):
+    with pytest.raises(ValueError, match=r"data`: expected two or more subfolders with images, one per class, got 0\."):
         read_data(tmp_path / "data", 8)
     for name in ("cat", "dog"):
         (tmp_path / "data" / name).mkdir(parents=True)

@@ -206,6 +206,6 @@ def test_a_captioner_that_lacks_something_or_wants_other_images_is_refused(tmp_p
     (folder / "config.json").write_text(json.dumps({**keys, "pad_token_id": 0}))
     refused(args, folder, "expected a tokenizer.json, got none")
     learn_tokenizer(["a"], 320).save(str(folder / "tokenizer.json"))
-    refused(args, folder / "tokenizer.json", "expected at most 64 ids, as the model has", "got 259")
+    refused(args, folder / "tokenizer.json", "expected at most 64 ids, as in the model", "got 259")
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
     refused(args, "`--pretrained`: expected a model of images [1, 20, 20] for pictures of digits, got [3, 8, 8]")

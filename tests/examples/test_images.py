@@ -49,12 +49,14 @@ def test_captions_stand_in_a_table_beside_the_images(tmp_path):
 
 
 def test_bad_folders_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"`.*`: expected two or more subfolders with images, one a class, got 0\."):
+    with pytest.raises(ValueError, match=r"`.*`: expected two or more subfolders with images, one per class, got 0\."):
         read_classes(tmp_path, size=8)
     with pytest.raises(ValueError, match=r"`.*missing`: expected two or more subfolders"):
         read_classes(tmp_path / "missing", size=8)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"`.*empty`: expected at least 5 images, to train, choose and test by, got 0\."):
+    with pytest.raises(
+        ValueError, match=r"`.*empty`: expected at least 5 images, for training, validation and testing, got 0"
+    ):
         read_classes(tmp_path, size=8)
     (tmp_path / "empty" / "0.png").write_text("no image")
     with pytest.raises(ValueError, match=r"`.*0\.png`: expected an image, got a file that Pillow cannot read\."):
@@ -64,7 +66,7 @@ def test_bad_folders_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"`.*metadata\.jsonl`: expected a line of .* got no folder"):
         read_captions(tmp_path / "missing", size=8)
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "b.png", "text": "b"}) + "\n")
-    with pytest.raises(ValueError, match=r"`.*metadata\.jsonl` row 1: expected the file 'b\.png' beside it, got none\."):
+    with pytest.raises(ValueError, match=r"`.*metadata\.jsonl` row 1: expected the file 'b\.png' next to it, got none\."):
         read_captions(tmp_path, size=8)
 
 

@@ -212,7 +212,7 @@ def test_reads_a_folder_by_file(tmp_path, capsys):
     assert len(held_out_files) == 2
     assert all(f"file {i} " in train for i in set(range(40)) - held_out_files)
     assert not any(f"file {i} " in train for i in held_out_files)
-    assert "photo: not UTF-8, left out" in capsys.readouterr().out
+    assert "photo: not UTF-8, skipped" in capsys.readouterr().out
 
 
 def test_reads_the_standard_library_and_nothing_installed_in_it():
@@ -223,7 +223,7 @@ def test_reads_the_standard_library_and_nothing_installed_in_it():
 
 
 def test_rejects_data_without_text(tmp_path):
-    with pytest.raises(ValueError, match=r"`--data`: expected text to train on and to hold out, got 0 characters in .*"):
+    with pytest.raises(ValueError, match=r"`--data`: expected text for training and evaluation, got 0 characters in .*"):
         read_texts(tmp_path / "missing")
 
 
@@ -366,7 +366,7 @@ def test_what_is_refused(folder, pairs_file, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": 3}\n')
     assert refused(read_pairs, bad, "prompt", "response").startswith(f"`{bad}` row 2: `response`: expected text, got 3. ")
-    assert "`--seq-len`: expected at least 5, to hold the response 'long'..., got 4. " in refused(
+    assert "`--seq-len`: expected at least 5, for the response 'long'..., got 4. " in refused(
         cut_pairs, [("p", "long")], load_vocabulary(None), 4
     )
     assert "`--lora-rank`: expected with `--pretrained`, got 4 alone." in refused(main, Args(lora_rank=4, workdir=tmp_path))

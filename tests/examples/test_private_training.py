@@ -256,7 +256,7 @@ def test_numbers_that_no_guarantee_has_are_refused(args, message):
 
 
 def test_folders_of_images(tmp_path):
-    with pytest.raises(ValueError, match=r"data`: expected two or more subfolders with images, one a class, got 0\."):
+    with pytest.raises(ValueError, match=r"data`: expected two or more subfolders with images, one per class, got 0\."):
         read_data(tmp_path / "data", 8)
     for name in ("cat", "dog"):
         (tmp_path / "data" / name).mkdir(parents=True)

@@ -236,7 +236,7 @@ def test_folders_without_images_are_refused(tmp_path, images):
         main(Args(data=tmp_path, workdir=tmp_path / "run"))
     lines = (images / "metadata.jsonl").read_text("utf-8").splitlines()
     (tmp_path / "metadata.jsonl").write_text(lines[0] + "\n", "utf-8")
-    with pytest.raises(ValueError, match=r"row 1: expected the file '0.png' beside it, got none"):
+    with pytest.raises(ValueError, match=r"row 1: expected the file '0.png' next to it, got none"):
         main(Args(data=tmp_path, workdir=tmp_path / "run"))
     shutil.copy(images / "0.png", tmp_path)
     with pytest.raises(ValueError, match=rf"`{re.escape(str(tmp_path))}`: expected 10 images, .* got 1\."):
@@ -274,7 +274,7 @@ def test_folders_that_are_no_pipeline_are_refused(saved, tmp_path):
     refused(lambda folder: (folder / "tokenizer/tokenizer.json").unlink(), r"`FOLDER/tokenizer`: expected a tokenizer.json")
     scheduler = "scheduler/scheduler_config.json"
     refused(lambda folder: (folder / scheduler).unlink(), rf"`FOLDER/{scheduler}`: expected a file, got an empty folder")
-    message = r"`FOLDER/unet/config.json`: `cross_attention_dim`: expected 32, as the other parts have it, got 16"
+    message = r"`FOLDER/unet/config.json`: `cross_attention_dim`: expected 32, as in the other parts, got 16"
     refused(widen, message)
 
 

@@ -145,13 +145,13 @@ def test_pairs_of_two_aligned_files(suffix, tmp_path):
 def test_files_that_are_not_aligned(tmp_path):
     english, german = tmp_path / "train.en", tmp_path / "train.de"
     english.write_text("A dog.\nTwo men.\n")
-    with pytest.raises(ValueError, match=r"train\.de`: expected a text file, got none\. Give"):
+    with pytest.raises(ValueError, match=r"train\.de`: expected a text file, got none\. Pass"):
         aligned_pairs(english, german)
     german.write_text("Ein Hund.\n")
-    with pytest.raises(ValueError, match=r"train\.de`: expected 2 lines, as `.*train\.en` has, got 1\. Give files whose"):
+    with pytest.raises(ValueError, match=r"train\.de`: expected 2 lines, as in `.*train\.en`, got 1\. Pass files whose"):
         aligned_pairs(english, german)
     german.write_text("Ein Hund.\n\n")
-    with pytest.raises(ValueError, match=r"train\.de` line 2: expected a text, got an empty line\. Take that line out"):
+    with pytest.raises(ValueError, match=r"train\.de` line 2: expected a text, got an empty line\. Remove that line"):
         aligned_pairs(english, german)
     with pytest.raises(
         ValueError, match=r"`--target-data`: expected with `--data`, got .*train\.de alone\. Pass the sources"
@@ -252,7 +252,7 @@ def test_a_tokenizer_of_another_model(finished):
     larger.add_tokens([f"word{i}" for i in range(500)])
     try:
         larger.save(str(folder / "tokenizer.json"))
-        with pytest.raises(ValueError, match=r"tokenizer\.json`: expected at most 320 ids, as the model has, got \d+\. Put"):
+        with pytest.raises(ValueError, match=r"tokenizer\.json`: expected at most 320 ids, as in the model, got \d+\. Use"):
             load_pretrained(folder, redeqx.Deployer(verbose=False))
         (folder / "tokenizer.json").unlink()
         with pytest.raises(ValueError, match=r"model`: expected a tokenizer\.json, got none\. Write one"):

@@ -59,7 +59,7 @@ def test_a_learnt_tokenizer_gives_the_text_back_and_is_loaded_from_a_folder(tmp_
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"`.*`: expected a tokenizer\.json, got none\. Write one with `AutoTokenizer"):
+    with pytest.raises(ValueError, match=r"`.*`: expected a tokenizer\.json, got none\. Write one with transformers"):
         load_tokenizer(tmp_path)
 
 

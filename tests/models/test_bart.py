@@ -1,4 +1,4 @@
-"""BART: what is its own beside the outputs that `test_parity.py` and `test_golden.py` compare."""
+"""BART: behavior beyond the outputs that `test_parity.py` and `test_golden.py` compare."""
 
 import dataclasses
 
@@ -15,10 +15,10 @@ from redeqx.models.bart import Bart, BartConfig
 from redeqx.models.hf._reader import ConfigReader
 from tests.models.families._case import is_shape, random_model
 
-# A newcomer's `make test` compares the family's outputs with transformers', in `test_golden.py`.
+# Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.
 pytestmark = pytest.mark.sweep
 
-# Two sides that differ in all they can.
+# An encoder and a decoder that differ in all possible sizes.
 CONFIG = BartConfig(
     vocab_size=43,
     n_positions=14,
@@ -64,7 +64,7 @@ def decode(model, ids, cache, mask=None):
 # --- positions and masks ----------------------------------------------------------------------------------------------
 
 
-def test_decoding_in_pieces_after_left_padding_equals_the_call(model):
+def test_decoding_in_pieces_after_left_padding_equals_a_call(model):
     model = eqx.nn.inference_mode(model)
     mask, decoder_mask = jnp.arange(8) < 6, jnp.arange(7) >= 2
     expected = run(model, IDS, DECODER_IDS, mask, decoder_mask)
@@ -78,18 +78,18 @@ def test_decoding_in_pieces_after_left_padding_equals_the_call(model):
     assert int(cache.index) == 7
 
 
-def test_padding_is_counted_but_not_seen(model, logits):
+def test_padding_counts_in_positions_but_is_masked(model, logits):
     model = eqx.nn.inference_mode(model)
     right, left = jnp.concatenate([IDS, jnp.ones(3, int)]), jnp.concatenate([jnp.ones(3, int), IDS])
     before, after = jnp.arange(11) < 8, jnp.arange(11) >= 3
     np.testing.assert_allclose(run(model, right, DECODER_IDS, before, ALL_DECODER), logits, atol=1e-4)
-    # On the left it moves what comes after it to other positions.
+    # On the left it shifts the positions of the tokens after it.
     moved = run(model, left, DECODER_IDS, after, ALL_DECODER)
     assert np.abs(moved - logits).max() > 1e-2
     np.testing.assert_allclose(run(model, left.at[0].set(30), DECODER_IDS, after, ALL_DECODER), moved, atol=1e-5)
 
 
-def test_a_target_token_sees_only_those_before_it(model, logits):
+def test_a_target_token_attends_only_to_earlier_tokens(model, logits):
     after = run(eqx.nn.inference_mode(model), IDS, DECODER_IDS.at[4].set(40), ALL, ALL_DECODER)
     np.testing.assert_allclose(after[:4], logits[:4], atol=1e-5)
     assert not np.isclose(after[4:], logits[4:]).all(axis=-1).any()
@@ -108,14 +108,14 @@ def test_rejects_more_tokens_than_positions(model):
 # --- labels, and the bias of the logits -------------------------------------------------------------------------------
 
 
-def test_labels_become_the_decoders_inputs(model):
+def test_shift_right_turns_labels_into_decoder_inputs(model):
     np.testing.assert_array_equal(model.shift_right(jnp.array([7, 8, 2, -100, -100])), [2, 7, 8, 2, 1])
     without = make_model(dataclasses.replace(CONFIG, pad_token_id=None))
-    with pytest.raises(ValueError, match=r"`pad_token_id`: expected a token, got None\. Give the config one\."):
+    with pytest.raises(ValueError, match=r"`pad_token_id`: expected a token, got None\. Set it in the config\."):
         without.shift_right(jnp.array([7, 8]))
 
 
-def test_hidden_states_and_logits_are_the_call_in_two(model, logits):
+def test_logits_of_hidden_states_equal_a_call(model, logits):
     model = eqx.nn.inference_mode(model)
     hidden = eqx.filter_jit(lambda model: model.hidden(IDS, DECODER_IDS))(model)
     assert hidden.shape == (7, 24)
@@ -125,7 +125,7 @@ def test_hidden_states_and_logits_are_the_call_in_two(model, logits):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_dropout_follows_the_key_and_inference_mode_removes_it(model, logits):
+def test_dropout_depends_on_the_key_and_is_off_in_inference_mode(model, logits):
     a, same, b = (run(model, IDS, DECODER_IDS, key=jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(a, same)
     assert min(np.abs(x - y).mean() for x, y in ((a, b), (a, logits), (b, logits))) > 0.01
@@ -155,7 +155,7 @@ def test_remat_changes_neither_value_nor_gradients():
     for name, grad in plain.items():
         if eqx.is_array(grad):
             np.testing.assert_allclose(grad, remat[name], rtol=1e-4, atol=1e-6)
-            # Every leaf takes part; the bias of the logits is none that is trained.
+            # Every leaf has a gradient, except for the bias of the logits, which is not trained.
             assert np.any(grad != 0) == (name != "logits_bias"), name
 
 
@@ -182,7 +182,7 @@ def test_initial_weights_are_those_of_transformers_code():
 )
 def test_presets_have_the_published_number_of_parameters(config, n_parameters):
     model = eqx.filter_eval_shape(Bart, config, key=jax.random.key(0))
-    assert model.logits_bias.size == config.vocab_size  # of the original a buffer, not counted
+    assert model.logits_bias.size == config.vocab_size  # a buffer in the original, not counted
     assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == n_parameters + config.vocab_size
 
 
@@ -204,7 +204,7 @@ def test_bfloat16_stays_bfloat16(model, logits):
 @pytest.mark.parametrize(
     "config", [CONFIG, BartConfig(), BartConfig.bart_base(), BartConfig(is_scaled=True, activation="relu")]
 )
-def test_a_config_is_read_as_it_was_written(config):
+def test_config_round_trip(config):
     assert BartConfig.from_hf(ConfigReader(config.to_hf())) == config
 
 
@@ -213,7 +213,7 @@ def test_absent_and_null_keys_and_old_spellings():
     read = BartConfig.from_hf(ConfigReader({"forced_eos_token_id": None, "eos_token_id": [2, 5], "pad_token_id": None}))
     assert read == BartConfig(forced_eos_token_id=None, eos_token_id=(2, 5), pad_token_id=None)
     assert BartConfig.from_hf(ConfigReader(read.to_hf())) == read
-    # As folders of before transformers 4.3 have them.
+    # As in folders from before transformers 4.3.
     old = {"force_bos_token_to_be_generated": True, "num_hidden_layers": 6, "normalize_before": False, "decoder_layers": 6}
     assert BartConfig.from_hf(ConfigReader(old)) == BartConfig(n_layers=6, n_decoder_layers=6, forced_bos_token_id=0)
 
@@ -246,7 +246,7 @@ def test_refuses_what_it_does_not_implement(key, value, expected):
     )
 
 
-def test_one_token_at_most_ends_a_text_by_force():
+def test_at_most_one_forced_end_token():
     with pytest.raises(TypeError) as error:
         BartConfig.from_hf(ConfigReader({**CONFIG.to_hf(), "forced_eos_token_id": [2, 3]}))
     assert str(error.value) == "`config.json`: `forced_eos_token_id`: expected int, got [2, 3]. Correct the file."
@@ -267,8 +267,8 @@ def test_rejects_a_wrong_config(field, value, message):
         dataclasses.replace(CONFIG, **{field: value})
 
 
-def test_a_folder_of_the_base_model_loads_with_no_bias_on_the_logits(tmp_path, model):
-    """As the Hub has bart-base and bart-large: without the prefix, with copies of the table, and without the head."""
+def test_a_folder_of_the_base_model_loads_with_a_zero_logits_bias(tmp_path, model):
+    """As bart-base and bart-large on the Hub: without the prefix, with copies of the embedding, and without the head."""
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
     save_pretrained(half, CONFIG, tmp_path)
     path = tmp_path / "model.safetensors"

@@ -1,4 +1,4 @@
-"""BERT: what its users rely on beside parity."""
+"""BERT: behavior beyond parity of outputs."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from redeqx.models.bert import Bert, BertConfig, BertForMaskedLM, BertForSequenc
 from redeqx.models.hf._reader import ConfigReader
 from tests.models.families._case import in_float64, is_shape, random_model
 
-# A newcomer's `make test` compares the family's outputs with transformers', in `test_golden.py`.
+# Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.
 pytestmark = pytest.mark.sweep
 
 CONFIG = BertConfig(
@@ -79,7 +79,7 @@ def test_presets_have_the_published_number_of_parameters(config, n_parameters):
     assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == n_parameters
 
 
-def test_a_token_sees_both_ways_and_no_padding(base):
+def test_a_token_attends_in_both_directions_and_not_to_padding(base):
     model = eqx.nn.inference_mode(base)
     mask = jnp.arange(7) < 5
     whole, masked = run(model, IDS), run(model, IDS, mask=mask)
@@ -89,7 +89,7 @@ def test_a_token_sees_both_ways_and_no_padding(base):
     assert not np.isclose(run(model, IDS.at[4].set(9), mask=mask)[:5], masked[:5]).all(axis=-1).any()
 
 
-def test_token_types_are_zeros_where_none_are_given(base):
+def test_token_types_default_to_zeros(base):
     model = eqx.nn.inference_mode(base)
     np.testing.assert_allclose(run(model, IDS, token_types=0 * TYPES), run(model, IDS), rtol=1e-5, atol=1e-6)
     assert not np.isclose(run(model, IDS, token_types=TYPES), run(model, IDS)).all(axis=-1).any()
@@ -97,7 +97,7 @@ def test_token_types_are_zeros_where_none_are_given(base):
     assert np.isnan(run(model, IDS.at[3].set(41))).all()
 
 
-def test_a_classifier_reads_the_pooled_first_token(classifier):
+def test_a_classifier_uses_the_pooled_first_token(classifier):
     model = eqx.nn.inference_mode(classifier)
     hidden = run(model.bert, IDS)
     pooled = np.tanh(model.bert.pooler.weight @ hidden[0] + model.bert.pooler.bias)
@@ -105,7 +105,7 @@ def test_a_classifier_reads_the_pooled_first_token(classifier):
     np.testing.assert_allclose(run(model, IDS), logits, rtol=1e-4, atol=1e-5)
 
 
-def test_logits_of_hidden_states_are_those_of_a_call_and_chunks_make_the_same_loss(mlm):
+def test_logits_of_hidden_states_equal_a_call_and_chunks_give_the_same_loss(mlm):
     model = eqx.nn.inference_mode(mlm)
 
     @eqx.filter_jit
@@ -122,7 +122,7 @@ def test_logits_of_hidden_states_are_those_of_a_call_and_chunks_make_the_same_lo
 
 
 @pytest.mark.parametrize("cls", [BertForMaskedLM, BertForSequenceClassification])
-def test_dropout_follows_the_key_and_inference_mode_removes_it(cls):
+def test_dropout_depends_on_the_key_and_is_off_in_inference_mode(cls):
     model = make(cls)
     a, same, b = (run(model, IDS, key=jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(a, same)
@@ -139,7 +139,7 @@ def test_each_dropout_has_its_own_rate(name):
     assert not np.isclose(a, b).all()
 
 
-def test_the_head_drops_as_the_rest_does_where_it_has_no_rate_of_its_own():
+def test_the_heads_dropout_rate_defaults_to_dropout():
     config = dataclasses.replace(CONFIG, classifier_dropout=None)
     assert eqx.filter_eval_shape(BertForSequenceClassification, config, key=jax.random.key(0)).dropout.p == 0.2
 
@@ -151,12 +151,12 @@ def test_remat_changes_neither_value_nor_gradients():
         return jnp.sum(jnp.arange(5) * model(IDS, token_types=TYPES))
 
     configs = [dataclasses.replace(QUIET, remat=remat) for remat in (False, True)]
-    with jax.enable_x64(True):  # sums in another order differ less than a wrong derivative does
+    with jax.enable_x64(True):  # in float64, another order of sums differs less than a wrong derivative
         results = [loss(in_float64(make(BertForSequenceClassification, config))) for config in configs]
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-7)
     for a, b in zip(*(jax.tree.leaves(grads) for _, grads in results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-        assert np.any(np.asarray(a))  # every leaf takes part
+        assert np.any(np.asarray(a))  # every leaf has a gradient
 
 
 def test_bfloat16_stays_bfloat16(mlm):
@@ -186,8 +186,8 @@ def test_initial_weights():
 
 
 def as_first_published(mlm, folder):
-    """The folder of bert-base-uncased: TensorFlow's names of norms, a pooler, a head for pairs of sentences, a decoder that
-    is the embedding, and a counter."""
+    """Writes a folder like bert-base-uncased: TensorFlow's names of norms, a pooler, a next-sentence head, a copy of the
+    embedding as the decoder, and a counter."""
     save_pretrained(mlm, CONFIG, folder)
     tensors = load_file(folder / "model.safetensors")
     rng = np.random.default_rng(1)
@@ -205,7 +205,7 @@ def as_first_published(mlm, folder):
     return old
 
 
-def test_a_folder_as_first_published(mlm, tmp_path):
+def test_the_first_published_folder_loads(mlm, tmp_path):
     old = as_first_published(mlm, tmp_path)
     for architecture in ("BertForMaskedLM", "BertForPreTraining"):
         fields = json.loads((tmp_path / "config.json").read_text())
@@ -226,7 +226,7 @@ def test_a_folder_as_first_published(mlm, tmp_path):
         from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"`classifier\.weight`: expected for `classifier\.weight`, got none\."):
         BertForSequenceClassification.from_pretrained(tmp_path)
-    # The remedy is one that the config does not forbid: this family has no head of its own.
+    # The remedy must be allowed by the config: this family has no separate head.
     save_file(
         {**old, "cls.predictions.decoder.weight": old["cls.predictions.decoder.weight"] + 1}, tmp_path / "model.safetensors"
     )
@@ -237,7 +237,7 @@ def test_a_folder_as_first_published(mlm, tmp_path):
     assert "tie_word_embeddings" not in str(raised.value)
 
 
-def test_a_folder_without_a_pooler_gives_a_model_without(mlm, tmp_path):
+def test_a_folder_without_a_pooler_gives_a_model_without_one(mlm, tmp_path):
     save_pretrained(mlm, CONFIG, tmp_path)
     bert, config = Bert.from_pretrained(tmp_path)
     assert config == dataclasses.replace(CONFIG, has_pooler=False)
@@ -252,7 +252,7 @@ def test_a_folder_without_a_pooler_gives_a_model_without(mlm, tmp_path):
         Bert.from_pretrained(tmp_path, has_pooler=True)
 
 
-def test_a_pretrained_bert_goes_into_a_new_classifier(base, tmp_path):
+def test_a_pretrained_bert_in_a_new_classifier(base, tmp_path):
     save_pretrained(base, CONFIG, tmp_path)
     bert, config = Bert.from_pretrained(tmp_path)
     config = dataclasses.replace(config, n_classes=3)
@@ -267,7 +267,7 @@ def test_a_pretrained_bert_goes_into_a_new_classifier(base, tmp_path):
     assert_same(without, eqx.tree_at(lambda bert: bert.pooler, base, None))
 
 
-def test_config_comes_back():
+def test_config_round_trip():
     for config in (
         CONFIG,
         QUIET,

@@ -1,4 +1,4 @@
-"""CLIP: what its users rely on beside parity."""
+"""CLIP: behavior beyond parity of outputs."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from redeqx.models.clip import CLIP, CLIPConfig, CLIPText, CLIPTextConfig, CLIPV
 from redeqx.models.hf._reader import ConfigReader
 from tests.models.families._case import in_float64, is_shape, random_model
 
-# A newcomer's `make test` compares the family's outputs with transformers', in `test_golden.py`.
+# Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.
 pytestmark = pytest.mark.sweep
 
 TEXT = CLIPTextConfig(
@@ -73,7 +73,7 @@ def test_embeddings_have_length_one_and_logits_are_scaled_cosines():
     np.testing.assert_allclose(logits, cosine * np.array([[1, -1], [-1, 1], [1, -1]]), rtol=1e-5)
 
 
-def test_a_token_sees_only_those_before_it_and_no_padding():
+def test_a_token_attends_only_to_earlier_tokens_and_not_to_padding():
     model = eqx.nn.inference_mode(make(CLIPText, TEXT))
     mask = jnp.arange(7) < 5
     whole, masked = run(model, IDS), run(model, IDS, mask=mask)
@@ -93,7 +93,7 @@ def test_a_text_is_pooled_at_its_first_end_or_its_largest_id():
     assert old.pool(hidden, IDS)[0] == 4
 
 
-def test_dropout_follows_the_key_and_inference_mode_removes_it():
+def test_dropout_depends_on_the_key_and_is_off_in_inference_mode():
     model = make(CLIP, CONFIG)
     a, same, b = (jnp.stack(run(model, IDS, PIXELS, key=jax.random.key(i))) for i in (0, 0, 1))
     np.testing.assert_array_equal(a, same)
@@ -113,7 +113,7 @@ def test_remat_changes_neither_value_nor_gradients():
         return jnp.sum(jnp.arange(16) * model.pool(model(IDS), IDS))
 
     configs = [dataclasses.replace(config, remat=remat) for remat in (False, True)]
-    with jax.enable_x64(True):  # sums in another order differ less than a wrong derivative does
+    with jax.enable_x64(True):  # in float64, another order of sums differs less than a wrong derivative
         results = [loss(in_float64(make(CLIPText, config))) for config in configs]
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-7)
     for a, b in zip(*(jax.tree.leaves(grads) for _, grads in results), strict=True):
@@ -155,7 +155,7 @@ def test_initial_weights():
         assert np.all(layer.bias == 0)
 
 
-def test_halves_are_read_from_the_folder_of_both(folder):
+def test_text_and_vision_models_load_from_a_clip_folder(folder):
     model = make(CLIP, CONFIG)
     text, config = CLIPText.from_pretrained(folder)
     assert config == TEXT
@@ -165,8 +165,8 @@ def test_halves_are_read_from_the_folder_of_both(folder):
     assert_same(vision, model.vision)
 
 
-def test_a_half_in_the_spelling_before_transformers_5(folder, tmp_path):
-    """As the Hub holds Stable Diffusion's text encoder, and as a text model was saved with the config of both."""
+def test_a_text_model_with_names_before_transformers_5(folder, tmp_path):
+    """As Stable Diffusion's text encoder on the Hub, and as a text model saved with the config of both models."""
     tensors = {name: x for name, x in load_file(folder / "model.safetensors").items() if name.startswith("text_model.")}
     tensors["text_model.embeddings.position_ids"] = np.arange(9)[None]
     save_file(tensors, tmp_path / "model.safetensors")
@@ -179,7 +179,7 @@ def test_a_half_in_the_spelling_before_transformers_5(folder, tmp_path):
         assert_same(model, make(CLIP, CONFIG).text)
 
 
-def test_an_unread_key_of_a_half_is_written_back(folder, tmp_path):
+def test_an_unread_key_of_a_submodel_is_written_back(folder, tmp_path):
     fields = json.loads((folder / "config.json").read_text())
     fields["text_config"]["projection_dim"] = 12
     fields["initializer_factor"] = 1.0
@@ -200,7 +200,7 @@ def test_an_empty_config_is_the_default_one():
         assert cls.from_hf(ConfigReader({})) == cls()
 
 
-def test_a_half_that_an_old_config_holds_twice():
+def test_a_submodel_that_an_old_config_contains_twice():
     fields = {"text_config": {"hidden_size": 768, "eos_token_id": 2}, "text_config_dict": {"hidden_size": 768}}
     assert CLIPConfig.from_hf(ConfigReader(fields)).text == CLIPTextConfig(d_model=768)
     assert CLIPTextConfig.from_hf(ConfigReader(fields)) == CLIPTextConfig(d_model=768, eos_token_id=2)

@@ -1,4 +1,4 @@
-"""Every family against what `transformers` and `diffusers` said once, on weights that follow from their names."""
+"""Compares every family with stored outputs of `transformers` and `diffusers`, with the weights of `fill`."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from tests.models.families._case import assert_equal, collect, fill, golden_path
 CASES = collect("CASES")
 
 
-# A case or two of each family here, every option of a config in the sweep.
+# A case or two of each family always, every option of a config in the sweep.
 QUICK = re.compile(r"[a-z0-9]+|(t5|gpt2|bert)-padded|vision-encoder-decoder")
 
 
@@ -29,6 +29,6 @@ def test_outputs(case, tmp_path):
     assert_equal(case, outputs(case, model), np.array(golden["outputs"]).reshape(golden["shape"]))
 
 
-def test_every_golden_file_has_its_case():
+def test_every_golden_file_has_a_case():
     folder = golden_path(CASES[0]).parent
     assert {path.stem for path in folder.glob("*.json")} == {case.name for case in CASES}

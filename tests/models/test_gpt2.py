@@ -1,4 +1,4 @@
-"""GPT-2 against an independent implementation in float64, and what its users rely on."""
+"""Compares GPT-2 with an independent implementation in float64, and tests the behavior of a family."""
 
 import dataclasses
 import functools
@@ -73,14 +73,14 @@ def test_equals_an_independent_implementation():
     np.testing.assert_allclose(run(model, IDS), reference_logits(model, IDS), rtol=1e-4, atol=1e-5)
 
 
-def test_a_token_sees_only_those_before_it():
+def test_a_token_attends_only_to_earlier_tokens():
     model = eqx.nn.inference_mode(make_model())
     before, after = run(model, IDS), run(model, IDS.at[6].set(50))
     np.testing.assert_array_equal(before[:6], after[:6])
     assert not np.isclose(before[6:], after[6:]).all(axis=-1).any()
 
 
-def test_dropout_follows_the_key_and_inference_mode_removes_it():
+def test_dropout_depends_on_the_key_and_is_off_in_inference_mode():
     model = make_model()
     a, same, b = (run(model, IDS, jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(a, same)
@@ -102,7 +102,7 @@ def test_each_dropout_has_its_own_rate_and_keeps_the_mean(name):
     keys = jax.random.split(jax.random.key(0), 200)
     noisy = eqx.filter_jit(jax.vmap(lambda key: model(IDS, key=key)))(keys)
     assert noisy.std(0).mean() > 0.01
-    # The network is not linear, so the mean is kept to within a part of the noise only.
+    # The network is not linear, so the mean is only approximately kept.
     assert abs((noisy.mean(0) - quiet).mean()) < 0.1 * noisy.std(0).mean()
 
 
@@ -124,7 +124,7 @@ def test_remat_changes_neither_value_nor_gradients():
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-6)
     for a, b in zip(*(jax.tree.leaves(grads) for _, grads in results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-        assert np.any(a != 0)  # every leaf takes part
+        assert np.any(a != 0)  # every leaf has a gradient
 
 
 def test_initial_weights_are_those_of_the_papers_code():
@@ -152,12 +152,12 @@ def test_initial_weights_are_those_of_the_papers_code():
     for norm in (blocks.attention_norm, blocks.mlp_norm, model.norm):
         assert np.all(norm.weight == 1)
         assert np.all(norm.bias == 0)
-    # No two matrices, nor two layers, are the same draw.
+    # No two matrices or layers have the same values.
     draws = [w[i].ravel()[:100] for w in (*wanted[0.02][1:4], wanted[0.02 / math.sqrt(16)][0]) for i in range(8)]
     assert np.max(np.abs(np.corrcoef(draws) - np.eye(len(draws)))) < 0.5
 
 
-def test_the_first_loss_is_that_of_a_uniform_guess():
+def test_the_first_loss_is_that_of_uniform_predictions():
     ids = jax.random.randint(jax.random.key(1), (256,), 0, 500)
     assert eqx.filter_jit(loss_fn)(initial_model(), ids, None) == pytest.approx(math.log(500), abs=0.1)
 
@@ -201,7 +201,7 @@ def test_vmaps_over_a_batch():
         np.testing.assert_allclose(batched[i], run(model, ids[i], keys[i]), rtol=1e-4, atol=1e-5)
 
 
-def test_an_id_beyond_the_vocabulary_is_not_taken_for_another():
+def test_an_id_outside_the_vocabulary_gives_nan():
     model = eqx.nn.inference_mode(make_model())
     assert np.all(np.isnan(run(model, IDS.at[4].set(CONFIG.vocab_size))[4]))
 

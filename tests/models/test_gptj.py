@@ -1,4 +1,4 @@
-"""GPT-J: decoding with a cache, dropout, presets, and the configs that it takes and refuses."""
+"""GPT-J: decoding with a cache, dropout, presets, and the configs that it accepts and refuses."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from redeqx.models.gptj import GPTJ, GPTJConfig, apply_rotary, rotation
 from redeqx.models.hf._reader import ConfigReader
 from tests.models.families._case import is_shape, random_model
 
-# A newcomer's `make test` compares the family's outputs with transformers', in `test_golden.py`.
+# Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.
 pytestmark = pytest.mark.sweep
 
 CONFIG = GPTJConfig(53, 24, d_model=32, n_layers=2, n_heads=2, rotary_size=6)
@@ -34,32 +34,32 @@ def decode(model, ids, cache, mask=None):
     return model.decode(ids, cache, mask=mask)
 
 
-def test_a_token_sees_only_those_before_it():
+def test_a_token_attends_only_to_earlier_tokens():
     model = make_model()
     before, after = run(model, IDS), run(model, IDS.at[6].set(50))
     np.testing.assert_array_equal(before[:6], after[:6])
     assert not np.isclose(before[6:], after[6:]).all(axis=-1).any()
 
 
-def test_pairs_of_neighbours_turn_and_the_rest_stays():
+def test_rotary_rotates_adjacent_pairs_and_keeps_other_dims():
     rng, positions = np.random.default_rng(0), np.array([0, 1, 5, 2047])
     x = rng.normal(size=(4, 2, 16)).astype(np.float32)
     found = np.asarray(apply_rotary(jnp.asarray(x), rotation(jnp.asarray(positions), 6)))
     np.testing.assert_array_equal(found[..., 6:], x[..., 6:])
     angles = positions[:, None] * 10000.0 ** (-np.array([0, 2, 4]) / 6)  # in float64
     pairs = (x[..., 0:6:2] + 1j * x[..., 1:6:2]) * np.exp(1j * angles)[:, None]
-    np.testing.assert_allclose(found[..., 0:6:2], pairs.real, atol=3e-4)  # of angles up to 2047, float32 keeps 1e-4
+    np.testing.assert_allclose(found[..., 0:6:2], pairs.real, atol=3e-4)  # angles up to 2047 in float32
     np.testing.assert_allclose(found[..., 1:6:2], pairs.imag, atol=3e-4)
 
 
-def test_decoding_in_pieces_with_padding_equals_the_plain_call():
+def test_decoding_in_pieces_with_padding_equals_a_call():
     model = make_model()
     plain = run(model, IDS)
     ids = jnp.concatenate([jnp.array([3, 3, 3]), IDS])
     mask = jnp.arange(len(ids)) >= 3
     cache = model.init_cache(len(ids) + 2)
     start = 0
-    for length in (2, 5, 5, 1, 1):  # the first is padding alone
+    for length in (2, 5, 5, 1, 1):  # the first piece is only padding
         piece = slice(start, start + length)
         logits, cache = decode(model, ids[piece], cache, mask[piece])
         start += length
@@ -68,13 +68,13 @@ def test_decoding_in_pieces_with_padding_equals_the_plain_call():
     assert int(cache.index) == len(ids)
 
 
-def test_hidden_and_logits_make_the_call_together():
+def test_logits_of_hidden_states_equal_a_call():
     model = make_model()
     np.testing.assert_allclose(model.logits(model.hidden(IDS)), run(model, IDS), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dropout_follows_the_key_and_inference_mode_removes_it(name):
+def test_dropout_depends_on_the_key_and_is_off_in_inference_mode(name):
     model = make_model(dataclasses.replace(CONFIG, **{name: 0.3}))
     a, same, b = (run(model, IDS, key=jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(a, same)
@@ -93,7 +93,7 @@ def test_remat_changes_neither_value_nor_gradients():
     np.testing.assert_allclose(plain[0], remat[0], rtol=1e-6)
     for a, b in zip(jax.tree.leaves(plain[1]), jax.tree.leaves(remat[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-        assert np.any(a != 0)  # every leaf takes part
+        assert np.any(a != 0)  # every leaf has a gradient
 
 
 def test_bfloat16_stays_bfloat16():
@@ -128,7 +128,7 @@ def test_the_preset_has_the_published_number_of_parameters(is_tied, n_parameters
     assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == n_parameters
 
 
-def test_the_config_is_read_as_it_is_written():
+def test_config_round_trip():
     for config in (
         GPTJConfig(),
         dataclasses.replace(CONFIG, d_mlp=40, is_tied=True, eos_token_id=(1, 2), bos_token_id=None, residual_dropout=0.1),
@@ -139,7 +139,7 @@ def test_the_config_is_read_as_it_is_written():
     assert GPTJConfig.from_hf(ConfigReader({"rotary_dim": 32, "use_cache": False})).extra == {"use_cache": False}
 
 
-def test_a_rotary_size_of_null_is_the_whole_head():
+def test_a_null_rotary_size_is_the_whole_head():
     config = GPTJConfig.from_hf(ConfigReader({"n_embd": 32, "n_head": 4, "rotary_dim": None}))
     assert config.rotary_size == 8
     assert config.to_hf()["rotary_dim"] == 8
@@ -158,7 +158,7 @@ def test_refuses_another_activation():
         ("n_layers", 0, r"`n_layers`: expected at least 1, got 0"),
         ("d_mlp", 0, r"`d_mlp`: expected at least 1, got 0"),
         ("n_heads", 5, r"`n_heads`: expected a divisor of `d_model`=32, got 5"),
-        ("rotary_size", 5, r"`rotary_size`: expected an even number from 2 to `d_model` / `n_heads`=16, got 5\. Turn whole"),
+        ("rotary_size", 5, r"`rotary_size`: expected an even number from 2 to `d_model` / `n_heads`=16, got 5\. Rotary"),
         ("rotary_size", 18, r"`rotary_size`: expected an even number from 2 to `d_model` / `n_heads`=16, got 18"),
         ("rotary_size", 0, r"`rotary_size`: expected an even number from 2 to `d_model` / `n_heads`=16, got 0"),
         ("attention_dropout", 1.0, r"`attention_dropout`: expected a rate in \[0, 1\), got 1\.0"),

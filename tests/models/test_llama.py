@@ -33,8 +33,8 @@ def make_model(config=NO_DROPOUT):
     return random_model(Llama, config)
 
 
-def test_a_kernel_knows_the_mask():
-    """No bias of tokens x tokens, where all layers have one mask."""
+def test_kernels_recognise_the_causal_mask():
+    """If all layers have the same mask, no bias of tokens x tokens is made."""
 
     def kinds(config):
         model = make_model(config)
@@ -59,7 +59,7 @@ def read(**fields):
     return LlamaConfig.from_hf(ConfigReader(fields))
 
 
-# --- what the model does ----------------------------------------------------------------------------------------------
+# --- the model --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def read(**fields):
     [NO_DROPOUT, *(pytest.param(x, marks=pytest.mark.sweep) for x in (MISTRAL, QWEN2, QWEN3))],
     ids=lambda config: config.model_type,
 )
-def test_decoding_in_pieces_with_padding_equals_the_plain_call(config):
+def test_decoding_in_pieces_with_padding_equals_a_call(config):
     model = make_model(config)
     plain = run(model, IDS)
     ids = jnp.concatenate([jnp.array([1, 1, 1]), IDS])
@@ -82,7 +82,7 @@ def test_decoding_in_pieces_with_padding_equals_the_plain_call(config):
         np.testing.assert_allclose(logits, plain[start - 4], rtol=1e-4, atol=1e-4)
 
 
-def test_a_token_sees_as_many_before_it_as_layers_and_window_allow():
+def test_windows_limit_how_far_back_a_token_attends():
     """Two layers with a window of 4 reach 6 tokens back; a layer without one reaches all."""
     for config, n_reached in ((MISTRAL, 7), (QWEN2, 11), (NO_DROPOUT, 11)):
         model = make_model(config)
@@ -93,7 +93,7 @@ def test_a_token_sees_as_many_before_it_as_layers_and_window_allow():
     np.testing.assert_array_equal(run(model, IDS)[:6], run(model, IDS.at[6].set(50))[:6])
 
 
-def test_turning_keeps_lengths_and_sees_only_distances():
+def test_rotary_keeps_lengths_and_depends_only_on_distances():
     x, y = jax.random.normal(jax.random.key(0), (2, 1, 3, 8))
     at = lambda i: rotation(jnp.array([i]), 8, CONFIG.rope_theta)  # noqa: E731
     np.testing.assert_array_equal(apply_rotary(x, *at(0)), x)
@@ -101,7 +101,7 @@ def test_turning_keeps_lengths_and_sees_only_distances():
     products = [jnp.sum(apply_rotary(x, *at(i + 4)) * apply_rotary(y, *at(i)), -1) for i in (0, 3, 17)]
     for product in products[1:]:
         np.testing.assert_allclose(product, products[0], atol=1e-5)
-    # The first dim of a head turns with the first of its second half, by one radian a position.
+    # The first dim of a head is paired with the first of its second half, and rotates by one radian per position.
     unit = jnp.zeros((1, 1, 8)).at[0, 0, 0].set(1.0)
     wanted = np.zeros(8)
     wanted[[0, 4]] = math.cos(1), math.sin(1)
@@ -111,19 +111,19 @@ def test_turning_keeps_lengths_and_sees_only_distances():
 def test_scalings_keep_high_frequencies_and_divide_low_ones():
     theta = 500000.0
     plain = theta ** -(np.arange(0, 128, 2) / 128)
-    assert np.all(LinearScaling(4.0).stretch(plain, theta) == plain / 4)
+    assert np.all(LinearScaling(4.0).scale(plain, theta) == plain / 4)
     for scaling in (Llama3Scaling(8.0, 1.0, 4.0, 8192), YarnScaling(8.0, 8192, 1.0)):
-        kept = scaling.stretch(plain, theta) / plain
+        kept = scaling.scale(plain, theta) / plain
         assert np.all(np.diff(kept) <= 1e-12)
         np.testing.assert_allclose(kept[[0, -1]], [1, 1 / 8])
     turns = 8192 * plain / (2 * np.pi)
-    kept = Llama3Scaling(8.0, 1.0, 4.0, 8192).stretch(plain, theta) / plain
+    kept = Llama3Scaling(8.0, 1.0, 4.0, 8192).scale(plain, theta) / plain
     np.testing.assert_allclose(kept[turns > 4], 1)
     np.testing.assert_allclose(kept[turns < 1], 1 / 8)
     assert np.all((kept[(turns > 1) & (turns < 4)] > 1 / 8) & (kept[(turns > 1) & (turns < 4)] < 1))
 
 
-def test_dropout_follows_the_key_and_inference_mode_removes_it():
+def test_dropout_depends_on_the_key_and_is_off_in_inference_mode():
     model = make_model(CONFIG)
     a, same, b = (run(model, IDS, key=jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(a, same)
@@ -145,7 +145,7 @@ def test_remat_changes_neither_value_nor_gradients():
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-6)
     for a, b in zip(*(jax.tree.leaves(grads) for _, grads in results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-        assert np.any(a != 0)  # every leaf takes part
+        assert np.any(a != 0)  # every leaf has a gradient
 
 
 def test_bfloat16_stays_bfloat16():
@@ -183,7 +183,7 @@ def test_rejects_more_tokens_than_positions():
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def test_few_key_value_heads_stay_whole_and_everything_else_is_split():
+def test_few_key_value_heads_are_replicated_and_everything_else_is_split():
     deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
     shapes = eqx.filter_eval_shape(Llama, dataclasses.replace(CONFIG, vocab_size=56), key=jax.random.key(0))
     plan = deployer.plan(shapes)
@@ -234,7 +234,7 @@ def test_presets_have_the_published_number_of_parameters(family):
 
 
 def test_rejects_an_unpublished_size():
-    with pytest.raises(ValueError, match=r"`size`: expected one of 8b, 70b, got '405b'\. Make other sizes field by field\."):
+    with pytest.raises(ValueError, match=r"`size`: expected one of 8b, 70b, got '405b'\. For other sizes set the fields\."):
         LlamaConfig.llama3("405b")
 
 
@@ -247,7 +247,7 @@ def test_rejects_an_unpublished_size():
         ("qwen3", LlamaConfig("qwen3", 151936, 32768, d_mlp=22016, head_size=128, bos_token_id=None, eos_token_id=None)),
     ],
 )
-def test_absent_keys_mean_what_they_mean_for_each_type(model_type, wanted):
+def test_absent_keys_get_the_defaults_of_the_model_type(model_type, wanted):
     assert read(model_type=model_type) == wanted
 
 
@@ -264,11 +264,11 @@ def test_absent_keys_mean_what_they_mean_for_each_type(model_type, wanted):
         QWEN3,
     ],
 )
-def test_a_config_is_written_and_read_back(config):
+def test_config_round_trip(config):
     assert read(**config.to_hf()) == config
 
 
-def test_old_and_new_spellings_of_rotary_positions_are_one():
+def test_old_and_new_keys_of_rotary_positions_are_equivalent():
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     wanted = Llama3Scaling(8.0, 1.0, 4.0, 8192)
     for fields in (
@@ -284,7 +284,7 @@ def test_old_and_new_spellings_of_rotary_positions_are_one():
     assert (config.rope_theta, config.rope_scaling) == (1e6, None)
 
 
-def test_the_attention_factor_of_yarn_grows_queries_and_keys_alike_in_all_directions():
+def test_the_attention_factor_of_yarn_scales_queries_and_keys():
     scaling = YarnScaling(factor=4.0, n_original=32, attention_factor=1.5)
     cos, sin = rotation(jnp.arange(40), 8, 10000.0, scaling)
     np.testing.assert_allclose(cos**2 + sin**2, np.full((40, 1, 4), 1.5**2), rtol=1e-5)
@@ -293,7 +293,7 @@ def test_the_attention_factor_of_yarn_grows_queries_and_keys_alike_in_all_direct
     np.testing.assert_allclose(norms, 1.5 * np.linalg.norm(x, axis=-1), rtol=1e-5)
 
 
-def test_yarn_follows_from_a_few_keys():
+def test_yarn_defaults():
     yarn = {"rope_type": "yarn", "factor": 4.0}
     short = read(model_type="qwen2", rope_scaling=yarn).rope_scaling
     assert short == YarnScaling(4.0, 32768, 0.1 * math.log(4) + 1)
@@ -312,7 +312,7 @@ def test_windows_of_qwen():
     assert sizes(use_sliding_window=True, layer_types=["full_attention"] * 3).windows == (None, None, None)
 
 
-def test_null_is_no_window_and_no_grouping():
+def test_null_means_no_window_and_no_grouping():
     config = read(model_type="mistral", sliding_window=None, num_key_value_heads=None)
     assert (config.window, config.groups) == (None, 32)
 
@@ -329,7 +329,7 @@ def test_null_is_no_window_and_no_grouping():
         ({"partial_rotary_factor": 0.5}, r"`config.json`: `partial_rotary_factor`: expected 1\.0 or None, .* got 0\.5"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            r"`full_attention`: expected a number, for all layers turn alike, .* got \{'rope_type': 'default'\}",
+            r"`full_attention`: expected a number, the same for all layers, .* got \{'rope_type': 'default'\}",
         ),
         (
             {"model_type": "qwen2", "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
@@ -353,16 +353,16 @@ def test_refuses_what_it_does_not_implement(fields, message):
         ({"model_type": "gemma"}, r"`model_type`: expected one of llama, mistral, qwen2, qwen3, got 'gemma'\."),
         ({"n_layers": 0}, r"`n_layers`: expected at least 1, got 0"),
         ({"n_heads": 5}, r"`n_heads`: expected a divisor of `d_model`=32, got 5"),
-        ({"n_kv_heads": 3}, r"`n_kv_heads`: expected a divisor of `n_heads`=4, got 3\. Let each serve as many"),
-        ({"head_size": 7}, r"`head_size`: expected an even number, got 7\. Its halves turn with each other"),
+        ({"n_kv_heads": 3}, r"`n_kv_heads`: expected a divisor of `n_heads`=4, got 3\. Each must serve the same"),
+        ({"head_size": 7}, r"`head_size`: expected an even number, got 7\. Rotary positions pair its halves"),
         ({"attention_dropout": 1.0}, r"`attention_dropout`: expected a rate in \[0, 1\), got 1\.0"),
         (
             {"window": 4},
-            r"`window`: expected None with `model_type`='llama', got 4\. It can be another of mistral, qwen2, qwen3\.",
+            r"`window`: expected None with `model_type`='llama', got 4\. It is implemented for mistral, qwen2, qwen3\.",
         ),
         (
             {"model_type": "qwen2", "mlp_bias": True},
-            r"`mlp_bias`: expected False with `model_type`='qwen2', got True\. It can be another of llama\.",
+            r"`mlp_bias`: expected False with `model_type`='qwen2', got True\. It is implemented for llama\.",
         ),
         (
             {"model_type": "qwen2", "window": 4, "windowed_layers": (2,)},
@@ -379,8 +379,8 @@ def test_rejects_a_wrong_config(fields, message):
 
 
 @pytest.mark.parametrize("config", [NO_DROPOUT, QWEN3], ids=["llama", "qwen3"])
-def test_a_folder_may_hold_what_is_no_weight(config, tmp_path):
-    """Old files carry frequencies, and new ones the second copy of a tied embedding."""
+def test_a_folder_may_contain_tensors_that_are_not_weights(config, tmp_path):
+    """Old files contain frequencies, and new ones a second copy of a tied embedding."""
     model = make_model(dataclasses.replace(config, extra={"pretraining_tp": 1}))
     save_pretrained(model, model.config, tmp_path)
     path = tmp_path / "model.safetensors"

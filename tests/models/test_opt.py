@@ -1,4 +1,4 @@
-"""OPT: decoding with a cache, dropout, presets, old names of tensors, and the configs that it takes and refuses."""
+"""OPT: decoding with a cache, dropout, presets, old names of tensors, and the configs that it accepts and refuses."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.opt import OPT, OPTConfig
 from tests.models.families._case import is_shape, random_model
 
-# A newcomer's `make test` compares the family's outputs with transformers', in `test_golden.py`.
+# Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.
 pytestmark = pytest.mark.sweep
 
 CONFIG = OPTConfig(53, 24, d_model=32, n_layers=2, n_heads=2, residual_dropout=0.0)
@@ -41,7 +41,7 @@ def decode(model, ids, cache, mask=None):
     return model.decode(ids, cache, mask=mask)
 
 
-def test_a_token_sees_only_those_before_it():
+def test_a_token_attends_only_to_earlier_tokens():
     model = make_model()
     before, after = run(model, IDS), run(model, IDS.at[6].set(50))
     np.testing.assert_array_equal(before[:6], after[:6])
@@ -49,7 +49,7 @@ def test_a_token_sees_only_those_before_it():
 
 
 @CONFIGS
-def test_decoding_in_pieces_with_padding_equals_the_plain_call(config):
+def test_decoding_in_pieces_with_padding_equals_a_call(config):
     model = make_model(config)
     plain = run(model, IDS)
     ids = jnp.concatenate([jnp.array([1, 1, 1]), IDS])
@@ -64,7 +64,7 @@ def test_decoding_in_pieces_with_padding_equals_the_plain_call(config):
     assert int(cache.index) == len(ids)
 
 
-def test_positions_begin_at_the_third_row_and_end_at_the_last():
+def test_positions_start_at_the_third_row_and_end_at_the_last():
     model = make_model(dataclasses.replace(CONFIG, n_positions=len(IDS)))
     assert model.positions.shape == (len(IDS) + 2, 32)
     before = run(model, IDS)
@@ -73,7 +73,7 @@ def test_positions_begin_at_the_third_row_and_end_at_the_last():
         assert (after != before).any(axis=1).sum() == n_reached
 
 
-def test_hidden_is_as_wide_as_the_embedding():
+def test_hidden_has_the_width_of_the_embedding():
     model = make_model(POST_NORM)
     hidden = model.hidden(IDS)
     assert hidden.shape == (len(IDS), 16)
@@ -81,7 +81,7 @@ def test_hidden_is_as_wide_as_the_embedding():
 
 
 @pytest.mark.parametrize("name", ["attention_dropout", "residual_dropout"])
-def test_dropout_follows_the_key_and_inference_mode_removes_it(name):
+def test_dropout_depends_on_the_key_and_is_off_in_inference_mode(name):
     model = make_model(dataclasses.replace(CONFIG, **{name: 0.3}))
     a, same, b = (run(model, IDS, key=jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(a, same)
@@ -100,7 +100,7 @@ def test_remat_changes_neither_value_nor_gradients():
     np.testing.assert_allclose(plain[0], remat[0], rtol=1e-6)
     for a, b in zip(jax.tree.leaves(plain[1]), jax.tree.leaves(remat[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-        assert np.any(a != 0)  # every leaf takes part
+        assert np.any(a != 0)  # every leaf has a gradient
 
 
 @CONFIGS
@@ -116,7 +116,7 @@ def test_bfloat16_stays_bfloat16(config):
 def test_initial_weights_are_those_of_the_paper():
     model = eqx.filter_jit(OPT)(OPTConfig(400, 254, 128, 64, None, 8, 4), key=jax.random.key(0))
     blocks = model.stack.blocks
-    assert np.all(model.embedding.weight[1] == 0)  # the padding's
+    assert np.all(model.embedding.weight[1] == 0)  # the row of the padding token
     assert np.delete(model.embedding.weight, 1, 0).std() == pytest.approx(0.02, rel=0.02)
     for weight in (model.positions, model.project_in.weight, model.project_out.weight, blocks.attention.query.weight):
         assert weight.std() == pytest.approx(0.02, rel=0.02)
@@ -146,7 +146,7 @@ def test_presets_have_the_published_number_of_parameters(config, n_parameters):
     assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == n_parameters
 
 
-def test_reads_the_names_of_the_hubs_base_models(tmp_path):
+def test_loads_the_hubs_base_models(tmp_path):
     model = make_model(POST_NORM)
     save_pretrained(model, POST_NORM, tmp_path)
     file = tmp_path / "model.safetensors"
@@ -162,12 +162,12 @@ def test_reads_the_names_of_the_hubs_base_models(tmp_path):
 
 
 @CONFIGS
-def test_the_config_is_read_as_it_is_written(config):
+def test_config_round_trip(config):
     config = dataclasses.replace(config, eos_token_id=(1, 2), pad_token_id=None, attention_dropout=0.1)
     assert OPTConfig.from_hf(ConfigReader(config.to_hf())) == config
 
 
-def test_absent_keys_are_those_of_the_smallest_model():
+def test_absent_keys_default_to_the_smallest_model():
     assert OPTConfig.from_hf(ConfigReader({})) == OPTConfig()
     assert OPTConfig.from_hf(ConfigReader({"word_embed_proj_dim": None})) == OPTConfig()
     config = OPTConfig.from_hf(ConfigReader({"layerdrop": 0, "activation_dropout": 0.0, "prefix": "</s>"}))

@@ -1,4 +1,4 @@
-"""Every family against `transformers` and `diffusers` themselves; needs the `parity` extra."""
+"""Compares every family with `transformers` and `diffusers`; needs the `parity` extra."""
 
 import fnmatch
 
@@ -17,14 +17,14 @@ from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.hf._save import to_disk
 from tests.models.families._case import assert_equal, call_rows, collect, outputs, torch_folder, weights_file
 
-# torch and its libraries warn of their own future.
+# torch and its libraries emit deprecation warnings.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 CASES = collect("CASES")
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """The folder of a case, the torch module that reads it and its outputs; made once."""
+    """A function that returns the folder of a case, the torch module that reads it, and its outputs; they are made once."""
     made = {}
 
     def get(case):
@@ -75,7 +75,7 @@ def test_round_trip(case, folder_of, tmp_path):
     theirs, ours = load_file(weights_file(folder)), load_file(weights_file(tmp_path))
     assert ours.keys() <= theirs.keys()
     weight_map = type(model).weight_map(config)
-    for name in theirs.keys() - ours.keys():  # a tied tensor's second copy, or no weight
+    for name in theirs.keys() - ours.keys():  # a second copy of a tied tensor, or not a weight
         assert name in weight_map.copies or any(fnmatch.fnmatchcase(name, pattern) for pattern in weight_map.ignored), name
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype
@@ -87,13 +87,13 @@ def test_round_trip(case, folder_of, tmp_path):
     assert held.keys() == module.state_dict().keys()
     for name, tensor in module.state_dict().items():
         assert torch.equal(held[name], tensor), name
-    with torch.no_grad():  # torch rounds otherwise from call to call, by where its arrays lie: the weights are the same bits
+    with torch.no_grad():  # torch's rounding depends on the alignment of its arrays, though the weights have the same bits
         np.testing.assert_allclose(case.run(again.eval(), case.inputs).numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.gradients], ids=lambda case: case.name)
 def test_gradients(case, folder_of, tmp_path):
-    """Of a loss that weighs each output differently, for every tensor on disk."""
+    """Gradients of a loss with a different weight for each output, for every tensor on disk."""
     import torch
 
     folder, _, expected = folder_of(case)
@@ -104,9 +104,9 @@ def test_gradients(case, folder_of, tmp_path):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        for buffer in module.buffers():  # they are not trained, and those that we have are leaves without a gradient
+        for buffer in module.buffers():  # they are not trained; our leaves for them have no gradient
             buffer.zero_()
-    # Saved as if they were weights, for only files have the names that both know.
+    # Saved as if they were weights, since only files have common names.
     module.save_pretrained(tmp_path / "gradients")
     theirs = load_file(weights_file(tmp_path / "gradients"))
 
@@ -123,10 +123,10 @@ def test_gradients(case, folder_of, tmp_path):
     scale = max(np.abs(tensor).max() for tensor in theirs.values())
     for name, tensor in ours.items():
         error = np.linalg.norm(np.asarray(tensor) - theirs[name])
-        # Of a gradient that is zero in exact arithmetic only rounding is left.
+        # A gradient that is zero in exact arithmetic is only rounding error.
         assert error < 1e-3 * np.linalg.norm(theirs[name]) + 1e-6 * scale, name
 
 
-def test_cases_have_names_of_their_own():
+def test_cases_have_unique_names():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)

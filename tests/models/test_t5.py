@@ -1,4 +1,4 @@
-"""T5: what its users rely on beside parity: positions by distance, decoding, and folders that do not say what is tied."""
+"""T5: relative positions, decoding, and folders whose config does not say what is tied."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.t5 import T5, T5Config, T5Encoder, _buckets
 from tests.models.families._case import is_shape, random_model
 
-# A newcomer's `make test` compares the family's outputs with transformers', in `test_golden.py`.
+# Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.
 pytestmark = pytest.mark.sweep
 
 CONFIG = T5Config(
@@ -63,7 +63,7 @@ def expected():
 
 @pytest.mark.parametrize(("n_buckets", "max_distance"), [(32, 128), (16, 128), (8, 8), (4, 8), (9, 100), (2, 3)])
 def test_buckets_are_those_of_exact_arithmetic(n_buckets, max_distance):
-    """Ranges are found in integers: the k-th begins where (distance / exact) ** ranges reaches (greatest / exact) ** k."""
+    """Computed in integers: the k-th range begins where (distance / exact) ** ranges reaches (greatest / exact) ** k."""
     exact = n_buckets // 2
     ranges = n_buckets - exact
     for distance, bucket in enumerate(_buckets(n_buckets, max_distance)):
@@ -74,12 +74,12 @@ def test_buckets_are_those_of_exact_arithmetic(n_buckets, max_distance):
             assert bucket == exact + reached[-1]
 
 
-def test_the_encoder_looks_both_ways_and_the_decoder_back():
+def test_relative_positions_of_encoder_and_decoder():
     positions = jnp.arange(40)
     both, back = (side.positions for side in (quiet().encoder, quiet().decoder))
     near, far = both(positions, positions), back(positions, positions)
     assert near.shape == far.shape == (3, 40, 40)
-    # Four buckets each way: none, one, then ranges that end in all that is 8 tokens away or more.
+    # Four buckets in each direction: distance 0, distance 1, then ranges; the last one includes all distances from 8.
     for row, bucket in {20: 0, 19: 1, 12: 3, 0: 3, 21: 5, 28: 7, 39: 7}.items():
         np.testing.assert_array_equal(near[:, 20, row], both.table[bucket])
     for row, bucket in {20: 0, 19: 1, 17: 3, 12: 7, 0: 7}.items():
@@ -94,7 +94,7 @@ def test_padding_on_the_left_changes_nothing():
     np.testing.assert_allclose(padded[2:], expected(), atol=1e-5)
 
 
-def test_a_token_sees_only_those_before_it_and_no_padding():
+def test_a_token_attends_only_to_earlier_tokens_and_not_to_padding():
     after = run(quiet(), decoder_ids=TARGET.at[5].set(20))
     np.testing.assert_array_equal(after[:5], expected()[:5])
     assert not np.isclose(after[5:], expected()[5:]).all(axis=-1).any()
@@ -116,16 +116,16 @@ def decode(model, ids, cache, mask):
 
 
 @pytest.mark.parametrize("n_padded", [0, 3])
-def test_decoding_in_pieces_equals_the_call(n_padded):
-    """Padding is on the left, and fills a part of the first piece."""
-    cache, ids = begin(quiet(), 14), jnp.concatenate([jnp.full(n_padded, 3), TARGET])  # empty slots remain, unseen
+def test_decoding_in_pieces_equals_a_call(n_padded):
+    """Padding is on the left, in a part of the first piece."""
+    cache, ids = begin(quiet(), 14), jnp.concatenate([jnp.full(n_padded, 3), TARGET])  # empty slots remain, masked
     mask = jnp.arange(len(ids)) >= n_padded
     for start, stop in itertools.pairwise((0, 4, 5, *range(9, len(ids) + 1))):
         logits, cache = decode(quiet(), ids[start:stop], cache, mask[start:stop])
         np.testing.assert_allclose(logits, expected()[stop - n_padded - 1], atol=1e-5)
 
 
-def test_decodes_rows_together():
+def test_decodes_rows_under_vmap():
     model, masks = quiet(), jnp.stack([MASK, jnp.arange(11) < 4])
 
     def first(ids, mask):
@@ -142,21 +142,21 @@ def test_decodes_rows_together():
 
 
 @pytest.mark.parametrize("labels", [[5, 9, 1, 40], [5, 9, 1, -100], [-100, -100, 7, 1]])
-def test_labels_become_inputs(labels):
+def test_shift_right(labels):
     config = dataclasses.replace(CONFIG, decoder_start_token_id=2, pad_token_id=3)
     wanted = [2, *(3 if label == -100 else label for label in labels[:-1])]
     np.testing.assert_array_equal(make_model(config).shift_right(jnp.array(labels)), wanted)
 
 
-def test_labels_need_a_padding_token():
-    with pytest.raises(ValueError, match=r"`pad_token_id`: expected a token, got None\. Give the config one"):
+def test_shift_right_requires_a_padding_token():
+    with pytest.raises(ValueError, match=r"`pad_token_id`: expected a token, got None\. Set it in the config"):
         make_model(dataclasses.replace(CONFIG, pad_token_id=None)).shift_right(jnp.array([1]))
 
 
 # --- training -------------------------------------------------------------------------------------------------------
 
 
-def test_dropout_follows_the_key_and_inference_mode_removes_it():
+def test_dropout_depends_on_the_key_and_is_off_in_inference_mode():
     model = make_model()
     a, same, b = (run(model, key=jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(a, same)
@@ -165,8 +165,8 @@ def test_dropout_follows_the_key_and_inference_mode_removes_it():
         model(IDS, TARGET)
 
 
-def test_every_dropout_of_the_original_draws_with_a_key_of_its_own(monkeypatch):
-    """The embeddings' and the last of each side; of each attention its weights and its output; of each MLP two."""
+def test_every_dropout_of_the_original_has_its_own_key(monkeypatch):
+    """Embeddings and outputs of encoder and decoder; weights and output of each attention; two in each MLP."""
     config = dataclasses.replace(CONFIG, n_layers=1, n_decoder_layers=1)
     sides = lambda model: (model.encoder.stack.blocks, model.decoder.stack.blocks)  # noqa: E731
     model = make_model(config)
@@ -205,7 +205,7 @@ def test_remat_changes_neither_value_nor_gradients():
     np.testing.assert_allclose(results[0][0], -in_inference.mean(), rtol=1e-5)
     for a, b in zip(*(jax.tree.leaves(grads) for _, grads in results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-        assert np.any(a != 0)  # every leaf takes part
+        assert np.any(a != 0)  # every leaf has a gradient
 
 
 def test_bfloat16_stays_bfloat16():
@@ -274,7 +274,7 @@ def test_config_round_trip(config):
     assert T5Config.from_hf(ConfigReader(config.to_hf())) == config
 
 
-def test_absent_keys_mean_what_they_mean_to_transformers():
+def test_absent_keys_get_the_defaults_of_transformers():
     assert T5Config.from_hf(ConfigReader({"model_type": "t5"})) == T5Config()
     mt5 = T5Config.from_hf(ConfigReader({"model_type": "mt5", "tie_word_embeddings": False}))
     assert (mt5.vocab_size, mt5.d_ff, mt5.n_layers, mt5.n_decoder_layers, mt5.n_heads) == (250112, 1024, 8, 8, 6)
@@ -320,7 +320,7 @@ def change_config(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_a_head_in_the_file_is_taken_whatever_the_config_says(tmp_path):
+def test_a_head_in_the_file_is_used_whatever_the_config_says(tmp_path):
     config = dataclasses.replace(CONFIG, is_tied=False, is_scaled=False)
     save_pretrained(make_model(config), config, tmp_path)
     change_config(tmp_path, tie_word_embeddings=True)  # as transformers 5 writes it
@@ -329,15 +329,15 @@ def test_a_head_in_the_file_is_taken_whatever_the_config_says(tmp_path):
     np.testing.assert_array_equal(model.head.weight, make_model(config).head.weight)
 
 
-def test_without_a_head_in_the_file_the_embedding_is_taken(tmp_path):
+def test_without_a_head_in_the_file_the_embedding_is_used(tmp_path):
     save_pretrained(make_model(), CONFIG, tmp_path)
     change_config(tmp_path, tie_word_embeddings=False)
     model, config = from_pretrained(tmp_path)
     assert model.head is None
-    assert config == CONFIG  # `scale_decoder_outputs` comes first
+    assert config == CONFIG  # `scale_decoder_outputs` takes precedence
 
 
-def test_copies_of_the_embedding_are_no_head(tmp_path):
+def test_copies_of_the_embedding_are_not_a_head(tmp_path):
     save_pretrained(make_model(), CONFIG, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in ("lm_head", "encoder.embed_tokens", "decoder.embed_tokens"):
@@ -349,7 +349,7 @@ def test_copies_of_the_embedding_are_no_head(tmp_path):
     np.testing.assert_array_equal(model.embedding.weight, make_model().embedding.weight)
 
 
-def test_the_encoder_of_a_whole_t5_is_read_alone(tmp_path):
+def test_the_encoder_loads_from_a_complete_t5(tmp_path):
     config = dataclasses.replace(CONFIG, is_tied=False)
     whole = eqx.nn.inference_mode(make_model(config))
     save_pretrained(whole, config, tmp_path / "whole")

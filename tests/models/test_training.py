@@ -1,4 +1,4 @@
-"""Every family trains: by `Trainer.fit`, on a mesh with all three axes, to the same numbers as on one with none."""
+"""Every family trains with `Trainer.fit` on a mesh with all three axes, to the same numbers as on one device."""
 
 import fnmatch
 
@@ -13,7 +13,7 @@ from redeqx._tree import named_leaves
 from tests.models.families._case import collect
 
 TRAININGS = collect("TRAININGS")
-# Ten seconds each and more, most of it compilation.
+# Each takes ten seconds or more, most of it compilation.
 SLOW = (
     "bart", "bert-classes", "bert-mlm", "clip", "gptj", "llama", "opt", "opt-350m", "qwen3", "t5", "unet", "vae",
     "vision-encoder-decoder", "vit"
@@ -50,7 +50,7 @@ def marked(training):
 @pytest.mark.parametrize("training", [marked(training) for training in TRAININGS])
 @pytest.mark.sweep
 @pytest.mark.timeout(900)  # the UNet and the VAE take minutes on a loaded machine
-def test_trains_to_the_same_on_every_mesh(training):
+def test_trains_to_the_same_numbers_on_every_mesh(training):
     trainer, losses = fit(training, 2, 2)
     assert dict(trainer.deployer.mesh.shape) == {"data": 2, "fsdp": 2, "model": 2}
     assert losses[-1] < 0.9 * losses[0]
@@ -65,8 +65,8 @@ def test_trains_to_the_same_on_every_mesh(training):
 
 
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda training: training.name)
-def test_the_plan_leaves_no_large_leaf_whole(training):
-    """Large for such a model: a matrix of a layer, at least 2 % of it."""
+def test_the_plan_splits_every_large_leaf(training):
+    """Large for such a model: a layer's matrix, with at least 2 % of the parameters."""
     deployer = redeqx.Deployer(n_model_shards=2, n_fsdp_shards=2, verbose=False)
     plan = deployer.plan(eqx.filter_eval_shape(training.make, jax.random.key(0)))
     assert not plan.warnings

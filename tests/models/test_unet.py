@@ -1,4 +1,4 @@
-"""The UNet of latent diffusion: what its users rely on beside being equal to diffusers'."""
+"""The UNet of latent diffusion: behavior beyond parity of outputs."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ from redeqx._tree import is_array_like, named_leaves
 from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.unet import UNet, UNetConfig
 
-# A newcomer's `make test` compares the family's outputs with transformers', in `test_golden.py`.
+# Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.
 pytestmark = pytest.mark.sweep
 
 CONFIG = UNetConfig(
@@ -35,7 +35,7 @@ def run(model, sample=SAMPLE, timestep=7, context=CONTEXT, mask=None, key=None):
 
 
 def make_model(config=CONFIG, dtype=jnp.float32):
-    """Of random numbers that need no compilation, biases and norms too; the same for configs of the same sizes."""
+    """Returns a model with random values in all leaves, the same for configs of the same sizes. It needs no compilation."""
     rng = np.random.default_rng(0)
 
     def fill(leaf):
@@ -52,7 +52,7 @@ def model():
     return make_model()
 
 
-def test_a_masked_token_is_not_seen(model):
+def test_masked_context_tokens_have_no_effect(model):
     expected = run(model, context=CONTEXT[:3])
     mask = jnp.arange(5) < 3
     np.testing.assert_allclose(run(model, mask=mask), expected, rtol=0, atol=1e-5)
@@ -68,7 +68,7 @@ def test_timesteps_may_be_of_any_number_type(model):
     assert np.abs(embed(8) - embed(7)).max() > 1e-3
 
 
-def test_samples_in_0_to_1_are_centred_where_the_config_says():
+def test_samples_in_0_to_1_are_centred_if_configured():
     class Seen(Exception):
         pass
 
@@ -82,7 +82,7 @@ def test_samples_in_0_to_1_are_centred_where_the_config_says():
         np.testing.assert_array_equal(seen.value.args[0], expected)
 
 
-def test_dropout_follows_the_key_and_inference_mode_removes_it(model):
+def test_dropout_depends_on_the_key_and_is_off_in_inference_mode(model):
     dropping = make_model(dataclasses.replace(CONFIG, dropout=0.5))
     assert dropping.config.without_dropout() == CONFIG
     a, same, b = (run(dropping, key=jax.random.key(i)) for i in (0, 0, 1))
@@ -101,12 +101,12 @@ def test_remat_changes_neither_value_nor_gradients():
         return jnp.square(model(sample, 7, context, key=key)).sum()
 
     configs = [dataclasses.replace(CONFIG, dropout=0.1, remat=remat) for remat in (False, True)]
-    with jax.enable_x64(True):  # sums in another order differ less than a wrong derivative does
+    with jax.enable_x64(True):  # in float64, another order of sums differs less than a wrong derivative
         results = [loss(make_model(config, jnp.float64), jax.random.key(0)) for config in configs]
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-7)
     for a, b in zip(*(jax.tree.leaves(grads) for _, grads in results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-        assert np.any(np.asarray(a))  # every leaf takes part
+        assert np.any(np.asarray(a))  # every leaf has a gradient
 
 
 def test_bfloat16_stays_bfloat16(model):
@@ -162,7 +162,7 @@ def test_config_round_trip(config):
     ]
 
 
-def test_absent_keys_are_what_diffusers_takes_then():
+def test_absent_keys_get_the_defaults_of_diffusers():
     assert UNetConfig.from_hf(ConfigReader({"_class_name": "UNet2DConditionModel"})) == UNetConfig()
 
 
@@ -216,8 +216,8 @@ def test_refuses_what_it_does_not_implement(key, value, message):
         ({"block_channels": ()}, "`block_channels`: expected multiples of `norm_groups`=4, got ()"),
         ({"n_heads": 3}, "`n_heads`: expected a divisor of `block_channels[1]`=16, got 3"),
         ({"n_heads": (2, 0)}, "`n_heads`: expected at least 1, got (2, 0)"),
-        ({"n_heads": (2, 2, 2)}, "`n_heads`: expected 2, one a block of `block_channels`, got (2, 2, 2)"),
-        ({"up_attention": (True,)}, "`up_attention`: expected 2, one a block of `block_channels`, got (True,)"),
+        ({"n_heads": (2, 2, 2)}, "`n_heads`: expected 2, one per block of `block_channels`, got (2, 2, 2)"),
+        ({"up_attention": (True,)}, "`up_attention`: expected 2, one per block of `block_channels`, got (True,)"),
     ],
 )
 def test_rejects_a_wrong_config(fields, message):

@@ -1,4 +1,4 @@
-"""The autoencoder of latent diffusion: what its users rely on beside being equal to diffusers'."""
+"""The autoencoder of latent diffusion: behavior beyond parity of outputs."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.vae import VAE, Posterior, VAEConfig
 
-# A newcomer's `make test` compares the family's outputs with transformers', in `test_golden.py`.
+# Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.
 pytestmark = pytest.mark.sweep
 
 CONFIG = VAEConfig(block_channels=(8, 16), latent_channels=2, norm_groups=4)
@@ -28,7 +28,7 @@ def run(model, image=IMAGE, key=None):
 
 
 def make_model(config=CONFIG, dtype=jnp.float32):
-    """Of random numbers that need no compilation, biases and norms too; the same for configs of the same sizes."""
+    """Returns a model with random values in all leaves, the same for configs of the same sizes. It needs no compilation."""
     rng = np.random.default_rng(0)
 
     def fill(leaf):
@@ -45,7 +45,7 @@ def model():
     return make_model()
 
 
-def test_a_call_decodes_the_likeliest_latents_or_draws_them(model):
+def test_a_call_decodes_the_mode_or_a_sample(model):
     @eqx.filter_jit
     def expected(model, key):
         posterior = model.encode(IMAGE)
@@ -64,13 +64,13 @@ def test_latents_are_drawn_from_the_posterior():
     np.testing.assert_allclose(drawn.mean(0), mean, atol=0.05)
     np.testing.assert_allclose(drawn.std(0), jnp.exp(log_variance / 2), rtol=0.02)
     np.testing.assert_array_equal(posterior.mode, mean)
-    # The mean of log p - log q is the divergence, of which `kl` is the closed form.
+    # The mean of log p - log q is the divergence; `kl` is its closed form.
     log_q = -jnp.square(drawn - mean) / jnp.exp(log_variance) / 2 - log_variance / 2
     np.testing.assert_allclose(posterior.kl(), (log_q + jnp.square(drawn) / 2).mean(0).sum(), rtol=0.02)
     assert Posterior(jnp.zeros((1, 2, 2)), jnp.zeros((1, 2, 2))).kl() == 0
 
 
-def test_log_variances_have_bounds(model):
+def test_log_variances_are_clipped(model):
     bias = jnp.array([0.0, 0.0, 1e3, -1e3])[:, None, None]
     posterior = eqx.tree_at(lambda m: m.quant_conv.bias, model, bias).encode(IMAGE[:, :2, :2])
     np.testing.assert_array_equal(posterior.log_variance, [[[20.0]], [[-30.0]]])
@@ -83,12 +83,12 @@ def test_remat_changes_neither_value_nor_gradients():
         return jnp.square(model(IMAGE.astype(jnp.float64), key=jax.random.key(0))).sum()
 
     configs = [dataclasses.replace(CONFIG, remat=remat) for remat in (False, True)]
-    with jax.enable_x64(True):  # sums in another order differ less than a wrong derivative does
+    with jax.enable_x64(True):  # in float64, another order of sums differs less than a wrong derivative
         results = [loss(make_model(config, jnp.float64)) for config in configs]
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-7)
     for a, b in zip(*(jax.tree.leaves(grads) for _, grads in results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-        assert np.any(np.asarray(a))  # every leaf takes part
+        assert np.any(np.asarray(a))  # every leaf has a gradient
 
 
 def test_bfloat16_stays_bfloat16(model):
@@ -111,7 +111,7 @@ def test_each_leaf_has_one_name_on_disk(model):
     assert len({name.disk for name in names}) == len(names)
 
 
-def test_reads_the_spelling_of_old_folders(model, tmp_path):
+def test_loads_the_names_of_old_folders(model, tmp_path):
     save_pretrained(model, CONFIG, tmp_path)
     path = tmp_path / "diffusion_pytorch_model.safetensors"
     tensors = load_file(path)
@@ -143,7 +143,7 @@ def test_config_round_trip(config):
     assert VAEConfig.from_hf(ConfigReader({**fields, "force_upcast": False})).extra["force_upcast"] is False
 
 
-def test_absent_keys_are_what_diffusers_takes_then():
+def test_absent_keys_get_the_defaults_of_diffusers():
     assert VAEConfig.from_hf(ConfigReader({"_class_name": "AutoencoderKL"})) == VAEConfig()
 
 

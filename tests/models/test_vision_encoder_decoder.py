@@ -1,4 +1,4 @@
-"""The captioner of ViT and GPT-2: what its users rely on beside parity."""
+"""The captioner of ViT and GPT-2: behavior beyond parity of outputs."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEnc
 from redeqx.models.vit import ViT, ViTConfig
 from tests.models.families._case import is_shape, random_model
 
-# A newcomer's `make test` compares the family's outputs with transformers', in `test_golden.py`.
+# Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.
 pytestmark = pytest.mark.sweep
 
 ENCODER = ViTConfig(8, 4, d_model=16, d_ff=24, n_layers=2, n_heads=2, dropout=0.2, init_std=0.3)
@@ -54,7 +54,7 @@ def test_the_preset_has_the_published_number_of_parameters():
     assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == 239_195_904
 
 
-def test_decoding_in_pieces_equals_the_call(logits):
+def test_decoding_in_pieces_equals_a_call(logits):
     model = eqx.nn.inference_mode(make(VisionEncoderDecoder, CONFIG))
     memory = eqx.filter_jit(VisionEncoderDecoder.encode)(model, PIXELS)
     assert memory.shape == (5, 24)
@@ -75,7 +75,7 @@ def test_padding_changes_nothing_and_the_image_does(logits):
     assert not np.isclose(run(model, -PIXELS, IDS), logits, atol=1e-2).all(axis=-1).any()
 
 
-def test_dropout_follows_the_key_and_inference_mode_removes_it(logits):
+def test_dropout_depends_on_the_key_and_is_off_in_inference_mode(logits):
     model = make(VisionEncoderDecoder, CONFIG)
     a, same, b = (run(model, PIXELS, IDS, key=jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(a, same)
@@ -112,7 +112,7 @@ def test_bfloat16_stays_bfloat16(logits):
     assert jnp.abs(half.astype(jnp.float32) - logits).mean() < 0.05 * logits.std()
 
 
-# --- of two halves --------------------------------------------------------------------------------------------------
+# --- joining two pretrained models ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def halves():
     return make(ViT, ENCODER), make(GPT2, alone)
 
 
-def test_joins_two_halves_as_they_are_and_draws_the_rest(halves, tmp_path):
+def test_joins_two_pretrained_models_and_initializes_the_rest(halves, tmp_path):
     encoder, decoder = halves
     model = VisionEncoderDecoder.from_encoder_decoder(encoder, decoder, pad_token_id=0, key=jax.random.key(1))
     assert model.config == VisionEncoderDecoderConfig(ENCODER, model.decoder.config, 1, 2, 0, 1)
@@ -144,7 +144,7 @@ def test_joins_two_halves_as_they_are_and_draws_the_rest(halves, tmp_path):
     np.testing.assert_array_equal(*(run(eqx.nn.inference_mode(m), PIXELS, IDS) for m in (model, again)))
 
 
-def test_keeps_cross_attentions_that_are_there_and_draws_in_the_decoders_dtype(halves):
+def test_keeps_existing_cross_attentions_and_the_decoders_dtype(halves):
     decoder = make(GPT2, DECODER)
     model = VisionEncoderDecoder.from_encoder_decoder(
         halves[0], decoder, decoder_start_token_id=4, pad_token_id=5, key=jax.random.key(1)
@@ -158,10 +158,10 @@ def test_keeps_cross_attentions_that_are_there_and_draws_in_the_decoders_dtype(h
     assert model.projection.weight.dtype == jnp.bfloat16
 
 
-def test_wants_a_first_token_for_two_halves(halves):
+def test_requires_a_first_token(halves):
     decoder = make(GPT2, dataclasses.replace(DECODER, bos_token_id=None))
     with pytest.raises(
-        ValueError, match=r"`decoder_start_token_id`: expected a token, as the decoder has no `bos_token_id`"
+        ValueError, match=r"`decoder_start_token_id`: expected a token, since the decoder has no `bos_token_id`"
     ):
         VisionEncoderDecoder.from_encoder_decoder(halves[0], decoder, key=jax.random.key(1))
 
@@ -169,7 +169,7 @@ def test_wants_a_first_token_for_two_halves(halves):
 # --- folders --------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_without_a_pooler_and_with_what_old_files_carry(folder, tmp_path):
+def test_a_folder_without_a_pooler_and_with_old_buffers(folder, tmp_path):
     tensors = {name: x for name, x in load_file(folder / "model.safetensors").items() if ".pooler." not in name}
     tensors["decoder.lm_head.weight"] = tensors["decoder.transformer.wte.weight"]
     for layer in (0, 1):
@@ -187,14 +187,14 @@ def test_a_folder_without_a_pooler_and_with_what_old_files_carry(folder, tmp_pat
     assert not found
 
 
-def test_a_pooler_can_be_left_behind(folder):
+def test_a_pooler_can_be_dropped(folder):
     config = VisionEncoderDecoder.read_config(folder)
     assert config == CONFIG
     changed = dataclasses.replace(config.encoder, has_pooler=False)
     assert VisionEncoderDecoder.from_pretrained(folder, encoder=changed)[0].encoder.pooler is None
 
 
-def test_unread_keys_of_the_halves_are_written_back(folder, tmp_path):
+def test_unread_keys_of_encoder_and_decoder_are_written_back(folder, tmp_path):
     fields = json.loads((folder / "config.json").read_text())
     fields["encoder"]["encoder_stride"] = 16
     fields["decoder"]["use_cache"] = True
@@ -207,7 +207,7 @@ def test_config_round_trip(config):
     assert VisionEncoderDecoderConfig.from_hf(ConfigReader(config.to_hf())) == config
 
 
-def test_tokens_are_the_decoders_where_the_whole_names_none():
+def test_tokens_default_to_the_decoders():
     decoder = {"add_cross_attention": True, "bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
     config = VisionEncoderDecoderConfig.from_hf(ConfigReader({"encoder": {}, "decoder": decoder}))
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id, config.decoder_start_token_id) == (7, 8, None, 7)
@@ -216,11 +216,11 @@ def test_tokens_are_the_decoders_where_the_whole_names_none():
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id, config.decoder_start_token_id) == (7, 3, 4, 9)
 
 
-def test_labels_become_inputs():
+def test_shift_right():
     model = make(VisionEncoderDecoder, CONFIG)
     np.testing.assert_array_equal(model.shift_right(jnp.array([5, 6, 2, -100, -100])), [1, 5, 6, 2, 0])
     unpadded = make(VisionEncoderDecoder, dataclasses.replace(CONFIG, pad_token_id=None))
-    with pytest.raises(ValueError, match=r"`pad_token_id`: expected a token, got None\. Give the config one"):
+    with pytest.raises(ValueError, match=r"`pad_token_id`: expected a token, got None\. Set it in the config"):
         unpadded.shift_right(jnp.array([5, 6]))
 
 

@@ -1,4 +1,4 @@
-"""ViT: what its users rely on beside parity."""
+"""ViT: behavior beyond parity of outputs."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from redeqx.models.hf._reader import ConfigReader
 from redeqx.models.vit import ViT, ViTConfig, ViTForImageClassification
 from tests.models.families._case import in_float64, is_shape, random_model
 
-# A newcomer's `make test` compares the family's outputs with transformers', in `test_golden.py`.
+# Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.
 pytestmark = pytest.mark.sweep
 
 CONFIG = ViTConfig(8, 4, 2, d_model=24, d_ff=40, n_layers=2, n_heads=3, n_classes=5, dropout=0.2, attention_dropout=0.3)
@@ -60,29 +60,29 @@ def test_presets_have_the_published_number_of_parameters(cls, config, n_paramete
     assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == n_parameters
 
 
-def test_a_classifier_reads_the_class_token_of_its_vit(classifier):
+def test_a_classifier_uses_the_class_token_of_its_vit(classifier):
     quiet = eqx.nn.inference_mode(classifier)
     hidden = run(quiet.vit, PIXELS)
     assert hidden.shape == (1 + 4, 24)
     head = quiet.classifier
     np.testing.assert_allclose(run(quiet, PIXELS), head.weight @ hidden[0] + head.bias, rtol=1e-4, atol=1e-5)
-    # Each token has seen every patch: a part of it, and not the same as the others.
+    # Each token attends to every patch.
     assert not np.isclose(run(quiet.vit, PIXELS.at[:, 7, 7].add(1)), hidden).all(axis=-1).any()
 
 
-def test_pixels_beyond_the_last_whole_patch_are_not_seen():
+def test_pixels_beyond_the_last_complete_patch_are_ignored():
     model = eqx.nn.inference_mode(make(ViT, dataclasses.replace(CONFIG, image_size=11)))
     pixels = jnp.zeros((2, 11, 11)).at[:, :8, :8].set(PIXELS)
     assert_same(run(model, pixels), run(model, pixels.at[:, 8:].set(7)))
 
 
-def test_dropout_follows_the_key_and_inference_mode_removes_it(classifier):
+def test_dropout_depends_on_the_key_and_is_off_in_inference_mode(classifier):
     a, same, b = (run(classifier, PIXELS, key=jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(a, same)
     assert not np.isclose(a, b).any()
     with pytest.raises(RuntimeError, match="Dropout requires a key"):
         classifier(PIXELS)
-    quiet = run(make(ViTForImageClassification, CONFIG.without_dropout()), PIXELS)  # and then needs no key
+    quiet = run(make(ViTForImageClassification, CONFIG.without_dropout()), PIXELS)  # which needs no key
     assert_same(run(eqx.nn.inference_mode(classifier), PIXELS), quiet)
 
 
@@ -102,12 +102,12 @@ def test_remat_changes_neither_value_nor_gradients():
         return jnp.sum(jnp.arange(5) * model(PIXELS.astype(jnp.float64)))
 
     configs = [dataclasses.replace(config, remat=remat) for remat in (False, True)]
-    with jax.enable_x64(True):  # sums in another order differ less than a wrong derivative does
+    with jax.enable_x64(True):  # in float64, another order of sums differs less than a wrong derivative
         results = [loss(in_float64(make(ViTForImageClassification, config))) for config in configs]
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-7)
     for a, b in zip(*(jax.tree.leaves(grads) for _, grads in results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-        assert np.any(np.asarray(a))  # every leaf takes part
+        assert np.any(np.asarray(a))  # every leaf has a gradient
 
 
 def test_bfloat16_stays_bfloat16(classifier):
@@ -136,7 +136,7 @@ def test_initial_weights():
     assert all(np.all(norm.weight == 1) for norm in norms)
 
 
-def test_a_classifiers_folder_comes_back_and_gives_its_vit(folder, classifier):
+def test_a_classifier_round_trips_and_its_folder_loads_as_vit(folder, classifier):
     model, config = from_pretrained(folder)
     assert isinstance(model, ViTForImageClassification)
     assert config == CONFIG
@@ -153,7 +153,7 @@ def test_a_classifiers_folder_comes_back_and_gives_its_vit(folder, classifier):
         ViT.from_pretrained(folder, has_pooler=True)
 
 
-def test_a_pooler_is_kept_or_left_behind(tmp_path):
+def test_a_pooler_is_kept_or_dropped(tmp_path):
     model = make(ViT)
     save_pretrained(model, CONFIG, tmp_path)
     again, config = from_pretrained(tmp_path)
@@ -170,7 +170,7 @@ def test_a_pooler_is_kept_or_left_behind(tmp_path):
     assert_same(from_pretrained(tmp_path / "bare")[0], bare)
 
 
-def test_a_pretrained_vit_goes_into_a_new_classifier(folder, tmp_path):
+def test_a_pretrained_vit_in_a_new_classifier(folder, tmp_path):
     vit, config = ViT.from_pretrained(folder)
     config = dataclasses.replace(config, n_classes=3)
     model = make(ViTForImageClassification, config)
@@ -186,7 +186,7 @@ def test_classes_keep_their_names(folder, tmp_path):
     fields = json.loads((folder / "config.json").read_text())
     assert fields["id2label"] == {str(i): f"LABEL_{i}" for i in range(5)}
     assert fields["label2id"] == {f"LABEL_{i}": i for i in range(5)}
-    # As ImageNet has it, where two classes share a name.
+    # As in ImageNet, where two classes share a name.
     names = {"id2label": {"0": "crane", "1": "ibex", "2": "crane"}, "label2id": {"crane": 2, "ibex": 1}}
     config = ViTConfig.from_hf(ConfigReader({**fields, **names}))
     assert config.n_classes == 3
@@ -195,13 +195,13 @@ def test_classes_keep_their_names(folder, tmp_path):
     # A head of another size has other classes.
     other = dataclasses.replace(config, n_classes=2)
     assert other.to_hf()["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"}
-    assert "id2label" not in ViTConfig().to_hf()  # what transformers takes without it
+    assert "id2label" not in ViTConfig().to_hf()  # transformers' default
     with pytest.raises(ValueError, match=r"`num_labels`: expected the length of `id2label`, 3, got 4\. Correct one"):
         ViTConfig.from_hf(ConfigReader({**fields, **names, "num_labels": 4}))
     assert ViTConfig.from_hf(ConfigReader({"num_labels": 4})).n_classes == 4
 
 
-def test_config_comes_back():
+def test_config_round_trip():
     config = dataclasses.replace(CONFIG, has_qkv_bias=False, layer_norm_eps=1e-6, init_std=0.1)
     assert ViTConfig.from_hf(ConfigReader(config.to_hf())) == config
     assert ViTConfig.from_hf(ConfigReader({})) == ViTConfig()

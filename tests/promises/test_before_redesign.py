@@ -58,7 +58,7 @@ def crc32(tensors):
     return zlib.crc32(b"".join(tensors[name].tobytes() for name in sorted(tensors)))
 
 
-def test_a_checkpoint_from_before_resumes_to_the_same_bits(tmp_path):
+def test_a_checkpoint_of_an_earlier_release_resumes_to_the_same_bits(tmp_path):
     expected = json.loads((FOLDER / "expected.json").read_text())
     shutil.copytree(FOLDER / "run", tmp_path, dirs_exist_ok=True)
     trainer = run(tmp_path)

@@ -1,4 +1,4 @@
-"""The documentation: every snippet runs, every page is in the navigation, no link leads nowhere."""
+"""The documentation: every snippet runs, every page is in the navigation, every link has a target."""
 
 import ast
 import importlib
@@ -26,7 +26,7 @@ FIGURES = {f"figures/{name}" for name in FIGURES}
 
 
 def runnable(text):
-    """The Python of a page, with the commands `redeqx inspect` and `redeqx convert` where they stand between it."""
+    """Returns the Python of a page, including calls of its `redeqx inspect` and `redeqx convert` commands, in order."""
     for language, block in re.findall(r"```(python|sh)\n(.*?)```", text, re.DOTALL):
         if language == "python":
             yield block
@@ -44,7 +44,7 @@ def marks(name):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in WITH_CODE])
-def test_snippets_run_one_after_the_other(name, tmp_path):
+def test_snippets_of_a_page_run_in_order(name, tmp_path):
     (tmp_path / "page.py").write_text("\n".join(runnable(PAGES[name])))
     env = {**os.environ, "PYTHONPATH": str(DOCS.parent), "PYTHONWARNINGS": WARNINGS}
     run = subprocess.run(
@@ -53,8 +53,8 @@ def test_snippets_run_one_after_the_other(name, tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_the_errors_are_those_of_the_sources():
-    """After a change of a message: `python docs/errors.py`."""
+def test_the_error_page_matches_the_sources():
+    """After changing a message, run `python docs/errors.py`."""
     functions = runpy.run_path(str(DOCS / "errors.py"))
     written = functions["page"]()
     assert PAGES["errors.md"] == written
@@ -76,7 +76,7 @@ def test_every_page_is_in_the_navigation():
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_and_figures_lead_somewhere(name):
+def test_links_and_figures_exist(name):
     prose = re.sub(r"```.*?```", "", PAGES[name], flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#\s]+)", prose):
         if not target.startswith("http"):
@@ -89,14 +89,14 @@ def test_links_and_figures_lead_somewhere(name):
 )
 def test_every_public_name_is_in_the_reference(package):
     listed = re.findall(rf"^::: {re.escape(package)}\.(\w+)$", PAGES["api.md"], re.MULTILINE)
-    door = DOCS.parent.joinpath(*package.split("."), "__init__.py")
-    if package == "redeqx.data":  # what only the library itself uses stands in the door too
-        said = ast.get_docstring(ast.parse(door.read_text("utf-8"))) or ""
-        assert sorted(listed) == sorted(re.findall(r"`(\w+)`", said.partition("Public:")[2].partition(".")[0]))
+    init_file = DOCS.parent.joinpath(*package.split("."), "__init__.py")
+    if package == "redeqx.data":  # its `__init__.py` also exports names that only the library uses
+        docstring = ast.get_docstring(ast.parse(init_file.read_text("utf-8"))) or ""
+        assert sorted(listed) == sorted(re.findall(r"`(\w+)`", docstring.partition("Public:")[2].partition(".")[0]))
         assert all(callable(getattr(importlib.import_module(package), name)) for name in listed)
         return
-    names = set(re.findall(r"(\w+) as \1", door.read_text("utf-8")))
-    if package == "redeqx.tracing":  # the library's own, but for what rules of a user are made of
+    names = set(re.findall(r"(\w+) as \1", init_file.read_text("utf-8")))
+    if package == "redeqx.tracing":  # internal, except for the names that users need for their own rules
         (taught,) = re.findall(r"from redeqx.tracing import (.*)", PAGES["guides/extend.md"])
         assert set(listed) == {"Site", *taught.split(", ")} <= names
         return

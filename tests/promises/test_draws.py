@@ -1,4 +1,4 @@
-"""Each step, micro-batch and evaluation batch draws new random numbers: no two of them see the same.
+"""Each step, micro-batch and evaluation batch draws new random numbers: no two of them use the same.
 
 The model has one slot for each example. The gradient of a slot is the number that was drawn with its example.
 """
@@ -29,7 +29,7 @@ def loss_fn(model, slots, key):
 
 
 class Counts:
-    """A tracker that keeps, for each step, the draw of each of its examples."""
+    """A tracker that records, for each step, the draw of each of its examples."""
 
     def __init__(self):
         self.seen = []
@@ -55,14 +55,14 @@ def make_trainer(n_slots, *, seed=0, accumulate=3):
 
 
 def drawn(trainer, counts):
-    """The draw of each example, after one step on it: from the gradient of its slot, and checked against its metric."""
+    """Returns the draw of each example, after one step on it, from the gradient of its slot; compares it with its metric."""
     found = [-len(step) * float(trainer.model.draws[slot]) for step in counts.seen for slot in sorted(step)]
     np.testing.assert_allclose(found, [step[slot] for step in counts.seen for slot in sorted(step)], rtol=1e-5)
     return found
 
 
 def assert_none_twice(draws, n_rows=ROWS):
-    """No more examples than a micro-batch's share a draw, and no draw is missing."""
+    """Checks that only examples of the same micro-batch share a draw, and that no draw is missing."""
     counts = Counter(float(np.float32(round(draw, 5))) for draw in draws)
     assert all(0 < draw < 1 for draw in counts)
     assert max(counts.values()) <= n_rows, counts
@@ -70,17 +70,17 @@ def assert_none_twice(draws, n_rows=ROWS):
 
 
 @pytest.mark.parametrize("n_left", [4, pytest.param(5, marks=pytest.mark.sweep)])
-def test_each_step_and_micro_batch_draws_anew(n_left):
-    """Two steps of three micro-batches, then one of two micro-batches, or of two and one more row."""
+def test_each_step_and_micro_batch_draws_new_numbers(n_left):
+    """Two steps of three micro-batches, then one of two micro-batches, or of two and another row."""
     trainer, counts = make_trainer(12 + n_left)
     trainer.train(list(range(12 + n_left)), ROWS)
     assert [len(step) for step in counts.seen] == [6, 6, n_left]
     draws = drawn(trainer, counts)
     assert_none_twice(draws)
-    np.testing.assert_allclose(draws[0:12:2], draws[1:12:2], rtol=1e-5)  # the rows of a micro-batch see the same
+    np.testing.assert_allclose(draws[0:12:2], draws[1:12:2], rtol=1e-5)  # the rows of a micro-batch share a draw
 
 
-def test_passes_and_epochs_draw_anew():
+def test_passes_and_epochs_draw_new_numbers():
     trainer, counts = make_trainer(24)
     trainer.train(list(range(6)), ROWS)
     trainer.train(list(range(6, 12)), ROWS)
@@ -88,7 +88,7 @@ def test_passes_and_epochs_draw_anew():
     assert_none_twice(drawn(trainer, counts))
 
 
-def test_each_evaluation_batch_draws_anew_and_otherwise_than_training():
+def test_each_evaluation_batch_draws_numbers_that_differ_from_training():
     trainer, counts = make_trainer(12)
     evaluated = trainer.eval_metrics(list(range(12)), ROWS)
     draws = [evaluated[f"slot {i}"] for i in range(12)]
@@ -101,7 +101,7 @@ def test_each_evaluation_batch_draws_anew_and_otherwise_than_training():
     assert trainer.eval_metrics(list(range(12)), ROWS)["slot 5"] == evaluated["slot 5"]
 
 
-def test_the_seed_and_the_trainer_decide_what_is_drawn():
+def test_the_seed_and_the_trainer_determine_the_random_numbers():
     first, same, other = (drawn(*pair) for pair in map(_trained, (0, 0, 1)))
     assert first == same
     assert not {round(draw, 5) for draw in first} & {round(draw, 5) for draw in other}

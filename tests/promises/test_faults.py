@@ -1,4 +1,4 @@
-"""After any fault in a run of two processes, both leave in time and report why, and the last checkpoint is complete."""
+"""After a fault in a run of two processes, both exit in time and report the reason; the last checkpoint is complete."""
 
 import re
 from collections import Counter
@@ -11,39 +11,37 @@ from redeqx.checkpoint._reader import TensorReader
 from tests._processes import train, trained_on
 
 N = 101  # examples, with `--rest`
-# A heartbeat of 3 s, and a hang limit of 4 s: the tests need not wait for the longer defaults.
+# A heartbeat of 3 s and a hang limit of 4 s, so that the tests do not wait for the longer defaults.
 QUICK = ("--heartbeat", 3, "--hang", 4)
 
 
-def last_whole(workdir):
-    """The step of the newest checkpoint in the index, after its checksums are verified."""
+def last_complete_step(workdir):
+    """Returns the step of the newest checkpoint in the index, after verifying its checksums."""
     checkpoints = Checkpoints(workdir / "ckpts")
     return checkpoints.record(checkpoints.resolve("last"))["step"]
 
 
-def debris(workdir):
+def leftovers(workdir):
     return [path.name for path in (workdir / "ckpts").iterdir() if path.name.startswith(".tmp_")]
 
 
 @pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.sweep), 1])
 @pytest.mark.sweep
-def test_a_peer_that_is_killed_is_left(tmp_path, culprit):
+def test_the_others_leave_when_a_peer_is_killed(tmp_path, culprit):
     run = train(tmp_path, "--fault", "kill", "--in", culprit, *QUICK)
     assert run.code == 137  # 128 + SIGKILL
     assert run.seconds_after_fault() < 5  # one second on an idle machine; more on busy cores
     assert run.lines[-1] == (
         f"[{1 - culprit}] redeqx: process {culprit} of 2 is gone: its connection was closed; the last committed step is "
-        f"{last_whole(tmp_path)}. Leaving with exit code 75: run it again to go on."
+        f"{last_complete_step(tmp_path)}. Leaving with exit code 75: run it again to go on."
     )
     assert "Terminating process" not in run.text  # JAX's client prints it when it loses its coordinator
 
 
 @pytest.mark.sweep
-def test_a_peer_that_is_frozen_is_left_after_the_heartbeat(tmp_path):
+def test_the_others_leave_after_the_heartbeat_when_a_peer_is_frozen(tmp_path):
     run = train(tmp_path, "--fault", "stop", "--heartbeat", 3)
-    assert (
-        "[0] redeqx: process 1 of 2 is gone: nothing was heard of it for 3 s; the last committed step is " in run.lines[-1]
-    )
+    assert "[0] redeqx: process 1 of 2 is gone: no message from it for 3 s; the last committed step is " in run.lines[-1]
 
 
 @pytest.mark.sweep
@@ -52,7 +50,7 @@ def test_a_peer_that_hangs_is_named(tmp_path):
     assert run.code == 75
     for i in (0, 1):
         (line,) = [line for line in run.lines if line.startswith(f"[{i}] redeqx: no step for 4 s: ") and "exit code" in line]
-        assert f"process 1 of 2 is behind, after step {last_whole(tmp_path)}; the last committed step is " in line
+        assert f"process 1 of 2 is behind, after step {last_complete_step(tmp_path)}; the last committed step is " in line
     stacks = [line for line in run.lines if line.startswith("[1] ")]
     assert any("in hangs" in line for line in stacks), run.text  # the thread's stack
     assert any(line.startswith("[0] ") and "in updates" in line for line in run.lines)
@@ -60,39 +58,39 @@ def test_a_peer_that_hangs_is_named(tmp_path):
 
 @pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.sweep)])
 @pytest.mark.sweep
-def test_an_exception_of_one_ends_all_and_is_printed_once_and_last(tmp_path, culprit):
+def test_an_exception_in_one_process_ends_all_and_is_printed_once_and_last(tmp_path, culprit):
     run = train(tmp_path, "--fault", "raise", "--in", culprit, *QUICK)
     assert run.code == 1
-    assert run.seconds_after_fault() < 5 + 3  # five, and the time of the launcher
+    assert run.seconds_after_fault() < 5 + 3  # five, plus the launcher's time
     *above, raised, note = run.lines
     assert raised == f"[{culprit}] RuntimeError: the loader is broken"
     assert note.startswith(f"[{culprit}] Raised in reading example ")
     assert run.text.count("Traceback (most recent call last)") == 1
     assert "in fails" in above[-1] or "in fails" in above[-2]
-    assert last_whole(tmp_path) >= 3
+    assert last_complete_step(tmp_path) >= 3
 
 
 @pytest.mark.parametrize("fault", [*(pytest.param(name, marks=pytest.mark.sweep) for name in ("term", "usr1")), "twice"])
 @pytest.mark.sweep
-def test_a_scheduler_s_signal_saves_the_same_step(tmp_path, fault):
-    """That checkpoint has the optimizer state, although the others are saved without it."""
+def test_a_signal_of_the_scheduler_saves_the_same_step(tmp_path, fault):
+    """This checkpoint contains the optimizer state, although the others are saved without it."""
     run = train(tmp_path, "--fault", fault, "--params-only", *QUICK)
     assert run.code == 75
-    step = last_whole(tmp_path)
+    step = last_complete_step(tmp_path)
     assert f"[0] preempted: step {step} is saved; run the script again to go on from it" in run.lines
-    assert not debris(tmp_path)
+    assert not leftovers(tmp_path)
     assert 8 <= step <= 13
     again = train(tmp_path)
     assert again.code == 0
     assert f"[0] resuming from {tmp_path}/ckpts/step_{step:08d}, step {step}" in again.lines
-    assert last_whole(tmp_path) == 14
+    assert last_complete_step(tmp_path) == 14
 
 
 @pytest.mark.sweep
 def test_ctrl_c_saves_the_same_step_and_shows_no_traceback(tmp_path):
     run = train(tmp_path, "--fault", "int", "--params-only", *QUICK)
     assert run.code == 130
-    step = last_whole(tmp_path)
+    step = last_complete_step(tmp_path)
     assert f"[0] stopped by Ctrl-C: step {step} is saved; run the script again to go on from it" in run.lines
     assert "[1] redeqx: Ctrl-C: stopping after this step, to save it; a second one leaves at once" in run.lines
     assert "Traceback" not in run.text
@@ -102,8 +100,8 @@ def test_ctrl_c_saves_the_same_step_and_shows_no_traceback(tmp_path):
 
 
 @pytest.mark.sweep
-def test_a_second_ctrl_c_leaves_at_once(tmp_path):
-    """Even while the loader hangs."""
+def test_a_second_ctrl_c_exits_at_once(tmp_path):
+    """Also while the loader hangs."""
     run = train(tmp_path, "--fault", "int_twice", n_processes=1)
     assert run.code == 130
     assert run.seconds_after_fault() < 0.7 + 5
@@ -111,13 +109,13 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path):
 
 
 @pytest.mark.sweep
-def test_what_becomes_of_forked_children_is_nothing_to_the_run(tmp_path):
-    """A child that is terminated ends. One that fails prints its error, and the run continues."""
+def test_forked_children_do_not_affect_the_run(tmp_path):
+    """A terminated child ends. A failing child prints its error, and the run continues."""
     run = train(tmp_path, "--fault", "forks", limit=90.0)
     assert run.code == 0, run.text
     assert "[1] children -15 1" in run.lines
     assert "[1] RuntimeError: the child's own" in run.lines
-    assert last_whole(tmp_path) == 14
+    assert last_complete_step(tmp_path) == 14
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,7 @@ def test_what_becomes_of_forked_children_is_nothing_to_the_run(tmp_path):
     ],
 )
 @pytest.mark.sweep
-def test_a_disk_that_fails_ends_all_with_the_same_error(tmp_path, fault, culprit, why):
+def test_a_disk_failure_ends_all_processes_with_the_same_error(tmp_path, fault, culprit, why):
     workdir = tmp_path / "run"
     workdir.mkdir()
     run = train(workdir, "--fault", fault, "--in", culprit, *QUICK)
@@ -144,8 +142,8 @@ def test_a_disk_that_fails_ends_all_with_the_same_error(tmp_path, fault, culprit
     assert why in run.lines[-1], run.text
     if fault != "vanished":
         assert re.search(r"expected to write \d+ bytes, got .* with \d+ bytes free", run.lines[-1])
-        assert last_whole(workdir) == 3
-        assert not debris(workdir)
+        assert last_complete_step(workdir) == 3
+        assert not leftovers(workdir)
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -194,8 +192,8 @@ def test_arguments_that_differ_are_named(tmp_path):
         ),
     ],
 )
-def test_a_process_that_would_train_something_else_is_refused(tmp_path, fault, why):
-    """It is refused before its first step counts."""
+def test_a_process_with_another_program_or_other_values_is_refused(tmp_path, fault, why):
+    """It is refused before its first step is used."""
     run = train(tmp_path, "--fault", fault, *QUICK)
     assert run.code == 1
     assert re.search("ValueError: " + why, run.lines[-1]), run.text
@@ -204,21 +202,21 @@ def test_a_process_that_would_train_something_else_is_refused(tmp_path, fault, w
 
 
 @pytest.mark.sweep
-def test_process_0_decides_where_a_metric_differs(tmp_path):
+def test_process_0_decides_if_a_metric_differs(tmp_path):
     run = train(tmp_path, "--fault", "metric", *QUICK)
     assert run.code == 0, run.text
     assert Checkpoints(tmp_path / "ckpts").resolve("argmax_score").name == "step_00000014"
     said = [line for line in run.lines if "UserWarning" in line]
     assert all(line.startswith("[0] ") for line in said)
     assert re.search(
-        r"`eval_metric_fn`: expected `score` to be 3\.0, as in process 0, got -3\.0 in process 1\. Process 0's decides: "
+        r"`eval_metric_fn`: expected `score` to be 3\.0, as in process 0, got -3\.0 in process 1\. Process 0's is used: "
         r"compute it from all the outputs\.",
         run.text,
     )
 
 
 def test_two_processes_train_like_one(tmp_path):
-    """Both have eight devices: the order of data and the random numbers are equal, and only the order of sums differs."""
+    """Both runs have eight devices: the order of data and the random numbers are equal; only the order of sums differs."""
     two = train(tmp_path / "two", "--fsdp", 2, "--rest")
     one = train(tmp_path / "one", "--fsdp", 2, "--rest", n_processes=1, n_devices=8)
     assert (two.code, one.code) == (0, 0), two.text
@@ -241,12 +239,12 @@ def test_two_processes_train_like_one(tmp_path):
         pytest.param(4, ("--model", 1, "--fsdp", 4), marks=pytest.mark.sweep),
     ],
 )
-def test_a_run_goes_on_elsewhere(tmp_path, n_devices, mesh):
-    """One of two processes is killed. A single process resumes the run, on as many devices or fewer, with another mesh."""
-    # Without dropout: its masks depend on how the devices share the last, smaller step of an epoch.
+def test_a_run_continues_on_other_devices(tmp_path, n_devices, mesh):
+    """One of two processes is killed. A single process resumes the run on as many or fewer devices, with another mesh."""
+    # Without dropout: its masks depend on how devices share the last, smaller step of an epoch.
     killed = train(tmp_path / "run", "--fault", "kill", "--at", 10, "--rest", "--dropout", 0, *QUICK)
     assert killed.code == 137
-    step = last_whole(tmp_path / "run")
+    step = last_complete_step(tmp_path / "run")
     assert 3 <= step < 14
     again = train(tmp_path / "run", *mesh, "--rest", "--dropout", 0, n_processes=1, n_devices=n_devices)
     assert again.code == 0, again.text
@@ -262,17 +260,17 @@ def test_a_run_goes_on_elsewhere(tmp_path, n_devices, mesh):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The newest checkpoint of a run of two epochs, in one shared folder."""
-    workdir = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted_checkpoint(tmp_path_factory):
+    """The newest checkpoint of a run of two epochs without interruption, in one shared folder."""
+    workdir = tmp_path_factory.mktemp("uninterrupted")
     run = train(workdir)
     assert run.code == 0, run.text
     return Checkpoints(workdir / "ckpts").resolve("last")
 
 
-def check_same_bits(path, undisturbed):
+def check_same_bits(path, uninterrupted_checkpoint):
     for kind in ("model", "optimizer"):
-        found, expected = TensorReader.find(path, kind), TensorReader.find(undisturbed, kind)
+        found, expected = TensorReader.find(path, kind), TensorReader.find(uninterrupted_checkpoint, kind)
         assert set(found.names()) == set(expected.names())
         for name in expected.names():
             np.testing.assert_array_equal(found.read(name), expected.read(name), err_msg=name)
@@ -283,23 +281,23 @@ INDEXES = {"model.safetensors.index.json", "optimizer.safetensors.index.json"}
 
 
 @pytest.mark.sweep
-def test_without_positions_each_process_writes_a_file_of_its_own(tmp_path, undisturbed):
-    """A second run resumes from these files, writes in place again, and ends bitwise equal to one that was never stopped."""
+def test_without_writes_at_a_position_each_process_writes_its_own_file(tmp_path, uninterrupted_checkpoint):
+    """A second run resumes from these files, writes in place again, and ends bitwise equal to an uninterrupted one."""
     first = train(tmp_path, "--fault", "sequential", "--epochs", 1)
     assert first.code == 0, first.text
     assert f"[0] {tmp_path}/ckpts: several processes cannot write one file there, so each writes its own" in first.lines
     path = Checkpoints(tmp_path / "ckpts").resolve("last")
     assert {file.name for file in path.iterdir()} == {*FILES, *INDEXES, "trainer.json"}
-    assert not debris(tmp_path)
+    assert not leftovers(tmp_path)
     again = train(tmp_path)
     assert again.code == 0, again.text
     assert any("resuming from" in line for line in again.lines)
-    check_same_bits(Checkpoints(tmp_path / "ckpts").resolve("last"), undisturbed)
+    check_same_bits(Checkpoints(tmp_path / "ckpts").resolve("last"), uninterrupted_checkpoint)
 
 
 @pytest.mark.sweep
-def test_on_disks_of_their_own_each_process_keeps_a_part(tmp_path, undisturbed):
-    """All processes together resume: each gets the parts that it lacks from the others."""
+def test_on_separate_disks_each_process_keeps_its_part(tmp_path, uninterrupted_checkpoint):
+    """When all processes resume together, each gets the parts that it lacks from the others."""
     first = train(tmp_path / "run", "--fault", "unshared", "--epochs", 1)
     assert first.code == 0, first.text
     (said,) = [line for line in first.lines if "not shared" in line]
@@ -316,12 +314,12 @@ def test_on_disks_of_their_own_each_process_keeps_a_part(tmp_path, undisturbed):
     for file in paths[1].iterdir():
         if not (paths[0] / file.name).exists():
             (paths[0] / file.name).write_bytes(file.read_bytes())
-    check_same_bits(paths[0], undisturbed)
+    check_same_bits(paths[0], uninterrupted_checkpoint)
     assert not [file for each in folders for file in each.folder.iterdir() if file.name.startswith(".tmp_")]
 
 
 @pytest.mark.sweep
-def test_a_part_that_is_damaged_on_one_disk_is_found_by_all(tmp_path):
+def test_all_processes_detect_a_damaged_part_on_one_disk(tmp_path):
     run = train(tmp_path / "run", "--fault", "unshared", "--epochs", 1)
     assert run.code == 0, run.text
     path = Checkpoints(tmp_path / "elsewhere" / "ckpts").resolve("last")

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "redeqx"
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """What each mistake raises, in a process without jaxtyping's checks, which would raise first for some of them."""
+    """The error of each mistake, in a process without jaxtyping's checks, which would raise first for some of them."""
     made = subprocess.run(
         [sys.executable, str(SCRIPT)],
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)}, capture_output=True, text=True, timeout=300, check=True,
@@ -30,7 +30,7 @@ KEY = "Add the parameter `key`, which dropout and sampling draw from; it may sta
 THESE = "Give it these parameters; bind others with `functools.partial`."
 OF_THREE = "expected a function of `(model, batch, key)`, got one of"
 ROWS = "`per_device_batch_size`: expected"
-ITEMS = "expected an item an example, got"
+ITEMS = "expected one item per example, got"
 LOADER = (
     "a DataLoader, whose items are whole batches. "
     "Pass its `dataset`: redeqx shuffles, batches and calls `collate_fn` itself."
@@ -70,12 +70,12 @@ MESSAGES = {
         "TypeError",
         f"{OPTIMIZER} a list of GradientTransformation, GradientTransformationExtraArgs. Chain them: `optax.chain(...)`.",
     ),
-    "no optimizer": ("TypeError", f"{OPTIMIZER} None. Pass `optax.adamw(learning_rate)`, say."),
+    "no optimizer": ("TypeError", f"{OPTIMIZER} None. Pass, for example, `optax.adamw(learning_rate)`."),
     "loss_fn without key": ("TypeError", f"`loss_fn`: {OF_THREE} `(model, batch)`. {KEY}"),
     "loss_fn with state": (
         "TypeError",
         f"`loss_fn`: {OF_THREE} `(model, state, batch, key)`. "
-        "Pass `model_state` too, as `eqx.nn.make_with_state` gives it.",
+        "Pass `model_state` too, as `eqx.nn.make_with_state` returns it.",
     ),
     "loss_fn without state": (
         "TypeError",
@@ -171,22 +171,22 @@ MESSAGES = {
     ),
     "series": (
         "TypeError",
-        f"`train_examples`: {ITEMS} a Series, whose items go by its index. Pass its values: `series.to_list()`.",
+        f"`train_examples`: {ITEMS} a Series, which looks items up in its index. Pass its values: `series.to_list()`.",
     ),
     "loader of batches": ("TypeError", f"`train_examples`: {ITEMS} {LOADER}"),
     "loader with a batch sampler": ("TypeError", f"`examples`: {ITEMS} {LOADER}"),
     "splits": ("TypeError", f"`train_examples`: {ITEMS} a DatasetDict of train. Pass one: `['train']`."),
     "columns": (
         "TypeError",
-        f"`train_examples`: {ITEMS} a tuple of 2 arrays of shapes (8, 4), (8,), each with a row an example. "
+        f"`train_examples`: {ITEMS} a tuple of 2 arrays of shapes (8, 4), (8,), each with one row per example. "
         "Pass `list(zip(*arrays))`.",
     ),
     "a generator for two epochs": (
         "ValueError",
-        f"`train_examples`: expected what can be read 2 times, once an epoch, got `numbers`, a generator, {ONCE}",
+        f"`train_examples`: expected examples that can be read 2 times, once per epoch, got `numbers`, a generator, {ONCE}",
     ),
     "a map for two epochs": (
-        "ValueError", f"`train_examples`: expected what can be read 2 times, once an epoch, got a map, {ONCE}",
+        "ValueError", f"`train_examples`: expected examples that can be read 2 times, once per epoch, got a map, {ONCE}",
     ),
     "a generator function": (
         "TypeError", f"`train_examples`: expected a function of `(epoch)`, got one of `()`. {THESE}",
@@ -215,7 +215,7 @@ MESSAGES = {
 MESSAGES |= {
     f"a model from before a step{what}": (
         "ValueError",
-        f"`model`: expected arrays that are still there, got 2 of 2 deleted (`weight`, `bias`). {DELETED}",
+        f"`model`: expected arrays that still exist, got 2 of 2 deleted (`weight`, `bias`). {DELETED}",
     )
     for what in ("", ", to predict", ", to train")
 }
@@ -223,7 +223,7 @@ MESSAGES |= {
 BATCH = (
     "The leading dim is the batch, of {} rows; an Equinox module takes one row, so `jax.vmap(model)(...)` takes them all."
 )
-# JAX's message, which stays; the note that is added; and the function names of the script's last frames.
+# JAX's message, which is kept; the added note; and the function names of the script's last frames.
 NOTES = {
     "wrong width": (
         "TypeError", "dot_general requires contracting dimensions to have the same shape, got (5,) and (4,).",
@@ -272,19 +272,19 @@ def is_ours(file):
     return file.startswith(str(PACKAGE))
 
 
-def test_every_mistake_is_looked_at(outcomes):
+def test_every_mistake_has_an_expected_error(outcomes):
     assert set(outcomes) == {*MESSAGES, *NOTES, *SAVED, *FINE}
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_mistake_is_named_with_the_next_step(name, outcomes):
+def test_the_error_names_the_mistake_and_the_next_step(name, outcomes):
     found, (kind, message) = outcomes[name], MESSAGES[name]
     tmp = next((word for word in outcomes["no checkpoint in there"]["message"].split("`") if word), "TMP")
     assert (found["kind"], found["message"].replace(tmp, "TMP")) == (kind, message)
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_mistake_is_raised_near_the_user_s_line(name, outcomes):
+def test_the_error_is_raised_near_the_users_line(name, outcomes):
     ours = [function for file, function in outcomes[name]["frames"] if is_ours(file)]
     assert len(ours) <= 4
     assert [is_ours(file) for file, _ in outcomes[name]["frames"][-len(ours) :]] == [True] * len(ours)
@@ -292,12 +292,12 @@ def test_a_mistake_is_raised_near_the_user_s_line(name, outcomes):
 
 @pytest.mark.parametrize("name", SAVED)
 def test_a_model_from_before_a_step_is_not_saved(name, outcomes):
-    assert outcomes[name]["message"].startswith("`model`: expected arrays that are still there, got ")
+    assert outcomes[name]["message"].startswith("`model`: expected arrays that still exist, got ")
     assert outcomes[name]["message"].endswith(DELETED)
 
 
 @pytest.mark.parametrize("name", NOTES)
-def test_an_error_of_a_user_s_function_keeps_its_words_and_says_what_it_was_given(name, outcomes):
+def test_an_error_of_a_users_function_keeps_its_message_and_gets_a_note(name, outcomes):
     kind, message, note, functions = NOTES[name]
     found = outcomes[name]
     assert (found["kind"], found["message"]) == (kind, message)
@@ -307,10 +307,10 @@ def test_an_error_of_a_user_s_function_keeps_its_words_and_says_what_it_was_give
 
 
 @pytest.mark.parametrize("name", sorted(set(NOTES) - {"no vmap in a plan"}))
-def test_an_error_of_a_user_s_function_shows_no_frame_of_ours(name, outcomes):
+def test_an_error_of_a_users_function_shows_no_library_frame(name, outcomes):
     assert not [file for file, _ in outcomes[name]["frames"] if is_ours(file) or "threading" in file]
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_what_is_no_mistake_is_taken(name, outcomes):
+def test_valid_uses_are_accepted(name, outcomes):
     assert "kind" not in outcomes[name], outcomes[name]

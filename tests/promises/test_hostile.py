@@ -1,5 +1,5 @@
-"""Malicious files: each is either read correctly or refused with a clear error, and no memory is allocated at a file's
-request."""
+"""Malicious files: each is either read correctly or refused with a clear error, and cannot make the reader allocate
+memory."""
 
 import json
 import os
@@ -30,7 +30,7 @@ NESTED = "[" * 500 + "]" * 500  # a depth that the JSON parser accepts
 
 
 @contextmanager
-def little(mb=4.0):
+def little_memory(mb=4.0):
     """Checks that the code in this context allocates less than `mb` megabytes at its peak."""
     tracemalloc.start()
     try:
@@ -42,15 +42,15 @@ def little(mb=4.0):
 
 
 def refusal(path, fn, *args, error=ValueError):
-    """The message of the error that `fn` raises for a file, checked by `said_well`."""
+    """Returns the message of the error that `fn` raises for a file, after `check_message`."""
     with pytest.raises(error) as raised:
         fn(*args)
     message = str(raised.value)
-    said_well(path, message)
+    check_message(path, message)
     return message
 
 
-def said_well(path, message):
+def check_message(path, message):
     # `{path}`: expected {rule}, got {found}. {Next step}.
     assert re.match(r"`[^`]+`: (`.*`: )?expected .*, got .*\s[A-Z][^\n]*\.( |$)", message, re.DOTALL), message
     assert str(path) in message and len(message) < 20_000 and message.encode() and "\0" not in message, message
@@ -167,26 +167,26 @@ HEADERS = {
 def test_a_header(tmp_path, content, message):
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    with little():
+    with little_memory():
         said = refusal(path, TensorFile, path, error=DamagedError)
     assert f"`{path}`: expected " in said and message in said
 
 
-def test_a_sparse_file_costs_what_its_header_may(tmp_path):
+def test_a_sparse_file_allocates_no_more_than_its_header(tmp_path):
     path = tmp_path / "x.safetensors"
     for length in (10**12 - 8, 10**8 + 1):
         path.write_bytes(struct.pack("<Q", length) + b"{}")
         os.truncate(path, 10**12)
-        with little():
+        with little_memory():
             assert f"got a length of {length}" in refusal(path, TensorFile, path)
 
 
-def test_what_is_no_regular_file(tmp_path):
+def test_files_that_are_not_regular(tmp_path):
     os.mkfifo(tmp_path / "x.safetensors")  # opening it would block until there is a writer
     assert "got 0 bytes" in refusal(tmp_path, TensorFile, tmp_path / "x.safetensors")
 
 
-def test_odd_headers_that_are_right_are_read(tmp_path):
+def test_unusual_but_valid_headers_are_read(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(
         file_of({"__metadata__": {}, "a\0\n": {**w()["w"], "more": 1}, "": w(shape=[0, 3])["w"] | {"data_offsets": [8, 8]}})
@@ -201,7 +201,7 @@ def test_odd_headers_that_are_right_are_read(tmp_path):
 def test_a_mismatch_of_hostile_names_is_short(tmp_path):
     path, n = tmp_path / "x.safetensors", 1000
     path.write_bytes(file_of({f"{i}\ud800\n" + "n" * 1000: w(shape=[0], data_offsets=[0, 0])["w"] for i in range(n)}, b""))
-    with little(mb=60):
+    with little_memory(mb=60):
         said = refusal(path, load_tree, path, {f"layer.{i}": np.zeros(2) for i in range(300)})
     assert f"got {n + 300} that differ" in said and said.count("\n") == 12
 
@@ -241,7 +241,7 @@ def mutated_bytes(rng, content):
 
 
 def mutated(rng, value):
-    """A JSON value with one of its nodes replaced, removed, renamed or duplicated, or with one of its integers changed."""
+    """Returns a JSON value with one node replaced, removed, renamed or duplicated, or with one integer changed."""
     inside = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
     if not inside or rng.random() < 0.15:
         return value + int(rng.integers(-9, 10)) if type(value) is int and rng.random() < 0.5 else some(rng, NASTY)
@@ -260,8 +260,8 @@ def mutated(rng, value):
     return dict(inside) if isinstance(value, dict) else [v for _, v in inside]
 
 
-def tensors_as_the_header_says(content):
-    """The content of a valid file by a minimal reader: `{name: (dtype's code, shape, bytes)}`."""
+def tensors_of_header(content):
+    """Reads a valid file by a minimal reader: `{name: (dtype's code, shape, bytes)}`."""
     (length,) = struct.unpack("<Q", content[:8])
     fields, data = json.loads(content[8 : 8 + length].decode()), content[8 + length :]
     fields.pop("__metadata__", None)
@@ -271,17 +271,17 @@ def tensors_as_the_header_says(content):
 
 
 def outcome(path, content):
-    """Whether a file is read. Checks that the result is what the header says, or else that the error is a clear one."""
+    """Returns whether a file is read. Checks that the result matches the header, or else that the error is clear."""
     path.write_bytes(content)
     try:
         file = TensorFile(path)
         found = {name: file.read(name) for name in file.names}
     except DamagedError as error:
-        said_well(path, str(error))
+        check_message(path, str(error))
         return False
     codes = {dtype: code for code, dtype in DTYPES.items()}
     found = {name: (codes[array.dtype], list(array.shape), array.tobytes()) for name, array in found.items()}
-    assert found == tensors_as_the_header_says(content)
+    assert found == tensors_of_header(content)
     return True
 
 
@@ -302,11 +302,11 @@ def test_mutated_files(original, how):
     path, header, data = original
     rng = np.random.default_rng(0)
     n_read = 0
-    with little():
+    with little_memory():
         for i in range(600):
             if how == "bytes":
                 content = mutated_bytes(rng, file_of(header, data))
-            elif how == "header":  # with the right length
+            elif how == "header":  # with the correct length
                 content = file_of(mutated_bytes(rng, header), data)
             else:
                 content = file_of(json.dumps(mutated(rng, json.loads(header))), data)
@@ -370,18 +370,18 @@ def test_an_index(saved, content, message):
     path = saved.folder / "index.json"
     content = content if isinstance(content, str | bytes) else json.dumps(content)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with little():
+    with little_memory():
         for read in (saved.index, saved.newest, lambda: saved.resolve("last"), lambda: saved.resolve("step_00000001")):
             assert re.search(message, refusal(path, read), re.DOTALL)
 
 
-def test_an_index_that_names_what_is_not_there(saved):
+def test_an_index_that_names_a_missing_checkpoint(saved):
     (saved.folder / "index.json").write_text('{"last": "step_00000007"}')
     assert "got 'last'" in refusal(saved.folder, saved.resolve, "last")
     assert "got none with a trainer.json" in refusal(saved.folder, saved.record, saved.newest()[0])
 
 
-def test_an_index_that_is_no_file(saved):
+def test_an_index_that_is_not_a_file(saved):
     index = saved.folder / "index.json"
     index.unlink()
     os.mkfifo(index)
@@ -397,7 +397,7 @@ def test_an_index_that_is_no_file(saved):
 def test_a_json_file_of_a_terabyte(saved):
     for path in (saved.folder / "index.json", saved.folder / "step_00000002" / "trainer.json"):
         os.truncate(path, 10**12)
-        with little():
+        with little_memory():
             read = saved.index if path.name == "index.json" else lambda: saved.record(saved.folder / "step_00000002")
             assert "expected JSON, got 1000000000000 bytes, more than 100000000" in refusal(path, read)
 
@@ -445,7 +445,7 @@ SUMS = [
 
 
 @pytest.mark.parametrize("sums", SUMS, ids=brief)
-def test_a_record_of_wrong_sums(saved, sums):
+def test_a_record_with_wrong_checksums(saved, sums):
     folder = saved.folder / "step_00000002"
     sign(folder, lambda record: record["files"].update({"model.safetensors": sums}))
     said = refusal(folder / "trainer.json", saved.record, folder, error=DamagedError)
@@ -477,7 +477,7 @@ def test_a_record_without_files(saved, files):
 def test_a_record(saved, content, message):
     folder = saved.folder / "step_00000002"
     (folder / "trainer.json").write_text(content)
-    with little():
+    with little_memory():
         assert message in refusal(folder / "trainer.json", saved.record, folder)
 
 
@@ -499,13 +499,13 @@ def test_a_record_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_a_record_that_is_of_no_run(tmp_path, name):
+def test_a_record_with_a_missing_or_invalid_field(tmp_path, name):
     """The checksum is right, but a field is missing or invalid."""
     for change in (lambda run: run.pop(name), lambda run: run.update({name: {"deep": json.loads(NESTED)}})):
         run = dict(RUN)
         change(run)
         if run.get(name) and name == "data_state":
-            continue  # any JSON value is valid there
+            continue  # any JSON value is valid for it
         said = refusal(tmp_path / "trainer.json", check_record, tmp_path, run)
         assert name in said
 
@@ -557,19 +557,19 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_record_of_values_that_no_run_has(tmp_path, name):
+def test_a_record_with_impossible_values(tmp_path, name):
     for value in VALUES[name]:
         said = refusal(tmp_path / "trainer.json", check_record, tmp_path, {**RUN, name: value}, error=DamagedError)
         assert f"trainer.json`: expected `{name}` to be " in said and f", got {brief(value)}. " in said
 
 
-def test_a_record_of_extreme_values_that_a_run_may_have(tmp_path):
+def test_a_record_with_extreme_but_valid_values(tmp_path):
     best = {"argmax_x": {"value": -1, "step": 0}, "argmin_x": {"value": float("-inf"), "step": 2**31 - 1}}
     largest = {"step": 2**31 - 1, "seed": -1, "fit": 0, "epoch": 2**62, "examples": 0, "best": best, "n_skipped": 7}
     check_record(tmp_path, {**RUN, **largest})
 
 
-def test_a_record_as_deep_as_can_just_be_read(saved):
+def test_a_record_near_the_depth_limit(saved):
     """At depths between the limits of the JSON parser and of the JSON writer, each manifest is refused."""
     folder, said = saved.folder / "step_00000002", set()
     for depth in range(700, 1000):
@@ -579,7 +579,7 @@ def test_a_record_as_deep_as_can_just_be_read(saved):
     assert len(said) >= 2
 
 
-def test_links_out_of_a_checkpoint(saved, tmp_path):
+def test_links_that_leave_a_checkpoint(saved, tmp_path):
     folder, other = saved.folder / "step_00000002", tmp_path / "elsewhere" / "ckpts" / "step_00000002"
     for name in ("model.safetensors", "trainer.json"):
         kept = (folder / name).read_bytes()
@@ -600,7 +600,7 @@ def test_links_out_of_a_checkpoint(saved, tmp_path):
     assert loaded(saved, "last") == ({"step": 2}, [2.0] * 3)
 
 
-def test_links_out_of_the_folder_of_checkpoints(saved, tmp_path):
+def test_links_that_leave_the_folder_of_checkpoints(saved, tmp_path):
     other = tmp_path / "elsewhere" / "ckpts" / "step_00000002"
     for step in (1, 2):
         shutil.rmtree(saved.folder / f"step_{step:08}")
@@ -620,19 +620,19 @@ def test_links_out_of_the_folder_of_checkpoints(saved, tmp_path):
     assert {path.name for path in other.iterdir()} == {"model.safetensors", "trainer.json"}
 
 
-def test_a_linked_workdir_is_an_ordinary_one(saved, tmp_path):
+def test_a_linked_workdir_works(saved, tmp_path):
     (tmp_path / "link").symlink_to(saved.folder)
     assert loaded(Checkpoints(tmp_path / "link"), "last") == ({"step": 2}, [2.0] * 3)
 
 
 @pytest.mark.parametrize("file", ["index.json", "step_00000002/trainer.json"])
 def test_mutated_json(saved, file):
-    """The checksum of a manifest is corrected, so that the checks after it run too."""
+    """The checksum of a manifest is corrected, so that the later checks run too."""
     path, folder = saved.folder / file, saved.folder / "step_00000002"
     text = path.read_bytes()
     rng = np.random.default_rng(1)
     n_read = 0
-    with little():
+    with little_memory():
         for i in range(240):
             if i % 3 == 0:
                 path.write_bytes(mutated_bytes(rng, text))
@@ -647,7 +647,7 @@ def test_mutated_json(saved, file):
             try:
                 record, values = loaded(saved, "last" if file == "index.json" else folder)
             except ValueError as error:
-                said_well(saved.folder, str(error))
+                check_message(saved.folder, str(error))
                 continue
             except BaseException as error:
                 error.add_note(f"mutation {i}: {path.read_bytes()[:2000]!r}")
@@ -704,7 +704,7 @@ def test_an_index_of_shards(folder, shard):
     fields = json.loads(index.read_text())
     fields["weight_map"][NAME] = shard
     index.write_text(json.dumps(fields))
-    with little():
+    with little_memory():
         said = refusal(index, TensorReader.find, folder, "model")
     assert f"`{index}`: `{NAME}`: expected a file of this folder, got {brief(shard)}, which points outside or is no" in said
 
@@ -724,10 +724,10 @@ def test_an_index_of_shards(folder, shard):
     ],
     ids=lambda value: ascii(value[:30]),
 )
-def test_an_index_of_shards_that_is_none(folder, content, message):
+def test_an_invalid_index_of_shards(folder, content, message):
     index = folder / "model.safetensors.index.json"
     index.write_text(content, errors="surrogateescape")
-    with little():
+    with little_memory():
         said = refusal(index, TensorReader.find, folder, "model")
     assert said.startswith(f"`{index}`: expected JSON with a `weight_map`, got ") and message in said
 
@@ -740,7 +740,7 @@ def test_an_index_of_hostile_names(folder):
     assert r"expected the tensor `\x1b[2J\ud800nnn" in refusal(folder, TensorReader.find, folder, "model")
 
 
-def test_a_folder_of_the_hubs_cache_is_read(folder):
+def test_a_folder_of_the_hub_cache_is_read(folder):
     """Its files are links to blobs in another folder."""
     blobs = folder.parent / "blobs"
     blobs.mkdir()
@@ -801,13 +801,13 @@ def test_mutated_indexes_of_shards(folder):
     right = json.loads(text)["weight_map"]
     rng = np.random.default_rng(2)
     n_read = 0
-    with little():
+    with little_memory():
         for i in range(200):
             index.write_bytes(mutated_bytes(rng, text) if i % 2 else json.dumps(mutated(rng, json.loads(text))).encode())
             try:
                 source = TensorReader.find(folder, "model")
             except ValueError as error:
-                said_well(folder, str(error))
+                check_message(folder, str(error))
                 continue
             except BaseException as error:
                 error.add_note(f"mutation {i}: {index.read_bytes()[:2000]!r}")
@@ -821,7 +821,7 @@ def test_mutated_indexes_of_shards(folder):
 # --- error messages -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_brief():
+def test_brief_shortens_values():
     assert brief_name("blocks.0.attn weight") == "blocks.0.attn weight"
     assert len(brief("x" * 10**6)) == 200 and len(brief([[["x" * 10**6] * 10**3] * 10**3] * 10**3)) < 10_000
     assert all(is_plain(name) for name in ("model.safetensors", "a b", "é", "..a", "n" * 255))

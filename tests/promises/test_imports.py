@@ -1,4 +1,4 @@
-"""The direction of imports, read from the source; and importing redeqx changes no global setting."""
+"""The direction of imports in the source code; and that importing redeqx changes no global setting."""
 
 import ast
 import functools
@@ -50,7 +50,7 @@ FILES = {  # in a checkout `redeqx/models` is a link to `models`
 
 
 def layer_of(parts):
-    """The entry of `LAYERS` to which a module belongs."""
+    """Returns the entry of `LAYERS` that a module belongs to."""
     return ".".join((*parts, "__init__")[:2]) if parts[0] == "models" else parts[0]
 
 
@@ -58,8 +58,8 @@ def package_of(parts):
     return "_facades" if parts[0] in FACADES else layer_of(parts)
 
 
-def door_of(parts):
-    """The module from which other packages import what this module's package offers."""
+def entry_of(parts):
+    """Returns the module from which other packages import the names of this module's package."""
     return ("__init__",) if parts[0] in FACADES else (*parts, "__init__")[:2] if parts[0] == "models" else parts[:1]
 
 
@@ -67,7 +67,7 @@ PACKAGES = sorted({layer_of(parts) for parts in FILES if len(parts) > 1 + (parts
 
 
 def imports_of(source, parts):
-    """The modules of redeqx that a file imports, each as the parts of its name; also imports for type checkers only.
+    """Returns the modules of redeqx that a file imports, also for type checkers only, each as the parts of its name.
 
     **Arguments:**
 
@@ -93,7 +93,7 @@ def imports_of(source, parts):
     return {("models", "__init__") if parts == ("models",) else parts for parts in found}
 
 
-def test_imports_are_read_in_each_spelling():
+def test_all_forms_of_imports_are_found():
     source = """
 from typing import TYPE_CHECKING
 import numpy.random, redeqx, redeqx.machine
@@ -115,46 +115,46 @@ def fn():
     }  # fmt: skip
 
 
-def test_every_package_has_its_layer():
+def test_every_package_has_a_layer():
     assert {layer_of(parts) for parts in FILES} == LEVEL.keys()
 
 
 @pytest.mark.parametrize("parts", FILES, ids=".".join)
-def test_imports_point_downwards_and_go_through_doors(parts):
+def test_imports_point_downwards_and_use_the_package_entry(parts):
     own = package_of(parts)
     for imported in imports_of(FILES[parts].read_text(), parts):
         name = ".".join(imported)
-        assert layer_of(imported) in LEVEL, f"{'.'.join(parts)} imports redeqx.{name}, which is no package of the library"
+        assert layer_of(imported) in LEVEL, f"{'.'.join(parts)} imports redeqx.{name}, which is not a package of the library"
         if package_of(imported) == own:
             continue
-        assert imported == door_of(imported), f"{'.'.join(parts)} imports redeqx.{name}, and not by the door"
+        assert imported == entry_of(imported), f"{'.'.join(parts)} imports redeqx.{name}, not the package's entry"
         below = f"{'.'.join(parts)} imports redeqx.{name}, which is not below it"
         assert LEVEL[layer_of(imported)] < LEVEL[layer_of(parts)], below
 
 
-def test_packages_make_no_circle():
+def test_packages_have_no_import_cycle():
     imports: dict[str, set[str]] = {}
     for parts, path in FILES.items():
         found = {package_of(imported) for imported in imports_of(path.read_text(), parts)}
         imports.setdefault(package_of(parts), set()).update(found - {package_of(parts)})
-    assert_no_circle(imports)
+    assert_no_cycle(imports)
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "_facades"])
-def test_files_of_a_package_make_no_circle(package):
+def test_files_of_a_package_have_no_import_cycle(package):
     files = {parts: path for parts, path in FILES.items() if package_of(parts) == package and parts[-1] != "__init__"}
-    assert_no_circle({parts: imports_of(path.read_text(), parts) & files.keys() for parts, path in files.items()})
+    assert_no_cycle({parts: imports_of(path.read_text(), parts) & files.keys() for parts, path in files.items()})
 
 
-def assert_no_circle(imports):
+def assert_no_cycle(imports):
     below = set()
     while ready := {name for name in imports.keys() - below if imports[name] <= below}:
         below |= ready
-    assert below == imports.keys(), f"a circle among {sorted(imports.keys() - below)}"
+    assert below == imports.keys(), f"a cycle among {sorted(imports.keys() - below)}"
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "models"])
-def test_a_door_says_what_its_package_owns_and_only_re_exports(package):
+def test_an_init_file_documents_its_package_and_only_re_exports(package):
     folder = tuple(package.split("."))
     tree = ast.parse(FILES[*folder, "__init__"].read_text())
     said = ast.get_docstring(tree) or ""
@@ -194,7 +194,7 @@ ALLOWED = {"_exit", "_current_frames", "_replace", "_asdict", "_fields"}
 
 
 def private_attributes(source):
-    """The underscored attributes that a file uses on objects other than `self` and `cls`."""
+    """Returns the underscored attributes that a file uses on objects other than `self` and `cls`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
@@ -204,7 +204,7 @@ def private_attributes(source):
 
 
 def names_in(source):
-    """The names that a file defines: functions, classes, variables, and attributes of `self` and `cls`."""
+    """Returns the names that a file defines: functions, classes, variables, and attributes of `self` and `cls`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -217,7 +217,7 @@ def names_in(source):
             yield node.target.id
 
 
-def test_importing_changes_no_setting_variable_or_logger_and_loads_no_extra():
+def test_importing_changes_no_setting_variable_or_logger_and_imports_no_extra():
     code = """
 import json, logging, os, sys, warnings
 import equinox, jax, jaxtyping, numpy, optax, rich, safetensors  # theirs is not ours

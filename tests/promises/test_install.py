@@ -1,4 +1,4 @@
-"""redeqx as others install it: a wheel and an sdist in a clean environment, away from the checkout, and its types there."""
+"""Installs redeqx from a wheel and an sdist in a clean environment, away from the checkout, and checks its types there."""
 
 import json
 import os
@@ -44,7 +44,7 @@ print(redeqx.__file__)
 
 
 def run(command, cwd, *, codes=(0,), **env):
-    """The output of a program that sees nothing of the checkout."""
+    """Runs a program without access to the checkout; returns its output."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [*map(str, command)], cwd=cwd, env={**kept, **env}, capture_output=True, text=True, timeout=280, check=False
@@ -66,7 +66,7 @@ def built(tmp_path_factory):
 
 
 def with_dependencies(requirements):
-    """The names of the packages that these requirements install."""
+    """Returns the names of the packages that these requirements install."""
     found, waiting = set(), [*requirements]
     while waiting:
         requirement = Requirement(waiting.pop())
@@ -78,7 +78,7 @@ def with_dependencies(requirements):
 
 @pytest.fixture(scope="module")
 def python(built, tmp_path_factory):
-    """The Python of an environment that holds the wheel and what it declares to need, and nothing else."""
+    """The Python of an environment with only the wheel and its declared dependencies."""
     folder = tmp_path_factory.mktemp("environment")
     run([sys.executable, "-m", "venv", "--without-pip", folder], folder)
     python = folder / "bin" / "python"
@@ -86,7 +86,7 @@ def python(built, tmp_path_factory):
     for name in with_dependencies(PROJECT["project"]["dependencies"]):
         files = distribution(name).files or ()
         for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
-            if not (site / top).exists():  # namespaces are of several
+            if not (site / top).exists():  # several packages may share a namespace
                 (site / top).symlink_to(distribution(name).locate_file(top))
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
     run([*pip, "install", "--quiet", "--no-deps", "--no-index", built[0]], folder)
@@ -101,7 +101,7 @@ def test_the_version_is_written_in_one_place():
 
 
 @pytest.mark.sweep
-def test_wheel_holds_the_library_its_models_and_its_types(built):
+def test_wheel_contains_the_library_the_models_and_the_types(built):
     names = zipfile.ZipFile(built[0]).namelist()
     of_checkout = {f"redeqx/{path.relative_to(ROOT / 'redeqx')}" for path in (ROOT / "redeqx").rglob("*.py")}
     of_checkout |= {f"redeqx/{path.relative_to(ROOT)}" for path in (ROOT / "models").rglob("*.py")}
@@ -123,7 +123,7 @@ def test_sdist_builds_the_same_wheel(built, tmp_path):
 
 
 @pytest.mark.sweep
-def test_installed_library_trains_and_has_its_models(python, tmp_path):
+def test_installed_library_trains_and_has_models(python, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     printed = run([python, "script.py"], tmp_path, PYTHONWARNINGS="error")
     assert Path(printed.strip()).is_relative_to(python.parents[1])
@@ -134,7 +134,7 @@ def test_installed_library_trains_and_has_its_models(python, tmp_path):
 
 # --- types -------------------------------------------------------------------------------------------------------------
 
-# What a user writes in strict mode, where any unknown type of ours would be an error of theirs. `assert_type` is exact.
+# User code in strict mode, where an unknown type of the library is an error. `assert_type` is exact.
 TYPED = '''
 # pyright: strict
 """A user's script."""
@@ -215,7 +215,7 @@ with redeqx.described("v4:2x2x2"):
     redeqx.Deployer(verbose=False)
 assert_type(redeqx.__version__, str)
 '''
-# One mistake a line, which a type checker is to find.
+# One mistake per line, which a type checker must find.
 MISTAKES = """
 import equinox as eqx, jax, optax, redeqx
 
@@ -234,13 +234,13 @@ redeqx.EarlyStopping(patience=3)
 
 
 def pyright(python, tmp_path, *arguments):
-    """What pyright reports, as JSON, with the packages of an environment."""
+    """Returns pyright's report as JSON, with the packages of an environment."""
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     return json.loads(run([sys.executable, "-m", "pyright", "--outputjson", *arguments], tmp_path, codes=(0, 1), PATH=path))
 
 
 @pytest.mark.sweep
-def test_strict_user_sees_the_types(python, tmp_path):
+def test_types_work_in_strict_mode(python, tmp_path):
     (tmp_path / "typed.py").write_text(TYPED)
     (tmp_path / "mistakes.py").write_text(MISTAKES)
     found = pyright(python, tmp_path, "--pythonpath", python, "typed.py", "mistakes.py")["generalDiagnostics"]
@@ -257,6 +257,7 @@ def test_types_of_public_names_are_known(python, tmp_path):
     public = {name: each for name, each in symbols.items() if name.count(".") == 1}
     of_models = {name: each for name, each in symbols.items() if name.startswith("redeqx.models.")}
     assert {"redeqx.Trainer", "redeqx.load"} <= public.keys() and "redeqx.models.gpt2.GPT2" in of_models
-    # A class counts with all that a user reaches from it. A family's tables may be inferred: their types are the base's.
+    # A class is checked with everything that a user reaches from it. A family's tables may be inferred: the base class
+    # declares their types.
     assert [name for name, each in public.items() if not each["isTypeKnown"] or each["isTypeAmbiguous"]] == []
     assert [name for name, each in of_models.items() if not (each["isTypeKnown"] or each["isTypeAmbiguous"])] == []

@@ -1,4 +1,4 @@
-"""The same data, seed and global batch give the same numbers on every mesh and for every cut into micro-batches."""
+"""The same data, seed and global batch give the same numbers on every mesh and for any number of micro-batches."""
 
 import equinox as eqx
 import jax
@@ -13,10 +13,10 @@ from redeqx.models.gpt2 import GPT2, GPT2Config
 VOCAB, SEQ, BATCH = 64, 8, 16
 MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (2, 4)]  # (n_model_shards, n_fsdp_shards)
 EXAMPLES = [row.astype(np.int32) for row in np.random.default_rng(0).integers(0, VOCAB, (3 * BATCH, SEQ + 1))]
-REST = 5  # examples to leave out: then the last step is smaller, and does not divide over the devices
+REST = 5  # examples to leave out, so that the last step is smaller and does not divide over the devices
 
-# Softmax is invariant to a shift of all scores of a query, so these have a gradient of zero in exact arithmetic. Their
-# computed gradient is rounding error: of the same size on every mesh, but with other values.
+# Softmax is invariant to a shift of all scores of a query, so the gradients of these are zero in exact arithmetic. Their
+# computed gradients are rounding errors: of the same size on every mesh, but with different values.
 ZERO_GRADIENT = ("stack.blocks.attention.key.bias",)
 
 
@@ -25,7 +25,7 @@ def collate_fn(examples):
 
 
 def loss_fn(model, batch, key):
-    """A mean over tokens, where each row has another number of tokens that count."""
+    """A mean over tokens, with a different number of weighted tokens in each row."""
     inputs, labels = batch["ids"][:, :-1], batch["ids"][:, 1:]
     logits = jax.vmap(lambda ids, key: model(ids, key=key))(inputs, jax.random.split(key, len(inputs)))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -95,14 +95,14 @@ def test_parameters_do_not_depend_on_the_mesh(n_model, n_fsdp, reference):
 
 
 @pytest.mark.sweep
-def test_nor_do_they_where_the_last_step_does_not_divide():
+def test_parameters_do_not_depend_on_the_mesh_with_a_smaller_last_step():
     trainers = [train(*mesh, optax.sgd(0.1, momentum=0.9), examples=EXAMPLES[:-REST])[0] for mesh in ((1, 1), (2, 2))]
     assert_close(*map(leaves, trainers))
 
 
 @pytest.mark.sweep
 def test_parameters_do_not_depend_on_accumulation():
-    """Of one cut; the sweep has all, on every mesh, with a last step that is smaller."""
+    """One case; the sweep has all numbers of micro-batches, on every mesh, with a smaller last step."""
     (one, expected), (cut, losses) = (train(2, 2, optax.sgd(0.1, momentum=0.9), accumulate=n, dropout=0.0) for n in (1, 4))
     assert_close(leaves(cut), leaves(one))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -128,8 +128,8 @@ def test_parameters_do_not_depend_on_mesh_and_accumulation(n_model, n_fsdp, accu
 
 
 @pytest.mark.sweep
-def test_metrics_keep_their_names_in_steps_of_every_cut():
-    """A step of one micro-batch and a last one of several are two programs. Their metrics have the same order."""
+def test_metrics_keep_their_names_for_any_number_of_micro_batches():
+    """A step with one micro-batch and a last step with several are two programs. Their metrics have the same order."""
     logged = Log()
     trainer = make_trainer(1, 2, optax.sgd(0.0), loggers=[logged])
     trainer.train(EXAMPLES[:-REST], 4)
@@ -148,7 +148,7 @@ def test_adamw_logs_the_same_losses_on_every_mesh():
 
 @pytest.mark.sweep
 def test_evaluation_does_not_depend_on_the_batch_size():
-    """Also with a remainder, and with fewer examples than a batch. The loss is the mean over tokens, not a mean of means."""
+    """Also with a remainder, and with fewer examples than one batch. The loss is a mean over tokens, not a mean of means."""
     trainer = make_trainer(2, 2, optax.sgd(0.1))
     losses = [trainer.eval_loss(EXAMPLES[:13], size) for size in (1, 2, 3, 8)]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class Trials:
-    """The running script: it reads trials, and writes their results."""
+    """The running script, which reads trials and writes their results."""
 
     def __init__(self, folder, way):
         environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "NPROC": "16"}
@@ -43,19 +43,19 @@ def trials(tmp_path, request):
         trials.process.wait(timeout=30)
 
 
-def check_whole(folder, steps):
-    """The index names a complete checkpoint of one of those steps, and all other checkpoint folders are complete too."""
+def check_complete_folder(folder, steps):
+    """Checks that the index names a complete checkpoint of one of those steps, and that all other folders are complete."""
     checkpoints = Checkpoints(folder / "ckpts" / "ckpts")
     step = check_complete(checkpoints, checkpoints.index()["last"])
     assert step in steps
     for name in checkpoints.names():
         check_complete(checkpoints, name)
-    check_cleared(checkpoints)
+    check_leftovers_are_removed(checkpoints)
     return step
 
 
-def check_whole_apart(folder, steps):
-    """As `check_whole`, for two folders: a checkpoint that either index names is complete in both together."""
+def check_complete_in_two_folders(folder, steps):
+    """As `check_complete_folder`, for two folders: a checkpoint that either index names is complete in both combined."""
     each = [Checkpoints(folder / str(index) / "ckpts") for index in (0, 1)]
     both = Checkpoints(folder / "both")
     found = []
@@ -65,12 +65,12 @@ def check_whole_apart(folder, steps):
         found.append(check_complete(both, name))
     assert set(found) <= steps
     for checkpoints in each:
-        check_cleared(checkpoints)
+        check_leftovers_are_removed(checkpoints)
     return max(found)
 
 
 def check_complete(checkpoints, name):
-    """The step of a checkpoint, after its files and values are checked."""
+    """Checks the files and values of a checkpoint; returns its step."""
     saved = checkpoints.record(checkpoints.folder / name)["step"]
     source = TensorReader.find(checkpoints.folder / name, "model")
     assert len(list(source.names())) == 4
@@ -80,8 +80,8 @@ def check_complete(checkpoints, name):
     return saved
 
 
-def check_cleared(checkpoints):
-    """The next save succeeds, and removes what the killed one left."""
+def check_leftovers_are_removed(checkpoints):
+    """Checks that the next save succeeds, and removes the files of the killed one."""
     checkpoints.save(3, {"model": {"w": np.ones(3)}}, {"step": 3}, keep_last=1)
     left = sorted(entry.name for entry in checkpoints.folder.iterdir())
     assert left == ["index.json", "step_00000003"]
@@ -90,18 +90,18 @@ def check_cleared(checkpoints):
 @pytest.mark.parametrize(
     ("trials", "check", "every"),
     [
-        pytest.param("in_place", check_whole, 4, id="in place, every fourth point"),
-        pytest.param("in_place", check_whole, 1, id="in place", marks=pytest.mark.sweep),
-        pytest.param("apart", check_whole_apart, 1, id="apart", marks=pytest.mark.sweep),
+        pytest.param("in_place", check_complete_folder, 4, id="in place, every fourth point"),
+        pytest.param("in_place", check_complete_folder, 1, id="in place", marks=pytest.mark.sweep),
+        pytest.param("apart", check_complete_in_two_folders, 1, id="apart", marks=pytest.mark.sweep),
     ],
     indirect=["trials"],
 )
-def test_killed_anywhere_the_index_names_a_complete_checkpoint(tmp_path, trials, check, every):
+def test_the_index_names_a_complete_checkpoint_after_any_kill(tmp_path, trials, check, every):
     codes, (coordinator, other) = trials.run("undisturbed", [])
     assert codes == [0, 0], (tmp_path / "undisturbed" / "errors_0").read_text()[-2000:]
     assert check(tmp_path / "undisturbed", {2}) == 2
     both, commit = {"fsync", "contribute"}, {"rename", "replace", "rmtree"}
-    if check is check_whole:
+    if check is check_complete_folder:
         assert {*both, *commit, "posix_fallocate", "pwrite"} <= set(coordinator)
         assert {*both, "pwrite"} <= set(other)
     else:
@@ -115,7 +115,7 @@ def test_killed_anywhere_the_index_names_a_complete_checkpoint(tmp_path, trials,
         codes, _ = trials.run(name, each)
         killed = [index for index, _ in each]
         said = [(tmp_path / name / f"errors_{index}").read_text()[-2000:] for index in (0, 1)]
-        # The other process leaves by itself, unless it had ended or was killed before.
+        # The other process exits by itself, unless it had ended or was killed before.
         assert all(codes[index] in (-9, 75) for index in killed), (each, codes, said)
         assert all(code in (-9, 75, 0) for code in codes), (each, codes, said)
         assert -9 in codes

@@ -1,4 +1,4 @@
-"""In any order of calls, a trainer has one plan, one position and one state: those of the model that was trained."""
+"""After any order of calls, a trainer has one plan, one position and one state: those of the trained model."""
 
 import json
 import threading
@@ -71,10 +71,10 @@ def record(workdir, tag="last"):
     return json.loads((workdir / "ckpts" / index(workdir)[tag] / "trainer.json").read_text())
 
 
-# --- the model in hand --------------------------------------------------------------------------------------------------
+# --- the model ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_started_again_has_the_model_that_was_trained(tmp_path):
+def test_a_rerun_of_a_finished_run_has_the_trained_model(tmp_path):
     whole = make_trainer(tmp_path)
     metrics = fit(whole, eval_examples=DATA[:5])
     for reads in (
@@ -87,7 +87,7 @@ def test_a_finished_run_started_again_has_the_model_that_was_trained(tmp_path):
         assert bits(reads(again)) == bits((whole.model, whole.opt_state))
 
 
-def test_the_first_of_two_fits_that_is_done_leaves_the_model_of_the_second(tmp_path):
+def test_a_rerun_of_two_fits_has_the_model_of_the_second(tmp_path):
     def run(n_fits):
         trainer = make_trainer(tmp_path)
         for _ in range(n_fits):
@@ -100,7 +100,7 @@ def test_the_first_of_two_fits_that_is_done_leaves_the_model_of_the_second(tmp_p
     assert bits(again.model) == bits(whole.model)
 
 
-def test_a_prediction_before_the_second_fit_sees_the_restored_model(tmp_path):
+def test_a_prediction_before_the_second_fit_uses_the_restored_model(tmp_path):
     whole = make_trainer(tmp_path)
     fit(whole)
     wanted = whole.get_default_predictor(pred_fn).predict(DATA, batch_size=8)
@@ -128,7 +128,7 @@ def load_first(trainer):
         *(pytest.param(how, marks=pytest.mark.sweep) for how in ("eval_loss", "opt_state", "second predictor")),
     ],
 )
-def test_the_plan_is_the_loss_s_whatever_is_called_first(how, shards, tmp_path):
+def test_the_plan_follows_the_loss_whatever_is_called_first(how, shards, tmp_path):
     plain = make_trainer(shards=shards)
     plain.train(DATA, batch_size=BATCH)
     by_fields = plain.deployer.plan(Reversed(jax.random.key(1)))
@@ -170,7 +170,7 @@ def test_a_loss_that_reads_no_weight_is_refused_whatever_is_called_first(first):
     assert trainer.step == 0
 
 
-def test_the_plan_is_of_the_weights_as_the_step_casts_them():
+def test_the_plan_is_made_with_the_weights_as_the_step_casts_them():
     def needs_bfloat16(model, batch, key):
         if model.first.weight.dtype != jnp.bfloat16:
             raise TypeError(f"a kernel for bfloat16, got {model.first.weight.dtype}")
@@ -184,10 +184,10 @@ def test_the_plan_is_of_the_weights_as_the_step_casts_them():
     assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))} == {np.dtype(np.float32)}
 
 
-# --- the end of a run, and more of it -----------------------------------------------------------------------------------
+# --- the end of a run, and its continuation -----------------------------------------------------------------------------
 
 
-def test_the_end_of_a_fit_is_saved_unless_told_not_to(tmp_path):
+def test_the_end_of_a_fit_is_saved_by_default(tmp_path):
     trainer = make_trainer(tmp_path / "a")
     fit(trainer)
     assert index(tmp_path / "a") == {"last": "step_00000006"}
@@ -206,7 +206,7 @@ def test_the_end_is_saved_once(tmp_path):
     fit(make_trainer(tmp_path), save_last_ckpt=True)
     names = sorted(path.name for path in (tmp_path / "ckpts").glob("step_*"))
     assert names == ["step_00000003", "step_00000006"]
-    fit(make_trainer(tmp_path), save_last_ckpt=True)  # already done: nothing is written
+    fit(make_trainer(tmp_path), save_last_ckpt=True)  # already finished: nothing is written
     assert sorted(path.name for path in (tmp_path / "ckpts").glob("step_*")) == names
 
 
@@ -246,7 +246,7 @@ def test_one_pass_before_a_fit_does_not_hide_the_earlier_run(tmp_path):
     assert bits(again.model) == bits(whole.model)
 
 
-def test_a_checkpoint_from_elsewhere_is_a_beginning_and_the_run_is_gone_on_with(tmp_path):
+def test_a_run_that_starts_from_another_checkpoint_is_resumed(tmp_path):
     pretrained = make_trainer(tmp_path / "pretrained")
     fit(pretrained, 1, eval_examples=DATA[:5], save_argmin_ckpt_by_metrics=["loss"])
 
@@ -258,12 +258,12 @@ def test_a_checkpoint_from_elsewhere_is_a_beginning_and_the_run_is_gone_on_with(
         return trainer
 
     tuned = run(1)
-    assert tuned.step == 6  # it trained an epoch of its own
-    assert "argmin_loss" in index(tmp_path / "tuned")  # the other run's best is not this one's
+    assert tuned.step == 6  # it trained its own epoch
+    assert "argmin_loss" in index(tmp_path / "tuned")  # from this run, not from the other
     assert run(2).step == 9  # resumes this run, instead of starting again
 
 
-# --- callbacks and trackers----------------------------------------------------------------------------------------------
+# --- callbacks and trackers ---------------------------------------------------------------------------------------------
 
 
 class SaveAt(redeqx.Callback):
@@ -278,7 +278,7 @@ class SaveAt(redeqx.Callback):
 
 
 class LateSaveAt:
-    """A tracker that saves when a step is logged. By then later steps have run, and their metrics are not read yet."""
+    """A tracker that saves when a step is logged. By then later steps have run, but their metrics have not been read."""
 
     def __init__(self, step):
         self.step, self.trainer = step, None
@@ -289,7 +289,7 @@ class LateSaveAt:
 
 
 @pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.sweep) for step in (1, 2, 3, 5, 6))])
-def test_a_checkpoint_saved_by_a_callback_goes_on_to_the_same_bits(step, tmp_path):
+def test_a_checkpoint_saved_by_a_callback_resumes_to_the_same_bits(step, tmp_path):
     hook, whole = SaveAt(step), make_trainer(tmp_path)
     fit(whole, save_end=False, callbacks=[hook])
     assert index(tmp_path)["last"] == hook.saved == f"step_{step:08d}"  # nothing was saved after it
@@ -299,16 +299,16 @@ def test_a_checkpoint_saved_by_a_callback_goes_on_to_the_same_bits(step, tmp_pat
     assert bits((again.model, again.opt_state)) == bits((whole.model, whole.opt_state))
 
 
-def test_a_tracker_does_not_save_a_step_that_is_not_finite(tmp_path):
+def test_a_tracker_does_not_save_a_step_with_a_nonfinite_loss(tmp_path):
     examples = [*DATA[:8], *np.full((8, 6), np.nan, np.float32), *DATA[:8]]
-    hook = LateSaveAt(1)  # by then step 2 has run, and its loss is not read yet
+    hook = LateSaveAt(1)  # by then step 2 has run, but its loss has not been read
     hook.trainer = trainer = make_trainer(tmp_path, loggers=[hook])
     with pytest.raises(ValueError, match="`loss` at step 2: expected the loss to be finite, got nan"):
         trainer.train(examples, batch_size=BATCH)
     assert not (tmp_path / "ckpts").exists()
 
 
-def test_loading_and_fitting_inside_of_a_fit_are_refused(tmp_path):
+def test_loading_and_fitting_inside_a_fit_are_refused(tmp_path):
     calls = {
         "load_ckpt": lambda trainer: trainer.load_ckpt(),
         "train": lambda trainer: trainer.train(DATA, batch_size=BATCH),
@@ -327,7 +327,7 @@ def test_loading_and_fitting_inside_of_a_fit_are_refused(tmp_path):
             )  # fmt: skip
 
 
-def test_an_interrupted_fit_goes_on_in_the_same_process():
+def test_an_interrupted_fit_continues_in_the_same_process():
     class Interrupted(Exception):
         pass
 
@@ -383,7 +383,7 @@ def test_epochs_of_a_function_may_differ_in_length(tmp_path):
         assert bits((again.model, again.opt_state)) == whole
 
     again = make_trainer(tmp_path / "4")
-    # The interrupted epoch must have the same length again; the checkpoint is of step 4, in the third epoch.
+    # The interrupted epoch must have the same length again. The checkpoint is that of step 4, in the third epoch.
     (workdir / "ckpts").rename(tmp_path / "kept")
     with pytest.raises(Stop):
         killed_after_save(workdir, 4)
@@ -392,7 +392,7 @@ def test_epochs_of_a_function_may_differ_in_length(tmp_path):
 
 
 class OneAtATime:
-    """A `collate_fn` that records its calls, and whether two of them ran at once."""
+    """A `collate_fn` that records its calls, and whether two ran at the same time."""
 
     def __init__(self):
         self.calls, self.lock, self.overlapped = [], threading.Lock(), False
@@ -409,7 +409,7 @@ class OneAtATime:
             self.lock.release()
 
 
-def test_collate_fn_is_called_by_one_thread_at_a_time_and_always_in_the_same_order():
+def test_collate_fn_is_called_by_one_thread_at_a_time_in_the_same_order():
     def run(delay):
         collate = OneAtATime()
         deployer = redeqx.Deployer(3, verbose=False)
@@ -438,7 +438,7 @@ def test_collate_fn_is_called_by_one_thread_at_a_time_and_always_in_the_same_ord
 # --- schedules ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_logged_learning_rate_is_the_optimizer_s_where_steps_were_skipped():
+def test_the_logged_learning_rate_is_correct_after_skipped_steps():
     class Rates:
         def __init__(self):
             self.seen = {}
@@ -457,11 +457,11 @@ def test_the_logged_learning_rate_is_the_optimizer_s_where_steps_were_skipped():
     trainer.train(np.concatenate([DATA[:8], bad, DATA[:8], bad, DATA[:8]]), batch_size=8)
     assert trainer.n_skipped == 2
     np.testing.assert_allclose([rates.seen[step] for step in (1, 2, 3, 4, 5)], [1.0, 0.9, 0.9, 0.8, 0.8], rtol=1e-6)
-    # Each update subtracts the learning rate that was logged for it from every bias.
+    # Each update subtracts its logged learning rate from every bias.
     np.testing.assert_allclose(np.asarray(trainer.model.first.bias)[0], before - (1.0 + 0.9 + 0.8), rtol=1e-5)
 
 
-def test_the_count_of_skipped_steps_goes_on_after_a_resume(tmp_path):
+def test_the_count_of_skipped_steps_continues_after_a_resume(tmp_path):
     schedule = optax.linear_schedule(1.0, 0.0, 10)
     bad = np.full((8, 6), np.nan, np.float32)
     kwargs = {"optimizer": optax.sgd(1e-3), "lr_schedule_fn": schedule, "on_nonfinite": "skip"}

@@ -1,4 +1,4 @@
-"""Scripts of several processes that pass, predict or train what is not the same in each, and runs with two deployers."""
+"""Scripts whose processes pass, predict or train different data, and runs with two deployers."""
 
 import os
 import signal
@@ -92,13 +92,13 @@ def run(folder, body, **kwargs):
     ],
     ids=["update", "eval_loss", "predict", "an epoch"],
 )
-def test_other_numbers_of_examples_are_named(tmp_path, body, expected):
+def test_the_error_names_different_numbers_of_examples(tmp_path, body, expected):
     code, out = run(tmp_path, body)
     assert code == 1 and expected in " ".join(out.split()), out
 
 
-def test_the_steps_of_one_trainer_are_not_compared_with_those_of_another(tmp_path):
-    """The first one has prepared steps that it never takes."""
+def test_steps_of_different_trainers_are_not_compared(tmp_path):
+    """The first trainer has prepared steps that it never takes."""
     code, out = run(
         tmp_path,
         """
@@ -114,7 +114,7 @@ def test_the_steps_of_one_trainer_are_not_compared_with_those_of_another(tmp_pat
 
 
 def test_a_signal_reaches_the_fit_of_the_first_of_two_deployers(tmp_path):
-    """One process of two gets it: both save the same step."""
+    """One of two processes gets the signal; both save the same step."""
     body = f"""
     import time
     def slowly(examples):
@@ -143,8 +143,8 @@ def test_a_signal_reaches_the_fit_of_the_first_of_two_deployers(tmp_path):
     assert (tmp_path / "a" / "ckpts" / "ckpts.json").exists() or list((tmp_path / "a" / "ckpts").glob("step_*"))
 
 
-def test_a_script_whose_deployer_stands_outside_of_its_guard_has_workers(tmp_path):
-    """They import the script, and are no processes of the run."""
+def test_a_deployer_outside_of_the_main_guard_works_with_worker_processes(tmp_path):
+    """The workers import the script, but do not belong to the run."""
     body = """
     deployer = redeqx.Deployer(verbose=False)
 

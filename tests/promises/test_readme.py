@@ -1,4 +1,4 @@
-"""The README's example runs and prints what the README shows, and its source tree is the real one."""
+"""The README's example runs and prints what the README shows, and its source tree is correct."""
 
 import ast
 import os
@@ -15,13 +15,13 @@ README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
 
 
 def block(language, containing):
-    """The first fenced block of a language that contains a text."""
+    """Returns the first fenced block of a language that contains a text."""
     blocks = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
     return next(text for text in blocks if containing in text)
 
 
 def run(script, folder):
-    """What a script prints, run in a folder by a fresh interpreter, where warnings are errors."""
+    """Runs a script in a folder by a new interpreter, with warnings as errors; returns its output."""
     (folder / "script.py").write_text(script)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONWARNINGS": "error"}
     done = subprocess.run(
@@ -31,7 +31,7 @@ def run(script, folder):
     return done.stdout
 
 
-def test_example_runs_and_prints_its_plan_and_its_weights_are_read(tmp_path):
+def test_the_example_prints_its_plan_and_its_weights_load(tmp_path):
     code = block("python", "class Net").replace("n_epochs=10", "n_epochs=1")
     code += "\nassert trainer.plan == deployer.plan(model, loss_fn, collate_fn(examples[:64]))\n"
     code += block("python", "load_file").replace("step_00000240", "step_00000024")
@@ -52,8 +52,8 @@ save(llama.Llama(tiny, key=jax.random.key(0)), tiny, "llama-3.1-8b")
 
 
 @pytest.mark.sweep
-def test_what_it_says_of_models_runs(tmp_path):
-    """With a tiny model in place of the folder, and the arguments that are left out."""
+def test_the_models_section_runs(tmp_path):
+    """With a tiny model instead of the folder, and with the omitted arguments."""
     data = "collate_fn=collate_fn)\ntrainer.fit(examples, batch_size=4, n_epochs=1)\n"
     data += "outputs = trainer.get_default_predictor(pred_fn).predict(examples, batch_size=4)\nassert len(outputs) == 8"
     code = block("python", "lora.merge").replace("128, sample", "4, sample")
@@ -70,8 +70,8 @@ examples = list(np.random.default_rng(0).integers(3, 64, (8, 12), np.int32))
 
 
 def tree():
-    """The source tree as the README shows it: the library, then the models, from top to bottom, each package with the first
-    line of its docstring."""
+    """Returns the source tree as in the README: the library, then the models, from top to bottom, each package with the
+    first line of its docstring."""
     root = Path(__file__).parents[2]
     names = [name for layer in reversed(LAYERS) for name in sorted(layer) if not name.endswith("__init__")]
     lines = ["redeqx/"]
@@ -86,5 +86,5 @@ def tree():
     return "\n".join(lines)
 
 
-def test_the_tree_is_the_real_one():
+def test_the_source_tree_is_correct():
     assert tree() in README

@@ -1,5 +1,5 @@
-"""A run that was stopped and resumed ends bitwise equal to one that was not: parameters, optimizer state, order of examples
-and logged metrics."""
+"""A stopped and resumed run ends bitwise equal to an uninterrupted one: parameters, optimizer state, order of examples and
+logged metrics."""
 
 import json
 import os
@@ -116,8 +116,8 @@ class SignalAt(redeqx.Callback):
 
 
 @pytest.mark.parametrize("step", [5, *(pytest.param(step, marks=pytest.mark.sweep) for step in (1, 2, 3, 4, 6, 7, 8, 9))])
-def test_told_to_stop_and_resumed_ends_with_the_same_bits(step, uninterrupted, tmp_path):
-    """At any step, also at the last one of an epoch or of the run."""
+def test_preempted_and_resumed_ends_with_the_same_bits(step, uninterrupted, tmp_path):
+    """At any step, also at the last step of an epoch or of the run."""
     stopped = make_trainer(tmp_path)
     with pytest.raises(redeqx.Preempted) as caught:
         fit(stopped, DATA, SignalAt(step))
@@ -142,7 +142,7 @@ def test_finished_run_is_not_trained_again(uninterrupted, tmp_path):
 
 @pytest.mark.sweep
 def test_second_fit_of_one_trainer_resumes_too(tmp_path):
-    """The script runs again from its start: the first fit is skipped, since it is done, and the second one resumes."""
+    """The script is run again: the finished first fit is skipped, and the second one resumes."""
 
     def run(workdir, *callbacks):
         trainer = make_trainer(workdir)
@@ -198,7 +198,7 @@ class StreamIterator:
 
 
 @pytest.mark.sweep
-def test_stream_with_state_goes_on_where_it_stood(tmp_path):
+def test_a_stream_with_state_resumes_at_its_position(tmp_path):
     whole = make_trainer(tmp_path / "whole")
     fit(whole, Stream([]))
     with pytest.raises(Killed):
@@ -210,7 +210,7 @@ def test_stream_with_state_goes_on_where_it_stood(tmp_path):
     assert reads[0] == BATCH  # resumes after step 4, the first of its epoch
 
 
-def test_a_checkpoint_that_a_loop_of_its_own_saves_tells_what_it_was_chosen_by(tmp_path):
+def test_a_checkpoint_of_a_custom_loop_records_its_metrics(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.train(DATA, 2)
     chosen = arrays(trainer)

@@ -1,4 +1,4 @@
-"""The tutorials: each runs as a script and as a notebook, and no link of them leads nowhere."""
+"""The tutorials: each runs as a script and as a notebook, and each link has a target."""
 
 import os
 import re
@@ -28,14 +28,14 @@ def run_python(script, *args, folder):
 @pytest.mark.timeout(600)
 @by_name
 def test_a_tutorial_runs_as_a_script(source, tmp_path):
-    """What it claims, its own assertions check."""
+    """Its own assertions check its claims."""
     run_python(source, folder=tmp_path)
-    assert not list(tmp_path.iterdir())  # a reader's folder stays as it is
+    assert not list(tmp_path.iterdir())  # the reader's folder is unchanged
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(600)
-def test_a_tutorial_runs_as_a_notebook_and_becomes_a_page(tmp_path):
+def test_a_tutorial_runs_as_a_notebook_and_is_converted_to_a_page(tmp_path):
     source = tmp_path / "diffusion.py"
     source.write_text((FOLDER / "diffusion.py").read_text())
     run_python(DOCS / "tutorials.py", source, folder=tmp_path)
@@ -46,14 +46,14 @@ def test_a_tutorial_runs_as_a_notebook_and_becomes_a_page(tmp_path):
     notebook = nbformat.read(tmp_path / "diffusion.ipynb", as_version=4)
     nbformat.validate(notebook)
     (fit,) = [cell for cell in notebook.cells if "trainer.fit(" in cell.source]
-    line, lines, figure = fit.outputs  # the line that was updated in its place, all that was printed, the picture
+    line, lines, figure = fit.outputs  # the line that is updated in place, the printed lines, the picture
     assert [output.output_type for output in fit.outputs] == ["display_data", "stream", "display_data"]
     assert "step 1,200/1,200" in line.data["text/plain"] and "\ncompiled train step in" in lines.text
     assert "image/png" in figure.data
 
 
 @by_name
-def test_a_source_and_its_notebook_are_the_same(source):
+def test_a_notebook_equals_its_source(source):
     notebook = runpy.run_path(str(DOCS / "tutorials.py"))["read"](source)
     again = nbformat.reads(nbformat.writes(notebook), as_version=4)
     again.metadata = {"jupytext": {"notebook_metadata_filter": "-all", "cell_metadata_filter": "-all"}}
@@ -62,8 +62,8 @@ def test_a_source_and_its_notebook_are_the_same(source):
     assert kinds[0] == "markdown" and kinds.count("code") > 8
 
 
-def test_a_page_shows_what_was_printed_and_drawn(tmp_path):
-    """Without a kernel: a notebook with one output of each kind."""
+def test_a_page_shows_the_outputs(tmp_path):
+    """A notebook with one output of each kind, without a kernel."""
     source = tmp_path / "small.py"
     source.write_text("# %% [markdown]\n# # Small\n#\n# Text.\n\n# %%\nprint(1)\n")
     functions = runpy.run_path(str(DOCS / "tutorials.py"))
@@ -84,7 +84,7 @@ def test_a_page_shows_what_was_printed_and_drawn(tmp_path):
 
 
 @by_name
-def test_links_lead_somewhere(source):
+def test_links_of_tutorials_exist(source):
     prose = "\n".join(cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown")
     for target in re.findall(r"\]\(([^)#\s]+)", prose):
         if not target.startswith("http"):

@@ -1,4 +1,4 @@
-"""Schedulers: against the formulas of their papers, spelt out in float64, and what their users rely on."""
+"""Schedulers: compared with the formulas of their papers in float64; their configs and errors."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def test_schedules(fields, first, last):
     assert np.all(np.diff(alphas) < 0)
 
 
-def test_alphas_are_products_of_what_each_timestep_leaves():
+def test_alphas_are_cumulative_products():
     betas = np.linspace(1e-4, 0.02, 1000)
     np.testing.assert_allclose(DDPM().alphas, np.cumprod(1 - betas), rtol=1e-5)
     np.testing.assert_allclose(
@@ -46,7 +46,7 @@ def test_alphas_are_products_of_what_each_timestep_leaves():
 
 
 @pytest.mark.parametrize("fields", [{}, LATENT, {"beta_schedule": "squaredcos_cap_v2"}])
-def test_zero_snr_moves_the_roots_so_that_the_last_is_zero_and_the_first_stays(fields):
+def test_zero_snr_rescales_the_square_roots_linearly(fields):
     """Algorithm 1 of arXiv:2305.08891, on the square roots: a line through (first, first) and (last, 0)."""
     roots = np.sqrt(DDIM(**fields).alphas.astype(np.float64))
     line = np.polynomial.Polynomial.fit(roots[[0, -1]], [roots[0], 0.0], 1)
@@ -99,8 +99,8 @@ def test_timesteps(fields, n_steps, expected):
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
 @pytest.mark.parametrize("n_steps", [1, 10])
-def test_ddim_finds_the_sample_that_the_model_knows(prediction_type, n_steps):
-    """A model that predicts rightly leads from a noisy sample straight to the clean one, in as few steps as one likes."""
+def test_ddim_finds_the_sample_of_an_exact_model(prediction_type, n_steps):
+    """With an exact model, any number of steps leads from a noisy sample to the clean one."""
     scheduler = DDIM(prediction_type=prediction_type, timestep_spacing="trailing", **LATENT)
     noisy = scheduler.add_noise(CLEAN, NOISE, 999)
     model_fn = lambda sample, timestep: scheduler.target(CLEAN, NOISE, timestep)  # noqa: E731
@@ -109,7 +109,7 @@ def test_ddim_finds_the_sample_that_the_model_knows(prediction_type, n_steps):
 
 @pytest.mark.parametrize("variance_type", ["fixed_small", "fixed_large"])
 def test_ddpm_draws_from_the_posterior(variance_type):
-    """By Bayes' rule on normal densities: a prior at the next timestep, and how likely the present sample is from there."""
+    """Bayes' rule on normal densities: the prior at the next timestep, times the likelihood of the current sample."""
     scheduler, timestep, after = DDPM(variance_type=variance_type, clip_range=None), 600, 500
     a, b = (float(scheduler.alphas[t]) for t in (timestep, after))
     x = np.asarray(scheduler.add_noise(CLEAN, NOISE, timestep), np.float64)
@@ -126,7 +126,7 @@ def test_ddpm_draws_from_the_posterior(variance_type):
 def test_ddim_with_eta_1_adds_the_noise_of_ddpm():
     x = CLEAN
     keys = jax.random.split(jax.random.key(0), 8)
-    # Equal at each step but for what they do with a model's contradictions, of which one step has none.
+    # The two differ only if the model's predictions at several steps contradict each other, so compare single steps.
     for timestep in (900, 500, 100):
         ddim, ddpm = (
             jax.vmap(lambda key, s=scheduler, t=timestep: s.step(NOISE, t, x, n_steps=10, key=key))(keys)
@@ -161,7 +161,7 @@ def test_the_last_step_adds_no_noise():
     for scheduler in (DDPM(**fields), DDPM(**fields, variance_type="fixed_large"), DDIM(**fields, eta=1.0)):
         found = scheduler.step(CLEAN, 0, NOISE, key=jax.random.key(0))
         np.testing.assert_allclose(found, CLEAN, rtol=0, atol=1e-6)
-    # Where it ends with the noise of timestep 0, that is what is left.
+    # Without `ends_clean`, the noise of timestep 0 remains.
     rest = DDIM(prediction_type="sample", clip_range=None, ends_clean=False)
     np.testing.assert_allclose(rest.step(CLEAN, 0, NOISE), NOISE, rtol=0, atol=1e-3)
 
@@ -177,7 +177,7 @@ def test_denoising_follows_the_key_and_is_one_loop():
     assert str(jax.make_jaxpr(lambda key: run(DDPM(), key))(jax.random.key(0))).count("scan[") == 1
 
 
-def test_guidance_goes_beyond_the_conditional_prediction():
+def test_guidance_extrapolates_from_the_unconditional_prediction():
     text, nothing = (lambda sample, timestep: sample + 1), (lambda sample, timestep: sample)
     for scale, expected in ((0.0, 0.0), (1.0, 1.0), (7.5, 7.5)):
         np.testing.assert_allclose(guided(text, nothing, scale)(jnp.zeros(3), jnp.array(5)), expected)
@@ -229,7 +229,7 @@ def test_refuses_what_it_does_not_implement(cls, key, value, message, tmp_path):
         cls.from_pretrained(tmp_path)
 
 
-def test_names_the_file_that_is_not_there(tmp_path):
+def test_names_the_missing_file(tmp_path):
     with pytest.raises(ValueError, match=r"scheduler_config\.json`: expected a file, got an empty folder\. Pass the folder"):
         DDIM.from_pretrained(tmp_path)
 
@@ -263,7 +263,7 @@ def test_rejects_a_wrong_config(cls, fields, message):
         cls(**fields)
 
 
-def test_rejects_steps_that_there_are_not():
+def test_rejects_an_invalid_number_of_steps():
     with pytest.raises(ValueError, match=r"`n_steps`: expected from 1 to `n_train_steps`=1000, got 1001\. Pass fewer"):
         DDIM().timesteps(1001)
     with pytest.raises(ValueError, match=r"`n_steps`: expected from 1 to `n_train_steps`=1000, got 0"):
@@ -274,7 +274,7 @@ def test_rejects_steps_that_there_are_not():
         DDPM(steps_offset=1).timesteps(1000)
 
 
-def test_asks_for_a_key_where_a_step_draws():
+def test_requires_a_key_if_a_step_draws_noise():
     for scheduler in (DDPM(), DDIM(eta=0.1)):
-        with pytest.raises(ValueError, match="`key`: expected one, for this step draws noise, got None"):
+        with pytest.raises(ValueError, match="`key`: expected one, since this step draws noise, got None"):
             scheduler.step(CLEAN, 3, CLEAN)

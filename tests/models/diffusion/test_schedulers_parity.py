@@ -1,4 +1,4 @@
-"""Schedulers against `diffusers` over whole trajectories, with the same noise; needs the `parity` extra."""
+"""Compares schedulers with `diffusers` over whole trajectories, with the same noise; needs the `parity` extra."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ SHAPE = (2, 3, 4)
 LATENT = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_range": None}  # Stable Diffusion
 SHARED = [
     ({}, 50),
-    ({}, 7),  # of steps that do not divide the timesteps
+    ({}, 7),  # the number of steps does not divide the timesteps
     ({}, 1),
     ({"steps_offset": 1, **LATENT}, 50),
     ({"timestep_spacing": "trailing", "prediction_type": "v_prediction", "has_zero_snr": True, **LATENT}, 30),
@@ -37,14 +37,14 @@ CASES = [
 
 
 def theirs(scheduler, folder):
-    """As diffusers reads what we write."""
+    """Returns the scheduler that diffusers loads from a folder that we wrote."""
     import diffusers
 
     return getattr(diffusers, scheduler.class_name).from_pretrained(scheduler.save_pretrained(folder))
 
 
 def predict(tables, sample, timestep):
-    """A model of sums and products alone, so that it is the same in both libraries."""
+    """A model of sums and products only, so that it is the same in both libraries."""
     return sample * 0.75 + tables[timestep] * 0.25
 
 

@@ -1,8 +1,8 @@
-"""What a family shows of itself to the tests: tiny models of another library to equal, and a model of its own to train.
+"""The test cases of the model families: tiny models of another library to compare with, and models to train.
 
-Each file here is one family: `CASES` and `TRAININGS`. `test_parity.py` compares every case with torch, `test_golden.py` with
-what torch said once (`tests/golden/`, written by `make_golden.py`), `test_training.py` trains. torch, transformers and
-diffusers are imported inside functions only.
+Each file here is one family, with `CASES` and `TRAININGS`. `test_parity.py` compares every case with torch, `test_golden.py`
+with stored outputs of torch (`tests/models/golden/`, written by `_make_golden.py`), `test_training.py` trains. torch,
+transformers and diffusers are imported only inside functions.
 """
 
 import importlib
@@ -25,19 +25,18 @@ FAMILIES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if no
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny model, and the inputs on which it must equal another library's.
+    """One tiny model, and the inputs for which its outputs must equal those of another library.
 
     **Arguments:**
 
     - `name`: unique among all families.
     - `make`: makes the torch module, in eval mode; its weights are replaced by `fill`.
-    - `inputs`: by the names of our arguments, a row an example.
-    - `run`: the torch module's outputs for them, one tensor with a row an example; gradients flow through it.
-    - `call`: ours for one example, from the model (in inference mode) and that row of the inputs.
-    - `counts`: which entries of the outputs are compared, a mask of shape `[batch, ...]`; None for all. Outputs at padding
-        mean nothing.
-    - `generates`: whether `generate` is compared too, from the inputs `ids` (or `pixels`) and `mask`.
-    - `gradients`: whether gradients of a loss are compared too, for all weights.
+    - `inputs`: arrays by the names of our arguments, one row per example.
+    - `run`: returns the torch module's outputs for the inputs, one tensor with one row per example; it is differentiable.
+    - `call`: calls our model (in inference mode) on one example, a row of the inputs.
+    - `counts`: a mask `[batch, ...]` of the outputs that are compared; None for all. Outputs at padding are undefined.
+    - `generates`: whether `generate` is also compared, from the inputs `ids` (or `pixels`) and `mask`.
+    - `gradients`: whether gradients of a loss are also compared, for all weights.
     """
 
     name: str
@@ -52,15 +51,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Training:
-    """A tiny model of ours to train: its sizes divide over two, dropout is off.
+    """A tiny model to train. Its sizes are divisible by two, and dropout is off.
 
     **Arguments:**
 
-    - `make`: from a key to the model.
-    - `examples`: a list of examples, each a dict of numpy arrays; 16 of them.
-    - `loss_fn`: of Trainer's form, `(model, batch, key)`; `batch` is the examples stacked.
-    - `learning_rate`: of SGD with momentum, for six steps over all examples; the loss must fall by a tenth.
-    - `zero_gradient`: names (globs) of leaves whose gradient is zero in exact arithmetic: keys' biases, under softmax.
+    - `make`: makes the model from a key.
+    - `examples`: 16 examples, each a dict of numpy arrays.
+    - `loss_fn`: a function of `(model, batch, key)`, as in Trainer; `batch` is the stacked examples.
+    - `learning_rate`: of SGD with momentum, for six steps over all examples; the loss must decrease by a tenth.
+    - `zero_gradient`: globs of leaves whose gradient is zero in exact arithmetic: biases of keys, because of softmax.
     """
 
     name: str
@@ -72,17 +71,17 @@ class Training:
 
 
 def collect(what: str) -> list[Any]:
-    """`CASES` or `TRAININGS` of all families."""
+    """Returns the `CASES` or `TRAININGS` of all families."""
     modules = [importlib.import_module(f"tests.models.families.{family}") for family in FAMILIES]
     return [case for module in modules for case in getattr(module, what)]
 
 
-# --- weights that need no file ----------------------------------------------------------------------------------------
+# --- deterministic weights --------------------------------------------------------------------------------------------
 
 
 def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The weights of a tensor, from its name and shape alone, the same on every machine: matrices with rows of length about
-    1, scales about 1, biases about 0."""
+    """Returns the weights of a tensor, which depend only on its name and shape: matrices with rows of length about 1, scales
+    about 1, biases about 0."""
     n = int(np.prod(shape))
     mixed = (np.arange(n, dtype=np.uint64) + 1 + np.uint64(zlib.crc32(name.encode()))) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
@@ -92,7 +91,7 @@ def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
         uniform = 0.1 * uniform + (0 if "bias" in name or not shape else 1)
     else:
         uniform *= np.sqrt(3 / np.prod(shape[1:]))
-    return np.asarray(uniform, np.float32)  # of no dims too, which arithmetic makes a scalar
+    return np.asarray(uniform, np.float32)  # arithmetic turns arrays without dims into scalars
 
 
 def weights_file(folder: Path) -> Path:
@@ -101,18 +100,18 @@ def weights_file(folder: Path) -> Path:
 
 
 def shapes(path: Path) -> dict[str, list[int]]:
-    """Shapes of a file's tensors, by name."""
+    """Returns the shapes of a file's tensors by name."""
     with safe_open(path, "np") as file:
         return {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
 
 
 def fill(path: Path, tensors: dict[str, list[int]]) -> None:
-    """Writes a safetensors file of these tensors with the values that their names give."""
+    """Writes a safetensors file of these tensors, with the values of `values`."""
     save_file({name: values(name, tuple(shape)) for name, shape in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def torch_folder(case: Case, folder: Path) -> Any:
-    """The folder of a case as its library saves it, filled; and the torch module that reads it."""
+    """Saves a case by its own library, replaces its weights by `fill`, and returns the torch module that loads it."""
     module = case.make()
     module.save_pretrained(folder)
     path = weights_file(folder)
@@ -125,7 +124,7 @@ def is_shape(leaf: Any) -> bool:
 
 
 def random_model(cls: Any, config: Any, *, std: float = 0.3) -> Any:
-    """A model whose every leaf matters, biases and norms too; of random numbers that need no compilation."""
+    """Returns a model with random values in every leaf, also in biases and norms. They need no compilation."""
     rng = np.random.default_rng(0)
 
     def draw(leaf: Any) -> Any:
@@ -135,7 +134,7 @@ def random_model(cls: Any, config: Any, *, std: float = 0.3) -> Any:
 
 
 def in_float64(model: Any) -> Any:
-    """`model` with floats of 64 bits; under `jax.enable_x64`."""
+    """Returns `model` in float64; requires `jax.enable_x64`."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if eqx.is_inexact_array(leaf) else leaf, model)
 
 
@@ -143,19 +142,19 @@ def in_float64(model: Any) -> Any:
 
 
 def call_rows(case: Case, model: Any, inputs: dict[str, Any]) -> Any:
-    """Our outputs for a batch."""
+    """Returns our outputs for a batch."""
     return jax.vmap(lambda row: case.call(model, row))(inputs)
 
 
 def outputs(case: Case, model: Any) -> np.ndarray:
-    """Our outputs for the case's inputs, in inference, under jit."""
+    """Returns our outputs for the case's inputs, in inference mode, under jit."""
     model = eqx.nn.inference_mode(model)
     run = eqx.filter_jit(lambda model, inputs: call_rows(case, model, inputs))
     return np.asarray(run(model, jax.tree.map(jnp.asarray, case.inputs)))
 
 
 def assert_equal(case: Case, found: np.ndarray, expected: np.ndarray, atol: float = 1e-4) -> None:
-    """Where the case says that outputs count; and that they say something."""
+    """Checks that the outputs are equal where the case compares them, and that they are not constant."""
     assert found.shape == expected.shape
     counts = np.ones(1, bool) if case.counts is None else case.counts
     counts = np.broadcast_to(counts.reshape(counts.shape + (1,) * (expected.ndim - counts.ndim)), expected.shape)

@@ -1,4 +1,4 @@
-"""What `generate` shows of itself: searches over the families' cases, and what `transformers` generates for them."""
+"""Test cases of `generate`: searches on the families' cases, and the tokens that `transformers` generates."""
 
 import json
 from pathlib import Path
@@ -18,12 +18,12 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "beams-never": {"n_beams": 3, "length_penalty": -1.0, "early_stopping": "never"},
     "beams-short": {"n_beams": 2, "length_penalty": 0.5, "early_stopping": "never"},
 }
-# Of every family that generates a case with padding.
+# One case with padding for every family that generates.
 CASES = {case.name: case for case in collect("CASES") if case.generates}
 
 
 def ours(model: Any, case: Case, search: dict[str, Any]) -> np.ndarray:
-    """`[batch, sequences, NEW]`."""
+    """Returns our tokens, `[batch, sequences, NEW]`."""
     from redeqx.models import generate
 
     prompt, mask = _prompt(case)
@@ -32,7 +32,7 @@ def ours(model: Any, case: Case, search: dict[str, Any]) -> np.ndarray:
 
 
 def theirs(module: Any, case: Case, search: dict[str, Any]) -> np.ndarray:
-    """The same from the torch module; what comes after the end of a text is made padding."""
+    """Returns the tokens of the torch module. Tokens after the end of a text are replaced by padding."""
     import torch
 
     prompt, mask = _prompt(case)
@@ -43,7 +43,7 @@ def theirs(module: Any, case: Case, search: dict[str, Any]) -> np.ndarray:
         "early_stopping": search.get("early_stopping", False),
     }
     given = {}
-    if "pixels" not in case.inputs:  # without a mask transformers takes what looks like padding for it
+    if "pixels" not in case.inputs:  # without a mask transformers masks tokens equal to the padding id
         given["attention_mask"] = torch.tensor(np.ones_like(prompt) if mask is None else mask).long()
     tokens = module.generate(
         torch.tensor(prompt),

@@ -1,4 +1,4 @@
-"""Writes what torch says of every case to `tests/golden/`, so that `make test` can hold us to it without torch.
+"""Writes torch's outputs for every case to `tests/models/golden/`, so that `make test` can compare with them without torch.
 
 python -m tests.models.families._make_golden [NAME ...]
 """

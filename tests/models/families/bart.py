@@ -1,4 +1,4 @@
-"""BART: positions two rows into their table and counted with padding, norms after, and sides of different sizes."""
+"""BART: positions with an offset of two rows that count padding, post-norm, encoder and decoder of different sizes."""
 
 import functools
 
@@ -36,8 +36,8 @@ INPUTS = {
     "ids": rng.integers(3, VOCAB, (2, SOURCE)).astype(np.int32),
     "decoder_ids": rng.integers(3, VOCAB, (2, TARGET)).astype(np.int32),
 }
-LEFT = np.arange(TARGET) >= np.array([[0], [2]])  # the second row has two of padding before it
-# Of the sources the first has padding after it, the second before it.
+LEFT = np.arange(TARGET) >= np.array([[0], [2]])  # the second row has two padding tokens on the left
+# The first source is padded on the right, the second on the left.
 PADDED = {"mask": (np.arange(SOURCE) < 5) ^ np.array([[False], [True]]), "decoder_mask": LEFT}
 UNEQUAL = {"decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
 
@@ -52,7 +52,7 @@ CASES = [
 
 
 def loss_fn(model, batch, key):
-    """The cross-entropy of the labels; -100 marks those that do not count."""
+    """The cross-entropy of the labels; -100 is ignored."""
 
     def logits(ids, mask, labels, key):
         return model(ids, model.shift_right(labels), mask=mask, key=key)

@@ -1,4 +1,4 @@
-"""BERT: with a pooler, for masked words by the tied head, for classes and for a number; padded, with types of token."""
+"""BERT: with a pooler, for masked tokens with the tied head, for classes and for regression; padded, with token types."""
 
 import functools
 
@@ -41,7 +41,7 @@ def arguments(inputs):
 
 
 def run(module, inputs):
-    """Hidden states, and the pooled one after them."""
+    """Returns the hidden states, followed by the pooled one."""
     import torch
 
     outputs = module(**arguments(inputs))
@@ -93,7 +93,7 @@ CASES = [
 
 
 def mlm_loss(model, batch, key):
-    """The cross-entropy of the tokens that are hidden: every third one."""
+    """The cross-entropy of the masked tokens: every third one."""
     hidden = np.arange(batch["ids"].shape[1]) % 3 == 1
     inputs = jnp.where(hidden, 1, batch["ids"])
     logits = jax.vmap(lambda ids, key: model(ids, key=key))(inputs, jax.random.split(key, len(inputs)))

@@ -1,4 +1,4 @@
-"""CLIP: both activations, texts pooled at their end or at the largest id, padded; each half by itself, and both."""
+"""CLIP: both activations, texts pooled at their end or at the largest id, padded; text and vision models alone, and both."""
 
 import functools
 
@@ -53,7 +53,7 @@ def make_clip(**kwargs):
 
 
 def run_text(module, inputs):
-    """Hidden states, and the pooled one after them."""
+    """Returns the hidden states, followed by the pooled one."""
     import torch
 
     mask = torch.tensor(inputs["mask"]).long() if "mask" in inputs else None
@@ -79,7 +79,7 @@ def call_vision(model, row):
 
 
 def run_clip(module, inputs):
-    """Both embeddings, that of the image scaled as similarities are."""
+    """Returns both embeddings; that of the image is scaled as similarities are."""
     import torch
 
     ids, mask = torch.tensor(inputs["ids"]), torch.tensor(inputs["mask"]).long()
@@ -95,10 +95,10 @@ def call_clip(model, row):
 rng = np.random.default_rng(0)
 IDS = rng.integers(2, 39, (2, SEQ)).astype(np.int32)
 IDS[0, -1] = EOS
-IDS[1, 3:] = EOS  # the first ends the text, the others fill it up, as Stable Diffusion's tokenizer has it
+IDS[1, 3:] = EOS  # the first ends the text, the others pad it, as in Stable Diffusion's tokenizer
 RIGHT = np.arange(SEQ) < np.array([[SEQ], [4]])
 LEGACY = IDS.copy()
-LEGACY[:, 2], LEGACY[0, 4] = 2, VOCAB - 1  # a text is not pooled at the 2 that such a config names
+LEGACY[:, 2], LEGACY[0, 4] = 2, VOCAB - 1  # a text is not pooled at id 2, the end token of such a config
 PIXELS = rng.normal(size=(2, 3, IMAGE, IMAGE)).astype(np.float32)
 
 CASES = [
@@ -125,7 +125,7 @@ CASES = [
 
 
 def loss_fn(model, batch, key):
-    """Which text of the batch belongs to an image, and the reverse."""
+    """The contrastive loss: which text of the batch belongs to an image, and the reverse."""
     del key
     texts, images = jax.vmap(model)(batch["ids"], batch["pixels"])
     logits, labels = model.logits_per_image(images, texts), jnp.arange(len(texts))

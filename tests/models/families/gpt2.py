@@ -1,4 +1,4 @@
-"""GPT-2: fused and transposed projections, learned positions, tied and untied, with a cross-attention."""
+"""GPT-2: fused and transposed projections, learned positions, tied and untied heads, with a cross-attention."""
 
 import functools
 
@@ -21,7 +21,7 @@ def make(**kwargs):
 
 
 def run(module, inputs):
-    """With the positions that `generate` gives: padding is not counted."""
+    """Uses the positions of `generate`, which do not count padding."""
     import torch
 
     ids = torch.tensor(inputs["ids"])
@@ -37,7 +37,7 @@ def run(module, inputs):
 
 rng = np.random.default_rng(0)
 IDS = rng.integers(0, VOCAB, (2, SEQ)).astype(np.int32)
-LEFT = np.arange(SEQ) >= np.array([[0], [3]])  # the second row has three of padding before it
+LEFT = np.arange(SEQ) >= np.array([[0], [3]])  # the second row has three padding tokens on the left
 MEMORY = {
     "memory": rng.normal(size=(2, 5, 24)).astype(np.float32),
     "memory_mask": np.arange(5) < np.array([[5], [3]]),

@@ -22,7 +22,7 @@ def make(**kwargs):
 
 
 def run(module, inputs):
-    """With the positions that `generate` gives: padding is not counted."""
+    """Uses the positions of `generate`, which do not count padding."""
     import torch
 
     extra = {}
@@ -34,7 +34,7 @@ def run(module, inputs):
 
 rng = np.random.default_rng(0)
 IDS = rng.integers(0, VOCAB, (2, SEQ)).astype(np.int32)
-LEFT = np.arange(SEQ) >= np.array([[0], [3]])  # the second row has three of padding before it
+LEFT = np.arange(SEQ) >= np.array([[0], [3]])  # the second row has three padding tokens on the left
 RIGHT = np.arange(SEQ) < np.array([[SEQ], [6]])
 
 CASES = [

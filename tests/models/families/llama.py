@@ -1,4 +1,4 @@
-"""The LLaMA family: grouped K/V heads, head sizes of their own, biases, head norms, windows, and each way to stretch rotary
+"""The LLaMA family: grouped key/value heads, separate head sizes, biases, head norms, windows, and each scaling of rotary
 positions."""
 
 import functools
@@ -32,7 +32,7 @@ def make(name, **kwargs):
 
 
 def run(module, inputs):
-    """With the positions that `generate` gives: padding is not counted."""
+    """Uses the positions of `generate`, which do not count padding."""
     import torch
 
     extra = {}
@@ -55,7 +55,7 @@ def llama(**kwargs):
 
 
 def stretched(name, **rope):
-    """A case whose tokens go far beyond the positions of the training before."""
+    """Returns a case whose positions go far beyond those of the original training."""
     module = llama(rope_parameters={"rope_type": name, "rope_theta": 200.0, **rope}, head_dim=16)
     return Case(f"llama-{name}", module, {"ids": LONG_IDS}, run_last, call_last)
 
@@ -63,7 +63,7 @@ def stretched(name, **rope):
 rng = np.random.default_rng(0)
 IDS = rng.integers(0, VOCAB, (2, SEQ)).astype(np.int32)
 LONG_IDS = rng.integers(0, VOCAB, (2, LONG)).astype(np.int32)
-# The first row has two of padding after it, the second three before it.
+# The first row has two padding tokens on the right, the second three on the left.
 PADDED = (np.arange(SEQ) >= np.array([[0], [3]])) & (np.arange(SEQ) < np.array([[SEQ - 2], [SEQ]]))
 LEFT = np.arange(SEQ) >= np.array([[0], [3]])
 ORIGINAL = {"original_max_position_embeddings": 16}

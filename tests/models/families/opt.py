@@ -1,4 +1,4 @@
-"""OPT: positions after two rows that are no tokens', norms before and after, an embedding narrower than the model."""
+"""OPT: positions with an offset of two rows, pre-norm and post-norm, an embedding narrower than the model."""
 
 import functools
 
@@ -28,12 +28,12 @@ def run(module, inputs):
 
 
 rng = np.random.default_rng(0)
-# Without 1, the padding: torch gives its embedding no gradient, whether it is masked or not.
+# Without the padding id 1: torch gives its embedding no gradient, whether it is masked or not.
 IDS = rng.integers(2, VOCAB, (2, SEQ)).astype(np.int32)
-LEFT = np.arange(SEQ) >= np.array([[0], [3]])  # the second row has three of padding before it
+LEFT = np.arange(SEQ) >= np.array([[0], [3]])  # the second row has three padding tokens on the left
 RIGHT = np.arange(SEQ) < np.array([[SEQ], [6]])
 make_350m = functools.partial(make, do_layer_norm_before=False, word_embed_proj_dim=16)
-# As the models of the Galactica paper are.
+# As in the models of the Galactica paper.
 make_plain = functools.partial(make, enable_bias=False, layer_norm_elementwise_affine=False, activation_function="gelu")
 
 CASES = [

@@ -11,7 +11,7 @@ from redeqx.models.t5 import T5, T5Config
 from tests.models.families._case import Case, Training
 
 VOCAB, SOURCE, TARGET = 53, 11, 9
-# Of eight buckets the encoder's last begins at 4 tokens, the decoder's at 7.
+# With eight buckets, the last one begins at 4 tokens in the encoder, at 7 in the decoder.
 SIZES = {
     "vocab_size": VOCAB,
     "d_model": 24,
@@ -23,7 +23,7 @@ SIZES = {
     "relative_attention_max_distance": 8,
     "decoder_start_token_id": 0,
 }
-GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # of which transformers 5 ties it all the same
+GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # transformers 5 ties it anyway
 
 
 def make(name="T5", kind="ForConditionalGeneration", has_head=False, **kwargs):
@@ -32,7 +32,7 @@ def make(name="T5", kind="ForConditionalGeneration", has_head=False, **kwargs):
 
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **kwargs})
     module = getattr(transformers, f"{name}{kind}")(config).eval()
-    if has_head:  # one of its own is loaded where a file holds one, and only there
+    if has_head:  # a separate head is loaded only if the file has one
         module.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, config.d_model))
     return module
 
@@ -57,8 +57,8 @@ INPUTS = {
     "ids": rng.integers(0, VOCAB, (2, SOURCE)).astype(np.int32),
     "decoder_ids": rng.integers(0, VOCAB, (2, TARGET)).astype(np.int32),
 }
-RIGHT = np.arange(SOURCE) < np.array([[SOURCE], [7]])  # the second source has four of padding after it
-LEFT = np.arange(TARGET) >= np.array([[0], [3]])  # and its target three before it
+RIGHT = np.arange(SOURCE) < np.array([[SOURCE], [7]])  # the second source has four padding tokens on the right
+LEFT = np.arange(TARGET) >= np.array([[0], [3]])  # and its target three on the left
 PADDED = {**INPUTS, "mask": RIGHT, "decoder_mask": LEFT}
 
 CASES = [
@@ -67,7 +67,7 @@ CASES = [
     Case("t5-v1.1", functools.partial(make, has_head=True, **GATED), INPUTS, run, gradients=True),
     Case("t5-v1.1-tied", functools.partial(make, **GATED), INPUTS, run),
     Case("t5-silu", functools.partial(make, feed_forward_proj="gated-silu", has_head=True), INPUTS, run),
-    # Heads that do not make up the width, more layers in the decoder, buckets of an odd number and of 128 tokens.
+    # Heads whose total width is not the model's, more layers in the decoder, an odd number of buckets, up to 128 tokens.
     Case(
         "t5-sizes",
         functools.partial(

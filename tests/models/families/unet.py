@@ -48,7 +48,7 @@ def inputs(channels=4, h=6, w=6):
 
 PADDED = inputs() | {"mask": np.arange(5) < np.array([[5], [3]])}
 SD2 = {"use_linear_projection": True, "attention_head_dim": (2, 4), "layers_per_block": 2}
-# Three blocks, no two alike; the middle one attends on the way up, the others on the way down.
+# Three different blocks; the middle one has attention on the way up, the others on the way down.
 UNEVEN = {
     "in_channels": 5,
     "out_channels": 3,

@@ -1,4 +1,4 @@
-"""The autoencoder of latent diffusion: there, back, and both; with and without what a config may leave out."""
+"""The autoencoder of latent diffusion: encoder, decoder and both; with and without the optional parts of a config."""
 
 import functools
 
@@ -82,7 +82,7 @@ CASES = [
 
 
 def loss_fn(model, batch, key):
-    """The squared error of an image, and a little of the latents' divergence from the standard normal."""
+    """The squared error of an image, and a small weight on the latents' KL divergence from the standard normal."""
     del key
 
     def of_one(image):

@@ -1,4 +1,4 @@
-"""ViT and GPT-2 in one: of one width and of two, decoders tied and untied, padded on either side."""
+"""ViT and GPT-2 in one: of equal and of different widths, with tied and untied decoders, padded on either side."""
 
 import functools
 
@@ -33,7 +33,7 @@ def make(d_encoder=24, **kwargs):
 
 
 def run(module, inputs):
-    """With positions that do not count padding, as ours."""
+    """Uses positions that do not count padding, as our model does."""
     import torch
 
     extra = {}
@@ -48,7 +48,7 @@ INPUTS = {
     "pixels": rng.normal(size=(2, 3, IMAGE, IMAGE)).astype(np.float32),
     "decoder_ids": rng.integers(3, VOCAB, (2, SEQ)).astype(np.int32),
 }
-PADDED = (np.arange(SEQ) < 4) ^ np.array([[False], [True]])  # the first row has padding after it, the second before it
+PADDED = (np.arange(SEQ) < 4) ^ np.array([[False], [True]])  # the first row is padded on the right, the second on the left
 
 CASES = [
     Case("vision-encoder-decoder", make, INPUTS, run, gradients=True, generates=True),
@@ -64,7 +64,7 @@ CASES = [
 
 
 def loss_fn(model, batch, key):
-    """The cross-entropy of the labels; -100 marks those that do not count."""
+    """The cross-entropy of the labels; -100 is ignored."""
 
     def logits(pixels, labels, key):
         return model(pixels, model.shift_right(labels), key=key)

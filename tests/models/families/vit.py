@@ -1,4 +1,4 @@
-"""ViT: with a pooler and without, as a classifier with names for its classes; queries without biases, pixels left over."""
+"""ViT: with and without a pooler, as a classifier with class names; queries without biases, pixels beyond the patches."""
 
 import functools
 
@@ -20,7 +20,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 3,
 }
-LABELS = {0: "crane", 1: "maillot", 2: "crane", 3: "quail", 4: "ibex"}  # as in ImageNet, one name stands twice
+LABELS = {0: "crane", 1: "maillot", 2: "crane", 3: "quail", 4: "ibex"}  # as in ImageNet, one name occurs twice
 
 
 def make(**kwargs):
@@ -36,7 +36,7 @@ def make_classifier(**kwargs):
 
 
 def run(module, inputs):
-    """Hidden states, and the pooled one after them."""
+    """Returns the hidden states, followed by the pooled one."""
     import torch
 
     outputs = module(torch.tensor(inputs["pixels"]))

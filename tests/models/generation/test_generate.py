@@ -1,4 +1,4 @@
-"""`generate`: the tokens of transformers' own searches, what sampling draws, and the same on every mesh."""
+"""`generate`: equals transformers' searches, samples from the right distribution, and is the same on every mesh."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ LEFT = np.arange(5) >= np.array([[0], [2], [4]])
 
 @pytest.fixture(scope="module")
 def golden(request, tmp_path_factory):
-    """A case, its model read from weights that follow from their names, and what transformers generated once."""
+    """A case, its model with the weights of `fill`, and the stored tokens of transformers."""
     case = _generation.CASES[request.param]
     folder, record = tmp_path_factory.mktemp(case.name), read_golden(case)
     (folder / "config.json").write_text(json.dumps(record["config"]))
@@ -34,7 +34,7 @@ def golden(request, tmp_path_factory):
 
 
 def searches():
-    """A decoder and an encoder-decoder by beams; the sweep has the others."""
+    """A decoder and an encoder-decoder with beam search; the others run in the sweep."""
     for name, search in itertools.product(_generation.CASES, _generation.SEARCHES):
         is_quick = search == "beams" and name in ("gpt2-padded", "t5-padded")
         yield pytest.param(name, search, marks=[] if is_quick else pytest.mark.sweep)
@@ -42,13 +42,13 @@ def searches():
 
 @pytest.mark.parametrize(("golden", "search"), [*searches()], indirect=["golden"], scope="module")
 @pytest.mark.sweep
-def test_gives_the_tokens_of_transformers(search, golden):
+def test_generates_the_tokens_of_transformers(search, golden):
     case, model, expected = golden
     np.testing.assert_array_equal(_generation.ours(model, case, _generation.SEARCHES[search]), expected[search])
 
 
 def greedy_by_hand(ids, mask, n):
-    """Without a cache: the whole text again for every token."""
+    """Greedy decoding without a cache: calls the model on the whole text for every token."""
     call = jax.jit(jax.vmap(lambda ids, mask: MODEL(ids, mask=mask)))
     tokens, real = np.zeros((len(ids), 0), int), mask
     text = ids
@@ -68,7 +68,7 @@ def test_greedy_equals_calls_without_a_cache():
 
 
 @pytest.mark.sweep
-def test_after_the_end_comes_padding_and_all_rows_may_end_early():
+def test_rows_are_padded_after_the_end_and_may_all_end_early():
     free = np.asarray(generate(MODEL, IDS, max_new_tokens=6))
     eos = tuple({int(row[i]) for row, i in zip(free, (1, 3, 2), strict=True)})
     found = generate(MODEL, IDS, max_new_tokens=6, eos_token_id=eos, pad_token_id=VOCAB - 1)
@@ -76,11 +76,11 @@ def test_after_the_end_comes_padding_and_all_rows_may_end_early():
         end = min(i for i, token in enumerate(wanted) if token in eos)
         np.testing.assert_array_equal(row[: end + 1], wanted[: end + 1])
         assert np.all(row[end + 1 :] == VOCAB - 1)
-    # Without a token for padding, that of the end is taken.
+    # Without a padding token, the end token is used.
     assert generate(MODEL, IDS, max_new_tokens=6, eos_token_id=eos)[0, -1] in (eos[0], free[0, -1])
 
 
-def test_a_minimum_holds_the_end_off():
+def test_min_new_tokens_delays_the_end():
     free = np.asarray(generate(MODEL, IDS, max_new_tokens=6))
     eos = int(free[0, 0])
     found = np.asarray(generate(MODEL, IDS, max_new_tokens=6, min_new_tokens=4, eos_token_id=eos, pad_token_id=0))
@@ -88,7 +88,7 @@ def test_a_minimum_holds_the_end_off():
 
 
 def best_sequences(ids, n_new, length_penalty):
-    """All sequences of `n_new` tokens by their log-probability over `n_new ** length_penalty`, the best first."""
+    """Returns all sequences of `n_new` tokens, sorted by their log-probability over `n_new ** length_penalty`."""
     texts = np.array([[*ids, *tail] for tail in itertools.product(range(VOCAB), repeat=n_new)])
     log_probs = jax.nn.log_softmax(jax.jit(jax.vmap(lambda ids: MODEL(ids)))(texts))
     steps = [log_probs[np.arange(len(texts)), len(ids) - 1 + i, texts[:, len(ids) + i]] for i in range(n_new)]
@@ -97,14 +97,14 @@ def best_sequences(ids, n_new, length_penalty):
 
 
 @pytest.mark.sweep
-def test_enough_beams_find_the_best_sequences():
+def test_a_wide_beam_search_finds_the_best_sequences():
     best = best_sequences(IDS[0], 2, 1.0)
     found = generate(MODEL, IDS[:1], max_new_tokens=2, n_beams=VOCAB, n_return=5)
     np.testing.assert_array_equal(found[0], best[:5])
 
 
 class Table(eqx.Module):
-    """A model whose next token depends on its place alone."""
+    """A model whose next token depends only on its position."""
 
     log_probs: jax.Array  # [places, vocab]
 
@@ -115,17 +115,16 @@ class Table(eqx.Module):
         return self.log_probs[cache.index + len(ids) - 1], cache.end(len(ids))
 
 
-def test_right_after_the_minimum_the_text_may_end():
-    """As transformers counts: so many tokens without the end."""
+def test_the_text_may_end_right_after_the_minimum():
+    """As in transformers, the minimum counts tokens without the end."""
     p = np.tile([0.7, 0.2, 0.1], (6, 1))
     given = {"max_new_tokens": 6, "min_new_tokens": 3, "eos_token_id": 0, "pad_token_id": 2}
     found = generate(Table(jnp.log(jnp.asarray(p, jnp.float32))), np.ones((1, 1), int), **given)
     assert found.tolist() == [[1, 1, 1, 0, 2, 2]]
 
 
-def test_never_ends_no_search_that_a_longer_text_can_win():
-    """After two tokens the end is likely, after that it is not, so that a text which gets over the second place wins by its
-    length."""
+def test_early_stopping_never_continues_while_a_longer_text_can_win():
+    """The end is likely after two tokens and unlikely later: a text that continues after the second wins by its length."""
     p = np.array([[0.4, 0.35, 0.25], [0.9, 0.06, 0.04], *[[0.01, 0.98, 0.01]] * 6])
     (n_new, vocab), eos = p.shape, 0
     texts = np.array(list(itertools.product(range(vocab), repeat=n_new)))
@@ -147,7 +146,7 @@ def test_never_ends_no_search_that_a_longer_text_can_win():
         )
         return tokens[0].tolist()
 
-    assert found(False) == [1, *[eos] * (n_new - 1)]  # no running text is better than the finished ones by its score so far
+    assert found(False) == [1, *[eos] * (n_new - 1)]  # no running text has a better score so far than the finished ones
     assert found("never") == [*best, *[eos] * (n_new - len(best))]
 
 
@@ -176,7 +175,7 @@ def test_samples_have_the_models_distribution(temperature):
 
 
 @pytest.mark.sweep
-def test_top_k_keeps_the_likeliest():
+def test_top_k_keeps_the_most_likely_tokens():
     p = probabilities()
     kept = np.where(p >= np.sort(p)[-4], p, 0)
     assert_drawn_from(frequencies(top_k=4), kept / kept.sum())
@@ -185,7 +184,7 @@ def test_top_k_keeps_the_likeliest():
 @pytest.mark.parametrize(
     "top_p", [pytest.param(0.01, marks=pytest.mark.sweep), 0.3, pytest.param(0.9, marks=pytest.mark.sweep)]
 )
-def test_top_p_keeps_the_fewest_that_reach_it(top_p):
+def test_top_p_keeps_the_smallest_sufficient_set(top_p):
     p = probabilities()
     order = np.argsort(-p)
     n_kept = 1 + np.sum(np.cumsum(p[order]) < top_p)
@@ -194,7 +193,7 @@ def test_top_p_keeps_the_fewest_that_reach_it(top_p):
     assert_drawn_from(frequencies(top_p=top_p), kept / kept.sum())
 
 
-def test_samples_follow_the_key_and_differ_among_those_of_one_prompt():
+def test_samples_depend_on_the_key_and_differ_within_one_prompt():
     draw = lambda seed, n: np.asarray(  # noqa: E731
         generate(MODEL, IDS, mask=LEFT, max_new_tokens=6, sample=True, n_return=n, key=jax.random.key(seed))
     )
@@ -205,13 +204,13 @@ def test_samples_follow_the_key_and_differ_among_those_of_one_prompt():
     assert all(len({tuple(sample) for sample in row}) > 1 for row in a)
 
 
-def test_each_token_of_a_text_is_drawn_anew():
-    """From a model that finds all tokens alike: what follows a token does not depend on it."""
+def test_each_token_is_drawn_independently():
+    """In a model with uniform probabilities, the next token does not depend on the previous one."""
     flat = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if eqx.is_inexact_array(leaf) else leaf, MODEL)
     prompt, n_new = np.repeat(IDS[:1], 100, 0), 8
     texts = np.asarray(generate(flat, prompt, max_new_tokens=n_new, sample=True, n_return=2, key=jax.random.key(2)))
     assert_drawn_from(np.bincount(texts.reshape(-1), minlength=VOCAB) / texts.size, np.full(VOCAB, 1 / VOCAB), texts.size)
-    # Two independent draws are equal once in VOCAB times: of any two places, any two samples, any two prompts.
+    # Two independent draws are equal with probability 1 / VOCAB: for any two positions, samples or prompts.
     pairs = [(texts[..., i], texts[..., j]) for i, j in itertools.combinations(range(n_new), 2)]
     pairs += [(texts[:, 0], texts[:, 1]), (texts[:-1], texts[1:])]
     for one, other in pairs:
@@ -228,7 +227,7 @@ def test_each_token_of_a_text_is_drawn_anew():
 @pytest.mark.parametrize(
     "options", [pytest.param({}, id="greedy", marks=pytest.mark.sweep), pytest.param({"n_beams": 3}, id="beams")]
 )
-def test_in_pred_fn_on_a_mesh_the_tokens_are_the_same(n_model, n_fsdp, options):
+def test_tokens_are_the_same_in_pred_fn_on_a_mesh(n_model, n_fsdp, options):
     ids, mask = np.tile(IDS, (3, 1))[:8], np.tile(LEFT, (3, 1))[:8]
     expected = generate(MODEL, ids, mask=mask, max_new_tokens=4, **options)
     predictor = redeqx.Predictor(
@@ -240,7 +239,7 @@ def test_in_pred_fn_on_a_mesh_the_tokens_are_the_same(n_model, n_fsdp, options):
     np.testing.assert_array_equal(np.stack(predictor.predict(list(zip(ids, mask, strict=True)), 1)), expected)
 
 
-def test_one_shape_is_compiled_once():
+def test_each_shape_is_compiled_once():
     count = 0
 
     class Counting(GPT2):
@@ -258,22 +257,22 @@ def test_one_shape_is_compiled_once():
 
 
 @pytest.mark.sweep
-def test_dropout_is_taken_out():
+def test_dropout_is_turned_off():
     config = GPT2Config(VOCAB, 16, d_model=16, n_layers=2, n_heads=4, init_std=0.4, eos_token_id=None)
     noisy = eqx.filter_jit(GPT2)(config, key=jax.random.key(0))
     np.testing.assert_array_equal(generate(noisy, IDS, max_new_tokens=3), generate(MODEL, IDS, max_new_tokens=3))
 
 
 @pytest.mark.sweep
-def test_up_to_the_last_position():
-    found = generate(MODEL, IDS, max_new_tokens=11)  # 5 + 11 = 16, all the positions there are
+def test_generates_up_to_the_last_position():
+    found = generate(MODEL, IDS, max_new_tokens=11)  # 5 + 11 = 16, the number of positions
     np.testing.assert_array_equal(found, greedy_by_hand(IDS, np.ones_like(IDS, bool), 11))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 12}, r"`max_new_tokens`: expected at most 11 after 5 given, .*`n_positions`=16, got 12"),
+        ({"max_new_tokens": 12}, r"`max_new_tokens`: expected at most 11 after 5 given ones, .*`n_positions`=16, got 12"),
         ({"max_new_tokens": 0}, r"`max_new_tokens`: expected at least 1, got 0"),
         ({"n_beams": 0}, r"`n_beams`: expected at least 1, got 0\. Pass a positive number"),
         ({"n_return": 0}, r"`n_return`: expected at least 1, got 0"),

@@ -1,4 +1,4 @@
-"""`generate` against `transformers`' own, token for token; needs the `parity` extra."""
+"""Compares `generate` with that of `transformers`, token by token; needs the `parity` extra."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 
 
 @pytest.mark.parametrize("name", _generation.CASES)
-def test_gives_the_same_tokens(name, tmp_path):
+def test_generates_the_same_tokens(name, tmp_path):
     case = _generation.CASES[name]
     module = torch_folder(case, tmp_path)
     model, _ = from_pretrained(tmp_path)

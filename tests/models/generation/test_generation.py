@@ -1,4 +1,4 @@
-"""`generation_config.json`: the defaults of `generate` that a folder says, what is refused, and that all is written back."""
+"""`generation_config.json`: a folder's defaults of `generate`, refused keys, and that all keys are written back."""
 
 import copy
 import dataclasses
@@ -31,13 +31,13 @@ def folder(tmp_path):
 
 
 def says(folder, **keys):
-    """The model of a folder whose generation config says this."""
+    """Returns the model of a folder with these keys in its generation config."""
     (folder / "generation_config.json").write_text(json.dumps(keys))
     return from_pretrained(folder)[0]
 
 
 def said(**keys):
-    """The model with such a generation config, without a folder; only the config differs, so that nothing is compiled."""
+    """Returns the model with such a generation config, without a folder. Only the config differs, so nothing is compiled."""
     config = dataclasses.replace(CONFIG, generation=Generation(keys, "a/generation_config.json"))
     model = copy.copy(MODEL)
     object.__setattr__(model, "config", config)
@@ -65,7 +65,7 @@ def said(**keys):
         ({"max_new_tokens": 6, "temperature": 0.1, "top_k": 3, "top_p": 0.2}, {"max_new_tokens": 6}),  # no sampling
     ],
 )
-def test_generate_does_as_the_folder_says(keys, options, folder):
+def test_generate_uses_the_options_of_the_folder(keys, options, folder):
     model = says(folder, **keys)
     expected = generate(MODEL, IDS, **options)
     given: dict[str, Any] = {"key": KEY} if "key" in options else {}
@@ -73,7 +73,7 @@ def test_generate_does_as_the_folder_says(keys, options, folder):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_arguments_come_before_the_folder():
+def test_arguments_take_precedence_over_the_folder():
     model = said(max_length=9, num_beams=3, do_sample=True, temperature=0.3, top_k=2, num_return_sequences=1, min_length=11)
     found = generate(model, IDS, max_new_tokens=6, n_beams=1, sample=False)
     np.testing.assert_array_equal(found, generate(MODEL, IDS, max_new_tokens=6))
@@ -83,8 +83,8 @@ def test_arguments_come_before_the_folder():
 
 
 @pytest.mark.sweep
-def test_models_that_differ_in_it_are_not_one_program():
-    """What a predictor compiled for the one must not serve the other."""
+def test_models_with_different_generation_configs_are_compiled_separately():
+    """A predictor must not reuse the program of one for the other."""
 
     def pred_fn(model, batch, key):
         return generate(model, batch, max_new_tokens=None)
@@ -103,7 +103,7 @@ def test_models_that_differ_in_it_are_not_one_program():
         (
             {"no_repeat_ngram_size": 3, "repetition_penalty": 1.2},
             {},
-            r"`a/generation_config\.json`: `no_repeat_ngram_size` \(and `repetition_penalty`\): expected none, for "
+            r"`a/generation_config\.json`: `no_repeat_ngram_size` \(and `repetition_penalty`\): expected none, since "
             r"`generate` does not implement it, got 3\. Pass `ignore=\('no_repeat_ngram_size', 'repetition_penalty'\)`",
         ),
         ({"suppress_tokens": [3]}, {"ignore": ("bad_words_ids",)}, r"`suppress_tokens`: expected none, .* got \[3\]"),
@@ -132,15 +132,15 @@ def test_models_that_differ_in_it_are_not_one_program():
             {"max_new_tokens": None},
             r"`max_new_tokens`: expected at least 1, got -1\..* Here `max_new_tokens` is `max_length` of `a/gen",
         ),
-        ({}, {"max_new_tokens": None}, r"`max_new_tokens`: expected how many tokens to generate, got None"),
+        ({}, {"max_new_tokens": None}, r"`max_new_tokens`: expected the number of tokens to generate, got None"),
     ],
 )
-def test_what_is_refused(keys, options, message):
+def test_unsupported_options_are_refused(keys, options, message):
     with pytest.raises(ValueError, match=message):
         generate(said(**keys), IDS, **{"max_new_tokens": 4, **options})
 
 
-def test_what_changes_no_token_is_taken():
+def test_options_without_effect_are_accepted():
     neutral = {
         "repetition_penalty": 1.0,
         "no_repeat_ngram_size": 0,
@@ -169,7 +169,7 @@ def test_what_changes_no_token_is_taken():
         ({"forced_bos_token_id": [1]}, TypeError, r"`forced_bos_token_id`: expected int, got \[1\]"),
     ],
 )
-def test_values_that_are_none(keys, error, message, folder):
+def test_invalid_values(keys, error, message, folder):
     with pytest.raises(error, match=r"`.*/generation_config\.json`: " + message):
         says(folder, **keys)
 
@@ -180,13 +180,13 @@ def test_the_special_tokens_are_those_of_the_file(folder):
     assert "top_k" not in config.extra
 
 
-def test_it_is_written_back_whole(folder, tmp_path):
+def test_the_generation_config_is_written_back_completely(folder, tmp_path):
     keys = {"no_repeat_ngram_size": 3, "custom": {"a": 1}, "num_beams": 2, "eos_token_id": [7, 9], "max_length": 12}
     model = says(folder, **keys)
     written = save_pretrained(model, model.config, tmp_path / "again")
     assert json.loads((written / "generation_config.json").read_text()) == {**keys, "bos_token_id": 50256}
     assert from_pretrained(written)[1] == model.config
-    # A token that was changed is changed there; and without one nothing of another model stays behind.
+    # A changed token is written too. Without a generation config, that of another model is removed.
     save_pretrained(model, dataclasses.replace(model.config, eos_token_id=3), written)
     assert json.loads((written / "generation_config.json").read_text())["eos_token_id"] == 3
     save_pretrained(MODEL, CONFIG, written)
@@ -196,7 +196,7 @@ def test_it_is_written_back_whole(folder, tmp_path):
 
 
 @pytest.mark.sweep
-def test_old_keys_of_the_config_are_moved_to_a_file_of_their_own(folder, tmp_path):
+def test_old_keys_of_the_config_are_moved_to_a_separate_file(folder, tmp_path):
     path = folder / "config.json"
     old = {"num_beams": 3, "max_length": 11, "no_repeat_ngram_size": 0, "task_specific_params": {"x": {"num_beams": 9}}}
     path.write_text(json.dumps({**json.loads(path.read_text()), **old}))
@@ -207,11 +207,11 @@ def test_old_keys_of_the_config_are_moved_to_a_file_of_their_own(folder, tmp_pat
     assert "num_beams" not in json.loads((written / "config.json").read_text())
     assert "task_specific_params" in json.loads((written / "config.json").read_text())
     assert from_pretrained(written)[1] == config
-    # With a file of its own, transformers does not look at the old keys.
+    # If the separate file exists, transformers ignores the old keys.
     assert says(folder, max_length=9).config.generation.keys == {"max_length": 9}
 
 
-def test_a_captioners_decoder_says_what_the_whole_does_not():
+def test_options_of_a_captioners_decoder_are_the_defaults():
     half = {"num_beams": 2, "max_length": 30, "add_cross_attention": True, "model_type": "gpt2"}
     fields = {"encoder": {"model_type": "vit"}, "decoder": half, "max_length": 16, "decoder_start_token_id": 1}
     config = VisionEncoderDecoderConfig.from_hf(ConfigReader(fields))
@@ -221,11 +221,11 @@ def test_a_captioners_decoder_says_what_the_whole_does_not():
 
 
 @pytest.mark.sweep
-def test_forced_tokens_are_those_of_the_file_alone(folder):
+def test_forced_tokens_are_read_only_from_the_generation_config(folder):
     generation = Generation({"forced_eos_token_id": 4})
     keys = {"model_type": "t5"}
     assert T5Config.from_hf(ConfigReader(keys, generation=generation)).generation == generation
     model = says(folder, max_new_tokens=3, forced_eos_token_id=4, forced_bos_token_id=5)
     found = np.asarray(generate(model, IDS))
-    assert np.all(found[:, 2] == 4) and not np.all(found[:, 0] == 5)  # a prompt of five tokens has begun
+    assert np.all(found[:, 2] == 4) and not np.all(found[:, 0] == 5)  # the prompt of five tokens contains the first one
     np.testing.assert_array_equal(generate(model, IDS[:, :1])[:, 0], [5, 5, 5])

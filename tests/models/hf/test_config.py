@@ -1,4 +1,4 @@
-"""`config.json` key by key: second names, types and ranges, and that each error says file, key and value."""
+"""`config.json` key by key: alternative names, types and ranges, and that each error names file, key and value."""
 
 import json
 import time
@@ -33,7 +33,7 @@ def edit_config(folder, **changes):
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not ...}))
 
 
-def test_keys_are_read_and_what_is_left_is_known():
+def test_rest_returns_the_unread_keys():
     keys = ConfigReader({"new": 3, "none": None, "rest": 1, "architectures": ["X"]})
     assert keys.get("new", 1) == 3
     assert keys.get("none", 7) == 7 and keys.get("none", None) is None
@@ -46,7 +46,7 @@ def test_keys_are_read_and_what_is_left_is_known():
         keys.get("rset")
 
 
-def test_only_tells_true_from_one():
+def test_only_distinguishes_true_from_one():
     assert ConfigReader({}).only("x", True) is True
     assert ConfigReader({"x": False}).only("x", True, False) is False
     with pytest.raises(ValueError, match=r"`x`: expected True, which is what this family implements, got 1"):
@@ -64,7 +64,7 @@ def test_token_ids():
     assert ConfigReader({"bos_token_id": None}).tokens(bos=5)["bos_token_id"] is None
 
 
-# --- second names -----------------------------------------------------------------------------------------------------
+# --- alternative names ------------------------------------------------------------------------------------------------
 
 # The `attribute_map` of each family's config in transformers; `test_parity.py` compares.
 ALIASES = {
@@ -101,7 +101,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("family", ALIASES)
-def test_second_names_are_taken_and_not_written_back(family):
+def test_alternative_names_are_accepted_and_not_written_back(family):
     config, aliases = CONFIGS[family], ALIASES[family]
     names = {name: alias for alias, name in aliases.items()}
     written = config.to_hf()
@@ -117,7 +117,7 @@ def test_second_names_are_taken_and_not_written_back(family):
             type(config).from_hf(ConfigReader({**written, alias: 999}, "a/config.json"))
 
 
-def test_a_folder_with_second_names_is_the_same_model(folder):
+def test_a_folder_with_alternative_names_is_the_same_model(folder):
     edit_config(folder, n_head=..., num_attention_heads=2, n_layer=None, num_hidden_layers=3)
     model, config = from_pretrained(folder)
     assert config == CONFIG and model.stack.blocks.attention.n_heads == 2
@@ -145,7 +145,7 @@ def test_a_folder_with_second_names_is_the_same_model(folder):
         ),
     ],
 )
-def test_the_rotation_said_twice(changes, message):
+def test_contradictory_rotary_keys(changes, message):
     fields = {"model_type": "llama", **changes}
     with pytest.raises(ValueError, match=message):
         LlamaConfig.from_hf(ConfigReader(fields))
@@ -179,7 +179,7 @@ def test_the_rotation_said_twice(changes, message):
         ({"tie_word_embeddings": 1}, TypeError, r"`tie_word_embeddings`: expected bool, got 1"),
     ],
 )
-def test_values_that_are_none(changes, error, message, folder):
+def test_invalid_values(changes, error, message, folder):
     edit_config(folder, **changes)
     start = time.perf_counter()
     with pytest.raises(error, match=r"`.*/config\.json`: " + message):
@@ -211,15 +211,15 @@ def test_values_that_are_none(changes, error, message, folder):
         (BartConfig(), {"forced_eos_token_id": [2, 3]}, r"`forced_eos_token_id`: expected int, got \[2, 3\]"),
     ],
 )
-def test_what_goes_together_is_told_by_the_files_names(config, changes, message):
+def test_errors_of_the_config_use_the_names_of_the_file(config, changes, message):
     with pytest.raises((ValueError, TypeError), match=r"`a/config\.json`: " + message):
         type(config).from_hf(ConfigReader({**config.to_hf(), **changes}, "a/config.json"))
 
 
-# --- whatever a file holds -----------------------------------------------------------------------------------------------
+# --- arbitrary values ----------------------------------------------------------------------------------------------------
 
 HOSTILE = ["x", -1, 0, 1.5, True, None, [], [1, 2], {}, 2**31 - 1, 2**31, 2**40, 10**400, 1e308, float("nan"), float("inf")]
-GOLDEN = [  # a few families every time, all of them in the sweep
+GOLDEN = [  # a few families always, all of them in the sweep
     pytest.param(path, id=path.stem, marks=[] if path.stem in ("gpt2", "t5", "qwen2-windowed-layers") else pytest.mark.sweep)
     for path in sorted((Path(__file__).parents[1] / "golden").glob("*.json"))
 ]
@@ -235,7 +235,7 @@ def with_each_key_changed(fields, inner=False):
 
 
 @pytest.mark.parametrize("path", GOLDEN)
-def test_any_value_of_any_key_is_read_or_refused_by_name_at_once(path):
+def test_any_value_of_any_key_is_read_or_refused_quickly(path):
     record = json.loads(path.read_text())
     cls = _model_class(record["config"], path, Pretrained)
     n_refused = 0

@@ -1,4 +1,4 @@
-"""Second names of keys and generation configs against `transformers` itself; needs the `parity` extra."""
+"""Compares alternative names of keys and generation configs with `transformers`; needs the `parity` extra."""
 
 import json
 
@@ -22,7 +22,7 @@ def edit(path, change):
     path.write_text(json.dumps(fields))
 
 
-def test_the_second_names_are_those_of_transformers():
+def test_the_alternative_names_are_those_of_transformers():
     import transformers
 
     of_ours = ("GPT2", "GPTJ", "OPT", "Llama", "Mistral", "Qwen2", "Qwen3", "T5", "MT5", "Bart", "Bert", "ViT", "CLIP")
@@ -32,7 +32,7 @@ def test_the_second_names_are_those_of_transformers():
 
 
 @pytest.mark.parametrize("family", ALIASES)
-def test_outputs_of_a_folder_with_second_names(family, tmp_path):
+def test_outputs_of_a_folder_with_alternative_names(family, tmp_path):
     import torch
 
     case = CASES[family]
@@ -68,12 +68,12 @@ SAID = [
 @pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
 @pytest.mark.parametrize("said", SAID, ids=["new", "lengths", "beams", "forced", "no-sampling"])
 @pytest.mark.parametrize("name", ["gpt2", "t5", "bart"])
-def test_generates_as_the_folder_says(name, said, where, tmp_path):
+def test_generates_with_the_options_of_the_folder(name, said, where, tmp_path):
     import torch
 
     case = CASES[name]
     torch_folder(case, tmp_path)
-    if name == "bart":  # of twelve positions
+    if name == "bart":  # it has twelve positions
         said = {key: min(value, 12) if key.endswith("length") else value for key, value in said.items()}
     if where == "config.json":
         (tmp_path / "generation_config.json").unlink()
@@ -90,7 +90,7 @@ def test_generates_as_the_folder_says(name, said, where, tmp_path):
         tokens = module.generate(ids, attention_mask=torch.ones_like(ids)).numpy()
         tokens = tokens[:, 1 if module.config.is_encoder_decoder else ids.shape[1] :]
         tokens = np.pad(tokens, ((0, 0), (0, found.shape[1] - tokens.shape[1])), constant_values=0)
-        for row in tokens:  # what comes after the end of a text is no token
+        for row in tokens:  # tokens after the end of a text are undefined
             (ends,) = np.nonzero(np.isin(row, said["eos_token_id"]))
             row[ends[0] + 1 if len(ends) else len(row) :] = 0
         np.testing.assert_array_equal(found, tokens, err_msg=str(folder))

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what is read and written, how much memory it takes, and what every bad folder is told."""
+"""Hugging Face folders: what is read and written, how much memory it takes, and the error for each bad folder."""
 
 import dataclasses
 import json
@@ -51,10 +51,10 @@ def assert_same(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-# --- there and back -------------------------------------------------------------------------------------------------
+# --- round trips ----------------------------------------------------------------------------------------------------
 
 
-def test_there_and_back(folder):
+def test_round_trip_of_a_folder(folder):
     model, config = from_pretrained(folder)
     assert type(model) is GPT2 and config == CONFIG == model.config
     assert_same(model, MODEL)
@@ -64,7 +64,7 @@ def test_there_and_back(folder):
     assert_same(again, MODEL)
 
 
-def test_the_file_holds_what_transformers_expects(folder):
+def test_the_file_has_the_contents_that_transformers_expects(folder):
     tensors = load_file(folder / "model.safetensors")
     assert tensors["transformer.h.1.attn.c_attn.weight"].shape == (16, 48)
     query = MODEL.stack[1].attention.query
@@ -74,7 +74,7 @@ def test_the_file_holds_what_transformers_expects(folder):
         assert file.metadata() == {"format": "pt"}
 
 
-def test_shards_are_written_by_size_and_read_by_their_index(tmp_path):
+def test_shards_are_written_by_size_and_read_through_their_index(tmp_path):
     save_pretrained(MODEL, CONFIG, tmp_path, max_shard_size="8KB")
     shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(shards) > 3 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
@@ -86,7 +86,7 @@ def test_shards_are_written_by_size_and_read_by_their_index(tmp_path):
     assert all((tmp_path / shard).stat().st_size <= max(8000, largest) + 2000 for shard in shards)
     assert_same(from_pretrained(tmp_path)[0], MODEL)
 
-    # Saved again in one file, nothing of the shards stays behind to be read in its place.
+    # When saved again as one file, the shards are removed, so that they are not read instead.
     save_pretrained(MODEL, CONFIG, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
@@ -99,7 +99,7 @@ def test_sizes(size, n_bytes):
 
 
 @pytest.mark.parametrize("size", ["", "many", "5XB", 0, -3])
-def test_no_size(size, tmp_path):
+def test_an_invalid_size(size, tmp_path):
     with pytest.raises(ValueError, match=r"`max_shard_size`: expected bytes, or a text like '5GB', got"):
         save_pretrained(MODEL, CONFIG, tmp_path, max_shard_size=size)
 
@@ -140,10 +140,10 @@ def test_tokenizers_and_templates_are_written_back(folder, tmp_path):
     assert all((tmp_path / "again" / name).read_bytes() == content for name, content in COMPANIONS.items())
     save_pretrained(MODEL, config, tmp_path / "again")  # over the same
 
-    # A tokenizer of the user's own is kept as it is, and not mixed with the other.
+    # A user's own tokenizer is kept unchanged, and not mixed with the other.
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "tokenizer.json").write_text("mine")
-    with pytest.warns(UserWarning, match=r"`.*own/tokenizer\.json`: kept, and nothing added to it, .*Remove it, and save"):
+    with pytest.warns(UserWarning, match=r"`.*own/tokenizer\.json`: kept, and no file added, .*Remove it and save"):
         save_pretrained(MODEL, config, tmp_path / "own")
     assert sorted(path.name for path in (tmp_path / "own").iterdir()) == [
         "config.json",
@@ -151,10 +151,10 @@ def test_tokenizers_and_templates_are_written_back(folder, tmp_path):
         "tokenizer.json",
     ]
     assert (tmp_path / "own" / "tokenizer.json").read_text() == "mine"
-    save_pretrained(MODEL, CONFIG, tmp_path / "own")  # a config of no folder has nothing to say
+    save_pretrained(MODEL, CONFIG, tmp_path / "own")  # a config without a folder has no files
 
 
-def test_names_in_memory_are_those_on_disk_but_where_a_table_says_otherwise():
+def test_names_in_memory_are_those_on_disk_except_for_some_families():
     weight_map = WeightMap(tensors=[], modules=((r"layer\.(\{\}|\d+)\.", r"layers.\1."),))
     assert weight_map.in_memory("encoder.layer.{}.query") == "encoder.layers.{}.query"
     assert weight_map.in_memory("encoder.norm") == "encoder.norm"
@@ -165,13 +165,13 @@ def test_dtypes(folder, tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(half, eqx.is_array))} == {jnp.dtype(jnp.bfloat16)}
     save_pretrained(half, config, tmp_path / "half")
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
-    again, _ = from_pretrained(tmp_path / "half")  # as the file has it
+    again, _ = from_pretrained(tmp_path / "half")  # keeps the file's dtype
     assert_same(again, half)
     with pytest.raises(ValueError, match=r"`dtype`: expected a floating dtype, got int32"):
         from_pretrained(folder, dtype=jnp.int32)
 
 
-def test_narrow_floats_are_cast_only_as_told(folder):
+def test_narrow_floats_are_cast_only_on_request(folder):
     def both(tensors):
         for i, name in enumerate(sorted(tensors)):
             tensors[name] = tensors[name].astype([jnp.float16, jnp.bfloat16][i % 2])
@@ -187,7 +187,7 @@ def test_narrow_floats_are_cast_only_as_told(folder):
     np.testing.assert_allclose(model.embedding.weight, MODEL.embedding.weight, rtol=1e-2)
 
 
-def test_floats_of_8_bits_are_cast_only_as_told(tmp_path):
+def test_8_bit_floats_are_cast_only_on_request(tmp_path):
     model = eqx.tree_at(lambda m: m.embedding.weight, MODEL, MODEL.embedding.weight.astype(jnp.float8_e4m3fn))
     save_pretrained(model, CONFIG, tmp_path)
     message = r"`.*`: `transformer\.wte\.weight`: expected floats of 16 bits or more, got float8_e4m3fn\. Pass the `dtype=`"
@@ -216,7 +216,7 @@ def test_fields_may_differ_from_the_folders(folder):
 @pytest.mark.parametrize(
     ("n_model", "n_fsdp"), [(2, 4), *(pytest.param(*mesh, marks=pytest.mark.sweep) for mesh in ((4, 1), (1, 8)))]
 )
-def test_is_read_onto_any_mesh_and_saved_from_it(n_model, n_fsdp, folder, tmp_path):
+def test_loads_onto_any_mesh_and_saves_from_it(n_model, n_fsdp, folder, tmp_path):
     deployer = redeqx.Deployer(n_model_shards=n_model, n_fsdp_shards=n_fsdp, verbose=False)
     model, config = from_pretrained(folder, deployer=deployer)
     plan = deployer.plan(MODEL)
@@ -228,7 +228,7 @@ def test_is_read_onto_any_mesh_and_saved_from_it(n_model, n_fsdp, folder, tmp_pa
     assert_same(from_pretrained(tmp_path)[0], MODEL)
 
 
-def test_a_plan_of_the_users_own_decides(folder):
+def test_a_users_plan_is_used(folder):
     deployer = redeqx.Deployer(n_model_shards=2, verbose=False)
     plan = deployer.plan(MODEL, overrides={"stack.blocks.mlp.up.weight": (None, None, "model")})
     model, _ = from_pretrained(folder, deployer=deployer, plan=plan)
@@ -257,8 +257,8 @@ print(before, peak(), held)
 
 
 @pytest.mark.sweep
-def test_reading_holds_no_more_than_the_largest_tensor(tmp_path):
-    """Of the process's peak, beyond the model, which the simulated devices hold in the same memory."""
+def test_loading_holds_at_most_the_largest_tensor(tmp_path):
+    """Measured by the process's peak memory beyond the model, which the simulated devices hold in the same memory."""
     small, large = (
         GPT2Config(512, 8, d_model=64, n_layers=12, n_heads=4),
         GPT2Config(512, 8, d_model=768, n_layers=12, n_heads=12),
@@ -304,7 +304,7 @@ def test_no_config(folder):
 
 
 @pytest.mark.parametrize(("text", "found"), [("{", "Expecting property name"), ("[1]", "a JSON object, got list")])
-def test_a_config_of_no_json(text, found, folder):
+def test_a_config_that_is_not_json(text, found, folder):
     (folder / "config.json").write_text(text)
     with pytest.raises(ValueError, match=rf"`.*/config\.json`: expected .*{found}"):
         from_pretrained(folder)
@@ -313,20 +313,20 @@ def test_a_config_of_no_json(text, found, folder):
 @pytest.mark.parametrize("model_type", ["mamba", None])
 def test_an_unknown_model(model_type, folder):
     edit_config(folder, model_type=model_type)
-    message = rf"`.*/config\.json`: `model_type`: expected one of .*gpt2.*, got {model_type!r}\. Bring other models"
+    message = rf"`.*/config\.json`: `model_type`: expected one of .*gpt2.*, got {model_type!r}\. Write other models"
     with pytest.raises(ValueError, match=message):
         from_pretrained(folder)
 
 
-def test_a_model_of_another_kind_than_wanted(folder):
+def test_a_model_of_another_kind(folder):
     assert_same(from_pretrained(folder, kind=Decoder)[0], MODEL)
     message = (
         r"`.*/config\.json`: `model_type`: expected one of bart, mt5, t5 \(EncoderDecoder\), got 'gpt2'\. "
-        r"Give the folder of such a model\."
+        r"Pass the folder of such a model\."
     )
     with pytest.raises(ValueError, match=message):
         from_pretrained(folder, kind=EncoderDecoder)
-    with pytest.raises(ValueError, match=r"`.*/config\.json`: `model_type`: expected bert for Bert, got 'gpt2'\. Give the"):
+    with pytest.raises(ValueError, match=r"`.*/config\.json`: `model_type`: expected bert for Bert, got 'gpt2'\. Pass the"):
         Bert.from_pretrained(folder)
     with pytest.raises(ValueError, match=r"expected t5 or mt5 for T5, got 'gpt2'\."):
         T5.from_pretrained(folder)
@@ -334,7 +334,7 @@ def test_a_model_of_another_kind_than_wanted(folder):
 
 def test_an_unknown_class(folder):
     edit_config(folder, architectures=["GPT2ForTokenClassification"])
-    message = r"`architectures`: expected one of GPT2LMHeadModel, GPT2Model, got 'GPT2ForTokenClassification'\. Name one"
+    message = r"`architectures`: expected one of GPT2LMHeadModel, GPT2Model, got 'GPT2ForTokenClassification'\. Replace it"
     with pytest.raises(ValueError, match=message):
         from_pretrained(folder)
     edit_config(folder, architectures=...)
@@ -390,7 +390,7 @@ def test_fewer_layers_in_the_config_than_in_the_file(folder):
         from_pretrained(folder)
 
 
-def test_old_spellings_and_buffers_are_taken(folder):
+def test_old_names_and_buffers_are_accepted(folder):
     def as_of_old(tensors):
         for name in list(tensors):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
@@ -401,7 +401,7 @@ def test_old_spellings_and_buffers_are_taken(folder):
     assert_same(from_pretrained(folder)[0], MODEL)
 
 
-def test_one_tensor_in_two_spellings(folder):
+def test_one_tensor_with_two_names(folder):
     edit_tensors(folder, lambda tensors: tensors.update({"wpe.weight": tensors["transformer.wpe.weight"]}))
     with pytest.raises(ValueError, match=r"expected one tensor `transformer\.wpe\.weight`, got `.*wpe\.weight` too"):
         from_pretrained(folder)
@@ -457,14 +457,14 @@ def test_an_index_that_points_outside(outside, sharded):
         from_pretrained(sharded)
 
 
-def test_a_file_beside_shards_is_read_and_must_hold_the_same(sharded, tmp_path):
+def test_a_file_next_to_shards_is_read_and_must_match_them(sharded, tmp_path):
     single = save_pretrained(MODEL, CONFIG, tmp_path / "single")
     shutil.copy(single / "model.safetensors", sharded)
     assert_same(from_pretrained(sharded)[0], MODEL)
     edit_tensors(sharded, lambda tensors: tensors.update({"transformer.ln_f.bias": np.ones(16, np.float32)}))
     message = (
-        r"`.*/model\.safetensors\.index\.json`: expected shards that hold the same as `model\.safetensors` beside it, got "
-        r"another `transformer\.ln_f\.bias` \(float32 \(16,\) there, float32 \(16,\) in the shards\)\. Remove the index"
+        r"`.*/model\.safetensors\.index\.json`: expected shards with the same contents as `model\.safetensors` next to it, "
+        r"got another `transformer\.ln_f\.bias` \(float32 \(16,\) there, float32 \(16,\) in the shards\)\. Remove the index"
     )
     with pytest.raises(ValueError, match=message):
         from_pretrained(sharded)
@@ -472,12 +472,12 @@ def test_a_file_beside_shards_is_read_and_must_hold_the_same(sharded, tmp_path):
     with pytest.raises(ValueError, match=r"got another `transformer\.ln_f\.bias` \(none there, float32"):
         from_pretrained(sharded)
     shutil.copy(single / "model.safetensors", sharded)
-    for shard in sharded.glob("model-*.safetensors"):  # what is left of shards is no other set of weights
+    for shard in sharded.glob("model-*.safetensors"):  # the index of missing shards is ignored
         shard.unlink()
     assert_same(from_pretrained(sharded)[0], MODEL)
 
 
-def test_an_index_of_one_file_is_no_second_set(folder):
+def test_an_index_of_one_file_is_accepted(folder):
     names = load_file(folder / "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
@@ -485,7 +485,7 @@ def test_an_index_of_one_file_is_no_second_set(folder):
     assert_same(from_pretrained(folder)[0], MODEL)
 
 
-def test_an_index_that_is_wrong(sharded):
+def test_an_invalid_index(sharded):
     index = sharded / "model.safetensors.index.json"
     fields = json.loads(index.read_text())
     fields["weight_map"]["transformer.wpe.weight"] = fields["weight_map"]["transformer.ln_f.bias"]
@@ -509,7 +509,7 @@ def test_a_damaged_file(folder):
 # --- saving ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_saved(tmp_path):
+def test_models_that_cannot_be_saved(tmp_path):
     with pytest.raises(TypeError, match=r"`model`: expected one of redeqx\.models, got MLP\. Save other models with"):
         save_pretrained(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)), None, tmp_path)
     shapes = eqx.filter_eval_shape(GPT2, CONFIG, key=jax.random.key(0))
@@ -517,11 +517,11 @@ def test_what_is_not_saved(tmp_path):
         save_pretrained(shapes, CONFIG, tmp_path)
 
 
-def test_adapters_that_are_not_merged_are_not_left_out(tmp_path):
+def test_unmerged_adapters_are_not_dropped(tmp_path):
     model = lora.add(MODEL, rank=2, where="*.attention.query", key=jax.random.key(1))
     message = (
-        r"`stack\.blocks\.attention\.query\.lora_a`: expected a leaf that folders of GPT2 hold, got one of 2 of adapters\. "
-        r"Save the merged model, `save_pretrained\(lora\.merge\(model\), \.\.\.\)`, or .*`lora\.save_adapter\(model"
+        r"`stack\.blocks\.attention\.query\.lora_a`: expected a leaf that folders of GPT2 contain, got one of 2 "
+        r"of adapters\. Save the merged model, `save_pretrained\(lora\.merge\(model\), \.\.\.\)`, or .*`lora\.save_adapter\("
     )
     with pytest.raises(ValueError, match=message):
         save_pretrained(model, CONFIG, tmp_path / "model")
@@ -531,24 +531,24 @@ def test_adapters_that_are_not_merged_are_not_left_out(tmp_path):
     lora.save_adapter(model, tmp_path / "adapter")
 
 
-def test_a_leaf_without_a_tensor_is_not_left_out(tmp_path):
+def test_a_leaf_without_a_tensor_is_not_dropped(tmp_path):
     wider = eqx.tree_at(lambda m: m.stack.blocks.attention.output, MODEL, eqx.nn.MLP(16, 16, 8, 1, key=jax.random.key(0)))
     message = (
-        r"`stack\.blocks\.attention\.output\.layers\.0\.weight`: expected a leaf that folders of GPT2 hold, got one of 4"
+        r"`stack\.blocks\.attention\.output\.layers\.0\.weight`: expected a leaf that folders of GPT2 contain, got one of 4"
     )
     with pytest.raises(ValueError, match=message):
         save_pretrained(wider, CONFIG, tmp_path)
     without = eqx.tree_at(lambda m: m.norm.bias, MODEL, None)
     with pytest.raises(
         ValueError,
-        match=r"`norm\.bias`: expected an array, as folders of GPT2 .* hold, got .*Pass the model's own config",
+        match=r"`norm\.bias`: expected an array, as in folders of GPT2 .*, got .*Pass the model's own config",
     ):
         save_pretrained(without, CONFIG, tmp_path)
     untied = dataclasses.replace(CONFIG, is_tied=False)
-    with pytest.raises(ValueError, match=r"`head\.weight`: expected an array, as folders of GPT2 with this config hold"):
+    with pytest.raises(ValueError, match=r"`head\.weight`: expected an array, as in folders of GPT2 with this config"):
         save_pretrained(MODEL, untied, tmp_path)
     larger = eqx.tree_at(lambda m: m.embedding.weight, MODEL, jnp.zeros((48, 16)))
-    with pytest.raises(ValueError, match=r"`embedding\.weight`: expected \(40, 16\), as `config` says, got \(48, 16\)"):
+    with pytest.raises(ValueError, match=r"`embedding\.weight`: expected \(40, 16\), as in `config`, got \(48, 16\)"):
         save_pretrained(larger, CONFIG, tmp_path)
     assert not list(tmp_path.iterdir())
     save_pretrained(larger, dataclasses.replace(CONFIG, vocab_size=48), tmp_path)

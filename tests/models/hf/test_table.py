@@ -46,13 +46,13 @@ def read(**keys):
     return Config.from_hf(ConfigReader(keys))
 
 
-def test_absent_keys_have_the_defaults_of_the_fields_and_of_the_model_type():
+def test_absent_keys_get_the_defaults_of_the_field_or_model_type():
     assert read() == Config(inner=32, n_groups=4)
     assert read(model_type="large") == Config("large", 64, inner=256, n_groups=4)
     assert read(model_type="large", dim=16).width == 16
 
 
-def test_null_may_mean_something_else_than_absence():
+def test_null_may_differ_from_absence():
     assert read(groups=None).n_groups is None and read(groups=2).n_groups == 2
 
 

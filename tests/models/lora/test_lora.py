@@ -1,5 +1,5 @@
-"""Adapters on users' models and on ours: the function, what is trained, meshes, folders; against `peft` in
-`test_lora_parity.py`."""
+"""Adapters on users' models and on ours: the function, training, meshes, folders. `test_lora_parity.py` compares with
+`peft`."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ IDS = jnp.array([5, 0, 47, 7, 7, 31, 2, 9])
 
 
 class Residual(eqx.Module):
-    """A user's model: layers under `vmap`, an attention, a stack of their own making, sizes called "scalar"."""
+    """A user's model: layers under `vmap`, an attention, a custom stack, and "scalar" sizes."""
 
     inner: eqx.nn.MLP
     attention: eqx.nn.MultiheadAttention
@@ -59,7 +59,7 @@ def shapes(make, *args):
 
 
 def drawn(model, size):
-    """The model of shapes as arrays, of random numbers that need no compilation."""
+    """Returns a model of shapes with random arrays, which need no compilation."""
     rng = np.random.default_rng(0)
 
     def draw(leaf):
@@ -80,7 +80,7 @@ def residual():
 
 
 def filled(model, seed=0):
-    """With adapters whose every entry matters."""
+    """Returns the model with random values in all entries of its adapters."""
     rng = np.random.default_rng(seed)
 
     def fill(is_adapter, leaf):
@@ -112,7 +112,7 @@ def run(model, x):
 @pytest.mark.parametrize("out_size", [4, "scalar"])
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.sweep
-def test_a_layer_is_its_weight_plus_the_scaled_product(in_size, out_size, use_bias):
+def test_a_layer_adds_the_scaled_product_to_its_weight(in_size, out_size, use_bias):
     layer = eqx.nn.Linear(in_size, out_size, use_bias=use_bias, key=KEY)
     new = lora.add(layer, rank=3, alpha=5, where="*", key=KEY)
     assert type(new) is LoraLinear and new.scale == 5 / 3 and not new.lora_b.any()
@@ -128,7 +128,7 @@ def test_a_layer_is_its_weight_plus_the_scaled_product(in_size, out_size, use_bi
 
 
 @pytest.mark.parametrize("name", ["residual", pytest.param("gpt2", marks=pytest.mark.sweep)])
-def test_new_adapters_change_nothing_trained_ones_do_and_merging_gives_the_plain_model(name, request):
+def test_new_adapters_change_nothing_and_trained_ones_can_be_merged(name, request):
     base, x = request.getfixturevalue(name), X if name == "residual" else IDS
     model = lora.add(base, rank=2, where="*", key=KEY)
     before = run(base, x)
@@ -141,7 +141,7 @@ def test_new_adapters_change_nothing_trained_ones_do_and_merging_gives_the_plain
     np.testing.assert_allclose(run(merged, x), after, rtol=1e-4, atol=1e-4)
 
 
-def test_adapters_are_drawn_as_peft_draws_them_layer_by_layer(residual):
+def test_adapters_are_initialized_as_in_peft(residual):
     model = lora.add(residual, rank=4, where=["stacked", "inner.*"], key=KEY)
     drawn = {name: leaf for name, leaf in arrays(model).items() if name.endswith("lora_a")}
     assert {name: leaf.shape for name, leaf in drawn.items()} == {
@@ -157,7 +157,7 @@ def test_adapters_are_drawn_as_peft_draws_them_layer_by_layer(residual):
     assert not np.allclose(model.stacked.lora_a[0], model.stacked.lora_a[1])
 
 
-def test_where_is_one_glob_several_or_a_function(residual):
+def test_where_accepts_globs_and_a_function(residual):
     def adapted(where):
         names = arrays(lora.add(residual, rank=1, where=where, key=KEY))
         return {name.removesuffix(".lora_a") for name in names if name.endswith(".lora_a")}
@@ -174,7 +174,7 @@ def test_a_second_call_adapts_further_layers_with_another_rank(residual):
     assert (model.head.scale, model.inner.layers[0].scale) == (1.0, 0.2)
 
 
-def test_abstract_models_and_models_in_the_making(residual):
+def test_add_works_on_abstract_models_and_under_jit(residual):
     def add(model):
         return lora.add(model, rank=2, where="*", key=KEY)
 
@@ -187,7 +187,7 @@ def test_abstract_models_and_models_in_the_making(residual):
 @pytest.mark.parametrize("base", [jnp.float32, jnp.bfloat16])
 @pytest.mark.sweep
 def test_dtypes(base, gpt2):
-    """Adapters of a 16-bit base are float32, and its streams stay as they were; all cast, all is 16-bit."""
+    """Adapters of a 16-bit base are float32, and its activations keep their dtype; if all is cast, all is 16-bit."""
     cast = lambda model, dtype: jax.tree.map(lambda x: x.astype(dtype) if eqx.is_array(x) else x, model)  # noqa: E731
     model = filled(lora.add(cast(gpt2, base), rank=2, where="*", key=KEY))
     assert {arrays(model)[f"stack.blocks.mlp.up.lora_{which}"].dtype for which in "ab"} == {jnp.dtype(jnp.float32)}
@@ -237,7 +237,7 @@ def test_errors_of_add(residual, gpt2):
         "The model's linear layers: stack.blocks.attention.query, stack.blocks.attention.key, "
     )
     assert add(residual, where=lambda path, layer: False).startswith(
-        "`where`: expected a function that picks linear layers, got none. The model's linear layers: inner.layers.0, "
+        "`where`: expected a function that selects linear layers, got none. The model's linear layers: inner.layers.0, "
     )
     assert add(eqx.nn.LayerNorm(3)).endswith("got '*'. The model's linear layers: none.")
     text = add(lora.add(residual, rank=3, where="head", key=KEY))
@@ -247,7 +247,7 @@ def test_errors_of_add(residual, gpt2):
     assert add([eqx.nn.Linear(2, 2, key=KEY)] * 12, where="x").endswith("8, 9, and 2 more.")
 
 
-def test_layers_of_other_classes_are_left_alone():
+def test_layers_of_other_classes_are_not_adapted():
     class Noisy(eqx.nn.Linear):
         pass
 
@@ -264,7 +264,7 @@ def test_a_model_without_adapters_is_refused(fn, residual):
 # --- training -----------------------------------------------------------------------------------------------------------
 
 
-def test_trainable_marks_adapters_and_what_else_is_named(residual):
+def test_trainable_selects_adapters_and_named_leaves(residual):
     model = lora.add(residual, rank=1, where=["inner.*", "head"], key=KEY)
     adapters = {f"{path}.lora_{which}" for path in ("inner.layers.0", "inner.layers.1", "head") for which in "ab"}
 
@@ -320,7 +320,7 @@ def fit(trainer, n_epochs=6):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """On (data=2, fsdp=2, model=2): the base, the trainer after 12 steps, and its losses."""
+    """Trains on (data=2, fsdp=2, model=2): the base, the trainer after 12 steps, and its losses."""
     config = dataclasses.replace(CONFIG, d_model=64)
     base = eqx.filter_jit(GPT2)(config, key=KEY)
     log = Log()
@@ -330,7 +330,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.sweep
-def test_training_on_a_mesh_is_training_on_one_device(trained):
+def test_training_on_a_mesh_equals_training_on_one_device(trained):
     base, trainer, losses = trained
     assert dict(trainer.deployer.mesh.shape) == {"data": 2, "fsdp": 2, "model": 2}
     assert losses[-1] < 0.95 * losses[0]
@@ -352,7 +352,7 @@ def test_training_on_a_mesh_is_training_on_one_device(trained):
 
 
 @pytest.mark.sweep
-def test_only_adapters_have_an_optimizer_state_and_it_lies_with_them(trained):
+def test_only_adapters_have_an_optimizer_state_and_it_is_sharded_with_them(trained):
     _, trainer, _ = trained
     state = {name: leaf for name, leaf in arrays(trainer.opt_state).items() if leaf.ndim}
     assert len(state) == 2 * len(WHERE)
@@ -367,7 +367,7 @@ def test_adapters_are_split_as_their_layers(trained):
     specs = {name: leaf.spec for name, leaf in trainer.plan.leaves.items() if ".lora_" in name}
     column, row = P(None, None, "model"), P(None, "model", None)
     blocks = "stack.blocks"
-    assert specs == {  # below 4096 entries the fsdp axis leaves a leaf alone
+    assert specs == {  # the fsdp axis does not split leaves below 4096 entries
         f"{blocks}.attention.query.lora_a": P(None, None, None),
         f"{blocks}.attention.query.lora_b": row,
         f"{blocks}.attention.output.lora_a": column,
@@ -394,7 +394,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_bits(trained, tmp_path):
 
 @pytest.mark.sweep
 def test_adapters_add_small_all_reduces_and_no_other_collective_over_the_model_axis():
-    """Of what leaves a layer whose weight contracts split features: `rank` numbers a token where the layer sends `d`."""
+    """Only for layers whose weight contracts split features: `rank` numbers per token, where the layer itself sends `d`."""
     base = drawn(shapes(GPT2, CONFIG), 0.1)
     rank, rows = 3, 4
 
@@ -412,7 +412,7 @@ def test_adapters_add_small_all_reduces_and_no_other_collective_over_the_model_a
     for collective in plain:
         extra.remove(collective)
     assert all(kind == "all-reduce" and np.prod(shape) == rows * 8 * rank for kind, shape in extra), extra
-    assert len(extra) == 2 * CONFIG.n_layers  # of output and down
+    assert len(extra) == 2 * CONFIG.n_layers  # for output and down
 
 
 # --- folders ------------------------------------------------------------------------------------------------------------
@@ -450,7 +450,7 @@ def test_the_folder_of_a_users_model(residual, tmp_path):
 
 
 @pytest.mark.sweep
-def test_ranks_and_scales_that_differ_are_patterns(gpt2, residual, tmp_path):
+def test_different_ranks_and_scales_are_saved_as_patterns(gpt2, residual, tmp_path):
     model = lora.add(residual, rank=2, alpha=2, where="attention.*", key=KEY)
     model = filled(lora.add(lora.add(model, rank=3, alpha=2, where="head", key=KEY), rank=2, where="inner.*", key=KEY))
     lora.save_adapter(model, tmp_path)
@@ -480,7 +480,7 @@ def test_ranks_and_scales_that_differ_are_patterns(gpt2, residual, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["*.query", ("*.query", "*.value"), ("*.query", "*.key", "*.value")])
-def test_layers_that_are_one_on_disk_come_back_as_they_were(where, gpt2, tmp_path):
+def test_layers_stored_as_one_module_round_trip(where, gpt2, tmp_path):
     model = filled(lora.add(gpt2, rank=2, alpha=3, where=where, key=KEY))
     lora.save_adapter(model, tmp_path, base="gpt2")
     config, tensors = read(tmp_path)
@@ -497,7 +497,7 @@ def test_layers_that_are_one_on_disk_come_back_as_they_were(where, gpt2, tmp_pat
 
 
 @pytest.mark.parametrize("is_one_a", [False, True])
-def test_parts_of_one_layer_on_disk_keep_their_own_scales(is_one_a, gpt2, tmp_path):
+def test_layers_stored_as_one_module_keep_their_scales(is_one_a, gpt2, tmp_path):
     """As PEFT computes it from the folder: `alpha / r * B @ A`."""
     model = lora.add(gpt2, rank=2, alpha=1, where="*.query", key=KEY)
     model = filled(lora.add(model, rank=2, alpha=8, where="*.value", key=jax.random.key(1)))
@@ -518,7 +518,7 @@ def test_parts_of_one_layer_on_disk_keep_their_own_scales(is_one_a, gpt2, tmp_pa
         np.testing.assert_allclose(merged[name], leaf, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_layers_of_one_a_are_one_adapter_on_disk(gpt2, tmp_path):
+def test_layers_with_a_common_a_are_saved_as_one_adapter(gpt2, tmp_path):
     model = filled(lora.add(gpt2, rank=2, where=("*.query", "*.key", "*.value"), key=KEY))
     same = lambda m: (m.stack.blocks.attention.key.lora_a, m.stack.blocks.attention.value.lora_a)  # noqa: E731
     model = eqx.tree_at(same, model, (model.stack.blocks.attention.query.lora_a,) * 2)
@@ -527,7 +527,7 @@ def test_layers_of_one_a_are_one_adapter_on_disk(gpt2, tmp_path):
     assert config["r"] == 2
     assert tensors["base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"].shape == (96, 2)
     assert_same(lora.load_adapter(gpt2, tmp_path), model)
-    # A new one, whose `B` is zero, stays an adapter of all three.
+    # A new one, whose `B` is zero, remains an adapter of all three.
     new = eqx.tree_at(
         lambda m: [getattr(m.stack.blocks.attention, role).lora_b for role in ("query", "key", "value")],
         model,
@@ -538,7 +538,7 @@ def test_layers_of_one_a_are_one_adapter_on_disk(gpt2, tmp_path):
 
 
 @pytest.mark.sweep
-def test_layers_without_an_adapter_in_a_stack_get_one_that_stays_zero(gpt2, tmp_path):
+def test_layers_of_a_stack_without_an_adapter_get_one_that_stays_zero(gpt2, tmp_path):
     lora.save_adapter(filled(lora.add(gpt2, rank=2, where="*.down", key=KEY)), tmp_path)
     _, tensors = read(tmp_path)
     kept = {name: tensor for name, tensor in tensors.items() if ".h.1." in name}
@@ -553,7 +553,7 @@ def test_layers_without_an_adapter_in_a_stack_get_one_that_stays_zero(gpt2, tmp_
 
 
 @pytest.mark.sweep
-def test_a_vits_layers_bear_the_names_of_memory_and_are_known_by_those_of_files(tmp_path):
+def test_layers_of_a_vit_are_saved_with_module_names_and_load_with_file_names(tmp_path):
     config = ViTConfig(image_size=8, patch_size=4, d_model=16, d_ff=32, n_layers=2, n_heads=2, n_classes=3)
     base = drawn(shapes(ViTForImageClassification, config), 0.3)
     model = filled(lora.add(base, rank=2, where="*", key=KEY))
@@ -581,7 +581,7 @@ def test_a_vits_layers_bear_the_names_of_memory_and_are_known_by_those_of_files(
 
 
 @pytest.mark.sweep
-def test_a_sharded_model_is_saved_whole(trained, tmp_path):
+def test_a_sharded_model_is_saved_completely(trained, tmp_path):
     base, trainer, _ = trained
     lora.save_adapter(trainer.model, tmp_path)
     again = lora.load_adapter(base, tmp_path)
@@ -624,7 +624,7 @@ def edit(folder, **changes):
         ("trainable_token_indices", [3], "none"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_key_and_value(key, value, expected, gpt2, folder):
+def test_unsupported_options_are_refused_with_key_and_value(key, value, expected, gpt2, folder):
     edit(folder, **{key: value})
     assert message(lora.load_adapter, gpt2, folder) == (
         f"`{folder}/adapter_config.json`: `{key}`: expected {expected}, which is what is implemented, got {value!r}. "
@@ -632,7 +632,7 @@ def test_what_is_not_implemented_is_refused_by_key_and_value(key, value, expecte
     )
 
 
-def test_keys_that_change_no_function_are_read_over(gpt2, folder):
+def test_keys_without_effect_are_ignored(gpt2, folder):
     before = lora.load_adapter(gpt2, folder)
     edit(folder, lora_dropout=0.1, init_lora_weights="gaussian", use_dora=False, modules_to_save=None, loftq_config={})
     assert_same(lora.load_adapter(gpt2, folder), before)
@@ -644,8 +644,8 @@ def test_rank_stabilised_scales_and_patterns_are_read(gpt2, folder):
     assert (mlp.up.scale, mlp.down.scale) == (6 / 2**0.5, 4 / 2**0.5)
 
 
-def test_layers_of_one_stack_keep_their_own_scales(gpt2, folder):
-    """As PEFT computes it from the folder: `alpha / r * B @ A`, with an `alpha` of the second layer's own."""
+def test_layers_of_a_stack_keep_their_scales(gpt2, folder):
+    """As PEFT computes it from the folder: `alpha / r * B @ A`, with a separate `alpha` for the second layer."""
     edit(folder, lora_alpha=1, alpha_pattern={r"h\.1\.mlp\.c_fc": 6})
     _, tensors = read(folder)
     merged = lora.merge(lora.load_adapter(gpt2, folder)).stack.blocks.mlp.up.weight
@@ -655,7 +655,7 @@ def test_layers_of_one_stack_keep_their_own_scales(gpt2, folder):
 
 
 @pytest.mark.sweep
-def test_an_adapter_of_another_base_is_named_with_what_differs(gpt2, residual, folder):
+def test_the_error_for_an_adapter_of_another_base_names_the_differences(gpt2, residual, folder):
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     wide = shapes(GPT2, dataclasses.replace(CONFIG, d_model=48))
     head = f"`{weights}`: expected adapters of this GPT2, as `{config}` describes them, got "
@@ -692,14 +692,14 @@ def test_an_adapter_of_another_base_is_named_with_what_differs(gpt2, residual, f
     )
 
 
-def test_the_rank_of_the_config_must_be_that_of_the_tensors(gpt2, folder):
+def test_the_rank_of_the_config_must_match_the_tensors(gpt2, folder):
     edit(folder, r=4)
     assert "c_fc.lora_A.weight`: expected (4, 32), got (2, 32)." in message(lora.load_adapter, gpt2, folder)
     edit(folder, r=0)
     assert "`r`: expected a number from 1 to 2**31, got 0. Correct the file." in message(lora.load_adapter, gpt2, folder)
 
 
-def test_weights_of_the_base_in_the_folder_must_be_those_of_the_model(tmp_path):
+def test_base_weights_in_the_folder_must_match_the_model(tmp_path):
     base = drawn(shapes(GPT2, dataclasses.replace(CONFIG, is_tied=False)), 0.3)
     model = filled(lora.add(base, rank=2, where=("head", "*.query"), key=KEY))
     lora.save_adapter(model, tmp_path)
@@ -719,7 +719,7 @@ def test_weights_of_the_base_in_the_folder_must_be_those_of_the_model(tmp_path):
     ) in message(lora.load_adapter, base, tmp_path)
 
 
-def test_folders_that_are_none(gpt2, folder, tmp_path):
+def test_invalid_folders(gpt2, folder, tmp_path):
     assert message(lora.load_adapter, gpt2, tmp_path / "nowhere") == (
         f"`{tmp_path}/nowhere/adapter_config.json`: expected a file, got none. Pass the folder that PEFT's "
         "`save_pretrained` or `save_adapter` wrote; one of the Hub has to be downloaded first."
@@ -759,7 +759,7 @@ def test_folders_that_are_none(gpt2, folder, tmp_path):
     ],
     ids=lambda change: str(change)[:40],
 )
-def test_a_config_with_other_values_is_said_shortly_or_read_over(change, gpt2, folder):
+def test_a_config_with_any_value_gives_a_short_error_or_loads(change, gpt2, folder):
     edit(folder, **change)
     try:
         lora.load_adapter(gpt2, folder)
@@ -768,14 +768,14 @@ def test_a_config_with_other_values_is_said_shortly_or_read_over(change, gpt2, f
 
 
 @pytest.mark.parametrize("content", ["[" * 10**5, '{"a":' * 10**5, "\xff", '"\\ud800"', "nul", "9" * 10**5])
-def test_a_config_that_is_no_object_is_said_shortly(content, gpt2, folder):
+def test_a_config_that_is_not_an_object_gives_a_short_error(content, gpt2, folder):
     path = folder / "adapter_config.json"
     path.write_bytes(content.encode("latin-1"))
     said = message(lora.load_adapter, gpt2, folder)
     assert said.startswith((f"`{path}`: expected JSON", f"`{path}`: expected a JSON object")) and len(said) < 1000
 
 
-def test_adapted_layers_get_no_second_adapter_from_a_folder(gpt2, folder):
+def test_adapted_layers_cannot_load_a_second_adapter(gpt2, folder):
     model = lora.add(gpt2, rank=4, where="*.up", key=KEY)
     assert message(lora.load_adapter, model, folder).startswith(
         "`stack.blocks.mlp.up`: expected a layer without an adapter, got one of rank 4."
@@ -784,7 +784,7 @@ def test_adapted_layers_get_no_second_adapter_from_a_folder(gpt2, folder):
     assert isinstance(both.stack.blocks.attention.query, LoraLinear) and isinstance(both.stack.blocks.mlp.up, LoraLinear)
 
 
-def test_adapters_that_a_folder_cannot_hold_are_refused(gpt2, tmp_path):
+def test_adapters_that_a_folder_cannot_store_are_refused(gpt2, tmp_path):
     unstacked = eqx.tree_at(lambda m: m.stack.blocks, gpt2, gpt2.stack.unstack())
     model = lora.add(unstacked, rank=2, where="*.0.mlp.up", key=KEY)
     assert message(lora.save_adapter, model, tmp_path) == (

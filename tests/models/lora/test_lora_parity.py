@@ -1,5 +1,5 @@
-"""Adapters against `peft` itself: folders that it wrote, folders that it reads, and gradients; needs `peft` beside the
-`parity` extra."""
+"""Compares adapters with `peft`: folders that it wrote, folders that it reads, and gradients; needs `peft` in addition to
+the `parity` extra."""
 
 import json
 
@@ -18,7 +18,7 @@ from redeqx._tree import named_leaves
 from redeqx.models import from_pretrained, lora
 from tests.models.families._case import assert_equal, call_rows, collect, outputs, torch_folder
 
-# torch and its libraries warn of their own future.
+# torch and its libraries emit deprecation warnings.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 # Of an adapter's entries: with larger ones some models become so steep that torch itself is 1e-4 from the truth.
 SIZE = 0.5
@@ -67,7 +67,7 @@ def case_of(name):
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """The folder of a case; made once."""
+    """A function that returns the folder of a case, which is written once."""
     made = {}
 
     def get(case):
@@ -84,7 +84,7 @@ def torch_model(case, folder):
 
 
 def adapted_torch(module, keys):
-    """With adapters of PEFT's whose every entry matters."""
+    """Returns the module with PEFT's adapters, with random values in all entries."""
     import peft
     import torch
 
@@ -98,7 +98,7 @@ def adapted_torch(module, keys):
 
 
 def adapted(model, adapters):
-    """With adapters of ours whose every entry matters."""
+    """Returns the model with our adapters, with random values in all entries."""
     for i, (where, (rank, alpha)) in enumerate(adapters.items()):
         model = lora.add(model, rank=rank, alpha=alpha, where=where, key=jax.random.key(i))
     rng = np.random.default_rng(0)
@@ -127,7 +127,7 @@ def test_loads_what_peft_saved(name, folder_of, tmp_path):
     found, expected = outputs(case, model), torch_outputs(case, module)
     assert np.abs(expected - outputs(case, base)).max() > 0.1
     assert_equal(case, found, expected, atol=1e-5)
-    # What was read is written again as another folder of the same function.
+    # The loaded adapters are saved again as a folder that computes the same.
     lora.save_adapter(model, tmp_path / "again")
     assert_equal(case, torch_outputs(case, peft_model(case, folder_of(case), tmp_path / "again")), expected, atol=1e-5)
 
@@ -163,7 +163,7 @@ def test_peft_loads_what_was_saved(name, folder_of, tmp_path, recwarn):
 
 @pytest.mark.parametrize("name", ["gpt2-untied", "llama"])
 def test_gradients(name, folder_of, tmp_path):
-    """Of a loss that weighs each output differently, for `A` and `B` of layers that PEFT holds one by one."""
+    """Gradients of a loss with a different weight per output, for `A` and `B` of layers that are single modules in PEFT."""
     case = case_of(name)
     keys = {**LOADED[name], "target_modules": ["c_fc", "lm_head"] if name == "gpt2-untied" else "all-linear"}
     module = adapted_torch(torch_model(case, folder_of(case)), keys)
@@ -179,7 +179,7 @@ def test_gradients(name, folder_of, tmp_path):
         for parameter_name, parameter in module.named_parameters():
             if "lora_" in parameter_name:
                 parameter.copy_(parameter.grad)
-    # Saved as if they were weights, for only files have the names that both know.
+    # Saved as if they were weights, since only files have common names.
     module.save_pretrained(tmp_path / "gradients")
     theirs = lora.load_adapter(base, tmp_path / "gradients")
 

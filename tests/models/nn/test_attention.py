@@ -1,4 +1,4 @@
-"""The attention of all families against its definition in float64, and the cache against a call on everything at once."""
+"""Compares the attention of all families with its definition in float64, and the cache with one call on all tokens."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ def make(**kwargs):
 
 
 def reference(attention, x, memory, mask, bias, scale):
-    """Head by head, query by query, in float64."""
+    """Computes the attention head by head, query by query, in float64."""
     w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64) if eqx.is_array(leaf) else leaf, attention)
     x, memory = np.asarray(x, np.float64), np.asarray(memory, np.float64)
     q, k, v = (
@@ -51,7 +51,7 @@ BIAS = jnp.asarray(rng.normal(size=(HEADS, SEQ, SEQ)), jnp.float32)
 @pytest.mark.parametrize("scale", [None, 1.0])
 def test_equals_the_definition(bias, scale, dropout):
     attention = make(scale=scale)
-    if dropout:  # so little that nothing is dropped, but the weights are there to be
+    if dropout:  # so small that nothing is dropped, but the dropout path is used
         attention = eqx.tree_at(lambda a: a.dropout, attention, eqx.nn.Dropout(1e-12))
     mask = causal_mask(None, SEQ)
     found, cache = attention(X, mask=mask, bias=bias, key=jax.random.key(0))
@@ -69,7 +69,7 @@ def test_attends_to_a_memory():
     np.testing.assert_allclose(attention.attend_memory(X, pairs, mask=mask), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_follows_the_key_and_keeps_the_mean():
+def test_dropout_depends_on_the_key_and_keeps_the_mean():
     attention = make(dropout=eqx.nn.Dropout(0.2))
     keys = jax.random.split(jax.random.key(0), 400)
     noisy = jax.jit(jax.vmap(lambda key: attention(X, key=key)[0]))(keys)
@@ -80,12 +80,12 @@ def test_dropout_follows_the_key_and_keeps_the_mean():
         attention(X)
 
 
-# --- who sees whom ---------------------------------------------------------------------------------------------------
+# --- masks and positions ---------------------------------------------------------------------------------------------
 
 
-def test_a_token_sees_those_before_it_and_the_last_of_a_window():
+def test_causal_masks_with_and_without_a_window():
     mask = jnp.array([False, True, True, True, True])
-    expected = [  # padding sees itself, so that its softmax is over something
+    expected = [  # padding attends to itself, so that its softmax is not empty
         [1, 0, 0, 0, 0],
         [0, 1, 0, 0, 0],
         [0, 1, 1, 0, 0],
@@ -111,7 +111,7 @@ def test_positions_count_tokens():
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("cuts", [(0, 7), (0, 1, 2, 3, 4, 5, 6, 7), (0, 4, 5, 7)], ids=["whole", "one by one", "pieces"])
-def test_in_pieces_with_a_cache_equals_all_at_once(cuts, window):
+def test_decoding_in_pieces_with_a_cache_equals_one_call(cuts, window):
     attention, real = make(), jnp.array([False, False, True, True, True, True, True])
     expected = attention(X, mask=causal_mask(real, SEQ, window=window))[0]
     cache, found = Cache.empty(1, SEQ + 2, GROUPS, SIZE, jnp.float32), []
@@ -127,7 +127,7 @@ def test_in_pieces_with_a_cache_equals_all_at_once(cuts, window):
     assert cache.index == SEQ and cache.layer == 0
 
 
-def test_layers_write_in_turn_and_batches_share_the_counters():
+def test_layers_write_in_order_and_batches_share_the_counters():
     def write(row):
         cache = Cache.empty(2, 4, GROUPS, SIZE, jnp.float32).begin(jnp.array([True]))
         ones = jnp.full((GROUPS, 1, SIZE), row)
@@ -151,5 +151,5 @@ def test_a_cache_in_bfloat16_keeps_its_dtype():
     assert out.dtype == jnp.float32 and cache.keys.dtype == jnp.bfloat16
 
 
-def test_fields_are_those_that_the_rules_read():
+def test_fields_are_those_of_the_registered_attention():
     assert {"query", "key", "value", "output", "n_heads", "n_kv_heads"} <= {f.name for f in dataclasses.fields(Attention)}

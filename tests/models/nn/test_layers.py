@@ -1,4 +1,4 @@
-"""Equinox's layers on whole arrays: what they give row by row."""
+"""Equinox's layers on whole arrays: the same as row by row."""
 
 import equinox as eqx
 import jax
@@ -14,7 +14,7 @@ from redeqx.models.nn._layers import embed, linear, norm, normal_embedding, norm
 
 
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_linear_is_the_layer_along_the_last_dim(use_bias):
+def test_linear_applies_the_layer_along_the_last_dim(use_bias):
     layer = eqx.nn.Linear(3, 5, use_bias=use_bias, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (2, 4, 3))
     np.testing.assert_allclose(linear(layer, x), jax.vmap(jax.vmap(layer))(x), rtol=1e-5, atol=1e-6)
@@ -27,7 +27,7 @@ def test_linear_needs_no_transposed_output():
     assert product.outvars[0].aval.shape == (2, 4, 5)
 
 
-def test_layer_norm_and_embedding_are_the_layers_row_by_row():
+def test_norm_and_embed_apply_the_layers_row_by_row():
     layer, table = eqx.nn.LayerNorm(6), eqx.nn.Embedding(7, 6, key=jax.random.key(0))
     ids = jnp.array([3, 0, 6, 3])
     x = embed(table, ids)
@@ -36,7 +36,7 @@ def test_layer_norm_and_embedding_are_the_layers_row_by_row():
     assert np.isnan(embed(table, jnp.array([7]))).all()
 
 
-def test_normal_layers_are_drawn_with_their_spread():
+def test_normal_layers_have_the_given_standard_deviation():
     layer = normal_linear(200, 100, std=0.3, key=jax.random.key(0))
     assert layer.weight.shape == (100, 200)
     assert layer.weight.std() == pytest.approx(0.3, rel=0.02)
@@ -53,7 +53,7 @@ def test_only_weights_of_layers_decay():
     assert decaying == {".embedding.weight", *(f"{layer}.weight" for layer in layers)}
 
 
-def test_what_decays_of_a_model_of_ones_own():
+def test_weight_decay_mask_of_a_users_model():
     linear, norms = eqx.nn.Linear(4, 4, key=jax.random.key(0)), [eqx.nn.LayerNorm(4), eqx.nn.GroupNorm(2, 4)]
     model = {"a": linear, "norms": norms, "weight": jnp.ones(3), "alone": jnp.ones((2, 2))}
     mask = weight_decay_mask(eqx.filter(model, eqx.is_array))

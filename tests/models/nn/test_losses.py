@@ -1,4 +1,4 @@
-"""The cross-entropy against optax's in float64 words, whole and in chunks, and what a split vocabulary exchanges."""
+"""Compares the cross-entropy with optax's in float64, at once and in chunks, and checks a sharded vocabulary."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def of_head(hidden, weight, chunk_size):
 
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_forward_mode_and_second_derivatives(chunk_size):
-    """The gradient that is made with the value may be differentiated again."""
+    """The gradient that is computed with the value can be differentiated again."""
     along = jnp.asarray(rng.normal(size=HIDDEN.shape), jnp.float32), jnp.asarray(rng.normal(size=WEIGHT.shape), jnp.float32)
 
     def second(fn):
@@ -75,7 +75,7 @@ def test_gradients_of_each_example():
 
 @pytest.mark.parametrize(("varied", "products"), [((), 1), ((0,), 2), ((1,), 2), ((0, 1), 3)], ids=str)
 def test_no_product_is_computed_twice(varied, products):
-    """Nor is one for a frozen head, or for hidden states without a gradient, as in LoRA."""
+    """Also for a frozen head, and for hidden states without a gradient, as in LoRA."""
 
     def fn(hidden, weight):
         return jax.grad(of_head, varied)(hidden, weight, 5) if varied else of_head(hidden, weight, 5)
@@ -84,8 +84,8 @@ def test_no_product_is_computed_twice(varied, products):
     assert matmul_flops(jaxpr)["float32"] == products * 2 * BATCH * SEQ * D * VOCAB
 
 
-def test_a_head_that_is_gathered_at_its_use_is_not_computed_again():
-    """Under fully sharded data parallelism, the backward pass gathers weights and computes again what used them."""
+def test_a_gathered_head_is_not_recomputed():
+    """With FSDP, the backward pass gathers weights and recomputes the operations that used them."""
     mesh = redeqx.Deployer(n_fsdp_shards=8, verbose=False).mesh
     shardings = Shardings(NamedSharding(mesh, P("fsdp", None)), NamedSharding(mesh, P(None, None)))
     fn = transformed(lambda weight, hidden: of_head(hidden, weight, 5), [GatherAtUse([shardings])])
@@ -106,7 +106,7 @@ def test_the_gradient_of_a_mean_is_rounded_once():
     np.testing.assert_array_equal(gradient(1 / 3), (gradient(1.0) / 3).astype(jnp.bfloat16).astype(jnp.float32))
 
 
-def test_logits_themselves_give_the_same():
+def test_logits_without_a_head_give_the_same_loss():
     loss = cross_entropy(HIDDEN @ WEIGHT.T, LABELS)
     np.testing.assert_allclose(loss.total, expected(HIDDEN, WEIGHT), rtol=1e-6)
     assert loss.metrics == {}
@@ -132,13 +132,13 @@ def test_one_example_and_another_ignored_label():
 
 
 @pytest.mark.parametrize("label", [VOCAB, -1])
-def test_a_label_beyond_the_vocabulary_is_noticed(label):
+def test_a_label_outside_the_vocabulary_gives_nan(label):
     assert np.isnan(cross_entropy(HIDDEN @ WEIGHT.T, LABELS.at[1, 2].set(label)).total)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 4])
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.uint16, jnp.int16, jnp.uint32])
-def test_labels_of_any_width_count_alike(dtype, chunk_size):
+def test_labels_of_any_integer_width_give_the_same_loss(dtype, chunk_size):
     labels = jnp.maximum(LABELS, 0)
     losses = [
         cross_entropy(HIDDEN, x, head=lambda x: x @ WEIGHT.T, chunk_size=chunk_size) for x in (labels, labels.astype(dtype))
@@ -147,7 +147,7 @@ def test_labels_of_any_width_count_alike(dtype, chunk_size):
     assert losses[1].weight == labels.size
 
 
-def test_the_label_156_of_bytes_counts():
+def test_the_uint8_label_156_is_not_ignored():
     logits = jnp.asarray(rng.normal(size=(3, 256)), jnp.float32)
     loss = cross_entropy(logits, jnp.array([156, 3, 255], jnp.uint8))
     np.testing.assert_array_equal(loss.total, cross_entropy(logits, jnp.array([156, 3, 255])).total)
@@ -156,30 +156,30 @@ def test_the_label_156_of_bytes_counts():
     assert small.weight == 2 and small.total == cross_entropy(logits, jnp.array([-100, 3, 100])).total
 
 
-def test_bytes_are_shifted_right_as_they_are():
+def test_uint8_labels_are_shifted_right():
     shifted = shift_right(jnp.array([156, 7, 200], jnp.uint8), 300, 5)
     np.testing.assert_array_equal(shifted, [300, 156, 7])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, bool])
-def test_labels_that_are_no_integers(dtype):
+def test_labels_that_are_not_integers(dtype):
     with pytest.raises(TypeError, match=r"`labels`: expected integers, got (float32|bfloat16|bool)\. Cast them with"):
         cross_entropy(HIDDEN @ WEIGHT.T, LABELS.astype(dtype))
 
 
-def test_a_huge_logit_is_no_nan_without_a_penalty():
+def test_a_huge_logit_does_not_give_nan_without_a_penalty():
     logits = jnp.array([[1e20, 0.0], [3e38, 0.0]], jnp.float32)
     (total, grads) = jax.value_and_grad(lambda x: cross_entropy(x, jnp.zeros(2, jnp.int32)).total)(logits)
     assert total == 0 and np.all(np.asarray(grads) == 0)
 
 
-def test_nothing_counts():
+def test_all_labels_ignored():
     loss = cross_entropy(HIDDEN @ WEIGHT.T, jnp.full_like(LABELS, -100))
     assert loss.total == 0 and loss.weight == 0
 
 
 def lowered(chunk_size, *, split):
-    """The value and gradients of the loss, compiled with the vocabulary split over four devices."""
+    """Compiles the loss and its gradients, with the vocabulary sharded over four devices if `split`."""
     mesh = redeqx.Deployer(n_model_shards=4, verbose=False).mesh
     hidden, labels = (jax.device_put(x, NamedSharding(mesh, P(("data", "fsdp")))) for x in (HIDDEN, LABELS))
     weight = jax.device_put(WEIGHT, NamedSharding(mesh, P("model" if split else None)))
@@ -192,20 +192,20 @@ def lowered(chunk_size, *, split):
 
 
 @pytest.mark.parametrize("chunk_size", [None, 4])
-def test_a_split_vocabulary_stays_split(chunk_size):
+def test_a_sharded_vocabulary_stays_sharded(chunk_size):
     compiled, (value, grads) = lowered(chunk_size, split=True)
     np.testing.assert_allclose(value, expected(HIDDEN, WEIGHT), rtol=1e-6)
     wanted = jax.grad(expected, (0, 1))(HIDDEN, WEIGHT)
     for a, b in zip(grads, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    # A device has two rows of ten tokens: what it exchanges is a number a token, or the gradients.
+    # A device has two rows of ten tokens: it exchanges one number per token, or the gradients.
     assert VOCAB // 4 * D >= 2 * SEQ * 1
     for collective in hlo.collectives(compiled.as_text()):
         assert collective.kind == "all-reduce", collective
         assert collective.bytes <= 4 * max(2 * SEQ * D, VOCAB // 4 * D), collective
 
 
-def test_in_chunks_the_full_logits_never_exist():
+def test_chunks_never_allocate_the_full_logits():
     def peak(chunk_size):
         hidden, labels = jnp.ones((4, 512, D)), jnp.zeros((4, 512), jnp.int32)
         weight = jnp.ones((2048, D))

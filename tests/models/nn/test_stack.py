@@ -1,4 +1,4 @@
-"""`Stack`: the same answer as its blocks one by one, in a program whose size does not grow with depth."""
+"""`Stack`: the same result as its blocks one by one, in a program whose size does not grow with depth."""
 
 from functools import partial
 
@@ -45,18 +45,18 @@ def assert_same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-def test_holds_one_block_with_a_leading_layer_dim():
+def test_stores_one_block_with_a_leading_layer_dim():
     stack = make_stack()
     assert stack.blocks.linear.weight.shape == (3, D, D)
     assert stack.blocks.linear.bias.shape == (3, D)
-    assert stack.blocks.dropout.p == 0.5  # no array: shared
+    assert stack.blocks.dropout.p == 0.5  # not an array, so it is shared
     keys = jax.random.split(jax.random.key(0), 3)
     for i, key in enumerate(keys):
         assert_same(stack[i], Block(key=key))
 
 
 @pytest.mark.parametrize("with_key", [False, True])
-def test_equals_its_blocks_one_by_one(with_key):
+def test_equals_its_blocks_applied_one_by_one(with_key):
     stack = make_stack() if with_key else eqx.nn.inference_mode(make_stack())
     key = jax.random.key(2) if with_key else None
     keys = [None] * 3 if key is None else jax.random.split(key, 3)
@@ -74,7 +74,7 @@ def test_a_list_of_blocks_gives_the_same():
     assert_same(listed[-1], stack[2])
 
 
-def test_unstack_and_of_undo_each_other():
+def test_unstack_and_of_are_inverses():
     stack = make_stack(remat=True)
     again = Stack.of(stack.unstack(), remat=True)
     assert_same(stack, again)
@@ -119,7 +119,7 @@ def test_bfloat16_stays_bfloat16():
     assert out.dtype == jnp.bfloat16
 
 
-def test_is_made_abstractly_and_in_shards():
+def test_is_created_abstractly_and_in_shards():
     abstract = eqx.filter_eval_shape(make_stack, 5)
     assert abstract.blocks.linear.weight.shape == (5, D, D)
 
@@ -132,9 +132,9 @@ def test_is_made_abstractly_and_in_shards():
 
 
 def test_rejects_no_layers():
-    with pytest.raises(ValueError, match=r"`n_layers`: expected at least 1, got 0\. Leave the stack out"):
+    with pytest.raises(ValueError, match=r"`n_layers`: expected at least 1, got 0\. Omit the stack"):
         make_stack(0)
-    with pytest.raises(ValueError, match=r"`blocks`: expected at least 1, got 0\. Leave the stack out"):
+    with pytest.raises(ValueError, match=r"`blocks`: expected at least 1, got 0\. Omit the stack"):
         Stack.of([])
 
 
