@@ -83,10 +83,7 @@ class Body:
         if key not in self._inner:
             inner: Inner = insides(eqn)[index]
             atoms = [eqn.invars[i] if kind == "same" else None for i, kind in zip(inner.operands, inner.kinds, strict=True)]
-            self._inner[key] = (
-                eqn,
-                Body(inner.closed, atoms, self),
-            )  # keeps `eqn` alive, so that its id stays unique
+            self._inner[key] = (eqn, Body(inner.closed, atoms, self))  # keeps `eqn` alive: its id is the key
         return self._inner[key][1]
 
     def given(self, atom: Any) -> "tuple[Body, Any] | None":
