@@ -98,10 +98,10 @@ def told(model, loss, n_model_shards=1, n_fsdp_shards=1, rows=ROWS, **kwargs):
 def test_experts_over_the_tokens_of_the_batch_are_reported_with_their_lines(shards, times, total):
     (found,) = told(Experts(), over_the_batch, *shards)
     assert found == (
-        f"`loss_fn`: expected each of 8 devices to compute 1/8 of a step, got {total} times that: what is computed at "
+        f"`loss_fn`: expected each of 8 devices to compute 1/8 of a step, got {total} times that: the work of "
         f"{shown('down')} ({times}.0 times); {shown('up')} ({times}.0 times) is "
-        "repeated on several devices. Products without rows of the batch, and what follows a sort, a running sum, a scatter "
-        "or a lookup over all its rows, cannot be split: compute them for each example, under `jax.vmap`."
+        "repeated on several devices. XLA cannot split products without rows of the batch, nor work that follows a sort, "
+        "cumulative sum, scatter or lookup over all rows: compute it for each example, under `jax.vmap`."
     )
 
 
