@@ -112,7 +112,7 @@ def test_experts_of_each_example_are_not():
 def test_a_dense_jacobian_is_reported():
     """As of a fixed point that is differentiated implicitly: the weight times the identity has no rows to split."""
     (found,) = told({"w": 0.1 * jax.random.normal(jax.random.key(0), (D, D))}, fixed_point, 1, 8)
-    assert f"what is computed at {shown('solved')} (" in found  # where the backward pass of a `custom_vjp` comes from
+    assert f"the work of {shown('solved')} (" in found  # where the backward pass of a `custom_vjp` comes from
 
 
 def test_rows_that_every_device_computes_are_not_judged():
