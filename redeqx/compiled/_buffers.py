@@ -310,11 +310,11 @@ def _device_bytes(module: Module, line: Instruction, types: Mapping[str, str]) -
 def _copied_bytes(module: Module, line: Instruction, types: Mapping[str, str]) -> int:
     """Counts the bytes that one operation copies between host and device memory."""
     del module
-    every = " ".join([line.type, *(types.get(name, "") for name in line.operands)])
-    if _HOST not in every or "AllocateBuffer" in line.rest:
+    types_text = " ".join([line.type, *(types.get(name, "") for name in line.operands)])
+    if _HOST not in types_text or "AllocateBuffer" in line.rest:
         return 0
     # Measured by the arrays on the device: an operation may copy only a slice of an array in host memory.
-    arrays = re.findall(r"\b([a-z]\w*\[[^\]]*\])(?:\{([^}]*)\})?", every)
+    arrays = re.findall(r"\b([a-z]\w*\[[^\]]*\])(?:\{([^}]*)\})?", types_text)
     on_device = [arrays_of(array)[0] for array, layout in arrays if _HOST not in layout]
     return max((n_bytes(*array) for array in on_device), default=0)
 

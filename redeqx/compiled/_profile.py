@@ -66,14 +66,14 @@ class Profile:
         """Returns a table of the `n` costliest operations."""
         columns = ("time", "share", "times", "kind", "operation", "line")
         rows = [
-            (f"{1e3 * of.seconds:.3f} ms", f"{of.share:.1%}", f"{of.n:.0f}", of.kind, of.op, of.line)
-            for of in self.operations[:n]
+            (f"{1e3 * each.seconds:.3f} ms", f"{each.share:.1%}", f"{each.n:.0f}", each.kind, each.op, each.line)
+            for each in self.operations[:n]
         ]
         widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
         pads = (*[str.rjust] * 3, *[str.ljust] * 3)
         lines = ["  ".join(pad(x, n) for pad, x, n in zip(pads, row, widths, strict=True)) for row in (columns, *rows)]
-        shown = sum(of.share for of in self.operations[:n])
-        others = f", {len(self.operations) - n} others {sum(of.share for of in self.operations[n:]):.1%}"
+        shown = sum(each.share for each in self.operations[:n])
+        others = f", {len(self.operations) - n} others {sum(each.share for each in self.operations[n:]):.1%}"
         total = f"of {1e3 * self.seconds:.3f} ms a step: these {shown:.1%}" + (others if len(self.operations) > n else "")
         return "\n".join(line.rstrip() for line in [*lines, f"{total}; a device's mean over {self.n_devices}"])
 
@@ -111,7 +111,7 @@ def profile_of(trace: Path, text: str, n_steps: int) -> Profile | None:
         old = operations.get(words, Operation(0.0, 0.0, 0.0, *words))
         took = old.seconds + total / n
         operations[words] = Operation(took, took / step, old.n + times[op] / n, *words)
-    ordered = sorted(operations.values(), key=lambda of: of.seconds, reverse=True)
+    ordered = sorted(operations.values(), key=lambda each: each.seconds, reverse=True)
     return Profile(tuple(ordered), step, len(devices))
 
 

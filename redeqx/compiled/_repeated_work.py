@@ -91,15 +91,15 @@ def _of_jaxpr(jaxpr: Any, unknown: set[str]) -> _Count:
         if eqn.primitive.name == "cond":
             inner = _costliest(inner)
         times = n_iterations(eqn)
-        for of in inner:
+        for other in inner:
             if eqn.primitive.name == "while":
-                unknown.update(of.all)
-            _add(count, of, times)
+                unknown.update(other.all)
+            _add(count, other, times)
     return count
 
 
 def _costliest(branches: list[_Count]) -> list[_Count]:
-    return sorted(branches, key=lambda of: of.all.total())[-1:]
+    return sorted(branches, key=lambda count: count.all.total())[-1:]
 
 
 def _add(count: _Count, other: _Count, times: int) -> None:

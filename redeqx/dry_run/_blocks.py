@@ -124,11 +124,11 @@ class Shares:
 
     def step(self, base: Step, more: Sequence[Step], flops: Mapping[str, int]) -> Step:
         """Returns the extrapolated step of all blocks. If the compiler refused a step, `needs` is the largest of all."""
-        every = [base, *more]
-        seconds = sum(step.compile_seconds for step in every)
-        failed = {what: why for step in every for what, why in step.failed.items()}
-        if any(step.is_refused for step in every):
-            needs = max(step.needs for step in every)
+        steps = [base, *more]
+        seconds = sum(step.compile_seconds for step in steps)
+        failed = {what: why for step in steps for what, why in step.failed.items()}
+        if any(step.is_refused for step in steps):
+            needs = max(step.needs for step in steps)
             return Step(needs=needs, compile_seconds=seconds, is_refused=True, flops=flops, failed=failed)
 
         def size(name: str) -> int:
@@ -138,9 +138,9 @@ class Shares:
             compile_seconds=seconds,
             flops=flops,
             failed=failed,
-            largest=self._items([step.largest for step in every], lambda x: (x.bytes, x.dtype, x.shape), _repeated),
+            largest=self._items([step.largest for step in steps], lambda x: (x.bytes, x.dtype, x.shape), _repeated),
             collectives=self._items(
-                [step.collectives for step in every], lambda x: (x.kind, x.dtype, x.shape, x.group), _more_often
+                [step.collectives for step in steps], lambda x: (x.kind, x.dtype, x.shape, x.group), _more_often
             ),
             needs=size("needs"),
             arguments=size("arguments"),

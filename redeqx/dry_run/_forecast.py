@@ -110,7 +110,9 @@ def _search_space(job: Job, run: DryRun) -> SearchSpace:
     remat, flops = _levels(job, run)
     program = job.make_program(run.plan, None, replace(run.setting, remat=remat))
     parameters, others = [*program.trained, *program.frozen], [*program.opt_state, *program.state]
-    weights, state = (sum(math.prod(x.shape) * x.dtype.itemsize for x in of) for of in (parameters, parameters + others))
+    weights, state = (
+        sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) for arrays in (parameters, parameters + others)
+    )
     opt_state = sum(math.prod(x.shape) * x.dtype.itemsize for x in program.opt_state)
     return SearchSpace(
         replace(run.setting, remat=remat),
@@ -290,8 +292,8 @@ def _fewer(
     Returns None if the model has too few such blocks, if a `scan` computes them, or if the blocks do not all add the same
     equations to the program.
     """
-    every = equal_blocks(job.model) if job.with_model is not None else []
-    if not every:
+    runs = equal_blocks(job.model) if job.with_model is not None else []
+    if not runs:
         return None
 
     def program(counts: Mapping[Blocks, int]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -299,26 +301,26 @@ def _fewer(
         model, names = with_fewer(job.model, counts)
         fewer = job.with_model(model, names)
         leaves = {name: plan.leaves[full] for name, full in names.items() if full in plan.leaves}
-        made = fewer.make_program(replace(plan, leaves=leaves), None, setting)
-        return _traced(fewer, made, setting, only_train), names
+        smaller = fewer.make_program(replace(plan, leaves=leaves), None, setting)
+        return _traced(fewer, smaller, setting, only_train), names
 
     full = {name: content(step.jaxpr.jaxpr) for name, step in traced.items()}
-    lists = ", ".join(f"the {blocks.n} of `{blocks.path}`" for blocks in every)
+    lists = ", ".join(f"the {blocks.n} of `{blocks.path}`" for blocks in runs)
     warning = _UNROLLED.format(lists=lists, n=full["train"]["equations"])
     problem = ""
     for few in (2, 4, 6):  # must be a multiple of the period if layers alternate
-        if any(blocks.n <= 2 * few for blocks in every):
+        if any(blocks.n <= 2 * few for blocks in runs):
             break
-        base = dict.fromkeys(every, few)
+        base = dict.fromkeys(runs, few)
         try:
-            programs = [program(base), *(program({**base, blocks: 2 * few}) for blocks in every)]
+            programs = [program(base), *(program({**base, blocks: 2 * few}) for blocks in runs)]
         except Exception as error:  # a loss that needs all blocks
             problem = reason(error)
             break
         found = [{name: content(step.jaxpr.jaxpr) for name, step in steps.items()} for steps, _ in programs]
         if all(each["train"]["matmuls"] == found[0]["train"]["matmuls"] for each in found):
             return None  # they are computed in a `scan`
-        shares = Shares(tuple(Fraction(blocks.n - few, few) for blocks in every))
+        shares = Shares(tuple(Fraction(blocks.n - few, few) for blocks in runs))
         if all(shares.holds(full[name], found[0][name], [each[name] for each in found[1:]]) for name in traced):
             what = f"{few} and {2 * few} of {lists}"
             say(f"{warning} Extrapolating from {what}; `exact` compiles all.")

@@ -123,7 +123,11 @@ class DryRun:
         for each in step.largest:
             sizes[_array(each), *_where(each, names)].append(each.bytes)
         most = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:_N_ROWS]
-        rows = [(size_text(sum(of)), str(len(of)), *key) for key, of in most if sum(of) > 1e-3 * step.needs]
+        rows = [
+            (size_text(sum(bytes_of)), str(len(bytes_of)), *key)
+            for key, bytes_of in most
+            if sum(bytes_of) > 1e-3 * step.needs
+        ]
         title = f"largest temporaries at the peak of the {name} step"
         console.table(title, ("size", "n", "array", "layer", "line"), rows)
 
@@ -170,17 +174,17 @@ class DryRun:
     def _verdict(self) -> str:
         if self.machine.memory is None:
             return f"needs {size_text(self.needs)} a device; the memory of a device is unknown"
-        of = f"{size_text(self.needs)} of {size_text(self.machine.memory)} a device"
+        needed = f"{size_text(self.needs)} of {size_text(self.machine.memory)} a device"
         if self.fits:
             spare = self.machine.memory - self.needs
-            text = f"{of}, {size_text(spare)} ({spare / self.machine.memory:.0%}) to spare"
+            text = f"{needed}, {size_text(spare)} ({spare / self.machine.memory:.0%}) to spare"
             if self.is_searched and self.best is not None:
                 text += f". {self._advice()}"
             if self.machine.devices[0].platform == "gpu" and self.needs > 0.75 / USABLE * self.machine.memory:
                 text += "; JAX uses 75 % of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION is set, for example to 0.95"
             return text
         at_least = "at least " if any(step.is_refused for step in self.steps.values()) else ""
-        text = f"needs {at_least}{of}"
+        text = f"needs {at_least}{needed}"
         return text + (f". {self._advice()}" if self.tried else "")
 
     def _advice(self) -> str:
@@ -344,15 +348,15 @@ def _fits(machine: Machine, steps: Mapping[str, Step]) -> bool:
     return machine.memory is None or all(step.needs <= machine.memory for step in steps.values())
 
 
-def _where(of: Any, names: set[str]) -> tuple[str, str]:
+def _where(item: Any, names: set[str]) -> tuple[str, str]:
     """Returns the layer (or else the operation) and the line of code of an array or a collective."""
-    layer = next((part for part in reversed(split_name(of.op_name)) if part in names), "")
-    return layer or words_of(of.op_name), own_line(of.source)
+    layer = next((part for part in reversed(split_name(item.op_name)) if part in names), "")
+    return layer or words_of(item.op_name), own_line(item.source)
 
 
-def _plain(of: Any, names: set[str]) -> dict[str, Any]:
-    layer, line = _where(of, names)
-    return {**{key: value for key, value in vars(of).items() if key != "source"}, "layer": layer, "line": line}
+def _plain(item: Any, names: set[str]) -> dict[str, Any]:
+    layer, line = _where(item, names)
+    return {**{key: value for key, value in vars(item).items() if key != "source"}, "layer": layer, "line": line}
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, ...]:

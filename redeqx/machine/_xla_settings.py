@@ -64,9 +64,9 @@ class XlaSettings:
     def text(self) -> str:
         """Returns a line to print, or an empty string if there are no settings."""
         spelled = {name: str(x).lower() if isinstance(x, bool) else x for name, x in self.options.items()}
-        said = [f"{name}={x}" for name, x in spelled.items()]
-        said += [f"{name} left out: {reason}" for name, reason in self.dropped.items()]
-        return ", ".join(said)
+        texts = [f"{name}={x}" for name, x in spelled.items()]
+        texts += [f"{name} left out: {reason}" for name, reason in self.dropped.items()]
+        return ", ".join(texts)
 
 
 def xla_settings(mesh: Mesh, given: Options | str | None) -> XlaSettings:

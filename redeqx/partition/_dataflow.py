@@ -74,7 +74,8 @@ def order(
     """
     sizes = [math.prod(leaf.shape) for leaf in trace.leaves]
     index = {name: i for i, name in enumerate(trace.names)}
-    follows = {index[name]: (index[of], dims) for name, (of, dims) in followers.items() if {name, of} <= index.keys()}
+    declared = ((name, weight, dims) for name, (weight, dims) in followers.items() if {name, weight} <= index.keys())
+    follows = {index[name]: (index[weight], dims) for name, weight, dims in declared}
 
     def follow(forced: Mapping[int, int | None]) -> Pass:
         run = Pass(trace.names, trace.leaves, n_shards, forced, _follow, follows=follows)
@@ -255,7 +256,7 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     others = [i for i in range(len(aval.shape)) if i not in numbers.offset_dims]
     of_indices = dict(zip(range(len(eqn.invars[1].aval.shape) - 1), others, strict=False))
     batches = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    places |= {int(dim): of_indices[of] for dim, of in batches}  # some of them are NumPy integers
+    places |= {int(dim): of_indices[index_dim] for dim, index_dim in batches}  # some of them are NumPy integers
     looked_up = [dim for dim in numbers.start_index_map if sizes[dim] == 1 != shape[dim]]
     kept = [dim for dim, place in places.items() if aval.shape[place] == shape[dim] > 1]
     # The result is still a view of the parameter in two cases. First, if the indices do not depend on data: the lookup
@@ -396,10 +397,10 @@ def _follow_loop(
         start.options |= {leaf: run.options[leaf] for leaf in decided & run.options.keys()}
         run.restore(start)
     carried = [Flow(*run.split(flow), data=flow.data, grad=flow.grad) for flow in carry]
-    outs, made = _iterate(run, closed, consts, carried, slices)
+    outs, returned = _iterate(run, closed, consts, carried, slices)
     as_returned = [
         replace(flow, dim=out.dim, cause=out.cause) if not initial.data and not initial.views and flow.dim is None else flow
-        for initial, flow, out in zip(carry, carried, made, strict=False)
+        for initial, flow, out in zip(carry, carried, returned, strict=False)
     ]
     gathered = [replace(flow, dim=None) for flow in carried]
     for other in (as_returned, gathered):
@@ -426,10 +427,10 @@ def _iterate(
     start, carried = run.snapshot(), list(carry)
     while True:
         outs = run.evaluate(closed, [*consts, *carried, *slices])
-        made = [Flow(*run.split(out)) for out in outs[: len(carried)]]
+        returned = [Flow(*run.split(out)) for out in outs[: len(carried)]]
         kept = [
-            replace(flow if of.dim == flow.dim else Flow(), data=flow.data or out.data, grad=flow.grad or out.grad)
-            for flow, of, out in zip(carried, made, outs, strict=False)
+            replace(flow if back.dim == flow.dim else Flow(), data=flow.data or out.data, grad=flow.grad or out.grad)
+            for flow, back, out in zip(carried, returned, outs, strict=False)
         ]
         if kept == carried:
             break
@@ -439,7 +440,7 @@ def _iterate(
         if run.split(out)[0] != flow.dim:
             run.gather(var.aval, out)
             run.recurrent.update(leaf for leaf in run.candidates if leaf not in start.candidates)
-    return [*carried, *outs[len(carried) :]], made
+    return [*carried, *outs[len(carried) :]], returned
 
 
 def _scan(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
@@ -457,8 +458,8 @@ def _scan(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
         outs = _loop(run, insides(eqn)[0].closed, ins[:n_consts], ins[n_consts : n_consts + n_carry], slices)
     finally:
         run.n_iterations = outer
-    made = [Flow() if run.is_open(out) else Flow(*run.split(out)) for out in outs[n_carry:]]
-    return [*outs[:n_carry], *(replace(out, dim=None if out.dim is None else out.dim + 1) for out in made)]
+    stacked = [Flow() if run.is_open(out) else Flow(*run.split(out)) for out in outs[n_carry:]]
+    return [*outs[:n_carry], *(replace(out, dim=None if out.dim is None else out.dim + 1) for out in stacked)]
 
 
 def _while(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
@@ -491,7 +492,7 @@ def _view_dims(eqn: Any, n: int) -> _ViewDims | None:
     parts: dict[int, int] = {}
     if name in ("slice", "dynamic_slice"):
         before, after = shapes
-        cut = [dim for dim, of in enumerate(source) if of is None]
+        cut = [dim for dim, src in enumerate(source) if src is None]
         parts = {dim: dim for dim in cut if after[dim] and before[dim] % after[dim] == 0 and after[dim] % n == 0}
     return source, parts
 
@@ -517,21 +518,16 @@ def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
                 j += 1
                 target *= after[j]
         i, j = i + 1, j + 1
-        of = next((dim for dim in range(start_i, i) if before[dim] != 1), start_i)
+        first = next((dim for dim in range(start_i, i) if before[dim] != 1), start_i)
         to, *rest = [dim for dim in range(start_j, j) if after[dim] != 1] or [start_j]
-        if after[to] % run.n == 0 or after[to] == before[of]:
-            source[to] = of
+        if after[to] % run.n == 0 or after[to] == before[first]:
+            source[to] = first
         elif rest and (shared := math.gcd(after[to], run.n)) > 1 and after[rest[0]] % (run.n // shared) == 0:
-            source[to], tails[to] = of, rest[0]
-        elif (
-            rest and after[rest[0]] % run.n == 0 and before[of] == size
-        ):  # such as query, key and value of a fused projection
-            parts[rest[0]] = of
+            source[to], tails[to] = first, rest[0]
+        elif rest and after[rest[0]] % run.n == 0 and before[first] == size:
+            parts[rest[0]] = first  # such as query, key and value of a fused projection
     flow = ins[0]
-    views = tuple(
-        replace(view, dims=tuple(None if of is None or i in tails else view.dims[of] for i, of in enumerate(source)))
-        for view in flow.views
-    )
+    views = tuple(view.of(source).without(tails) for view in flow.views)
     out = run.apply_view(eqn, flow, source, parts)
     if out.views:
         return [replace(out, views=views)]
@@ -546,7 +542,7 @@ def _divided(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     for var in eqn.outvars:
         before, after = eqn.invars[0].aval.shape, var.aval.shape
         source = [dim if size == before[dim] else None for dim, size in enumerate(after)]
-        parts = {dim: dim for dim, of in enumerate(source) if of is None and after[dim] % run.n == 0 and after[dim]}
+        parts = {dim: dim for dim, src in enumerate(source) if src is None and after[dim] % run.n == 0 and after[dim]}
         outs.append(run.apply_view(eqn.replace(outvars=[var]), ins[0], source, parts))
     return outs
 
@@ -592,7 +588,7 @@ def _is_elementwise(eqn: Any) -> bool:
         return False
     return all(
         not (own := atom.aval.shape)
-        or (len(own) == len(shape) and all(size in (1, of) for size, of in zip(own, shape, strict=True)))
+        or (len(own) == len(shape) and all(size in (1, full) for size, full in zip(own, shape, strict=True)))
         for atom in eqn.invars
     )
 

@@ -57,13 +57,15 @@ class Picture:
     @property
     def over(self) -> tuple[str, ...]:
         """The mesh axes that split the array, sorted."""
-        return tuple(sorted({axis for of in self.axes for axis, _ in of}))
+        return tuple(sorted({axis for split in self.axes for axis, _ in split}))
 
     @property
     def lines(self) -> list[str]:
         """The lines of text below the rectangle."""
         shape = " x ".join(map(str, self.shape)) or "scalar"
-        split = ", ".join(f"dim {dim}: {' and '.join(axis for axis, _ in of)}" for dim, of in enumerate(self.axes) if of)
+        split = ", ".join(
+            f"dim {dim}: {' and '.join(axis for axis, _ in split_by)}" for dim, split_by in enumerate(self.axes) if split_by
+        )
         return [self.name, shape, *([self.text] if self.text else []), *([split] if split else [])]
 
     def n_parts(self, dim: int) -> int:
@@ -85,7 +87,7 @@ def draw(pictures: Sequence[Picture], path: Path, *, title: str) -> None:
             "`plan.explain()`."
         ) from error
     side = _Side(pictures)
-    rows = [row for layer, of in groupby(pictures, lambda each: each.layer) for row in _rows(layer, list(of), side)]
+    rows = [row for layer, group in groupby(pictures, lambda each: each.layer) for row in _rows(layer, list(group), side)]
     keys = _keys(pictures, side)
     width = max(
         _MARGIN + max(row.right for row in rows),
@@ -120,7 +122,7 @@ def draw(pictures: Sequence[Picture], path: Path, *, title: str) -> None:
 def _keys(pictures: Sequence[Picture], side: "_Side") -> list[tuple[str, float, str]]:
     """Returns the entries of the legend: colour, opacity and text."""
     found = sorted({picture.over for picture in pictures}, key=lambda over: (not over, len(over), over != (MODEL,), over))
-    keys = [(_color(of), 1.0, f"split by {' and '.join(of)}" if of else "replicated") for of in found]
+    keys = [(_color(over), 1.0, f"split by {' and '.join(over)}" if over else "replicated") for over in found]
     if any(found):
         keys += [("#000000", 1.0, "full colour: one device's part"), ("#000000", _PALE, "pale: the others'")]
     if any(side.is_cut_short(picture.shape[dim]) for picture in pictures for dim in picture.shown):
@@ -186,7 +188,7 @@ def _rows(layer: str, pictures: Sequence[Picture], side: _Side) -> list[_Row]:
         left += width + _GAP
     tallest = [max(side.of(picture)[1] for _, picture in row) + 2 * _SHEET for row in rows]
     titles = [layer, *[None] * (len(rows) - 1)]
-    return [_Row(*of) for of in zip(titles, rows, tallest, rights, strict=True)]
+    return [_Row(*row) for row in zip(titles, rows, tallest, rights, strict=True)]
 
 
 def _draw_row(ax: Any, row: _Row, top: float, side: _Side) -> None:

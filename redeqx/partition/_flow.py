@@ -51,7 +51,7 @@ class View:
 
     def without(self, dims: Collection[int]) -> "View":
         """Returns the view with these dims marked as unrelated to the leaf's dims."""
-        return View(self.leaf, tuple(None if dim in dims else of for dim, of in enumerate(self.dims)))
+        return View(self.leaf, tuple(None if dim in dims else leaf_dim for dim, leaf_dim in enumerate(self.dims)))
 
 
 @dataclass(frozen=True)
@@ -270,8 +270,8 @@ class Pass:
                 self.decided[view.leaf] = Split(None if dim is None else view.dims[dim], reason)
 
     def decide_as_declared(self, flow: Flow, leaf: int) -> None:
-        of, dims = self.follows[leaf]
-        n_stacked, weight = len(self.leaves[leaf].shape) - len(dims), self.decided[of]
+        weight_leaf, dims = self.follows[leaf]
+        n_stacked, weight = len(self.leaves[leaf].shape) - len(dims), self.decided[weight_leaf]
         split = follow(weight if weight.dim is None else replace(weight, dim=weight.dim - n_stacked), dims)
         dim = None if split.dim is None else split.dim + n_stacked
         self.decide(flow, None if dim is None else flow.views[0].dims.index(dim), split.reason)
@@ -292,8 +292,8 @@ class Pass:
 
     def divides(self, view: View, dim: int) -> bool:
         """Whether the leaf can be split along dim `dim` of the view, which may be only a part of a dim of the leaf."""
-        of = view.dims[dim]
-        return of is not None and self.leaves[view.leaf].shape[of] % self.n == 0
+        leaf_dim = view.dims[dim]
+        return leaf_dim is not None and self.leaves[view.leaf].shape[leaf_dim] % self.n == 0
 
     def is_forced(self, flow: Flow) -> bool:
         return any(view.leaf in self.forced for view in flow.views)
@@ -343,10 +343,10 @@ class Pass:
         aval = eqn.outvars[0].aval
         repeated = eqn.primitive.name == "broadcast_in_dim"
         if flow.views and len(eqn.invars[0].aval.shape) == 1 and aval.shape and aval.shape[0] % self.n == 0:
-            source = [0 if i == 0 else of for i, of in enumerate(source)]  # parts of a vector, maybe in another order
+            source = [0, *source[1:]]  # parts of a vector, maybe in another order
         new = [i for i, d in enumerate(source) if repeated and (d is None or eqn.invars[0].aval.shape[d] != aval.shape[i])]
         if dim is not None and dim not in source:
-            out = next((i for i, of in parts.items() if of == dim), None)
+            out = next((i for i, operand_dim in parts.items() if operand_dim == dim), None)
             if out is None:
                 return self.gather(eqn.invars[0].aval, flow).through(source, new)
             if flow.data:
@@ -426,8 +426,8 @@ class Pass:
         for side, weight in enumerate(ins):
             if ins[1 - side].data and not weight.data:
                 batched = frozenset(dim for dim in outs[side] if partner(side, dim) is not None)
-                of = (eqn.invars[side].aval.shape, frozenset(summed[side]), batched)
-                self.uses.update({(view.leaf, id(eqn)): Use(eqn, view, *of) for view in weight.views})
+                sizes = (eqn.invars[side].aval.shape, frozenset(summed[side]), batched)
+                self.uses.update({(view.leaf, id(eqn)): Use(eqn, view, *sizes) for view in weight.views})
         for side in (1, 0):  # in most matmuls the second operand is the weight; if both are weights, it is decided first
             if self.is_open(ins[side]):
                 self.decide_weight(eqn, ins, side, partner, summed, outs)

@@ -123,10 +123,10 @@ def _of_products(found: Sequence[Use], shape: Sequence[int], weights: WeightUses
 def _dims(use: Use, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the dims of a leaf that are a product's outputs, and those that are its inputs."""
     outputs, inputs = [], []
-    for i, of in enumerate(use.view.dims):
-        if of is None or i in use.batched:
+    for i, leaf_dim in enumerate(use.view.dims):
+        if leaf_dim is None or i in use.batched:
             continue
-        dims, size = [of], shape[of]
+        dims, size = [leaf_dim], shape[leaf_dim]
         while size < use.shape[i] and dims[-1] + 1 < len(shape):  # dims that the view has merged
             dims.append(dims[-1] + 1)
             size *= shape[dims[-1]]

@@ -125,9 +125,9 @@ class Plan:
     def summary(self) -> str:
         """Returns one line with the numbers of leaves that each axis splits and of replicated leaves."""
         axes = [{axis for entry in leaf.spec for axis in axes_of(entry)} for leaf in self.leaves.values()]
-        counts = {axis: sum(axis in of for of in axes) for axis in (MODEL, FSDP) if self.mesh.shape[axis] > 1}
+        counts = {axis: sum(axis in used for used in axes) for axis in (MODEL, FSDP) if self.mesh.shape[axis] > 1}
         split = ", ".join(f"{n} split over {axis}" for axis, n in counts.items()) or "one shard"
-        return f"{len(axes)} leaves: {split}, {sum(not of for of in axes)} replicated"
+        return f"{len(axes)} leaves: {split}, {sum(not used for used in axes)} replicated"
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Returns the table's rows: (path, shape, spec, reason). Leaves that differ only in a list index share a row."""
@@ -418,9 +418,9 @@ def shardings_like(state: PyTree, plan: Plan) -> PyTree:
     return jtu.tree_map_with_path(of, state)
 
 
-def _are_blocks(shape: Sequence[int], of: Sequence[int]) -> bool:
+def _are_blocks(shape: Sequence[int], full: Sequence[int]) -> bool:
     """Whether an array has one entry for each equal block of another array."""
-    return len(shape) == len(of) and all(n and size % n == 0 for n, size in zip(shape, of, strict=True))
+    return len(shape) == len(full) and all(n and size % n == 0 for n, size in zip(shape, full, strict=True))
 
 
 def _resolve_overrides(overrides: Overrides, leaves: Mapping[str, Any], mesh: Mesh) -> dict[str, tuple[P, str]]:

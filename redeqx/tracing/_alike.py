@@ -74,10 +74,10 @@ def _same_derivatives(a: Any, b: Any, order: int) -> bool:
 
         def with_derivative(*ins: Any) -> Any:
             def of_floats(*xs: Any) -> Any:
-                every = list(ins)
+                values = list(ins)
                 for i, x in zip(floats, xs, strict=True):
-                    every[i] = x
-                return value(*every)
+                    values[i] = x
+                return value(*values)
 
             primals = [ins[i] for i in floats]
             if eqn.primitive.name == "custom_jvp_call":

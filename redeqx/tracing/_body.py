@@ -165,6 +165,6 @@ class Body:
                 continue
             ins = [self.sources(atom) for atom in eqn.invars]
             size = max((math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars), default=0)
-            if eqn.effects or size > MAX_KNOWN or any(of is None for of in ins):
+            if eqn.effects or size > MAX_KNOWN or any(sources is None for sources in ins):
                 continue
-            found.update(dict.fromkeys(eqn.outvars, frozenset().union(*(of for of in ins if of))))
+            found.update(dict.fromkeys(eqn.outvars, frozenset().union(*(sources for sources in ins if sources))))

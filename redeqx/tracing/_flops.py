@@ -23,10 +23,10 @@ def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True) -> Counter[str]
             continue
         inner = [matmul_flops(found.jaxpr, with_recomputation=with_recomputation) for found in all_inside(eqn)]
         if eqn.primitive.name == "cond":
-            inner = [max(inner, key=lambda of: of.total(), default=Counter())]
+            inner = [max(inner, key=lambda counts: counts.total(), default=Counter())]
         times = n_iterations(eqn)
-        for of in inner:
-            flops.update({dtype: n * times for dtype, n in of.items()})
+        for counts in inner:
+            flops.update({dtype: n * times for dtype, n in counts.items()})
     return flops
 
 

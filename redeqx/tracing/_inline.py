@@ -40,9 +40,9 @@ def _is_plain_jit(eqn: Any) -> bool:
     return is_anywhere and not any(eqn.params.get("donated_invars", ()))
 
 
-def _inlined(closed: Any, made: dict[int, Any]) -> Any:
-    if id(closed.jaxpr) in made:
-        return made[id(closed.jaxpr)]
+def _inlined(closed: Any, memo: dict[int, Any]) -> Any:
+    if id(closed.jaxpr) in memo:
+        return memo[id(closed.jaxpr)]
     constvars, consts, eqns = list(closed.jaxpr.constvars), list(closed.consts), []
 
     def emit(jaxpr: Any, env: dict[Any, Any], scope: Any) -> list[Any]:
@@ -65,7 +65,7 @@ def _inlined(closed: Any, made: dict[int, Any]) -> Any:
             env.update(zip(eqn.outvars, outvars, strict=True))
             new = eqn.replace(invars=invars, outvars=outvars, source_info=info)
             if is_replaceable(eqn):
-                within = [_inlined(inner.closed, made) for inner in insides(eqn)]
+                within = [_inlined(inner.closed, memo) for inner in insides(eqn)]
                 new, operands = with_insides(new, invars, within)
                 for var, operand in zip(new.invars, operands, strict=True):
                     if operand is not var:  # a constant of a remat's new jaxpr
@@ -77,5 +77,5 @@ def _inlined(closed: Any, made: dict[int, Any]) -> Any:
     env: dict[Any, Any] = {var: var for var in (*closed.jaxpr.constvars, *closed.jaxpr.invars)}
     outvars = emit(closed.jaxpr, env, None)
     jaxpr = closed.jaxpr.replace(constvars=constvars, outvars=outvars, eqns=eqns)
-    made[id(closed.jaxpr)] = jex.ClosedJaxpr(jaxpr, consts)
+    memo[id(closed.jaxpr)] = jex.ClosedJaxpr(jaxpr, consts)
     return made[id(closed.jaxpr)]

@@ -93,21 +93,21 @@ def is_replaceable(eqn: Any) -> bool:
     return eqn.primitive.name in _REPLACEABLE
 
 
-def with_insides(eqn: Any, values: Sequence[Any], made: Sequence[Any]) -> tuple[Any, list[Any]]:
+def with_insides(eqn: Any, values: Sequence[Any], new_insides: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Returns the equation with its inner jaxprs replaced, and its operands.
 
     A remat holds an open jaxpr, so the constants of its new closed jaxpr become operands.
 
     **Arguments:**
 
-    - `made`: the new closed jaxprs, in the order of `insides`.
+    - `new_insides`: the new closed jaxprs, in the order of `insides`.
     """
     params = dict(eqn.params)
     for inner in insides(eqn):
         if isinstance(params[inner.param], tuple | list):
             params[inner.param] = type(params[inner.param])()
     invars, values = list(eqn.invars), list(values)
-    for inner, new in zip(insides(eqn), made, strict=True):
+    for inner, new in zip(insides(eqn), new_insides, strict=True):
         if isinstance(params[inner.param], tuple | list):
             params[inner.param] = (*params[inner.param], new)
         elif hasattr(params[inner.param], "consts"):

@@ -216,20 +216,20 @@ class Site:
                 values[i], tags[i] = (plain(value), None) if place is None else value.tag.enter(value.value, place)
         rules, around = self._later if by_rest else self._rules, (*self.around, eqn.primitive.name)
         around = (*around, "checkpoint") if remat else around
-        made, is_changed = [], False
+        new_insides, is_changed = [], False
         for index, inner in enumerate(insides(eqn)):
             body, of_inputs = self.body.inside(eqn, index), [tags[i] for i in inner.operands]
             if remat is None and all(tag is None for tag in of_inputs) and not self._interpreter.changes(body):
-                made.append(inner.closed)
+                new_insides.append(inner.closed)
                 continue
             is_changed = True
 
             def inside(*args: Any, body: Body = body, tags: Sequence[Tag | None] = of_inputs) -> list[Any]:
-                begun = [arg if tag is None else tag.begin(arg) for arg, tag in zip(args, tags, strict=True)]
-                return self._interpreter.evaluate(body, begun, rules, around)
+                tagged = [arg if tag is None else tag.begin(arg) for arg, tag in zip(args, tags, strict=True)]
+                return self._interpreter.evaluate(body, tagged, rules, around)
 
-            made.append(jax.make_jaxpr(remat(inside) if remat else inside)(*shapes_in(inner.closed)))
-        return run(*with_insides(eqn, values, made)) if is_changed else run(eqn, values)
+            new_insides.append(jax.make_jaxpr(remat(inside) if remat else inside)(*shapes_in(inner.closed)))
+        return run(*with_insides(eqn, values, new_insides)) if is_changed else run(eqn, values)
 
     def inline(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
         """Inlines an equation that calls one jaxpr: computes that jaxpr's equations here, under the rules."""
@@ -325,9 +325,9 @@ def _reader(env: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 def _call(group: Group, name: str) -> Any:
     """Returns an equation that calls a group. Rules that follow tagged operands see the group as this equation."""
-    made = {var for eqn in group.eqns for var in eqn.outvars}
+    computed = {var for eqn in group.eqns for var in eqn.outvars}
     read = [*(atom for eqn in group.eqns for atom in eqn.invars), *group.reads]
-    inputs = {id(atom): atom for atom in read if not isinstance(atom, jex.Literal) and atom not in made}
+    inputs = {id(atom): atom for atom in read if not isinstance(atom, jex.Literal) and atom not in computed}
     invars, outvars = list(inputs.values()), group.eqns[-1].outvars
     info = jex.DebugInfo("redeqx", name, None, None)
     closed = jex.ClosedJaxpr(jex.Jaxpr((), invars, outvars, list(group.eqns), set(), info), ())

@@ -172,12 +172,12 @@ class GatherAtUse(Rule):
 
 def _stack_of(eqn: Any, weights: Sequence[_Weight]) -> _Weight | None:
     """Returns the tag of a stack of weights along a new dim, or None unless they are all sharded alike."""
-    of, axis = [weight.of_view or weight.shardings for weight in weights], eqn.params["axis"]
-    if any((each.storage, each.compute) != (of[0].storage, of[0].compute) for each in of):
+    shardings, axis = [weight.of_view or weight.shardings for weight in weights], eqn.params["axis"]
+    if any((each.storage, each.compute) != (shardings[0].storage, shardings[0].compute) for each in shardings):
         return None
     n_dims = len(eqn.outvars[0].aval.shape)
-    stack = of[0].of_view([None if i == axis else i - (i > axis) for i in range(n_dims)])
-    return stack and _Weight(replace(stack, name=_common_name([each.name for each in of])))
+    stack = shardings[0].of_view([None if i == axis else i - (i > axis) for i in range(n_dims)])
+    return stack and _Weight(replace(stack, name=_common_name([each.name for each in shardings])))
 
 
 def _common_name(names: Sequence[str]) -> str:
@@ -185,7 +185,7 @@ def _common_name(names: Sequence[str]) -> str:
     parts = [re.split(r"(\d+)", name) for name in names]
     if len(set(map(len, parts))) > 1:
         return names[0]
-    return "".join(of[0] if len(set(of)) == 1 else "*" for of in zip(*parts, strict=True))
+    return "".join(same[0] if len(set(same)) == 1 else "*" for same in zip(*parts, strict=True))
 
 
 def _is_weight(value: Any) -> bool:

@@ -168,7 +168,10 @@ class _Search:
             if begin <= i < end:
                 places[int(self.forms[i])].append(i)
         distances = Counter(
-            b - a for of in places.values() for n in (1, 2, 3, 4, 6, 8) for a, b in zip(of, of[n:], strict=False)
+            b - a
+            for indices in places.values()
+            for n in (1, 2, 3, 4, 6, 8)
+            for a, b in zip(indices, indices[n:], strict=False)
         )
         runs = []
         for period, _ in distances.most_common(_MAX_PERIODS):
@@ -350,10 +353,10 @@ def _scanned(closed: Any, runs: Sequence[_Blocks]) -> Any:
         return [value_of(atom, read(atom)) for atom in jaxpr.outvars]
 
     consts = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.constvars]
-    made = jax.make_jaxpr(compute)(*consts, *shapes_in(closed))
-    constvars = [*made.jaxpr.constvars, *made.jaxpr.invars[:n_consts]]
-    changed = made.jaxpr.replace(constvars=constvars, invars=made.jaxpr.invars[n_consts:], debug_info=jaxpr.debug_info)
-    return jex.ClosedJaxpr(changed, [*made.consts, *closed.consts])
+    new = jax.make_jaxpr(compute)(*consts, *shapes_in(closed))
+    constvars = [*new.jaxpr.constvars, *new.jaxpr.invars[:n_consts]]
+    changed = new.jaxpr.replace(constvars=constvars, invars=new.jaxpr.invars[n_consts:], debug_info=jaxpr.debug_info)
+    return jex.ClosedJaxpr(changed, [*new.consts, *closed.consts])
 
 
 def _scan(blocks: _Blocks, eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any, Any]:
@@ -373,10 +376,10 @@ def _scan(blocks: _Blocks, eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any
     xs = [jnp.stack([value(atom) for atom in atoms]) for atoms in blocks.stacked]
     first = of_block(0)
     last = blocks.n - 1
-    only_last = [_Carry(place, 1) for place, of in blocks.outputs.items() if of == [last]]
+    only_last = [_Carry(place, 1) for place, read_of in blocks.outputs.items() if read_of == [last]]
     zeros = {carry: jnp.zeros(var.aval.shape, var.aval.dtype) for carry in only_last for var in [_made(first, carry.place)]}
     initial = {**zeros, **{carry: value(atom) for carry, atom in blocks.carries.items()}}
-    several = [place for place, of in blocks.outputs.items() if of != [last]]
+    several = [place for place, read_of in blocks.outputs.items() if read_of != [last]]
 
     def body(carry: dict[_Carry, Any], slices: Sequence[Any]) -> tuple[dict[_Carry, Any], list[Any]]:
         within, made = dict(known), dict[_Place, Any]()
@@ -396,11 +399,11 @@ def _scan(blocks: _Blocks, eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any
             outs = run(eqn.replace(invars=invars), ins)
             within.update(zip(eqn.outvars, outs, strict=True))
             made.update({(j, out): value for out, value in enumerate(outs)})
-        after = {of: made[of.place] if of.depth == 1 else carry[_Carry(of.place, of.depth - 1)] for of in carry}
+        after = {each: made[each.place] if each.depth == 1 else carry[_Carry(each.place, each.depth - 1)] for each in carry}
         return after, [made[place] for place in several]
 
     after, stacks = _scan_with_dict(body, initial, xs, blocks.n)
-    found = {_made(of_block(last), of.place): after[of] for of in only_last}
+    found = {_made(of_block(last), each.place): after[each] for each in only_last}
     for place, stack in zip(several, stacks, strict=True):
         found.update({_made(of_block(i), place): stack[i] for i in blocks.outputs[place]})
     return {**found, **{var: known[var] for i in range(blocks.n) for j in blocks.hoisted for var in of_block(i)[j].outvars}}
@@ -411,11 +414,11 @@ def _scan_with_dict(body: Any, initial: dict[_Carry, Any], xs: Any, n: int) -> t
     names = list(initial)
 
     def of_values(values: Sequence[Any], slices: Any) -> Any:
-        after, made = body(dict(zip(names, values, strict=True)), slices)
-        return [after[name] for name in names], made
+        after, ys = body(dict(zip(names, values, strict=True)), slices)
+        return [after[name] for name in names], ys
 
-    values, made = jax.lax.scan(of_values, [initial[name] for name in names], xs, length=n)
-    return dict(zip(names, values, strict=True)), made
+    values, ys = jax.lax.scan(of_values, [initial[name] for name in names], xs, length=n)
+    return dict(zip(names, values, strict=True)), ys
 
 
 def _made(eqns: Sequence[Any], place: _Place) -> Any:
