@@ -78,4 +78,4 @@ def _inlined(closed: Any, memo: dict[int, Any]) -> Any:
     outvars = emit(closed.jaxpr, env, None)
     jaxpr = closed.jaxpr.replace(constvars=constvars, outvars=outvars, eqns=eqns)
     memo[id(closed.jaxpr)] = jex.ClosedJaxpr(jaxpr, consts)
-    return made[id(closed.jaxpr)]
+    return memo[id(closed.jaxpr)]

@@ -394,7 +394,7 @@ def test_what_a_compiler_without_hosts_compiled_is_estimated():
     step = Step(needs=1000, compile_seconds=0.0, arguments=500)
     found = _offloaded(step, 300, other_bytes=200)
     assert (found.needs, found.arguments, found.host_bytes) == (700, 200, 600)
-    assert _offloaded(step, 300, beside=600).needs == 900
+    assert _offloaded(step, 300, other_bytes=600).needs == 900
 
 
 @needs_tpu_compiler
