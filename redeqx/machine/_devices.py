@@ -123,9 +123,7 @@ def _gpus(name: str, size: str, memory: int | None) -> Machine:
     gpu = GPUS[kind]
     if memory is not None:  # the compiler reads it too: it recomputes values if memory is short
         gpu = replace(gpu, chip=replace(gpu.chip, memory=memory))
-    os.environ.setdefault(
-        "TF_CPP_MIN_LOG_LEVEL", "2"
-    )  # hides the plugin's long warnings about memory; the report has one line
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides the plugin's long warnings about memory
     topology = f"1x{hosts or 1}x{devices}"
     try:
         with _default_environment(_CUDA):

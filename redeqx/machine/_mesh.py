@@ -52,8 +52,7 @@ def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence
             f"{n_devices % n_shards}. Choose a product among {divisors}."
         )
     shape = (n_devices // n_shards, n_fsdp_shards, n_model_shards)
-    # Auto: the plan sets the shardings of parameters and inputs, and XLA derives all others. (Newer JAX defaults to
-    # Explicit.)
+    # Auto: the plan sets the shardings of parameters and inputs, and XLA the others. (Newer JAX defaults to Explicit.)
     types = (AxisType.Auto,) * len(AXES)
     try:
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)

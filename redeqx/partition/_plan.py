@@ -235,8 +235,7 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
     kinds = kinds_of(model, trace)
     chosen = _resolve_overrides(overrides or {}, leaves, mesh)
     unknown = _rules.Split(None, "replicated: no known layer")
-    # Maps the id of each array to the leaf that decides the split of all leaves with this array. Leaves with a split go
-    # first.
+    # Maps the id of each array to the leaf that decides the split of all leaves with this array: one with a split, if any.
     decides: dict[int, str] = {}
     for name in sorted(leaves, key=lambda name: name not in splits):
         if not isinstance(leaves[name], jax.ShapeDtypeStruct):  # the same shape object may stand for several arrays
