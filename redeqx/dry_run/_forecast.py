@@ -110,9 +110,7 @@ def _search_space(job: Job, run: DryRun) -> SearchSpace:
     remat, flops = _levels(job, run)
     program = job.make_program(run.plan, None, replace(run.setting, remat=remat))
     parameters, others = [*program.trained, *program.frozen], [*program.opt_state, *program.state]
-    weights, state = (
-        sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) for arrays in (parameters, parameters + others)
-    )
+    weights, state = (sum(math.prod(x.shape) * x.dtype.itemsize for x in xs) for xs in (parameters, parameters + others))
     opt_state = sum(math.prod(x.shape) * x.dtype.itemsize for x in program.opt_state)
     return SearchSpace(
         replace(run.setting, remat=remat),

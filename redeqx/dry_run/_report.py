@@ -123,11 +123,7 @@ class DryRun:
         for each in step.largest:
             sizes[_array(each), *_where(each, names)].append(each.bytes)
         most = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:_N_ROWS]
-        rows = [
-            (size_text(sum(bytes_of)), str(len(bytes_of)), *key)
-            for key, bytes_of in most
-            if sum(bytes_of) > 1e-3 * step.needs
-        ]
+        rows = [(size_text(sum(ns)), str(len(ns)), *key) for key, ns in most if sum(ns) > 1e-3 * step.needs]
         title = f"largest temporaries at the peak of the {name} step"
         console.table(title, ("size", "n", "array", "layer", "line"), rows)
 

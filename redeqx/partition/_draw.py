@@ -63,9 +63,7 @@ class Picture:
     def lines(self) -> list[str]:
         """The lines of text below the rectangle."""
         shape = " x ".join(map(str, self.shape)) or "scalar"
-        split = ", ".join(
-            f"dim {dim}: {' and '.join(axis for axis, _ in split_by)}" for dim, split_by in enumerate(self.axes) if split_by
-        )
+        split = ", ".join(f"dim {dim}: {' and '.join(axis for axis, _ in by)}" for dim, by in enumerate(self.axes) if by)
         return [self.name, shape, *([self.text] if self.text else []), *([split] if split else [])]
 
     def n_parts(self, dim: int) -> int:

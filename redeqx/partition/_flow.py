@@ -79,12 +79,7 @@ class Flow:
     tail: int | None = None
 
     def through(self, source: Sequence[int | None], new: Collection[int] = ()) -> "Flow":
-        """Returns the flow of the value whose dim `i` is this one's dim `source[i]`.
-
-        **Arguments:**
-
-        - `new`: the dims along which the value was repeated.
-        """
+        """Returns the flow of the value whose dim `i` is this one's dim `source[i]`. It is repeated along the dims `new`."""
         broadcast = {i for i, dim in enumerate(source) if dim in self.broadcast} | set(new)
         dim = source.index(self.dim) if self.dim is not None and self.dim in source else None
         views = tuple(view.of(source) for view in self.views)
@@ -182,14 +177,8 @@ class Pass:
         A loop is followed several times, with different splits of its carry, and so are the loops inside it. Without
         memoization the time would be exponential in the depth.
         """
-        calls = tuple(map(id, self.calls))
-        state = (
-            frozenset(self.decided.items()),
-            tuple(self.candidates),
-            frozenset(self.stacked.items()),
-            self.n_iterations,
-            calls,
-        )
+        decided, stacked = frozenset(self.decided.items()), frozenset(self.stacked.items())
+        state = (decided, tuple(self.candidates), stacked, self.n_iterations, tuple(map(id, self.calls)))
         if (key, state) in self.memo.followed:
             outs, found, cost = self.memo.followed[key, state]
             for name, values in found.items():
@@ -256,9 +245,8 @@ class Pass:
         """Adds the cost of the replicated leaves."""
         for i, split in self.decided.items():
             if split.dim is None:
-                self.cost += (
-                    (1 - 1 / self.n) * _REPLICATED_COST * math.prod(self.leaves[i].shape) * self.leaves[i].dtype.itemsize
-                )
+                leaf = self.leaves[i]
+                self.cost += (1 - 1 / self.n) * _REPLICATED_COST * math.prod(leaf.shape) * leaf.dtype.itemsize
 
     def reconsider(self, *leaves: int | None) -> None:
         self.candidates.update(dict.fromkeys(leaf for leaf in leaves if leaf is not None))
@@ -323,10 +311,7 @@ class Pass:
             self.add_collective("all-gather", atom.aval)
 
     def add_gradient_sum(self, atom: Any, flow: Flow) -> None:
-        """Adds the cost of a replicated value that each shard uses for another part of the output.
-
-        It is one all-reduce of the value's gradient, for any number of equations that read it.
-        """
+        """Adds one all-reduce of the gradient of a replicated value that each shard uses for another part of the output."""
         if flow.data and flow.grad and atom not in self.reduced:
             self.reduced.add(atom)
             self.add_collective("all-reduce", atom.aval)

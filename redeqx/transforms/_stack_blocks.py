@@ -168,10 +168,7 @@ class _Search:
             if begin <= i < end:
                 places[int(self.forms[i])].append(i)
         distances = Counter(
-            b - a
-            for indices in places.values()
-            for n in (1, 2, 3, 4, 6, 8)
-            for a, b in zip(indices, indices[n:], strict=False)
+            b - a for at in places.values() for n in (1, 2, 3, 4, 6, 8) for a, b in zip(at, at[n:], strict=False)
         )
         runs = []
         for period, _ in distances.most_common(_MAX_PERIODS):
