@@ -210,7 +210,7 @@ def test_a_loss_and_a_batch_come_together():
         (
             {"bias": ("model", None)},
             "`overrides['bias']`: expected at most 1 entries for `bias` of shape (4,), got ('model', None). "
-            "Give one mesh axis or None a dim.",
+            "Give one mesh axis or None for each dim.",
         ),
     ],
 )

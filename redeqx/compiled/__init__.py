@@ -1,7 +1,7 @@
-"""Compiled programs, read from their HLO text.
+"""Compiled programs: analyses of their HLO text.
 
-Owns the parser of HLO, the collectives and buffers that a program has, the check for work that devices repeat, and the
-operations of a profile. Knows nothing of models or plans. Open `_hlo.py` first.
+Owns the parser of HLO, the lists of a program's collectives and buffers, the check for work that devices repeat, and the
+operations of a profile. It is independent of models and plans. Open `_hlo.py` first.
 """
 
 from ._buffers import Buffer as Buffer, bytes_moved as bytes_moved, host_bytes as host_bytes, temporaries as temporaries

@@ -1,11 +1,11 @@
 """Parses the HLO text of a compiled step, and lists its collectives.
 
-Owns the grammar: computations, instructions, types, layouts, trip counts, source lines, and replica groups in each spelling
+Owns the grammar: computations, instructions, types, layouts, trip counts, source lines, and replica groups in each notation
 that XLA prints. Other modules interpret the numbers.
 
 *Bytes* are those of the unsharded array along the collective's axes: the operand of an all-reduce, the result of an
-all-gather, the operand of a reduce-scatter. *Moved* is what one device sends in a ring of n: 2(n-1)/n of the
-bytes for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter or an all-to-all, all of them for a permute.
+all-gather, the operand of a reduce-scatter. *Moved* is the number of bytes that one device sends in a ring of n: 2(n-1)/n of
+the bytes for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter or an all-to-all, all of them for a permute.
 """
 
 import dataclasses
@@ -40,18 +40,19 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One array that a collective moves. An instruction that XLA combined from several has several.
+    """One array that a collective moves. A collective that XLA combined from several moves several arrays.
 
     **Arguments:**
 
-    - `kind`: `"all-reduce"`, `"all-gather"`, ... never with `-start`.
-    - `shape`, `dtype`, `bytes`: of the whole array (see above).
-    - `group`: the devices of the first group; the other groups are like it.
-    - `n_executions`: in a step: the product of the trip counts of the loops around it.
-    - `exact`: False inside a loop of unknown trip count (counted once) or a conditional (each branch counted).
-    - `op_name`: the JAX operation that needs it, `jit(step)/transpose(jvp())/while/body/...`; may be empty.
+    - `kind`: `"all-reduce"`, `"all-gather"`, ..., without `-start`.
+    - `shape`, `dtype`, `bytes`: those of the unsharded array (see above).
+    - `group`: the devices of the first group. The other groups have the same form.
+    - `n_executions`: the number of executions in a step: the product of the trip counts of the enclosing loops.
+    - `exact`: whether `n_executions` is exact. False inside a loop of unknown trip count (counted once) or a conditional
+        (each branch is counted).
+    - `op_name`: the JAX operation that needs it, `jit(step)/transpose(jvp())/while/body/...`. May be empty.
     - `instruction`: the HLO name, the same for all arrays of a combined collective.
-    - `source`: its lines of Python, `file.py:12`, the innermost first.
+    - `source`: its Python source lines, `file.py:12`, innermost first.
     """
 
     kind: str
@@ -72,46 +73,46 @@ class Collective:
 
     @property
     def moved(self) -> float:
-        """Bytes that one device sends in a step, in all executions."""
+        """The bytes that one device sends in a step, in all executions."""
         n = self.group_size
         share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
         return self.n_executions * self.bytes * share.get(self.kind, (n - 1) / n)
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The mesh axes over which the groups extend, for a program on that mesh."""
+        """Returns the mesh axes that the groups span, for a program on this mesh."""
         coordinates = np.array(np.unravel_index(self.group, tuple(mesh.shape.values())))
         varying = (coordinates != coordinates[:, :1]).any(axis=1)
         return tuple(axis for axis, varies in zip(mesh.shape, varying, strict=True) if varies)
 
     @property
     def is_backward(self) -> bool:
-        """Whether it belongs to the backward pass, including what is rematerialised there."""
+        """Whether the collective is in the backward pass, including rematerialisation."""
         return "transpose(" in self.op_name or "rematted_computation" in self.op_name
 
 
 def collectives(hlo_text: str) -> list[Collective]:
-    """The collectives of one device that the entry computation reaches, in the text's order.
+    """Returns the collectives that the entry computation reaches, for one device, in the order of the text.
 
     **Arguments:**
 
-    - `hlo_text`: an optimised module, as `compiled.as_text()` gives it.
+    - `hlo_text`: an optimised module, as returned by `compiled.as_text()`.
 
-    Raises ValueError if the text has no entry computation, or an unknown spelling of a replica group.
+    Raises ValueError if the text has no entry computation, or a replica group in an unknown notation.
     """
     module = Module.of(hlo_text)
-    return list(_walk(module, module.entry, 1, True, {}))
+    return list(_collectives_in(module, module.entry, 1, True, {}))
 
 
-def _walk(module: "Module", name: str, times: int, exact: bool, channels: dict[str, str]) -> Iterator[Collective]:
+def _collectives_in(module: "Module", name: str, times: int, exact: bool, channels: dict[str, str]) -> Iterator[Collective]:
     for instruction in module.computations[name]:
         result, opcode, rest = instruction.type, instruction.opcode, instruction.rest
         kind = opcode.removesuffix("-start")
         if kind in _KINDS:
-            # TPU's compiler repeats an asynchronous one in each fusion that drives it, with the same channel.
+            # The TPU compiler repeats an asynchronous collective in each fusion that advances it, with the same channel.
             channel = _CHANNEL.search(rest)
             if channel and channels.setdefault(f"{kind} {channel.group(1)}", name) != name:
                 continue
-            if name.startswith("all-reduce-scatter"):  # its reduce-scatter: an all-reduce and a slice in one fusion
+            if name.startswith("all-reduce-scatter"):  # a fusion of an all-reduce and a slice
                 kind = "reduce-scatter"
             group = _group(rest, module.n_devices)
             for dtype, shape in arrays_of(result_type(result, opcode)):
@@ -129,23 +130,23 @@ def _walk(module: "Module", name: str, times: int, exact: bool, channels: dict[s
                     instruction=instruction.name,
                     source=module.source(instruction),
                 )
-            continue  # its own `to_apply` is the sum, and an asynchronous one's `calls` is itself again
+            continue  # its `to_apply` is the sum, and the `calls` of an asynchronous one is the same collective
         for role, called in instruction.calls():
             if called not in module.computations:
                 continue
-            if opcode == "while":  # the condition runs once more than the body; collectives there are not seen
+            if opcode == "while":  # the condition runs once more than the body; no collectives were seen there
                 n = module.trip_count(instruction)
-                yield from _walk(module, called, times * (n or 1), exact and n is not None, channels)
+                yield from _collectives_in(module, called, times * (n or 1), exact and n is not None, channels)
             else:
                 branch = role.endswith(("true_computation", "false_computation", "branch_computations"))
-                yield from _walk(module, called, times, exact and not branch, channels)
+                yield from _collectives_in(module, called, times, exact and not branch, channels)
 
 
 # --- the grammar -------------------------------------------------------------------------------------------------------
 
 
 class Instruction(NamedTuple):
-    """One line: `%name = type opcode(rest`."""
+    """An instruction, parsed from the line `%name = type opcode(rest`."""
 
     name: str
     type: str
@@ -154,7 +155,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """The names of its operands."""
+        """The names of the operands."""
         depth = 1
         for i, char in enumerate(self.rest):
             depth += (char in "([{") - (char in ")]}")
@@ -164,23 +165,23 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The JAX operation that needs it; may be empty."""
+        """The JAX operation that needs the instruction. May be empty."""
         found = _OP_NAME.search(self.rest)
         return found.group(1) if found else ""
 
     def calls(self) -> list[tuple[str, str]]:
-        """The computations that it calls, each with its role."""
+        """Returns the roles and names of the computations that it calls."""
         found = _CALLED.findall(self.rest)
         return [(role, called) for role, many, one in found for called in re.findall(r"[\w.\-]+", many or one)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A parsed module.
+    """A parsed HLO module.
 
     **Arguments:**
 
-    - `computations`: the instructions of each, in the order of the schedule.
+    - `computations`: the instructions of each computation, in the order of the schedule.
     - `entry`: the name of the entry computation.
     """
 
@@ -191,10 +192,7 @@ class Module:
 
     @classmethod
     def of(cls, text: str) -> "Module":
-        """The module of an HLO text.
-
-        Raises ValueError if it has no entry computation.
-        """
+        """Parses an HLO text. Raises ValueError if it has no entry computation."""
         computations: dict[str, list[Instruction]] = {}
         entry = current = None
         for line in text.splitlines():
@@ -219,12 +217,15 @@ class Module:
         return math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", self.head))
 
     def source(self, instruction: Instruction) -> tuple[str, ...]:
-        """The lines of Python of an instruction, `file.py:12`, the innermost first."""
+        """Returns the Python source lines of an instruction, `file.py:12`, innermost first."""
         return self.sources.of(instruction.rest)
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """The trip count of a while loop: the compiler's, else the number up to which its condition counts from 0, as in a
-        scan; None if it is unknown. A condition that compares what it computes, or more than a counter, counts nothing."""
+        """Returns the trip count of a while loop, or None if it is unknown.
+
+        It is the compiler's count, or else, as for a scan, the constant with which the condition compares a counter from 0.
+        A condition of any other form has no known count.
+        """
         if known := _TRIP_COUNT.search(loop.rest):
             return int(known.group(1))
         condition = next((called for role, called in loop.calls() if role == "condition"), "")
@@ -239,7 +240,7 @@ class Module:
 
 
 class _Sources:
-    """The lines of Python of instructions, from the tables in the text's head."""
+    """The Python source lines of instructions, from the tables in the text's head."""
 
     def __init__(self, text: str):
         head = text[: text.find("\n\n\n") + 1] if "\nStackFrames\n" in text else ""
@@ -258,7 +259,7 @@ class _Sources:
         }
 
     def of(self, rest: str) -> tuple[str, ...]:
-        """`file.py:12` of each frame, the innermost first. `rest` is an instruction's text after its opcode."""
+        """Returns `file.py:12` for each frame, innermost first. `rest` is an instruction's text after its opcode."""
         if named := re.search(r'source_file="([^"]*)" source_line=(\d+)', rest):
             return (f"{named.group(1)}:{named.group(2)}",)
         found: list[str] = []
@@ -279,7 +280,7 @@ def _section(head: str, title: str) -> str:
 
 
 def _split_type(text: str) -> tuple[str, str]:
-    """Split a type from what follows it: `(f32[2]{0}, u32[]) while(...)` before `while`. TPU layouts nest brackets."""
+    """Splits text after a type: `(f32[2]{0}, u32[]) while(...)` before `while`. TPU layouts nest brackets."""
     depth = 0
     for i, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
@@ -289,7 +290,7 @@ def _split_type(text: str) -> tuple[str, str]:
 
 
 def elements_of(result: str) -> list[str]:
-    """The top-level elements of a tuple type; for another type, the type itself."""
+    """Returns the top-level elements of a tuple type. Another type is its only element."""
     if not result.startswith("("):
         return [result]
     elements, depth = [""], 0
@@ -303,7 +304,7 @@ def elements_of(result: str) -> list[str]:
 
 
 def result_type(result: str, opcode: str) -> str:
-    """The part of an instruction's type that is its result: the type of a `-start` may also have operands and a context."""
+    """Returns the result's part of an instruction's type. The type of a `-start` may also have operands and a context."""
     if not opcode.endswith("-start") or opcode == "all-reduce-start":
         return result
     return elements_of(result)[0 if opcode == "copy-start" else 1]
@@ -326,8 +327,10 @@ def _unscattered(shape: tuple[int, ...], group_size: int, rest: str) -> tuple[in
 
 
 def _group(rest: str, n_devices: int) -> tuple[int, ...]:
-    """The devices of the first group, from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=4,'b'=2] {'a'}`; for a permute, the
-    first pair of two different devices."""
+    """Returns the devices of the first group, from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=4,'b'=2] {'a'}`.
+
+    For a permute, returns the first pair of two different devices.
+    """
     if pairs := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest):
         each = [_integers(pair) for pair in re.findall(r"\{([\d, ]*)\}", pairs.group(1))]
         return next((pair for pair in each if len({*pair}) > 1), each[0])
@@ -351,15 +354,15 @@ def _group(rest: str, n_devices: int) -> tuple[int, ...]:
             in_group += [False, axis in taken, False]
         index = tuple(slice(None) if is_in else 0 for is_in in in_group)
         return tuple(ids.reshape(shape)[index].ravel().tolist())
-    spelled = re.search(r"replica_groups=\S*", rest)
+    notation = re.search(r"replica_groups=\S*", rest)
     raise ValueError(
-        f"`replica_groups`: expected a list, an iota or a mesh, got `{spelled.group(0) if spelled else rest}`. "
-        "Report this spelling."
+        f"`replica_groups`: expected a list, an iota or a mesh, got `{notation.group(0) if notation else rest}`. "
+        "Please report it as a bug."
     )
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[2,4]T(1,0)`: the integers from 0, reshaped, transposed if there is a T, and flattened."""
+    """Returns the integers of `[2,4]T(1,0)`: counted from 0, reshaped, transposed if there is a T, and flattened."""
     dims, _, order = text.partition("T(")
     ids = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
     return ids.transpose(_integers(order.split(")")[0]) or range(ids.ndim)).ravel()

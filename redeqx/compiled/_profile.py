@@ -1,6 +1,6 @@
-"""The costliest operations of a step, from a trace of the profiler and the step's HLO text.
+"""Lists the costliest operations of a step, from a trace of the profiler and the step's HLO text.
 
-The trace has the durations of instructions by name; the text has what each computes, and the line of code that asked for it.
+The trace has the durations of instructions by name. The text has the operation and the line of code of each instruction.
 """
 
 import os
@@ -19,9 +19,9 @@ from ._hlo import Instruction, Module
 from ._sources import own_line, words_of
 
 _TRAINING = f"{Path(__file__).parents[1] / 'training'}{os.sep}"
-# Their bodies have instructions of their own.
+# Not counted: the instructions in their bodies are.
 _CONTROL = {"while", "conditional", "call", "async-start", "async-done", "async-update"}
-# What a fusion is named after, if it contains one; the first is the costliest.
+# A fusion is named after the first of these that it contains. They are ordered by cost.
 _HEAVY = ("dot", "convolution", "custom-call", "sort", "scatter", "gather", "reduce")
 
 
@@ -31,12 +31,12 @@ class Operation:
 
     **Arguments:**
 
-    - `seconds`: of one device in one step, all executions together.
-    - `share`: of the step's time.
-    - `n`: executions in a step.
-    - `kind`: HLO's word: `fusion of dot`, `all-gather`, the target of a custom call.
-    - `op`: JAX's words, `mlp/dot_general, backward`.
-    - `line`: of the user's code, `train.py:12`; empty if unknown.
+    - `seconds`: the total time of its executions on one device in one step.
+    - `share`: its share of the step's time.
+    - `n`: the number of executions in a step.
+    - `kind`: the HLO operation: `fusion of dot`, `all-gather`, the target of a custom call.
+    - `op`: the JAX operation: `mlp/dot_general, backward`.
+    - `line`: the line of the user's code, `train.py:12`. Empty if unknown.
     """
 
     seconds: float
@@ -49,13 +49,13 @@ class Operation:
 
 @dataclass(frozen=True)
 class Profile:
-    """What some steps took.
+    """A profile of some steps.
 
     **Arguments:**
 
-    - `operations`: the costliest first.
-    - `seconds`: of one step, by the clock.
-    - `n_devices`: in the trace.
+    - `operations`: the operations of a step, costliest first.
+    - `seconds`: the wall time of one step.
+    - `n_devices`: the number of devices in the trace.
     """
 
     operations: tuple[Operation, ...]
@@ -63,31 +63,31 @@ class Profile:
     n_devices: int
 
     def text(self, n: int = 10) -> str:
-        """A table of the `n` costliest operations; where several instructions are the same operation, of their sum."""
+        """Returns a table of the `n` costliest operations."""
         columns = ("time", "share", "times", "kind", "operation", "line")
         rows = [
-            (f"{1e3 * of.seconds:.3f} ms", f"{of.share:.1%}", f"{of.n:.0f}", of.kind, of.op, of.line)
-            for of in self.operations[:n]
+            (f"{1e3 * each.seconds:.3f} ms", f"{each.share:.1%}", f"{each.n:.0f}", each.kind, each.op, each.line)
+            for each in self.operations[:n]
         ]
         widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
         pads = (*[str.rjust] * 3, *[str.ljust] * 3)
         lines = ["  ".join(pad(x, n) for pad, x, n in zip(pads, row, widths, strict=True)) for row in (columns, *rows)]
-        shown = sum(of.share for of in self.operations[:n])
-        others = f", {len(self.operations) - n} others {sum(of.share for of in self.operations[n:]):.1%}"
+        shown = sum(each.share for each in self.operations[:n])
+        others = f", {len(self.operations) - n} others {sum(each.share for each in self.operations[n:]):.1%}"
         total = f"of {1e3 * self.seconds:.3f} ms a step: these {shown:.1%}" + (others if len(self.operations) > n else "")
         return "\n".join(line.rstrip() for line in [*lines, f"{total}; a device's mean over {self.n_devices}"])
 
 
 def profile_of(trace: Path, text: str, n_steps: int) -> Profile | None:
-    """The operations of a step.
+    """Returns the profile of a step, or None if the trace has none of the step's instructions.
+
+    Instructions with the same kind, JAX operation and line are added up.
 
     **Arguments:**
 
-    - `trace`: the profiler's `*.xplane.pb`, of some whole steps.
+    - `trace`: the profiler's `*.xplane.pb`, of some complete steps.
     - `text`: the optimised HLO of the step, `compiled.as_text()`.
-    - `n_steps`: in the trace.
-
-    Returns None if the trace has none of the step's instructions.
+    - `n_steps`: the number of steps in the trace.
     """
     module = Module.of(text)
     instructions = {each.name: each for lines in module.computations.values() for each in lines}
@@ -107,11 +107,11 @@ def profile_of(trace: Path, text: str, n_steps: int) -> Profile | None:
     n, step = n_steps * len(devices), (end - begin) / n_steps
     operations: dict[tuple[str, str, str], Operation] = {}
     for op, total in seconds.items():
-        words = _words(module, instructions[op])
+        words = _names(module, instructions[op])
         old = operations.get(words, Operation(0.0, 0.0, 0.0, *words))
         took = old.seconds + total / n
         operations[words] = Operation(took, took / step, old.n + times[op] / n, *words)
-    ordered = sorted(operations.values(), key=lambda of: of.seconds, reverse=True)
+    ordered = sorted(operations.values(), key=lambda each: each.seconds, reverse=True)
     return Profile(tuple(ordered), step, len(devices))
 
 
@@ -119,10 +119,10 @@ def profile_of(trace: Path, text: str, n_steps: int) -> Profile | None:
 
 
 def _events(trace: Path, module: str) -> Iterator[tuple[str, Any, float, float]]:
-    """Of each execution of an instruction of a module: its name, its device, its start and its duration in seconds.
+    """Yields each execution of an instruction of a module: its name, device, start and duration in seconds.
 
-    On CPUs and GPUs each event names its instruction and module. On TPUs instructions have a line of their own, and the
-    modules another one, whose events enclose theirs.
+    On CPUs and GPUs each event names its instruction and module. On TPUs one line of the trace has the instructions, and
+    another has the modules, whose events enclose those of their instructions.
     """
     for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
         lines = {line.name: line for line in plane.lines}
@@ -150,8 +150,8 @@ def _events(trace: Path, module: str) -> Iterator[tuple[str, Any, float, float]]
 # --- the text ----------------------------------------------------------------------------------------------------------
 
 
-def _words(module: Module, instruction: Instruction) -> tuple[str, str, str]:
-    """The kind of an instruction, JAX's words for it, and its line."""
+def _names(module: Module, instruction: Instruction) -> tuple[str, str, str]:
+    """Returns the kind of an instruction, its JAX operation, and its line."""
     inner = [each for _, called in instruction.calls() for each in module.computations.get(called, [])]
     inner = inner if instruction.opcode == "fusion" else []
     heavy = next((each for opcode in _HEAVY for each in inner if each.opcode == opcode), None)
@@ -163,18 +163,22 @@ def _words(module: Module, instruction: Instruction) -> tuple[str, str, str]:
         kind = f"fusion of {heavy.opcode}"
     elif target := re.search(r'custom_call_target="([^"]*)"', instruction.rest):
         kind = target.group(1)
-    return kind, _jax_words(main.op_name) or instruction.name, _line(module.source(main))
+    return kind, _jax_name(main.op_name) or instruction.name, _line(module.source(main))
 
 
-def _jax_words(op_name: str) -> str:
-    """`jit(step)/transpose(jvp(mlp))/while/body/dot_general` as `mlp/dot_general, backward`."""
-    again = ", computed again" if "rematted_computation" in op_name else ", backward" if "transpose(" in op_name else ""
+def _jax_name(op_name: str) -> str:
+    """Shortens `jit(step)/transpose(jvp(mlp))/while/body/dot_general` to `mlp/dot_general, backward`."""
+    suffix = ", computed again" if "rematted_computation" in op_name else ", backward" if "transpose(" in op_name else ""
     words = words_of(op_name)
-    return words + again if words else ""
+    return words + suffix if words else ""
 
 
 def _line(source: Sequence[str]) -> str:
-    """The user's line among the frames of an operation, innermost first; of what only the optimizer or the step itself does,
-    their own line."""
-    inside = [*takewhile(lambda line: not line.startswith(_TRAINING), source)]  # above is the call of `fit`
+    """Returns the user's line among the frames of an operation, or else the line of the optimizer or of the step itself.
+
+    **Arguments:**
+
+    - `source`: the frames, innermost first.
+    """
+    inside = [*takewhile(lambda line: not line.startswith(_TRAINING), source)]  # the frames above include the call of `fit`
     return own_line(inside or source[:1])

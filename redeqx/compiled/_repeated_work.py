@@ -1,13 +1,13 @@
 """Checks that each device computes only its share of a step: compares the compiled program's products with the trace's.
 
-XLA splits what it can. Where it cannot (a sort, a cumulative sum or a scatter over all rows of the batch), it gathers the
-rows, and every device computes what follows for all of them, without a warning. So this module counts the FLOPs of matmuls
-and convolutions in the compiled program by the line of code that they come from, and compares them with those of the traced
+XLA cannot split some operations, such as a sort, a cumulative sum or a scatter over all rows of the batch. It gathers the
+rows instead, and every device computes the following operations for all rows, without a warning. So this module counts the
+FLOPs of matmuls and convolutions in the compiled program by their line of code, and compares them with those of the traced
 step.
 
-Work that the plan repeats on purpose is allowed for: every device computes a product of parameters alone, and every shard of
-the model axis computes a product that this axis does not split. Work outside the loss, such as an optimizer's matmuls, is
-not checked.
+The check allows for work that the plan repeats on purpose: every device computes the products of parameters only, and every
+shard of the model axis computes the products that this axis does not split. Work outside the loss, such as an optimizer's
+matmuls, is not checked.
 """
 
 import math
@@ -26,20 +26,21 @@ from ..tracing import all_inside, n_iterations, product_flops
 from ._hlo import Instruction, Module, arrays_of
 from ._sources import frames_of, line_among, line_of, shortened
 
-MAX_RATIO = 1.5  # of a device's work to its share of the step; more than that is reported
+MAX_RATIO = 1.5  # of a device's work to its share of the step; larger ratios are reported
 _N_LINES = 5
 
 
 class _Count(NamedTuple):
-    """FLOPs by line of code: of all executions, and with one iteration of each loop."""
+    """FLOPs by line of code: of all iterations of loops, and of one iteration of each loop."""
 
     all: Counter[str]
     once: Counter[str]
 
 
 def excess(traced: Any, module: Module, repeats: Mapping[str, float]) -> tuple[float, list[tuple[str, float]]] | None:
-    """The ratio of each device's work to its share of a step, and the lines that cause it, the largest first, each with its
-    own ratio. None if the ratio is at most `MAX_RATIO`.
+    """Returns the ratio of each device's work to its share of a step, and the lines that cause it, with their own ratios.
+
+    The lines with the most excess work come first. Returns None if the ratio is at most `MAX_RATIO`.
 
     **Arguments:**
 
@@ -48,11 +49,12 @@ def excess(traced: Any, module: Module, repeats: Mapping[str, float]) -> tuple[f
     - `repeats`: for each line of the loss with a product, the number of devices on which the plan repeats it.
     """
     unknown: set[str] = set()  # lines in `while` loops, whose length is not in the trace
-    whole, done = _of_jaxpr(traced, unknown), _of_module(module)
+    total, per_device = _of_jaxpr(traced, unknown), _of_module(module)
     shares: dict[str, float] = {}
     works: dict[str, float] = {}
-    for line in repeats.keys() & whole.all.keys():
-        of_trace, of_program = (whole.once, done.once) if line in unknown else (whole.all, done.all)
+    for line in repeats.keys() & total.all.keys():
+        is_unknown = line in unknown
+        of_trace, of_program = (total.once, per_device.once) if is_unknown else (total.all, per_device.all)
         shares[line] = of_trace[line] * repeats[line] / module.n_devices
         works[line] = of_program[line]
     ratio = sum(works.values()) / max(1.0, sum(shares.values()))
@@ -64,13 +66,13 @@ def excess(traced: Any, module: Module, repeats: Mapping[str, float]) -> tuple[f
 
 
 def message(ratio: float, lines: Iterable[tuple[str, float]], n_devices: int) -> str:
-    """The text of the warning."""
+    """Returns the text of the warning."""
     where = "; ".join(f"{shortened(line)} ({times:.1f} times)" for line, times in lines)
     return (
         f"`loss_fn`: expected each of {n_devices} devices to compute 1/{n_devices} of a step, got {ratio:.1f} times that: "
-        f"what is computed at {where} is repeated on several devices. Products without rows of the batch, and what follows "
-        "a sort, a running sum, a scatter or a lookup over all its rows, cannot be split: compute them for each example, "
-        "under `jax.vmap`."
+        f"the work of {where} is repeated on several devices. XLA cannot split products without rows of the batch, nor work "
+        "that follows a sort, cumulative sum, scatter or lookup over all rows: compute it for each example, under "
+        "`jax.vmap`."
     )
 
 
@@ -87,17 +89,17 @@ def _of_jaxpr(jaxpr: Any, unknown: set[str]) -> _Count:
             continue
         inner = [_of_jaxpr(found.jaxpr, unknown) for found in all_inside(eqn)]
         if eqn.primitive.name == "cond":
-            inner = _longest(inner)
+            inner = _costliest(inner)
         times = n_iterations(eqn)
-        for of in inner:
+        for other in inner:
             if eqn.primitive.name == "while":
-                unknown.update(of.all)
-            _add(count, of, times)
+                unknown.update(other.all)
+            _add(count, other, times)
     return count
 
 
-def _longest(branches: list[_Count]) -> list[_Count]:
-    return sorted(branches, key=lambda of: of.all.total())[-1:]
+def _costliest(branches: list[_Count]) -> list[_Count]:
+    return sorted(branches, key=lambda count: count.all.total())[-1:]
 
 
 def _add(count: _Count, other: _Count, times: int) -> None:
@@ -110,12 +112,12 @@ def _add(count: _Count, other: _Count, times: int) -> None:
 
 
 def _of_module(module: Module) -> _Count:
-    made: dict[str, _Count] = {}  # by computation
+    memo: dict[str, _Count] = {}  # by computation
 
-    def of(name: str) -> _Count:
-        if name in made:
-            return made[name]
-        count = made[name] = _Count(Counter(), Counter())
+    def count_of(name: str) -> _Count:
+        if name in memo:
+            return memo[name]
+        count = memo[name] = _Count(Counter(), Counter())
         types = {instruction.name: instruction.type for instruction in module.computations[name]}
         for instruction in module.computations[name]:
             flops = _flops(instruction, types)
@@ -125,19 +127,19 @@ def _of_module(module: Module) -> _Count:
                 count.once[line] += flops
                 continue
             called = [(role, inner) for role, inner in instruction.calls() if inner in module.computations]
-            inner = [of(inner) for role, inner in called if role != "condition"]
+            inner = [count_of(inner) for role, inner in called if role != "condition"]
             if instruction.opcode == "conditional":
-                inner = _longest(inner)
+                inner = _costliest(inner)
             times = (module.trip_count(instruction) or 1) if instruction.opcode == "while" else 1
             for other in inner:
                 _add(count, other, times)
         return count
 
-    return of(module.entry)
+    return count_of(module.entry)
 
 
 def _flops(instruction: Instruction, types: Mapping[str, str]) -> int:
-    """The FLOPs of a matmul or a convolution, also of a call to a library such as cuBLAS; 0 for other instructions."""
+    """Counts the FLOPs of a matmul or a convolution, also as a call to cuBLAS. Returns 0 for all others."""
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return 0
     rest = instruction.rest
@@ -163,8 +165,7 @@ def _product(shape: tuple[int, ...], dims: Iterable[int]) -> int:
 
 @contextmanager
 def checked(step: Any, args: tuple[Any, ...], plan: Any, groups: PyTree[jax.Array]) -> Iterator[None]:
-    """A context for the first call of a jitted training step. Warns, in process 0, if each device computes much more than
-    its share.
+    """A context for the first call of a jitted training step. Process 0 warns if devices compute much more than their share.
 
     Nothing is traced, lowered or compiled twice: the call finds the trace and the lowered program in JAX's caches, and the
     check finds the compiled program there.
@@ -172,8 +173,8 @@ def checked(step: Any, args: tuple[Any, ...], plan: Any, groups: PyTree[jax.Arra
     **Arguments:**
 
     - `step`, `args`: the jitted step and the arguments of the call.
-    - `plan`: of the model.
-    - `groups`: the step's micro-batches, `[n, rows, ...]`. Where the rows do not divide over the batch shards, every device
+    - `plan`: the plan of the model.
+    - `groups`: the step's micro-batches, `[n, rows, ...]`. If the rows do not divide over the batch shards, every device
         computes all of them, and nothing is checked.
     """
     is_split = all(x.shape[1] % n_batch_shards(plan.mesh) == 0 for x in jax.tree.leaves(groups))

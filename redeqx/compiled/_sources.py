@@ -1,4 +1,4 @@
-"""Where an operation comes from: JAX's words for it, and the lines of code that asked for it."""
+"""The origin of an operation: its JAX name, and its lines of code."""
 
 import os
 import re
@@ -17,10 +17,10 @@ import optax
 from ..errors import is_ours
 
 # Libraries whose frames are skipped in the search for a line that the user can change. redeqx's own modules are skipped
-# too (`is_ours`), except for the models.
+# too (`is_ours`), except the models.
 _LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (jax, equinox, einops, jaxtyping))
 _OPTAX = f"{Path(optax.__file__).parent}{os.sep}"
-# Words of operation names that say how JAX came to an operation, and not what it is.
+# Parts of operation names that name JAX's transformations, not the operation.
 _TRANSFORMATIONS = {
     *("jit", "pjit", "jvp", "transpose", "vmap", "while", "body", "cond", "closed_call", "custom_vjp_call"),
     *("custom_jvp_call", "checkpoint", "remat2", "rematted_computation", "shard_map", "step_fn"),
@@ -28,13 +28,13 @@ _TRANSFORMATIONS = {
 
 
 def line_of(eqn: Any) -> str:
-    """The line of code, `file.py:12`, that an equation comes from; empty if it is not known."""
+    """Returns the line of code of an equation, `file.py:12`, or an empty string if it is unknown."""
     traceback = eqn.source_info.traceback
     return "" if traceback is None else line_among((frame.file_name, frame.line_num) for frame in traceback.frames)
 
 
 def line_among(frames: Iterable[tuple[str, int]]) -> str:
-    """The innermost frame outside of libraries."""
+    """Returns the innermost frame outside libraries."""
     return next((f"{name}:{line}" for name, line in frames if _is_code(name)), "")
 
 
@@ -44,33 +44,33 @@ def _is_code(name: str) -> bool:
 
 
 def frames_of(source: Sequence[str]) -> list[tuple[str, int]]:
-    """The files and lines of an operation's source, `file.py:12` each."""
+    """Splits each line of an operation's source, `file.py:12`, into file and line."""
     return [(name, int(line)) for name, _, line in (text.rpartition(":") for text in source)]
 
 
 def own_line(source: Sequence[str]) -> str:
-    """The innermost line of the script or of a model, shortened; without one, the innermost of all.
+    """Returns the innermost line of the script or of a model, shortened, or else the innermost line of all.
 
     **Arguments:**
 
-    - `source`: of an operation, `file.py:12` each, innermost first.
+    - `source`: the lines of an operation, `file.py:12` each, innermost first.
     """
     line = line_among(frame for frame in frames_of(source) if not frame[0].startswith(_OPTAX))
     return shortened(line or next(iter(source), ""))
 
 
 def shortened(line: str) -> str:
-    """A line with its file relative to the import path or the current folder: `redeqx/models/opt.py:318`."""
+    """Makes a line's file relative to the import path or the current folder: `redeqx/models/opt.py:318`."""
     folders = (path for path in (*sys.path, os.getcwd()) if path and line.startswith(path + os.sep))
     folder = max(folders, key=len, default="")
     return line.removeprefix(folder + os.sep) if folder else line
 
 
 def split_name(op_name: str) -> list[str]:
-    """The parts of JAX's name of an operation: `jit(step)/jvp(mlp)/dot_general` has `jit`, `step`, `jvp` and so on."""
+    """Splits the JAX name of an operation: `jit(step)/jvp(mlp)/dot_general` into `jit`, `step`, `jvp` and so on."""
     return [part for part in re.split(r"[/()\s;:]+", op_name) if part]
 
 
 def words_of(op_name: str) -> str:
-    """What an operation computes, by its name, without JAX's transformations: `mlp/dot_general`; empty if it has none."""
+    """Shortens the JAX name of an operation to its last two parts without transformations: `mlp/dot_general`."""
     return "/".join([part for part in split_name(op_name) if part not in _TRANSFORMATIONS][-2:])

@@ -1,7 +1,7 @@
-"""The workspaces of cuBLAS and cuDNN: memory that a call of these libraries writes to and nobody else reads.
+"""The workspaces of cuBLAS and cuDNN: scratch memory of calls to these libraries.
 
-A call returns its workspace as the last element of its result. That of cuBLAS has a size in the program. cuDNN chooses the
-plan of a call on the GPU, so a program that was compiled without one has an empty workspace instead.
+A call returns its workspace as the last element of its result. The program states the size of cuBLAS workspaces. cuDNN
+chooses the plan of a call on the GPU, so a program that was compiled without a GPU has empty cuDNN workspaces.
 """
 
 import math
@@ -13,7 +13,7 @@ _CALL = re.compile(r'custom_call_target="__cu(blas|dnn)\$')
 
 
 def workspace(line: Instruction) -> str:
-    """The type of the workspace in the result of a call of cuBLAS or cuDNN; empty for other operations."""
+    """Returns the type of the workspace of a call to cuBLAS or cuDNN, or an empty string for other operations."""
     if line.opcode != "custom-call" or not line.type.startswith("(") or not _CALL.search(line.rest):
         return ""
     last = elements_of(line.type)[-1]
@@ -21,10 +21,11 @@ def workspace(line: Instruction) -> str:
 
 
 def workspace_allowance(module: Module) -> int:
-    """Bytes to allow for the largest workspace that cuDNN has not chosen yet; 0 if it has chosen all.
+    """Estimates the bytes of the largest workspace that cuDNN has not chosen yet. Returns 0 if it has chosen all.
 
-    This is a guess: for each array of a call's result, a float32 array as large as the largest of them. The gradient of
-    attention sums that of the queries in float32, and those of grouped keys and values for each head of the queries.
+    The estimate is, for each array of a call's result, a float32 array as large as the largest of them. The reason is that
+    the gradient of attention sums the queries' gradient in float32, and those of grouped keys and values for each query
+    head.
     """
     sizes = [0]
     for line in (line for lines in module.computations.values() for line in lines):

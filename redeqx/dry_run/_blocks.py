@@ -1,9 +1,9 @@
 """Finds equal blocks in a model's lists, and extrapolates the step of all blocks from steps with fewer.
 
 A loss that computes its blocks in an unrolled loop takes minutes and gigabytes of host memory to compile. Each block adds
-the same amount to the program, so two programs with a few blocks determine the numbers of the full one. The traced programs
-decide whether this holds: the matmuls must grow by exactly the same number with each block, the equations nearly so.
-Where `stack_blocks` makes them one loop they compile once, and nothing is extrapolated.
+the same amount to the program, so two programs with a few blocks determine the numbers of the full one. This is checked on
+the traced programs: each block must add exactly the same number of matmuls, and nearly the same number of equations. Blocks
+that `stack_blocks` turns into one loop compile once, and nothing is extrapolated.
 """
 
 import re
@@ -21,13 +21,13 @@ from .._tree import is_array_like, map_named, named_leaves, render
 from ..tracing import matmul_flops
 from ._figures import Step
 
-_LEAST = 12  # fewer blocks than that are all compiled
+_MIN_BLOCKS = 12  # shorter lists are compiled completely
 _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """`n` consecutive equal blocks in the list at `path` of a model, from index `start` on."""
+    """A run of `n` equal blocks in the list at `path` of a model, from index `start` on."""
 
     path: str
     start: int
@@ -35,37 +35,39 @@ class Blocks:
 
 
 def equal_blocks(model: PyTree) -> list[Blocks]:
-    """The longest run of equal blocks in each list of a model: blocks of one class whose arrays have equal names, shapes and
-    dtypes. Runs of fewer than `_LEAST` blocks are left out."""
+    """Returns the longest run of equal blocks in each list of a model, if it has at least `_MIN_BLOCKS` blocks.
+
+    Blocks are equal if they have the same class and their arrays have the same names, shapes and dtypes.
+    """
     found = []
-    for path, items in jtu.tree_flatten_with_path(model, is_leaf=lambda x: _longest_run(x)[1] >= _LEAST)[0]:
+    for path, items in jtu.tree_flatten_with_path(model, is_leaf=lambda x: _longest_run(x)[1] >= _MIN_BLOCKS)[0]:
         start, n = _longest_run(items)
-        if n >= _LEAST:
+        if n >= _MIN_BLOCKS:
             found.append(Blocks(render(path), start, n))
     return found
 
 
 def _longest_run(items: Any) -> tuple[int, int]:
-    if type(items) not in (list, tuple) or len(items) < _LEAST:
+    if type(items) not in (list, tuple) or len(items) < _MIN_BLOCKS:
         return 0, 0
-    best = start = 0, 0
+    best = current = 0, 0
     signatures = [_signature(item) for item in items]
     for i, signature in enumerate(signatures):
-        is_more = i > 0 and signature is not None and signature == signatures[i - 1]
-        start = (start[0], start[1] + 1) if is_more else (i, 1)
-        best = max(best, start, key=lambda run: run[1])
+        continues = i > 0 and signature is not None and signature == signatures[i - 1]
+        current = (current[0], current[1] + 1) if continues else (i, 1)
+        best = max(best, current, key=lambda run: run[1])
     return best
 
 
 def _signature(item: Any) -> Any:
-    """The class and the arrays' names, shapes and dtypes of a block; None for an array, and for an item without arrays."""
+    """Returns the class of a block and its arrays' names, shapes and dtypes, or None for arrays and items without arrays."""
     leaves = {} if is_array_like(item) else named_leaves(item)
     arrays = [(name, leaf.shape, leaf.dtype) for name, leaf in leaves.items() if is_array_like(leaf)]
     return (type(item), arrays) if arrays else None
 
 
 def with_fewer(model: PyTree, counts: Mapping[Blocks, int]) -> tuple[PyTree, dict[str, str]]:
-    """The model with only `counts[blocks]` of each run of blocks, and the name of each of its leaves in the full model."""
+    """Shortens each run of blocks to `counts[blocks]`. Returns the model, and the names of its leaves in the full model."""
     of_path = {blocks.path: blocks for blocks in counts}
 
     def cut(path: tuple[Any, ...], x: Any) -> Any:
@@ -85,7 +87,7 @@ def with_fewer(model: PyTree, counts: Mapping[Blocks, int]) -> tuple[PyTree, dic
 
 
 def content(jaxpr: Any) -> Counter[str]:
-    """The numbers of equations and of matmuls in a jaxpr, and the matmuls' FLOPs by dtype."""
+    """Counts the equations and matmuls in a jaxpr, and the matmuls' FLOPs by dtype."""
     found = Counter({f"FLOPs {dtype}": n for dtype, n in matmul_flops(jaxpr).items()})
     todo = [jaxpr]
     while todo:
@@ -98,31 +100,35 @@ def content(jaxpr: Any) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Shares:
-    """Extrapolates a number of the full program from a base program and from programs with more blocks of one list each:
-    `base + sum(times * (more - base))`."""
+    """Extrapolates numbers of the full program: `base + sum(times * (more - base))`.
+
+    `base` is the number of a program with few blocks, and `more` are those of programs with more blocks of one list each.
+    """
 
     times: tuple[Fraction, ...]
 
     def of(self, base: int, more: Sequence[int]) -> Fraction:
         return base + sum((times * (each - base) for times, each in zip(self.times, more, strict=True)), Fraction(0))
 
-    def holds(self, whole: Counter[str], base: Counter[str], more: Sequence[Counter[str]]) -> bool:
-        """Whether extrapolating the traced programs gives the full one: exactly for matmuls and FLOPs, within 1 % for
-        equations, since a long `jnp.stack` is a tree."""
+    def holds(self, full: Counter[str], base: Counter[str], more: Sequence[Counter[str]]) -> bool:
+        """Whether extrapolating the traced programs gives the full one.
 
-        def is_sum(what: str) -> bool:
-            off = abs(self.of(base[what], [each[what] for each in more]) - whole[what])
-            return off <= (whole[what] // 100 if what == "equations" else 0)
+        It must be exact for matmuls and FLOPs, and within 1 % for equations, since a long `jnp.stack` is a tree.
+        """
 
-        return all(map(is_sum, whole))
+        def is_close(what: str) -> bool:
+            error = abs(self.of(base[what], [each[what] for each in more]) - full[what])
+            return error <= (full[what] // 100 if what == "equations" else 0)
+
+        return all(map(is_close, full))
 
     def step(self, base: Step, more: Sequence[Step], flops: Mapping[str, int]) -> Step:
-        """The extrapolated step of all blocks. If the compiler refused a step, `needs` is the largest of all."""
-        every = [base, *more]
-        seconds = sum(step.compile_seconds for step in every)
-        failed = {what: why for step in every for what, why in step.failed.items()}
-        if any(step.is_refused for step in every):
-            needs = max(step.needs for step in every)
+        """Returns the extrapolated step of all blocks. If the compiler refused a step, `needs` is the largest of all."""
+        steps = [base, *more]
+        seconds = sum(step.compile_seconds for step in steps)
+        failed = {what: why for step in steps for what, why in step.failed.items()}
+        if any(step.is_refused for step in steps):
+            needs = max(step.needs for step in steps)
             return Step(needs=needs, compile_seconds=seconds, is_refused=True, flops=flops, failed=failed)
 
         def size(name: str) -> int:
@@ -132,9 +138,9 @@ class Shares:
             compile_seconds=seconds,
             flops=flops,
             failed=failed,
-            largest=self._items([step.largest for step in every], lambda x: (x.bytes, x.dtype, x.shape), _repeated),
+            largest=self._items([step.largest for step in steps], lambda x: (x.bytes, x.dtype, x.shape), _repeated),
             collectives=self._items(
-                [step.collectives for step in every], lambda x: (x.kind, x.dtype, x.shape, x.group), _more_often
+                [step.collectives for step in steps], lambda x: (x.kind, x.dtype, x.shape, x.group), _more_often
             ),
             needs=size("needs"),
             arguments=size("arguments"),
@@ -152,7 +158,7 @@ class Shares:
         key: Callable[[_Item], Any],
         add: Callable[[_Item, int], Iterable[_Item]],
     ) -> tuple[_Item, ...]:
-        """The extrapolated items: those of the base, and more of each kind in the extrapolated number."""
+        """Extrapolates the number of items of each kind. Returns the items of the base, with the missing ones added."""
         counts = [Counter[Any]() for _ in lists]
         last: dict[Any, _Item] = {}
         for count, items in zip(counts, lists, strict=True):
@@ -175,8 +181,8 @@ def _more_often(item: Any, n: int) -> Iterable[Any]:
 
 
 def renamed(step: Step, names: Mapping[str, str]) -> Step:
-    """A step of fewer blocks, with the weights' names in operations replaced by those in the full model."""
-    changed = {name: whole for name, whole in names.items() if name != whole}
+    """Replaces the weights' names in the operations of a step with fewer blocks by their names in the full model."""
+    changed = {name: full for name, full in names.items() if name != full}
     if not changed:
         return step
 

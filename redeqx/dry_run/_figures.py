@@ -1,6 +1,6 @@
-"""What is known of a compiled step: its bytes, FLOPs and collectives, and bounds on its time at published rates.
+"""The numbers of a compiled step: its bytes, FLOPs and collectives, and bounds on its time at published rates.
 
-Owns the arithmetic, not the programs: `_forecast` compiles a step and reads its numbers, `_report` prints them.
+Owns only the arithmetic: `_forecast` compiles a step and reads its numbers, and `_report` prints them.
 """
 
 import traceback
@@ -16,14 +16,16 @@ from ..machine import Chip
 
 _T = TypeVar("_T")
 
-# The names in `Step.failed` of the details of a step, and the name in `DryRun.failed` of a detail of a run.
+# Keys of `Step.failed`, for the details of a step, and a key of `DryRun.failed`.
 TEMPORARIES, COLLECTIVES, MOVED, FLOPS = "temporaries at the peak", "collectives", "bytes read and written", "FLOPs"
 MODEL_FLOPS = "FLOPs without recomputation"
 
 
 def attempt(what: str, make: Callable[[], _T], default: _T, failed: dict[str, str]) -> _T:
-    """Returns `make()`. If it raises, returns `default` and adds the reason to `failed`: a detail that cannot be computed
-    must not prevent the verdict."""
+    """Returns `make()`. If it raises, returns `default` and adds the reason to `failed`.
+
+    A detail that cannot be computed must not prevent the verdict.
+    """
     try:
         return make()
     except Exception as error:
@@ -32,28 +34,28 @@ def attempt(what: str, make: Callable[[], _T], default: _T, failed: dict[str, st
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line, with the line of code that raised it."""
-    said = (str(error).strip().splitlines() or [""])[0]
+    """Describes an error in one line, with the line of code that raised it."""
+    text = (str(error).strip().splitlines() or [""])[0]
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {said}{where}"
+    return f"{type(error).__name__}: {text}{where}"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One compiled step, on one device.
+    """A compiled step, with numbers for one device.
 
     **Arguments:**
 
-    - `needs`: bytes in memory, with those of the run's state that is not an argument of the step.
+    - `needs`: the bytes in memory, including state of the run that is not an argument of the step.
     - `is_refused`: whether the compiler raised an out-of-memory error. Then `needs` is from its message, or the sum of the
-        arrays that stay in memory where they alone do not fit, and the sizes below are not known.
+        arrays that stay in memory if these do not fit, and the sizes below are unknown.
     - `arguments`, `temporaries`, `outputs`, `code`: bytes reported by the compiler, without outputs that replace arguments.
-    - `largest`: the temporaries in memory at the peak, those of at least 1 KiB.
-    - `allowance`: bytes for workspaces of cuDNN that the compiler does not know without a GPU: a guess.
-    - `flops`: of matmuls and convolutions, recomputation included, by dtype, for all devices together.
+    - `largest`: the temporaries of at least 1 KiB in memory at the peak.
+    - `allowance`: an estimate of the bytes of cuDNN workspaces that the compiler does not know without a GPU.
+    - `flops`: FLOPs of matmuls and convolutions, including recomputation, by dtype, for all devices together.
     - `bytes_moved`: bytes read from and written to memory.
-    - `host_bytes`: bytes exchanged with the memory of the host.
+    - `host_bytes`: bytes copied to and from host memory.
     - `failed`: the reason for each detail that could not be computed.
     """
 
@@ -75,17 +77,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A roofline estimate: bounds on the time of a step at the published rates of its devices, in seconds. It is no
-    forecast: a real step reaches none of these rates.
+    """A roofline estimate: bounds on the time of a step at the published rates of its devices, in seconds.
+
+    It is no forecast, because a real step reaches none of these rates.
 
     **Arguments:**
 
-    - `compute`, `memory`, `communication`, `host`: the time of each alone: matmuls, reads and writes, collectives,
-        and copies to and from the memory of the host.
-    - `step`: the largest of these: a step in which they all overlap.
-    - `serial`: their sum: a step in which nothing overlaps.
-    - `mfu`, `serial_mfu`: model FLOPs utilization in these two: the FLOPs without recomputation, over those that the devices
-        could compute in that time.
+    - `compute`, `memory`, `communication`, `host`: the separate times of matmuls, reads and writes, collectives, and copies
+        to and from host memory.
+    - `step`: the time of a step with perfect overlap: the largest of these.
+    - `serial`: the time of a step without overlap: their sum.
+    - `mfu`, `serial_mfu`: the model FLOPs utilization of these two: the FLOPs without recomputation, divided by those that
+        the devices could compute in that time.
     """
 
     compute: float
@@ -99,7 +102,7 @@ class Estimate:
 
 
 def estimate(step: Step, model_flops: Mapping[str, int], chip: Chip, mesh: Mesh) -> Estimate:
-    """The estimate of a compiled step on devices of that kind.
+    """Estimates the time of a compiled step on devices with these figures.
 
     **Arguments:**
 
@@ -118,10 +121,10 @@ def estimate(step: Step, model_flops: Mapping[str, int], chip: Chip, mesh: Mesh)
 
 
 def matmul_seconds(flops: Mapping[str, int], chip: Chip, n_devices: int) -> float:
-    """The least time of matmuls that are split over devices, in seconds.
+    """Returns a lower bound on the time of matmuls that are split over devices, in seconds.
 
     **Arguments:**
 
-    - `flops`: by dtype, for all devices together.
+    - `flops`: FLOPs by dtype, for all devices together.
     """
     return sum((n / n_devices / chip.rate(dtype) for dtype, n in flops.items()), 0.0)

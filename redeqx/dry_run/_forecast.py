@@ -1,8 +1,8 @@
-"""Compiles a training run for described devices, without having them, and searches for settings that make it fit.
+"""Compiles a training run for described devices, which need not exist, and searches for settings that make it fit.
 
 Nothing is allocated: models, optimizer states and batches are shapes with shardings, and all numbers of a step are read from
-its compiled program. `machine` describes the devices, `compiled` reads what a program holds and sends, and `_report` prints
-the result.
+its compiled program. `machine` describes the devices, `compiled` reads the buffers and collectives of a program, and
+`_report` prints the result.
 """
 
 import math
@@ -29,8 +29,8 @@ from ..training import REMATS, Job, Program, Setting, shard_bytes
 from ..transforms import KeepEverything
 from ._blocks import Blocks, Shares, content, equal_blocks, renamed, with_fewer
 from ._figures import COLLECTIVES, FLOPS, MODEL_FLOPS, MOVED, TEMPORARIES, Step, attempt, reason
-from ._ladder import Ladder, Rung
 from ._report import DryRun
+from ._search import CompiledSetting, SearchSpace
 
 EXIT_FAILED, EXIT_DOES_NOT_FIT = 1, 3
 
@@ -62,57 +62,57 @@ def dry_run(
     **Arguments:**
 
     - `optimization`: the compiler's optimization level, `"O0"` to `"O3"`, or `"UNKNOWN"`, the level of a run. The default is
-        `"UNKNOWN"`, but for TPUs `"O2"`: it compiles in half the time, to a program that takes the same memory. `"O1"`
-        compiles still faster, to a program that takes less memory.
+        `"O2"` for TPUs, which compiles in half the time, to a program that needs the same memory, and `"UNKNOWN"` for all
+        others. `"O1"` compiles still faster, to a program that needs less memory.
     - `search`: whether to try other settings if the job's own does not fit, until one does. Each is compiled too.
-    - `fit`: whether to search for the fastest setting that fits, also where the job's own does.
+    - `fit`: whether to search for the fastest setting that fits, even if the job's own fits.
     - `exact`: whether to compile all blocks of a list of equal blocks that the loss computes in an unrolled loop. By default
         only a few are compiled, and the numbers of all are extrapolated.
-    - `say`: called with messages about the progress.
+    - `say`: called with progress messages.
     """
     say(f"compiling for {machine.name}")
     run = _compiled(job, machine, job.setting, optimization, exact=exact, say=say)
     if machine.memory is None or not (fit or (search and not run.fits)):
         return run
     failed: dict[str, str] = {}
-    tried: list[Rung] = []
+    tried: list[CompiledSetting] = []
     try:
-        ladder = attempt("other settings", partial(_ladder, job, run), None, failed)
-        if ladder is not None:
-            run = replace(run, setting=ladder.own)
-            own = _rung(run, run.model_flops)
+        space = attempt("other settings", partial(_search_space, job, run), None, failed)
+        if space is not None:
+            run = replace(run, setting=space.own)
+            own = _as_setting(run, run.model_flops)
             tried += [own] if fit else []
 
-            def measure(setting: Setting) -> Rung | None:
-                # A setting that is no layout of this model (heads that do not divide, say) raises: it is listed as failed.
+            def measure(setting: Setting) -> CompiledSetting | None:
+                # A setting that is invalid for this model (such as heads that do not divide) raises: it is listed as failed.
                 say(f"trying {setting.code()}")
                 make = partial(_compiled, job, machine, setting, optimization, only_train=True, exact=exact)
                 other = attempt(setting.code(), make, None, failed)
-                return None if other is None else _rung(other, run.model_flops)
+                return None if other is None else _as_setting(other, run.model_flops)
 
-            tried.extend(ladder.climb(own, measure, to_fastest=fit))
-    except KeyboardInterrupt:  # report what is known by now
+            tried.extend(space.search(own, measure, to_fastest=fit))
+    except KeyboardInterrupt:  # report the results so far
         failed["other settings"] = "interrupted"
     return replace(run, tried=tuple(tried), is_searched=fit, failed={**run.failed, **failed})
 
 
-def _rung(run: DryRun, model_flops: Mapping[str, int]) -> Rung:
-    """A compiled setting, as a rung of the ladder."""
+def _as_setting(run: DryRun, model_flops: Mapping[str, int]) -> CompiledSetting:
+    """Converts a dry run to a compiled setting."""
     estimate = replace(run, model_flops=model_flops).estimate
     is_refused = any(step.is_refused for step in run.steps.values())
-    return Rung(run.setting, run.needs, run.fits, is_refused, sum(run.held.values()), estimate)
+    return CompiledSetting(run.setting, run.needs, run.fits, is_refused, sum(run.held.values()), estimate)
 
 
-def _ladder(job: Job, run: DryRun) -> Ladder:
-    """The ladder of a job's settings: what is known of them from traces and shapes alone."""
+def _search_space(job: Job, run: DryRun) -> SearchSpace:
+    """Returns the settings to try for a job, with the numbers that traces and shapes give without compiling."""
     machine = run.machine
     assert machine.memory is not None
     remat, flops = _levels(job, run)
     program = job.make_program(run.plan, None, replace(run.setting, remat=remat))
     parameters, others = [*program.trained, *program.frozen], [*program.opt_state, *program.state]
-    weights, state = (sum(math.prod(x.shape) * x.dtype.itemsize for x in of) for of in (parameters, parameters + others))
+    weights, state = (sum(math.prod(x.shape) * x.dtype.itemsize for x in xs) for xs in (parameters, parameters + others))
     opt_state = sum(math.prod(x.shape) * x.dtype.itemsize for x in program.opt_state)
-    return Ladder(
+    return SearchSpace(
         replace(run.setting, remat=remat),
         len(machine.devices),
         flops,
@@ -120,13 +120,13 @@ def _ladder(job: Job, run: DryRun) -> Ladder:
         state,
         machine.memory,
         machine.chip,
-        opt_state=0 if machine.devices[0].platform == "cpu" else opt_state,  # a CPU is its own host
+        opt_state=0 if machine.devices[0].platform == "cpu" else opt_state,  # CPU devices have no separate host memory
         unrolls=run.setting.unroll and job.can_remat and _unrolls(job, run),
     )
 
 
 def _unrolls(job: Job, run: DryRun) -> bool:
-    """Whether the step has loops that are written out where they may be: on a mesh that gathers no weights."""
+    """Whether the step has loops that are unrolled on a mesh without gathered weights."""
     setting = replace(run.setting, n_fsdp_shards=1, remat="none")
     mesh = make_mesh(setting.n_model_shards, 1, run.machine.devices)
 
@@ -138,8 +138,10 @@ def _unrolls(job: Job, run: DryRun) -> bool:
 
 
 def _levels(job: Job, run: DryRun) -> tuple[str, dict[str, Mapping[str, int]]]:
-    """The job's own level of recomputation; and the FLOPs of a step's matmuls for each level that makes a difference, which
-    none does where a loss has no loops, or recomputes by itself."""
+    """Returns the job's own level of recomputation, and the FLOPs of a step's matmuls for each distinct level.
+
+    If all levels give the same program, because the loss has no loops or has remats itself, only the own level is returned.
+    """
 
     def traced(remat: str) -> Any:
         program = job.make_program(run.plan, None, replace(run.setting, remat=remat))
@@ -148,9 +150,9 @@ def _levels(job: Job, run: DryRun) -> tuple[str, dict[str, Mapping[str, int]]]:
     own = traced(run.setting.remat)
     own_content = content(own)
     programs: dict[str, tuple[Any, Any]] = {}  # a jaxpr, and its content
-    is_own_host = run.machine.devices[0].platform == "cpu"
+    is_cpu = run.machine.devices[0].platform == "cpu"
     for remat in REMATS if job.can_remat else ():
-        jaxpr = traced(remat) if remat != "offload" or not is_own_host else own
+        jaxpr = traced(remat) if remat != "offload" or not is_cpu else own
         found = content(jaxpr)
         if all(found != other for _, other in programs.values()):
             programs[remat] = jaxpr, found
@@ -180,8 +182,8 @@ def _compiled(
     program = job.make_program(plan, None, setting)
     offloaded = [x for x in program.opt_state if x.ndim and setting.offload_opt_state]
     in_host = shard_bytes(offloaded)
-    # The compilers of GPUs that are not there know no memory of hosts: for them the state is on the devices.
-    is_compiled_so = all(is_in_host(x.sharding) for x in offloaded)
+    # Compilers for GPUs that do not exist here have no host memory. For them the state is compiled on the devices.
+    is_compiled_in_host = all(is_in_host(x.sharding) for x in offloaded)
     held = {
         "parameters": shard_bytes([*program.trained, *program.frozen]),
         "optimizer state": shard_bytes(program.opt_state) - in_host,
@@ -193,7 +195,7 @@ def _compiled(
         step = Step(needs=resident, compile_seconds=0.0, is_refused=True)
         return DryRun(machine, setting, plan, held, {"train": step}, {}, {}, in_host=in_host)
 
-    # All steps are traced before one is compiled, so that an error of the script is raised early.
+    # All steps are traced before the first is compiled, so that errors of the script are raised early.
     traced = _traced(job, program, setting, only_train)
     failed: dict[str, str] = {}
     fewer = None
@@ -203,25 +205,25 @@ def _compiled(
         machine, setting, plan, held, {}, {}, {}, in_host=in_host, extrapolated=fewer.what if fewer else "", failed=failed
     )
 
-    def compiled(name: str, beside: int) -> Step:
+    def compiled(name: str, other_bytes: int) -> Step:
         step = traced[name]
         if fewer is None:
-            return _step(step, machine, optimization, beside)
-        steps = [renamed(_step(each[name], machine, optimization, beside), names) for each, names in fewer.programs]
+            return _step(step, machine, optimization, other_bytes)
+        steps = [renamed(_step(each[name], machine, optimization, other_bytes), names) for each, names in fewer.programs]
         flops = attempt(FLOPS, lambda: matmul_flops(step.jaxpr.jaxpr), {}, failed)
         return fewer.shares.step(steps[0], steps[1:], flops)
 
     train = compiled("train", 0)
-    if not is_compiled_so:
+    if not is_compiled_in_host:
         train = _offloaded(train, in_host, resident + shard_bytes(program.trained))
     run = replace(run, steps={"train": train})
     if only_train:
         return run
     say(f"train step: {run.verdict()}")
     steps = dict(run.steps)
-    beside = held.get("optimizer state", 0)  # not an input of an evaluation, but still in memory
+    other_bytes = held.get("optimizer state", 0)  # not an input of an evaluation, but still in memory
     for name in [name for name in traced if name != "train"]:
-        step = attempt(f"{name} step", partial(compiled, name, beside), None, failed)
+        step = attempt(f"{name} step", partial(compiled, name, other_bytes), None, failed)
         if step is not None:
             steps[name] = step
 
@@ -233,21 +235,22 @@ def _compiled(
     return replace(run, steps=steps, files=job.files, model_flops=attempt(MODEL_FLOPS, model_flops, {}, failed))
 
 
-def _offloaded(step: Step, state: int, beside: int) -> Step:
-    """A step that was compiled with the optimizer's state on the devices, as an estimate of one that copies it from the
-    host: at the latest when the gradients are complete, and at most all of it at once.
+def _offloaded(step: Step, state: int, other_bytes: int) -> Step:
+    """Estimates a step that copies the optimizer's state from the host, from a step with the state on the devices.
+
+    The estimate assumes that the copy happens when the gradients are complete, and of all the state at once.
 
     **Arguments:**
 
-    - `state`: bytes of it.
-    - `beside`: bytes that are in memory then: parameters, gradients and what else stays.
+    - `state`: bytes of the state.
+    - `other_bytes`: other bytes in memory at that time: parameters, gradients and the rest of the run's state.
     """
-    needs = max(step.needs - state, beside + state)
+    needs = max(step.needs - state, other_bytes + state)
     return replace(step, needs=needs, arguments=step.arguments - state, host_bytes=step.host_bytes + 2 * state)
 
 
 def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> dict[str, Any]:
-    """The traced steps of a program, by name."""
+    """Returns the traced steps of a program, by name."""
     mesh = program.plan.mesh
     groups = _groups(job.batch, setting.per_device_batch_size * n_batch_shards(mesh), mesh)
     carried = (program.trained, program.opt_state, program.state, program.steps)
@@ -270,8 +273,8 @@ class _Fewer:
     **Arguments:**
 
     - `programs`: for each one, its traced steps by name, and the name of each of its leaves in the full model.
-    - `shares`: how to extrapolate.
-    - `what`: the numbers of blocks, in words.
+    - `shares`: extrapolates their numbers.
+    - `what`: a description of the numbers of blocks.
     """
 
     programs: list[tuple[dict[str, Any], dict[str, str]]]
@@ -282,40 +285,41 @@ class _Fewer:
 def _fewer(
     job: Job, plan: Plan, setting: Setting, traced: dict[str, Any], only_train: bool, say: Callable[[str], None]
 ) -> _Fewer | None:
-    """The programs to compile instead of the full one, where the loss computes equal blocks in an unrolled loop.
+    """Returns the programs to compile instead of the full one, if the loss computes equal blocks in an unrolled loop.
 
-    None if the model has no such blocks or too few, if a `scan` computes them, or if the program does not grow evenly.
+    Returns None if the model has too few such blocks, if a `scan` computes them, or if the blocks do not all add the same
+    equations to the program.
     """
-    every = equal_blocks(job.model) if job.with_model is not None else []
-    if not every:
+    runs = equal_blocks(job.model) if job.with_model is not None else []
+    if not runs:
         return None
 
     def program(counts: Mapping[Blocks, int]) -> tuple[dict[str, Any], dict[str, str]]:
         assert job.with_model is not None
         model, names = with_fewer(job.model, counts)
         fewer = job.with_model(model, names)
-        leaves = {name: plan.leaves[whole] for name, whole in names.items() if whole in plan.leaves}
-        made = fewer.make_program(replace(plan, leaves=leaves), None, setting)
-        return _traced(fewer, made, setting, only_train), names
+        leaves = {name: plan.leaves[full] for name, full in names.items() if full in plan.leaves}
+        smaller = fewer.make_program(replace(plan, leaves=leaves), None, setting)
+        return _traced(fewer, smaller, setting, only_train), names
 
-    whole = {name: content(step.jaxpr.jaxpr) for name, step in traced.items()}
-    lists = ", ".join(f"the {blocks.n} of `{blocks.path}`" for blocks in every)
-    warning = _UNROLLED.format(lists=lists, n=whole["train"]["equations"])
+    full = {name: content(step.jaxpr.jaxpr) for name, step in traced.items()}
+    lists = ", ".join(f"the {blocks.n} of `{blocks.path}`" for blocks in runs)
+    warning = _UNROLLED.format(lists=lists, n=full["train"]["equations"])
     problem = ""
     for few in (2, 4, 6):  # must be a multiple of the period if layers alternate
-        if any(blocks.n <= 2 * few for blocks in every):
+        if any(blocks.n <= 2 * few for blocks in runs):
             break
-        base = dict.fromkeys(every, few)
+        base = dict.fromkeys(runs, few)
         try:
-            programs = [program(base), *(program({**base, blocks: 2 * few}) for blocks in every)]
+            programs = [program(base), *(program({**base, blocks: 2 * few}) for blocks in runs)]
         except Exception as error:  # a loss that needs all blocks
             problem = reason(error)
             break
         found = [{name: content(step.jaxpr.jaxpr) for name, step in steps.items()} for steps, _ in programs]
         if all(each["train"]["matmuls"] == found[0]["train"]["matmuls"] for each in found):
             return None  # they are computed in a `scan`
-        shares = Shares(tuple(Fraction(blocks.n - few, few) for blocks in every))
-        if all(shares.holds(whole[name], found[0][name], [each[name] for each in found[1:]]) for name in traced):
+        shares = Shares(tuple(Fraction(blocks.n - few, few) for blocks in runs))
+        if all(shares.holds(full[name], found[0][name], [each[name] for each in found[1:]]) for name in traced):
             what = f"{few} and {2 * few} of {lists}"
             say(f"{warning} Extrapolating from {what}; `exact` compiles all.")
             return _Fewer(programs, shares, what)
@@ -325,13 +329,13 @@ def _fewer(
 
 
 _UNROLLED = (
-    "equal blocks are computed one by one: {lists}, {n:,} equations in all. Compiling them, here and in the run, takes "
-    "minutes and gigabytes of the host where they are many and large. A `jax.lax.scan` over stacked blocks compiles one."
+    "equal blocks are computed one by one: {lists}, {n:,} equations in total. Compiling many large blocks takes minutes and "
+    "gigabytes of host memory, here and in the run. A `jax.lax.scan` over stacked blocks compiles only one."
 )
 
 
 def _groups(batch: PyTree, micro_batch_size: int, mesh: Mesh) -> tuple[PyTree, ...]:
-    """The shapes of a batch as a step receives it: in the layout of `place_batch`."""
+    """Returns the shapes of a batch in the layout that a step receives (that of `place_batch`)."""
     n_rows = jax.tree.leaves(batch)[0].shape[0]
 
     def shapes(group: Group) -> PyTree:
@@ -343,13 +347,18 @@ def _groups(batch: PyTree, micro_batch_size: int, mesh: Mesh) -> tuple[PyTree, .
     return tuple(map(shapes, cut_rows(n_rows, micro_batch_size, mesh.size)))
 
 
-# The TPU compiler's error messages: one from before it assigns memory, one from after an attempt to.
+# The TPU compiler's two error messages: from before memory assignment, and from a failed assignment.
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM|Exceeded hbm capacity by ([\d.]+)([KMGT]?)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def _step(traced: Any, machine: Machine, optimization: str | None, beside: int) -> Step:
-    """Compiles one traced step. `beside`: bytes that are in memory while it runs, but are not its arguments."""
+def _step(traced: Any, machine: Machine, optimization: str | None, other_bytes: int) -> Step:
+    """Compiles a traced step.
+
+    **Arguments:**
+
+    - `other_bytes`: bytes that are in memory while it runs, but are not its arguments.
+    """
     failed: dict[str, str] = {}
     flops = attempt(FLOPS, lambda: matmul_flops(traced.jaxpr.jaxpr), {}, failed)
     lowered = traced.lower()
@@ -363,7 +372,7 @@ def _step(traced: Any, machine: Machine, optimization: str | None, beside: int) 
         if "RESOURCE_EXHAUSTED" not in str(error) or found is None:
             raise
         everything, unit, excess, unit_of_excess = found.groups()
-        needs = float(everything or excess) * _UNITS[unit or unit_of_excess or ""] + beside
+        needs = float(everything or excess) * _UNITS[unit or unit_of_excess or ""] + other_bytes
         needs = int(needs) + (0 if everything else machine.memory or 0)
         return Step(needs=needs, compile_seconds=time.perf_counter() - began, is_refused=True, flops=flops, failed=failed)
     seconds = time.perf_counter() - began
@@ -375,11 +384,11 @@ def _step(traced: Any, machine: Machine, optimization: str | None, beside: int) 
         "outputs": outputs,
         "code": memory.generated_code_size_in_bytes,
     }
-    step = Step(needs=sum(sizes.values()) + beside, compile_seconds=seconds, **sizes, flops=flops, failed=failed)
+    step = Step(needs=sum(sizes.values()) + other_bytes, compile_seconds=seconds, **sizes, flops=flops, failed=failed)
     try:
         text = compiled.as_text()
         module = Module.of(text)
-    except Exception as error:  # a libtpu newer than jaxlib, say: `jax[tpu]` installs a matching one
+    except Exception as error:  # for example, if libtpu is newer than jaxlib: `jax[tpu]` installs a matching one
         failed.update(dict.fromkeys((TEMPORARIES, COLLECTIVES, MOVED), reason(error)))
         return step
     allowance = workspace_allowance(module)
@@ -397,8 +406,8 @@ def _step(traced: Any, machine: Machine, optimization: str | None, beside: int) 
 def _options(machine: Machine) -> dict[str, Any] | None:
     if machine.devices[0].platform not in ("cuda", "gpu") or machine.name == "this":
         return None
-    # Autotuning would time kernels on a GPU, and there is none. Without it some Triton matmuls do not compile; cuBLAS's
-    # take the same memory.
+    # Autotuning would time kernels on a GPU, but there is none. Without autotuning some Triton matmuls do not compile. Those
+    # of cuBLAS need the same memory.
     return {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 

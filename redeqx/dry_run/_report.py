@@ -1,6 +1,6 @@
 """The result of a dry run: the verdict, and the tables of its report.
 
-Owns the text of the report. `_forecast` has compiled what it speaks of, and `_figures` has the bounds on a step's time.
+Owns the text of the report. `_forecast` compiles the steps, and `_figures` computes the bounds on their time.
 """
 
 import io
@@ -20,28 +20,30 @@ from ..monitor import Console, HtmlPage, size_text
 from ..partition import Plan
 from ..training import Setting
 from ._figures import COLLECTIVES, FLOPS, MODEL_FLOPS, MOVED, TEMPORARIES, Estimate, Step, attempt, estimate
-from ._ladder import Rung, fastest
+from ._search import CompiledSetting, fastest
 
-_N_ROWS = 10  # the most rows of a table
+_N_ROWS = 10  # maximal number of rows in a table
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """The forecast of a run: its memory, computation and communication. `print` it for the report; `to_json` returns it as
-    plain values.
+    """The forecast of a run: its memory, computation and communication.
+
+    `print` shows the report, and `to_json` returns it as plain values.
 
     **Arguments:**
 
-    - `held`: bytes on each device that stay in memory through the run, by what they are.
-    - `in_host`: bytes of the optimizer's state that the memory of the host holds for a device.
+    - `held`: bytes on each device that stay in memory during the whole run, by their kind.
+    - `in_host`: bytes of the optimizer's state that are in host memory, for each device.
     - `steps`: the `"train"` step, and the `"eval"` and `"predict"` steps of the evaluation.
     - `files`: bytes of each file of a checkpoint.
     - `model_flops`: FLOPs of a step's matmuls without recomputation, by dtype, for all devices together.
-    - `tried`: other settings: those tried because this one does not fit; or, after a search for the fastest, all.
+    - `tried`: the other settings that were tried because this one does not fit. After a search for the fastest setting, all
+        that were tried.
     - `is_searched`: whether the fastest setting was searched for.
     - `failed`: the reason for each part of the report that could not be computed. A step in it is not in `steps`.
-    - `extrapolated`: the blocks that were compiled instead of all; empty if all were. The numbers of the steps are then
-        extrapolated from these, except for their FLOPs.
+    - `extrapolated`: the blocks that were compiled instead of all, or empty if all were. The steps' numbers, except FLOPs,
+        are then extrapolated.
     """
 
     machine: Machine
@@ -52,49 +54,49 @@ class DryRun:
     files: Mapping[str, int]
     model_flops: Mapping[str, int]
     in_host: int = 0
-    tried: tuple[Rung, ...] = ()
+    tried: tuple[CompiledSetting, ...] = ()
     is_searched: bool = False
     failed: Mapping[str, str] = field(default_factory=dict)
     extrapolated: str = ""
 
     @property
     def needs(self) -> int:
-        """Bytes on each device at the peak of the step that needs most."""
+        """The bytes on each device at the peak of the step that needs most."""
         return max(step.needs for step in self.steps.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits into the memory of each device. True if the size of that memory is not known."""
+        """Whether the run fits into the memory of each device. True if the size of that memory is unknown."""
         return _fits(self.machine, self.steps)
 
     @property
     def estimate(self) -> Estimate | None:
-        """The estimate of the train step; None if the devices' published rates or the step's numbers are not known."""
+        """The estimate of the train step, or None if the devices' published rates or the step's numbers are unknown."""
         step, chip = self.steps["train"], self.machine.chip
         if chip is None or step.is_refused or step.failed or MODEL_FLOPS in self.failed:
             return None
         return estimate(step, self.model_flops, chip, self.plan.mesh)
 
     @property
-    def best(self) -> Rung | None:
-        """Of the other settings, the fastest that fits; None if none was tried or none fits."""
+    def best(self) -> CompiledSetting | None:
+        """The fastest of the other settings that fits, or None if none was tried or none fits."""
         return fastest(self.tried)
 
     # --- the report --------------------------------------------------------------------------------------------------
 
     def show(self, console: Console | HtmlPage) -> None:
-        """Prints the report, with the verdict last. A part that fails is listed with the reason; all others are printed."""
+        """Prints the report, with the verdict last. Lists the parts that fail with the reason, and prints all others."""
         verdict = self.verdict()
         failed = {f"{name} step: {what}": why for name, step in self.steps.items() for what, why in step.failed.items()}
         failed.update(self.failed)
         for what, show in self._parts().items():
             attempt(what, lambda show=show: show(console), None, failed)
         if failed:
-            console.header(failed, title="not known, as it failed")
+            console.header(failed, title="unknown, since it failed")
         console.header({"verdict": verdict}, title="fits" if self.fits else "does not fit")
 
     def _parts(self) -> dict[str, Callable[[Console | HtmlPage], None]]:
-        """For each part of the report, by its name, the function that prints it."""
+        """Returns the functions that print the parts of the report, by the parts' names."""
         parts: dict[str, Callable[[Console | HtmlPage], None]] = {
             "devices": lambda console: console.header(self._head(), title=f"dry run on {self.machine.name}"),
             "bytes a device": self._show_memory,
@@ -121,7 +123,7 @@ class DryRun:
         for each in step.largest:
             sizes[_array(each), *_where(each, names)].append(each.bytes)
         most = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:_N_ROWS]
-        rows = [(size_text(sum(of)), str(len(of)), *key) for key, of in most if sum(of) > 1e-3 * step.needs]
+        rows = [(size_text(sum(ns)), str(len(ns)), *key) for key, ns in most if sum(ns) > 1e-3 * step.needs]
         title = f"largest temporaries at the peak of the {name} step"
         console.table(title, ("size", "n", "array", "layer", "line"), rows)
 
@@ -130,7 +132,7 @@ class DryRun:
         console.table("collectives a train step", columns, self._sent(set(self.plan.leaves)))
 
     def _show_work(self, console: Console | HtmlPage) -> None:
-        bound = "" if self.estimate is None else "; an estimate from published figures: a bound, no forecast"
+        bound = "" if self.estimate is None else "; an estimate from published figures: a bound, not a forecast"
         console.header(self._work(), title="a train step" + bound)
 
     def _show_plan(self, console: Console | HtmlPage) -> None:
@@ -141,14 +143,15 @@ class DryRun:
 
     def _show_tried(self, console: Console | HtmlPage) -> None:
         rows = []
-        for rung in self.tried:
-            needs = ("over " if rung.is_bound else "") + size_text(rung.needs)
-            times = "" if rung.estimate is None else f"{_seconds(rung.estimate.step)} to {_seconds(rung.estimate.serial)}"
-            rows.append((needs, "fits" if rung.fits else "does not fit", times, rung.setting.code()))
+        for tried in self.tried:
+            needs = ("over " if tried.is_bound else "") + size_text(tried.needs)
+            estimate = tried.estimate
+            times = "" if estimate is None else f"{_seconds(estimate.step)} to {_seconds(estimate.serial)}"
+            rows.append((needs, "fits" if tried.fits else "does not fit", times, tried.setting.code()))
         console.table("what was tried", ("needs", "", "a step, at least", "setting"), rows)
 
     def _repr_html_(self) -> str:
-        """The report as tables of a notebook."""
+        """Returns the report as HTML tables, for notebooks."""
         page = HtmlPage()
         self.show(page)
         return page.html()
@@ -159,41 +162,41 @@ class DryRun:
         return text.getvalue()
 
     def verdict(self) -> str:
-        """Whether the run fits, how much memory it leaves, and what to do if it does not fit."""
+        """Returns a text: whether the run fits, how much memory it leaves, and what to do if it does not fit."""
         missing = [name for name in ("eval step", "predict step") if name in self.failed]
         text = self._verdict() + (f"; extrapolated from {self.extrapolated}" if self.extrapolated else "")
         return text + (f"; not counted, as it failed to compile: the {' and the '.join(missing)}" if missing else "")
 
     def _verdict(self) -> str:
         if self.machine.memory is None:
-            return f"needs {size_text(self.needs)} a device; how much there is, is not known"
-        of = f"{size_text(self.needs)} of {size_text(self.machine.memory)} a device"
+            return f"needs {size_text(self.needs)} a device; the memory of a device is unknown"
+        needed = f"{size_text(self.needs)} of {size_text(self.machine.memory)} a device"
         if self.fits:
             spare = self.machine.memory - self.needs
-            text = f"{of}, {size_text(spare)} ({spare / self.machine.memory:.0%}) to spare"
+            text = f"{needed}, {size_text(spare)} ({spare / self.machine.memory:.0%}) to spare"
             if self.is_searched and self.best is not None:
                 text += f". {self._advice()}"
             if self.machine.devices[0].platform == "gpu" and self.needs > 0.75 / USABLE * self.machine.memory:
-                text += "; JAX takes 75 % of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION (0.95, say) is set"
+                text += "; JAX uses 75 % of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION is set, for example to 0.95"
             return text
         at_least = "at least " if any(step.is_refused for step in self.steps.values()) else ""
-        text = f"needs {at_least}{of}"
+        text = f"needs {at_least}{needed}"
         return text + (f". {self._advice()}" if self.tried else "")
 
     def _advice(self) -> str:
-        """What to use, of the settings that were tried; if none fits, what the nearest lacks."""
+        """Returns which of the tried settings to use, or how much memory the nearest one lacks if none fits."""
         assert self.machine.memory is not None
         if self.best is not None:
             return ("Fastest that fits: " if self.is_searched else "What fits: ") + self.best.setting.code()
-        nearest = min(self.tried, key=lambda rung: (rung.is_bound, rung.needs))
+        nearest = min(self.tried, key=lambda tried: (tried.is_bound, tried.needs))
         lacks = f"{'at least ' * nearest.is_bound}{size_text(nearest.needs - self.machine.memory)}"
         return (
-            f"Nothing that was tried fits. The nearest lacks {lacks} a device: {nearest.setting.code()}. "
-            "Take more devices, larger ones, or a smaller model"
+            f"None of the tried settings fits. The nearest lacks {lacks} a device: {nearest.setting.code()}. "
+            "Use more devices, larger ones, or a smaller model"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain values: bytes, seconds, counts."""
+        """Returns the report as plain values: bytes, seconds, counts."""
         steps = {name: self._plain_step(step) for name, step in self.steps.items()}
         return {
             "topology": self.machine.name,
@@ -211,7 +214,7 @@ class DryRun:
             "files": dict(self.files),
             "model_flops": dict(self.model_flops),
             "estimate": None if self.estimate is None else asdict(self.estimate),
-            "tried": [{**asdict(rung), "code": rung.setting.code()} for rung in self.tried],
+            "tried": [{**asdict(tried), "code": tried.setting.code()} for tried in self.tried],
             "best": None if self.best is None else self.best.setting.code(),
             "failed": dict(self.failed),
             "extrapolated": self.extrapolated,
@@ -247,7 +250,7 @@ class DryRun:
 
     def _head(self) -> dict[str, str]:
         machine, setting, mesh = self.machine, self.setting, self.plan.mesh
-        memory = "memory not known" if machine.memory is None else f"{size_text(machine.memory)} each"
+        memory = "unknown memory" if machine.memory is None else f"{size_text(machine.memory)} each"
         hosts = f", {machine.n_hosts} hosts" if machine.n_hosts > 1 else ""
         n_rows = setting.per_device_batch_size * n_batch_shards(mesh) * setting.accumulate_grad_batches
         left = max(0, (setting.batch_size or 0) - n_rows)
@@ -272,14 +275,14 @@ class DryRun:
                 if step.code:
                     rows[f"{name} step: program"] = step.code
                 if step.allowance:
-                    rows[f"{name} step: allowed for cuDNN's workspace, which is chosen on the GPU"] = step.allowance
+                    rows[f"{name} step: estimate of cuDNN's workspace, which is chosen on the GPU"] = step.allowance
             rows[f"{name} step: all" + (" (refused: at least)" if step.is_refused else "")] = step.needs
-        rows["in the memory of the host: optimizer state"] = self.in_host
+        rows["in host memory: optimizer state"] = self.in_host
         rows.update({f"on disk, a checkpoint's {name}": size for name, size in self.files.items()})
         return {what: size for what, size in rows.items() if size}
 
     def _like_weights(self, step: Step) -> int:
-        """Bytes, at a step's peak, of arrays with the shape of a weight's shard (as stored or as used), or of a
+        """Counts the bytes, at a step's peak, of arrays with the shape of a weight's shard (as stored or as used), or of a
         layer's slice of a stacked weight."""
         shapes = set()
         for name, leaf in self.plan.leaves.items():
@@ -305,7 +308,7 @@ class DryRun:
         return rows + [(*key[:2], f"{n:,}", size_text(moved), *key[2:]) for key, (n, moved) in most]
 
     def _work(self) -> dict[str, str]:
-        """What a train step computes, moves and sends, with times if the devices' published rates are known."""
+        """Returns a train step's computation and traffic, with times if the devices' published rates are known."""
         step, estimate = self.steps["train"], self.estimate
         n = len(self.machine.devices)
         sent = sum(each.moved for each in step.collectives)
@@ -328,7 +331,7 @@ class DryRun:
         return rows
 
 
-# The detail in `Step.failed` that each row of `_work` needs.
+# For each row of `_work`, the detail in `Step.failed` that it needs.
 _ROWS = {"matmuls": FLOPS, "memory": MOVED, "collectives": COLLECTIVES, "host": MOVED}
 
 
@@ -341,19 +344,19 @@ def _fits(machine: Machine, steps: Mapping[str, Step]) -> bool:
     return machine.memory is None or all(step.needs <= machine.memory for step in steps.values())
 
 
-def _where(of: Any, names: set[str]) -> tuple[str, str]:
-    """The layer and the line that an array or a collective comes from. Without a layer's name it is the operation's name."""
-    layer = next((part for part in reversed(split_name(of.op_name)) if part in names), "")
-    return layer or words_of(of.op_name), own_line(of.source)
+def _where(item: Any, names: set[str]) -> tuple[str, str]:
+    """Returns the layer (or else the operation) and the line of code of an array or a collective."""
+    layer = next((part for part in reversed(split_name(item.op_name)) if part in names), "")
+    return layer or words_of(item.op_name), own_line(item.source)
 
 
-def _plain(of: Any, names: set[str]) -> dict[str, Any]:
-    layer, line = _where(of, names)
-    return {**{key: value for key, value in vars(of).items() if key != "source"}, "layer": layer, "line": line}
+def _plain(item: Any, names: set[str]) -> dict[str, Any]:
+    layer, line = _where(item, names)
+    return {**{key: value for key, value in vars(item).items() if key != "source"}, "layer": layer, "line": line}
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape up to the order of its dims, without dims of size 1."""
+    """Returns the sorted sizes of a shape, without dims of size 1."""
     return tuple(sorted(size for size in shape if size != 1))
 
 

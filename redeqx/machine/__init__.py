@@ -1,7 +1,7 @@
-"""The devices of a run: those of this machine, simulated ones, and those of machines that are only described.
+"""The devices of a run: real, simulated, or described ones, for which programs can be compiled but not run.
 
-Owns the mesh and its three axes, the figures of chips, and the choice of devices. Knows nothing of models or of what is
-computed. Open `_mesh.py` first.
+Owns the mesh and its three axes, the figures of chips, the choice of devices, and the compiler's settings and cache. It is
+independent of models and programs. Open `_mesh.py` first.
 """
 
 from ._chips import (

@@ -1,6 +1,6 @@
 """Published figures of accelerators, and descriptions of GPUs for the compiler.
 
-Owns only numbers. Rates are of one device as JAX counts them: a chip of TPU v4 and later, a core of TPU v3 and of TPU7x.
+Owns only numbers. Rates are those of one JAX device, which is a chip for TPU v4 and later, but a core for TPU v3 and TPU7x.
 """
 
 from dataclasses import dataclass, replace
@@ -17,15 +17,15 @@ class Chip:
     **Arguments:**
 
     - `kind`: its `jax.Device.device_kind`.
-    - `memory`: bytes that a program may use: for a TPU by its compiler, for a GPU by CUDA.
-    - `bfloat16`, `float32`: FLOP/s of dense matmuls at JAX's default precision: TPUs multiply float32 as bfloat16, GPUs as
+    - `memory`: bytes that a program may use, as reported by the compiler for TPUs and by CUDA for GPUs.
+    - `bfloat16`, `float32`: FLOP/s of dense matmuls at JAX's default precision. TPUs multiply float32 as bfloat16, GPUs as
         TF32 if they have it. For GPUs before Ampere, which have no bfloat16, the first one is for float16.
-    - `bandwidth`: of the memory, in bytes/s.
+    - `bandwidth`: memory bandwidth, in bytes/s.
     - `link`: bytes/s that one device sends to others of its host (TPUs: of its slice).
     - `network`: bytes/s that one device sends to other hosts, in the machines that usually contain it. None if the link
         also connects hosts.
-    - `host`: bytes/s between one device and the memory of its host, in one direction, over PCIe.
-    - `fp8`: FLOP/s of dense matmuls in fp8; None where XLA has none for it.
+    - `host`: bytes/s between one device and host memory, in one direction, over PCIe.
+    - `fp8`: FLOP/s of dense matmuls in fp8. None if XLA has no fp8 matmuls for it.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Chip:
     fp8: float | None = None
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of dense matmuls of a dtype, by its name."""
+        """Returns the FLOP/s of dense matmuls of a dtype, given its name."""
         if dtype.startswith("float8"):
             return self.fp8 or self.bfloat16
         return self.bfloat16 if dtype in ("bfloat16", "float16") else self.float32
@@ -63,10 +63,10 @@ class GPU:
 
     **Arguments:**
 
-    - `capability`: compute capability, major and minor.
-    - `cores`: streaming multiprocessors.
-    - `clock`: boost clock, in GHz.
-    - `l2`: cache, in MiB.
+    - `capability`: the compute capability, major and minor.
+    - `cores`: the number of streaming multiprocessors.
+    - `clock`: the boost clock, in GHz.
+    - `l2`: the size of the L2 cache, in MiB.
     """
 
     chip: Chip
@@ -76,7 +76,7 @@ class GPU:
     l2: float | int
 
     def target_config(self) -> str:
-        """The description for XLA, a text proto."""
+        """Returns the description for XLA, a text proto."""
         major, minor = self.capability
         # By capability: shared memory of a core, and its limit for one block; threads and FP32 units of a core.
         shared, of_block, threads, fpus = {
@@ -115,8 +115,8 @@ class GPU:
         """
 
 
-# Memory: what CUDA reports, to about 1 %. Rates: NVIDIA's data sheets, dense. The CUDA 13 compiler knows capability 7.5 and
-# later. Links: NVLink, one direction; PCIe where there is none.
+# Memory: as reported by CUDA, to about 1 %. Rates: NVIDIA's data sheets, dense. The CUDA 13 compiler supports capability 7.5
+# and later. Links: NVLink, or else PCIe, in one direction.
 GPUS = {
     "rtx-2080ti": GPU(
         Chip("NVIDIA GeForce RTX 2080 Ti", int(10.76 * GIB), 53.8 * _T, 13.4 * _T, 616 * _G, 15.8 * _G, 3 * _G),
@@ -166,7 +166,7 @@ GPUS = {name: replace(gpu, chip=replace(gpu.chip, host=_PCIE[gpu.capability[0]])
 
 
 def chip_of_kind(kind: str) -> Chip | None:
-    """The figures of a device by its `device_kind`; None if they are unknown."""
+    """Returns the figures of a device by its `device_kind`, or None if they are unknown."""
     chips = [*TPUS.values(), *(gpu.chip for gpu in GPUS.values())]
     return next((chip for chip in chips if chip.kind == kind), None)
 
@@ -175,7 +175,7 @@ FP8_DEVICES = tuple(gpu.chip.kind for gpu in GPUS.values() if gpu.chip.fp8 is no
 
 
 def has_fp8(device: Any) -> bool:
-    """Whether XLA multiplies fp8 on a device: NVIDIA's GPUs from compute capability 8.9 on."""
+    """Whether XLA has fp8 matmuls for a device: NVIDIA GPUs of compute capability 8.9 and later."""
     chip = chip_of_kind(device.device_kind)
     if chip is not None:
         return chip.fp8 is not None

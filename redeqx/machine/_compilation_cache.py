@@ -1,7 +1,7 @@
-"""JAX's persistent compilation cache: which folder it has, and what was read from it.
+"""JAX's persistent compilation cache: chooses its folder, and counts what was read from it.
 
-Off for CPUs unless a folder is given: an entry holds machine code, which other CPUs than the one that wrote it may not run,
-and XLA's check of that refuses entries on the very machine that wrote them, with errors on the screen (jax issue 38445).
+The cache is off for CPUs unless a folder is given. Its entries contain machine code, which other CPUs may not support. XLA
+checks this, but its check also prints errors and rejects entries on the machine that wrote them (jax issue 38445).
 """
 
 import os
@@ -16,25 +16,25 @@ import jax.monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 VARIABLE = "REDEQX_COMPILATION_CACHE"
-# Bytes that the user's cache folder may hold, of some megabytes a program; JAX's own limit needs another package.
-MOST = 16 * 2**30
+# The maximal size of the user's cache folder, in bytes. A program has some megabytes. JAX's own limit needs another package.
+MAX_BYTES = 16 * 2**30
 _OFF = ("0", "false", "off", "no")
 
 
 def check_compilation_cache(given: Any) -> None:
-    """Raise TypeError for what `start_cache` does not take."""
+    """Raises TypeError for a value that `start_cache` does not take."""
     if given is not None and not isinstance(given, bool | str | os.PathLike):
         raise TypeError(f"`compilation_cache`: expected True, False or a folder, got {given!r}. Pass one of them.")
 
 
 def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
-    """Set JAX's cache folder for this process; returns the line to print, or None.
+    """Sets JAX's cache folder for this process. Returns the line to print, or None.
 
     **Arguments:**
 
     - `given`: a folder; True for JAX's own setting or else the user's cache folder; False or None to set nothing. The
         environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True.
-    - `platform`: that steps are compiled for.
+    - `platform`: the platform that steps are compiled for.
     """
     before, own = _folder(), None
     variable = os.environ.get(VARIABLE, "")
@@ -60,7 +60,7 @@ def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
 
 @contextmanager
 def uncached_where_described(device: Any) -> Iterator[None]:
-    """A context without the cache where a device is only described: its compiler cannot load what is read from there."""
+    """A context that turns the cache off if a device is only described: its compiler cannot load programs from the cache."""
     folder = _folder()
     if folder is None or type(device.client).__name__ != "CompileOnlyPyClient":
         yield
@@ -74,7 +74,7 @@ def uncached_where_described(device: Any) -> Iterator[None]:
 
 def _use(folder: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", folder)
-    compilation_cache.reset_cache()  # of an earlier folder, which JAX keeps open
+    compilation_cache.reset_cache()  # JAX keeps the cache of an earlier folder open
 
 
 def _folder() -> str | None:
@@ -86,13 +86,13 @@ def _user_cache() -> Path:
 
 
 def _prune(folder: Path) -> None:
-    """Delete the programs that were read longest ago, until the folder holds at most `MOST` bytes."""
+    """Deletes the least recently read programs, until the folder has at most `MAX_BYTES` bytes."""
     entries = []
     for path in folder.iterdir():
-        with suppress(OSError):  # deleted by another process meanwhile
+        with suppress(OSError):  # deleted by another process in the meantime
             found = path.stat()
             entries.append((max(found.st_atime, found.st_mtime), found.st_size, path))
-    excess = sum(size for _, size, _ in entries) - MOST
+    excess = sum(size for _, size, _ in entries) - MAX_BYTES
     for _, size, path in sorted(entries):
         if excess <= 0:
             return
@@ -103,7 +103,7 @@ def _prune(folder: Path) -> None:
 
 def _unwritable(folder: Path) -> str | None:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # who writes here decides what code runs
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, since others who can write here could run code
         probe = folder / f".redeqx-{os.getpid()}"
         probe.touch()
         probe.unlink()
@@ -114,12 +114,12 @@ def _unwritable(folder: Path) -> str | None:
 
 @dataclass
 class CacheUse:
-    """What the compilation cache did during some compilations.
+    """The use of the compilation cache during some compilations.
 
     **Arguments:**
 
-    - `n_hits`, `n_misses`: programs that were read from it, and others.
-    - `seconds_saved`: how much longer compiling would have taken than reading did.
+    - `n_hits`, `n_misses`: the numbers of programs that were read from the cache, and of others.
+    - `seconds_saved`: the time that compiling would have taken, minus the time of reading.
     """
 
     n_hits: int = 0
@@ -127,8 +127,8 @@ class CacheUse:
     seconds_saved: float = 0.0
 
     def text(self) -> str:
-        """One phrase for a person; empty where there is no cache."""
-        if self.n_hits:  # the rest are small: JAX keeps no program that compiles within a second
+        """Returns a phrase to print, or an empty string if there is no cache."""
+        if self.n_hits:  # misses are then small programs: JAX stores none that compiles within a second
             return f"read from the compilation cache, which saved {self.seconds_saved:.1f}s"
         has_cache = _folder() is not None and getattr(jax.config, "jax_enable_compilation_cache", True)
         return "not found in the compilation cache" if self.n_misses and has_cache else ""
@@ -140,7 +140,7 @@ _SAVED = "/jax/compilation_cache/compile_time_saved_sec"
 
 @contextmanager
 def cache_use() -> Iterator[CacheUse]:
-    """A context that counts, by the events that JAX reports to `jax.monitoring`."""
+    """A context that counts hits and misses, from the events that JAX reports to `jax.monitoring`."""
     use = CacheUse()
 
     def count(event: str, **kwargs: str | int) -> None:

@@ -1,6 +1,6 @@
-"""The devices of a run: those of this machine, simulated ones, and those of machines that are only described.
+"""The devices of a run: those of this machine, simulated ones, and those of described machines.
 
-Programs can be compiled for a described machine, but not run: that needs its vendor's compiler, not its hardware. Owns the
+Programs can be compiled for a described machine, but not run. This needs the vendor's compiler, but no hardware. Owns the
 names of such machines, the start of their compilers, and the target machine of a script's dry run.
 """
 
@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from .._tree import nearest
 from ._chips import GPUS, TPUS, Chip, chip_of_kind
 
-# The share of a GPU's memory for programs: CUDA's context and NCCL's buffers take the rest.
+# The share of a GPU's memory that is available to programs. CUDA's context and NCCL's buffers take the rest.
 USABLE = 0.95
 
 
@@ -30,10 +30,10 @@ class Machine:
 
     **Arguments:**
 
-    - `name`: as `describe` takes it.
-    - `devices`: of JAX. Those of a described machine are only for compiling.
-    - `memory`: bytes of a device that a program may use; None if unknown.
-    - `chip`: published figures of a device; None if unknown.
+    - `name`: the argument of `describe`.
+    - `devices`: JAX devices. Those of a described machine are only for compiling.
+    - `memory`: bytes of a device that a program may use. None if unknown.
+    - `chip`: published figures of a device. None if unknown.
     """
 
     name: str
@@ -53,17 +53,17 @@ _SPELLINGS = (
 
 
 def describe(name: str, *, memory: int | None = None) -> Machine:
-    """The machine of a name: `v4:2x2x2`, `gpu:a100-40gb:4`, `gpu:h100-80gb:2x8` (hosts x devices), `cpu:8`, `this`.
+    """Returns the machine of a name: `v4:2x2x2`, `gpu:a100-40gb:4`, `gpu:h100-80gb:2x8` (hosts x devices), `cpu:8`, `this`.
 
     **Arguments:**
 
-    - `memory`: bytes of a device, instead of the known ones.
+    - `memory`: bytes of a device, to replace the known number.
 
-    Raises ValueError for an unknown name, ImportError if the compiler is not installed.
+    Raises ValueError for an unknown name, and ImportError if the compiler is not installed.
     """
     kind, _, size = name.partition(":")
     if name == "this":
-        machine = at_hand()
+        machine = this_machine()
     elif kind == "cpu":
         machine = _simulated(name, size)
     elif kind == "gpu":
@@ -79,13 +79,13 @@ def _unknown(name: str, part: str, known: list[str]) -> ValueError:
     return ValueError(f"`{name}`: expected a topology: {_SPELLINGS}.{nearest(part, known)}")
 
 
-def at_hand() -> Machine:
-    """The devices of this process."""
+def this_machine() -> Machine:
+    """Returns a machine of the devices of this process."""
     return of_devices("this", jax.devices())
 
 
 def of_devices(name: str, devices: Any) -> Machine:
-    """A machine of existing devices, with the memory that they report."""
+    """Returns a machine of existing devices, with the memory that they report."""
     devices = tuple(devices)
     stats = devices[0].memory_stats() if devices[0].platform != "cpu" else None
     memory = stats.get("bytes_limit") if stats else _host_memory() // len(devices)
@@ -93,9 +93,9 @@ def of_devices(name: str, devices: Any) -> Machine:
 
 
 def peak_memory(devices: Sequence[Any]) -> int | None:
-    """The most bytes that one of these devices has held since the process began; None where none of them tells."""
+    """Returns the peak memory of these devices since the process started: the maximum, or None if none reports it."""
     stats = [device.memory_stats() or {} for device in devices]
-    return max((of["peak_bytes_in_use"] for of in stats if "peak_bytes_in_use" in of), default=None)
+    return max((each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each), default=None)
 
 
 def _host_memory() -> int:
@@ -121,12 +121,12 @@ def _gpus(name: str, size: str, memory: int | None) -> Machine:
         raise ValueError(f"`{name}`: expected a number of GPUs, got {count!r}. Write `gpu:{kind}:8`, or `gpu:{kind}:2x8`.")
     hosts, _, devices = count.rpartition("x")
     gpu = GPUS[kind]
-    if memory is not None:  # for the compiler too, which recomputes values if there is too little
+    if memory is not None:  # the compiler reads it too: it recomputes values if memory is short
         gpu = replace(gpu, chip=replace(gpu.chip, memory=memory))
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the plugin warns of memory at length, the report in one line
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides the plugin's long warnings about memory
     topology = f"1x{hosts or 1}x{devices}"
     try:
-        with _set_where_missing(_CUDA):
+        with _default_environment(_CUDA):
             described = _cuda_topology(topology, gpu.target_config())
     except (NotImplementedError, RuntimeError) as error:
         raise _no_compiler(name, "GPU", "topology-gpu", error) from error
@@ -138,7 +138,7 @@ def _cuda_topology(topology: str, target_config: str) -> Any:
     try:
         return topologies.get_topology_desc(platform="cuda", topology_name="", **options)
     except NotImplementedError:
-        # JAX started its backends before, with the check that `_CUDA` leaves out, and has not looked at the plugin since.
+        # JAX started its backends earlier, with the version check that `_CUDA` skips, and did not load the plugin.
         plugins = [plugin for plugin in entry_points(group="jax_plugins") if "cuda" in plugin.name]
         if not plugins:
             raise
@@ -147,11 +147,11 @@ def _cuda_topology(topology: str, target_config: str) -> Any:
         return topologies.get_topology_desc(platform="cuda", topology_name="", **options)
 
 
-# JAX checks the versions of all of CUDA's libraries, to run. To compile it needs none of them, and the newest do not load
-# without a driver (CUPTI 13.5: error 999).
+# JAX checks the versions of all CUDA libraries. Compiling needs none of them, and the newest do not load without a driver
+# (CUPTI 13.5: error 999).
 _CUDA = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-# Without these libtpu asks the network for its TPU, prints that it found none, and refuses a second process, although there
-# is no TPU to share.
+# Without these, libtpu queries the network for its TPU, prints that it found none, and refuses to load in a second process,
+# although there is no TPU to share.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v4-8",
@@ -165,10 +165,10 @@ _LIBTPU = {
 def _tpus(name: str, kind: str, size: str) -> Machine:
     if not re.fullmatch(r"\d+(x\d+){1,2}", size):
         raise ValueError(f"`{name}`: expected chips along each side, got {size!r}. Write `{kind}:2x4`, or `{kind}:2x2x2`.")
-    # Two cores of a v4 chip as one device, as usual; this is the default of later kinds.
+    # Both cores of a v4 chip are one device, as usual. This is the default for later kinds.
     options = {"chip_config_name": "megacore"} if kind == "v4" else {}
     try:
-        with _set_where_missing(_LIBTPU):
+        with _default_environment(_LIBTPU):
             described = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"`{name}`: expected a topology of {TPUS[kind].kind}, got one that is refused: {error}") from error
@@ -178,8 +178,8 @@ def _tpus(name: str, kind: str, size: str) -> Machine:
 
 
 @contextmanager
-def _set_where_missing(variables: Mapping[str, str]) -> Iterator[None]:
-    """A context in which the environment has these variables, unless it has them already."""
+def _default_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """A context that sets those of these environment variables that are not set."""
     added = {key: value for key, value in variables.items() if key not in os.environ}
     os.environ.update(added)
     try:
@@ -200,13 +200,13 @@ def _no_compiler(name: str, kind: str, extra: str, error: Exception) -> ImportEr
 
 
 def simulate_devices(n_devices: int) -> None:
-    """Simulate `n_devices` devices on a machine without an accelerator. With one, this has no visible effect.
+    """Simulates `n_devices` devices on a machine without an accelerator. With an accelerator, this has no visible effect.
 
-    Call it before the first use of JAX's devices. It sets the number of JAX's CPU devices, and `NPROC` in the environment,
-    the size of XLA's thread pool: collectives over more devices than threads deadlock. In a dry run the topology sets the
-    number of devices, and this does nothing.
+    Call it before the first use of JAX's devices. It sets the number of JAX's CPU devices. It also sets the environment
+    variable `NPROC`, the size of XLA's thread pool, since collectives over more devices than threads deadlock. In a dry run
+    the topology sets the number of devices, and this function does nothing.
 
-    Raises RuntimeError if JAX's backends have been started already.
+    Raises RuntimeError if JAX's backends have started already.
     """
     if _dry is not None:
         return
@@ -215,7 +215,7 @@ def simulate_devices(n_devices: int) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"`simulate_devices({n_devices})`: expected JAX's devices to be untouched, got a started backend. "
-            "Call it at the top of the script, before any array is made."
+            "Call it at the top of the script, before any array is created."
         ) from error
     os.environ["NPROC"] = str(max(2 * n_devices, int(os.environ.get("NPROC") or 0), os.cpu_count() or 1))
 
@@ -230,8 +230,8 @@ class Dry:
     **Arguments:**
 
     - `options`: further arguments of the dry run.
-    - `zeros`: the methods that have returned zeros, because they were called before the first `fit`.
-    - `done`: what ended the script, once there is a report; a script may catch it.
+    - `zeros`: the methods that returned zeros, because they were called before the first `fit`.
+    - `done`: the exception with the report that ended the script, also if the script caught it. Empty before.
     """
 
     machine: Machine
@@ -241,14 +241,14 @@ class Dry:
 
 
 class Shape(jax.ShapeDtypeStruct):
-    """The shape of a model's array in a dry run. NumPy reads zeros from it."""
+    """The shape of a model's array in a dry run. NumPy converts it to zeros."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.zeros(self.shape, dtype or self.dtype)
 
 
 def as_shapes(model: PyTree) -> PyTree:
-    """The shapes of a model in a dry run, which a script can still pass to NumPy."""
+    """Converts the shapes of a model in a dry run to shapes that a script can pass to NumPy."""
     return jax.tree.map(lambda x: Shape(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, model)
 
 
@@ -256,13 +256,13 @@ _dry: Dry | None = None
 
 
 def dry() -> Dry | None:
-    """The current dry run; None in a real run."""
+    """Returns the current dry run, or None in a real run."""
     return _dry
 
 
 @contextmanager
 def described(topology: str, *, memory: int | None = None) -> Iterator[Machine]:
-    """A context whose deployers compile for a machine that need not exist, and create no arrays of a model.
+    """A context in which deployers compile for a described machine, and allocate no arrays of a model.
 
     ```python
     with redeqx.described("v4:2x2x2"):
@@ -275,9 +275,9 @@ def described(topology: str, *, memory: int | None = None) -> Iterator[Machine]:
     **Arguments:**
 
     - `topology`: `"v4:2x2x2"`, `"gpu:a100-40gb:4"`, `"gpu:h100-80gb:2x8"` (hosts x devices), `"cpu:8"`, `"this"`.
-    - `memory`: bytes of a device, instead of the known ones.
+    - `memory`: bytes of a device, to replace the known number.
 
-    Raises ValueError for an unknown topology, ImportError if its compiler is not installed.
+    Raises ValueError for an unknown topology, and ImportError if its compiler is not installed.
     """
     machine = describe(topology, memory=memory)
     with dry_for(machine):
@@ -286,7 +286,7 @@ def described(topology: str, *, memory: int | None = None) -> Iterator[Machine]:
 
 @contextmanager
 def dry_for(machine: Machine, **options: Any) -> Iterator[Dry]:
-    """A context whose deployers compile for that machine, and create no arrays of a model."""
+    """A context in which deployers compile for a machine, and allocate no arrays of a model."""
     global _dry
     before, _dry = _dry, (run := Dry(machine, options))
     try:

@@ -1,7 +1,7 @@
 """The mesh and its three axes.
 
-Owns the names of the mesh axes: no other module spells "data", "fsdp" or "model". *Axis* always means a mesh axis; a tensor
-has *dims*.
+Owns the names of the mesh axes: no other module has the strings "data", "fsdp" or "model". *Axis* always means a mesh axis.
+A tensor has *dims*.
 """
 
 import math
@@ -20,18 +20,18 @@ DATA = "data"
 FSDP = "fsdp"
 MODEL = "model"
 AXES = (DATA, FSDP, MODEL)
-_HOST = "pinned_host"  # JAX's name of it
-BATCH_AXES = (DATA, FSDP)  # the axes that split the rows of a batch; the model axis shares them
+_HOST = "pinned_host"  # JAX's name of host memory
+BATCH_AXES = (DATA, FSDP)  # the axes that split the rows of a batch, which are replicated over the model axis
 
 
 def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with axes `("data", "fsdp", "model")`. The data axis gets the devices that the two others leave.
+    """Makes a mesh with axes `("data", "fsdp", "model")`. The size of the data axis follows from the number of devices.
 
     **Arguments:**
 
     - `n_model_shards`: the number of devices over which a layer's tensors are split (tensor parallelism).
     - `n_fsdp_shards`: the number of devices over which parameters and optimizer state are split, together with the batch.
-    - `devices`: all of JAX's by default.
+    - `devices`: all of JAX's devices by default.
 
     Raises ValueError if the product does not divide the number of devices.
     """
@@ -52,56 +52,58 @@ def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence
             f"{n_devices % n_shards}. Choose a product among {divisors}."
         )
     shape = (n_devices // n_shards, n_fsdp_shards, n_model_shards)
-    # Auto: the plan sets the shardings of parameters and inputs, XLA derives the rest. (Newer JAX defaults to Explicit.)
+    # Auto: the plan sets the shardings of parameters and inputs, and XLA the others. (Newer JAX defaults to Explicit.)
     types = (AxisType.Auto,) * len(AXES)
     try:
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
-    except NotImplementedError:  # for example 8 x 8 shards on a torus of 4 x 4 x 4 chips: two axes share a side
+    except NotImplementedError:  # such as 8 x 8 shards on a torus of 4 x 4 x 4 chips: two axes share a side
         return Mesh(create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES, axis_types=types)
 
 
 def n_batch_shards(mesh: Mesh) -> int:
-    """The number of parts into which the rows of a batch are split: data x fsdp."""
+    """Returns the number of parts into which the rows of a batch are split: data x fsdp."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec, which may be None, an axis, or several."""
+    """Returns the mesh axes of one entry of a spec, which may be None, an axis, or several."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of a replicated value."""
+    """Returns the sharding of a replicated value."""
     return NamedSharding(mesh, P())
 
 
 def in_host(sharding: NamedSharding) -> NamedSharding:
-    """The same shards in the memory of the devices' hosts, from which they are copied at the speed of the bus."""
+    """Returns the same sharding in host memory."""
     return sharding.with_memory_kind(_HOST)
 
 
 def is_in_host(sharding: Any) -> bool:
-    """Whether arrays of this sharding are in the memory of the devices' hosts."""
+    """Whether arrays of this sharding are in host memory."""
     return sharding.memory_kind == _HOST
 
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
-    """Place a value on a mesh, which may span several processes that all have the same value."""
+    """Puts a value on a mesh, which may span several processes. All of them must pass the same value."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(put(jax.random.key_data(value), sharding), impl=jax.random.key_impl(value))
-    # Not `device_put`, which first compares the value over all processes, by a collective.
+    # Not `device_put`, which first compares the values of all processes, with a collective.
     host = np.asarray(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def split_rows(mesh: Mesh, dim: int = 0) -> NamedSharding:
-    """The sharding of a batch whose rows, in `dim`, are split over the data and fsdp axes."""
+    """Returns the sharding of a batch whose rows, in `dim`, are split over the data and fsdp axes."""
     return NamedSharding(mesh, P(*[None] * dim, BATCH_AXES))
 
 
 def split_heads(mesh: Mesh) -> NamedSharding:
-    """The sharding of queries `[rows, positions, heads, size]` of an attention: rows as in a batch, heads over the model
-    axis."""
+    """Returns the sharding of an attention's queries `[rows, positions, heads, size]`.
+
+    Rows are split as in a batch, and heads over the model axis.
+    """
     return NamedSharding(mesh, P(BATCH_AXES, None, MODEL, None))

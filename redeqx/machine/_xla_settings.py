@@ -1,8 +1,8 @@
-"""Settings of XLA that training wants, by platform, and which of them the installed compiler knows.
+"""XLA settings for training, by platform, and a check that the installed compiler accepts them.
 
-They are given to the compiler with a step (`jax.jit(compiler_options=...)`): no environment variable is set, and other
-programs of the process are compiled as before. An option that a compiler does not know is an error there, so each is tried
-on a program of one addition first.
+They are passed to the compiler of a step (`jax.jit(compiler_options=...)`), so no environment variable is set, and other
+programs of the process are not affected. A compiler raises an error for an unknown option, so each option is first tried on
+a program with one addition.
 """
 
 import os
@@ -21,23 +21,23 @@ from ._compilation_cache import uncached_where_described
 Options = Mapping[str, bool | int | float | str]
 
 MIB = 2**20
-# For more than one device. What they change in a compiled step is in tests/benchmarks/README.md. Sources: (1) JAX, "GPU
+# For more than one device. Their effect on a compiled step is in tests/benchmarks/README.md. Sources: (1) JAX, "GPU
 # performance tips", docs.jax.dev; (2) NVIDIA JAX-Toolbox, "Tips for High-Performance LLMs with JAX and XLA",
 # docs/GPU_performance.md; (3) MaxText, benchmarks/xla_flags_library.py.
 SETTINGS: dict[str, dict[str, bool | int]] = {
     "gpu": {
-        "xla_gpu_enable_latency_hiding_scheduler": True,  # (1), (2): moves collectives beside computation
-        "xla_gpu_enable_pipelined_all_gather": True,  # (2), (1): gathers a layer's weights while the one before computes
+        "xla_gpu_enable_latency_hiding_scheduler": True,  # (1), (2): overlaps collectives with computation
+        "xla_gpu_enable_pipelined_all_gather": True,  # (2), (1): gathers a layer's weights during the layer before
         "xla_gpu_enable_pipelined_reduce_scatter": True,  # (2), (1)
         "xla_gpu_enable_pipelined_all_reduce": True,  # (2), (1)
-        # (2): at least the weights of a layer; XLA's default is 30 MiB. Much more would gather several layers of an unrolled
-        # model at once.
+        # (2): at least the weights of a layer; XLA's default is 30 MiB. A much larger value would gather several layers of
+        # an unrolled model at once.
         "xla_gpu_all_gather_combine_threshold_bytes": 128 * MIB,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * MIB,
         "xla_gpu_all_reduce_combine_threshold_bytes": 128 * MIB,
     },
     "tpu": {
-        # (3), CF_FOR_ALL_GATHER: collectives beside computation. Today's libtpu does so by default, which they make sure of.
+        # (3), CF_FOR_ALL_GATHER: overlap collectives with computation. These are the defaults of the current libtpu.
         "xla_enable_async_all_gather": True,
         "xla_tpu_enable_async_collective_fusion": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
@@ -54,28 +54,28 @@ class XlaSettings:
 
     **Arguments:**
 
-    - `options`: those that it takes.
-    - `dropped`: those that it refuses, each with its reason.
+    - `options`: the options that it accepts.
+    - `dropped`: the options that it rejects, each with the reason.
     """
 
     options: dict[str, bool | int | float | str] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        """One line for a person; empty where there are none."""
+        """Returns a line to print, or an empty string if there are no settings."""
         spelled = {name: str(x).lower() if isinstance(x, bool) else x for name, x in self.options.items()}
-        said = [f"{name}={x}" for name, x in spelled.items()]
-        said += [f"{name} left out: {reason}" for name, reason in self.dropped.items()]
-        return ", ".join(said)
+        texts = [f"{name}={x}" for name, x in spelled.items()]
+        texts += [f"{name} left out: {reason}" for name, reason in self.dropped.items()]
+        return ", ".join(texts)
 
 
 def xla_settings(mesh: Mesh, given: Options | str | None) -> XlaSettings:
-    """The settings for steps on a mesh.
+    """Returns the settings for steps on a mesh.
 
     **Arguments:**
 
-    - `given`: `"auto"` for those of the platform, but for names that `XLA_FLAGS` (on TPUs `LIBTPU_INIT_ARGS`) sets already;
-        a dict of others; None for none.
+    - `given`: `"auto"` for the platform's settings, without options that `XLA_FLAGS` (on TPUs `LIBTPU_INIT_ARGS`) sets; a
+        dict of other settings; or None.
     """
     if given is None:
         return XlaSettings()
@@ -85,11 +85,11 @@ def xla_settings(mesh: Mesh, given: Options | str | None) -> XlaSettings:
         environment = os.environ.get(_ENVIRONMENT.get(platform, ""), "")
         own = SETTINGS.get(platform, {}) if mesh.size > 1 else {}
         given = {name: value for name, value in own.items() if not re.search(rf"--{name}\b", environment)}
-    return _tried(device, tuple(given.items()))
+    return _accepted(device, tuple(given.items()))
 
 
 @cache
-def _tried(device: Any, given: tuple[tuple[str, Any], ...]) -> XlaSettings:
+def _accepted(device: Any, given: tuple[tuple[str, Any], ...]) -> XlaSettings:
     options = dict(given)
     if not options or _refusal(device, options) is None:
         return XlaSettings(options)
@@ -99,7 +99,7 @@ def _tried(device: Any, given: tuple[tuple[str, Any], ...]) -> XlaSettings:
 
 
 def _refusal(device: Any, options: dict[str, Any]) -> str | None:
-    """The reason for which the compiler of a device refuses these options; None if it takes them."""
+    """Returns the reason why the compiler of a device rejects these options, or None if it accepts them."""
     one = jax.ShapeDtypeStruct((), np.float32, sharding=SingleDeviceSharding(device))
     try:
         with uncached_where_described(device):
@@ -110,7 +110,7 @@ def _refusal(device: Any, options: dict[str, Any]) -> str | None:
 
 
 def check_xla_settings(given: Any) -> None:
-    """Raise TypeError or ValueError for what `xla_settings` does not take."""
+    """Raises TypeError or ValueError for a value that `xla_settings` does not take."""
     if given is None or given == "auto":
         return
     if isinstance(given, str):

@@ -1,8 +1,8 @@
 """How a model is split over the mesh: the plan, with a reason for each leaf.
 
 Owns the two rules, the field-order traversal of a model's layers, the dataflow analysis that reads the order of the layers
-from a traced loss, the kinds of leaves, and the plan. Knows nothing of optimizers, batches or files. Open `_plan.py` first,
-then `_rules.py`.
+from a traced loss, the kinds of leaves, and the plan. It is independent of optimizers, batches and files. Open `_plan.py`
+first, then `_rules.py`.
 """
 
 from ._dataflow import parts_taken as parts_taken

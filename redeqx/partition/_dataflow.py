@@ -4,16 +4,16 @@ Both rules follow from one fact. A matmul whose input is replicated is split alo
 whose input is split is split along the contracted dim (a row split), and its output is replicated again.
 
 So this module follows the jaxpr of the loss, abstractly, equation by equation. For each value it tracks which dim is split
-over the model axis, and which leaf caused that. For each value that is a view of a parameter (transposed, sliced, scaled) it
-tracks which dims of the parameter its dims are. The first use of a parameter with data decides the parameter's split. Names
-and types do not matter: raw arrays, `einsum`, stacks under `scan`, and calls in another order than that of the fields are
-all followed alike.
+over the model axis, and which leaf caused the split. For each value that is a view of a parameter (transposed, sliced,
+scaled) it tracks which dims of the parameter its dims are. The first use of a parameter with data decides the parameter's
+split. Names and types do not matter: raw arrays, `einsum`, stacks under `scan`, and calls in an order other than that of the
+fields are all followed.
 
-A first pass follows the rules. Where values with different splits meet, or a split one meets a replicated one, the leaves
-that caused it are tried with other splits. The cheapest choice wins; the cost is of bytes sent, bytes held and repeated work
-(`_flow`).
+A first pass applies the rules. If an operation combines values with different splits, or a split value with a replicated
+one, other splits are tried for the leaves that caused this. The cheapest choice wins. The cost counts bytes sent, replicated
+bytes and repeated work (`_flow`).
 
-What cannot be followed stays replicated, with a reason that names the primitive.
+Parameters that cannot be followed stay replicated, with a reason that names the primitive.
 """
 
 import math
@@ -33,8 +33,8 @@ from ._flow import Flow, Pass, Use, View
 from ._rules import Split
 
 MAX_TRIALS = 64  # alternative splits to try; each follows the whole loss again
-# Elements. Smaller leaves may stay replicated where that costs less, as long as no more of the model is replicated than the
-# field-order traversal (`_layers.walk`) replicates.
+# Elements. Smaller leaves may stay replicated if that costs less, as long as no more of the model is replicated than by the
+# field-order traversal (`_layers.split_in_field_order`).
 SMALL = 2**14
 
 
@@ -44,9 +44,9 @@ class Order:
 
     **Arguments:**
 
-    - `splits`: the dim that the model axis splits, counted from the leaf's first dim, and why.
+    - `splits`: the dim that the model axis splits, counted from the leaf's first dim, and the reason.
     - `stacked`: the number of leading dims over which loops slice the leaf.
-    - `cost`: of a step, in bytes.
+    - `cost`: the cost of a step, in bytes.
     - `errors`: how often a primitive had an unknown form, by the primitive and the error. Its values count as replicated.
     """
 
@@ -67,22 +67,23 @@ def order(
     **Arguments:**
 
     - `n_shards`: size of the model axis.
-    - `followers`: leaves that are split like a weight, by name: the weight's name, and for each dim of the leaf the weight's
-        dim (None for a dim of its own).
-    - `max_replicated`: a leaf that could be split is replicated to save cost only while at most so many elements of the
-        model are replicated in all. No limit by default.
+    - `followers`: leaves that are split like a weight, by name: the weight's name, and for each dim of the leaf the matching
+        dim of the weight, or None.
+    - `max_replicated`: a leaf that could be split is replicated to save cost only if at most this many elements of the model
+        are then replicated in total. No limit by default.
     """
     sizes = [math.prod(leaf.shape) for leaf in trace.leaves]
     index = {name: i for i, name in enumerate(trace.names)}
-    follows = {index[name]: (index[of], dims) for name, (of, dims) in followers.items() if {name, of} <= index.keys()}
+    declared = ((name, weight, dims) for name, (weight, dims) in followers.items() if {name, weight} <= index.keys())
+    follows = {index[name]: (index[weight], dims) for name, weight, dims in declared}
 
     def follow(forced: Mapping[int, int | None]) -> Pass:
         run = Pass(trace.names, trace.leaves, n_shards, forced, _follow, follows=follows)
         _run(run, trace.closed)
-        run.hold()
+        run.add_replicated_leaves()
         return run
 
-    # Leaves whose names differ only in indices (those of a list of blocks) are changed together, if their splits are equal.
+    # Leaves whose names differ only in indices (of a list of blocks) are changed together, if their splits are equal.
     alike: dict[str, list[int]] = {}
     patterns = [without_indices(name) for name in trace.names]
     for i, pattern in enumerate(patterns):
@@ -95,27 +96,27 @@ def order(
 
     def attempt(forced: Mapping[int, int | None]) -> bool:
         nonlocal best, n_trials
-        left = [leaf for leaf, dim in forced.items() if dim is None]
-        if any(sizes[leaf] >= SMALL for leaf in left):
+        unsplit = [leaf for leaf, dim in forced.items() if dim is None]
+        if any(sizes[leaf] >= SMALL for leaf in unsplit):
             return False
         n_trials += 1
         trial = follow({**best.forced, **forced})
-        if trial.cost >= best.cost or (left and max_replicated is not None and n_replicated(trial) > max_replicated):
+        if trial.cost >= best.cost or (unsplit and max_replicated is not None and n_replicated(trial) > max_replicated):
             return False
         best = trial
         return True
 
-    if best.recurrent:  # all at once: a single replicated one would still meet the split outputs of the others
+    if best.recurrent:  # all at once: a single replicated one would still be combined with split outputs of the others
         attempt(dict.fromkeys(best.recurrent))
     while n_shards > 1 and n_trials < MAX_TRIALS:
-        leaf = next((leaf for leaf in best.doubts if patterns[leaf] not in tried), None)
+        leaf = next((leaf for leaf in best.candidates if patterns[leaf] not in tried), None)
         if leaf is None:
             break
         tried.add(patterns[leaf])
         now, shape = best.decided[leaf].dim, trace.leaves[leaf].shape
         same = [i for i in alike[patterns[leaf]] if i in best.decided and best.decided[i].dim == now]
         same = [i for i in same if trace.leaves[i].shape == shape]
-        others = (*best.options.get(leaf, ()), *([None] if leaf in best.broken else []))
+        others = (*best.options.get(leaf, ()), *([None] if leaf in best.gathered else []))
         found = [attempt(dict.fromkeys(same, dim)) for dim in others if dim != now]
         if any(found):
             tried = {patterns[leaf]}
@@ -125,10 +126,10 @@ def order(
 
 
 def products(trace: Trace, n_shards: int, dims: Mapping[str, int | None]) -> Sequence[tuple[Any, int | None, Any]]:
-    """The matmuls and convolutions of a traced loss, for given splits of the leaves over the model axis.
+    """Returns the matmuls and convolutions of a traced loss, for given splits of the leaves over the model axis.
 
-    Returns tuples of the equation; the number of shards of that axis that each compute all of it, or None for a product of
-    parameters alone, which every device computes; and the equation that tells its line of code (as in `Pass.products`).
+    They are tuples of the equation; the number of shards of that axis that each compute all of it, or None for a product of
+    parameters only, which every device computes; and the equation that has its source line (as in `Pass.products`).
 
     **Arguments:**
 
@@ -142,8 +143,7 @@ def products(trace: Trace, n_shards: int, dims: Mapping[str, int | None]) -> Seq
 
 
 def uses(trace: Trace) -> tuple[Sequence[Use], Sequence[int]]:
-    """What a traced loss computes with its leaves, on any mesh: the products of data and leaves, and the leaves whose rows
-    data selects."""
+    """Returns the products of data with leaves in a traced loss, and the leaves whose rows data selects, on any mesh."""
     undecided = dict.fromkeys(range(len(trace.leaves)))  # no leaf is split: all of its views are followed
     run = Pass(trace.names, trace.leaves, 1, undecided, _follow)
     _run(run, trace.closed)
@@ -151,8 +151,7 @@ def uses(trace: Trace) -> tuple[Sequence[Use], Sequence[int]]:
 
 
 def parts_taken(traced: Any, splits: Sequence[int | None], n_shards: int) -> Mapping[Any, int]:
-    """The values of a closed jaxpr that are split along a dim and then sliced into equal parts of that dim, each with the
-    dim.
+    """Returns the values of a closed jaxpr that are split along a dim and then sliced into equal parts of it, with the dim.
 
     **Arguments:**
 
@@ -166,7 +165,7 @@ def parts_taken(traced: Any, splits: Sequence[int | None], n_shards: int) -> Map
 
 
 def _run(run: Pass, closed: Any) -> None:
-    """Follow a jaxpr whose inputs are the leaves, followed by data and PRNG keys."""
+    """Follows a jaxpr whose inputs are the leaves, then data and PRNG keys."""
     ins = [Flow(views=(View(i, tuple(range(len(leaf.shape)))),), grad=True) for i, leaf in enumerate(run.leaves)]
     rest = closed.jaxpr.invars[len(ins) :]
     ins += [Flow(data=not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) for var in rest]
@@ -174,7 +173,7 @@ def _run(run: Pass, closed: Any) -> None:
 
 
 def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """The `Flow` of each output of an equation."""
+    """Returns the `Flow` of each output of an equation."""
     name = eqn.primitive.name
     try:
         if (inner := called(eqn)) is not None:
@@ -185,14 +184,14 @@ def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
                 run.calls = calls
         if name in _EQUATIONS:
             return _EQUATIONS[name](run, eqn, ins)
-        if (seen := _seen(eqn, run.n)) is not None:
-            return [run.see(eqn, ins[0], *seen)]
+        if (dims := _view_dims(eqn, run.n)) is not None:
+            return [run.apply_view(eqn, ins[0], *dims)]
         if name in _REDUCTIONS:
             return _reduce(run, eqn, ins)
         if _is_elementwise(eqn):
-            return run.meet(eqn, ins)
+            return run.combine(eqn, ins)
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        # An unknown form of the primitive, for example of another version of JAX. Do not fail: its values are replicated.
+        # An unknown form of the primitive, such as that of another version of JAX: replicate its values instead of failing.
         run.errors[id(eqn)] = f"{name}: {type(error).__name__}"
     return run.give_up(eqn, ins)
 
@@ -214,7 +213,7 @@ def _dot(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 def _conv(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """A convolution: split by channels or by the batch, never by spatial dims."""
+    """A convolution is split by channels or by the batch, never by spatial dims."""
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
     (rows, inputs), (kernel_out, kernel_in) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
     out_rows, outputs = numbers.out_spec[:2]
@@ -232,19 +231,19 @@ def _reduce(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     for flow, var in zip(ins, eqn.outvars, strict=False):
         dim, cause = run.split(flow)
         if flow.data and {dim, flow.tail} & set(removed):
-            run.pay("all-reduce", var.aval)
+            run.add_collective("all-reduce", var.aval)
         dim, tail = (kept.index(d) if d in kept else None for d in (dim, flow.tail))
-        spread = frozenset(kept.index(d) for d in flow.spread if d in kept)
-        outs.append(Flow(dim=dim, cause=cause, spread=spread, tail=None if dim is None else tail))
+        broadcast = frozenset(kept.index(d) for d in flow.broadcast if d in kept)
+        outs.append(Flow(dim=dim, cause=cause, broadcast=broadcast, tail=None if dim is None else tail))
     return outs + [Flow()] * (len(eqn.outvars) - len(outs))
 
 
 def _along(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """A cumulative sum or a sort: one dim must not be split; the splits of the other dims stay."""
+    """A cumulative sum or a sort requires that one dim is not split. Splits of the other dims stay."""
     axis = eqn.params.get("axis", eqn.params.get("dimension", -1)) % max(1, len(eqn.invars[0].aval.shape))
     if any(run.split(flow)[0] == axis or run.is_open(flow) for flow in ins):
         return run.give_up(eqn, ins)
-    return run.meet(eqn, ins)
+    return run.combine(eqn, ins)
 
 
 def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
@@ -257,12 +256,13 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     others = [i for i in range(len(aval.shape)) if i not in numbers.offset_dims]
     of_indices = dict(zip(range(len(eqn.invars[1].aval.shape) - 1), others, strict=False))
     batches = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    places |= {int(dim): of_indices[of] for dim, of in batches}  # some of them are NumPy integers
+    places |= {int(dim): of_indices[index_dim] for dim, index_dim in batches}  # some of them are NumPy integers
     looked_up = [dim for dim in numbers.start_index_map if sizes[dim] == 1 != shape[dim]]
     kept = [dim for dim, place in places.items() if aval.shape[place] == shape[dim] > 1]
-    # The result is still a view of the parameter in two cases. Either the indices do not depend on data: this selects a part
-    # of the table in some order, such as positions. Or the lookup selects a matrix for each token, such as an expert's: that
-    # is a weight, and its product decides the split. If the table's rows were split, each matrix would need an all-reduce.
+    # The result is still a view of the parameter in two cases. First, if the indices do not depend on data: the lookup
+    # selects a part of the table in some order, such as positions. Second, if the lookup selects a matrix for each token,
+    # such as an expert's. This matrix is a weight, and its product decides the split. Splitting the table's rows would need
+    # an all-reduce for each matrix.
     of_weights = bool(looked_up) and len(kept) > 1 and any(run.could_split(table, shape, dim) for dim in kept)
     if indices.data and not of_weights:
         run.looked_up.update(view.leaf for view in table.views)
@@ -270,23 +270,23 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
         source: list[int | None] = [None] * len(aval.shape)
         for dim, place in places.items():
             source[place] = dim if aval.shape[place] == shape[dim] else None
-        return [table.seen(source)]
+        return [table.through(source)]
     if run.is_open(table):
-        # What the model itself selects (an expert's bias) may be split like the value that it is added to. An embedding,
-        # whose indices come from the batch, may not.
+        # A table whose indices the model computes (experts' biases) may be split like the value that its rows are added to.
+        # An embedding, whose indices come from the batch, may not.
         options = [*looked_up, *kept] if indices.grad else looked_up
         if not looked_up:
-            run.decide(table, None, "replicated: slices of it are taken where data says")
+            run.decide(table, None, "replicated: data decides which slices of it are used")
         elif (dim := run.choose(table, shape, options)) is None:
             run.decide(table, None, _why_table_is_replicated(run, table, shape[looked_up[0]]))
         elif dim in kept:
-            run.decide(table, dim, "follows: what is looked up in it meets values that are split so")
+            run.decide(table, dim, "follows: values looked up in it are combined with values that have this split")
         else:
             run.decide(table, dim, f"embedding: {shape[dim]} rows over {run.n} shards")
     dim, cause = run.split(table)
     by, by_cause = run.split(indices)
     if dim is not None and dim in looked_up:  # each shard looks up the rows that it holds
-        run.pay("all-reduce", aval)
+        run.add_collective("all-reduce", aval)
         dim = None
     elif dim is not None and (dim not in places or aval.shape[places[dim]] != shape[dim]):
         run.gather(eqn.invars[0].aval, table)
@@ -306,15 +306,15 @@ def _why_table_is_replicated(run: Pass, table: Flow, n_rows: int) -> str:
 
 
 def _chosen(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """Data selects among values. If all of them are parameters, so is the result: a branch under `vmap` does this."""
+    """Data selects among values. If all of them are parameters, so is the result, as for a `cond` under `vmap`."""
     cases = ins[1:]
     if any(flow.views for flow in cases) and not any(flow.data for flow in cases):
-        return run.meet(eqn.replace(invars=eqn.invars[1:]), cases)
-    return run.meet(eqn, ins)
+        return run.combine(eqn.replace(invars=eqn.invars[1:]), cases)
+    return run.combine(eqn, ins)
 
 
 def _joined(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """A concatenation. Along a split dim, the parts move between devices."""
+    """A concatenation along a split dim moves the parts between devices."""
     axis, aval = eqn.params["dimension"], eqn.outvars[0].aval
     splits = [run.split(flow) for flow in ins]
     if not any(flow.data for flow in ins):
@@ -324,19 +324,19 @@ def _joined(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
         return [Flow(views=(kept,) if kept else ())]
     along = {dim for dim, _ in splits if dim is not None}
     if axis in along and len(along) == 1 and aval.shape[axis] % run.n == 0 and all(dim is not None for dim, _ in splits):
-        run.pay("join", aval)
-        run.doubt(*(cause for _, cause in splits))
+        run.add_collective("join", aval)
+        run.reconsider(*(cause for _, cause in splits))
         return [Flow(dim=axis, cause=splits[0][1])]
     if axis in along:
         return run.give_up(eqn, ins)
-    return run.meet(eqn, ins)
+    return run.combine(eqn, ins)
 
 
 def _stacked(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """Values along a dim of their own, as blocks that a model stacks: split as all of them are."""
+    """A stack of values along a new dim, such as a model's blocks, has their split if it is the same for all."""
     axis = eqn.params["axis"]
     flows = [
-        flow.seen([None if i == axis else i - (i > axis) for i in range(len(eqn.outvars[0].aval.shape))]) for flow in ins
+        flow.through([None if i == axis else i - (i > axis) for i in range(len(eqn.outvars[0].aval.shape))]) for flow in ins
     ]
     if not any(flow.data for flow in flows):
         views = tuple(dict.fromkeys(view for flow in flows for view in flow.views))
@@ -348,7 +348,7 @@ def _stacked(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 def _updated(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """An update of a slice, as of a cache. A split dim stays split if the update spans all of it."""
+    """An update of a slice, such as a cache's, keeps the split of a dim if the update spans all of the dim."""
     whole, part = (eqn.invars[i].aval.shape for i in (0, 1))
     (dim, cause), (of_part, by_part) = run.split(ins[0]), run.split(ins[1])
     dim, cause = (dim, cause) if dim is not None else (of_part, by_part)
@@ -366,7 +366,7 @@ def _branches(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 def _common(run: Pass, aval: Any, flows: Sequence[Flow]) -> Flow:
-    """The value that one of several branches returns: split if all of them return it split along the same dim."""
+    """Returns the flow of an output of several branches: it is split if all of them split it along the same dim."""
     splits = {run.split(flow) for flow in flows}
     if len({dim for dim, _ in splits}) == 1:
         dim, cause = splits.pop()
@@ -377,13 +377,13 @@ def _common(run: Pass, aval: Any, flows: Sequence[Flow]) -> Flow:
 
 
 def _loop(run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]) -> list[Flow]:
-    """The outputs of a loop. Its carry has the same split at the start and at the end of each iteration.
+    """Returns the flows of a loop's outputs. The carry has the same split at the start and at the end of each iteration.
 
-    A carry that starts as a constant may start with the split that the body gives it. A carry that starts split may be
-    gathered before the loop. Each is done if it costs less.
+    A carry that starts as a constant may start with the split that the body gives it, and a carry that starts split may be
+    gathered before the loop, whichever costs least.
     """
     key = (id(closed.jaxpr), tuple(consts), tuple(carry), tuple(slices))
-    return run.once(key, lambda: _follow_loop(run, closed, consts, carry, slices))
+    return run.memoized(key, lambda: _follow_loop(run, closed, consts, carry, slices))
 
 
 def _follow_loop(
@@ -392,18 +392,18 @@ def _follow_loop(
     start = run.snapshot()
     if any(run.is_open(flow) for flow in carry):  # parameters in the carry: the first iteration decides their splits
         run.evaluate(closed, [*consts, *carry, *slices])
-        begun = {view.leaf for flow in carry for view in flow.views} & run.decided.keys()
-        start.decided |= {leaf: run.decided[leaf] for leaf in begun}
-        start.options |= {leaf: run.options[leaf] for leaf in begun & run.options.keys()}
+        decided = {view.leaf for flow in carry for view in flow.views} & run.decided.keys()
+        start.decided |= {leaf: run.decided[leaf] for leaf in decided}
+        start.options |= {leaf: run.options[leaf] for leaf in decided & run.options.keys()}
         run.restore(start)
     carried = [Flow(*run.split(flow), data=flow.data, grad=flow.grad) for flow in carry]
-    outs, made = _iterate(run, closed, consts, carried, slices)
-    begun = [
-        replace(flow, dim=of.dim, cause=of.cause) if not begin.data and not begin.views and flow.dim is None else flow
-        for begin, flow, of in zip(carry, carried, made, strict=False)
+    outs, returned = _iterate(run, closed, consts, carried, slices)
+    as_returned = [
+        replace(flow, dim=out.dim, cause=out.cause) if not initial.data and not initial.views and flow.dim is None else flow
+        for initial, flow, out in zip(carry, carried, returned, strict=False)
     ]
     gathered = [replace(flow, dim=None) for flow in carried]
-    for other in (begun, gathered):
+    for other in (as_returned, gathered):
         if other == carried:
             continue
         end = run.snapshot()
@@ -422,14 +422,15 @@ def _follow_loop(
 def _iterate(
     run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]
 ) -> tuple[list[Flow], list[Flow]]:
-    """The outputs of a loop, and the carry that its body returns, before it is resharded like the carry that it receives."""
+    """Returns the flows of a loop's outputs, and of the carry that its body returns, before that is resharded like the carry
+    that the body receives."""
     start, carried = run.snapshot(), list(carry)
     while True:
         outs = run.evaluate(closed, [*consts, *carried, *slices])
-        made = [Flow(*run.split(out)) for out in outs[: len(carried)]]
+        returned = [Flow(*run.split(out)) for out in outs[: len(carried)]]
         kept = [
-            replace(flow if of.dim == flow.dim else Flow(), data=flow.data or out.data, grad=flow.grad or out.grad)
-            for flow, of, out in zip(carried, made, outs, strict=False)
+            replace(flow if back.dim == flow.dim else Flow(), data=flow.data or out.data, grad=flow.grad or out.grad)
+            for flow, back, out in zip(carried, returned, outs, strict=False)
         ]
         if kept == carried:
             break
@@ -438,8 +439,8 @@ def _iterate(
     for var, flow, out in zip(closed.jaxpr.outvars, carried, outs, strict=False):
         if run.split(out)[0] != flow.dim:
             run.gather(var.aval, out)
-            run.recurrent.update(leaf for leaf in run.doubts if leaf not in start.doubts)
-    return [*carried, *outs[len(carried) :]], made
+            run.recurrent.update(leaf for leaf in run.candidates if leaf not in start.candidates)
+    return [*carried, *outs[len(carried) :]], returned
 
 
 def _scan(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
@@ -448,21 +449,21 @@ def _scan(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     for atom, flow in zip(eqn.invars[n_consts + n_carry :], ins[n_consts + n_carry :], strict=True):
         if run.split(flow)[0] == 0:
             flow = run.gather(atom.aval, flow)
-        for seen in flow.views:
-            if seen.dims[0] is not None:
-                run.stacked[seen.leaf] = max(run.stacked.get(seen.leaf, 0), seen.dims[0] + 1)
-        slices.append(flow.seen(range(1, len(atom.aval.shape))))
-    times, run.times = run.times, run.times * max(1, eqn.params["length"])
+        for weight_view in flow.views:
+            if weight_view.dims[0] is not None:
+                run.stacked[weight_view.leaf] = max(run.stacked.get(weight_view.leaf, 0), weight_view.dims[0] + 1)
+        slices.append(flow.through(range(1, len(atom.aval.shape))))
+    outer, run.n_iterations = run.n_iterations, run.n_iterations * max(1, eqn.params["length"])
     try:
         outs = _loop(run, insides(eqn)[0].closed, ins[:n_consts], ins[n_consts : n_consts + n_carry], slices)
     finally:
-        run.times = times
-    made = [Flow() if run.is_open(out) else Flow(*run.split(out)) for out in outs[n_carry:]]
-    return [*outs[:n_carry], *(replace(out, dim=None if out.dim is None else out.dim + 1) for out in made)]
+        run.n_iterations = outer
+    stacked = [Flow() if run.is_open(out) else Flow(*run.split(out)) for out in outs[n_carry:]]
+    return [*outs[:n_carry], *(replace(out, dim=None if out.dim is None else out.dim + 1) for out in stacked)]
 
 
 def _while(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """A while loop: its cost is that of one iteration. Its condition is a scalar that all devices compute."""
+    """A while loop costs as much as one iteration. Its condition is a scalar that all devices compute."""
     condition, body = insides(eqn)
     n_carry = body.kinds.count("carry")
     operands = [ins[i] for i in body.operands]
@@ -472,14 +473,14 @@ def _while(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 # --- views -----------------------------------------------------------------------------------------------------------
-# A view has two properties. `source`: for each dim of the output, the dim of the operand that is split if this dim is split
-# (None where there is none). `parts`: the dims of the output that are an equal part of a dim of the operand, and that dim.
+# A view has two properties. `source`: for each dim of the output, the dim of the operand that is split if this dim is split,
+# or None. `parts`: maps each dim of the output that is an equal part of a dim of the operand to that dim.
 
-_Seen = tuple[Sequence[int | None], Mapping[int, int]]
+_ViewDims = tuple[Sequence[int | None], Mapping[int, int]]
 
 
-def _seen(eqn: Any, n: int) -> _Seen | None:
-    """`source` and `parts` of a view; None for an equation that is not one. `n` is the number of shards."""
+def _view_dims(eqn: Any, n: int) -> _ViewDims | None:
+    """Returns `source` and `parts` of a view, or None for any other equation. `n` is the number of shards."""
     shapes = [var.aval.shape for var in (*eqn.invars[:1], *eqn.outvars[:1])]
     name = eqn.primitive.name
     if name == "rev":
@@ -491,15 +492,15 @@ def _seen(eqn: Any, n: int) -> _Seen | None:
     parts: dict[int, int] = {}
     if name in ("slice", "dynamic_slice"):
         before, after = shapes
-        cut = [dim for dim, of in enumerate(source) if of is None]
+        cut = [dim for dim, src in enumerate(source) if src is None]
         parts = {dim: dim for dim in cut if after[dim] and before[dim] % after[dim] == 0 and after[dim] % n == 0}
     return source, parts
 
 
 def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """A reshape. Of dims that are merged or separated, a split of the first operand dim is a split of the first output dim.
+    """A reshape merges or separates dims. In each group of such dims, it maps a split of the first to the first output dim.
 
-    Where that output dim does not divide over the shards, it may be split together with the next one. An example is two
+    If that output dim does not divide over the shards, it may be split together with the next one. An example is two
     key/value heads over four shards, split together with the queries of each head.
     """
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
@@ -517,20 +518,17 @@ def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
                 j += 1
                 target *= after[j]
         i, j = i + 1, j + 1
-        of = next((dim for dim in range(start_i, i) if before[dim] != 1), start_i)
+        first = next((dim for dim in range(start_i, i) if before[dim] != 1), start_i)
         to, *rest = [dim for dim in range(start_j, j) if after[dim] != 1] or [start_j]
-        if after[to] % run.n == 0 or after[to] == before[of]:
-            source[to] = of
+        if after[to] % run.n == 0 or after[to] == before[first]:
+            source[to] = first
         elif rest and (shared := math.gcd(after[to], run.n)) > 1 and after[rest[0]] % (run.n // shared) == 0:
-            source[to], tails[to] = of, rest[0]
-        elif rest and after[rest[0]] % run.n == 0 and before[of] == size:  # as query, key and value of a fused projection
-            parts[rest[0]] = of
+            source[to], tails[to] = first, rest[0]
+        elif rest and after[rest[0]] % run.n == 0 and before[first] == size:
+            parts[rest[0]] = first  # such as query, key and value of a fused projection
     flow = ins[0]
-    views = tuple(
-        replace(view, dims=tuple(None if of is None or i in tails else view.dims[of] for i, of in enumerate(source)))
-        for view in flow.views
-    )
-    out = run.see(eqn, flow, source, parts)
+    views = tuple(view.of(source).without(tails) for view in flow.views)
+    out = run.apply_view(eqn, flow, source, parts)
     if out.views:
         return [replace(out, views=views)]
     if out.dim is not None and out.tail is None and out.dim in tails:
@@ -539,13 +537,13 @@ def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 def _divided(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """`jnp.split`: each part is followed like a slice."""
+    """Follows each part of a `jnp.split` like a slice."""
     outs = []
     for var in eqn.outvars:
         before, after = eqn.invars[0].aval.shape, var.aval.shape
         source = [dim if size == before[dim] else None for dim, size in enumerate(after)]
-        parts = {dim: dim for dim, of in enumerate(source) if of is None and after[dim] % run.n == 0 and after[dim]}
-        outs.append(run.see(eqn.replace(outvars=[var]), ins[0], source, parts))
+        parts = {dim: dim for dim, src in enumerate(source) if src is None and after[dim] % run.n == 0 and after[dim]}
+        outs.append(run.apply_view(eqn.replace(outvars=[var]), ins[0], source, parts))
     return outs
 
 
@@ -555,7 +553,7 @@ _REDUCTIONS = {
 
 
 def _attention(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """As if its products were written out."""
+    """Follows an attention like the unfused products that it computes."""
     return run.evaluate(formula(eqn), ins)
 
 
@@ -570,7 +568,7 @@ _EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
     "split": _divided,
     "reshape": _reshaped,
     "dynamic_update_slice": _updated,
-    "optimization_barrier": lambda run, eqn, ins: ins,  # each output is its operand
+    "optimization_barrier": lambda run, eqn, ins: ins,  # output i is operand i
     "scan": _scan,
     "while": _while,
     "cond": _branches,
@@ -579,7 +577,7 @@ _EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    """Whether each output entry depends only on the input entries at its place, by the shapes. Scalars are broadcast."""
+    """Whether each output entry depends only on the input entries at its position, by the shapes. Scalars are broadcast."""
     if not eqn.outvars or eqn.effects:
         return False
     shape = eqn.outvars[0].aval.shape
@@ -590,7 +588,7 @@ def _is_elementwise(eqn: Any) -> bool:
         return False
     return all(
         not (own := atom.aval.shape)
-        or (len(own) == len(shape) and all(size in (1, of) for size, of in zip(own, shape, strict=True)))
+        or (len(own) == len(shape) and all(size in (1, full) for size, full in zip(own, shape, strict=True)))
         for atom in eqn.invars
     )
 

@@ -1,6 +1,6 @@
-"""A picture of a plan: each array as a rectangle, cut where mesh axes split it, with the part of one device in full colour.
+"""Draws a plan: each array as a rectangle, divided where mesh axes split it, with one device's part in full colour.
 
-It is given names, shapes and numbers, and knows no plan. matplotlib is imported here, when a picture is drawn.
+It takes names, shapes and numbers, and is independent of plans. matplotlib is imported only when a picture is drawn.
 """
 
 import math
@@ -13,16 +13,22 @@ from typing import Any
 
 from ..machine import FSDP, MODEL
 
-# Of Okabe and Ito, told apart by colour-blind readers; the axes are also written below each array.
+# From Okabe and Ito: colour-blind readers can distinguish them. The axes are also written below each array.
 _COLORS = {(): "#7f7f7f", (MODEL,): "#0072b2", (FSDP,): "#e69f00", (FSDP, MODEL): "#009e73"}
-_OTHER = "#cc79a7"  # where an override names other axes
-_PALE = 0.25  # opacity of what other devices hold
-_WIDTH, _MARGIN = 10.0, 0.25  # inches of the picture at most, and of its border
-_TYPICAL, _LEAST, _MOST = 0.75, 0.09, 1.5  # inches of a side
-_GAP, _TITLE, _LINE, _LETTER = 0.28, 0.3, 0.135, 0.062  # inches between arrays, of a title, of a line of text, of a letter
-_TOP, _LEGEND = 0.45, 0.45  # inches of the first line, and of a colour of the last beside its text
-_SHEET = 0.05  # inches by which the sheets of a stack are shifted
-_MOST_CUTS = 32  # closer ones would be one grey area
+_OTHER = "#cc79a7"  # for the axes of an override that are not listed above
+_PALE = 0.25  # opacity of the other devices' parts
+# All sizes are in inches.
+_WIDTH, _MARGIN = 10.0, 0.25  # maximal width of the picture, and its border
+_MEDIAN_SIDE, _MIN_SIDE, _MAX_SIDE = 0.75, 0.09, 1.5  # sides of rectangles
+_GAP, _TITLE, _LINE, _LETTER = (
+    0.28,
+    0.3,
+    0.135,
+    0.062,
+)  # gap between arrays, heights of a title and a line, width of a letter
+_TOP, _LEGEND = 0.45, 0.45  # height of the first line, and width of a legend entry without its text
+_SHEET = 0.05  # offset between the sheets of a stack
+_MAX_CUTS = 32  # more lines would merge into a grey area
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Picture:
 
     - `layer`, `name`: the first and the last components of its path.
     - `axes`: for each dim, the mesh axes that split it, with their sizes.
-    - `text`: a word on why.
+    - `text`: the reason in one word.
     """
 
     layer: str
@@ -44,34 +50,34 @@ class Picture:
 
     @property
     def shown(self) -> tuple[int, ...]:
-        """The dims that are drawn: at most two, first those that are split, then the largest."""
+        """The dims that are drawn: at most two, preferring split dims, then large ones."""
         order = sorted(range(len(self.shape)), key=lambda dim: (not self.axes[dim], -self.shape[dim], dim))
         return tuple(sorted(order[:2]))
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The mesh axes that split it, sorted."""
-        return tuple(sorted({axis for of in self.axes for axis, _ in of}))
+        """The mesh axes that split the array, sorted."""
+        return tuple(sorted({axis for split in self.axes for axis, _ in split}))
 
     @property
     def lines(self) -> list[str]:
-        """The text below it."""
+        """The lines of text below the rectangle."""
         shape = " x ".join(map(str, self.shape)) or "scalar"
-        split = ", ".join(f"dim {dim}: {' and '.join(axis for axis, _ in of)}" for dim, of in enumerate(self.axes) if of)
+        split = ", ".join(f"dim {dim}: {' and '.join(axis for axis, _ in by)}" for dim, by in enumerate(self.axes) if by)
         return [self.name, shape, *([self.text] if self.text else []), *([split] if split else [])]
 
     def n_parts(self, dim: int) -> int:
-        """The number of parts of a dim."""
+        """Returns the number of parts that a dim is split into."""
         return math.prod(n for _, n in self.axes[dim])
 
 
 def draw(pictures: Sequence[Picture], path: Path, *, title: str) -> None:
-    """Draws a row for each layer, and writes it in the format of the path's suffix.
+    """Draws the arrays, in a row for each layer, and writes the picture in the format of the path's suffix.
 
-    Raises ImportError without matplotlib, ValueError for a suffix that it does not write.
+    Raises ImportError without matplotlib, and ValueError for a suffix that it does not write.
     """
     try:
-        from matplotlib.figure import Figure  # and no pyplot: figures and backend of the caller stay as they are
+        from matplotlib.figure import Figure  # not pyplot, which would change the caller's figures and backend
         from matplotlib.patches import Rectangle
     except ImportError as error:
         raise ImportError(
@@ -79,7 +85,7 @@ def draw(pictures: Sequence[Picture], path: Path, *, title: str) -> None:
             "`plan.explain()`."
         ) from error
     side = _Side(pictures)
-    rows = [row for layer, of in groupby(pictures, lambda each: each.layer) for row in _rows(layer, list(of), side)]
+    rows = [row for layer, group in groupby(pictures, lambda each: each.layer) for row in _rows(layer, list(group), side)]
     keys = _keys(pictures, side)
     width = max(
         _MARGIN + max(row.right for row in rows),
@@ -112,9 +118,9 @@ def draw(pictures: Sequence[Picture], path: Path, *, title: str) -> None:
 
 
 def _keys(pictures: Sequence[Picture], side: "_Side") -> list[tuple[str, float, str]]:
-    """The legend: colour, opacity and text of what there is."""
+    """Returns the entries of the legend: colour, opacity and text."""
     found = sorted({picture.over for picture in pictures}, key=lambda over: (not over, len(over), over != (MODEL,), over))
-    keys = [(_color(of), 1.0, f"split by {' and '.join(of)}" if of else "replicated") for of in found]
+    keys = [(_color(over), 1.0, f"split by {' and '.join(over)}" if over else "replicated") for over in found]
     if any(found):
         keys += [("#000000", 1.0, "full colour: one device's part"), ("#000000", _PALE, "pale: the others'")]
     if any(side.is_cut_short(picture.shape[dim]) for picture in pictures for dim in picture.shown):
@@ -127,37 +133,37 @@ def _color(over: tuple[str, ...]) -> str:
 
 
 class _Side:
-    """The inches of a dim: by its square root, so that small ones are seen beside large ones."""
+    """Converts the size of a dim to inches, by its square root, so that small dims stay visible beside large ones."""
 
     def __init__(self, pictures: Sequence[Picture]):
         largest = [max(picture.shape) for picture in pictures if len(picture.shape) > 1]
-        self._inches = _TYPICAL / median(largest or [1]) ** 0.5
+        self._inches = _MEDIAN_SIDE / median(largest or [1]) ** 0.5
 
     def __call__(self, size: int) -> float:
-        return min(max(self._inches * size**0.5, _LEAST), _MOST)
+        return min(max(self._inches * size**0.5, _MIN_SIDE), _MAX_SIDE)
 
     def is_cut_short(self, size: int) -> bool:
-        """Whether a dim is drawn shorter than it is."""
-        return self._inches * size**0.5 > _MOST
+        """Whether a dim is drawn shorter than its size requires."""
+        return self._inches * size**0.5 > _MAX_SIDE
 
     def of(self, picture: Picture) -> tuple[float, float]:
-        """Width and height. A vector is a column: its dim is that of a matrix's rows."""
-        height, width = [*(self(picture.shape[dim]) for dim in picture.shown), _LEAST, _LEAST][:2]
+        """Returns width and height. A vector is drawn as a column."""
+        height, width = [*(self(picture.shape[dim]) for dim in picture.shown), _MIN_SIDE, _MIN_SIDE][:2]
         return width, height
 
     def n_sheets(self, picture: Picture) -> int:
-        """The rectangles that stand for the dims that are not drawn."""
+        """Returns the number of stacked rectangles, at most 3. They represent the dims that are not drawn."""
         return min(3, math.prod(size for dim, size in enumerate(picture.shape) if dim not in picture.shown))
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Arrays beside each other, with their distances from the left."""
+    """A row of arrays, with their distances from the left."""
 
     title: str | None
     placed: list[tuple[float, Picture]]
-    tallest: float  # of the rectangles, with their sheets
-    right: float  # where the last one ends
+    tallest: float  # the largest height of the rectangles, with their sheets
+    right: float  # the right edge of the last one
 
     @property
     def height(self) -> float:
@@ -166,7 +172,7 @@ class _Row:
 
 
 def _rows(layer: str, pictures: Sequence[Picture], side: _Side) -> list[_Row]:
-    """The rows of one layer: as many arrays beside each other as there is room for."""
+    """Arranges the arrays of one layer in rows, with as many in a row as fit."""
     rows: list[list[tuple[float, Picture]]] = [[]]
     rights, left = [0.0], _MARGIN
     for picture in pictures:
@@ -180,7 +186,7 @@ def _rows(layer: str, pictures: Sequence[Picture], side: _Side) -> list[_Row]:
         left += width + _GAP
     tallest = [max(side.of(picture)[1] for _, picture in row) + 2 * _SHEET for row in rows]
     titles = [layer, *[None] * (len(rows) - 1)]
-    return [_Row(*of) for of in zip(titles, rows, tallest, rights, strict=True)]
+    return [_Row(*row) for row in zip(titles, rows, tallest, rights, strict=True)]
 
 
 def _draw_row(ax: Any, row: _Row, top: float, side: _Side) -> None:
@@ -195,7 +201,7 @@ def _draw_row(ax: Any, row: _Row, top: float, side: _Side) -> None:
 
 
 def _draw_one(ax: Any, picture: Picture, left: float, top: float, side: _Side) -> None:
-    """One array: its sheets, the part of the first device, the cuts, and a gap where a side is shorter than it should be."""
+    """Draws an array: its sheets, the part of the first device, the dividing lines, and a gap in a side that is too long."""
     from matplotlib.patches import Rectangle
 
     width, height = side.of(picture)
@@ -210,9 +216,9 @@ def _draw_one(ax: Any, picture: Picture, left: float, top: float, side: _Side) -
     if picture.over:
         ax.add_patch(Rectangle((left, top), width / columns, height / rows, facecolor=color, edgecolor="none"))
     style = {"color": "#ffffff", "linewidth": 0.8, "solid_capstyle": "butt"}
-    for i in range(1, rows) if rows <= _MOST_CUTS else ():
+    for i in range(1, rows) if rows <= _MAX_CUTS else ():
         ax.plot([left, left + width], [top + i * height / rows] * 2, **style)
-    for i in range(1, columns) if columns <= _MOST_CUTS else ():
+    for i in range(1, columns) if columns <= _MAX_CUTS else ():
         ax.plot([left + i * width / columns] * 2, [top, top + height], **style)
     for dim, is_rows in zip(picture.shown, (True, False), strict=False):
         if side.is_cut_short(picture.shape[dim]):

@@ -1,7 +1,7 @@
 """Tracks how each value of the traced loss is split, and decides the split of a parameter from its uses.
 
-Owns the two rules as applied to values (`Pass.contract`, `Pass.meet`), and the cost of a choice. `_dataflow` knows what each
-primitive does.
+Owns the two rules as applied to values (`Pass.contract`, `Pass.combine`), and the cost of a choice. `_dataflow` handles each
+primitive.
 """
 
 import math
@@ -15,21 +15,21 @@ from jax.extend import core as jex
 
 from ._rules import Split, follow
 
-# The cost of a plan is measured in bytes that a device sends in a step.
-# The cost of a collective over a ring of n devices, for each byte of the full array. An all-gather in the forward pass is a
-# reduce-scatter in the backward pass. `reshard` splits each of the equal parts of a split dim over all devices again, as of
-# a fused projection (`transforms`). `join` concatenates along a split dim. These two count both passes.
-_MOVES: dict[str, Callable[[int], float]] = {
+# The cost of a plan is the number of bytes that a device sends in a step. This table has the cost of a collective over a
+# ring of n devices, for each byte of the full array. An all-gather in the forward pass is a reduce-scatter in the backward
+# pass. `reshard` splits each equal part of a split dim over all devices, as for a fused projection (`transforms`). `join`
+# concatenates along a split dim. The costs of these two include both passes.
+_COLLECTIVE_COST: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
     "reshard": lambda n: 2 / n,
     "join": lambda n: 1.0,
 }
-# The cost of each byte of a replicated leaf: the leaf, its gradient and two moments make 4 bytes. Users enlarge an axis to
+# The cost of each byte of a replicated leaf. The leaf, its gradient and two moments are 4 bytes. Users enlarge an axis to
 # save memory, so each of these counts as two bytes sent.
-_HELD = 8
-_FLOPS_A_BYTE = 1000  # FLOPs in the time that sending one byte takes: roughly, by published figures of accelerators
-_PASSES = 3  # matmuls in a step for each one of the loss: one forward, two backward
+_REPLICATED_COST = 8
+_FLOPS_PER_BYTE = 1000  # FLOPs in the time of sending one byte, roughly, from published figures of accelerators
+_PRODUCTS_PER_STEP = 3  # matmuls in a step for each one of the loss: one forward, two backward
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class View:
     dims: tuple[int | None, ...]
 
     def of(self, source: Sequence[int | None]) -> "View":
-        """The view whose dim `i` is this one's dim `source[i]`."""
+        """Returns the view whose dim `i` is this one's dim `source[i]`."""
         return View(self.leaf, tuple(None if dim is None else self.dims[dim] for dim in source))
 
-    def but(self, dims: Collection[int]) -> "View":
-        """The view without what these dims of it are of the leaf."""
-        return View(self.leaf, tuple(None if dim in dims else of for dim, of in enumerate(self.dims)))
+    def without(self, dims: Collection[int]) -> "View":
+        """Returns the view with these dims marked as unrelated to the leaf's dims."""
+        return View(self.leaf, tuple(None if dim in dims else leaf_dim for dim, leaf_dim in enumerate(self.dims)))
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Flow:
     - `cause`: the leaf that caused the split, or the replication.
     - `views`: the parameters that the value is a view of. The splits of these parameters then determine its split, and `dim`
         and `cause` do not count.
-    - `tail`: a later dim that is split together with `dim`, where `dim` alone does not divide over the shards.
-    - `spread`: dims along which all entries are equal (broadcast), so that slicing costs nothing, also in the gradient.
+    - `tail`: a later dim that is split together with `dim`, if `dim` alone does not divide over the shards.
+    - `broadcast`: dims along which all entries are equal, so that slicing is free, also in the gradient.
     - `data`: whether the value depends on data. A parameter that data selects among others still counts as a parameter.
     - `grad`: whether a gradient flows back through the value.
     """
@@ -73,18 +73,18 @@ class Flow:
     dim: int | None = None
     cause: int | None = None
     views: tuple[View, ...] = ()
-    spread: frozenset[int] = frozenset()
+    broadcast: frozenset[int] = frozenset()
     data: bool = False
     grad: bool = False
     tail: int | None = None
 
-    def seen(self, source: Sequence[int | None], new: Collection[int] = ()) -> "Flow":
-        """The value whose dim `i` is this one's dim `source[i]`; `new` are dims along which it was repeated."""
-        spread = {i for i, dim in enumerate(source) if dim in self.spread} | set(new)
+    def through(self, source: Sequence[int | None], new: Collection[int] = ()) -> "Flow":
+        """Returns the flow of the value whose dim `i` is this one's dim `source[i]`. It is repeated along the dims `new`."""
+        broadcast = {i for i, dim in enumerate(source) if dim in self.broadcast} | set(new)
         dim = source.index(self.dim) if self.dim is not None and self.dim in source else None
         views = tuple(view.of(source) for view in self.views)
         tail = source.index(self.tail) if dim is not None and self.tail is not None and self.tail in source else None
-        return replace(self, dim=dim, views=views, spread=frozenset(spread), tail=tail)
+        return replace(self, dim=dim, views=views, broadcast=frozenset(broadcast), tail=tail)
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Use:
 
     **Arguments:**
 
-    - `shape`: of the view.
+    - `shape`: the shape of the view.
     - `summed`: the view's dims over which the product sums.
-    - `batched`: those that it shares with the data, and does not sum over: each entry is a matrix of its own.
+    - `batched`: the view's batch dims, which the data has too.
     """
 
     eqn: Any
@@ -107,7 +107,7 @@ class Use:
 
 @dataclass
 class _Memo:
-    """The results of loops that were followed. They are kept when a `Pass` is restored."""
+    """The results of loops that were followed. They survive `Pass.restore`."""
 
     followed: dict[Any, tuple[list[Flow], dict[str, Any], float]] = field(default_factory=dict)
 
@@ -118,21 +118,22 @@ class Pass:
 
     **Arguments:**
 
-    - `forced`: the dim to split of some leaves, whatever the rules say.
+    - `forced`: the dim to split of some leaves, which overrides the rules.
     - `follow`: a function from an equation and the flows of its inputs to the flows of its outputs.
     - `decided`: the split of each leaf that was used with data, with the reason.
     - `options`: the dims along which a leaf could be split instead.
-    - `doubts`: leaves whose split caused more collectives than the rules need, in the order of the loss.
-    - `broken`: the leaves whose split output had to be gathered.
-    - `recurrent`: those of `doubts` whose output a loop passes on to its next iteration.
-    - `follows`: leaves that are split like another leaf: that leaf, and its dim for each of their dims. Stacked dims do not
-        count.
-    - `products`: each product that was followed; the number of shards that each compute all of it (None for a product of
-        parameters alone); and the equation that tells its line of code. A product inside a call with a custom derivative is
-        listed twice, by its own line and by the line of the call, which the derivative's products have.
-    - `calls`: the calls that are being followed.
+    - `candidates`: leaves to try with other splits, since theirs caused more collectives than the rules need, in the order
+        of the loss.
+    - `gathered`: the leaves whose split output had to be gathered.
+    - `recurrent`: the candidates whose output a loop carries to its next iteration.
+    - `follows`: for each leaf that is split like another leaf, that leaf, and its dim for each dim of the follower, both
+        without stacked dims.
+    - `products`: tuples of each product that was followed; the number of shards that each compute all of it (None for a
+        product of parameters only); and the equation that has its source line. A product inside a call with a custom
+        derivative is listed twice: with its own line, and with the line of the call, which the derivative's products have.
+    - `calls`: the enclosing calls, outermost first.
     - `errors`: the primitive and the error of each equation of an unknown form, by the equation's id.
-    - `uses`: the products with data that contract a view of a leaf, by the leaf and the equation's id.
+    - `uses`: the products of data with a view of a leaf, by the leaf and the equation's id.
     - `looked_up`: leaves whose rows data selects.
     - `resharded`: values that are split along a dim and then sliced into equal parts of that dim, with the dim.
     """
@@ -145,8 +146,8 @@ class Pass:
     decided: dict[int, Split] = field(default_factory=dict)
     options: dict[int, tuple[int, ...]] = field(default_factory=dict)
     stacked: dict[int, int] = field(default_factory=dict)
-    doubts: dict[int, None] = field(default_factory=dict)
-    broken: set[int] = field(default_factory=set)
+    candidates: dict[int, None] = field(default_factory=dict)
+    gathered: set[int] = field(default_factory=set)
     recurrent: set[int] = field(default_factory=set)
     follows: Mapping[int, tuple[int, Sequence[int | None]]] = field(default_factory=dict)
     uses: dict[tuple[int, int], "Use"] = field(default_factory=dict)
@@ -155,29 +156,29 @@ class Pass:
     errors: dict[int, str] = field(default_factory=dict)
     products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
     calls: tuple[Any, ...] = ()
-    rows: dict[Any, int] = field(default_factory=dict)  # for each split value: the number of row-split weights that read it
+    n_row_reads: dict[Any, int] = field(default_factory=dict)  # by split value: the number of row-split weights that read it
     cost: float = 0.0
-    times: int = 1
-    reduced: set[Any] = field(default_factory=set)  # values whose gradient's all-reduce is already counted
+    n_iterations: int = 1
+    reduced: set[Any] = field(default_factory=set)  # values whose gradient's all-reduce is counted
     memo: "_Memo" = field(default_factory=lambda: _Memo())
 
     def snapshot(self) -> "Pass":
-        """A snapshot of everything found so far."""
+        """Returns a copy of the pass, with everything found so far."""
         found = {name: type(value)(value) for name, value in vars(self).items() if isinstance(value, dict | set)}
         return replace(self, **found)
 
     def restore(self, other: "Pass") -> None:
-        """Return to a snapshot."""
+        """Restores a snapshot."""
         vars(self).update(vars(other.snapshot()))
 
-    def once(self, key: Any, follow: Callable[[], list[Flow]]) -> list[Flow]:
-        """Memoizes `follow`: what it returns, and what it adds to this pass, for the same key in the same state.
+    def memoized(self, key: Any, follow: Callable[[], list[Flow]]) -> list[Flow]:
+        """Memoizes `follow`, for the same key in the same state: its result, and what it adds to this pass.
 
-        A loop is followed several times, with different splits of its carry, and so are the loops inside it. Without this
-        memo the time would be exponential in the depth.
+        A loop is followed several times, with different splits of its carry, and so are the loops inside it. Without
+        memoization the time would be exponential in the depth.
         """
-        calls = tuple(map(id, self.calls))
-        state = (frozenset(self.decided.items()), tuple(self.doubts), frozenset(self.stacked.items()), self.times, calls)
+        decided, stacked = frozenset(self.decided.items()), frozenset(self.stacked.items())
+        state = (decided, tuple(self.candidates), stacked, self.n_iterations, tuple(map(id, self.calls)))
         if (key, state) in self.memo.followed:
             outs, found, cost = self.memo.followed[key, state]
             for name, values in found.items():
@@ -191,19 +192,19 @@ class Pass:
                 if isinstance(value, dict)
                 else value - was
                 for name, value in vars(self).items()
-                if isinstance(value, dict | set) and name not in ("rows", "reduced")
+                if isinstance(value, dict | set) and name not in ("n_row_reads", "reduced")
                 for was in (vars(before)[name],)
             }
             self.memo.followed[key, state] = outs, found, self.cost - before.cost
-        self.reduced, self.rows = set(), {}  # they hold values of the loop's body
+        self.reduced, self.n_row_reads = set(), {}  # their keys are values of the loop's body
         return outs
 
     def evaluate(self, closed: Any, ins: Sequence[Flow]) -> list[Flow]:
-        """The flows of a closed jaxpr's outputs."""
+        """Returns the flows of a closed jaxpr's outputs."""
         jaxpr = closed.jaxpr
         env: dict[Any, Flow] = dict.fromkeys(jaxpr.constvars, Flow())
         env.update(zip(jaxpr.invars, ins, strict=True))
-        self.reduced, self.rows = set(), {}
+        self.reduced, self.n_row_reads = set(), {}
         for eqn in jaxpr.eqns:
             flows = [Flow() if isinstance(atom, jex.Literal) else env[atom] for atom in eqn.invars]
             known = {"data": any(f.data for f in flows), "grad": any(f.grad for f in flows)}
@@ -214,7 +215,7 @@ class Pass:
     # --- the state of a value ------------------------------------------------------------------------------------------
 
     def split(self, flow: Flow) -> tuple[int | None, int | None]:
-        """The dim that is split, and the leaf that caused it."""
+        """Returns the dim that is split, and the leaf that caused it."""
         if not flow.views:
             return flow.dim, flow.cause
         for view in flow.views:
@@ -232,38 +233,39 @@ class Pass:
 
     # --- costs and decisions -------------------------------------------------------------------------------------------
 
-    def pay(self, kind: str, aval: Any) -> None:
-        self.cost += self.times * _MOVES[kind](self.n) * math.prod(aval.shape) * aval.dtype.itemsize
+    def add_collective(self, kind: str, aval: Any) -> None:
+        self.cost += self.n_iterations * _COLLECTIVE_COST[kind](self.n) * math.prod(aval.shape) * aval.dtype.itemsize
 
-    def compute_replicated(self, aval: Any, n_summed: int) -> None:
-        """Add the cost of a product that every device computes in full, instead of its share."""
-        flops = 2 * _PASSES * math.prod(aval.shape) * n_summed
-        self.cost += self.times * (1 - 1 / self.n) * flops / _FLOPS_A_BYTE
+    def add_repeated_work(self, aval: Any, n_summed: int) -> None:
+        """Adds the cost of a product that every device computes in full, instead of its share."""
+        flops = 2 * _PRODUCTS_PER_STEP * math.prod(aval.shape) * n_summed
+        self.cost += self.n_iterations * (1 - 1 / self.n) * flops / _FLOPS_PER_BYTE
 
-    def hold(self) -> None:
-        """Add the cost of the replicated leaves."""
+    def add_replicated_leaves(self) -> None:
+        """Adds the cost of the replicated leaves."""
         for i, split in self.decided.items():
             if split.dim is None:
-                self.cost += (1 - 1 / self.n) * _HELD * math.prod(self.leaves[i].shape) * self.leaves[i].dtype.itemsize
+                leaf = self.leaves[i]
+                self.cost += (1 - 1 / self.n) * _REPLICATED_COST * math.prod(leaf.shape) * leaf.dtype.itemsize
 
-    def doubt(self, *leaves: int | None) -> None:
-        self.doubts.update(dict.fromkeys(leaf for leaf in leaves if leaf is not None))
+    def reconsider(self, *leaves: int | None) -> None:
+        self.candidates.update(dict.fromkeys(leaf for leaf in leaves if leaf is not None))
 
     def decide(self, flow: Flow, dim: int | None, reason: str) -> None:
-        """Decide the split of each undecided parameter that the value is a view of: along dim `dim` of the value."""
+        """Decides the split of each undecided parameter that the value is a view of: along dim `dim` of the value."""
         for view in flow.views:
             if view.leaf not in self.decided:
                 self.decided[view.leaf] = Split(None if dim is None else view.dims[dim], reason)
 
     def decide_as_declared(self, flow: Flow, leaf: int) -> None:
-        of, dims = self.follows[leaf]
-        n_stacked, weight = len(self.leaves[leaf].shape) - len(dims), self.decided[of]
+        weight_leaf, dims = self.follows[leaf]
+        n_stacked, weight = len(self.leaves[leaf].shape) - len(dims), self.decided[weight_leaf]
         split = follow(weight if weight.dim is None else replace(weight, dim=weight.dim - n_stacked), dims)
         dim = None if split.dim is None else split.dim + n_stacked
         self.decide(flow, None if dim is None else flow.views[0].dims.index(dim), split.reason)
 
     def choose(self, flow: Flow, shape: Sequence[int], dims: Sequence[int]) -> int | None:
-        """The first of these dims along which an undecided parameter can be split, or the forced one; None without one."""
+        """Returns the first of these dims along which an undecided parameter can be split, or the forced one, else None."""
         view = next(view for view in flow.views if view.leaf not in self.decided)
         possible = [i for i in dims if shape[i] and shape[i] % self.n == 0 and self.divides(view, i)]
         self.options[view.leaf] = tuple(dim for i in possible if (dim := view.dims[i]) is not None)
@@ -277,16 +279,16 @@ class Pass:
         return shape[dim] % self.n == 0 and any(self.divides(view, dim) for view in flow.views)
 
     def divides(self, view: View, dim: int) -> bool:
-        """Whether the leaf can be split along dim `dim` of the view. That may be only a part of a dim of the leaf."""
-        of = view.dims[dim]
-        return of is not None and self.leaves[view.leaf].shape[of] % self.n == 0
+        """Whether the leaf can be split along dim `dim` of the view, which may be only a part of a dim of the leaf."""
+        leaf_dim = view.dims[dim]
+        return leaf_dim is not None and self.leaves[view.leaf].shape[leaf_dim] % self.n == 0
 
     def is_forced(self, flow: Flow) -> bool:
         return any(view.leaf in self.forced for view in flow.views)
 
     def why_replicated(self, flow: Flow, shape: Sequence[int], dims: Sequence[int]) -> str:
         if self.is_forced(flow):
-            return "replicated: costs less than any split of it, which what follows would have to undo"
+            return "replicated: costs less than any split of it, which later operations would undo"
         for view in flow.views:
             if len(own := self.leaves[view.leaf].shape) == 1 and own[0] % self.n:  # a flat vector of weights
                 padded = -(-own[0] // self.n) * self.n
@@ -294,81 +296,83 @@ class Pass:
         return f"replicated: no dim of {' x '.join(str(shape[i]) for i in sorted(dims))} divides over {self.n} shards"
 
     def gather(self, aval: Any, flow: Flow) -> Flow:
-        """The value after an all-gather; the value itself if it is not split."""
+        """All-gathers the value if it is split, and returns its new flow."""
         dim, cause = self.split(flow)
         if dim is None:
             return flow
-        self.pay("all-gather", aval)
-        self.doubt(cause)
-        self.broken.add(cause)  # pyright: ignore[reportArgumentType]
+        self.add_collective("all-gather", aval)
+        self.reconsider(cause)
+        self.gathered.add(cause)  # pyright: ignore[reportArgumentType]
         return replace(flow, dim=None, views=(), tail=None)
 
-    def cut(self, atom: Any, flow: Flow, dim: int) -> None:
-        """Add the cost of slicing a replicated value: slicing is free, but its gradient needs an all-gather."""
-        if flow.data and flow.grad and dim not in flow.spread:
-            self.pay("all-gather", atom.aval)
+    def add_slice(self, atom: Any, flow: Flow, dim: int) -> None:
+        """Adds the cost of slicing a replicated value: slicing is free, but its gradient needs an all-gather."""
+        if flow.data and flow.grad and dim not in flow.broadcast:
+            self.add_collective("all-gather", atom.aval)
 
-    def sum_gradient(self, atom: Any, flow: Flow) -> None:
-        """Add the cost of a replicated value that each shard uses for another part of the output: one all-reduce of its
-        gradient, however many equations read it."""
+    def add_gradient_sum(self, atom: Any, flow: Flow) -> None:
+        """Adds one all-reduce of the gradient of a replicated value that each shard uses for another part of the output."""
         if flow.data and flow.grad and atom not in self.reduced:
             self.reduced.add(atom)
-            self.pay("all-reduce", atom.aval)
+            self.add_collective("all-reduce", atom.aval)
 
-    def see(self, eqn: Any, flow: Flow, source: Sequence[int | None], parts: Mapping[int, int]) -> Flow:
-        """The flow of an equation's output that is a view of its operand.
+    def apply_view(self, eqn: Any, flow: Flow, source: Sequence[int | None], parts: Mapping[int, int]) -> Flow:
+        """Returns the flow of an equation's output that is a view of its operand.
 
         **Arguments:**
 
-        - `source`: for each dim of the output, the dim of the operand that is split if this dim is split; None where there
-            is none.
-        - `parts`: the dims of the output that are an equal part of a dim of the operand, and that dim.
+        - `source`: for each dim of the output, the dim of the operand that is split if this dim is split, or None.
+        - `parts`: maps each dim of the output that is an equal part of a dim of the operand to that dim.
         """
         dim, cause = self.split(flow)
         aval = eqn.outvars[0].aval
         repeated = eqn.primitive.name == "broadcast_in_dim"
         if flow.views and len(eqn.invars[0].aval.shape) == 1 and aval.shape and aval.shape[0] % self.n == 0:
-            source = [0 if i == 0 else of for i, of in enumerate(source)]  # parts of a vector, maybe in another order
+            source = [0, *source[1:]]  # parts of a vector, maybe in another order
         new = [i for i, d in enumerate(source) if repeated and (d is None or eqn.invars[0].aval.shape[d] != aval.shape[i])]
         if dim is not None and dim not in source:
-            out = next((i for i, of in parts.items() if of == dim), None)
+            out = next((i for i, operand_dim in parts.items() if operand_dim == dim), None)
             if out is None:
-                return self.gather(eqn.invars[0].aval, flow).seen(source, new)
+                return self.gather(eqn.invars[0].aval, flow).through(source, new)
             if flow.data:
-                self.pay("reshard", aval)
-                self.doubt(cause)
+                self.add_collective("reshard", aval)
+                self.reconsider(cause)
                 self.resharded[eqn.invars[0]] = dim
-            return replace(flow.seen(source, new), dim=out, cause=cause, views=())
-        return flow.seen(source, new)
+            return replace(flow.through(source, new), dim=out, cause=cause, views=())
+        return flow.through(source, new)
 
-    def meet(self, eqn: Any, ins: Sequence[Flow]) -> list[Flow]:
-        """An elementwise equation: a dim that is split in one operand is split in all operands."""
+    def combine(self, eqn: Any, ins: Sequence[Flow]) -> list[Flow]:
+        """Returns the flows of an elementwise equation: a dim that is split in one operand is split in all operands."""
         shape = eqn.outvars[0].aval.shape
         full = [i for i, atom in enumerate(eqn.invars) if len(atom.aval.shape) == len(shape) > 0]
-        spreads = {
-            i: ins[i].spread | {dim for dim, size in enumerate(eqn.invars[i].aval.shape) if size != shape[dim]} for i in full
+        broadcasts = {
+            i: ins[i].broadcast | {dim for dim, size in enumerate(eqn.invars[i].aval.shape) if size != shape[dim]}
+            for i in full
         }
-        alike = frozenset(range(len(shape))).intersection(*spreads.values())
-        if not any(ins[i].data for i in full):  # parameters alone: the output is a view of them
-            views = [ins[i].views if not spreads[i] else tuple(view.but(spreads[i]) for view in ins[i].views) for i in full]
-            return [Flow(views=tuple(chain(*views)), spread=alike) for _ in eqn.outvars]
+        alike = frozenset(range(len(shape))).intersection(*broadcasts.values())
+        if not any(ins[i].data for i in full):  # parameters only: the output is a view of them
+            views = [
+                ins[i].views if not broadcasts[i] else tuple(view.without(broadcasts[i]) for view in ins[i].views)
+                for i in full
+            ]
+            return [Flow(views=tuple(chain(*views)), broadcast=alike) for _ in eqn.outvars]
         splits = {i: self.split(ins[i]) for i in full}
         found = [(dim, cause) for dim, cause in splits.values() if dim is not None]
         dim, cause = found[0] if found else (None, None)
         for i, (other, by) in splits.items():
             if other not in (dim, None):
-                self.doubt(cause)
+                self.reconsider(cause)
                 self.gather(eqn.invars[i].aval, ins[i])
-            elif other is None and dim is not None and ins[i].data and ins[i].grad and dim not in spreads[i]:
-                self.doubt(cause, by)
-                self.cut(eqn.invars[i], ins[i], dim)
+            elif other is None and dim is not None and ins[i].data and ins[i].grad and dim not in broadcasts[i]:
+                self.reconsider(cause, by)
+                self.add_slice(eqn.invars[i], ins[i], dim)
             if self.is_open(ins[i]):
-                self.decide_beside(eqn, ins[i], eqn.invars[i].aval.shape, dim, cause)
+                self.decide_elementwise(eqn, ins[i], eqn.invars[i].aval.shape, dim, cause)
         tail = next((ins[i].tail for i in full if splits[i][0] == dim is not None), None)
-        return [Flow(dim=dim, cause=cause, spread=alike, tail=tail) for _ in eqn.outvars]
+        return [Flow(dim=dim, cause=cause, broadcast=alike, tail=tail) for _ in eqn.outvars]
 
-    def decide_beside(self, eqn: Any, flow: Flow, shape: Sequence[int], dim: int | None, cause: int | None) -> None:
-        """Decide the split of a parameter that is combined with data elementwise, such as a bias or a scale."""
+    def decide_elementwise(self, eqn: Any, flow: Flow, shape: Sequence[int], dim: int | None, cause: int | None) -> None:
+        """Decides the split of a parameter that is combined elementwise with data, such as a bias or a scale."""
         with_ = "added to" if eqn.primitive.name in ("add", "add_any", "sub") else "combined elementwise with"
         if dim is None:
             self.decide(flow, None, f"replicated: {with_} a replicated value")
@@ -378,8 +382,8 @@ class Pass:
             self.decide(flow, None, f"replicated: {with_} a value that is split along another dim, by {self.name(cause)}")
 
     def give_up(self, eqn: Any, ins: Sequence[Flow]) -> list[Flow]:
-        """An equation that is not followed: its inputs are gathered, and its outputs count as replicated."""
-        if not any(flow.data for flow in ins):  # a decomposition of a weight, say, which XLA may expand to products
+        """Handles an equation that is not followed: gathers its inputs, and treats its outputs as replicated."""
+        if not any(flow.data for flow in ins):  # such as a decomposition of a weight, which XLA may expand to products
             self.products.update({(id(eqn), id(at)): (eqn, None, at) for at in (eqn, *self.calls)})
         for atom, flow in zip(eqn.invars, ins, strict=True):
             self.gather(atom.aval, flow)
@@ -389,40 +393,40 @@ class Pass:
     # --- the two rules -------------------------------------------------------------------------------------------------
 
     def contract(self, eqn: Any, ins: Sequence[Flow], pairs: Sequence[tuple[int, int]], outs: Sequence[Mapping[int, int]]):
-        """A product that sums over dims of its two operands: a matmul or a convolution.
+        """Returns the flow of a product that sums over dims of its two operands: a matmul or a convolution.
 
         **Arguments:**
 
-        - `pairs`: the contracted dims, one of each operand.
-        - `outs`: for each operand, the output dim of each of its dims that is not contracted. A batch dim is one that both
-            operands map to the same output dim.
+        - `pairs`: pairs of contracted dims, one of each operand.
+        - `outs`: for each operand, maps its dims that are not contracted to output dims. Both operands map a batch dim to
+            the same output dim.
         """
         summed = [dict(pairs), {b: a for a, b in pairs}]
         places = [{place: dim for dim, place in out.items()} for out in outs]
 
         def partner(side: int, dim: int) -> int | None:
-            """The dim of the other operand that is split together with this one."""
+            """Returns the dim of the other operand that is split together with this one."""
             return summed[side].get(dim, places[1 - side].get(outs[side].get(dim, -1)))
 
         for side, weight in enumerate(ins):
             if ins[1 - side].data and not weight.data:
                 batched = frozenset(dim for dim in outs[side] if partner(side, dim) is not None)
-                of = (eqn.invars[side].aval.shape, frozenset(summed[side]), batched)
-                self.uses.update({(view.leaf, id(eqn)): Use(eqn, view, *of) for view in weight.views})
+                sizes = (eqn.invars[side].aval.shape, frozenset(summed[side]), batched)
+                self.uses.update({(view.leaf, id(eqn)): Use(eqn, view, *sizes) for view in weight.views})
         for side in (1, 0):  # in most matmuls the second operand is the weight; if both are weights, it is decided first
             if self.is_open(ins[side]):
                 self.decide_weight(eqn, ins, side, partner, summed, outs)
         flows = list(ins)
         for side in (0, 1):
             if flows[side].tail in summed[side]:  # gathered along `tail`; in the product `dim` alone is split
-                self.pay("all-gather", eqn.invars[side].aval)
+                self.add_collective("all-gather", eqn.invars[side].aval)
                 flows[side] = replace(flows[side], tail=None)
         (dim0, cause0), (dim1, cause1) = map(self.split, flows)
         if dim0 is not None and dim1 is not None and partner(0, dim0) != dim1:
-            # The split dims do not correspond. Gather the data rather than a weight; of two equals, the smaller one.
+            # The split dims do not match. Gather the data rather than a weight, and otherwise the smaller operand.
             sizes = [(bool(flow.views), math.prod(atom.aval.shape)) for atom, flow in zip(eqn.invars, flows, strict=False)]
             side = sizes.index(min(sizes))
-            self.doubt(cause0, cause1)
+            self.reconsider(cause0, cause1)
             flows[side] = self.gather(eqn.invars[side].aval, flows[side])
             (dim0, cause0), (dim1, cause1) = [(None, None) if i == side else self.split(flows[i]) for i in (0, 1)]
         is_replicated, is_data = dim0 is None and dim1 is None, any(flow.data for flow in ins)
@@ -432,21 +436,21 @@ class Pass:
         if is_replicated:
             if is_data:
                 sizes = [eqn.invars[0].aval.shape[dim] for dim in summed[0]]
-                self.compute_replicated(eqn.outvars[0].aval, math.prod(sizes))
+                self.add_repeated_work(eqn.outvars[0].aval, math.prod(sizes))
             return [Flow()]
         side, dim, cause = (0, dim0, cause0) if dim0 is not None else (1, dim1, cause1)
         other, both = 1 - side, dim0 is not None and dim1 is not None
-        meets = partner(side, dim)  # pyright: ignore[reportArgumentType]
-        if not both and meets is not None:
+        matching = partner(side, dim)  # pyright: ignore[reportArgumentType]
+        if not both and matching is not None:
             if flows[other].data and flows[other].grad:
-                self.doubt(cause)
-            self.cut(eqn.invars[other], flows[other], meets)
+                self.reconsider(cause)
+            self.add_slice(eqn.invars[other], flows[other], matching)
         if dim in summed[side]:
-            self.pay("all-reduce", eqn.outvars[0].aval)
+            self.add_collective("all-reduce", eqn.outvars[0].aval)
             made_by = next((view.leaf for flow in reversed(ins) for view in flow.views), None)
             return [Flow(cause=made_by)]
-        if meets is None:
-            self.sum_gradient(eqn.invars[other], flows[other])
+        if matching is None:
+            self.add_gradient_sum(eqn.invars[other], flows[other])
         tail = outs[side].get(flows[side].tail)  # pyright: ignore[reportArgumentType]
         return [Flow(dim=outs[side][dim], cause=cause, tail=tail)]  # pyright: ignore[reportArgumentType]
 
@@ -456,7 +460,7 @@ class Pass:
         """The two rules: a column split if the other operand is replicated, a row split if its contracted dim is split."""
         weight, data, shape = ins[side], ins[1 - side], eqn.invars[side].aval.shape
         if not data.data:
-            return  # a product of parameters alone is no activation
+            return  # the result of a product of parameters only is no activation
         if (leaf := weight.views[0].leaf) in self.follows and self.follows[leaf][0] in self.decided:
             self.decide_as_declared(weight, leaf)
             return
@@ -473,22 +477,22 @@ class Pass:
             else:
                 self.decide(weight, dim, "column: its input arrives replicated")
             return
-        meets = partner(1 - side, arrived)
-        if meets is None:
+        matching = partner(1 - side, arrived)
+        if matching is None:
             self.decide(weight, None, f"replicated: its input arrives split along another dim, by {self.name(cause)}")
             return
-        row = meets in summed[side]
+        row = matching in summed[side]
         if row:
             atom = eqn.invars[1 - side]
-            self.rows[atom] = self.rows.get(atom, 0) + 1
-            if self.rows[atom] > 1:  # were the input replicated, columns would read it, with one all-reduce in all
-                self.doubt(cause)
-        dim = self.choose(weight, shape, [meets, *free])
-        kind = "row: its input arrives split by" if row else "follows: its input arrives split, alike, by"
-        if dim == meets:
+            self.n_row_reads[atom] = self.n_row_reads.get(atom, 0) + 1
+            if self.n_row_reads[atom] > 1:  # replicating the input would allow column splits, with one all-reduce in all
+                self.reconsider(cause)
+        dim = self.choose(weight, shape, [matching, *free])
+        kind = "row: its input arrives split by" if row else "follows: its input arrives split in the same way by"
+        if dim == matching:
             self.decide(weight, dim, f"{kind} {self.name(cause)}")
         elif dim is not None:
-            why = "costs less than a row" if self.is_forced(weight) else "what meets its input cannot be split"
-            self.decide(weight, dim, f"column: {why}, though that arrives split by {self.name(cause)}")
+            why = "costs less than a row" if self.is_forced(weight) else "the dim that matches its input cannot be split"
+            self.decide(weight, dim, f"column: {why}, although its input arrives split by {self.name(cause)}")
         else:
-            self.decide(weight, None, self.why_replicated(weight, shape, [meets, *free]))
+            self.decide(weight, None, self.why_replicated(weight, shape, [matching, *free]))

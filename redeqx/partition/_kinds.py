@@ -1,8 +1,8 @@
-"""The kind of every leaf: weight matrix, output head, embedding, convolution, bias, norm; and which dims make one matrix.
+"""The kind of every leaf (matrix, output head, embedding, convolution, bias, norm), and the dims of each matrix.
 
-Owns the names of kinds. They follow from the types of Equinox's layers, and, where a loss was traced, from what the loss
-computes with each leaf. They are the same on every mesh. Optimizers treat kinds differently; `_layers` and `_dataflow` say
-how leaves are split.
+Owns the names of kinds. They follow from the types of Equinox's layers and, if a loss was traced, from what the loss
+computes with each leaf. They are the same on every mesh. Optimizers treat kinds differently. `_layers` and `_dataflow`
+decide how leaves are split.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,15 +24,15 @@ KINDS = ("matrix", "head", "embedding", "convolution", "bias", "norm", "other")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a leaf is to its layer.
+    """The role of a leaf in its layer.
 
     **Arguments:**
 
-    - `name`: one of `"matrix"` (the weight of a fully connected layer or of a projection of an attention), `"head"` (one
-        that makes the outputs), `"embedding"`, `"convolution"`, `"bias"` (of one of these layers), `"norm"` (all leaves of a
-        normalisation), `"other"`.
-    - `outputs`, `inputs`: of a matrix and of a head, the dims of the layer's outputs and of its inputs, over which the
-        product sums. All other dims stack matrices: layers of a scan, experts, heads that are vmapped.
+    - `name`: one of `"matrix"` (the weight of a fully connected layer or of an attention's projection), `"head"` (a matrix
+        that computes the model's outputs), `"embedding"`, `"convolution"`, `"bias"` (of one of these layers), `"norm"` (any
+        leaf of a normalisation), `"other"`.
+    - `outputs`, `inputs`: for a matrix or a head, the dims of the layer's outputs, and of its inputs, which the product
+        contracts. All other dims stack matrices: layers of a scan, experts, vmapped heads.
     """
 
     name: str
@@ -44,16 +44,16 @@ OTHER = Kind("other")
 
 
 def kinds_of(model: PyTree, trace: Trace | None = None) -> dict[str, Kind]:
-    """The kind of every array leaf, by name.
+    """Returns the kind of every array leaf, by name.
 
-    Without a trace, arrays outside of Equinox's layers are `"other"`, and the head is the last fully connected layer in
-    field order: unless it is stacked, or has as many outputs as an embedding has features, as before an output layer that is
-    tied to the embedding.
+    Without a trace, arrays outside Equinox's layers are `"other"`, and the head is the last fully connected layer in field
+    order. There is no head if that layer is stacked, or has as many outputs as an embedding has features, as before an
+    output layer that is tied to the embedding.
 
     **Arguments:**
 
-    - `model`: of arrays or their shapes; also with None, or nodes without leaves, in place of some of them.
-    - `trace`: of a loss of this model, or of one of which this one has some leaves.
+    - `model`: a model of arrays or of their shapes. Some may be replaced by None or by nodes without leaves.
+    - `trace`: of a loss of this model, or of a model that has these leaves and others.
     """
     kinds = {name: OTHER for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     linears: dict[str, eqx.nn.Linear] = {}
@@ -77,14 +77,14 @@ def kinds_of(model: PyTree, trace: Trace | None = None) -> dict[str, Kind]:
                 kinds[name] = found[name]
     elif linears:
         (*_, (name, last)) = linears.items()
-        is_alone = is_array_like(last.weight) and _n_stacked(last) == 0
-        if is_alone and last.out_features not in widths:
+        is_unstacked = is_array_like(last.weight) and _n_stacked(last) == 0
+        if is_unstacked and last.out_features not in widths:
             kinds[name] = Kind("head", (0,), (1,))
     return kinds
 
 
 def _by_type(layer: Any, leaf: str) -> Kind:
-    """The kind of the weight or the bias of a layer."""
+    """Returns the kind of the weight or the bias of a layer."""
     if leaf == "bias":
         return Kind("bias")
     if isinstance(layer, _CONVS):
@@ -96,7 +96,7 @@ def _by_type(layer: Any, leaf: str) -> Kind:
 
 
 def _by_loss(trace: Trace) -> Mapping[str, Kind]:
-    """The kind of each leaf that a traced loss looks rows up in, or multiplies data with."""
+    """Returns the kind of each leaf whose rows a traced loss looks up, or that it multiplies with data."""
     products, looked_up = uses(trace)
     weights = WeightUses(trace.closed, len(trace.leaves))
     of_leaf: dict[int, list[Use]] = {}
@@ -116,17 +116,17 @@ def _of_products(found: Sequence[Use], shape: Sequence[int], weights: WeightUses
         return Kind("convolution")
     outputs, inputs = _dims(found[0], shape)
     if not outputs or not inputs:
-        return OTHER  # a vector: it scales, or sums up
+        return OTHER  # a vector: it scales or sums its input
     return Kind("head" if all(weights.is_last(use.eqn) for use in found) else "matrix", outputs, inputs)
 
 
 def _dims(use: Use, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dims of a leaf that are the outputs of a product, and those that are its inputs."""
+    """Returns the dims of a leaf that are a product's outputs, and those that are its inputs."""
     outputs, inputs = [], []
-    for i, of in enumerate(use.view.dims):
-        if of is None or i in use.batched:
+    for i, leaf_dim in enumerate(use.view.dims):
+        if leaf_dim is None or i in use.batched:
             continue
-        dims, size = [of], shape[of]
+        dims, size = [leaf_dim], shape[leaf_dim]
         while size < use.shape[i] and dims[-1] + 1 < len(shape):  # dims that the view has merged
             dims.append(dims[-1] + 1)
             size *= shape[dims[-1]]

@@ -1,11 +1,11 @@
 """The field-order traversal: finds a model's layers by type, in field order, and applies the two rules to them.
 
-Owns what counts as a layer and as an attention. `_plan` turns the splits into specs on a mesh.
+Owns the definitions of a layer and of an attention. `_plan` turns the splits into specs on a mesh.
 
 A subclass of a known layer counts as that layer. Arrays that the subclass adds (an adapter's) are replicated, unless its
 class attribute `follows_weight` declares how they relate to the weight. It maps the name of the array's field to a tuple.
 For each dim of the array the tuple holds the dim of `weight` with which it is split (both counted without stacked dims), or
-None for a dim of its own.
+None for a dim that matches none.
 
 ```python
 class LoraLinear(eqx.nn.Linear):
@@ -89,7 +89,7 @@ def register_attention(
     - `cls`: the class of an Equinox module.
     - `query`, `key`, `value`, `output`: names of fields that each hold an `eqx.nn.Linear`.
     - `heads`, `kv_heads`: the number of query heads and of key/value heads: the name of a field, or a function of the
-        module. A head is never split over two shards. By default common field names are tried (`num_heads`, `n_heads`, ...).
+        module. No head is split over two shards. By default common field names are tried (`num_heads`, `n_heads`, ...).
         Without a field for the key/value heads, their number is that of the query heads.
 
     Raises TypeError if `cls` is not a subclass of `eqx.Module`, ValueError if it lacks one of the four fields.
@@ -106,7 +106,7 @@ def register_attention(
 
 
 def _attention_of(node: Any) -> _Attention | None:
-    """The attention that `node` is, by its type or else by its field names; None if it is not an attention."""
+    """Recognises an attention by its type, or else by its field names. Returns None if `node` is not an attention."""
     if not isinstance(node, eqx.Module):
         return None
     for cls in type(node).__mro__:
@@ -131,7 +131,7 @@ _LAYERS = (eqx.nn.Linear, eqx.nn.Embedding, *_CONVS, *NORMS)
 
 
 def _n_stacked(layer: Any) -> int:
-    """The number of leading dims over which a known layer is stacked (`eqx.filter_vmap` over its constructor)."""
+    """Returns the number of leading dims over which a known layer is stacked (`eqx.filter_vmap` over its constructor)."""
     weight = layer.weight
     if not is_array_like(weight):
         return 0
@@ -142,16 +142,16 @@ def _n_stacked(layer: Any) -> int:
     return len(weight.shape) - (1 if isinstance(layer, NORMS) else 2)
 
 
-def walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[str, int]]:
-    """The split of each leaf of each known layer, and the number of stacked dims of each leaf, both by name.
+def split_in_field_order(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[str, int]]:
+    """Returns the split of each leaf of each known layer, and the number of stacked dims of each leaf, both by name.
 
-    Dims are those of one layer, without the stacked dims.
+    Splits count the dims of one layer, without the stacked dims.
     """
 
-    def stop(node: Any) -> bool:
+    def is_layer(node: Any) -> bool:
         return isinstance(node, _LAYERS) or _attention_of(node) is not None
 
-    nodes = jtu.tree_flatten_with_path(model, is_leaf=stop)[0]
+    nodes = jtu.tree_flatten_with_path(model, is_leaf=is_layer)[0]
     splits: dict[str, _rules.Split] = {}
     stacked: dict[str, int] = {}
     layers: dict[str, Any] = {}  # path -> Linear or Conv
@@ -202,7 +202,7 @@ def walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[st
             _set_layer(splits, name, _rules.Split(split.dim, split.reason + note), layers[name])
         rest = [(key, child) for key, child in _children(node) if render((key,)) not in roles]
         for key, child in rest:
-            for sub_path, leaf in jtu.tree_flatten_with_path(child, is_leaf=stop)[0]:
+            for sub_path, leaf in jtu.tree_flatten_with_path(child, is_leaf=is_layer)[0]:
                 visit((*path, key, *sub_path), leaf)
 
     for path, node in nodes:
@@ -218,7 +218,7 @@ def walk(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[st
 
 
 def _children(node: eqx.Module) -> list[tuple[Any, Any]]:
-    """The direct children of a module with their keys, not flattened."""
+    """Returns the direct children of a module with their keys, not flattened."""
     flat = jtu.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
     return [(path[0], child) for path, child in flat]
 
@@ -238,7 +238,7 @@ def _set_layer(splits: dict[str, _rules.Split], name: str, split: _rules.Split, 
 
 
 def _set_followers(splits: dict[str, _rules.Split], name: str, weight: _rules.Split, node: Any) -> None:
-    """Set the splits of the arrays that a layer's class adds, by its `follows_weight`."""
+    """Sets the splits of the arrays that a layer's class adds, by its `follows_weight`."""
     for field, dims in getattr(node, "follows_weight", {}).items():
         if is_array_like(node.weight) and is_array_like(getattr(node, field)):
             _check_follows(_within(name, field), node, field, dims)
@@ -246,7 +246,7 @@ def _set_followers(splits: dict[str, _rules.Split], name: str, weight: _rules.Sp
 
 
 def followers(model: PyTree) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-    """The arrays that layer classes declare by `follows_weight`: for each array's name, the weight's name and the tuple."""
+    """Returns the arrays that layer classes declare by `follows_weight`, with the name of their weight and the tuple."""
 
     def declares(node: Any) -> bool:
         return isinstance(node, eqx.Module) and hasattr(type(node), "follows_weight")
@@ -273,12 +273,12 @@ def _check_follows(name: str, node: Any, field: str, dims: Sequence[int | None])
 
 
 def _within(module: str, leaf: str) -> str:
-    """The name of a module's leaf. A model that is itself a layer adds no prefix."""
+    """Returns the name of a module's leaf. A model that is itself a layer adds no prefix."""
     return leaf if module == render(()) else f"{module}.{leaf}"
 
 
 def _inherit_stacks(model: PyTree, stacked: dict[str, int]) -> None:
-    """Leaves outside of known layers get the stacked dims of the known layers in the nearest enclosing module."""
+    """Gives leaves outside known layers the stacked dims of the known layers in the nearest enclosing module."""
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     for name, leaf in leaves.items():
         parts = name.split(".")

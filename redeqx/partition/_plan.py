@@ -1,7 +1,8 @@
-"""The plan: how every leaf of a model is split over the mesh, and why.
+"""The plan: how every leaf of a model is split over the mesh, and the reasons.
 
 Owns the specs on the mesh's axes, the reasons, and the placement of a model on the mesh. `_layers` finds the layers,
-`_dataflow` the order in which a loss uses them, and `_rules` how each is split. `transforms` applies a plan within a step.
+`_dataflow` finds the order in which a loss uses them, and `_rules` decides how each is split. `transforms` applies a plan
+within a step.
 """
 
 import fnmatch
@@ -26,7 +27,7 @@ from . import _rules
 from ._dataflow import Order, order, products
 from ._draw import Picture, draw
 from ._kinds import OTHER, Kind, kinds_of
-from ._layers import followers, walk
+from ._layers import followers, split_in_field_order
 
 # The fsdp axis does not split leaves with fewer elements: the latency of gathering one would outweigh the memory saved.
 MIN_FSDP_SIZE = 2**12
@@ -43,7 +44,7 @@ def _n_shards(spec: P, mesh: Mesh) -> int:
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """How one leaf is split: its spec on the mesh, with one entry for each dim, and the reason."""
+    """The split of one leaf: its spec on the mesh, with one entry for each dim, and the reason."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -56,7 +57,7 @@ class LeafPlan:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the unsharded leaf."""
+        """The bytes of the unsharded leaf."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -79,32 +80,32 @@ class Plan:
         return self.leaves[name]
 
     def sharding(self, name: str) -> NamedSharding:
-        """The sharding in which a leaf is stored between steps."""
+        """Returns the sharding in which a leaf is stored between steps."""
         return NamedSharding(self.mesh, self[name].spec)
 
     def model_dim(self, name: str) -> int | None:
-        """The dim that the model axis splits while a layer computes with the leaf; None if there is none."""
+        """Returns the dim that the model axis splits while a layer computes with the leaf, or None."""
         return next((dim for dim, entry in enumerate(self.spec_in_use(name)) if MODEL in axes_of(entry)), None)
 
     def spec_in_use(self, name: str) -> P:
-        """The spec of a leaf while a layer computes with it: its storage spec without the axes that split only storage."""
+        """Returns the spec of a leaf while a layer computes with it: its spec without the axes that split only storage."""
         stored = {FSDP, MODEL} if self[name].is_stored_split else {FSDP}
         return P(*(tuple(axis for axis in axes_of(entry) if axis not in stored) or None for entry in self[name].spec))
 
     def on(self, mesh: Mesh) -> "Plan":
-        """The same specs on another mesh with the same axes."""
+        """Returns the plan with the same specs on another mesh with the same axes."""
         leaves = {name: replace(leaf, n_shards=_n_shards(leaf.spec, mesh)) for name, leaf in self.leaves.items()}
         return replace(self, mesh=mesh, leaves=leaves)
 
     def check(self, model: PyTree) -> None:
-        """Raise ValueError for a model with a leaf that this plan has not, or has of another shape."""
+        """Raises ValueError if a leaf of the model is missing in this plan, or has another shape there."""
         for name, leaf in named_leaves(model).items():
             planned = self.leaves.get(name)
             if is_array_like(leaf) and (planned is None or planned.shape != tuple(leaf.shape)):
-                found = "none of that name" if planned is None else f"shape {planned.shape}"
+                found = "no such leaf" if planned is None else f"shape {planned.shape}"
                 raise ValueError(
                     f"`plan`: expected the plan of this model, whose `{name}` has shape {tuple(leaf.shape)}, got one with "
-                    f"{found}. Make it anew by `deployer.plan(model)`."
+                    f"{found}. Make a new plan with `deployer.plan(model)`."
                 )
 
     @property
@@ -113,23 +114,23 @@ class Plan:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the unsharded model."""
+        """The bytes of the unsharded model."""
         return sum(leaf.n_bytes for leaf in self.leaves.values())
 
     @property
     def n_bytes_per_device(self) -> int:
-        """Bytes of the model that one device holds."""
+        """The bytes of the model that one device holds."""
         return sum(leaf.n_bytes // leaf.n_shards for leaf in self.leaves.values())
 
     def summary(self) -> str:
-        """One line with the number of leaves that each axis splits, and of those that are replicated."""
+        """Returns one line with the numbers of leaves that each axis splits and of replicated leaves."""
         axes = [{axis for entry in leaf.spec for axis in axes_of(entry)} for leaf in self.leaves.values()]
-        counts = {axis: sum(axis in of for of in axes) for axis in (MODEL, FSDP) if self.mesh.shape[axis] > 1}
+        counts = {axis: sum(axis in used for used in axes) for axis in (MODEL, FSDP) if self.mesh.shape[axis] > 1}
         split = ", ".join(f"{n} split over {axis}" for axis, n in counts.items()) or "one shard"
-        return f"{len(axes)} leaves: {split}, {sum(not of for of in axes)} replicated"
+        return f"{len(axes)} leaves: {split}, {sum(not used for used in axes)} replicated"
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """The rows of the table: (path, shape, spec, reason). Leaves that differ only in a list index share one row."""
+        """Returns the table's rows: (path, shape, spec, reason). Leaves that differ only in a list index share a row."""
         rows = []
         for name, reason, alike in self._alike():
             leaf = self[alike[0]]
@@ -139,7 +140,7 @@ class Plan:
         return rows
 
     def _alike(self) -> list[tuple[str, str, list[str]]]:
-        """The leaves that differ only in a list index: the path and the reason that they share, and their names."""
+        """Groups leaves that differ only in a list index. Returns the path and the reason of each group, and its names."""
         found: dict[tuple[Any, ...], list[str]] = {}
         for name, leaf in self.leaves.items():
             pattern, reason = map(without_indices, (name, leaf.reason))
@@ -147,7 +148,7 @@ class Plan:
         return [(merged(names), merged([self[name].reason for name in names]), names) for names in found.values()]
 
     def explain(self) -> str:
-        """The plan as a table of path, shape, mesh axis of each dim and reason, followed by totals and warnings."""
+        """Returns the plan as a table of path, shape, mesh axis of each dim and reason, followed by totals and warnings."""
         table = [("leaf", "shape", "split", "reason"), *self.rows()]
         widths = [max(len(row[i]) for row in table) for i in range(3)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in table]
@@ -155,7 +156,7 @@ class Plan:
         return "\n".join([*lines, self._totals(), *(f"warning: {warning}" for warning in self.warnings)])
 
     def _repr_html_(self) -> str:
-        """The same as a table of a notebook."""
+        """Returns the plan as an HTML table, for notebooks."""
         page = HtmlPage()
         self.add_to(page)
         return page.html()
@@ -171,7 +172,7 @@ class Plan:
         return f"mesh {mesh}: {total}, {self.n_bytes_per_device / 2**20:,.1f} MiB a device"
 
     def draw(self, path: str | Path, *, where: str = "*") -> Path:
-        """Draws each array as a rectangle, cut where mesh axes split it, in a row for each layer; returns the path.
+        """Draws each array as a rectangle, divided where mesh axes split it, in a row for each layer. Returns the path.
 
         ```python
         deployer.plan(model, loss_fn, batch).draw("plan.png", where="blocks.*")
@@ -179,11 +180,11 @@ class Plan:
 
         **Arguments:**
 
-        - `path`: of the picture, in the format of its suffix: `.png`, `.svg`, `.pdf`.
-        - `where`: a glob over the names of leaves, for some of them.
+        - `path`: the file to write, in the format of its suffix: `.png`, `.svg`, `.pdf`.
+        - `where`: a glob over the names of the leaves to draw.
 
-        Raises ImportError without matplotlib (extra `draw`), ValueError for a glob that matches nothing and for a suffix
-        that matplotlib does not write.
+        Raises ImportError without matplotlib (extra `draw`), and ValueError for a glob that matches nothing or a suffix that
+        matplotlib does not write.
         """
         pictures = []
         for name, reason, alike in self._alike():
@@ -195,7 +196,7 @@ class Plan:
             axes += [()] * (len(shape) - len(axes))
             own = ".".join(part for part in (module, leaf) if part) + (f"  ({len(alike)}x)" if len(alike) > 1 else "")
             layer = ".".join(part for part in layer if part)
-            why = re.split(r"[:; ]", reason)[0]  # its first word; what the model axis leaves whole, fsdp may split
+            why = re.split(r"[:; ]", reason)[0]  # its first word; fsdp may split what the model axis does not
             pictures.append(Picture(layer, own, shape, tuple(axes), "" if why == "replicated" and any(axes) else why))
         if not pictures:
             raise ValueError(f"`where`: expected a path of the model, got {where!r}.{nearest(where, self.leaves)}")
@@ -204,37 +205,37 @@ class Plan:
 
 
 def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, trace: Trace | None = None) -> Plan:
-    """The plan of a model, from the dataflow of a traced loss, or else from a traversal of its layers in field order.
+    """Makes the plan of a model, from the dataflow of a traced loss, or else from a traversal of its layers in field order.
 
-    With a trace, the traversal ("by field order" in reasons) still decides the leaves that the loss does not read. Where the
-    two differ, the reason of a leaf names both.
+    With a trace, the traversal ("by field order" in reasons) still decides the leaves that the loss does not read. If the
+    two differ for a leaf, its reason names both.
 
     **Arguments:**
 
-    - `model`: an Equinox module, of arrays or of their shapes (`eqx.filter_eval_shape`).
+    - `model`: an Equinox module of arrays or of their shapes (`eqx.filter_eval_shape`).
     - `mesh`: as returned by `make_mesh`.
-    - `overrides`: specs by path or by glob over paths (`"blocks.*.weight"`); early patterns win. A spec has one mesh axis or
-        None for each dim; None in place of a spec replicates the leaf.
+    - `overrides`: specs by path or by glob over paths (`"blocks.*.weight"`). Early patterns win. A spec has one mesh axis or
+        None for each dim. None instead of a spec replicates the leaf.
     - `trace`: of a loss of this model.
 
     Raises ValueError if an override matches no leaf, has more entries than the leaf has dims, names an unknown axis or one
     axis twice, or does not divide a dim evenly.
     """
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
-    splits, stacked = walk(model, mesh.shape[MODEL])
+    splits, stacked = split_in_field_order(model, mesh.shape[MODEL])
     splits = {name: _past_stack(split, stacked.get(name, 0)) for name, split in splits.items() if name in leaves}
     stored: set[str] = set()  # leaves that are stored split and gathered for use
     if trace is not None:
         sizes = {name: math.prod(leaf.shape) for name, leaf in leaves.items()}
-        # Users enlarge the model axis to save memory. So the dataflow may not save bytes sent by replicating more of the
-        # model than the traversal does.
+        # Users enlarge the model axis to save memory. So the dataflow must not replicate more of the model than the
+        # traversal does, even if that sends fewer bytes.
         max_replicated = _n_replicated(splits, sizes)
         found = order(trace, mesh.shape[MODEL], followers(model), max_replicated)
         stored = _reorder(splits, stacked, found, sizes, max_replicated)
     kinds = kinds_of(model, trace)
     chosen = _resolve_overrides(overrides or {}, leaves, mesh)
     unknown = _rules.Split(None, "replicated: no known layer")
-    # For each array, by its id, the leaf whose split all leaves that hold the array get; one with a split if there is one.
+    # Maps the id of each array to the leaf that decides the split of all leaves with this array: one with a split, if any.
     decides: dict[int, str] = {}
     for name in sorted(leaves, key=lambda name: name not in splits):
         if not isinstance(leaves[name], jax.ShapeDtypeStruct):  # the same shape object may stand for several arrays
@@ -255,29 +256,30 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
         n_shards = _n_shards(spec, mesh)
         planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, n_shards, kind=kinds[name], is_stored_split=is_stored)
     if mesh.shape[MODEL] * mesh.shape[FSDP] > 1:
-        whole = {name: leaf for name, leaf in planned.items() if leaf.n_shards == 1 and name not in chosen}
-        warnings += _why_replicated(whole, sum(math.prod(leaf.shape) for leaf in planned.values()))
+        replicated_leaves = {name: leaf for name, leaf in planned.items() if leaf.n_shards == 1 and name not in chosen}
+        warnings += _why_replicated(replicated_leaves, sum(math.prod(leaf.shape) for leaf in planned.values()))
     return Plan(mesh, planned, tuple(warnings))
 
 
-def _why_replicated(whole: Mapping[str, LeafPlan], total: int) -> list[str]:
-    """A warning for each large replicated leaf, and one for the others if they are a large part of the model together."""
-    sizes = {name: math.prod(leaf.shape) for name, leaf in whole.items()}
+def _why_replicated(leaves: Mapping[str, LeafPlan], total: int) -> list[str]:
+    """Returns a warning for each large replicated leaf, and one for the others if together they are a large part of the
+    model."""
+    sizes = {name: math.prod(leaf.shape) for name, leaf in leaves.items()}
     large = [name for name, size in sizes.items() if size >= max(LARGE_SIZE, total // 100)]
     found = [
-        f"`{name}`: {whole[name].shape}, {whole[name].n_bytes / 2**20:,.1f} MiB, is replicated on every device "
-        f"({whole[name].reason}). Split it with `overrides={{'{name}': ...}}`."
+        f"`{name}`: {leaves[name].shape}, {leaves[name].n_bytes / 2**20:,.1f} MiB, is replicated on every device "
+        f"({leaves[name].reason}). Split it with `overrides={{'{name}': ...}}`."
         for name in large
     ]
     small = sum(sizes[name] for name in sizes.keys() - large)
     if small >= max(LARGE_SIZE, total // 10):
         rest = Counter[str]()
         for name in sizes.keys() - large:
-            pattern, reason = map(without_indices, (name, whole[name].reason))
+            pattern, reason = map(without_indices, (name, leaves[name].reason))
             rest[f"`{pattern}` ({reason})"] += sizes[name]
         most = "; ".join(text for text, _ in rest.most_common(_N_SHOWN))
         found.append(
-            f"{small / total:.0%} of the model ({small:,} of {total:,} parameters, in leaves that are not large alone) is "
+            f"{small / total:.0%} of the model ({small:,} of {total:,} parameters, in small leaves) is "
             f"replicated: {most}{'; and others' if len(rest) > _N_SHOWN else ''}. Pad their sizes, or split them with "
             "`overrides=`."
         )
@@ -285,12 +287,12 @@ def _why_replicated(whole: Mapping[str, LeafPlan], total: int) -> list[str]:
 
 
 def _past_stack(split: _rules.Split, n_stacked: int) -> _rules.Split:
-    """The split of a stacked leaf, from that of one layer in it: its dim counted from the leaf's first dim."""
+    """Returns the split of a stacked leaf, given the split of one of its layers."""
     return split if split.dim is None else replace(split, dim=n_stacked + split.dim)
 
 
 def _n_replicated(splits: Mapping[str, _rules.Split], sizes: Mapping[str, int]) -> int:
-    """The number of elements in leaves that are not split."""
+    """Counts the elements of the leaves that are not split."""
     return sum(n for name, n in sizes.items() if name not in splits or splits[name].dim is None)
 
 
@@ -321,7 +323,7 @@ def _reorder(
 
 
 def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mesh) -> tuple[P, str]:
-    """The spec and reason of a leaf: the model axis on the dim of `split`, the fsdp axis on the largest free dim."""
+    """Returns the spec and reason of a leaf: the model axis on the dim of `split`, the fsdp axis on the largest free dim."""
     axes: list[tuple[str, ...]] = [()] * len(shape)
     if split.dim is not None:
         axes[split.dim] = (MODEL,)
@@ -329,7 +331,7 @@ def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mes
     if n_fsdp > 1 and math.prod(shape) >= MIN_FSDP_SIZE:
         dim = _rules.largest_free_dim(shape, {*range(n_stacked), split.dim}, n_fsdp)
         if dim is None and split.dim is not None and shape[split.dim] % (mesh.shape[MODEL] * n_fsdp) == 0:
-            dim = split.dim  # both axes on one dim, for example of a long bias
+            dim = split.dim  # both axes on one dim, such as that of a long bias
         if dim is None:
             reason += f"; no free dim for {n_fsdp} fsdp shards"
         else:
@@ -339,7 +341,7 @@ def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mes
 
 
 def _repeats(products: Iterable[tuple[Any, int | None, Any]], mesh: Mesh) -> dict[str, float]:
-    """For each line of code with products, the number of devices that repeat them, averaged by their FLOPs."""
+    """Returns, for each source line with products, the number of devices that repeat them, averaged by their FLOPs."""
     works: dict[str, list[float]] = {}
     unknown: set[str] = set()  # lines whose work differs in the compiled program, such as decompositions of weights
     for eqn, n, at in products:
@@ -355,7 +357,7 @@ def _repeats(products: Iterable[tuple[Any, int | None, Any]], mesh: Mesh) -> dic
 
 
 def mark_read(plan: Plan, trace: Trace) -> Plan:
-    """The plan with a note on each leaf that a traced loss does not read, and with `Plan.repeats`."""
+    """Adds to a plan a note on each leaf that a traced loss does not read, and `Plan.repeats`."""
     reads, note = trace.reads(), "; the loss does not read it"
     marked = {
         name: replace(leaf, is_read=reads[name], reason=leaf.reason + ("" if reads[name] else note))
@@ -366,10 +368,10 @@ def mark_read(plan: Plan, trace: Trace) -> Plan:
 
 
 def place(model: PyTree, plan: Plan) -> PyTree:
-    """The model with every array on the plan's mesh, sharded by the plan's specs.
+    """Puts every array of a model on the plan's mesh, sharded by the plan's specs.
 
-    Arrays that already have that sharding (from `deployer.init`) are used as they are. All others are copied, so that a step
-    that donates its arguments never deletes an array of the caller.
+    Arrays that already have their sharding (from `deployer.init`) are not copied. All others are, so that a step that
+    donates its arguments never deletes an array of the caller.
     """
 
     def put(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -389,11 +391,11 @@ def place(model: PyTree, plan: Plan) -> PyTree:
 
 
 def shardings_like(state: PyTree, plan: Plan) -> PyTree:
-    """The shardings of the leaves of an optimizer state (or of gradients, or of averages).
+    """Returns the shardings of the leaves of an optimizer state (or of gradients, or of averages).
 
-    A leaf gets the sharding of the parameter whose name ends its own and whose shape it has: `0.mu.head.weight` that of
-    `head.weight`. So does one that has a number for each block of the parameter, along the dims whose blocks divide over the
-    shards. All others are replicated.
+    A leaf gets the sharding of the parameter that has the same shape and whose name is a suffix of the leaf's name:
+    `0.mu.head.weight` gets that of `head.weight`. A leaf with one number for each block of the parameter does too, along the
+    dims whose blocks divide over the shards. All others are replicated.
 
     **Arguments:**
 
@@ -415,13 +417,13 @@ def shardings_like(state: PyTree, plan: Plan) -> PyTree:
     return jtu.tree_map_with_path(of, state)
 
 
-def _are_blocks(shape: Sequence[int], of: Sequence[int]) -> bool:
-    """Whether an array has one entry for each block of equal size of another."""
-    return len(shape) == len(of) and all(n and size % n == 0 for n, size in zip(shape, of, strict=True))
+def _are_blocks(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether an array has one entry for each equal block of another array."""
+    return len(shape) == len(full) and all(n and size % n == 0 for n, size in zip(shape, full, strict=True))
 
 
 def _resolve_overrides(overrides: Overrides, leaves: Mapping[str, Any], mesh: Mesh) -> dict[str, tuple[P, str]]:
-    """The spec and reason of each leaf that an override matches. Raises ValueError for an invalid override."""
+    """Returns the spec and reason of each leaf that an override matches. Raises ValueError for an invalid override."""
     chosen: dict[str, tuple[P, str]] = {}
     for pattern, given in overrides.items():
         matched = fnmatch.filter(leaves, pattern)
@@ -444,11 +446,11 @@ def _resolve_overrides(overrides: Overrides, leaves: Mapping[str, Any], mesh: Me
 
 
 def _check_spec(where: str, spec: P, name: str, shape: tuple[int, ...], mesh: Mesh) -> None:
-    """Raise ValueError for an override that does not suit the leaf of that name."""
+    """Raises ValueError for an override that does not fit the leaf `name`."""
     if len(spec) > len(shape):
         raise ValueError(
             f"{where}: expected at most {len(shape)} entries for `{name}` of shape {shape}, "
-            f"got {tuple(spec)}. Give one mesh axis or None a dim."
+            f"got {tuple(spec)}. Give one mesh axis or None for each dim."
         )
     named = [axis for entry in spec for axis in axes_of(entry)]
     if len(set(named)) < len(named):

@@ -1,4 +1,4 @@
-"""The two rules, as functions of layer sizes: without arrays, devices or trees.
+"""The two rules, as functions of layer sizes only: without arrays, devices or trees.
 
 1. Fully connected: consecutive layers alternate between dim 0 and dim 1.
 2. Attention: query, key and value along dim 0, output along dim 1.
@@ -17,7 +17,7 @@ IN = 1
 
 @dataclass(frozen=True)
 class Split:
-    """The dim of one weight that the model axis splits, or None if the weight is replicated, and why."""
+    """The dim of a weight that the model axis splits, or None if the weight is replicated, and the reason."""
 
     dim: int | None
     reason: str
@@ -31,7 +31,7 @@ class Layer:
 
     - `name`: its path, for the reasons.
     - `in_size`, `out_size`: the numbers of features (or channels).
-    - `parent`: the module that holds it as a field; None for an element of a list, which is called after the one before it.
+    - `parent`: the module that has it as a field; None for an element of a list, which is called after the one before it.
     - `groups`: the number of groups of a convolution.
     """
 
@@ -47,7 +47,7 @@ class Layer:
 
 
 def in_calling_order(siblings: Sequence[Layer]) -> list[Layer]:
-    """Reorders the layers that are fields of one module from field order into the calling order that their sizes suggest.
+    """Reorders the layers of one module's fields into the calling order that their sizes suggest.
 
     If the sizes allow two orders (`down: f -> d` is declared before `up: d -> f`), the chain starts with the layer that
     widens. All other chains, such as a deep autoencoder's, stay in field order.
@@ -60,12 +60,12 @@ def in_calling_order(siblings: Sequence[Layer]) -> list[Layer]:
 
 
 def alternate(layers: Iterable[Layer | None], n_shards: int) -> dict[str, Split]:
-    """Rule 1: the split of every fully connected layer, by its name.
+    """Rule 1: returns the split of every fully connected layer, by its name.
 
     **Arguments:**
 
-    - `layers`: in calling order; None stands for anything whose output is replicated (an attention, an embedding).
-    - `n_shards`: size of the model axis.
+    - `layers`: in calling order. None stands for any module whose output is replicated (an attention, an embedding).
+    - `n_shards`: the size of the model axis.
     """
     splits: dict[str, Split] = {}
     previous: Layer | None = None
@@ -106,7 +106,7 @@ def _fully_connected(layer: Layer, arrives: str | None, n_shards: int) -> Split:
 def attention(
     query: Layer, key: Layer, value: Layer, output: Layer, n_shards: int, heads: int | None, kv_heads: int | None
 ) -> dict[str, Split]:
-    """Rule 2: the splits of one attention's four projections, by the layers' names.
+    """Rule 2: returns the splits of an attention's four projections, by the layers' names.
 
     A head is never split over two shards, so the number of heads must divide evenly. If the key/value heads do not (there
     are fewer of them than shards, in grouped-query attention), key and value are replicated, since the queries of every
@@ -152,18 +152,18 @@ def _other(layer: Layer, dim: int, why: str, n_shards: int) -> Split:
 
 
 def bias(weight: Split) -> Split:
-    """The split of a bias: it follows dim 0 of its layer's weight."""
+    """Returns the split of a bias, which follows dim 0 of its layer's weight."""
     if weight.dim == OUT:
         return Split(OUT, "follows dim 0 of its weight")
     return Split(None, "replicated: added to a replicated output")
 
 
 def follow(weight: Split, dims: Sequence[int | None]) -> Split:
-    """The split of an array that is split like a weight.
+    """Returns the split of an array that is split like a weight.
 
     **Arguments:**
 
-    - `dims`: for each dim of the array, the dim of the weight with which it is split; None for a dim of its own.
+    - `dims`: for each dim of the array, the dim of the weight with which it is split, or None.
     """
     if weight.dim is None:
         return Split(None, "replicated: follows its weight, which is replicated")
@@ -173,7 +173,7 @@ def follow(weight: Split, dims: Sequence[int | None]) -> Split:
 
 
 def embedding(n_rows: int, n_shards: int) -> Split:
-    """The split of an embedding: along its rows, the vocabulary. Split features would need a gather after every lookup."""
+    """Returns the split of an embedding: along its rows, the vocabulary. Split features need a gather after every lookup."""
     if n_rows % n_shards == 0:
         return Split(OUT, f"embedding: {n_rows} rows over {n_shards} shards")
     padded = -(-n_rows // n_shards) * n_shards
@@ -183,17 +183,18 @@ def embedding(n_rows: int, n_shards: int) -> Split:
 
 
 def largest_free_dim(shape: tuple[int, ...], taken: Collection[int | None], n_shards: int) -> int | None:
-    """The dim that the fsdp axis splits: the largest one that is not taken and divides evenly, the first of equal ones.
-    None if there is none.
+    """Returns the dim that the fsdp axis splits: the largest one that is not taken and divides evenly, or None.
+
+    Of equal dims, the first is returned.
 
     **Arguments:**
 
-    - `taken`: the dim that the model axis splits (None if it splits none), and the dims over which layers are stacked.
+    - `taken`: the dim that the model axis splits (or None), and the dims over which layers are stacked.
     """
     free = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] and shape[dim] % n_shards == 0]
     return max(free, key=lambda dim: shape[dim], default=None)
 
 
 def tie(split: Split, name: str) -> Split:
-    """The split of a leaf that is the same array as the leaf `name`."""
+    """Returns the split of a leaf that is the same array as the leaf `name`."""
     return replace(split, reason=f"tied: the same array as `{name}`")

@@ -1,7 +1,7 @@
-"""Traced functions: jaxprs, what they contain, and their computation under rules.
+"""Traced functions: analyses of jaxprs, and an interpreter that applies rules to them.
 
-Owns the trace of a loss, the tables of inner jaxprs and of views, constants, counts of FLOPs, the uses of weights, and the
-interpreter. Knows nothing of meshes, plans or training. Open `_interpret.py` first, then `_inner.py`.
+Owns the trace of a loss, the tables of inner jaxprs and of views, constant folding, FLOP counts, the uses of weights, and
+the interpreter. It is independent of meshes, plans and training. Open `_interpret.py` first, then `_inner.py`.
 """
 
 from ._alike import alike as alike, same_array as same_array

@@ -1,8 +1,8 @@
-"""Whether two equations compute the same of other operands, and have the same derivative.
+"""Compares equations: whether two compute the same function of their operands, with the same derivative.
 
-Traced twice, a function gives equations that are equal in all but their variables. What an equation is given besides
-operands is compared by value: the jaxprs inside it up to the names of variables, functions by their code and what they are
-closed over. A derivative that an equation brings along is a function of JAX's own making, so it is traced and compared.
+A function that is traced twice gives equations that differ only in their variables. The parameters of equations are compared
+by value: inner jaxprs up to the names of variables, functions by their code and closures. JAX wraps a custom derivative in
+a new function at each trace, so custom derivatives are traced and their jaxprs compared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +18,15 @@ from ._inner import called, run
 
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 _SMALL = 2**22  # elements of arrays that are compared by value
-_ORDER = 2  # derivatives of derivatives that are compared: a rule may call its own function again
+_ORDER = 2  # the highest order of derivatives compared; bounded, since a rule may call its own function again
 
 
 def alike(a: Any, b: Any, order: int = _ORDER) -> bool:
-    """Whether two equations compute the same of operands of the same types. False where that cannot be told.
+    """Whether two equations compute the same function of operands of the same types. False if this cannot be decided.
 
     **Arguments:**
 
-    - `order`: up to which order derivatives that an equation brings along are compared.
+    - `order`: the highest order of custom derivatives to compare.
     """
     if a.primitive is not b.primitive or a.effects or b.effects or not _same_types(a, b):
         return False
@@ -38,7 +38,7 @@ def alike(a: Any, b: Any, order: int = _ORDER) -> bool:
 
 
 def same_array(a: Any, b: Any) -> bool:
-    """Whether two values are one array, or small ones of equal entries."""
+    """Whether two values are the same object, or small arrays with equal entries."""
     if a is b:
         return True
     if isinstance(a, Tracer) or isinstance(b, Tracer):
@@ -57,13 +57,13 @@ def _same_types(a: Any, b: Any) -> bool:
 
 
 def _same_values(a: Any, b: Any, order: int) -> bool:
-    """Whether two equations with a derivative of their own call the same jaxpr."""
+    """Whether two equations with custom derivatives call the same jaxpr."""
     x, y = called(a), called(b)
     return x is not None and y is not None and _same(x, y, order)
 
 
 def _same_derivatives(a: Any, b: Any, order: int) -> bool:
-    """Whether two equations with a derivative of their own have the same."""
+    """Whether two equations with custom derivatives have the same derivative."""
 
     def traced(eqn: Any) -> Any:
         def value(*ins: Any) -> Any:
@@ -74,10 +74,10 @@ def _same_derivatives(a: Any, b: Any, order: int) -> bool:
 
         def with_derivative(*ins: Any) -> Any:
             def of_floats(*xs: Any) -> Any:
-                every = list(ins)
+                values = list(ins)
                 for i, x in zip(floats, xs, strict=True):
-                    every[i] = x
-                return value(*every)
+                    values[i] = x
+                return value(*values)
 
             primals = [ins[i] for i in floats]
             if eqn.primitive.name == "custom_jvp_call":
@@ -89,7 +89,7 @@ def _same_derivatives(a: Any, b: Any, order: int) -> bool:
 
     try:
         return _same(traced(a), traced(b), order)
-    except Exception:  # a derivative that refuses to be traced apart from its context
+    except Exception:  # a derivative that cannot be traced outside its context
         return False
 
 
@@ -102,7 +102,7 @@ def _same(a: Any, b: Any, order: int) -> bool:
         return compare(a, b, order)
     try:
         return type(a) is type(b) and bool(a == b)
-    except Exception:  # objects whose comparison is no boolean
+    except Exception:  # objects whose comparison is not a boolean
         return False
 
 
@@ -129,30 +129,30 @@ def _closed_over(fn: Any) -> Sequence[Any]:
 
 
 def _same_jaxprs(a: Any, b: Any, order: int) -> bool:
-    """Whether two jaxprs differ in nothing but the names of variables."""
+    """Whether two jaxprs are equal up to the names of variables."""
     counts = [(len(x.constvars), len(x.invars), len(x.outvars), len(x.eqns)) for x in (a, b)]
     if counts[0] != counts[1]:
         return False
     names: dict[Any, Any] = {}
 
-    def is_bound(x: Any, y: Any) -> bool:
+    def bind(x: Any, y: Any) -> bool:
         names[x] = y
         return x.aval == y.aval
 
-    def is_read(x: Any, y: Any) -> bool:
+    def same_atom(x: Any, y: Any) -> bool:
         if isinstance(x, jex.Literal) or isinstance(y, jex.Literal):
             both = isinstance(x, jex.Literal) and isinstance(y, jex.Literal)
             return both and x.aval == y.aval and same_array(x.val, y.val)
         return names.get(x) is y
 
-    if not all(map(is_bound, [*a.constvars, *a.invars], [*b.constvars, *b.invars])):
+    if not all(map(bind, [*a.constvars, *a.invars], [*b.constvars, *b.invars])):
         return False
     for x, y in zip(a.eqns, b.eqns, strict=True):
-        if len(x.invars) != len(y.invars) or not all(map(is_read, x.invars, y.invars)) or not alike(x, y, order):
+        if len(x.invars) != len(y.invars) or not all(map(same_atom, x.invars, y.invars)) or not alike(x, y, order):
             return False
-        if not all(map(is_bound, x.outvars, y.outvars)):
+        if not all(map(bind, x.outvars, y.outvars)):
             return False
-    return all(map(is_read, a.outvars, b.outvars))
+    return all(map(same_atom, a.outvars, b.outvars))
 
 
 _COMPARED: tuple[tuple[Any, Callable[[Any, Any, int], bool]], ...] = (

@@ -1,7 +1,7 @@
-"""A jaxpr at the place where it is called: what makes each value, what reads it, and which values are known beforehand.
+"""A jaxpr at its call site: the producer and readers of each value, and the values that are known while tracing.
 
-A value that depends on no input of the traced function is a constant: a causal mask, positions, a scale. It is one also
-inside a jit, a branch or a loop that takes it as an operand. Nothing is computed before it is asked for.
+A value that depends on no input of the traced function is a constant: a causal mask, positions, a scale. It is a constant
+also inside a jit, a branch or a loop that takes it as an operand. Values are computed lazily.
 """
 
 import math
@@ -16,7 +16,7 @@ from jax.extend import core as jex
 
 from ._inner import Inner, called, insides, run
 
-MAX_KNOWN = 2**22  # elements of a value that is computed beforehand
+MAX_KNOWN = 2**22  # elements; larger values are not computed while tracing
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Known:
     **Arguments:**
 
     - `value`: an array.
-    - `sources`: names for where it comes from; none for a constant.
+    - `sources`: the names of its sources; empty for a constant.
     """
 
     value: Any
@@ -35,12 +35,12 @@ class Known:
 
 @dataclass(eq=False)
 class Body:
-    """A closed jaxpr at one place of a traced function.
+    """A closed jaxpr at one call site of a traced function.
 
     **Arguments:**
 
-    - `inputs`: for each of its inputs what is known of it: a `Known`, or an atom of the body around it; None for nothing.
-    - `around`: the body whose equation has this one inside.
+    - `inputs`: for each of its inputs a `Known`, an atom of the enclosing body, or None if nothing is known.
+    - `around`: the enclosing body.
     """
 
     closed: Any
@@ -70,34 +70,34 @@ class Body:
         return readers
 
     def producer(self, atom: Any) -> Any | None:
-        """The equation whose output an atom is; None for inputs, constants and literals."""
+        """Returns the equation that computes an atom, or None for inputs, constants and literals."""
         return None if isinstance(atom, jex.Literal) else self._producers.get(atom)
 
     def readers(self, var: Any) -> Sequence[Any]:
-        """The equations that read a value; None stands for the jaxpr's outputs."""
+        """Returns the equations that read a value. The jaxpr's outputs count as a reader None."""
         return self._readers.get(var, ())
 
     def inside(self, eqn: Any, index: int = 0) -> "Body":
-        """The body of one of the jaxprs inside an equation, in the order of `insides`."""
+        """Returns the body of jaxpr `index` inside an equation, in the order of `insides`."""
         key = (id(eqn), index)
         if key not in self._inner:
             inner: Inner = insides(eqn)[index]
             atoms = [eqn.invars[i] if kind == "same" else None for i, kind in zip(inner.operands, inner.kinds, strict=True)]
-            self._inner[key] = (eqn, Body(inner.closed, atoms, self))  # kept, or another equation could get its id
+            self._inner[key] = (eqn, Body(inner.closed, atoms, self))  # keeps `eqn` alive: its id is the key
         return self._inner[key][1]
 
     def given(self, atom: Any) -> "tuple[Body, Any] | None":
-        """The body around this one and the value there that an input is; None for what is no such input."""
+        """Returns the enclosing body and the atom there that an input stands for, or None if the atom is no such input."""
         invars = self.closed.jaxpr.invars
         if isinstance(atom, jex.Literal) or self.around is None or atom not in invars[: len(self.inputs)]:
             return None
         known = self.inputs[invars.index(atom)]
         return None if known is None or isinstance(known, Known) else (self.around, known)
 
-    # --- what is known -------------------------------------------------------------------------------------------------
+    # --- known values --------------------------------------------------------------------------------------------------
 
     def sources(self, atom: Any) -> frozenset[str] | None:
-        """Where a value that can be computed beforehand comes from: nothing for a constant. None for any other value."""
+        """Returns the sources of a value that can be computed while tracing (empty for a constant), or None for others."""
         if isinstance(atom, jex.Literal):
             return frozenset()
         if self._sources is None:
@@ -110,18 +110,18 @@ class Body:
         return self.sources(atom) == frozenset()
 
     def value(self, atom: Any) -> Any | None:
-        """A value that can be computed beforehand, as an array; None for any other."""
+        """Computes a value while tracing, as an array. Returns None for values that depend on unknown inputs."""
         if isinstance(atom, jex.Literal):
             return atom.val
         if self.sources(atom) is None:
             return None
         needed: set[int] = set()
         todo = [atom]
-        while todo:  # no recursion: a chain of equations may be longer than Python's stack
+        while todo:  # no recursion: a chain of equations may exceed Python's recursion limit
             eqn = self._producers.get(todo.pop())
             if eqn is not None and id(eqn) not in needed and not all(var in self._values for var in eqn.outvars):
                 needed.add(id(eqn))
-                if called(eqn) is None:  # the body of a call looks for those operands that it needs
+                if called(eqn) is None:  # the body of a call requests the operands that it needs
                     todo += [operand for operand in eqn.invars if not isinstance(operand, jex.Literal)]
         for eqn in self.eqns:
             if id(eqn) in needed:
@@ -136,7 +136,7 @@ class Body:
             return run(eqn, [self.value(atom) for atom in eqn.invars])
 
     def _input(self, var: Any) -> Any:
-        """The value of an input, or of an array that the jaxpr is closed over."""
+        """Returns the value of an input or of a constvar."""
         jaxpr = self.closed.jaxpr
         if var in jaxpr.constvars:
             return self.closed.consts[jaxpr.constvars.index(var)]
@@ -147,7 +147,7 @@ class Body:
         return self.around.value(known)
 
     def _find_sources(self) -> None:
-        """Filled in the order of the equations: the body of a call asks this one for operands, which are found by then."""
+        """Finds the sources of all values, in the order of the equations: a call's body needs those of its operands."""
         jaxpr = self.closed.jaxpr
         found = self._sources = dict[Any, frozenset[str] | None]()
         for var, const in zip(jaxpr.constvars, self.closed.consts, strict=True):
@@ -165,6 +165,6 @@ class Body:
                 continue
             ins = [self.sources(atom) for atom in eqn.invars]
             size = max((math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars), default=0)
-            if eqn.effects or size > MAX_KNOWN or any(of is None for of in ins):
+            if eqn.effects or size > MAX_KNOWN or any(sources is None for sources in ins):
                 continue
-            found.update(dict.fromkeys(eqn.outvars, frozenset().union(*(of for of in ins if of))))
+            found.update(dict.fromkeys(eqn.outvars, frozenset().union(*(sources for sources in ins if sources))))

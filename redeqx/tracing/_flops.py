@@ -1,4 +1,4 @@
-"""Counts a jaxpr's floating point operations: matmuls, convolutions and attention."""
+"""Counts the FLOPs of a jaxpr's matmuls, convolutions and attentions."""
 
 import math
 from collections import Counter
@@ -8,15 +8,15 @@ from ._inner import all_inside, n_iterations
 
 
 def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True) -> Counter[str]:
-    """Floating point operations of a jaxpr's matmuls and convolutions, by the dtype of their inputs.
+    """Counts the FLOPs of a jaxpr's matmuls, convolutions and attentions, by the dtype of their inputs.
 
-    A multiplication and its addition are two. Loops of unknown length count once, of branches the longest.
+    A multiply-add is two FLOPs. A loop of unknown length counts as one iteration, and a `cond` as its costliest branch.
 
     **Arguments:**
 
-    - `with_recomputation`: whether the scores count that the gradient of an attention computes again.
+    - `with_recomputation`: whether to count the attention scores that an attention's gradient recomputes.
     """
-    counted: dict[int, Counter[str]] = {}  # by the inner jaxpr, which calls of one jitted function share
+    counted: dict[int, Counter[str]] = {}  # by jaxpr: calls of one jitted function share it
 
     def count(jaxpr: Any) -> Counter[str]:
         if id(jaxpr) in counted:
@@ -28,22 +28,22 @@ def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True) -> Counter[str]
                 continue
             inner = [count(found.jaxpr) for found in all_inside(eqn)]
             if eqn.primitive.name == "cond":
-                inner = [max(inner, key=lambda of: of.total(), default=Counter())]
+                inner = [max(inner, key=lambda counts: counts.total(), default=Counter())]
             times = n_iterations(eqn)
-            for of in inner:
-                flops.update({dtype: n * times for dtype, n in of.items()})
+            for counts in inner:
+                flops.update({dtype: n * times for dtype, n in counts.items()})
         return flops
 
     return count(jaxpr)
 
 
-# Products of the primitives of `kernels`, whose inner dim is the size of a key, and of a value. All keys count, also those
-# that a causal mask leaves out, as in a model that writes the products out.
+# For each primitive of `kernels`, the number of products whose inner dim is the size of a key, and of a value. Keys that a
+# causal mask excludes count too, as in a model without fused attention.
 _ATTENTIONS = {"attention": (1, 1), "attention_gradient": (3, 2)}
 
 
 def product_flops(eqn: Any, *, with_recomputation: bool = True) -> int | None:
-    """Floating point operations of an equation that is a matmul, a convolution or an attention; None of any other."""
+    """Counts the FLOPs of an equation that is a matmul, a convolution or an attention. Returns None for any other."""
     if eqn.primitive.name in _ATTENTIONS:
         q, k, v = (var.aval.shape for var in eqn.invars[:3])
         with_keys, with_values = _ATTENTIONS[eqn.primitive.name]
@@ -55,6 +55,6 @@ def product_flops(eqn: Any, *, with_recomputation: bool = True) -> int | None:
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         terms = math.prod(lhs.shape[dim] for dim in contracted)
-    else:  # a kernel's elements for each of its output features
+    else:  # elements of the convolution kernel for each output feature
         terms = math.prod(rhs.shape) // rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
     return 2 * math.prod(eqn.outvars[0].aval.shape) * terms

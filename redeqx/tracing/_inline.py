@@ -1,7 +1,7 @@
-"""Plain jits, inlined: the same jaxpr with their equations in the place of each call. Nothing is traced.
+"""Inlines plain jits: replaces each call by the equations of its jaxpr, without tracing.
 
-Patterns of equations are looked for in the result. A softmax or a `jnp.where` is a jit of its own in many models, and a
-pattern that crosses its border would not be seen.
+Patterns of equations are searched in the result. `jax.nn.softmax` and `jnp.where` are jits themselves, and a search would
+miss patterns that cross the boundary of a jit.
 """
 
 from typing import Any
@@ -27,12 +27,12 @@ def has_jits(closed: Any) -> bool:
 
 
 def inlined(closed: Any) -> Any:
-    """A closed jaxpr without plain jits, also inside its loops and branches. Its inputs are the same variables."""
+    """Returns a closed jaxpr without plain jits, also inside its loops and branches. Its input variables stay the same."""
     return _inlined(closed, {})
 
 
 def _is_plain_jit(eqn: Any) -> bool:
-    """Whether a jit does nothing but call: it donates no operand and sets no sharding."""
+    """Whether an equation is a jit that donates no operand and sets no sharding."""
     if eqn.primitive.name != "jit":
         return False
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
@@ -40,9 +40,9 @@ def _is_plain_jit(eqn: Any) -> bool:
     return is_anywhere and not any(eqn.params.get("donated_invars", ()))
 
 
-def _inlined(closed: Any, made: dict[int, Any]) -> Any:
-    if id(closed.jaxpr) in made:
-        return made[id(closed.jaxpr)]
+def _inlined(closed: Any, memo: dict[int, Any]) -> Any:
+    if id(closed.jaxpr) in memo:
+        return memo[id(closed.jaxpr)]
     constvars, consts, eqns = list(closed.jaxpr.constvars), list(closed.consts), []
 
     def emit(jaxpr: Any, env: dict[Any, Any], scope: Any) -> list[Any]:
@@ -65,10 +65,10 @@ def _inlined(closed: Any, made: dict[int, Any]) -> Any:
             env.update(zip(eqn.outvars, outvars, strict=True))
             new = eqn.replace(invars=invars, outvars=outvars, source_info=info)
             if is_replaceable(eqn):
-                within = [_inlined(inner.closed, made) for inner in insides(eqn)]
+                within = [_inlined(inner.closed, memo) for inner in insides(eqn)]
                 new, operands = with_insides(new, invars, within)
                 for var, operand in zip(new.invars, operands, strict=True):
-                    if operand is not var:  # an array that a remat's inside was closed over
+                    if operand is not var:  # a constant of a remat's new jaxpr
                         constvars.append(var)
                         consts.append(operand)
             eqns.append(new)
@@ -77,5 +77,5 @@ def _inlined(closed: Any, made: dict[int, Any]) -> Any:
     env: dict[Any, Any] = {var: var for var in (*closed.jaxpr.constvars, *closed.jaxpr.invars)}
     outvars = emit(closed.jaxpr, env, None)
     jaxpr = closed.jaxpr.replace(constvars=constvars, outvars=outvars, eqns=eqns)
-    made[id(closed.jaxpr)] = jex.ClosedJaxpr(jaxpr, consts)
-    return made[id(closed.jaxpr)]
+    memo[id(closed.jaxpr)] = jex.ClosedJaxpr(jaxpr, consts)
+    return memo[id(closed.jaxpr)]

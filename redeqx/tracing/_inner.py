@@ -1,7 +1,7 @@
-"""The jaxprs inside an equation: one table of the primitives that have some, and how their operands map inward.
+"""The jaxprs inside an equation: one table of the primitives that contain jaxprs, and how operands map to their inputs.
 
-Everything that follows a jaxpr into its loops, branches and calls reads this table: the interpreter, the count of FLOPs, the
-liveness of parameters, and the dataflow of a plan.
+All code that descends into loops, branches and calls reads this table: the interpreter, the FLOP counts, the liveness of
+parameters, and the dataflow of a plan.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +14,10 @@ from jax.extend import core as jex
 
 REMATS = ("remat2", "checkpoint", "remat")
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
-# What calls one jaxpr on all of its operands, once.
+# Primitives that call one jaxpr once, on all of their operands.
 _CALLS = ("jit", *REMATS, *_CUSTOM, "closed_call")
-# What may be given another inside. A custom derivative is of the inside that it was written for, and the inside of a
-# shard_map sees shards.
+# Primitives whose inner jaxpr may be replaced. Not custom derivatives, which belong to the function that they were written
+# for, nor shard_map, whose inner jaxpr computes on shards.
 _REPLACEABLE = ("jit", *REMATS, "scan", "while", "cond")
 
 Kind = Literal["same", "carry", "slice", "shard"]
@@ -35,12 +35,12 @@ class Inner:
     **Arguments:**
 
     - `closed`: the closed jaxpr.
-    - `role`: what it is to the equation; `"manual"` is the inside of a shard_map.
+    - `role`: its role in the equation. `"manual"` is the body of a shard_map.
     - `operands`: for each of its inputs, the index of the equation's operand that it comes from.
-    - `kinds`: for each of its inputs, how it comes from that operand. `"same"`: it is the operand, in every iteration.
-        `"carry"`: it begins as the operand. `"slice"`: it is one entry of the operand along dim 0. `"shard"`: it is a
-        device's part of it.
-    - `param`: the name of the equation's parameter that holds it.
+    - `kinds`: for each of its inputs, how it is made from that operand. `"same"`: it is the operand, in every iteration.
+        `"carry"`: the operand is its initial value. `"slice"`: it is one slice of the operand along dim 0. `"shard"`: it is
+        a device's shard of the operand.
+    - `param`: the name of the equation's parameter that holds the jaxpr.
     """
 
     closed: Any
@@ -52,7 +52,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class Place:
-    """One input of a jaxpr inside an equation, where an operand arrives."""
+    """An input of a jaxpr inside an equation: where one of the equation's operands arrives."""
 
     eqn: Any
     inner: Inner
@@ -68,39 +68,46 @@ class Place:
 
 
 def closed(jaxpr: Any) -> Any:
-    """A jaxpr or a closed jaxpr as a closed one."""
+    """Returns a closed jaxpr unchanged, and closes an open one without constants."""
     return jaxpr if hasattr(jaxpr, "consts") else jex.ClosedJaxpr(jaxpr, ())
 
 
 def insides(eqn: Any) -> tuple[Inner, ...]:
-    """The jaxprs inside an equation; none for a primitive that the table does not have."""
+    """Returns the jaxprs inside an equation, or none if the table lacks its primitive."""
     read = _TABLE.get(eqn.primitive.name)
     return () if read is None else read(eqn)
 
 
 def place_of(eqn: Any, operand: int) -> Place | None:
-    """The input inside an equation that an operand arrives at: in a while loop's body rather than its condition, and in all
-    branches of a `cond` alike. None where it arrives nowhere, as the index of a branch."""
+    """Returns the inner input at which an operand arrives, or None if there is none, as for a branch index.
+
+    For a while loop this is an input of the body rather than of the condition. For a `cond` it is one of the last branch,
+    and the other branches have the same inputs.
+    """
     found = [Place(eqn, inner, inner.operands.index(operand)) for inner in insides(eqn) if operand in inner.operands]
     return found[-1] if found else None
 
 
 def is_replaceable(eqn: Any) -> bool:
-    """Whether the equation has jaxprs inside that may be replaced by others."""
+    """Whether the equation contains jaxprs that may be replaced."""
     return eqn.primitive.name in _REPLACEABLE
 
 
-def with_insides(eqn: Any, values: Sequence[Any], made: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The equation with other closed jaxprs inside, in the order of `insides`, and its operands.
+def with_insides(eqn: Any, values: Sequence[Any], new_insides: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Returns the equation with its inner jaxprs replaced, and its operands.
 
-    A remat's jaxpr is closed over nothing, so the arrays that a new one is closed over become operands.
+    A remat holds an open jaxpr, so the constants of its new closed jaxpr become operands.
+
+    **Arguments:**
+
+    - `new_insides`: the new closed jaxprs, in the order of `insides`.
     """
     params = dict(eqn.params)
     for inner in insides(eqn):
         if isinstance(params[inner.param], tuple | list):
             params[inner.param] = type(params[inner.param])()
     invars, values = list(eqn.invars), list(values)
-    for inner, new in zip(insides(eqn), made, strict=True):
+    for inner, new in zip(insides(eqn), new_insides, strict=True):
         if isinstance(params[inner.param], tuple | list):
             params[inner.param] = (*params[inner.param], new)
         elif hasattr(params[inner.param], "consts"):
@@ -116,21 +123,21 @@ def with_insides(eqn: Any, values: Sequence[Any], made: Sequence[Any]) -> tuple[
 
 
 def called(eqn: Any) -> Any | None:
-    """The closed jaxpr that an equation calls once on its operands, one for one; None where it is no such call."""
+    """Returns the closed jaxpr that an equation calls once, on all of its operands, or None if it is no such call."""
     found = insides(eqn)
     return found[0].closed if found and found[0].role == "call" else None
 
 
 def all_inside(eqn: Any) -> list[Any]:
-    """The closed jaxprs that an equation computes: a loop's body, all branches of a `cond`, what it calls.
+    """Returns the closed jaxprs inside an equation: a loop's body, all branches of a `cond`, or what it calls.
 
-    The conditions of while loops are left out, and so are shard_maps, whose shapes are those of one device.
+    Excludes the conditions of while loops, and the bodies of shard_maps, whose shapes are those of one device.
     """
     return [inner.closed for inner in insides(eqn) if inner.role not in ("condition", "manual")]
 
 
 def equations(closed: Any) -> Iterator[Any]:
-    """The equations of a closed jaxpr, also inside its loops, branches and plain calls, each jaxpr once."""
+    """Yields the equations of a closed jaxpr, also inside its loops, branches and plain calls. Visits each jaxpr once."""
     seen: set[int] = set()
     todo = [closed.jaxpr]
     while todo:
@@ -144,7 +151,7 @@ def equations(closed: Any) -> Iterator[Any]:
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """How many of a scan's inputs are constants of its loop, and how many after them its carry; the rest is sliced."""
+    """Returns a scan's numbers of constants and of carries, which are its first inputs in this order. The rest is sliced."""
     if "ft_in" in eqn.params:  # jax 0.12
         consts, carry, _ = eqn.params["ft_in"].unpack()
         return len(consts), len(carry)
@@ -152,7 +159,7 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 
 def n_iterations(eqn: Any) -> int:
-    """How many times an equation computes what it has inside, as far as that is known: 1 for all but a scan."""
+    """Returns how many times an equation runs its inner jaxpr: a scan's length, and 1 for all other primitives."""
     return eqn.params["length"] if eqn.primitive.name == "scan" else 1
 
 
@@ -212,20 +219,20 @@ def _unnamed(eqn: Any) -> Any:
 
 
 def shapes_in(closed: Any) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of a closed jaxpr's inputs, to trace another with."""
+    """Returns the shapes of a closed jaxpr's inputs, to trace another function with."""
     avals = [var.aval for var in closed.jaxpr.invars]
     return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
 
 
 def run(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """The outputs of one equation, computed with its name scope and source line."""
+    """Evaluates one equation, with its name scope and source line."""
     values = {atom: value for atom, value in zip(eqn.invars, ins, strict=True) if not isinstance(atom, jex.Literal)}
     jaxpr = jex.Jaxpr((), list(values), eqn.outvars, [eqn], eqn.effects, _unnamed(eqn))
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*values.values())
 
 
 def as_fun(traced: Any) -> Callable[..., list[Any]]:
-    """A closed jaxpr as a function of arrays to arrays: `jaxpr_as_fun` returns an output that is a literal as it is kept."""
+    """Returns a closed jaxpr as a function. Unlike `jaxpr_as_fun`, it returns arrays also for outputs that are literals."""
 
     def fun(*args: Any) -> list[Any]:
         outs = jex.jaxpr_as_fun(traced)(*args)
@@ -235,9 +242,10 @@ def as_fun(traced: Any) -> Callable[..., list[Any]]:
 
 
 def value_of(output: Any, value: Any) -> Any:
-    """The value of a jaxpr's output as an array, where a literal's is a scalar of Python or numpy, with or without a type.
+    """Returns the value of a jaxpr's output as an array.
 
-    A layer that sets a constant makes one. A weak type stays weak, as a loop's carry must have the type that it began with.
+    An output may be a literal, as of a layer that returns a constant. Its value is then a Python or numpy scalar. A weak
+    type stays weak, because a loop's carry must keep its initial type.
     """
     if not isinstance(output, jex.Literal):
         return value

@@ -1,16 +1,16 @@
-"""A traced function, computed again under rules: the one interpreter of jaxprs.
+"""Interprets a jaxpr under rules. This is the only jaxpr interpreter of the library.
 
-The function is traced once and its equations are walked once, however many rules there are, also inside jits, loops,
-branches and remats. Each equation is offered to the rules in their order. The first that computes it does so, and may hand
-it on to those after it (`Site.rest`): a rule stands around the rules that follow it. What no rule computes is emitted as it
-is, with its name scope and source line, so profiles and tracebacks still show the user's code.
+The function is traced once and its equations are evaluated once, for any number of rules, also inside jits, loops, branches
+and remats. Each equation is offered to the rules in order. A rule may compute it, and may call the rules after it
+(`Site.rest`), so each rule wraps the rules that follow it. Equations that no rule computes are emitted unchanged, with their
+name scope and source line, so profiles and tracebacks still show the user's code.
 
-A rule is asked about an equation for one of two reasons: it claims the equation by what that is (`Rule.claims`), or an
-operand has its tag (`Tagged`), as a weight has. Equations that are computed together, as a softmax between two products, are
-a `Group`: found before the walk, and computed by their rule in the place of the last of them.
+A rule is asked about an equation if it claims the equation (`Rule.claims`) or if an operand carries its tag (`Tagged`), such
+as the tag of a weight. Equations that are computed together, such as a softmax between two products, form a `Group`. Groups
+are found before the evaluation, and a group is computed in the place of its last equation.
 
-Tags pass into the jaxprs of equations as `Tag.enter` says. The inside of an equation is traced again only where a tag enters
-it or a rule claims something in it.
+`Tag.enter` defines how tags pass into the jaxprs inside equations. Such a jaxpr is traced again only if a tag enters it or a
+rule claims an equation in it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,25 +28,25 @@ from ._unknown import or_as_written
 
 
 class Tag:
-    """What a rule notes of a value. Subclasses say how that passes into the jaxprs of equations."""
+    """A rule's annotation of a value. Subclasses define how it passes into the jaxprs inside equations."""
 
     def enter(self, value: Any, place: Place) -> tuple[Any, "Tag | None"]:
-        """An operand of an equation with jaxprs inside, and the tag that it has there; None where it has none."""
+        """Returns the operand to pass into an inner jaxpr, and its tag there, or None for no tag."""
         del place
         return self.release(value), None
 
     def begin(self, value: Any) -> Any:
-        """The value inside, where it arrives with this tag."""
+        """Returns the value inside the jaxpr, for an input that arrives with this tag."""
         return Tagged(value, self)
 
     def release(self, value: Any) -> Any:
-        """The plain value, for what knows nothing of the tag."""
+        """Returns the plain value, for equations and rules that do not know the tag."""
         return value
 
 
 @dataclass(frozen=True)
 class Tagged:
-    """A value of the walk that a rule knows something about."""
+    """A value that carries a rule's tag."""
 
     value: Any
     tag: Tag
@@ -57,7 +57,7 @@ def has_tag(value: Any, kind: type[Tag]) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A value without its tag, as any equation can compute with it."""
+    """Returns a value without its tag, for use by any equation."""
     return value.tag.release(value.value) if isinstance(value, Tagged) else value
 
 
@@ -65,13 +65,14 @@ def plain(value: Any) -> Any:
 class Group:
     """Equations of one jaxpr that a rule computes together.
 
-    A group is left alone where anything else reads what its equations compute on the way, or where one has effects.
+    A group is ignored if one of its intermediate values is read from outside, or if one of its equations has effects.
 
     **Arguments:**
 
-    - `eqns`: in the jaxpr's order. The outputs of the last are those of the group.
-    - `compute`: from `read`, which gives the value of each atom that the group reads from outside, to the outputs.
-    - `reads`: atoms from outside that `compute` reads, where the equations themselves do not.
+    - `eqns`: the equations, in the jaxpr's order. The outputs of the last one are the outputs of the group.
+    - `compute`: takes a function `read`, which returns the value of each outside atom that the group reads, and returns the
+        outputs.
+    - `reads`: further outside atoms that `compute` reads but the equations do not.
     """
 
     eqns: Sequence[Any]
@@ -79,58 +80,58 @@ class Group:
     reads: Sequence[Any] = ()
 
     def is_closed_in(self, body: Body) -> bool:
-        """Whether only the group reads what it computes on the way."""
+        """Whether nothing outside the group reads its intermediate values, and no equation of it has effects."""
         ids = {id(eqn) for eqn in self.eqns}
-        on_the_way = [var for eqn in self.eqns[:-1] for var in eqn.outvars]
-        read_outside = any(id(reader) not in ids for var in on_the_way for reader in body.readers(var))
+        intermediates = [var for eqn in self.eqns[:-1] for var in eqn.outvars]
+        read_outside = any(id(reader) not in ids for var in intermediates for reader in body.readers(var))
         return not read_outside and not any(eqn.effects for eqn in self.eqns)
 
 
 class Rule:
-    """How some equations of a traced function are computed otherwise. Its values and gradients stay the same."""
+    """Replaces the computation of some equations of a traced function. Values and gradients stay the same."""
 
-    follows: ClassVar[type[Tag] | None] = None  # the tags that are this rule's own
+    follows: ClassVar[type[Tag] | None] = None  # the type of this rule's own tags
 
     def rewritten(self, closed: Any) -> Any:
-        """The closed jaxpr to compute instead of the traced one, before any rule looks at it; its inputs are the same."""
+        """Returns a closed jaxpr with the same inputs, to compute instead of the traced one. Called before all else."""
         return closed
 
     def of(self, closed: Any) -> "Rule | None":
-        """The rule for one traced function, which it may look at; None where it would change nothing."""
+        """Returns the rule specialised to one traced function, or None if it would change nothing."""
         del closed
         return self
 
     def tag(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The function's inputs, `Tagged` where the rule follows them."""
+        """Returns the function's inputs, with those that the rule follows wrapped in `Tagged`."""
         return args
 
     def claims(self, eqn: Any) -> bool:
-        """Whether the rule wants an equation, whatever its operands are."""
+        """Whether the rule applies to an equation regardless of its operands' tags."""
         del eqn
         return False
 
     def groups(self, body: Body) -> Iterable[Group]:
-        """The groups of equations in a body. Plain jits are inlined, so that a pattern is seen whole."""
+        """Yields the groups of equations in a body. Plain jits are inlined before, so patterns may cross them."""
         del body
         return ()
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: "Site") -> Sequence[Any] | None:
-        """The outputs of an equation that the rule claims, or of one with an operand that has its tag; None to pass.
+        """Returns the outputs of an equation, or None to decline it. The rule claims it, or an operand has the rule's tag.
 
         **Arguments:**
 
-        - `ins`: the operands, some of which may be tagged, also by other rules.
+        - `ins`: the operands. Some may be tagged, also by other rules.
         """
         del eqn, ins, site
         return None
 
 
 def transformed(fn: Callable[..., Any], rules: Sequence[Rule]) -> Callable[..., Any]:
-    """`fn` computed under rules, in their order; `fn` itself where there are none.
+    """Wraps `fn` so that it is computed under rules, in their order. Without rules, returns `fn` itself.
 
     **Arguments:**
 
-    - `fn`: takes PyTrees of arrays, and returns one.
+    - `fn`: takes and returns PyTrees of arrays.
     """
     if not rules:
         return fn
@@ -144,47 +145,47 @@ def transformed(fn: Callable[..., Any], rules: Sequence[Rule]) -> Callable[..., 
 
 
 def interpret(closed: Any, args: Sequence[Any], rules: Sequence[Rule]) -> list[Any]:
-    """The outputs of a closed jaxpr, computed under rules."""
+    """Returns the outputs of a closed jaxpr, computed under rules."""
     for rule in rules:
         closed = or_as_written(partial(rule.rewritten, closed), closed, f"`{type(rule).__name__}`")
     finders = [rule for rule in rules if type(rule).groups is not Rule.groups]
     body = Body(closed, [None] * len(args))
     if finders and has_jits(closed):
         flat = Body(inlined(closed), [None] * len(args))
-        body = flat if _Walk(tuple(finders)).has_groups(flat) else body
+        body = flat if _Interpreter(tuple(finders)).has_groups(flat) else body
     active = tuple(rule for rule in (rule.of(body.closed) for rule in rules) if rule is not None)
     for rule in active:
         args = rule.tag(args)
-    walk = _Walk(active)
-    if not walk.changes(body) and not any(isinstance(arg, Tagged) for arg in args):
-        return as_fun(closed)(*args)  # equation by equation, tracing would take longer
-    return walk.evaluate(body, args, active, ())
+    interpreter = _Interpreter(active)
+    if not interpreter.changes(body) and not any(isinstance(arg, Tagged) for arg in args):
+        return as_fun(closed)(*args)  # faster to trace than equation by equation
+    return interpreter.evaluate(body, args, active, ())
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where an equation is computed: how a rule reaches the rules after it, and the inside of the equation.
+    """The context of an equation. It gives a rule access to the rules after it and to the jaxprs inside the equation.
 
     **Arguments:**
 
-    - `body`: the jaxpr that the equation is in.
-    - `around`: the names of the primitives whose insides it is in, outermost first.
+    - `body`: the jaxpr that contains the equation.
+    - `around`: the names of the primitives that enclose it, outermost first.
     """
 
     body: Body
     around: tuple[str, ...]
-    _walk: "_Walk"
-    _rules: tuple[Rule, ...]  # of the whole walk
-    _later: tuple[Rule, ...]  # that have not been asked yet
+    _interpreter: "_Interpreter"
+    _rules: tuple[Rule, ...]  # all rules
+    _later: tuple[Rule, ...]  # the rules that have not been asked yet
 
     def rest(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
-        """The outputs of an equation, computed by the rules after this one, or else as it is."""
-        own = self._walk.groups.get(id(eqn))
+        """Returns the outputs of an equation, computed by the rules after this one, or unchanged if none computes it."""
+        group = self._interpreter.groups.get(id(eqn))
         for i, rule in enumerate(self._later):
-            if own is not None and own.rule is rule:
-                return list(own.compute(_reader(dict(zip(eqn.invars, map(plain, ins), strict=True)))))
+            if group is not None and group.rule is rule:
+                return list(group.compute(_reader(dict(zip(eqn.invars, map(plain, ins), strict=True)))))
             is_followed = rule.follows is not None and any(has_tag(value, rule.follows) for value in ins)
-            if not is_followed and not self._walk.claims(rule, eqn):
+            if not is_followed and not self._interpreter.claims(rule, eqn):
                 continue
             outs = rule(eqn, ins, replace(self, _later=self._later[i + 1 :]))
             if outs is not None:
@@ -194,18 +195,18 @@ class Site:
         return run(eqn, list(map(plain, ins)))
 
     def enters(self, eqn: Any) -> bool:
-        """Whether the walk goes into the equation: it has jaxprs inside, which may be replaced."""
-        return is_replaceable(eqn) and id(eqn) not in self._walk.groups
+        """Whether the rules are applied inside the equation: it contains jaxprs that may be replaced."""
+        return is_replaceable(eqn) and id(eqn) not in self._interpreter.groups
 
     def enter(
         self, eqn: Any, ins: Sequence[Any], *, remat: Callable[..., Any] | None = None, by_rest: bool = False
     ) -> list[Any]:
-        """The outputs of an equation whose inside is computed under the rules.
+        """Returns the outputs of an equation whose inner jaxprs are computed under the rules.
 
         **Arguments:**
 
-        - `remat`: wraps the inside, as `jax.checkpoint` does.
-        - `by_rest`: whether only the rules after this one compute the inside.
+        - `remat`: wraps each inner function, as `jax.checkpoint` does.
+        - `by_rest`: whether to apply only the rules after this one inside.
         """
         values: list[Any] = list(ins)
         tags: list[Tag | None] = [None] * len(ins)
@@ -215,45 +216,45 @@ class Site:
                 values[i], tags[i] = (plain(value), None) if place is None else value.tag.enter(value.value, place)
         rules, around = self._later if by_rest else self._rules, (*self.around, eqn.primitive.name)
         around = (*around, "checkpoint") if remat else around
-        made, is_changed = [], False
+        new_insides, is_changed = [], False
         for index, inner in enumerate(insides(eqn)):
             body, of_inputs = self.body.inside(eqn, index), [tags[i] for i in inner.operands]
-            if remat is None and all(tag is None for tag in of_inputs) and not self._walk.changes(body):
-                made.append(inner.closed)
+            if remat is None and all(tag is None for tag in of_inputs) and not self._interpreter.changes(body):
+                new_insides.append(inner.closed)
                 continue
             is_changed = True
 
             def inside(*args: Any, body: Body = body, tags: Sequence[Tag | None] = of_inputs) -> list[Any]:
-                begun = [arg if tag is None else tag.begin(arg) for arg, tag in zip(args, tags, strict=True)]
-                return self._walk.evaluate(body, begun, rules, around)
+                tagged = [arg if tag is None else tag.begin(arg) for arg, tag in zip(args, tags, strict=True)]
+                return self._interpreter.evaluate(body, tagged, rules, around)
 
-            made.append(jax.make_jaxpr(remat(inside) if remat else inside)(*shapes_in(inner.closed)))
-        return run(*with_insides(eqn, values, made)) if is_changed else run(eqn, values)
+            new_insides.append(jax.make_jaxpr(remat(inside) if remat else inside)(*shapes_in(inner.closed)))
+        return run(*with_insides(eqn, values, new_insides)) if is_changed else run(eqn, values)
 
     def inline(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
-        """The outputs of an equation that calls one jaxpr, whose equations are computed here, under the rules."""
-        return self._walk.evaluate(self.body.inside(eqn), ins, self._rules, self.around)
+        """Inlines an equation that calls one jaxpr: computes that jaxpr's equations here, under the rules."""
+        return self._interpreter.evaluate(self.body.inside(eqn), ins, self._rules, self.around)
 
 
 @dataclass(frozen=True)
-class _Owned:
+class _RuleGroup:
     rule: Rule
     compute: Callable[[Callable[[Any], Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class _Walk:
-    """One walk, and what it remembers: each jaxpr is searched once, however often and however deep it is called."""
+class _Interpreter:
+    """Evaluates bodies under rules. Caches its searches, so each jaxpr is searched once, however often it is called."""
 
     rules: tuple[Rule, ...]
-    groups: dict[int, _Owned] = field(default_factory=dict)  # by the id of the equation that stands for a group
+    groups: dict[int, _RuleGroup] = field(default_factory=dict)  # by the id of the equation that calls a group
     _claims: dict[tuple[int, int], bool] = field(default_factory=dict)
     _changes: dict[int, bool] = field(default_factory=dict)
     _eqns: dict[int, Sequence[Any]] = field(default_factory=dict)
-    _kept: list[Any] = field(default_factory=list)  # whose ids are in use
+    _kept: list[Any] = field(default_factory=list)  # keeps the objects alive whose ids are keys above
 
     def evaluate(self, body: Body, args: Sequence[Any], rules: tuple[Rule, ...], around: tuple[str, ...]) -> list[Any]:
-        """The outputs of a body."""
+        """Returns the outputs of a body."""
         jaxpr = body.closed.jaxpr
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, body.closed.consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
@@ -272,7 +273,7 @@ class _Walk:
         return self._claims[key]
 
     def changes(self, body: Body) -> bool:
-        """Whether any rule computes any equation of a body otherwise, its tags apart."""
+        """Whether any rule applies to any equation of a body, even if no input is tagged."""
         return self.has_claims(body.closed.jaxpr) or self.has_groups(body)
 
     def has_claims(self, jaxpr: Any) -> bool:
@@ -295,7 +296,7 @@ class _Walk:
         )
 
     def eqns(self, body: Body) -> Sequence[Any]:
-        """The equations of a body, each group as one that calls it."""
+        """Returns the equations of a body, with each group replaced by one call equation."""
         if id(body) not in self._eqns:
             self._kept.append(body)
             self._eqns[id(body)] = self._grouped(body)
@@ -311,7 +312,7 @@ class _Walk:
                     continue
                 call = _call(group, type(rule).__name__)
                 calls[id(group.eqns[-1])] = call
-                self.groups[id(call)] = _Owned(rule, group.compute)
+                self.groups[id(call)] = _RuleGroup(rule, group.compute)
                 members |= ids
         if not members:
             return body.eqns
@@ -323,10 +324,10 @@ def _reader(env: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 
 def _call(group: Group, name: str) -> Any:
-    """An equation that calls a group: what rules with tagged operands see of it."""
-    made = {var for eqn in group.eqns for var in eqn.outvars}
+    """Returns an equation that calls a group. Rules that follow tagged operands see the group as this equation."""
+    computed = {var for eqn in group.eqns for var in eqn.outvars}
     read = [*(atom for eqn in group.eqns for atom in eqn.invars), *group.reads]
-    inputs = {id(atom): atom for atom in read if not isinstance(atom, jex.Literal) and atom not in made}
+    inputs = {id(atom): atom for atom in read if not isinstance(atom, jex.Literal) and atom not in computed}
     invars, outvars = list(inputs.values()), group.eqns[-1].outvars
     info = jex.DebugInfo("redeqx", name, None, None)
     closed = jex.ClosedJaxpr(jex.Jaxpr((), invars, outvars, list(group.eqns), set(), info), ())

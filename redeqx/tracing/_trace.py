@@ -1,4 +1,4 @@
-"""A function of a model, traced abstractly: its jaxpr, and which of the model's leaves its outputs depend on."""
+"""Traces a function of a model abstractly, and finds which of the model's leaves its outputs depend on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from ._inner import called, insides, scan_counts
 
 @dataclass(frozen=True)
 class Trace:
-    """A function of a model, traced abstractly: no array is made.
+    """An abstract trace of a function of a model. No array is allocated.
 
     **Arguments:**
 
-    - `names`, `leaves`: of the model's arrays, which are the first inputs of `closed`.
-    - `closed`: the jaxpr.
+    - `names`, `leaves`: the names and shapes of the model's arrays, which are the first inputs of `closed`.
+    - `closed`: the closed jaxpr.
     """
 
     names: tuple[str, ...]
@@ -29,7 +29,7 @@ class Trace:
 
     @classmethod
     def of(cls, fn: Callable[..., Any], model: PyTree, *args: PyTree) -> "Trace":
-        """`fn(model, *args)`, of arrays or their shapes."""
+        """Traces `fn(model, *args)`, for arrays or `jax.ShapeDtypeStruct`s."""
         arrays, static = eqx.partition(model, is_array_like)
         leaves, treedef = jax.tree.flatten(arrays)
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
@@ -40,16 +40,16 @@ class Trace:
         return cls(tuple(named_leaves(arrays)), shapes, jax.make_jaxpr(of_leaves)(shapes, *args))
 
     def reads(self) -> dict[str, bool]:
-        """For each leaf, whether the outputs' gradient can depend on it.
+        """Returns, for each leaf, whether the outputs' gradient can depend on it.
 
-        An inside that is not followed (`while`, `cond`) counts as reading all it gets.
+        A `while` or `cond` is not analysed: it counts as reading all of its operands.
         """
         live = _live_inputs(self.closed.jaxpr, [True] * len(self.closed.jaxpr.outvars), {})
         return dict(zip(self.names, live, strict=False))
 
     @property
     def reads_last(self) -> bool:
-        """Whether the outputs can depend on the last input, the key of a loss, also without a gradient."""
+        """Whether the outputs can depend on the last input (the key of a loss), differentiably or not."""
         (*_, last), live = self.closed.jaxpr.invars, set(filter(_is_var, self.closed.jaxpr.outvars))
         for eqn in reversed(self.closed.jaxpr.eqns):
             if eqn.effects or any(var in live for var in eqn.outvars):
@@ -61,13 +61,13 @@ def _is_var(atom: Any) -> bool:
     return not isinstance(atom, jex.Literal)
 
 
-# Of each jaxpr, which inputs are live where some outputs are: a loop's body is followed once for each set of live outputs,
-# however deep it lies in other loops.
+# Maps a jaxpr and its live outputs to its live inputs, so that the body of a nested loop is analysed once for each set of
+# live outputs.
 _Memo = dict[tuple[int, tuple[bool, ...]], list[bool]]
 
 
 def _live_inputs(jaxpr: Any, live_outputs: Sequence[bool], memo: _Memo) -> list[bool]:
-    """Which inputs of a jaxpr some live output depends on, from the last equation to the first."""
+    """Returns which inputs of a jaxpr its live outputs depend on. Visits the equations from last to first."""
     key = (id(jaxpr), tuple(live_outputs))
     if key in memo:
         return memo[key]
@@ -81,7 +81,7 @@ def _live_inputs(jaxpr: Any, live_outputs: Sequence[bool], memo: _Memo) -> list[
             reads = _live_inputs_of_scan(eqn, outs, memo)
         elif inner is not None:
             reads = _live_inputs(inner.jaxpr, outs, memo)
-        elif eqn.primitive.name == "optimization_barrier":  # each output is its operand
+        elif eqn.primitive.name == "optimization_barrier":  # output i is operand i
             reads = outs
         else:
             reads = [True] * len(eqn.invars)
@@ -91,13 +91,13 @@ def _live_inputs(jaxpr: Any, live_outputs: Sequence[bool], memo: _Memo) -> list[
 
 
 def _live_inputs_of_scan(eqn: Any, live_outputs: Sequence[bool], memo: _Memo) -> list[bool]:
-    """As `_live_inputs`: what one iteration reads of its carry, the iteration before must have made."""
+    """`_live_inputs` of a scan: a carry that one iteration reads is a live output of the iteration before."""
     (body,), (n_consts, n_carry) = insides(eqn), scan_counts(eqn)
     carry, stacked = list(live_outputs[:n_carry]), live_outputs[n_carry:]
     while True:
         reads = _live_inputs(body.closed.jaxpr, [*carry, *stacked], memo)
         consts, read, slices = reads[:n_consts], reads[n_consts : n_consts + n_carry], reads[n_consts + n_carry :]
-        grown = [alive or is_read for alive, is_read in zip(carry, read, strict=True)]
-        if grown == carry:
+        new_carry = [alive or is_read for alive, is_read in zip(carry, read, strict=True)]
+        if new_carry == carry:
             return [*consts, *carry, *slices]
-        carry = grown
+        carry = new_carry

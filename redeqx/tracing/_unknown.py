@@ -1,4 +1,4 @@
-"""Runs a search over equations that may fail on a form that it does not know, such as one of another version of JAX."""
+"""Runs a search over equations that may fail on an unknown form, such as that of another version of JAX."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,11 +9,11 @@ T = TypeVar("T")
 
 
 def or_as_written(search: Callable[[], T], otherwise: T, what: str) -> T:
-    """What a search finds. Where it fails, `otherwise`, with a warning: the function is computed as it is written.
+    """Returns the result of a search. If it fails, warns and returns `otherwise`: the function is computed as written.
 
     **Arguments:**
 
-    - `what`: what is searched for, as the warning names it.
+    - `what`: what the search looks for, for the warning.
     """
     try:
         return search()

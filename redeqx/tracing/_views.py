@@ -1,4 +1,4 @@
-"""Views: equations that only rearrange, cut, cast or repeat their first operand. One table says which dim is which."""
+"""Views: equations that only rearrange, slice, cast or repeat their first operand. One table maps their dims."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,16 +8,16 @@ Dims = Sequence[int | None]
 
 
 def view(eqn: Any) -> Dims | None:
-    """For each dim of a view's output, the dim of the first operand that it is; None for a dim that is new or cut.
+    """Returns, for each dim of a view's output, the dim of the first operand that it equals, or None if it is new or sliced.
 
-    None alone where the equation is no view: it computes something, or mixes dims, as most reshapes do.
+    Returns None for an equation that is no view: it computes something, or mixes dims, as most reshapes do.
     """
     dims = _TABLE.get(eqn.primitive.name)
     return None if dims is None else dims(eqn)
 
 
 def repeats(eqn: Any) -> bool:
-    """Whether the output has more entries than the first operand, as a real broadcast has."""
+    """Whether the output has more elements than the first operand, as after a broadcast to larger dims."""
     return math.prod(eqn.outvars[0].aval.shape) > math.prod(eqn.invars[0].aval.shape)
 
 
@@ -26,7 +26,7 @@ def _same(eqn: Any) -> Dims:
 
 
 def _broadcast(eqn: Any) -> Dims | None:
-    if len(eqn.invars) > 1:  # a shape that is computed
+    if len(eqn.invars) > 1:  # a dynamic shape
         return None
     to = [int(dim) for dim in eqn.params["broadcast_dimensions"]]
     return [to.index(dim) if dim in to else None for dim in range(len(eqn.params["shape"]))]
@@ -39,7 +39,7 @@ def _squeezed(eqn: Any) -> Dims:
 
 
 def _reshaped(eqn: Any) -> Dims | None:
-    """Only reshapes that add or drop dims of size 1."""
+    """Handles only reshapes that add or drop dims of size 1."""
     before, after = eqn.invars[0].aval.shape, eqn.params["new_sizes"]
     if len(eqn.invars) > 1 or [n for n in before if n != 1] != [n for n in after if n != 1]:
         return None

@@ -1,8 +1,8 @@
-"""Rules on the traced step: how some equations of a loss are computed otherwise, with the same values and gradients.
+"""Rules on the traced step: they replace some equations of a loss, with the same values and gradients.
 
-One rule a file, each a `tracing.Rule`: weights gathered at use, equal parts of a split dim resharded, grouped convolutions,
-fused attention, labels picked by comparison, products with weights in fp8, recomputation, unrolled loops, and equal blocks
-as one loop. Knows nothing of optimizers, batches or files. Open `_gather.py` first.
+Each file is one `tracing.Rule`: gathering weights at use, resharding equal parts of a split dim, grouped convolutions, fused
+attention, label picking by comparison, products with weights in fp8, rematerialisation, unrolling loops, and stacking equal
+blocks into one loop. The package is independent of optimizers, batches and files. Open `_gather.py` first.
 """
 
 from ._attention_report import Attentions as Attentions, attentions as attentions

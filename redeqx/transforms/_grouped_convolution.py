@@ -1,12 +1,12 @@
-"""Grouped convolutions: under a model axis XLA sums the gradient of their weights too often, which this rule fixes.
+"""Grouped convolutions: fixes the gradient of their weights, which XLA computes wrongly under a model axis.
 
-Where the batch is split over some axes of a mesh and the convolution is replicated over another of n devices, the gradient
-of a grouped (also a depthwise) convolution's weight comes out n times too large, silently, from both of XLA's partitioners.
-It is right where the channels are split over that axis, so this rule splits them. Where they do not divide, it takes the
-gradient another way: from the patches that each output saw.
+If the batch is split over some axes of a mesh and the convolution is replicated over another axis of n devices, the gradient
+of a grouped (or depthwise) convolution's weight is n times too large. Both of XLA's partitioners have this silent error. The
+gradient is right if the channels are split over that axis, so this rule splits them. If the axis does not divide the
+channels, the rule computes the gradient from the patches of the input instead.
 
-Source: measured with jax 0.10.2. Cost: what it takes to split the input's channels over the model axis, a slice where they
-are replicated; for channels that do not divide, patches of the input in the backward pass.
+Source: measured with jax 0.10.2. Cost: resharding the input's channels over the model axis, which is a slice if they are
+replicated. If the axis does not divide the channels: patches of the input in the backward pass.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from ..tracing import Rule, Site, plain, run
 
 @dataclass(frozen=True)
 class FixGroupedConvolutions(Rule):
-    """Computes grouped convolutions so that their gradient is right on a mesh with a model axis."""
+    """Computes grouped convolutions with correct gradients on a mesh with a model axis."""
 
     mesh: Mesh
 
@@ -37,12 +37,12 @@ class FixGroupedConvolutions(Rule):
 
 
 def _is_grouped(eqn: Any) -> bool:
-    counts = ("feature_group_count", "batch_group_count")  # the latter is what the gradient of the former's weight is
+    counts = ("feature_group_count", "batch_group_count")  # the second is the first's weight gradient
     return eqn.primitive.name == "conv_general_dilated" and any(eqn.params[count] > 1 for count in counts)
 
 
 def _conv(eqn: Any, x: jax.Array, weight: jax.Array, mesh: Mesh) -> jax.Array:
-    is_gradient = eqn.params["batch_group_count"] > 1  # as a user's own `grad_fn` has it: channels are where the batch was
+    is_gradient = eqn.params["batch_group_count"] > 1  # as in a user's `grad_fn`; channels are in the batch dim
     channels = eqn.params["dimension_numbers"].lhs_spec[0 if is_gradient else 1]
     if x.shape[channels] % mesh.shape[MODEL]:
         return _conv_by_features(eqn, x, weight) if is_gradient else _conv_by_patches(eqn, x, weight)
@@ -51,7 +51,7 @@ def _conv(eqn: Any, x: jax.Array, weight: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def _conv_by_features(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The convolution whose batch is in groups, as one whose features are."""
+    """Computes a convolution with batch groups as one with feature groups."""
     params, groups = eqn.params, eqn.params["batch_group_count"]
     numbers = params["dimension_numbers"]
     x = rearrange(jnp.transpose(x, numbers.lhs_spec), "(g b) c ... -> b (g c) ...", g=groups)
@@ -64,7 +64,7 @@ def _conv_by_features(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _conv_by_patches(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The convolution, whose weight's gradient is a matmul of what each output saw with its own gradient."""
+    """Computes a convolution whose weight gradient is a matmul of the input's patches with the output's gradient."""
     params, groups = eqn.params, eqn.params["feature_group_count"]
     numbers = params["dimension_numbers"]
 
@@ -75,8 +75,8 @@ def _conv_by_patches(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
     def forward(x: jax.Array, weight: jax.Array) -> Any:
         return conv(x, weight), (x, weight)
 
-    def backward(seen: Any, gradient: jax.Array) -> Any:
-        x, weight = seen
+    def backward(residuals: Any, gradient: jax.Array) -> Any:
+        x, weight = residuals
         (of_x,) = jax.vjp(lambda x: run(eqn, [x, weight])[0], x)[1](gradient)
         kernel = jnp.transpose(weight, numbers.rhs_spec)  # [out, in, *space]
         patches = jax.lax.conv_general_dilated_patches(

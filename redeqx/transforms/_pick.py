@@ -1,9 +1,9 @@
-"""Labels picked by comparison: one entry of each row, as a cross-entropy takes of its logits, without a scatter.
+"""Picking by comparison: takes one entry of each row, such as a label's logit in a cross-entropy, without a scatter.
 
 The gradient of `jnp.take_along_axis(logits, labels[..., None], -1)`, and of `logits[label]` under `jax.vmap`, is a scatter
-into zeros of the size of all logits. XLA fuses nothing with a scatter: the zeros, the softmax and their sum are arrays of
-float32, cast in the end. A comparison with the index of each entry gives the same value, and its gradient is elementwise, in
-one pass over the logits. Where the dim is split, no device needs the others' entries.
+into zeros of the size of all logits. XLA fuses nothing with a scatter: the zeros, the softmax and their sum are float32
+arrays in memory, and are cast at the end. Comparing the label with the index of each entry gives the same value, and its
+gradient is elementwise, in one pass over the logits. If the dim is split, no device needs the entries of the others.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from ..tracing import Rule, Site, plain
 
 @dataclass(frozen=True)
 class PickByComparison(Rule):
-    """Computes a gather that takes one entry along a dim, at all positions of the others, as a sum over that dim."""
+    """Computes a gather of one entry along one dim, for all positions of the other dims, as a masked sum over that dim."""
 
     def claims(self, eqn: Any) -> bool:
         return eqn.primitive.name == "gather" and _picks(eqn)
@@ -28,7 +28,7 @@ class PickByComparison(Rule):
         (dim,) = eqn.params["dimension_numbers"].start_index_map
         out, size = eqn.outvars[0].aval, operand.shape[dim]
         others = [n for i, n in enumerate(operand.shape) if i != dim]
-        # An 8-bit index wraps around: entry 300 would compare equal to 44.
+        # The iota has the index's dtype. In 8 bits it would wrap around: entry 300 would equal index 44.
         index = index.reshape(others).astype(jnp.int32 if index.dtype.itemsize < 4 else index.dtype)
         is_inside = (index >= 0) & (index < size)
         is_filled = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
@@ -43,7 +43,7 @@ class PickByComparison(Rule):
 
 
 def _picks(eqn: Any) -> bool:
-    """Whether a gather takes one entry along one dim, for each position of all others, in their order."""
+    """Whether a gather takes one entry along one dim, for each position of the other dims, in their order."""
     operand, index = (var.aval for var in eqn.invars)
     numbers = eqn.params["dimension_numbers"]
     along, others = tuple(numbers.start_index_map), tuple(numbers.operand_batching_dims)

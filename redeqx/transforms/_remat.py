@@ -1,8 +1,8 @@
-"""Rematerialisation: loops that compute in the backward pass again what they do not keep, and a loss that keeps everything.
+"""Rematerialisation: loops that recompute their bodies in the backward pass, and a loss without recomputation.
 
-Source: rematerialisation a layer (arXiv:1604.06174). Cost of `RematLoops`: each loop's body is computed once more, in the
-backward pass; or, where products are kept, only what is cheap of it. `KeepEverything` is for counting the operations of the
-model itself, and nothing runs it.
+Source: rematerialisation per layer (arXiv:1604.06174). Cost of `RematLoops`: the backward pass computes each loop's body
+once more, or only its cheap operations if the outputs of products are saved. `KeepEverything` serves to count the
+operations of the model itself; its result is never run.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,21 +19,21 @@ from ..tracing import REMATS, Rule, Site, scan_counts
 
 @dataclass(frozen=True)
 class RematLoops(Rule):
-    """The backward pass of each scan recomputes its body from what the body was given.
+    """Recomputes the body of each scan in the backward pass, from the body's inputs.
 
-    A scan whose body has a remat is left as it is, and so are the loops inside of one that recomputes.
+    Scans whose body contains a remat are left unchanged, and so are loops inside a scan that recomputes.
 
     **Arguments:**
 
-    - `level`: `"matmuls"` keeps the outputs of matmuls, convolutions and attention. Then no product is computed twice, and
-        what is recomputed (norms, activations, casts) is what a GPU or TPU waits for its memory to read. `"full"` keeps
-        only what the body was given; `"offload"` too, and of that the carry in the memory of the host.
+    - `level`: `"matmuls"` saves the outputs of matmuls, convolutions and attention. No product is then computed twice, and
+        the recomputed operations (norms, activations, casts) are bound by memory bandwidth on GPUs and TPUs. `"full"` saves
+        only the body's inputs. `"offload"` does too, with the carry in host memory.
     """
 
     level: str = "full"
 
     def claims(self, eqn: Any) -> bool:
-        return keeps(eqn)
+        return is_scan_without_remat(eqn)
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         if self.level == "offload":
@@ -43,10 +43,10 @@ class RematLoops(Rule):
 
 
 def _offloaded(body: Callable[..., Any], carries: range) -> Callable[..., Any]:
-    """A loop's body that the backward pass recomputes from a carry that it reads from the memory of the host."""
+    """Returns a loop's body that the backward pass recomputes from a carry in host memory."""
 
     def named(*args: Any) -> Any:
-        # Not a carry's few numbers: counters, and sums of losses.
+        # Scalars of the carry, such as counters and sums of losses, stay on the device.
         is_large = [i in carries and x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.inexact) for i, x in enumerate(args)]
         return body(*(checkpoint_name(x, _CARRY) if large else x for x, large in zip(args, is_large, strict=True)))
 
@@ -63,23 +63,23 @@ _CARRY = "redeqx: a loop's carry"
 
 
 def _carries(eqn: Any) -> range:
-    """The operands of a scan that are its carry."""
+    """Returns the indices of a scan's operands that are its carry."""
     n_consts, n_carry = scan_counts(eqn)
     return range(n_consts, n_consts + n_carry)
 
 
-# Of other libraries' kernels `pallas_call` is the one with a name that is known.
+# `pallas_call` covers the kernels of other libraries; primitives of their own have unknown names.
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "attention", "pallas_call"}
 
 
 def is_product(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Whether a primitive is one whose outputs are kept, as a policy of `jax.checkpoint`."""
+    """Whether a primitive is a product, whose outputs are saved. A policy for `jax.checkpoint`."""
     return primitive.name in _PRODUCTS
 
 
 @dataclass(frozen=True)
 class KeepEverything(Rule):
-    """Nothing is recomputed."""
+    """Removes all remats, so that nothing is recomputed."""
 
     def claims(self, eqn: Any) -> bool:
         return eqn.primitive.name in REMATS
@@ -88,13 +88,13 @@ class KeepEverything(Rule):
         return site.inline(eqn, ins)
 
 
-def keeps(eqn: Any) -> bool:
-    """Whether an equation is a loop that keeps what its backward pass reads."""
+def is_scan_without_remat(eqn: Any) -> bool:
+    """Whether an equation is a scan that saves all residuals for its backward pass."""
     return eqn.primitive.name == "scan" and not _recomputes(eqn.params["jaxpr"].jaxpr)
 
 
 def _recomputes(jaxpr: Any) -> bool:
-    """Whether something of a jaxpr is rematerialised, also within a function that it calls."""
+    """Whether a jaxpr contains a remat, also inside the jits that it calls."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in REMATS:
             return True

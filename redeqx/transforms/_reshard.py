@@ -1,15 +1,15 @@
-"""Reshard: equal parts of a split dim are brought onto all shards by permutes, as the parts of a fused projection's output.
+"""Resharding: splits each equal part of a split dim over all shards by permutes, such as the parts of a fused projection.
 
-A fused projection (`gate` and `up`, or query, key and value, in one weight) is split as its rows lie, so each of its parts
-is on some of the model axis's shards only. Left to itself XLA straightens that out piece by piece, or gathers everything.
-Here each of k parts over n shards is divided into n units; a shard holds k units before and k after, and sends them in
-k permutes, each shard one unit in each. That is what it holds once, the least that changes the places.
+A fused projection (`gate` and `up`, or query, key and value, in one weight) is split by contiguous rows, so only some of the
+model axis's shards hold each part of its output. By default XLA reshards it piece by piece, or gathers all of it. This rule
+divides each of k parts into n units, for n shards. A shard holds k units before and k after, and sends them in k permutes,
+one unit in each. It sends as many bytes as it holds, which is the minimum.
 
-Source: own measurements of the bytes that a step sends over the model axis, 197 kB of them for other values. For two
-parts and for three, over four shards: 1245 -> 721 kB and 672 -> 393 kB on CPU's compiler; for two parts 1049 -> 721 kB on
-TPU v5e's. To ask XLA for the parts split (a sharding constraint) gives 983 and 786 kB.
+Source: own measurements of the bytes that a step sends over the model axis, of which 197 kB are for other values. Over four
+shards, for two and for three parts: 1245 -> 721 kB and 672 -> 393 kB with the CPU compiler. For two parts 1049 -> 721 kB
+with the TPU v5e compiler. A sharding constraint on the parts gives 983 and 786 kB.
 
-Cost: k permutes forward and k backward for each value that parts are taken of; in tracing, one pass of the dataflow.
+Cost: k permutes forward and k backward for each value whose parts are taken. In tracing, one pass of the dataflow.
 """
 
 import math
@@ -32,7 +32,7 @@ class Reshard(Rule):
 
     **Arguments:**
 
-    - `splits`: for each of the function's first inputs the dim that the model axis splits.
+    - `splits`: for each of the function's first inputs, the dim that the model axis splits, or None.
     """
 
     splits: Sequence[int | None]
@@ -46,11 +46,16 @@ class Reshard(Rule):
 
 @dataclass(frozen=True)
 class _ReshardOf(Rule):
-    """The rule for one function, in which parts of the values in `dims` are taken, along those dims."""
+    """The rule for one function.
+
+    **Arguments:**
+
+    - `dims`: the values whose parts are taken, with the split dim of each.
+    """
 
     dims: Mapping[Any, int]
     mesh: Mesh
-    made: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = field(default_factory=dict)
+    _resharded: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = field(default_factory=dict)
 
     def claims(self, eqn: Any) -> bool:
         return self._taken(eqn) is not None
@@ -70,37 +75,37 @@ class _ReshardOf(Rule):
         return None if dim is None or taken is None else (dim, taken)
 
     def _parts(self, x: jax.Array, dim: int, n_parts: int) -> jax.Array:
-        """Slices of one value share its permutes."""
-        found = self.made.get((id(x), n_parts))
-        if found is None:  # `x` is kept, or another could get its id
-            found = self.made[id(x), n_parts] = (x, _reshard(x, dim, n_parts, self.mesh))
+        """Reshards a value once for all slices of it."""
+        found = self._resharded.get((id(x), n_parts))
+        if found is None:  # keeps `x` alive: its id is the key
+            found = self._resharded[id(x), n_parts] = (x, _reshard(x, dim, n_parts, self.mesh))
         return found[1]
 
 
 def _reshard(x: jax.Array, dim: int, n_parts: int, mesh: Mesh) -> jax.Array:
-    """`x` with dim `dim`, split over the model axis, as `[n_parts, its size / n_parts]`, the latter split."""
+    """Reshapes dim `dim` of `x`, split over the model axis, to `[n_parts, size / n_parts]` with the second dim split."""
     n_shards = mesh.shape[MODEL]
-    again = math.lcm(n_parts, n_shards)
+    lcm = math.lcm(n_parts, n_shards)
 
     def round_of(unit: Any) -> Any:
-        """The round in which a unit travels: no two units of a shard, and no two to one shard, have the same.
+        """Returns the round in which a unit is sent. In a round each shard sends one unit and receives one.
 
-        Those of a shard follow each other; those to a shard are `n_shards` apart, and meet the same remainder of `n_parts`
-        again after the least common multiple.
+        The units that a shard sends are consecutive. Those that it receives are `n_shards` apart, so their remainders modulo
+        `n_parts` repeat after `lcm`.
         """
-        return (unit + unit // again) % n_parts
+        return (unit + unit // lcm) % n_parts
 
     units = [(unit // n_parts, unit % n_shards, round_of(unit)) for unit in range(n_parts * n_shards)]
 
     def permute(x: jax.Array) -> jax.Array:
         shard = jax.lax.axis_index(MODEL)
         held = x.reshape(*x.shape[:dim], n_parts, -1, *x.shape[dim + 1 :])
-        came = []
+        received = []
         for i in range(n_parts):
-            slot = (i - shard * n_parts // again) % n_parts  # of the unit that travels in this round
+            slot = (i - shard * n_parts // lcm) % n_parts  # the slot of the unit that is sent in this round
             pairs = [(source, target) for source, target, its in units if its == i]
-            came.append(jax.lax.ppermute(jax.lax.dynamic_index_in_dim(held, slot, dim), MODEL, pairs))
-        rounds = jnp.concatenate(came, dim)
+            received.append(jax.lax.ppermute(jax.lax.dynamic_index_in_dim(held, slot, dim), MODEL, pairs))
+        rounds = jnp.concatenate(received, dim)
         order = [round_of(part * n_shards + shard) for part in range(n_parts)]
         return jnp.concatenate([jax.lax.dynamic_index_in_dim(rounds, its, dim) for its in order], dim)
 
@@ -108,9 +113,10 @@ def _reshard(x: jax.Array, dim: int, n_parts: int, mesh: Mesh) -> jax.Array:
     return jax.shard_map(permute, mesh=mesh, in_specs=before, out_specs=after, axis_names={MODEL})(x)
 
 
-# --- what takes parts ------------------------------------------------------------------------------------------------
-# Each function gives, for an equation and the split dim of its operand, how many parts that has and which of them it takes,
-# in the order of its outputs, or None for all, in a dim of their own; None alone where the parts are not equal.
+# --- equations that take parts ---------------------------------------------------------------------------------------
+# Each function takes an equation and the split dim of its operand. It returns the number of parts, and the parts that the
+# equation takes: one for each output, or None if it takes all of them, in a new dim. It returns None if the parts differ in
+# size.
 
 _Taken = tuple[int, Sequence[int] | None]
 

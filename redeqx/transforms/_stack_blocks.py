@@ -1,13 +1,13 @@
-"""Stacking: equal blocks that a loss computes one after the other, computed as one scan over their stacked weights.
+"""Stacking: computes equal consecutive blocks of a loss as one scan over their stacked weights.
 
-A model that keeps its blocks in a Python list is traced block by block. XLA then compiles every block by itself, and keeps
-of every block whatever its backward pass reads. As one scan the blocks compile once, and `RematLoops` decides what is kept.
+A model with its blocks in a Python list is traced block by block. XLA then compiles each block separately, and saves all
+residuals of each for the backward pass. As a scan the blocks compile once, and `RematLoops` decides what is saved.
 
-The blocks are found in the trace: a run of equations that repeats with a fixed period, where each repetition reads what the
-one before made, what all share, and values of its own (weights, keys), which are stacked. Nothing is asked of the model: a
-list, a tuple, fields of equal layers or a Python loop over slices are all the same.
+The blocks are found in the trace, as a run of equations that repeats with a fixed period. Each repetition may read outputs
+of the one before, values that all share, and values of its own (weights, keys), which are stacked. The model needs no
+special form: a list, a tuple, fields of equal layers, or a Python loop over slices all work.
 
-Cost: a copy of the stacked weights, in the dtype that they are used in, and of their gradients; in tracing, one more pass.
+Cost: a copy of the stacked weights, in the dtype that they are used in, and of their gradients. In tracing, one more pass.
 """
 
 import math
@@ -25,19 +25,18 @@ from jax.extend import core as jex
 from ..compiled import line_of
 from ..tracing import Rule, alike, equations, inlined, insides, product_flops, run, same_array, shapes_in, value_of
 
-LEAST = 4  # fewer blocks are left as they are
-_PERIODS = 64  # periods that are tried at most, and places to begin for each
-_BEGINNINGS = 16
+MIN_BLOCKS = 4
+_MAX_PERIODS = 64  # to try
+_MAX_STARTS = 16  # to try for each run of equal equations
 
 
 @dataclass(frozen=True)
 class StackBlocks(Rule):
-    """Computes runs of equal blocks with weights of their own as scans.
+    """Computes runs of equal blocks, each with its own weights, as scans.
 
     **Arguments:**
 
-    - `kinds`: for each of the function's first inputs, which are the weights, what those must have in common that are
-        stacked: how they are sharded.
+    - `kinds`: for each weight, which are the function's first inputs, its sharding. Only weights of one kind are stacked.
     """
 
     kinds: Sequence[Any]
@@ -48,24 +47,31 @@ class StackBlocks(Rule):
         return _scanned(flat, found) if found else closed
 
     def found(self, closed: Any) -> list[tuple[int, str]]:
-        """Of each run of blocks how many there are, and the line of code of their first product."""
+        """Returns, for each run of blocks, their number and the source line of their first product."""
         flat = inlined(closed)
         return [(blocks.n, blocks.line(flat)) for blocks in _Search(flat, self.kinds).runs()]
 
 
-# The number of an equation in its block, and of an operand or output of it.
+# The index of an equation in its block, and the index of an operand or output of that equation.
 _Place = tuple[int, int]
 
 
 class _Carry(NamedTuple):
-    """What the block `depth` before made, at a place of outputs."""
+    """An output, at `place`, of the block that is `depth` blocks before the reader."""
 
     place: _Place
     depth: int
 
 
 class _Read(NamedTuple):
-    """An operand of a block, the reader, and which block made it, where; none made what comes from before all blocks."""
+    """An operand of a block.
+
+    **Arguments:**
+
+    - `reader`: the index of the block that reads it.
+    - `block`: the index of the block that computes it, or None if it is computed before all blocks.
+    - `place`: the output of that block.
+    """
 
     atom: Any
     reader: int
@@ -75,16 +81,17 @@ class _Read(NamedTuple):
 
 @dataclass(frozen=True)
 class _Blocks:
-    """A run of equal blocks: equations `start` to `start + n * period`, and where each operand comes from.
+    """A run of equal blocks: equations `start` to `start + n * period`, and the source of each operand.
 
     **Arguments:**
 
-    - `carries`: what blocks read of those before them, with the value from before all blocks that it begins with.
-    - `carried`: for places of operands, which carry they are.
-    - `stacked`: values that each block has of its own, one list for each.
-    - `sliced`: for places of operands, which list they are of.
-    - `hoisted`: equations that differ from block to block and are computed before, as slices at different places.
-    - `outputs`: places of outputs that are read after the blocks: of the last block alone, or of several.
+    - `carries`: the values that blocks read from earlier blocks, with the initial value of each.
+    - `carried`: maps the place of an operand to its carry.
+    - `stacked`: the values to stack: lists with one value for each block.
+    - `sliced`: maps the place of an operand to its list in `stacked`.
+    - `hoisted`: indices of equations that differ between blocks, such as slices with different starts. They are computed
+        before the scan.
+    - `outputs`: maps the place of each output that is read after the run to the blocks whose output is read.
     """
 
     start: int
@@ -112,7 +119,7 @@ def _has_product(eqn: Any) -> bool:
     return any(product_flops(each) is not None for each in (eqn, *inside))
 
 
-# --- finding ---------------------------------------------------------------------------------------------------------
+# --- search ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -125,21 +132,21 @@ class _Search:
     def __post_init__(self):
         jaxpr = self.closed.jaxpr
         self.eqns = jaxpr.eqns
-        self.made_at = {var: (i, out) for i, eqn in enumerate(self.eqns) for out, var in enumerate(eqn.outvars)}
+        self.producer = {var: (i, out) for i, eqn in enumerate(self.eqns) for out, var in enumerate(eqn.outvars)}
         self.last_read: dict[Any, int] = {}
         for i, eqn in enumerate(self.eqns):
             self.last_read.update((atom, i) for atom in eqn.invars if not isinstance(atom, jex.Literal))
         self.last_read.update((atom, len(self.eqns)) for atom in jaxpr.outvars if not isinstance(atom, jex.Literal))
         self.kind_of = self._kinds_of_values()
-        numbers: dict[Any, int] = {}
-        self.forms = np.array([numbers.setdefault(self._form(eqn), len(numbers)) for eqn in self.eqns], np.int64)
+        ids: dict[Any, int] = {}
+        self.forms = np.array([ids.setdefault(self._form(eqn), len(ids)) for eqn in self.eqns], np.int64)
         self.products = [i for i, eqn in enumerate(self.eqns) if _has_product(eqn)]
         self.consts = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
         self._alike: dict[tuple[int, int], bool] = {}
 
     def runs(self) -> list[_Blocks]:
-        """All runs of blocks, in the order of the equations."""
-        if len(self.products) < LEAST:
+        """Returns all runs of blocks, in the order of the equations."""
+        if len(self.products) < MIN_BLOCKS:
             return []
         found, todo = [], [(0, len(self.eqns))]
         while todo:
@@ -151,50 +158,52 @@ class _Search:
         return sorted(found, key=lambda blocks: blocks.start)
 
     def _candidates(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Where a run may start, its period and its number of blocks: what covers most equations first, then what has the
-        fewest bytes to hand from block to block."""
+        """Yields candidate runs as (start, period, number of blocks).
+
+        Runs that cover the most equations come first, then those with the fewest bytes passed from block to block.
+        """
         forms = self.forms[begin:end]
         places: dict[int, list[int]] = defaultdict(list)
         for i in self.products:
             if begin <= i < end:
                 places[int(self.forms[i])].append(i)
         distances = Counter(
-            b - a for of in places.values() for n in (1, 2, 3, 4, 6, 8) for a, b in zip(of, of[n:], strict=False)
+            b - a for at in places.values() for n in (1, 2, 3, 4, 6, 8) for a, b in zip(at, at[n:], strict=False)
         )
         runs = []
-        for period, _ in distances.most_common(_PERIODS):
+        for period, _ in distances.most_common(_MAX_PERIODS):
             is_equal = np.concatenate([[False], forms[:-period] == forms[period:], [False]])
             edges = np.flatnonzero(np.diff(is_equal.astype(np.int8)))
             for first, last in zip(edges[::2], edges[1::2], strict=True):
-                if last - first >= (LEAST - 1) * period:
+                if last - first >= (MIN_BLOCKS - 1) * period:
                     runs.append((int(last - first) + period, period, int(first) + begin))
         for length, period, first in sorted(runs, key=lambda found: (-found[0], found[1])):
             starts = [(-((length - i) // period), self._live[first + i + period], first + i) for i in range(period)]
-            for minus_n, _, start in sorted(starts)[:_BEGINNINGS]:
-                if -minus_n >= LEAST:
+            for minus_n, _, start in sorted(starts)[:_MAX_STARTS]:
+                if -minus_n >= MIN_BLOCKS:
                     yield start, period, -minus_n
 
     @cached_property
     def _live(self) -> np.ndarray:
-        """Bytes that are made before each equation and read from it on; weights and other inputs do not count."""
+        """The live bytes before each equation: computed before it and read by it or later. Excludes the jaxpr's inputs."""
         change = np.zeros(len(self.eqns) + 2, np.int64)
-        for var, (made, _) in self.made_at.items():
+        for var, (made, _) in self.producer.items():
             n_bytes = math.prod(getattr(var.aval, "shape", ())) * getattr(getattr(var.aval, "dtype", None), "itemsize", 1)
             change[made + 1] += n_bytes
             change[self.last_read.get(var, made) + 1] -= n_bytes
         return np.cumsum(change)
 
     def _kinds_of_values(self) -> dict[Any, Any]:
-        """The kind of each weight, and of what equations make of one weight alone."""
+        """Returns the kind of each weight, and of values that are computed from one weight only."""
         found: dict[Any, Any] = dict(zip(self.closed.jaxpr.invars, self.kinds, strict=False))
         for eqn in self.eqns:
-            of = {id(atom): atom for atom in eqn.invars if not isinstance(atom, jex.Literal)}.values()
-            if len(of) == 1 and (atom := next(iter(of))) in found:
+            operands = {id(atom): atom for atom in eqn.invars if not isinstance(atom, jex.Literal)}.values()
+            if len(operands) == 1 and (atom := next(iter(operands))) in found:
                 found.update(dict.fromkeys(eqn.outvars, found[atom]))
         return found
 
     def _form(self, eqn: Any) -> Any:
-        """What equations of equal blocks have in common at least."""
+        """Returns a key that corresponding equations of equal blocks share."""
         if eqn.effects:
             return object()
         kinds = [None if isinstance(atom, jex.Literal) else self.kind_of.get(atom) for atom in eqn.invars]
@@ -206,38 +215,38 @@ class _Search:
         return self._alike[i, j]
 
     def _blocks(self, start: int, period: int, n: int) -> _Blocks | None:
-        """The run of blocks there, if each reads its own values from the same places."""
-        own = {j for j in range(period) for i in range(1, n) if not self._is_alike(start + j, start + i * period + j)}
+        """Returns the run of blocks at a candidate, or None unless each block reads its operands from the same places."""
+        different = {j for j in range(period) for i in range(1, n) if not self._is_alike(start + j, start + i * period + j)}
         reads = {
             (j, k): [self._read(atom, start, period, i) for i, atom in enumerate(atoms)]
             for j in range(period)
             for k, atoms in enumerate(zip(*(self.eqns[start + i * period + j].invars for i in range(n)), strict=True))
         }
-        hoisted = self._hoisted(own, reads)
+        hoisted = self._hoisted(different, reads)
         if hoisted is None:
             return None
         carries: dict[_Carry, Any] = {}
         carried, sliced, stacked = {}, {}, []
         lists: dict[tuple[int, ...], int] = {}
         has_weights = False
-        for (j, k), of in reads.items():
+        for (j, k), of_blocks in reads.items():
             if j in hoisted:
                 continue
-            if (made := _same_place(of)) is not None and made[0] not in hoisted:
+            if (made := _place_in_own_block(of_blocks)) is not None and made[0] not in hoisted:
                 continue
-            if (depth := _blocks_back(of)) is not None:
-                place = of[-1].place
+            if (depth := _carry_depth(of_blocks)) is not None:
+                place = of_blocks[-1].place
                 if place[0] in hoisted:
                     return None
-                begins = {_Carry(place, depth - i): of[i].atom for i in range(depth)}
-                if any(carries.setdefault(carry, atom) is not atom for carry, atom in begins.items()):
+                initial = {_Carry(place, depth - i): of_blocks[i].atom for i in range(depth)}
+                if any(carries.setdefault(carry, atom) is not atom for carry, atom in initial.items()):
                     return None
                 carried[j, k] = _Carry(place, depth)
                 continue
-            if made is None and any(each.block is not None for each in of):
+            if made is None and any(each.block is not None for each in of_blocks):
                 return None
-            atoms = [each.atom for each in of]
-            if all(self._is_one(atoms[0], atom) for atom in atoms[1:]):
+            atoms = [each.atom for each in of_blocks]
+            if all(self._is_same(atoms[0], atom) for atom in atoms[1:]):
                 continue
             kinds = [self.kind_of.get(atom) for atom in atoms if not isinstance(atom, jex.Literal)]
             if any(kind != kinds[0] for kind in kinds):
@@ -254,33 +263,33 @@ class _Search:
         return _Blocks(start, period, n, carries, carried, stacked, sliced, frozenset(hoisted), outputs)
 
     def _read(self, atom: Any, start: int, period: int, block: int) -> "_Read":
-        """Where a block's operand comes from."""
-        if isinstance(atom, jex.Literal) or atom not in self.made_at or self.made_at[atom][0] < start:
+        """Finds where a block's operand is computed."""
+        if isinstance(atom, jex.Literal) or atom not in self.producer or self.producer[atom][0] < start:
             return _Read(atom, block)
-        made, out = self.made_at[atom]
-        of, j = divmod(made - start, period)
-        return _Read(atom, block, of, (j, out))
+        made, out = self.producer[atom]
+        by, j = divmod(made - start, period)
+        return _Read(atom, block, by, (j, out))
 
-    def _hoisted(self, own: set[int], reads: dict[_Place, list[_Read]]) -> set[int] | None:
-        """Equations that differ from block to block, and those that they read; None where a block before makes what they
-        read."""
+    def _hoisted(self, different: set[int], reads: dict[_Place, list[_Read]]) -> set[int] | None:
+        """Returns the equations that differ between blocks and those that they depend on, or None if one of these reads an
+        output of another block."""
         operands = defaultdict(list)
-        for (j, _), of in reads.items():
-            operands[j].append(of)
-        found, todo = set(), list(own)
+        for (j, _), of_blocks in reads.items():
+            operands[j].append(of_blocks)
+        found, todo = set(), list(different)
         while todo:
             j = todo.pop()
             if j in found:
                 continue
             found.add(j)
-            for of in operands[j]:
-                if any(each.block not in (None, each.reader) for each in of):
+            for of_blocks in operands[j]:
+                if any(each.block not in (None, each.reader) for each in of_blocks):
                     return None
-                todo += [each.place[0] for each in of if each.block is not None]
+                todo += [each.place[0] for each in of_blocks if each.block is not None]
         return found
 
-    def _is_one(self, a: Any, b: Any) -> bool:
-        """Whether two operands are one value."""
+    def _is_same(self, a: Any, b: Any) -> bool:
+        """Whether two operands are the same value."""
         if a is b:
             return True
         if isinstance(a, jex.Literal) and isinstance(b, jex.Literal):
@@ -288,7 +297,7 @@ class _Search:
         return a in self.consts and b in self.consts and same_array(self.consts[a], self.consts[b])
 
     def _outputs(self, start: int, period: int, n: int, hoisted: set[int]) -> dict[tuple[int, int], list[int]]:
-        """The blocks whose outputs are read after the last, by the outputs' places."""
+        """Maps the place of each output that is read after the last block to the blocks whose output is read."""
         end, found = start + n * period, defaultdict(list)
         for i in range(n):
             for j in range(period):
@@ -298,25 +307,28 @@ class _Search:
         return dict(found)
 
 
-def _same_place(of: Sequence[_Read]) -> _Place | None:
-    """The place where each block makes what it reads itself; None where they do not."""
-    place = of[0].place
-    return place if all(each.block == each.reader and each.place == place for each in of) else None
+def _place_in_own_block(of_blocks: Sequence[_Read]) -> _Place | None:
+    """Returns the place of an operand that each block computes itself, or None if it is no such operand."""
+    place = of_blocks[0].place
+    return place if all(each.block == each.reader and each.place == place for each in of_blocks) else None
 
 
-def _blocks_back(of: Sequence[_Read]) -> int | None:
-    """How many blocks before itself each block reads, at one place, and the first blocks what is from before all; None where
-    they do not."""
-    depth = next((i for i, each in enumerate(of) if each.block is not None), len(of))
-    is_one = all(each.block == each.reader - depth and each.place == of[-1].place for each in of[depth:])
-    return depth if 0 < depth < len(of) and is_one else None
+def _carry_depth(of_blocks: Sequence[_Read]) -> int | None:
+    """Returns the depth of an operand that is a carry, or None for any other.
+
+    Each block reads it from the block `depth` before, at the same place. The first `depth` blocks read initial values.
+    """
+    depth = next((i for i, each in enumerate(of_blocks) if each.block is not None), len(of_blocks))
+    place = of_blocks[-1].place
+    is_carry = all(each.block == each.reader - depth and each.place == place for each in of_blocks[depth:])
+    return depth if 0 < depth < len(of_blocks) and is_carry else None
 
 
-# --- computing -------------------------------------------------------------------------------------------------------
+# --- computation -----------------------------------------------------------------------------------------------------
 
 
 def _scanned(closed: Any, runs: Sequence[_Blocks]) -> Any:
-    """The closed jaxpr with each run of blocks as a scan. Its constants stay constants."""
+    """Returns the closed jaxpr with each run of blocks as a scan. Its constants stay constants."""
     jaxpr, starts = closed.jaxpr, {blocks.start: blocks for blocks in runs}
     n_consts = len(jaxpr.constvars)
 
@@ -338,14 +350,14 @@ def _scanned(closed: Any, runs: Sequence[_Blocks]) -> Any:
         return [value_of(atom, read(atom)) for atom in jaxpr.outvars]
 
     consts = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.constvars]
-    made = jax.make_jaxpr(compute)(*consts, *shapes_in(closed))
-    constvars = [*made.jaxpr.constvars, *made.jaxpr.invars[:n_consts]]
-    changed = made.jaxpr.replace(constvars=constvars, invars=made.jaxpr.invars[n_consts:], debug_info=jaxpr.debug_info)
-    return jex.ClosedJaxpr(changed, [*made.consts, *closed.consts])
+    new = jax.make_jaxpr(compute)(*consts, *shapes_in(closed))
+    constvars = [*new.jaxpr.constvars, *new.jaxpr.invars[:n_consts]]
+    changed = new.jaxpr.replace(constvars=constvars, invars=new.jaxpr.invars[n_consts:], debug_info=jaxpr.debug_info)
+    return jex.ClosedJaxpr(changed, [*new.consts, *closed.consts])
 
 
 def _scan(blocks: _Blocks, eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any, Any]:
-    """What equations after the blocks read of them."""
+    """Computes the blocks as a scan. Returns the values that equations after the blocks read."""
     known = dict(env)
 
     def value(atom: Any) -> Any:
@@ -361,10 +373,10 @@ def _scan(blocks: _Blocks, eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any
     xs = [jnp.stack([value(atom) for atom in atoms]) for atoms in blocks.stacked]
     first = of_block(0)
     last = blocks.n - 1
-    only_last = [_Carry(place, 1) for place, of in blocks.outputs.items() if of == [last]]
+    only_last = [_Carry(place, 1) for place, read_of in blocks.outputs.items() if read_of == [last]]
     zeros = {carry: jnp.zeros(var.aval.shape, var.aval.dtype) for carry in only_last for var in [_made(first, carry.place)]}
-    begin = {**zeros, **{carry: value(atom) for carry, atom in blocks.carries.items()}}
-    several = [place for place, of in blocks.outputs.items() if of != [last]]
+    initial = {**zeros, **{carry: value(atom) for carry, atom in blocks.carries.items()}}
+    several = [place for place, read_of in blocks.outputs.items() if read_of != [last]]
 
     def body(carry: dict[_Carry, Any], slices: Sequence[Any]) -> tuple[dict[_Carry, Any], list[Any]]:
         within, made = dict(known), dict[_Place, Any]()
@@ -380,30 +392,30 @@ def _scan(blocks: _Blocks, eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any
                 else:
                     ins.append(_operand(atom, within))
                     continue
-                invars[k] = jex.Var(atom.aval)  # where the first block has a literal
+                invars[k] = jex.Var(atom.aval)  # replaces a literal of the first block
             outs = run(eqn.replace(invars=invars), ins)
             within.update(zip(eqn.outvars, outs, strict=True))
             made.update({(j, out): value for out, value in enumerate(outs)})
-        after = {of: made[of.place] if of.depth == 1 else carry[_Carry(of.place, of.depth - 1)] for of in carry}
+        after = {each: made[each.place] if each.depth == 1 else carry[_Carry(each.place, each.depth - 1)] for each in carry}
         return after, [made[place] for place in several]
 
-    after, stacks = _scan_over(body, begin, xs, blocks.n)
-    found = {_made(of_block(last), of.place): after[of] for of in only_last}
+    after, stacks = _scan_with_dict(body, initial, xs, blocks.n)
+    found = {_made(of_block(last), each.place): after[each] for each in only_last}
     for place, stack in zip(several, stacks, strict=True):
         found.update({_made(of_block(i), place): stack[i] for i in blocks.outputs[place]})
     return {**found, **{var: known[var] for i in range(blocks.n) for j in blocks.hoisted for var in of_block(i)[j].outvars}}
 
 
-def _scan_over(body: Any, begin: dict[_Carry, Any], xs: Any, n: int) -> tuple[dict[_Carry, Any], list[Any]]:
-    """`jax.lax.scan` with carries by name."""
-    names = list(begin)
+def _scan_with_dict(body: Any, initial: dict[_Carry, Any], xs: Any, n: int) -> tuple[dict[_Carry, Any], list[Any]]:
+    """Calls `jax.lax.scan` with a dict of carries."""
+    names = list(initial)
 
     def of_values(values: Sequence[Any], slices: Any) -> Any:
-        after, made = body(dict(zip(names, values, strict=True)), slices)
-        return [after[name] for name in names], made
+        after, ys = body(dict(zip(names, values, strict=True)), slices)
+        return [after[name] for name in names], ys
 
-    values, made = jax.lax.scan(of_values, [begin[name] for name in names], xs, length=n)
-    return dict(zip(names, values, strict=True)), made
+    values, ys = jax.lax.scan(of_values, [initial[name] for name in names], xs, length=n)
+    return dict(zip(names, values, strict=True)), ys
 
 
 def _made(eqns: Sequence[Any], place: _Place) -> Any:

@@ -1,10 +1,10 @@
-"""Unrolling: loops over a few layers written out, where copying what the backward pass reads costs more than compiling.
+"""Unrolling: unrolls loops over a few layers whose copies of residuals cost more than the longer compilation.
 
-A scan keeps what its backward pass reads in stacks of all iterations. XLA fills them with zeros, copies each iteration's
-arrays in, and later copies slices out. Written out, each array stays where its matmul wrote it.
+A scan saves its residuals for the backward pass in stacks over all iterations. XLA fills the stacks with zeros, copies each
+iteration's arrays in, and later copies slices out. In an unrolled loop each array stays where its matmul wrote it.
 
-Cost: XLA compiles every iteration, 3 to 5 times the time for 12 layers, and it may keep what a remat of the body would have
-recomputed: it merges the recomputation with the forward pass. Unrolling only some iterations gains nothing.
+Cost: XLA compiles every iteration, which takes 3 to 5 times as long for 12 layers. It may also save what a remat of the body
+would have recomputed, as it merges the recomputation with the forward pass. Partial unrolling gains nothing.
 """
 
 import math
@@ -14,40 +14,40 @@ from typing import Any
 
 from ..machine import Chip
 from ..tracing import Rule, Site, equations, matmul_flops, scan_counts
-from ._remat import is_product, keeps
+from ._remat import is_product, is_scan_without_remat
 
-_MOST_EQUATIONS = 2500  # of all iterations together: the compiler's time grows with them
-_SHARE = 1 / 5  # of the time of its products that a loop's copies must take at least
-_OF_MEMORY = 1 / 8  # of a device's memory that what a loop keeps may take at most
+_MAX_EQUATIONS = 2500  # of all iterations together; compile time grows with them
+_MIN_COPY_TIME = 1 / 5  # as a fraction of the time of the loop's products
+_MAX_MEMORY = 1 / 8  # for a loop's residuals, as a fraction of a device's memory
 
 
 @dataclass(frozen=True)
 class UnrollLoops(Rule):
-    """Unrolls the scans whose copies take long beside their products, if they are small enough.
+    """Unrolls scans whose copies of residuals take long relative to their products, if the scans are small enough.
 
-    Scans with a remat or a loop in their body are left as they are, and so are those inside of other scans.
+    Scans with a remat or a loop in their body are left unchanged, and so are scans inside other scans.
 
     **Arguments:**
 
     - `chip`: the figures of a device.
-    - `n_devices`: how many devices share what a loop keeps.
+    - `n_devices`: the number of devices that a loop's residuals are split over.
     """
 
     chip: Chip
     n_devices: int = 1
 
     def claims(self, eqn: Any) -> bool:
-        if not keeps(eqn) or eqn.params["length"] < 2 or eqn.params["unroll"] != 1:
+        if not is_scan_without_remat(eqn) or eqn.params["length"] < 2 or eqn.params["unroll"] != 1:
             return False
         body, length = eqn.params["jaxpr"], eqn.params["length"]
         inside = list(equations(body))
-        if length * len(inside) > _MOST_EQUATIONS or any(inner.primitive.name in ("scan", "while") for inner in inside):
+        if length * len(inside) > _MAX_EQUATIONS or any(inner.primitive.name in ("scan", "while") for inner in inside):
             return False
-        kept = kept_bytes(eqn)
-        # Zeros, the copy in and the copy out, of which two both read and write, beside a forward and a backward pass.
-        copying = 4 * kept / self.chip.bandwidth
+        saved = residual_bytes(eqn)
+        # Zeros, a copy in and a copy out: about 4 reads and writes. A forward and a backward pass: 3 times the products.
+        copying = 4 * saved / self.chip.bandwidth
         computing = 3 * sum(flops / self.chip.rate(dtype) for dtype, flops in matmul_flops(body.jaxpr).items())
-        return copying > _SHARE * computing and kept * length / self.n_devices < _OF_MEMORY * self.chip.memory
+        return copying > _MIN_COPY_TIME * computing and saved * length / self.n_devices < _MAX_MEMORY * self.chip.memory
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         if "scan" in site.around:
@@ -55,10 +55,10 @@ class UnrollLoops(Rule):
         return site.rest(eqn.replace(params={**eqn.params, "unroll": eqn.params["length"]}), ins)
 
 
-def kept_bytes(eqn: Any) -> int:
-    """Bytes that one iteration of a scan leaves for the backward pass: about its carry, and the outputs of products.
+def residual_bytes(eqn: Any) -> int:
+    """Estimates the bytes that one iteration of a scan saves for the backward pass: its carry and the outputs of products.
 
-    A product for each row or head, such as attention's scores, counts no more than what it reads, as a kernel keeps.
+    A batched product, such as attention's scores, counts at most the bytes of its inputs, which a fused kernel saves.
     """
     body, (n_consts, n_carry) = eqn.params["jaxpr"], scan_counts(eqn)
     total = _bytes(body.jaxpr.invars[n_consts : n_consts + n_carry])

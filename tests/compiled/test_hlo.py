@@ -71,7 +71,9 @@ def test_a_permute_extends_over_the_axis_of_those_that_change_places():
 
 def test_an_unknown_spelling_is_named():
     text = _module("  ROOT %ar = f32[4,8]{1,0} all-reduce(%p), replica_groups=<new>, to_apply=%add")
-    with pytest.raises(ValueError, match=r"`replica_groups`: expected a list, .* got `replica_groups=<new>,`. Report"):
+    with pytest.raises(
+        ValueError, match=r"`replica_groups`: expected a list, .* got `replica_groups=<new>,`. Please report"
+    ):
         hlo.collectives(text)
 
 

@@ -98,10 +98,10 @@ def told(model, loss, n_model_shards=1, n_fsdp_shards=1, rows=ROWS, **kwargs):
 def test_experts_over_the_tokens_of_the_batch_are_reported_with_their_lines(shards, times, total):
     (found,) = told(Experts(), over_the_batch, *shards)
     assert found == (
-        f"`loss_fn`: expected each of 8 devices to compute 1/8 of a step, got {total} times that: what is computed at "
+        f"`loss_fn`: expected each of 8 devices to compute 1/8 of a step, got {total} times that: the work of "
         f"{shown('down')} ({times}.0 times); {shown('up')} ({times}.0 times) is "
-        "repeated on several devices. Products without rows of the batch, and what follows a sort, a running sum, a scatter "
-        "or a lookup over all its rows, cannot be split: compute them for each example, under `jax.vmap`."
+        "repeated on several devices. XLA cannot split products without rows of the batch, nor work that follows a sort, "
+        "cumulative sum, scatter or lookup over all rows: compute it for each example, under `jax.vmap`."
     )
 
 
@@ -112,7 +112,7 @@ def test_experts_of_each_example_are_not():
 def test_a_dense_jacobian_is_reported():
     """As of a fixed point that is differentiated implicitly: the weight times the identity has no rows to split."""
     (found,) = told({"w": 0.1 * jax.random.normal(jax.random.key(0), (D, D))}, fixed_point, 1, 8)
-    assert f"what is computed at {shown('solved')} (" in found  # where the backward pass of a `custom_vjp` comes from
+    assert f"the work of {shown('solved')} (" in found  # where the backward pass of a `custom_vjp` comes from
 
 
 def test_rows_that_every_device_computes_are_not_judged():

@@ -386,15 +386,15 @@ def test_the_optimizers_state_in_the_memory_of_the_host():
     assert with_it.in_host == pytest.approx(state, abs=64) and with_it.held["optimizer state"] <= 64
     assert with_it.steps["train"].arguments == pytest.approx(without.steps["train"].arguments - state, rel=0.01)
     assert with_it.steps["train"].host_bytes == pytest.approx(2 * with_it.in_host, rel=0.01)
-    assert with_it.estimate.host > 0 and "in the memory of the host: optimizer state" in str(with_it)
+    assert with_it.estimate.host > 0 and "in host memory: optimizer state" in str(with_it)
     assert with_it.to_json()["in_host"] == with_it.in_host
 
 
 def test_what_a_compiler_without_hosts_compiled_is_estimated():
     step = Step(needs=1000, compile_seconds=0.0, arguments=500)
-    found = _offloaded(step, 300, beside=200)
+    found = _offloaded(step, 300, other_bytes=200)
     assert (found.needs, found.arguments, found.host_bytes) == (700, 200, 600)
-    assert _offloaded(step, 300, beside=600).needs == 900
+    assert _offloaded(step, 300, other_bytes=600).needs == 900
 
 
 @needs_tpu_compiler

@@ -42,7 +42,7 @@ def test_accelerators_have_one_in_the_user_s_cache(unset, platform):
 
 
 def test_the_user_s_cache_keeps_what_was_used_last(unset, monkeypatch, tmp_path):
-    monkeypatch.setattr(_compilation_cache, "MOST", 250)
+    monkeypatch.setattr(_compilation_cache, "MAX_BYTES", 250)
     for i, folder in enumerate([unset, tmp_path / "given"]):
         folder.mkdir(parents=True)
         for age in range(4):

@@ -99,5 +99,5 @@ except RuntimeError as error:
 """
     assert run(code, JAX_PLATFORMS="cpu") == (
         "`simulate_devices(4)`: expected JAX's devices to be untouched, got a started backend. "
-        "Call it at the top of the script, before any array is made. False"
+        "Call it at the top of the script, before any array is created. False"
     )

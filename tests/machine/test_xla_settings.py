@@ -24,9 +24,9 @@ def test_cpu_has_none_of_its_own():
 def accepted(monkeypatch):
     """A compiler that takes all."""
     monkeypatch.setattr(_xla_settings, "_refusal", lambda device, options: None)
-    _xla_settings._tried.cache_clear()
+    _xla_settings._accepted.cache_clear()
     yield
-    _xla_settings._tried.cache_clear()
+    _xla_settings._accepted.cache_clear()
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def test_the_reasons_name_the_layer_that_caused_them():
     assert reasons["norm.weight"] == "replicated: combined elementwise with a replicated value"
     assert of_structure("language_model")["embedding.weight"].reason == "embedding: 384 rows over 4 shards"
     depthwise = of_structure("separable_cnn")["blocks.0.1.weight"].reason
-    assert depthwise == "follows: its input arrives split, alike, by `blocks.0.0`"
+    assert depthwise == "follows: its input arrives split in the same way by `blocks.0.0`"
     assert of_structure("gru")["cell.weight_hh"].reason.startswith("replicated: costs less than any split of it")
 
 

@@ -242,7 +242,7 @@ def test_many_leaves_that_are_left_replicated_are_a_warning():
     model = [jax.ShapeDtypeStruct((1023, 641), jnp.float32) for _ in range(4)]
     plan = make_plan(model, make_mesh(2))
     assert plan.warnings == (
-        "100% of the model (2,622,972 of 2,622,972 parameters, in leaves that are not large alone) is replicated: "
+        "100% of the model (2,622,972 of 2,622,972 parameters, in small leaves) is replicated: "
         "`*` (replicated: no known layer). Pad their sizes, or split them with `overrides=`.",
     )
     assert make_plan([jax.ShapeDtypeStruct((1024, 641), jnp.float32)], make_mesh(2), {"*": ("model", None)}).warnings == ()

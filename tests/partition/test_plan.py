@@ -564,7 +564,7 @@ def test_overrides():
         (
             {"up.bias": (None, "model")},
             "`overrides['up.bias']`: expected at most 1 entries for `up.bias` of shape (32,), got (None, 'model'). "
-            "Give one mesh axis or None a dim.",
+            "Give one mesh axis or None for each dim.",
         ),
         (
             {"*.weight": (("data", "model"), "model")},

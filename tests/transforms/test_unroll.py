@@ -14,7 +14,7 @@ import redeqx
 from redeqx.machine import GPUS
 from redeqx.tracing import equations, transformed
 from redeqx.transforms import RematLoops, UnrollLoops
-from redeqx.transforms._remat import keeps
+from redeqx.transforms._remat import is_scan_without_remat
 
 CHIP = GPUS["h100-80gb"].chip
 ROWS, D, LAYERS = 4096, 64, 4
@@ -114,5 +114,7 @@ def test_a_remat_within_a_jit_is_one_of_its_loop():
         step = lambda carry, _: (body(carry), None)  # noqa: E731
         return jax.make_jaxpr(lambda x: jax.lax.scan(step, x, length=3))(jnp.ones(2)).jaxpr.eqns[-1]
 
-    assert keeps(loop(jnp.sin)) and keeps(loop(jax.jit(jnp.sin)))
-    assert not keeps(loop(jax.checkpoint(jnp.sin))) and not keeps(loop(jax.jit(jax.checkpoint(jnp.sin))))
+    assert is_scan_without_remat(loop(jnp.sin)) and is_scan_without_remat(loop(jax.jit(jnp.sin)))
+    assert not is_scan_without_remat(loop(jax.checkpoint(jnp.sin))) and not is_scan_without_remat(
+        loop(jax.jit(jax.checkpoint(jnp.sin)))
+    )

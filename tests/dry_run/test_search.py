@@ -1,4 +1,4 @@
-"""The ladder of settings: what it tries and leaves out, and what it proposes, against steps that are compiled."""
+"""The search for settings: which it compiles and skips, and which it proposes, compared with compiled steps."""
 
 import dataclasses
 import importlib.util
@@ -12,7 +12,7 @@ import pytest
 
 import redeqx
 from redeqx.dry_run._forecast import DryRunDone, dry_run
-from redeqx.dry_run._ladder import Ladder, Rung, fastest
+from redeqx.dry_run._search import CompiledSetting, SearchSpace, fastest
 from redeqx.machine._chips import TPUS
 from redeqx.machine._devices import describe, described, dry_for
 from redeqx.training import Setting, in_order
@@ -23,28 +23,28 @@ OWN = Setting(n_model_shards=1, n_fsdp_shards=1, per_device_batch_size=8, accumu
 FLOPS = {"none": {"bfloat16": 3 * 10**15}, "matmuls": {"bfloat16": 3 * 10**15}, "full": {"bfloat16": 4 * 10**15}}
 
 
-def ladder(**changes):
+def space(**changes):
     given = {
         "own": OWN, "n_devices": 4, "flops": FLOPS, "weights": 4 * GIB, "state": 12 * GIB, "memory": 16 * GIB, "chip": V5E,
     }  # fmt: skip
-    return Ladder(**{**given, **changes})
+    return SearchSpace(**{**given, **changes})
 
 
-def climbed(of, needs, seconds=None, *, to_fastest=True):
-    """The rungs that a ladder compiles, its own first, where `needs` and `seconds` say what a setting takes."""
+def searched(of, needs, seconds=None, *, to_fastest=True):
+    """The settings that a search compiles, its own first. `needs` and `seconds` give the bytes and time of a setting."""
 
     def measure(setting):
         found = needs(setting)
         if found is None:
             return None
         held = of.state // (setting.n_model_shards * setting.n_fsdp_shards)
-        rung = Rung(setting, found, found <= of.memory, held=held)
+        each = CompiledSetting(setting, found, found <= of.memory, held=held)
         if seconds is not None:
-            rung = dataclasses.replace(rung, estimate=FakeEstimate(seconds(setting)))
-        return rung
+            each = dataclasses.replace(each, estimate=FakeEstimate(seconds(setting)))
+        return each
 
     own = measure(of.own)
-    return [own, *of.climb(own, measure, to_fastest=to_fastest)]
+    return [own, *of.search(own, measure, to_fastest=to_fastest)]
 
 
 class FakeEstimate:
@@ -73,7 +73,7 @@ def taken(of, activations=4 * GIB):
 
 def test_every_setting_has_the_examples_of_the_script():
     for own in (OWN, dataclasses.replace(OWN, n_model_shards=2, per_device_batch_size=6, accumulate_grad_batches=3)):
-        settings = list(ladder(own=own).settings())
+        settings = list(space(own=own).settings())
         n_rows = {s.per_device_batch_size * (4 // s.n_model_shards) * s.accumulate_grad_batches for s in settings}
         assert n_rows == {own.per_device_batch_size * (4 // own.n_model_shards) * own.accumulate_grad_batches}
         assert own in settings and len(settings) == len(set(settings))
@@ -83,7 +83,7 @@ def test_every_setting_has_the_examples_of_the_script():
 
 def test_the_rows_of_a_batch_size_are_cut_as_a_run_cuts_them():
     own = dataclasses.replace(OWN, batch_size=42, per_device_batch_size=10)
-    for setting in ladder(own=own).settings():
+    for setting in space(own=own).settings():
         n_micro_batches = setting.accumulate_grad_batches
         run = redeqx.data.BatchSize.of(
             redeqx.machine.make_mesh(setting.n_model_shards, 1, jax.devices()[:4]), None, 42, n_micro_batches
@@ -93,32 +93,32 @@ def test_the_rows_of_a_batch_size_are_cut_as_a_run_cuts_them():
 
 
 def test_loops_and_the_optimizers_state_are_settings_where_they_make_a_difference():
-    assert {(s.unroll, s.offload_opt_state) for s in ladder().settings()} == {(True, False)}
-    settings = list(ladder(opt_state=8 * GIB, unrolls=True).settings())
+    assert {(s.unroll, s.offload_opt_state) for s in space().settings()} == {(True, False)}
+    settings = list(space(opt_state=8 * GIB, unrolls=True).settings())
     assert len(settings) == len(set(settings))
     looped = {(s.n_fsdp_shards, s.remat) for s in settings if not s.unroll}
     assert looped == {(1, "none"), (1, "matmuls")}
     assert {s.offload_opt_state for s in settings} == {True, False}
     own = dataclasses.replace(OWN, offload_opt_state=True)
-    assert {s.offload_opt_state for s in ladder(own=own, opt_state=8 * GIB).settings()} == {True}
+    assert {s.offload_opt_state for s in space(own=own, opt_state=8 * GIB).settings()} == {True}
 
 
 def test_loops_are_tried_before_more_recomputation_and_the_host_last():
-    of = ladder(memory=19 * GIB, opt_state=8 * GIB, unrolls=True, n_devices=1)
+    of = space(memory=19 * GIB, opt_state=8 * GIB, unrolls=True, n_devices=1)
 
     def needs(setting):
         return taken(of, 2 * GIB)(setting) - (8 * GIB if setting.offload_opt_state else 0) - (not setting.unroll) * 2 * GIB
 
     def seconds(setting):
-        return of.at_least(setting) + (not setting.unroll)
+        return of.min_seconds(setting) + (not setting.unroll)
 
-    rungs = climbed(of, needs, seconds)
-    best = fastest(rungs).setting
+    compiled = searched(of, needs, seconds)
+    best = fastest(compiled).setting
     every = [s for s in of.settings() if needs(s) <= of.memory]
     assert seconds(best) == min(map(seconds, every)) and not best.offload_opt_state
-    assert any(not rung.setting.unroll for rung in rungs)
+    assert any(not each.setting.unroll for each in compiled)
     smaller = dataclasses.replace(of, memory=11 * GIB)
-    best = fastest(climbed(smaller, needs, seconds)).setting
+    best = fastest(searched(smaller, needs, seconds)).setting
     assert best.offload_opt_state and "offload_opt_state=True" in best.code()
 
 
@@ -138,63 +138,63 @@ def test_a_setting_is_written_as_in_a_script():
 
 def test_where_the_scripts_own_is_fastest_little_else_is_compiled():
     """What only saves memory needs no compiler; whether a step with less to read is faster does."""
-    rungs = climbed(ladder(memory=64 * GIB), taken(ladder()), lambda s: 5.0 + (s.remat == "matmuls") + s.n_fsdp_shards)
-    found = {numbers(rung.setting) for rung in rungs}
+    compiled = searched(space(memory=64 * GIB), taken(space()), lambda s: 5.0 + (s.remat == "matmuls") + s.n_fsdp_shards)
+    found = {numbers(each.setting) for each in compiled}
     assert found == {(1, n, 8, 1, remat) for n in (1, 4) for remat in ("none", "matmuls")}
-    assert fastest(rungs).setting == OWN
+    assert fastest(compiled).setting == OWN
 
 
 def test_the_fastest_that_fits_is_found_without_compiling_all():
-    of = ladder()
+    of = space()
 
     def seconds(setting):
-        return of.at_least(setting) + {"none": 3, "matmuls": 2, "full": 2}[setting.remat]
+        return of.min_seconds(setting) + {"none": 3, "matmuls": 2, "full": 2}[setting.remat]
 
-    rungs = climbed(of, taken(of), seconds)
+    compiled = searched(of, taken(of), seconds)
     every = [(seconds(s), s) for s in of.settings() if taken(of)(s) <= of.memory and s.n_model_shards == 1]
-    assert fastest(rungs).seconds == min(every, key=lambda each: each[0])[0]
-    assert len(rungs) < len(list(of.settings())) / 3
+    assert fastest(compiled).seconds == min(every, key=lambda each: each[0])[0]
+    assert len(compiled) < len(list(of.settings())) / 3
     # 8 rows need 12 + 32 GiB: with at most 16 it is no use to try 4.
-    assert (1, 1, 4, 2, "none") not in [numbers(rung.setting) for rung in rungs]
+    assert (1, 1, 4, 2, "none") not in [numbers(each.setting) for each in compiled]
 
 
 def test_no_setting_is_compiled_whose_state_does_not_fit():
-    of = ladder(state=40 * GIB)
-    rungs = climbed(of, taken(of))
-    assert {rung.setting.n_model_shards * rung.setting.n_fsdp_shards for rung in rungs[1:]} == {4}
-    of = ladder(state=80 * GIB)
-    assert climbed(of, taken(of))[1:] == []
+    of = space(state=40 * GIB)
+    compiled = searched(of, taken(of))
+    assert {each.setting.n_model_shards * each.setting.n_fsdp_shards for each in compiled[1:]} == {4}
+    of = space(state=80 * GIB)
+    assert searched(of, taken(of))[1:] == []
 
 
 def test_a_model_axis_is_for_what_does_not_fit_without():
-    of = ladder(own=dataclasses.replace(OWN, per_device_batch_size=1))
-    alone = climbed(of, lambda s: 20 * GIB // s.n_model_shards)
-    fitting = [numbers(rung.setting) for rung in alone if rung.fits]
+    of = space(own=dataclasses.replace(OWN, per_device_batch_size=1))
+    alone = searched(of, lambda s: 20 * GIB // s.n_model_shards)
+    fitting = [numbers(each.setting) for each in alone if each.fits]
     assert fitting == [(2, 2, 2, 1, "none")] == [numbers(alone[-1].setting)]  # and with it the search ends
     # A script's own model axis is compared with a smaller one.
     own = dataclasses.replace(OWN, n_model_shards=2)
-    rungs = climbed(ladder(own=own), lambda s: GIB, lambda s: 40.0 + s.n_model_shards)
-    assert fastest(rungs).setting.n_model_shards == 1 and max(rung.setting.n_model_shards for rung in rungs) == 2
+    compiled = searched(space(own=own), lambda s: GIB, lambda s: 40.0 + s.n_model_shards)
+    assert fastest(compiled).setting.n_model_shards == 1 and max(each.setting.n_model_shards for each in compiled) == 2
 
 
 def test_a_search_for_any_ends_with_the_first():
-    of = ladder()
-    rungs = climbed(of, taken(of), to_fastest=False)
-    assert [rung.fits for rung in rungs] == [False] * (len(rungs) - 1) + [True]
+    of = space()
+    compiled = searched(of, taken(of), to_fastest=False)
+    assert [each.fits for each in compiled] == [False] * (len(compiled) - 1) + [True]
 
 
 def test_without_estimates_the_first_that_fits_is_taken():
-    of = ladder(chip=None)
-    rungs = climbed(of, taken(of))
-    assert [rung.fits for rung in rungs] == [False] * (len(rungs) - 1) + [True] and fastest(rungs) == rungs[-1]
-    assert len(climbed(ladder(chip=None, memory=64 * GIB), taken(of))) == 1
+    of = space(chip=None)
+    compiled = searched(of, taken(of))
+    assert [each.fits for each in compiled] == [False] * (len(compiled) - 1) + [True] and fastest(compiled) == compiled[-1]
+    assert len(searched(space(chip=None, memory=64 * GIB), taken(of))) == 1
     assert fastest([]) is None
 
 
 def test_settings_that_do_not_compile_are_passed_over():
-    of = ladder()
-    rungs = climbed(of, lambda s: 20 * GIB if s == OWN else None if s.n_model_shards < 4 else GIB)
-    assert numbers(rungs[-1].setting)[:2] == (4, 1) and rungs[-1].fits
+    of = space()
+    compiled = searched(of, lambda s: 20 * GIB if s == OWN else None if s.n_model_shards < 4 else GIB)
+    assert numbers(compiled[-1].setting)[:2] == (4, 1) and compiled[-1].fits
 
 
 # --- of a job -----------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_a_search_for_the_fastest_is_told_apart_and_exits_with_0():
         make_trainer().fit(rows(), 256, 1)
     run = done.value.run
     assert dry.options == {"fit": True} and not run.fits and done.value.code == 0 and run.is_searched
-    assert [rung.fits for rung in run.tried] == [False] * (len(run.tried) - 1) + [True]
+    assert [each.fits for each in run.tried] == [False] * (len(run.tried) - 1) + [True]
     assert "Fastest that fits: Deployer(n_model_shards=1" in run.verdict() and run.best.setting.code() in str(run)
     plain = run.to_json()
     assert plain["best"] == run.best.setting.code() == plain["tried"][-1]["code"]
@@ -261,10 +261,10 @@ def test_where_nothing_fits_it_says_what_the_nearest_lacks():
     with described("cpu:8", memory=memory):
         run = make_trainer(mlp).dry_run(rows(8), 1, fit=True)
     assert len(run.tried) > 3
-    nearest = min((rung for rung in run.tried if not rung.is_bound), key=lambda rung: rung.needs)
-    assert not any(rung.fits for rung in run.tried) and run.best is None and DryRunDone(run).code == 3
-    lacks = f"{(nearest.needs - memory) / 2**10:,.1f} KiB a device: {nearest.setting.code()}. Take more devices"
-    assert f"Nothing that was tried fits. The nearest lacks {lacks}" in run.verdict()
+    nearest = min((each for each in run.tried if not each.is_bound), key=lambda each: each.needs)
+    assert not any(each.fits for each in run.tried) and run.best is None and DryRunDone(run).code == 3
+    lacks = f"{(nearest.needs - memory) / 2**10:,.1f} KiB a device: {nearest.setting.code()}. Use more devices"
+    assert f"None of the tried settings fits. The nearest lacks {lacks}" in run.verdict()
     with described("cpu:8", memory=1000):
         assert make_trainer(mlp).dry_run(rows(8), 1, search=False).tried == ()
 
