@@ -127,6 +127,7 @@ class Predictor(RedcoNames):
         batches = self.iterate(examples, per_device_batch_size, model, batch_size=batch_size, key=key)
         return [row for batch in batches for row in batch]
 
+    @filter_traceback
     def iterate(
         self,
         examples: Any,
@@ -136,7 +137,8 @@ class Predictor(RedcoNames):
         batch_size: int | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Iterator[list[Any]]:
-        """Yields the outputs of one batch after the other, for more outputs than fit into the host's memory."""
+        """Returns an iterator over the outputs of one batch after the other, for more outputs than fit into the host's
+        memory. The arguments are those of `predict`, and are checked at the call."""
         size = BatchSize.of(self._deployer.mesh, per_device_batch_size, batch_size)
         check_examples_kind(examples, "examples")
         n = size_of(examples)
@@ -144,15 +146,21 @@ class Predictor(RedcoNames):
             raise TypeError(
                 f"`examples`: expected `len()` and integer items, got {type(examples).__name__}. Pass a list of them."
             )
+        if key is not None and not (isinstance(key, jax.Array | np.ndarray) and (is_key(key) or key.ndim)):
+            raise TypeError(f"`key`: expected a PRNG key, got {key!r}. Pass `jax.random.key(0)`, say.")
         agree_on_examples(self._deployer._run.peers, "predict", n, size.examples)
         if n == 0:
-            return
-        n_shards = self._deployer.n_batch_shards
+            return iter(())
         at_once = min(size.examples, n)
+        n_shards = self._deployer.n_batch_shards
         rows = -(-at_once // n_shards) * n_shards
-        if self._deployer._run.returns_zeros("predict"):
-            yield from self._zeros(examples, n, at_once, rows, model)
-            return
+        batches = self._zeros if self._deployer._run.returns_zeros("predict") else self._outputs
+        return batches(examples, n, at_once, rows, model, key)
+
+    def _outputs(
+        self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray | None
+    ) -> Iterator[list[Any]]:
+        """Yields the outputs of `n` examples, `at_once` in batches of `rows`."""
         model, state, plan = self._resolve(model)
         parts, step = self._get_step(model, state, plan)
         trained, frozen = parts.take(model)
@@ -167,8 +175,6 @@ class Predictor(RedcoNames):
                 batch = collate(self._collate_fn, read(examples, places), places)
                 yield n_rows, place_rows(pad_rows(batch, len(here)), np.arange(rows), split_rows(mesh), here)
 
-        if key is not None and not (isinstance(key, jax.Array | np.ndarray) and (is_key(key) or key.ndim)):
-            raise TypeError(f"`key`: expected a PRNG key, got {key!r}. Pass `jax.random.key(0)`, say.")
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
         key = put(key, replicated(mesh))
         pending: deque[tuple[int, PyTree]] = deque()
@@ -182,9 +188,10 @@ class Predictor(RedcoNames):
         while pending:
             yield self._unbatch(*pending.popleft())
 
-    def _zeros(self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None) -> Iterator[list[Any]]:
-        """Yields what `iterate` does for `n` examples, `at_once` in batches of `rows`, with outputs of zeros. They have the
-        shapes of the first batch, since only that one is collated."""
+    def _zeros(
+        self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray | None
+    ) -> Iterator[list[Any]]:
+        """Yields zeros in place of the outputs. They have the shapes of the first batch, since only that one is collated."""
         if self._source is not None:
             own, state, plan = self._source()
             model = own if model is None else model
@@ -193,8 +200,8 @@ class Predictor(RedcoNames):
             plan = self._deployer.plan(model) if self._plan is None else self._plan
         parts, step = self._get_step(model, state, plan)
         batch = pad_rows(collate(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
-        key, i = jax.random.key(self._deployer.jax_seed), np.uint32(0)
-        shapes = jax.eval_shape(step, *parts.take(model), jax.tree.leaves(state), batch, key, i)
+        key = jax.random.key(self._deployer.jax_seed) if key is None else key
+        shapes = jax.eval_shape(step, *parts.take(model), jax.tree.leaves(state), batch, key, np.uint32(0))
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         for start in range(0, n, at_once):
             yield self._unbatch(min(at_once, n - start), zeros)

@@ -251,6 +251,15 @@ def test_calls_with_keys_of_their_own_draw_anew():
     assert [row for batch in streamed for row in batch] == draws[0]
 
 
+def test_iterate_checks_its_arguments_at_the_call():
+    predictor = redeqx.Predictor(deployer(), model=linear(), collate_fn=stack, pred_fn=apply)
+    with pytest.raises(TypeError, match=r"`key`: expected a PRNG key, got 5\. Pass"):
+        predictor.iterate(make_examples(4), 2, key=5)
+    with pytest.raises(TypeError, match=r"`examples`: expected"):
+        predictor.iterate(iter(make_examples(4)), 2)
+    assert list(predictor.iterate([], 2)) == []
+
+
 def test_compute_dtype_casts_the_floating_leaves():
     class Model(eqx.Module):
         weight: jax.Array

@@ -5,7 +5,7 @@ It drives an engine, which computes the updates.
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -36,7 +36,6 @@ from ._resume import check_setting, resume_newest
 from ._schedules import warn_of_zero_rate
 
 
-@dataclass
 class Fit:
     """One fit of an engine's model.
 
@@ -45,13 +44,8 @@ class Fit:
     - `trainer`: passed to the callbacks.
     """
 
-    engine: Engine
-    options: FitOptions
-    trainer: Any = None
-    metrics: dict[str, float] = field(default_factory=dict)  # of the newest evaluation
-
-    def __post_init__(self) -> None:
-        options, engine = self.options, self.engine
+    def __init__(self, engine: Engine, options: FitOptions, trainer: Any = None):
+        self.engine, self.options, self.trainer = engine, options, trainer
         options.check(engine.run.workdir)
         self.size = engine.batch_size(options.per_device_batch_size, options.batch_size)
         rows = (options.eval_per_device_batch_size, options.eval_batch_size)
@@ -60,10 +54,12 @@ class Fit:
         self.eval_size = (
             BatchSize.of(mesh, *rows, prefix="eval_") if given else BatchSize(self.size.micro_batch, self.size.micro_batch)
         ).evenly(None if options.eval_examples is None else size_of(options.eval_examples), mesh.size)
-        self.callbacks = Callbacks(options.callbacks, self.trainer)
+        self.callbacks = Callbacks(options.callbacks, trainer)
+        self.metrics: dict[str, float] = {}  # of the newest evaluation
         self.evaluated_at: int | None = None  # the step of the newest evaluation
+        self.began_at = engine.step
         self.has_started = self.is_stopping = False
-        attach(options.callbacks, self.trainer)
+        attach(options.callbacks, trainer)
         optimizer = engine.recipe.optimizer
         for callback in options.callbacks:
             optimizer = callback.wrap_optimizer(optimizer)

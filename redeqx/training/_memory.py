@@ -105,12 +105,8 @@ def choices(first: Choice, platform: str, n_rows: int) -> list[Choice]:
     levels = REMATS[:-1] if is_own_host else REMATS
     levels = levels[levels.index(first.remat) :] if first.remat in levels else (first.remat,)
     halvings = [i for i in range(n_rows.bit_length()) if n_rows % (first.n_parts * 2**i) == 0] or [0]
-    costs = {
-        (1.5 * i + j): replace(first, remat=remat, n_parts=first.n_parts * 2**j)
-        for i, remat in enumerate(levels)
-        for j in halvings
-    }
-    found = [costs[cost] for cost in sorted(costs)]
+    by_cost = sorted((1.5 * i + j, j, remat) for i, remat in enumerate(levels) for j in halvings)
+    found = [replace(first, remat=remat, n_parts=first.n_parts * 2**j) for _, j, remat in by_cost]
     return found if is_own_host else [*found, *(replace(each, offload_opt_state=True) for each in found)]
 
 

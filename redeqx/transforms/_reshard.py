@@ -139,8 +139,8 @@ def _slice(eqn: Any, dim: int) -> _Taken | None:
 def _reshape(eqn: Any, dim: int) -> _Taken | None:
     before, after = eqn.invars[0].aval.shape, eqn.params["new_sizes"]
     n_before = math.prod(before[:dim])
-    place = next(i for i in range(len(after)) if math.prod(after[:i]) == n_before and after[i] > 1)
-    return (after[place], None)
+    place = next((i for i, size in enumerate(after) if size > 1 and math.prod(after[:i]) == n_before), None)
+    return None if place is None else (after[place], None)
 
 
 _TAKES: dict[str, Callable[[Any, int], _Taken | None]] = {"split": _split, "slice": _slice, "reshape": _reshape}

@@ -194,6 +194,8 @@ def test_the_order_of_choices():
     ]  # fmt: skip
     assert found == [(*level, in_host) for in_host in (False, True) for level in levels]
     assert [choice.remat for choice in choices(Choice("none"), "cpu", 1)] == ["none", "matmuls", "full"]
+    every = {(choice.remat, choice.n_parts) for choice in choices(Choice("none"), "cpu", 8)}
+    assert every == {(remat, n_parts) for remat in ("none", "matmuls", "full") for n_parts in (1, 2, 4, 8)}
     assert choices(Choice("offload", 2), "cpu", 3) == [Choice("offload", 2)]
     written_out = choices(Choice("matmuls", 1, unroll=True), "gpu", 1)
     assert [(choice.remat, choice.unroll) for choice in written_out if not choice.offload_opt_state] == [
