@@ -210,16 +210,16 @@ def _match(
             if [part.shape for part in parts] != [tuple(shape) for shape in shapes]:
                 dummies = [np.broadcast_to(np.int8(0), shape) for shape in shapes]
                 expected = name.save(*dummies).shape
-                problems.append(f"`{disk}`: expected {expected}, as `{CONFIG}` says, got {tensor.shape}.")
+                problems.append(f"`{disk}`: expected {expected}, as in `{CONFIG}`, got {tensor.shape}.")
             elif not all(_is_float(tensor) == _is_float(wanted[leaf]) for leaf in name.leaves):
-                problems.append(f"`{disk}`: expected {wanted[name.leaves[0]].dtype} or its like, got {tensor.dtype}.")
+                problems.append(f"`{disk}`: expected {wanted[name.leaves[0]].dtype} or a similar dtype, got {tensor.dtype}.")
             found[name.disk].append(parts)
     missing = [disk for disk in needed if disk not in file_names]
     for name in extra:
         shape = source.view(file_names[name]).shape
         there = brief_name(file_names[name])
         problems.append(f"`{there}`: expected no tensor of this name, got {shape}.{nearest(brief_name(name), missing)}")
-    remedy = "This family ties them always: bring the model as a module of your own."
+    remedy = "This family always ties them: write the model as your own module."
     if weight_map.untied_by is not None:
         remedy = f"Set `{weight_map.untied_by}` to false there."
     for copy, original in weight_map.copies.items():

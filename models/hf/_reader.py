@@ -149,8 +149,8 @@ class ConfigReader:
     def refuse(self, name: str, value: Any, expected: str) -> ValueError:
         """Returns the error for a value that this family does not implement, for checks that `only` cannot express."""
         return ValueError(
-            f"`{self.path}`: `{name}`: expected {expected}, which is what this family implements, got {brief(value)}. "
-            "Load another checkpoint, or bring the model as a module of your own."
+            f"`{self.path}`: `{name}`: expected {expected}, which this family implements, got {brief(value)}. "
+            "Load another checkpoint, or write the model as your own module."
         )
 
     def tokens(

@@ -306,7 +306,7 @@ def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: TensorRe
         base = keys.get("base_model_name_or_path", None)
         raise ValueError(
             f"`{source.path}`: expected adapters of this {type(model).__name__}, as `{keys.path}` describes them, got "
-            f"{f'{len(problems)} that do not fit:' if problems else 'none.'}{listing}\n"
+            f"{f'{len(problems)} that do not match:' if problems else 'none.'}{listing}\n"
             f"Load it over the model that it was trained on{f', {base!r}' if base else ''}."
         )
     return found
@@ -350,7 +350,7 @@ def _read_config(path: Path) -> ConfigReader:
     if fields.get("bias", "none") != "none":
         raise _refuse(path, "bias", "none", fields["bias"])
     if fields.get("init_lora_weights", True) not in _INITS:
-        raise _refuse(path, "init_lora_weights", "one that leaves the base as it is", fields["init_lora_weights"])
+        raise _refuse(path, "init_lora_weights", "one that does not change the base", fields["init_lora_weights"])
     for name in _REFUSED:
         if fields.get(name):
             raise _refuse(path, name, "none", fields[name])
@@ -376,7 +376,7 @@ def _read_config(path: Path) -> ConfigReader:
 
 def _refuse(path: Path, key: str, expected: str, got: Any) -> ValueError:
     return ValueError(
-        f"`{path}`: `{key}`: expected {expected}, which is what is implemented, got {brief(got)}. Merge the adapter with "
+        f"`{path}`: `{key}`: expected {expected}, which is implemented, got {brief(got)}. Merge the adapter with "
         "PEFT (`merge_and_unload`) and load the merged model."
     )
 

@@ -241,8 +241,8 @@ def test_refuses_what_it_does_not_implement(key, value, expected):
     with pytest.raises(ValueError) as error:
         BartConfig.from_hf(ConfigReader({**CONFIG.to_hf(), key: value}))
     assert str(error.value) == (
-        f"`config.json`: `{key}`: expected {expected}, which is what this family implements, got {value!r}. "
-        "Load another checkpoint, or bring the model as a module of your own."
+        f"`config.json`: `{key}`: expected {expected}, which this family implements, got {value!r}. "
+        "Load another checkpoint, or write the model as your own module."
     )
 
 

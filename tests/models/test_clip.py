@@ -209,7 +209,7 @@ def test_a_submodel_that_an_old_config_contains_twice():
 @pytest.mark.parametrize(
     ("cls", "fields", "message"),
     [
-        (CLIPTextConfig, {"hidden_act": "relu"}, r"`config.json`: `hidden_act`: expected 'quick_gelu' or 'gelu', which is"),
+        (CLIPTextConfig, {"hidden_act": "relu"}, r"`config.json`: `hidden_act`: expected 'quick_gelu' or 'gelu', which"),
         (CLIPTextConfig, {"eos_token_id": None}, r"`eos_token_id`: expected one id, at which a text is pooled, .* got None"),
         (CLIPTextConfig, {"eos_token_id": [2, 3]}, r"`eos_token_id`: expected one id, .* got \(2, 3\)"),
         (CLIPVisionConfig, {"hidden_act": "silu"}, r"`hidden_act`: expected 'quick_gelu' or 'gelu', .* got 'silu'"),

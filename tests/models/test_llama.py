@@ -320,7 +320,7 @@ def test_null_means_no_window_and_no_grouping():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_act": "gelu"}, r"`config.json`: `hidden_act`: expected 'silu', which is .*, got 'gelu'\. Load another"),
+        ({"hidden_act": "gelu"}, r"`config.json`: `hidden_act`: expected 'silu', which .*, got 'gelu'\. Load another"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             r"json: rope_parameters`: `rope_type`: expected 'default', 'linear', 'llama3' or 'yarn', .* got 'dynamic'",

@@ -185,7 +185,7 @@ def test_absent_keys_default_to_the_smallest_model():
         (
             "layerdrop",
             0.1,
-            r"`config\.json`: `layerdrop`: expected 0\.0, which is what this family implements, got 0\.1\. Load",
+            r"`config\.json`: `layerdrop`: expected 0\.0, which this family implements, got 0\.1\. Load",
         ),
     ],
 )

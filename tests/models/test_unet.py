@@ -197,7 +197,7 @@ def test_absent_keys_get_the_defaults_of_diffusers():
         (
             "transformer_layers_per_block",
             [[1, 2], 1, 1, 1],
-            r"`transformer_layers_per_block`: expected one int, or a list of one int a block, .* got \(\[1, 2\], 1, 1, 1\)",
+            r"`transformer_layers_per_block`: expected one int, or a list of one int per block, .* got \(\[1, 2\], 1",
         ),
         ("cross_attention_dim", [8] * 4, None),
     ],

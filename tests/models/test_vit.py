@@ -212,17 +212,17 @@ def test_config_round_trip():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("hidden_act", "relu", r"`hidden_act`: expected 'gelu', which is what this family implements, got 'relu'\. Load"),
-        ("pooler_act", "relu", r"`pooler_act`: expected 'tanh', which is what this family implements, got 'relu'\. Load"),
+        ("hidden_act", "relu", r"`hidden_act`: expected 'gelu', which this family implements, got 'relu'\. Load"),
+        ("pooler_act", "relu", r"`pooler_act`: expected 'tanh', which this family implements, got 'relu'\. Load"),
         (
             "pooler_output_size",
             7,
-            r"`pooler_output_size`: expected None or 768, which is what this family implements, got 7",
+            r"`pooler_output_size`: expected None or 768, which this family implements, got 7",
         ),
         (
             "image_size",
             [32, 16],
-            r"`image_size`: expected one number of pixels for height and width, which is .* \[32, 16\]",
+            r"`image_size`: expected one number of pixels for height and width, which .* \[32, 16\]",
         ),
     ],
 )

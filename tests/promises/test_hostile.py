@@ -759,23 +759,23 @@ def test_a_deep_config(folder, file):
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("h.0.attn.c_attn.weight", lambda a: a[0, 0], "expected (16, 48), as `config.json` says, got ()."),
-        ("h.0.attn.c_attn.bias", lambda a: a[0], "expected (48,), as `config.json` says, got ()."),
+        ("h.0.attn.c_attn.weight", lambda a: a[0, 0], "expected (16, 48), as in `config.json`, got ()."),
+        ("h.0.attn.c_attn.bias", lambda a: a[0], "expected (48,), as in `config.json`, got ()."),
         (
             "h.0.attn.c_attn.weight",
             lambda a: np.pad(a, ((0, 0), (0, 2))),
-            "expected (16, 48), as `config.json` says, got (16, 50)",
+            "expected (16, 48), as in `config.json`, got (16, 50)",
         ),
         (
             "h.0.attn.c_attn.weight",
             lambda a: a.reshape(4, 4, 48),
-            "expected (16, 48), as `config.json` says, got (4, 4, 48)",
+            "expected (16, 48), as in `config.json`, got (4, 4, 48)",
         ),
-        ("h.1.ln_1.weight", lambda a: a[0], "expected (16,), as `config.json` says, got ()."),
-        ("wte.weight", lambda a: a[..., None], "expected (40, 16), as `config.json` says, got (40, 16, 1)."),
-        ("wte.weight", lambda a: a[0, 0], "expected (40, 16), as `config.json` says, got ()."),
-        ("wte.weight", lambda a: a.astype(np.int32), "expected float32 or its like, got int32."),
-        ("h.1.ln_1.weight", lambda a: a.astype(bool), "expected float32 or its like, got bool."),
+        ("h.1.ln_1.weight", lambda a: a[0], "expected (16,), as in `config.json`, got ()."),
+        ("wte.weight", lambda a: a[..., None], "expected (40, 16), as in `config.json`, got (40, 16, 1)."),
+        ("wte.weight", lambda a: a[0, 0], "expected (40, 16), as in `config.json`, got ()."),
+        ("wte.weight", lambda a: a.astype(np.int32), "expected float32 or a similar dtype, got int32."),
+        ("h.1.ln_1.weight", lambda a: a.astype(bool), "expected float32 or a similar dtype, got bool."),
         ("h.1.ln_1.weight", lambda a: a.astype(DTYPES["F8_E4M3"]), "expected floats of 16 bits or more, got float8_e4m3fn"),
         (
             "h.1.ln_1.weight\n\x1b[2J",

@@ -49,7 +49,7 @@ def test_rest_returns_the_unread_keys():
 def test_only_distinguishes_true_from_one():
     assert ConfigReader({}).only("x", True) is True
     assert ConfigReader({"x": False}).only("x", True, False) is False
-    with pytest.raises(ValueError, match=r"`x`: expected True, which is what this family implements, got 1"):
+    with pytest.raises(ValueError, match=r"`x`: expected True, which this family implements, got 1"):
         ConfigReader({"x": 1}).only("x", True)
     with pytest.raises(ValueError, match=r"`x`: expected 'a', .* got 'b'"):
         ConfigReader({}).only("x", "a", default="b")

@@ -346,7 +346,7 @@ def test_an_unknown_class(folder):
     [
         ({"activation_function": "relu"}, r"`activation_function`: expected 'gelu_new', .* implements, got 'relu'"),
         ({"scale_attn_by_inverse_layer_idx": True}, r"`scale_attn_by_inverse_layer_idx`: expected False, .* got True"),
-        ({"n_inner": 50}, r"`n_inner`: expected None or 64, which is what this family implements, got 50"),
+        ({"n_inner": 50}, r"`n_inner`: expected None or 64, which this family implements, got 50"),
         ({"n_head": "two"}, r"`n_head`: expected int, got 'two'\. Correct the file"),
         ({"resid_pdrop": True}, r"`resid_pdrop`: expected float, got True"),
         ({"n_head": 3}, r"config\.json`: `n_head`: expected a divisor of `n_embd`=16, got 3"),
@@ -362,7 +362,7 @@ def test_tensors_that_contradict_the_config(folder):
     edit_config(folder, n_embd=32)
     message = (
         r"model\.safetensors`: expected the tensors that `.*config\.json` describes, got 40 that differ:\n"
-        r"  - `transformer\.wte\.weight`: expected \(40, 32\), as `config\.json` says, got \(40, 16\)\.\n(.|\n)*"
+        r"  - `transformer\.wte\.weight`: expected \(40, 32\), as in `config\.json`, got \(40, 16\)\.\n(.|\n)*"
         r"and 30 more\nLoad the weights with their own config"
     )
     with pytest.raises(ValueError, match=message):

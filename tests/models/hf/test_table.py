@@ -82,7 +82,7 @@ def test_writes_the_rows_in_order():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"ratio": 3}, r"`config\.json`: `ratio`: expected None or 16, which is what this family implements, got 3"),
+        ({"ratio": 3}, r"`config\.json`: `ratio`: expected None or 16, which this family implements, got 3"),
         ({"kind": "c"}, r"`kind`: expected 'a' or 'b', .* got 'c'"),
         ({"model_type": "tiny"}, r"`model_type`: expected 'small' or 'large', .* got 'tiny'"),
         ({"groups": 7}, r"`config\.json`: `groups`: expected a divisor of `hidden`, got 7"),

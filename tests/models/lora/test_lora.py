@@ -615,7 +615,7 @@ def edit(folder, **changes):
         ("peft_type", "IA3", "LORA"),
         ("peft_type", None, "LORA"),
         ("bias", "lora_only", "none"),
-        ("init_lora_weights", "pissa_niter_4", "one that leaves the base as it is"),
+        ("init_lora_weights", "pissa_niter_4", "one that does not change the base"),
         ("use_dora", True, "none"),
         ("lora_bias", True, "none"),
         ("modules_to_save", ["lm_head"], "none"),
@@ -627,7 +627,7 @@ def edit(folder, **changes):
 def test_unsupported_options_are_refused_with_key_and_value(key, value, expected, gpt2, folder):
     edit(folder, **{key: value})
     assert message(lora.load_adapter, gpt2, folder) == (
-        f"`{folder}/adapter_config.json`: `{key}`: expected {expected}, which is what is implemented, got {value!r}. "
+        f"`{folder}/adapter_config.json`: `{key}`: expected {expected}, which is implemented, got {value!r}. "
         "Merge the adapter with PEFT (`merge_and_unload`) and load the merged model."
     )
 
@@ -661,14 +661,14 @@ def test_the_error_for_an_adapter_of_another_base_names_the_differences(gpt2, re
     head = f"`{weights}`: expected adapters of this GPT2, as `{config}` describes them, got "
     text = message(lora.load_adapter, wide, folder)
     up = "base_model.model.transformer.h.0.mlp.c_fc"
-    assert text.startswith(head + "8 that do not fit:\n")
+    assert text.startswith(head + "8 that do not match:\n")
     assert f"  - `{up}.lora_A.weight`: expected (2, 48), got (2, 32).\n" in text
     assert f"  - `{up}.lora_B.weight`: expected (192, 2), got (128, 2).\n" in text
     assert text.endswith("\nLoad it over the model that it was trained on, 'some/base'.")
 
     shallow = shapes(GPT2, dataclasses.replace(CONFIG, n_layers=1))
     text = message(lora.load_adapter, shallow, folder)
-    assert text.startswith(head + "2 that do not fit:\n")
+    assert text.startswith(head + "2 that do not match:\n")
     assert (
         "  - `base_model.model.transformer.h.1.mlp.c_fc`: expected the name of a linear layer of this model. "
         "Did you mean `transformer.h.0.mlp.c_fc`?\n"
