@@ -10,8 +10,8 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -131,22 +131,29 @@ class Delivery:
 
     def _run(self) -> None:
         forget = at_end(self.close)
-        wait, ends = 0.0, False
-        while not ends:
-            ends = self._closing.wait(wait)
-            try:
+        wait, is_closing = 0.0, False
+        while not is_closing:
+            is_closing = self._closing.wait(wait)
+            with self._warning():
                 self._deliver()
-                if ends and self._tracker is not None:
-                    tracker, self._tracker = self._tracker, None
-                    tracker.close(_is_failing())
-            except Exception as error:
-                self._warn(f"to record, got {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-                self._has_failed, wait = True, min(max(2 * wait, FIRST_RETRY), LAST_RETRY)
+                if self._has_failed:
+                    self._say(f"{self._name}: records again")
+                self._has_failed, wait = False, GAP
                 continue
-            if self._has_failed:
-                self._say(f"{self._name}: records again")
-            self._has_failed, wait = False, GAP
+            self._has_failed, wait = True, min(max(2 * wait, FIRST_RETRY), LAST_RETRY)
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:  # even if the last delivery failed: otherwise the tracker shows a run that never ends
+            with self._warning():
+                tracker.close(_is_failing())
         forget()
+
+    @contextmanager
+    def _warning(self) -> Iterator[None]:
+        """A context that turns the errors of the tracker into a warning."""
+        try:
+            yield
+        except Exception as error:
+            self._warn(f"to record, got {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     def _deliver(self) -> None:
         if self._tracker is None:

@@ -239,6 +239,18 @@ def test_a_tracker_that_fails_warns_once_and_gets_all_when_it_works_again(tmp_pa
     assert capsys.readouterr().out.splitlines() == ["fake: at run 0", "fake: records again"]
 
 
+def test_a_run_is_closed_even_if_its_last_delivery_fails(fake, monkeypatch):
+    monkeypatch.setattr(_delivery, "FIRST_RETRY", 60.0)
+    console = Console(None, loggers=["fake"], verbose=False)
+    record(console, 1)
+    wait_for(lambda: fake.runs and steps(fake.runs["run 0"]))
+    with pytest.warns(UserWarning, match="expected fake to record, got ConnectionError: no network"):
+        fake.fails += [ConnectionError("no network")] * 99
+        record(console, 2)
+        console.records.close()
+    assert fake.runs["run 0"] == ["begun", (1, {"loss": 0.5, "rate": 7.0}), "closed"]
+
+
 def test_a_tracker_that_fails_ends_no_run_where_warnings_are_errors(fake, capsys):
     fake.fails += [ConnectionError("no network")] * 99
     console = Console(None, loggers=["fake"], verbose=False)
