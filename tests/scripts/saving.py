@@ -74,6 +74,7 @@ def process(index, folder, port, point):
     for owner, name in CALLS:
         setattr(owner, name, armed(name, getattr(owner, name)))
     checkpoints.save(2, second, {"step": 2}, keep_last=1)
+    peers.close()  # as at the exit of a script: otherwise the other process takes an early end for a failure
 
 
 def run(folder, port, kills):

@@ -667,7 +667,7 @@ def test_a_large_array_of_queries_and_keys_is_warned_of(monkeypatch):
         collate_fn=np.stack,
         loss_fn=lambda model, batch, key: jax.vmap(model)(batch).mean(),
     )
-    with pytest.warns(UserWarning, match=r"attention: the weights at .*test_fuse_attention.py:\d+ take 0.0 GiB of a device"):
+    with pytest.warns(UserWarning, match=r"attention: the weights at .*test_fuse_attention.py:\d+ take 0.0 GiB per device"):
         trainer.train([np.ones((64, 8), np.float32)] * 8, 1)
 
 
