@@ -12,13 +12,13 @@ With jax 0.10.2, over the model axis, on both meshes that have one:
 
 - The dataflow sends what the specs by hand do, to the byte, in 10 of 13 cases; less in two (grouped queries, experts) and
   1.005 of it in one (`separable_cnn`, whose head is split too).
-- It never sends more than the walk where that splits the same leaves, and less where the walk's guess is wrong: 0.62 of it
-  for the UNet, 0.60 for ViT, 0.58 for OPT-350m, 0.88 for the VAE; what the walk does not know it leaves whole.
+- It sends no more than the walk where that splits the same leaves, but for BERT's head (1.46 of it, 1.42 with fsdp), and
+  less where the walk's guess is wrong: 0.62 of it for the UNet; what the walk does not know it leaves whole.
 - Equal parts of a split dim change places between the shards: `fused_glu` sends 721 kB where a gate and
   an up of their own send 197, `fused_qkv` 786 where heads that come first send 590; left to XLA 1245 and 1065. No other
   split sends less and holds less: `both` whole sends 2032, as a row 3801. To exchange the weight's parts instead would send
   less (295) where a shard of the batch has more tokens than the layer has inputs, and more where it has fewer.
-- It may hold more: 1.33 times for `patches_and_blocks`, 1.15 for ViT, whose activations the walk's plan leaves split.
+- It may hold more: 1.33 times for `patches_and_blocks`, whose activations the walk's plan leaves split.
 
 Over the batch's axes no weight is gathered more than once forward and once backward, and each gradient is summed once, over
 data and fsdp together. CPU's compiler makes these exceptions; TPU's, asked for eight chips of v5e, all but the first:
