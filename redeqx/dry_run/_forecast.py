@@ -205,7 +205,14 @@ def _compiled(
         machine, setting, plan, held, {}, {}, {}, in_host=in_host, extrapolated=fewer.what if fewer else "", failed=failed
     )
 
+    repeats = _repeats(job, setting, plan.mesh)
+
     def compiled(name: str, other_bytes: int) -> Step:
+        step = _compiled(name, other_bytes)
+        times = repeats.get(name, 1.0)
+        return step if times == 1 else replace(step, flops={dtype: int(n * times) for dtype, n in step.flops.items()})
+
+    def _compiled(name: str, other_bytes: int) -> Step:
         step = traced[name]
         if fewer is None:
             return _step(step, machine, optimization, other_bytes)
@@ -251,15 +258,13 @@ def _offloaded(step: Step, state: int, other_bytes: int) -> Step:
 
 def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> dict[str, Any]:
     """Returns the traced steps of a program, by name."""
-    mesh = program.plan.mesh
-    groups = _groups(job.batch, setting.per_device_batch_size * n_batch_shards(mesh), mesh)
+    groups = _step_groups(job, setting, program.plan.mesh)
     carried = (program.trained, program.opt_state, program.state, program.steps)
     n_first = jax.ShapeDtypeStruct((), "int32")
-    traced = {"train": program.train_step.trace(*carried, program.frozen, program.key, groups, n_first)}
-    if not only_train and job.eval_batch is not None:
+    traced = {"train": program.train_step.trace(*carried, program.frozen, program.key, groups["train"], n_first)}
+    if not only_train and "eval" in groups:
         i = jax.ShapeDtypeStruct((), "uint32")
-        groups = _groups(job.eval_batch, job.eval_per_device_batch_size * n_batch_shards(mesh), mesh)
-        args = (program.trained, program.frozen, program.state, program.key, i, groups)
+        args = (program.trained, program.frozen, program.state, program.key, i, groups["eval"])
         traced["eval"] = program.eval_step.trace(*args)
     if not only_train and job.trace_predict is not None:
         traced["predict"] = job.trace_predict(program)
@@ -332,6 +337,28 @@ _UNROLLED = (
     "equal blocks are computed one by one: {lists}, {n:,} equations in total. Compiling many large blocks takes minutes and "
     "gigabytes of host memory, here and in the run. A `jax.lax.scan` over stacked blocks compiles only one."
 )
+
+
+def _step_groups(job: Job, setting: Setting, mesh: Mesh) -> dict[str, tuple[PyTree, ...]]:
+    """Returns the shapes of the batches of the train and eval steps, by name."""
+    n_shards = n_batch_shards(mesh)
+    found = {"train": _groups(job.batch, setting.per_device_batch_size * n_shards, mesh)}
+    if job.eval_batch is not None:
+        found["eval"] = _groups(job.eval_batch, job.eval_per_device_batch_size * n_shards, mesh)
+    return found
+
+
+def _repeats(job: Job, setting: Setting, mesh: Mesh) -> dict[str, float]:
+    """Returns the number of batch shards that compute a row, on average over the rows of a step, by name. It is 1 unless
+    the rows of a micro-batch do not divide over the shards, each of which then computes all of them."""
+
+    def average(groups: tuple[PyTree, ...]) -> float:
+        first = [jax.tree.leaves(group)[0] for group in groups]
+        rows = [x.shape[0] * x.shape[1] for x in first]
+        times = [n_batch_shards(mesh) if x.sharding.is_fully_replicated else 1 for x in first]
+        return sum(map(math.prod, zip(rows, times, strict=True))) / sum(rows)
+
+    return {name: average(groups) for name, groups in _step_groups(job, setting, mesh).items()}
 
 
 def _groups(batch: PyTree, micro_batch_size: int, mesh: Mesh) -> tuple[PyTree, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from ..compiled import Buffer, own_line, split_name, words_of
+from ..data import cut_rows
 from ..machine import USABLE, Machine, n_batch_shards
 from ..monitor import Console, HtmlPage, size_text
 from ..partition import Plan
@@ -252,14 +253,21 @@ class DryRun:
         machine, setting, mesh = self.machine, self.setting, self.plan.mesh
         memory = "unknown memory" if machine.memory is None else f"{size_text(machine.memory)} each"
         hosts = f", {machine.n_hosts} hosts" if machine.n_hosts > 1 else ""
-        n_rows = setting.per_device_batch_size * n_batch_shards(mesh) * setting.accumulate_grad_batches
-        left = max(0, (setting.batch_size or 0) - n_rows)
-        batch = f"{setting.per_device_batch_size} rows x {n_batch_shards(mesh)} batch shards x "
-        batch += f"{setting.accumulate_grad_batches} micro-batches" + (f" and {left} more rows" if left else "")
+        n_shards = n_batch_shards(mesh)
+        micro_batch = setting.per_device_batch_size * n_shards
+        n_rows = micro_batch * setting.accumulate_grad_batches
+        n_examples = setting.batch_size or n_rows
+        batch = f"{setting.per_device_batch_size} rows x {n_shards} batch shards x "
+        batch += f"{setting.accumulate_grad_batches} micro-batches"
+        batch += f" and {n_examples - n_rows} more rows = " if n_examples > n_rows else " = "
+        batch = ("" if n_examples < n_rows else batch) + f"{n_examples} examples a step"
+        groups = cut_rows(n_examples, micro_batch, mesh.size)
+        if repeated := sum(group.n * group.rows for group in groups if group.rows % n_shards):
+            batch += f"; each batch shard computes all {repeated} rows that do not divide over the {n_shards} shards"
         return {
             "devices": f"{mesh.size} x {machine.devices[0].device_kind}, {memory}{hosts}",
             "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
-            "batch": f"{batch} = {n_rows + left} examples a step",
+            "batch": batch,
             "parameters": f"{self.plan.n_parameters:,}; {self.plan.summary()}",
             "compiled": ", ".join(f"{name} step {step.compile_seconds:.1f} s" for name, step in self.steps.items()),
         }

@@ -90,6 +90,19 @@ def test_memory_is_what_the_real_step_takes(shards, accumulate):
     assert run.machine.name == "this" and run.fits and run.estimate is None  # CPUs have no published rates
 
 
+def test_rows_that_do_not_divide_are_counted_on_each_shard():
+    """Of 8 batch shards each computes them all, so their FLOPs are no eighth of the step's."""
+    trainer = make_trainer(deployer())
+    full, two, twelve = (trainer.dry_run(examples(), batch_size=n) for n in (8, 2, 12))
+    assert "1 rows x 8 batch shards x 1 micro-batches = 8 examples a step" in str(full) and "computes all" not in str(full)
+    assert "batch       2 examples a step; each batch shard computes all 2 rows that do not divide over the 8" in str(two)
+    assert "and 4 more rows = 12 examples a step; each batch shard computes all 4 rows" in " ".join(str(twelve).split())
+    flops = [sum(run.steps["train"].flops.values()) for run in (full, two, twelve)]
+    assert flops[1] / flops[0] == pytest.approx(2.0, rel=0.01)  # 2 rows, 8 times each, for 8
+    assert flops[2] / flops[0] == pytest.approx(5.0, rel=0.01)
+    assert [sum(run.model_flops.values()) / sum(full.model_flops.values()) for run in (two, twelve)] == [0.25, 1.5]
+
+
 def test_the_report_names_layers_axes_and_lines():
     run = make_trainer(deployer(2, 2)).dry_run(examples(), 2)
     text = str(run)
