@@ -680,7 +680,7 @@ def test_the_kernel_of_the_platform_is_named_and_why_it_is_not_another():
         return attentions(jax.make_jaxpr(of)(jax.ShapeDtypeStruct((2, 32, 4 * size), dtype)), "gpu")[0]
 
     assert fn(jnp.bfloat16, 8) == {"causal, by cuDNN": 1, "all keys, by cuDNN": 1}
-    refused = "in blocks of queries, as cuDNN refuses: it computes in bfloat16 or float16, not in float32"
+    refused = "in blocks of queries, not by cuDNN: it supports bfloat16 and float16, not float32"
     assert fn(jnp.float32, 8) == {f"causal, {refused}": 1, f"all keys, {refused}": 1}
-    refused = "in blocks of queries, as cuDNN refuses: it needs heads of one size, a multiple of 8, not 6 and 6"
+    refused = "in blocks of queries, not by cuDNN: it needs equal head sizes that are multiples of 8, not 6 and 6"
     assert fn(jnp.bfloat16, 6) == {f"causal, {refused}": 1, f"all keys, {refused}": 1}
