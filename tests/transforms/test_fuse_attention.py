@@ -207,7 +207,7 @@ def in_half_precision(tree, dtype=jnp.bfloat16):
     return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
 
 
-IN_HALF = [name for name in FUSED if name != "scan and remat"]  # its float32 scale would change the carry's dtype
+IN_HALF = [name for name in FUSED if name != "scan and remat"]  # its float32 scale would change the dtype of the carry
 
 
 @pytest.mark.parametrize("name", IN_HALF)
