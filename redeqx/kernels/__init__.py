@@ -1,4 +1,4 @@
-"""Kernels: attention computed without the weights of all tokens for all tokens, by what each platform has for it.
+"""Kernels: memory-efficient attention, computed by each platform's fused kernel.
 
 Owns the attention primitive, its derivatives, and the kernel of each platform. Knows nothing of meshes, plans or losses.
 Open `_attention.py` first, then `_primitive.py`.

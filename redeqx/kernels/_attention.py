@@ -1,4 +1,4 @@
-"""The public attention: checks of what it is given, and its primitive."""
+"""The public `attention`: checks its arguments and binds the primitive."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,15 +26,15 @@ def attention(
     dropout: float = 0.0,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "*batch queries heads value_size"]:
-    """Softmax attention that never holds the weights of all queries for all keys.
+    """Computes softmax attention without materializing the weights of all queries for all keys.
 
-    Arguments such as `causal` and `window` replace a mask, so that each platform's kernel can skip the keys that no query
-    sees: cuDNN's fused attention on NVIDIA GPUs in bfloat16 and float16, splash attention on TPUs in bfloat16 and float32,
-    elsewhere, and where these have no kernel, blocks of queries one after the other, in plain XLA. On several TPUs splash
-    attention needs to know how arrays are split, which the `Trainer` and the `Predictor` tell it. The platform is that which
-    is compiled for, so that a dry run on a laptop has the kernels of its target. All derivatives work, also forward mode and
-    second derivatives, which hold the weights of all queries for all keys; so does `jax.vmap`. The softmax is in float32,
-    and products have the precision of `jax.default_matmul_precision`.
+    Arguments such as `causal` and `window` replace a mask, so that the platform's kernel can skip masked keys. The kernel is
+    cuDNN's fused attention on NVIDIA GPUs in bfloat16 and float16, and splash attention on TPUs in bfloat16 and float32. On
+    other platforms, and if these kernels do not support the arguments, plain XLA computes one block of queries after
+    another. On several TPUs splash attention needs to know how arrays are split; `Trainer` and `Predictor` tell it. The
+    platform is the one that is compiled for, so a dry run on a laptop uses the kernels of its target. `jax.vmap` and all
+    derivatives work. Forward mode and second derivatives do materialize the weights of all queries for all keys. The
+    softmax is in float32; products have the precision of `jax.default_matmul_precision`.
 
     ```python
     out = redeqx.attention(q, k, v, causal=True)  # q: [batch, queries, heads, size]
@@ -42,21 +42,22 @@ def attention(
 
     **Arguments:**
 
-    - `q`, `k`, `v`: with any leading dims, the same for all three. If `k` and `v` have fewer heads (`groups`), each serves
-        `heads / groups` heads of `q`, in order.
-    - `causal`: whether query `i` sees keys `j <= i` only.
-    - `window`: a query sees keys less than `window` before it, its own included; without `causal`, also as many after it.
-    - `lengths`: the number of keys that are seen, from the first; the others are padding.
-    - `segments`: a number for each position; keys of the same number are seen, as in packed or padded rows. A pair for
-        queries and keys where they differ.
+    - `q`, `k`, `v`: may have any leading dims, the same for all three. If `k` and `v` have fewer heads (`groups`), each is
+        shared by `heads / groups` consecutive heads of `q`.
+    - `causal`: whether query `i` attends only to keys `j <= i`.
+    - `window`: a query attends to the last `window` keys, including its own position; without `causal`, also to the
+        `window - 1` keys after it.
+    - `lengths`: the number of keys that are attended to; the keys after them are padding.
+    - `segments`: an integer per position; a query attends to the keys with the same integer, as in packed or padded rows.
+        A pair if queries and keys have different ones.
     - `bias`: added to the scaled scores. Its shape broadcasts to `[*batch, heads, queries, keys]`.
-    - `scale`: of the scores; `size ** -0.5` by default.
-    - `dropout`: the probability, in [0, 1), that a weight is set to zero; `key` decides which. No kernel has one that takes
-        a key, so this is computed in plain XLA everywhere.
+    - `scale`: the factor of the scores; `size ** -0.5` by default.
+    - `dropout`: the probability, in [0, 1), that a weight is set to zero; `key` draws which. No kernel's dropout takes a
+        key, so plain XLA computes this on all platforms.
 
-    A query that sees no key gets the mean of all values; with cuDNN and splash attention its output is not specified.
+    A query whose keys are all masked gets the mean of all values; with cuDNN and splash attention its output is unspecified.
 
-    Raises ValueError for shapes that do not agree.
+    Raises ValueError if shapes or dtypes do not agree, and for options out of range.
     """
     batch = _check_shapes(q, k, v)
     if window is not None:
@@ -66,27 +67,27 @@ def attention(
         raise ValueError("`key`: expected a PRNG key for `dropout`, got None. Pass one, or `dropout=0`.")
     extras: dict[str, Any] = {}
     if bias is not None:
-        extras["bias"] = _with_heads(bias, (*batch, q.shape[-2], q.shape[-3], k.shape[-3]))
+        extras["bias"] = _expand_bias(bias, (*batch, q.shape[-2], q.shape[-3], k.shape[-3]))
     if lengths is not None:
-        extras["lengths"] = _of_batch("lengths", lengths, batch)
+        extras["lengths"] = _check_integers("lengths", lengths, batch)
     if segments is not None:
-        of_queries, of_keys = segments if isinstance(segments, tuple) else (segments, segments)
-        extras["query_segments"] = _of_batch("segments", of_queries, (*batch, q.shape[-3]))
-        extras["key_segments"] = _of_batch("segments", of_keys, (*batch, k.shape[-3]))
+        query_segments, key_segments = segments if isinstance(segments, tuple) else (segments, segments)
+        extras["query_segments"] = _check_integers("segments", query_segments, (*batch, q.shape[-3]))
+        extras["key_segments"] = _check_integers("segments", key_segments, (*batch, k.shape[-3]))
     if dropout:
         assert key is not None
-        extras["key"] = jax.random.split(key, batch) if batch else key  # each row its own
+        extras["key"] = jax.random.split(key, batch) if batch else key  # one per row
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return attend(q, k, v, extras, Setting(factor, causal, window, dropout, default_precision()))
 
 
 def attend(q: Array, k: Array, v: Array, extras: dict[str, Any], setting: Setting) -> Array:
-    """Attention of operands that are known to agree.
+    """Computes attention without checking the operands.
 
     **Arguments:**
 
-    - `extras`: the optional operands, by the names that `Setting` says.
-    - `setting`: without the names.
+    - `extras`: the optional operands, by their names in `Setting`.
+    - `setting`: its `names` are replaced.
     """
     dtype = jnp.result_type(q, k, v)
     q, k, v = (x.astype(dtype) for x in (q, k, v))
@@ -98,7 +99,7 @@ def attend(q: Array, k: Array, v: Array, extras: dict[str, Any], setting: Settin
 
 
 def _check_shapes(q: Any, k: Any, v: Any) -> tuple[int, ...]:
-    """The leading dims; ValueError for shapes that do not agree."""
+    """Returns the leading dims; raises ValueError if shapes do not agree."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3:
             raise ValueError(
@@ -108,8 +109,8 @@ def _check_shapes(q: Any, k: Any, v: Any) -> tuple[int, ...]:
             raise ValueError(f"`{name}`: expected floating numbers, got {x.dtype}. Cast them with `.astype(jnp.float32)`.")
     if 0 in k.shape[-3:-1] or 0 in q.shape[-2:]:
         raise ValueError(
-            f"`q`, `k`: expected at least one key and one head, got shapes {tuple(q.shape)} and {tuple(k.shape)}. Leave "
-            "such an attention out."
+            f"`q`, `k`: expected at least one key and one head, got shapes {tuple(q.shape)} and {tuple(k.shape)}. Skip "
+            "the attention in this case."
         )
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
@@ -119,36 +120,36 @@ def _check_shapes(q: Any, k: Any, v: Any) -> tuple[int, ...]:
     *batch, _, n_heads, size = q.shape
     if list(k.shape[:-3]) != batch or k.shape[-1] != size:
         raise ValueError(
-            f"`q`, `k`: expected the same leading dims and size of a head, got shapes {tuple(q.shape)} and "
+            f"`q`, `k`: expected the same leading dims and head size, got shapes {tuple(q.shape)} and "
             f"{tuple(k.shape)}. The dims are [*batch, positions, heads, size]."
         )
     if n_heads % max(1, k.shape[-2]):
         raise ValueError(
             f"`k`: expected a number of heads that divides the {n_heads} of `q`, got {k.shape[-2]} (shapes {tuple(q.shape)} "
-            f"and {tuple(k.shape)}). Each head of `k` serves as many of `q`."
+            f"and {tuple(k.shape)}). Each head of `k` is shared by the same number of heads of `q`."
         )
     return tuple(batch)
 
 
-def _of_batch(name: str, x: Any, shape: tuple[int, ...]) -> Array:
+def _check_integers(name: str, x: Any, shape: tuple[int, ...]) -> Array:
     x = jnp.asarray(x)
     if tuple(x.shape) != shape or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(
-            f"`{name}`: expected integers of shape {shape}, got {x.dtype} of shape {tuple(x.shape)}. Pass one for each."
+            f"`{name}`: expected integers of shape {shape}, got {x.dtype} of shape {tuple(x.shape)}. Pass one per entry."
         )
     return x
 
 
-def _with_heads(bias: Any, shape: tuple[int, ...]) -> Array:
-    """A bias with all dims of the scores, of size 1 where it repeats, but not along the keys."""
+def _expand_bias(bias: Any, shape: tuple[int, ...]) -> Array:
+    """Returns the bias with all dims of the scores: of full size along keys, of size 1 along other dims where it repeats."""
     bias = jnp.asarray(bias)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise ValueError(
-            f"`bias`: expected floating numbers, which are added to the scores, got {bias.dtype}. Of a mask make "
-            "`jnp.where(mask, 0.0, -1e9)`, or say what it means by `causal`, `window`, `lengths` or `segments`."
+            f"`bias`: expected floating numbers, which are added to the scores, got {bias.dtype}. Convert a mask by "
+            "`jnp.where(mask, 0.0, -1e9)`, or pass `causal`, `window`, `lengths` or `segments` instead."
         )
     padded = (*(1,) * (len(shape) - bias.ndim), *bias.shape)
-    if len(padded) != len(shape) or any(n not in (1, of) for n, of in zip(padded, shape, strict=True)):
+    if len(padded) != len(shape) or any(n not in (1, size) for n, size in zip(padded, shape, strict=True)):
         raise ValueError(
             f"`bias`: expected a shape that broadcasts to {shape}, [*batch, heads, queries, keys], got {tuple(bias.shape)}. "
             "Give it dims of size 1 where it repeats."

@@ -1,9 +1,9 @@
 """cuDNN's fused attention, for NVIDIA GPUs: bfloat16 and float16.
 
-JAX's public function returns log-sums in the dtype of the output, and has no backward pass of its own, so this calls what is
-below it. Where a version of JAX has that elsewhere, or cuDNN has no kernel, `Refused` says why.
+JAX's public function returns log-sum-exps in the dtype of the output and does not expose its backward pass, so this module
+calls JAX's private functions. It raises `Unsupported` if this version of JAX lacks them or cuDNN has no kernel.
 
-Source: `jax.nn.dot_product_attention(implementation="cudnn")`, of which this is the two halves.
+Source: the forward and the backward pass of `jax.nn.dot_product_attention(implementation="cudnn")`.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from ._setting import Refused, Setting
+from ._setting import Setting, Unsupported
 
 try:
     from jax._src.cudnn.fused_attention_stablehlo import (
@@ -24,23 +24,23 @@ try:
         dot_product_attention,
         get_large_negative_number,
     )
-    from jax._src.dispatch import prim_requires_devices_during_lowering as _needing_devices
+    from jax._src.dispatch import prim_requires_devices_during_lowering as _requires_devices
 except ImportError:  # pragma: no cover
     backward_p: Any = None
     check_compute_capability: Any = None
-    _needing_devices: Any = set()
+    _requires_devices: Any = set()
 
 
-def lowers_for(*primitives: Any) -> None:
-    """Say of primitives that they are lowered to cuDNN's, which ask for the devices that are compiled for."""
-    _needing_devices.update(primitives)
+def register_lowered(*primitives: Any) -> None:
+    """Registers primitives that are lowered to cuDNN's: their lowering requires the target devices."""
+    _requires_devices.update(primitives)
 
 
 def forward(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[Any, Any]:
-    """As `_blockwise.forward`."""
+    """Same as `_blockwise.forward`."""
     operands = _Operands(setting, q, k, v, extras)
     try:
-        found: Any = dot_product_attention(
+        outs: Any = dot_product_attention(
             operands.q,
             operands.k,
             operands.v,
@@ -54,18 +54,18 @@ def forward(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) ->
             return_residual=True,
         )
     except (NotImplementedError, ValueError, RuntimeError) as error:
-        raise Refused(f"cuDNN: {error}") from error
-    out, log_sum = found
+        raise Unsupported(f"cuDNN: {error}") from error
+    out, log_sum = outs
     return out[:, : q.shape[1]], log_sum[:, :, : q.shape[1]].astype(jnp.float32)
 
 
 def backward(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any], out: Any, log_sum: Any, g: Any) -> list[Any]:
-    """As `_blockwise.backward`."""
-    jax.eval_shape(partial(forward, setting), q, k, v, extras)  # refuses what it has no kernel for
+    """Same as `_blockwise.backward`."""
+    jax.eval_shape(partial(forward, setting), q, k, v, extras)  # raises `Unsupported` if there is no kernel
     operands = _Operands(setting, q, k, v, extras)
     none = jnp.zeros(0, q.dtype)
     has_bias = operands.bias is not None
-    found = backward_p.bind(
+    d_operands = backward_p.bind(
         operands.q,
         operands.k,
         operands.v,
@@ -76,9 +76,9 @@ def backward(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any], o
         none,
         none,
         none,
-        operands.to_even(log_sum, 2),
-        operands.to_even(out, 1),
-        operands.to_even(g.astype(q.dtype), 1),
+        operands.pad_to_even(log_sum, 2),
+        operands.pad_to_even(out, 1),
+        operands.pad_to_even(g.astype(q.dtype), 1),
         scale=setting.scale,
         seed=0,
         dropout_rate=0.0,
@@ -87,88 +87,88 @@ def backward(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any], o
         layout=AttentionLayout.BTNH.value,
         sliding_window_length=setting.window,
     )
-    grads = [found[0][:, : q.shape[1]], *(x[:, : k.shape[1]] for x in found[1:3])]
+    grads = [d_operands[0][:, : q.shape[1]], *(x[:, : k.shape[1]] for x in d_operands[1:3])]
     if "bias" in extras:
-        of_bias = found[3][:, :, : q.shape[1], : k.shape[1]]
-        kept = [dim for dim in (1, 2) if extras["bias"].shape[dim] == 1 != of_bias.shape[dim]]
-        grads.append((of_bias.sum(kept, keepdims=True) if kept else of_bias).astype(extras["bias"].dtype))
+        d_bias = d_operands[3][:, :, : q.shape[1], : k.shape[1]]
+        repeated = [dim for dim in (1, 2) if extras["bias"].shape[dim] == 1 != d_bias.shape[dim]]
+        grads.append((d_bias.sum(repeated, keepdims=True) if repeated else d_bias).astype(extras["bias"].dtype))
     return grads
 
 
 class _Operands:
-    """What cuDNN is given for an attention, or `Refused`.
+    """The operands of cuDNN's kernel; raises `Unsupported` if there is none.
 
-    A mask or segments become a bias in the dtype of the queries, of which cuDNN wants all queries and keys, and an even
-    number of both.
+    A mask or segments become a bias in the dtype of the queries. cuDNN needs this bias for all queries and keys, and an
+    even number of both.
     """
 
     def __init__(self, setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]):
-        if (reason := why_refused(setting, q, k, v, extras)) is not None:
-            raise Refused(f"cuDNN: {reason}")
-        q, k, v = _split_alike(setting, q, k, v)
+        if (reason := unsupported_reason(setting, q, k, v, extras)) is not None:
+            raise Unsupported(f"cuDNN: {reason}")
+        q, k, v = _constrain_split(setting, q, k, v)
         self.bias, self.lengths, self.query_lengths = None, None, None
-        sees = extras.get("mask")
+        mask = extras.get("mask")
         if "query_segments" in extras:
-            same = (extras["query_segments"][:, :, None] == extras["key_segments"][:, None])[:, None]
-            sees = same if sees is None else sees & same
-        if sees is not None or "bias" in extras:
+            same_segment = (extras["query_segments"][:, :, None] == extras["key_segments"][:, None])[:, None]
+            mask = same_segment if mask is None else mask & same_segment
+        if mask is not None or "bias" in extras:
             low = get_large_negative_number(q.dtype)
             bias = jnp.zeros((), q.dtype) if "bias" not in extras else extras["bias"].astype(q.dtype)
-            bias = bias if sees is None else jnp.where(sees, bias, low)
+            bias = bias if mask is None else jnp.where(mask, bias, low)
             heads = q.shape[2] if "bias" in extras else bias.shape[1]
             bias = jnp.broadcast_to(bias, (bias.shape[0], heads, q.shape[1], k.shape[1]))
-            of_padding = [(0, 0), (0, 0), (0, q.shape[1] % 2), (0, 0)]
-            bias = jnp.pad(bias, of_padding)
+            query_padding = [(0, 0), (0, 0), (0, q.shape[1] % 2), (0, 0)]
+            bias = jnp.pad(bias, query_padding)
             self.bias = jnp.pad(bias, [(0, 0), (0, 0), (0, 0), (0, k.shape[1] % 2)], constant_values=low)
-            q, k, v = (self.to_even(x, 1) for x in (q, k, v))
+            q, k, v = (self.pad_to_even(x, 1) for x in (q, k, v))
         if "lengths" in extras:
             self.lengths = jnp.broadcast_to(extras["lengths"].astype(jnp.int32), q.shape[:1])
             self.query_lengths = jnp.full(q.shape[:1], q.shape[1], jnp.int32)
         self.q, self.k, self.v = q, k, v
-        kinds = MaskType
-        has_lengths = self.lengths is not None
-        by_causal = (kinds.NO_MASK, kinds.CAUSAL), (kinds.PADDING, kinds.PADDING_CAUSAL)
-        self.mask_type = by_causal[has_lengths][setting.causal]
+        if self.lengths is None:
+            self.mask_type = MaskType.CAUSAL if setting.causal else MaskType.NO_MASK
+        else:
+            self.mask_type = MaskType.PADDING_CAUSAL if setting.causal else MaskType.PADDING
 
-    def to_even(self, x: Any, dim: int) -> Any:
-        """With one more entry along the positions where a bias needs an even number of them."""
+    def pad_to_even(self, x: Any, dim: int) -> Any:
+        """Pads a dim of positions to an even size if there is a bias."""
         if self.bias is None or x.shape[dim] % 2 == 0:
             return x
         return jnp.pad(x, [(0, int(i == dim)) for i in range(x.ndim)])
 
 
-def _split_alike(setting: Setting, *operands: Any) -> list[Any]:
-    """Queries, keys and values split in the same way over the devices: another split of one is an error of the compiler."""
+def _constrain_split(setting: Setting, *operands: Any) -> list[Any]:
+    """Constrains queries, keys and values to the same split over devices; the compiler fails if they differ."""
     if setting.split is None or setting.split.mesh.size == 1:
         return list(operands)
-    rows, heads = setting.axes(*operands[:2])
+    rows, heads = setting.mesh_axes(*operands[:2])
     sharding = NamedSharding(setting.split.mesh, P(rows, None, heads, None))
     return [jax.lax.with_sharding_constraint(x, sharding) for x in operands]
 
 
-def why_refused(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str | None:
-    """Why there is no kernel for operands of these shapes; None where there is one, but for what only cuDNN knows."""
+def unsupported_reason(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str | None:
+    """Returns why no kernel supports operands of these shapes; None if one does. cuDNN itself may have further limits."""
     if backward_p is None:
-        return "this version of JAX has it elsewhere"
+        return "this version of JAX has no such private function"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it computes in bfloat16 or float16, not in {q.dtype}"
+        return f"it supports bfloat16 and float16, not {q.dtype}"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8:
-        return f"it needs heads of one size, a multiple of 8, not {q.shape[-1]} and {v.shape[-1]}"
-    if q.shape[-1] > (most := 256 if check_compute_capability("9.0") else 128):
-        return f"it needs heads of a size of at most {most}, not {q.shape[-1]}"
+        return f"it needs equal head sizes that are multiples of 8, not {q.shape[-1]} and {v.shape[-1]}"
+    if q.shape[-1] > (max_size := 256 if check_compute_capability("9.0") else 128):
+        return f"it needs a head size of at most {max_size}, not {q.shape[-1]}"
     if setting.dropout:
         return "its dropout takes no key"
     if setting.window is not None and not setting.causal:
-        return "its window is of the keys before a query only"
+        return "its window covers only keys before the query"
     bias = extras.get("bias")
     if bias is not None and (bias.shape[0] != 1 or "mask" in extras or "query_segments" in extras):
-        return "it has the gradient of a bias that all rows share, and of no mask beside it"
+        return "it supports a bias only if all rows share it and there is no mask"
     return None
 
 
 def dense_bytes(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
-    """The bytes of the bias that a mask, segments or a bias become; 0 where there is none, or no kernel."""
-    if why_refused(setting, q, k, v, extras) is not None:
+    """Returns the bytes of the bias made from a mask, segments and a bias; 0 if there are none, or no kernel."""
+    if unsupported_reason(setting, q, k, v, extras) is not None:
         return 0
     bias = jax.eval_shape(lambda *operands: _Operands(setting, *operands).bias, q, k, v, extras)
     return 0 if bias is None else bias.size * bias.dtype.itemsize

@@ -1,8 +1,8 @@
-"""Attention as a primitive of JAX: one equation in a trace, computed by the kernel of the platform that is compiled for.
+"""Attention as a JAX primitive: one equation in a jaxpr, lowered to the kernel of the target platform.
 
-Three primitives: the attention, its derivative in a direction (for forward mode, and to be transposed), and its gradient.
-Second derivatives, which no kernel has, are those of the plain formula. Leading dims are any number; an optional operand may
-have 1 in their place, so that `jax.vmap` repeats nothing.
+There are three primitives: the attention, its tangent (for forward mode, and transposed for reverse mode), and its gradient.
+No kernel has second derivatives, so these use the dense formula. There may be any number of leading dims; those of an
+optional operand may be 1, so that `jax.vmap` repeats nothing.
 
 Source: "Autodidax" and "How JAX primitives work" in JAX's documentation.
 """
@@ -22,18 +22,18 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 from . import _blockwise, _cudnn, _splash
-from ._setting import Refused, Setting
+from ._setting import Setting, Unsupported
 
 attention_p = jex.Primitive("attention")
 _tangent_p = jex.Primitive("attention_tangent")
 gradient_p = jex.Primitive("attention_gradient")
 
-# Of operands that are differentiated; the others are integers and booleans.
+# The differentiable optional operands; the others are integers and booleans.
 _DIFFERENTIABLE = ("bias",)
 
 
-def _bind(primitive: Any) -> Callable[..., Any]:
-    """A primitive outside of any transformation: compiled, as each of JAX's own is."""
+def _jitted_impl(primitive: Any) -> Callable[..., Any]:
+    """Returns the implementation of a primitive outside of transformations: a jitted `bind`, as for JAX's own primitives."""
 
     @cache
     def compiled(setting: Setting) -> Callable[..., Any]:
@@ -44,11 +44,11 @@ def _bind(primitive: Any) -> Callable[..., Any]:
 
 for _primitive in (attention_p, _tangent_p, gradient_p):
     _primitive.multiple_results = True
-    _primitive.def_impl(_bind(_primitive))
+    _primitive.def_impl(_jitted_impl(_primitive))
 
 
-def _with_names(setting: Setting, operands: Sequence[Any]) -> tuple[Any, Any, Any, dict[str, Any], Sequence[Any]]:
-    """Queries, keys, values, the optional operands by name, and what follows them."""
+def _split_operands(setting: Setting, operands: Sequence[Any]) -> tuple[Any, Any, Any, dict[str, Any], Sequence[Any]]:
+    """Returns queries, keys, values, the optional operands by name, and all operands after them."""
     q, k, v, *rest = operands
     n = len(setting.names)
     return q, k, v, dict(zip(setting.names, rest[:n], strict=True)), rest[n:]
@@ -58,16 +58,16 @@ def _n_differentiable(setting: Setting) -> int:
     return 3 + sum(name in _DIFFERENTIABLE for name in setting.names)
 
 
-def _places(setting: Setting) -> list[int]:
-    """The places of the operands that are differentiated."""
+def _differentiable(setting: Setting) -> list[int]:
+    """Returns the indices of the differentiable operands."""
     return [0, 1, 2, *(3 + i for i, name in enumerate(setting.names) if name in _DIFFERENTIABLE)]
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def _typed(shape: Sequence[int], dtype: Any, like: Any) -> Any:
-    """The type of an array that varies over the axes of a mesh as another does, inside of `jax.shard_map`."""
+def _make_aval(shape: Sequence[int], dtype: Any, like: Any) -> Any:
+    """Returns an abstract value that varies over the same mesh axes as `like` inside `jax.shard_map`."""
     sharding = like.sharding.update(spec=P(*[None] * len(shape)))
     return like.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
 
@@ -76,120 +76,117 @@ def _typed(shape: Sequence[int], dtype: Any, like: Any) -> Any:
 def _attention_shape(q: Any, k: Any, v: Any, *rest: Any, setting: Setting) -> list[Any]:
     *batch, n_queries, n_heads, _ = q.shape
     shapes = (*batch, n_queries, n_heads, v.shape[-1]), (*batch, n_heads, n_queries)
-    return [_typed(shape, dtype, q) for shape, dtype in zip(shapes, (q.dtype, jnp.float32), strict=True)]
+    return [_make_aval(shape, dtype, q) for shape, dtype in zip(shapes, (q.dtype, jnp.float32), strict=True)]
 
 
 @_tangent_p.def_abstract_eval
 def _tangent_shape(q: Any, k: Any, v: Any, *rest: Any, setting: Setting) -> list[Any]:
-    return [_typed((*q.shape[:-1], v.shape[-1]), q.dtype, q)]
+    return [_make_aval((*q.shape[:-1], v.shape[-1]), q.dtype, q)]
 
 
 @gradient_p.def_abstract_eval
 def _gradient_shape(*operands: Any, setting: Setting) -> list[Any]:
-    return [_typed(operands[i].shape, operands[i].dtype, operands[0]) for i in _places(setting)]
+    return [_make_aval(operands[i].shape, operands[i].dtype, operands[0]) for i in _differentiable(setting)]
 
 
-# --- the plain formula, for second derivatives ------------------------------------------------------------------------
+# --- the dense formula, for second derivatives ------------------------------------------------------------------------
 
 
-def _whole(setting: Setting, *operands: Any) -> list[Any]:
-    """The outputs in a formula that JAX differentiates, all queries at once."""
-    all_at_once = SimpleNamespace(forward=partial(_blockwise.forward, most=operands[0].shape[-3]))
-    return _forward(all_at_once, *operands, setting=setting)
+def _dense(setting: Setting, *operands: Any) -> list[Any]:
+    """Computes the outputs for all queries at once, by a formula that JAX differentiates."""
+    one_block = SimpleNamespace(forward=partial(_blockwise.forward, block_size=operands[0].shape[-3]))
+    return _forward(one_block, *operands, setting=setting)
 
 
 def formula(eqn: Any) -> Any:
-    """The attention of an equation as a closed jaxpr of products and a softmax, for what looks into it."""
+    """Returns the attention of an equation as a closed jaxpr of products and a softmax, for analyses of the jaxpr."""
     return _formula(eqn.params["setting"], tuple(var.aval for var in eqn.invars))
 
 
-@cache  # equal layers share one trace, and so do the trials of a plan
+@cache  # equal layers and the trials of a plan share one trace
 def _formula(setting: Setting, avals: tuple[Any, ...]) -> Any:
-    return jax.make_jaxpr(partial(_whole, setting))(*avals)
+    return jax.make_jaxpr(partial(_dense, setting))(*avals)
 
 
-def _plain(setting: Setting, *operands: Any) -> Any:
-    return _whole(setting, *operands)[0]
+def _dense_fn(setting: Setting, operands: Sequence[Any]) -> Callable[..., Any]:
+    """Returns the output of the dense formula as a function of the differentiable operands."""
 
-
-def _of_places(setting: Setting, operands: Sequence[Any]) -> Callable[..., Any]:
-    """The plain formula as a function of those operands that are differentiated."""
-
-    def fn(*given: Any) -> Any:
+    def fn(*args: Any) -> Any:
         values = list(operands)
-        for place, value in zip(_places(setting), given, strict=True):
-            values[place] = value
-        return _plain(setting, *values)
+        for i, value in zip(_differentiable(setting), args, strict=True):
+            values[i] = value
+        return _dense(setting, *values)[0]
 
     return fn
 
 
-def _tangent(*operands: Any, setting: Setting) -> list[Any]:
+def _dense_tangent(*operands: Any, setting: Setting) -> list[Any]:
     n, n_tangents = 3 + len(setting.names), _n_differentiable(setting)
     primals, tangents = operands[:n], operands[len(operands) - n_tangents :]
-    fn = _of_places(setting, primals)
-    return [jax.jvp(fn, [primals[i] for i in _places(setting)], list(tangents))[1]]
+    fn = _dense_fn(setting, primals)
+    return [jax.jvp(fn, [primals[i] for i in _differentiable(setting)], list(tangents))[1]]
 
 
-def _plain_gradient(*operands: Any, setting: Setting) -> list[Any]:
+def _dense_gradient(*operands: Any, setting: Setting) -> list[Any]:
     primals, g = operands[: 3 + len(setting.names)], operands[-1]
-    return list(jax.vjp(_of_places(setting, primals), *(primals[i] for i in _places(setting)))[1](g))
+    return list(jax.vjp(_dense_fn(setting, primals), *(primals[i] for i in _differentiable(setting)))[1](g))
 
 
 # --- derivatives ------------------------------------------------------------------------------------------------------
 
 
-def _filled(primal: Any, tangent: Any) -> Any:
+def _instantiate_zero(primal: Any, tangent: Any) -> Any:
     return jnp.zeros_like(primal) if type(tangent) is ad.Zero else tangent
 
 
-def _zero(value: Any) -> Any:
+def _zero_tangent(value: Any) -> Any:
     return ad.Zero(jax.typeof(value).to_tangent_aval())
 
 
 def _attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, setting: Setting) -> Any:
     out, log_sum = attention_p.bind(*primals, setting=setting)
-    given = [_filled(primals[i], tangents[i]) for i in _places(setting)]
-    (tangent,) = _tangent_p.bind(*primals, out, log_sum, *given, setting=setting)
-    return [out, log_sum], [tangent, _zero(log_sum)]  # nothing outside reads the latter
+    tangents_in = [_instantiate_zero(primals[i], tangents[i]) for i in _differentiable(setting)]
+    (tangent,) = _tangent_p.bind(*primals, out, log_sum, *tangents_in, setting=setting)
+    return [out, log_sum], [tangent, _zero_tangent(log_sum)]  # `log_sum` is never returned to the user
 
 
 def _tangent_transpose(cotangents: Sequence[Any], *operands: Any, setting: Setting) -> list[Any]:
     (g,) = cotangents
     n_tangents = _n_differentiable(setting)
-    primals, given = operands[: len(operands) - n_tangents], operands[len(operands) - n_tangents :]
+    primals, tangents = operands[: len(operands) - n_tangents], operands[len(operands) - n_tangents :]
     if type(g) is ad.Zero:
         return [None] * len(operands)
     grads = gradient_p.bind(*primals, g, setting=setting)
-    wanted = [grad if ad.is_undefined_primal(x) else None for grad, x in zip(grads, given, strict=True)]
+    wanted = [grad if ad.is_undefined_primal(x) else None for grad, x in zip(grads, tangents, strict=True)]
     return [*[None] * len(primals), *wanted]
 
 
-def _jvp_of(plain: Callable[..., list[Any]], primitive: Any) -> Callable[..., Any]:
-    """The derivative of what a primitive computes, by the plain formula. That computes `out` and `log_sum` again."""
+def _jvp_by_formula(dense: Callable[..., list[Any]], primitive: Any) -> Callable[..., Any]:
+    """Returns the JVP rule of a primitive, computed by the dense formula, which recomputes `out` and `log_sum`."""
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, setting: Setting) -> Any:
         outs = primitive.bind(*primals, setting=setting)
-        moves = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
         n = 3 + len(setting.names)
-        moves = [i for i in moves if i not in (n, n + 1) and jnp.issubdtype(primals[i].dtype, jnp.inexact)]
+        indices = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+        # `out` and `log_sum`, at `n` and `n + 1`, are recomputed.
+        indices = [i for i in indices if i not in (n, n + 1) and jnp.issubdtype(primals[i].dtype, jnp.inexact)]
 
-        def fn(*given: Any) -> list[Any]:
+        def fn(*args: Any) -> list[Any]:
             values = list(primals)
-            for place, value in zip(moves, given, strict=True):
-                values[place] = value
-            return plain(*values, setting=setting)
+            for i, value in zip(indices, args, strict=True):
+                values[i] = value
+            return dense(*values, setting=setting)
 
-        if not moves:
-            return outs, [_zero(out) for out in outs]
-        return outs, list(jax.jvp(fn, [primals[i] for i in moves], [tangents[i] for i in moves])[1])
+        if not indices:
+            return outs, [_zero_tangent(out) for out in outs]
+        return outs, list(jax.jvp(fn, [primals[i] for i in indices], [tangents[i] for i in indices])[1])
 
     return jvp
 
 
 ad.primitive_jvps[attention_p] = _attention_jvp
-ad.primitive_jvps[_tangent_p] = _jvp_of(_tangent, _tangent_p)
-ad.primitive_jvps[gradient_p] = _jvp_of(_plain_gradient, gradient_p)
+ad.primitive_jvps[_tangent_p] = _jvp_by_formula(_dense_tangent, _tangent_p)
+ad.primitive_jvps[gradient_p] = _jvp_by_formula(_dense_gradient, gradient_p)
 ad.primitive_transposes[_tangent_p] = _tangent_transpose
 
 
@@ -197,18 +194,17 @@ ad.primitive_transposes[_tangent_p] = _tangent_transpose
 
 
 def _batcher(primitive: Any, operands: Sequence[Any], dims: Sequence[int | None], *, setting: Setting) -> Any:
-    """One more leading dim. Operands that have none are repeated; optional ones get one of size 1 instead, where they have
-    no gradient of their own."""
+    """Adds a leading dim. Unbatched operands are broadcast, but optional ones that need no gradient get a dim of size 1."""
     size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
-    single = set(range(3, 3 + len(setting.names)))
+    may_be_1 = set(range(3, 3 + len(setting.names)))
     if primitive is not attention_p:
-        single -= set(_places(setting))
+        may_be_1 -= set(_differentiable(setting))
     moved = []
     for i, (x, dim) in enumerate(zip(operands, dims, strict=True)):
         if dim is not None:
             moved.append(jnp.moveaxis(x, dim, 0))
         else:
-            moved.append(x[None] if i in single else jnp.broadcast_to(x, (size, *x.shape)))
+            moved.append(x[None] if i in may_be_1 else jnp.broadcast_to(x, (size, *x.shape)))
     outs = primitive.bind(*moved, setting=setting)
     return outs, [0] * len(outs)
 
@@ -217,91 +213,95 @@ for _primitive in (attention_p, _tangent_p, gradient_p):
     batching.primitive_batchers[_primitive] = partial(_batcher, _primitive)
 
 
-# --- by platform ------------------------------------------------------------------------------------------------------
+# --- lowering to the kernel of each platform --------------------------------------------------------------------------
 
 
-def _flat(x: Any, batch: Sequence[int]) -> Any:
-    """An array with its leading dims, some of which may be 1, as one: `B`, or 1 where all of them are."""
-    n, lead = len(batch), x.shape[: len(batch)]
-    if math.prod(lead) == 1:
+def _flatten_batch(x: Any, batch: Sequence[int]) -> Any:
+    """Flattens the leading dims, some of which may be 1, to one: `B`, or 1 if all of them are 1."""
+    n, leading = len(batch), x.shape[: len(batch)]
+    if math.prod(leading) == 1:
         return x.reshape(1, *x.shape[n:])
     return jnp.broadcast_to(x, (*batch, *x.shape[n:])).reshape(math.prod(batch), *x.shape[n:])
 
 
-def _for_kernel(kernel: Any, setting: Setting, operands: Sequence[Any]) -> list[Callable[[Any], Any]]:
-    """What turns each operand into that of a kernel: leading dims become one, and keys and values of fewer heads than there
-    are devices are repeated for a kernel that runs on each."""
+def _to_kernel(kernel: Any, setting: Setting, operands: Sequence[Any]) -> list[Callable[[Any], Any]]:
+    """Returns for each operand the function that converts it to the kernel's operand.
+
+    Leading dims are flattened. If there are fewer key heads than devices, keys and values are repeated for kernels that run
+    on each device.
+    """
     q, k = operands[:2]
-    flat = partial(_flat, batch=q.shape[:-3])
+    flatten = partial(_flatten_batch, batch=q.shape[:-3])
     n = 1 if kernel is _blockwise else setting.n_repeats(q.shape[-2], k.shape[-2])
-    repeated = (lambda x: einops.repeat(flat(x), "b s g h -> b s (g n) h", n=n)) if n > 1 else flat
-    return [repeated if i in (1, 2) else flat for i in range(len(operands))]
+    repeat = (lambda x: einops.repeat(flatten(x), "b s g h -> b s (g n) h", n=n)) if n > 1 else flatten
+    return [repeat if i in (1, 2) else flatten for i in range(len(operands))]
 
 
 def _forward(kernel: Any, *operands: Any, setting: Setting) -> list[Any]:
     batch = operands[0].shape[:-3]
-    given = [of(x) for of, x in zip(_for_kernel(kernel, setting, operands), operands, strict=True)]
-    q, k, v, extras, _ = _with_names(setting, given)
+    converted = [convert(x) for convert, x in zip(_to_kernel(kernel, setting, operands), operands, strict=True)]
+    q, k, v, extras, _ = _split_operands(setting, converted)
     return [x.reshape(*batch, *x.shape[1:]) for x in kernel.forward(setting, q, k, v, extras)]
 
 
 def _backward(kernel: Any, *operands: Any, setting: Setting) -> list[Any]:
-    to_kernel = _for_kernel(kernel, setting, operands)
-    given = [of(x) for of, x in zip(to_kernel, operands, strict=True)]
-    q, k, v, extras, (out, log_sum, g) = _with_names(setting, given)
+    to_kernel = _to_kernel(kernel, setting, operands)
+    converted = [convert(x) for convert, x in zip(to_kernel, operands, strict=True)]
+    q, k, v, extras, (out, log_sum, g) = _split_operands(setting, converted)
     grads = kernel.backward(setting, q, k, v, extras, out, log_sum, g)
-    back = [jax.linear_transpose(to_kernel[i], operands[i]) for i in _places(setting)]
-    return [of(grad)[0] for of, grad in zip(back, grads, strict=True)]
+    from_kernel = [jax.linear_transpose(to_kernel[i], operands[i]) for i in _differentiable(setting)]
+    return [convert(grad)[0] for convert, grad in zip(from_kernel, grads, strict=True)]
 
 
-def _either(fn: Callable[..., list[Any]], kernel: Any, *operands: Any, setting: Setting) -> list[Any]:
-    """`_forward` or `_backward` by a platform's kernel, or where that refuses in plain XLA."""
+def _or_blockwise(fn: Callable[..., list[Any]], kernel: Any, *operands: Any, setting: Setting) -> list[Any]:
+    """Computes `_forward` or `_backward` by a platform's kernel, or in plain XLA if the kernel does not support it."""
     try:
         return fn(kernel, *operands, setting=setting)
-    except Refused as error:
-        _tell(str(error))
+    except Unsupported as error:
+        _log_fallback(str(error))
         return fn(_blockwise, *operands, setting=setting)
 
 
 @cache
-def _tell(reason: str) -> None:
-    """Log, once for each reason, that a kernel is not used."""
-    logging.getLogger("redeqx").info("attention without its platform's kernel: %s", reason)
+def _log_fallback(reason: str) -> None:
+    """Logs, once per reason, that the platform's kernel is not used."""
+    logging.getLogger("redeqx").info("attention is computed in blocks of queries, not by %s", reason)
 
 
 _KERNELS = {"cuda": (_cudnn, "cuDNN"), "gpu": (_cudnn, "cuDNN"), "tpu": (_splash, "splash attention")}
 
 
-def _shapes_for(kernel: Any, setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[Any, ...]:
-    """The shapes that a kernel is given."""
+def _kernel_shapes(kernel: Any, setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns the shapes of the kernel's operands."""
     operands = [q, k, v, *extras.values()]
-    pairs = zip(_for_kernel(kernel, setting, operands), operands, strict=True)
-    q, k, v, *rest = (jax.eval_shape(of, x) for of, x in pairs)
+    pairs = zip(_to_kernel(kernel, setting, operands), operands, strict=True)
+    q, k, v, *rest = (jax.eval_shape(convert, x) for convert, x in pairs)
     return q, k, v, dict(zip(extras, rest, strict=True))
 
 
 def kernel_of(platform: str, setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str:
-    """How attention of operands of these shapes is computed on a platform, in words."""
+    """Describes how a platform computes attention of operands of these shapes."""
     if platform not in _KERNELS:
         return "in blocks of queries"
     kernel, name = _KERNELS[platform]
-    reason = kernel.why_refused(setting, *_shapes_for(kernel, setting, q, k, v, extras))
-    return f"by {name}" if reason is None else f"in blocks of queries, as {name} refuses: {reason}"
+    reason = kernel.unsupported_reason(setting, *_kernel_shapes(kernel, setting, q, k, v, extras))
+    return f"by {name}" if reason is None else f"in blocks of queries, not by {name}: {reason}"
 
 
 def dense_bytes(platform: str, setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
-    """The bytes of the array of a number for each query and key that a platform's kernel is given; 0 for none."""
+    """Returns the bytes of the array of one number per query and key that a platform's kernel takes; 0 if it takes none."""
     kernel, _ = _KERNELS.get(platform, (None, ""))
-    return _cudnn.dense_bytes(setting, *_shapes_for(kernel, setting, q, k, v, extras)) if kernel is _cudnn else 0
+    return _cudnn.dense_bytes(setting, *_kernel_shapes(kernel, setting, q, k, v, extras)) if kernel is _cudnn else 0
 
 
-def _lowered(fn: Callable[..., list[Any]]) -> Callable[..., Any]:
+def _lowering(fn: Callable[..., list[Any]]) -> Callable[..., Any]:
     return mlir.lower_fun(fn, multiple_results=True)
 
 
 def _splash_lowering(fn: Callable[..., list[Any]]) -> Callable[..., Any]:
-    """By the kernel of TPUs, but where several devices share an array and nobody says how: it cannot be partitioned."""
-    by_kernel, in_blocks = _lowered(partial(_either, fn, _splash)), _lowered(partial(fn, _blockwise))
+    """Lowers to splash attention, or to blocks if several devices share arrays and the split is unknown: the compiler cannot
+    partition the kernel."""
+    by_kernel, in_blocks = _lowering(partial(_or_blockwise, fn, _splash)), _lowering(partial(fn, _blockwise))
 
     def lower(ctx: Any, *operands: Any, setting: Setting) -> Any:
         context = ctx.module_context.axis_context
@@ -312,8 +312,8 @@ def _splash_lowering(fn: Callable[..., list[Any]]) -> Callable[..., Any]:
 
 
 for _primitive, _fn in ((attention_p, _forward), (gradient_p, _backward)):
-    mlir.register_lowering(_primitive, _lowered(partial(_fn, _blockwise)))
-    mlir.register_lowering(_primitive, _lowered(partial(_either, _fn, _cudnn)), platform="cuda")
+    mlir.register_lowering(_primitive, _lowering(partial(_fn, _blockwise)))
+    mlir.register_lowering(_primitive, _lowering(partial(_or_blockwise, _fn, _cudnn)), platform="cuda")
     mlir.register_lowering(_primitive, _splash_lowering(_fn), platform="tpu")
-_cudnn.lowers_for(attention_p, gradient_p)
-mlir.register_lowering(_tangent_p, _lowered(_tangent))
+_cudnn.register_lowered(attention_p, gradient_p)
+mlir.register_lowering(_tangent_p, _lowering(_dense_tangent))

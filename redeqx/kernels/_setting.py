@@ -1,7 +1,7 @@
-"""What an attention computes, apart from its arrays: which keys a query sees, and how scores are scaled.
+"""The configuration of an attention: which keys a query attends to, and how scores are scaled.
 
-Dims, everywhere in this package: `T` queries, `S` keys, `N` heads, `G` heads of keys and values, `R = N / G` heads of
-queries to each of those, `H` size of a head, `B` all leading dims as one.
+Dims, in all modules of this package: `B` all leading dims flattened to one, `T` queries, `S` keys, `N` query heads, `G` key
+and value heads, `R = N / G` query heads per key head, `H` head size.
 """
 
 import math
@@ -13,32 +13,33 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int
 
-# The score of a key that is not seen. Finite, so that a query that sees none weighs all alike instead of giving NaN.
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+# The score of a masked key. Finite, so that a query whose keys are all masked weighs them equally instead of giving NaN.
+MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
-class Refused(Exception):
-    """A platform's kernel does not compute an attention, and why."""
+class Unsupported(Exception):
+    """Raised if a platform's kernel cannot compute an attention; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The static part of an attention.
+    """The static configuration of an attention.
 
     **Arguments:**
 
-    - `scale`: of the scores.
-    - `causal`: whether query `i` sees keys `j <= i` only.
-    - `window`: a query sees keys with `|i - j| < window` only; None for all.
+    - `scale`: the factor of the scores.
+    - `causal`: whether query `i` attends only to keys `j <= i`.
+    - `window`: a query attends only to keys with `|i - j| < window`; None for all.
     - `dropout`: the probability that a weight is set to zero.
-    - `precision`: of its products, a `jax.lax.Precision` or a `jax.lax.DotAlgorithmPreset`; None for the platform's default.
-    - `split`: how a plan splits queries `[B, T, N, H]` over devices; None where that is not known, or there is one device.
-    - `names`: of the operands after queries, keys and values, in their order. Their shapes, where the leading dims may be 1:
+    - `precision`: that of the products, a `jax.lax.Precision` or a `jax.lax.DotAlgorithmPreset`; None for the platform's
+        default.
+    - `split`: the sharding of queries `[B, T, N, H]`; None if it is unknown or there is one device.
+    - `names`: the names of the operands after queries, keys and values, in order. Their leading dims may be 1:
 
         - `bias`: float `[B, N or 1, T or 1, S]`, added to the scaled scores;
-        - `mask`: bool `[B, N or 1, T or 1, S]`, True for keys that are seen;
-        - `lengths`: int `[B]`, the number of keys that are seen, from the first;
-        - `query_segments`, `key_segments`: int `[B, T]` and `[B, S]`; keys of the same segment are seen;
+        - `mask`: bool `[B, N or 1, T or 1, S]`, True for keys that are attended to;
+        - `lengths`: int `[B]`, the number of leading keys that are attended to;
+        - `query_segments`, `key_segments`: int `[B, T]` and `[B, S]`; a query attends to the keys of its own segment;
         - `key`: PRNG keys `[B]`, for dropout.
     """
 
@@ -52,12 +53,12 @@ class Setting:
 
     @property
     def row_shards(self) -> int:
-        """Over how many devices the rows are split."""
+        """The number of devices that the rows are split over."""
         return self._shards(0)
 
     @property
     def head_shards(self) -> int:
-        """Over how many devices the heads are split."""
+        """The number of devices that the heads are split over."""
         return self._shards(2)
 
     def _shards(self, dim: int) -> int:
@@ -66,26 +67,26 @@ class Setting:
         axes = self.split.spec[dim] or ()
         return math.prod(self.split.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
-    def axes(self, q: Any, k: Any) -> tuple[Any, Any]:
-        """The axes of the mesh that split rows and heads of these queries and keys; None for what does not divide."""
+    def mesh_axes(self, q: Any, k: Any) -> tuple[Any, Any]:
+        """Returns the mesh axes that split the rows and the heads of `q` and `k`; None for a dim that does not divide."""
         assert self.split is not None
         rows, _, heads, *_ = self.split.spec
-        divide = q.shape[2] % self.head_shards == k.shape[2] % self.head_shards == 0
-        return None if q.shape[0] % self.row_shards else rows, heads if divide else None
+        heads_divide = q.shape[2] % self.head_shards == k.shape[2] % self.head_shards == 0
+        return None if q.shape[0] % self.row_shards else rows, heads if heads_divide else None
 
     def n_repeats(self, n_heads: int, n_groups: int) -> int:
-        """How often each head of keys and values has to be there to divide over as many devices as heads of queries do; 1
-        where those do not divide."""
+        """Returns how often to repeat each key and value head, so that these divide over the devices that split the query
+        heads; 1 if the query heads do not divide."""
         return 1 if n_heads % self.head_shards else math.lcm(n_groups, self.head_shards) // n_groups
 
     @property
-    def may_see_nothing(self) -> bool:
-        """Whether a query may see no key at all."""
+    def may_mask_all_keys(self) -> bool:
+        """Whether all keys of a query may be masked."""
         return self.window is not None or bool({"mask", "lengths", "query_segments"} & set(self.names))
 
 
 def default_precision() -> Any:
-    """Returns the precision that `jax.default_matmul_precision` sets here, as for `Setting`."""
+    """Returns the precision that `jax.default_matmul_precision` currently sets, as `Setting` takes it."""
     config: Any = jax.config  # which declares no attribute for its options
     name = config.jax_default_matmul_precision
     if name is None:
@@ -94,29 +95,32 @@ def default_precision() -> Any:
     return presets[name] if name in presets else jax.lax.Precision(name)
 
 
-def seen(setting: Setting, rows: Int[Array, " t"], n_keys: int, operands: dict[str, Any]) -> Bool[Array, "b g r t s"] | None:
-    """The keys that some queries see, with 1 for dims along which all see the same; None for all keys.
+def make_mask(
+    setting: Setting, rows: Int[Array, " t"], n_keys: int, operands: dict[str, Any]
+) -> Bool[Array, "b g r t s"] | None:
+    """Returns a mask that is True for the keys that queries attend to, of size 1 along dims where it repeats; None for all
+    keys.
 
     **Arguments:**
 
     - `rows`: the positions of the queries.
-    - `operands`: among them the optional ones, of these queries; a mask as `[B, G, R, t, S]`.
+    - `operands`: includes the optional operands for these queries; a mask as `[B, G, R, t, S]`.
     """
     columns = jnp.arange(n_keys)
     distance = (rows[:, None] - columns)[None, None, None]
-    found: list[Any] = []
+    masks: list[Any] = []
     if setting.causal:
-        found.append(distance >= 0)
+        masks.append(distance >= 0)
     if setting.window is not None:
-        found.append(distance < setting.window if setting.causal else jnp.abs(distance) < setting.window)
+        masks.append(distance < setting.window if setting.causal else jnp.abs(distance) < setting.window)
     if "mask" in operands:
-        found.append(operands["mask"])
+        masks.append(operands["mask"])
     if "lengths" in operands:
-        found.append((columns < operands["lengths"][:, None])[:, None, None, None])
+        masks.append((columns < operands["lengths"][:, None])[:, None, None, None])
     if "query_segments" in operands:
-        same = operands["query_segments"][:, :, None] == operands["key_segments"][:, None, :]
-        found.append(same[:, None, None])
-    out = found[0] if found else None
-    for sees in found[1:]:
-        out = out & sees
+        same_segment = operands["query_segments"][:, :, None] == operands["key_segments"][:, None, :]
+        masks.append(same_segment[:, None, None])
+    out = masks[0] if masks else None
+    for mask in masks[1:]:
+        out = out & mask
     return out

@@ -1,4 +1,4 @@
-"""Reports the attention in a traced function: which of it is fused, by which kernel, and why the rest is not."""
+"""Reports which attentions of a traced function are fused, by which kernel, and why the others are not."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from ..compiled import line_of
 from ..kernels import Setting, dense_bytes, kernel_of
 from ..tracing import Body, inlined, insides, n_iterations, or_as_written, view
-from ._fuse_attention import attention_of, attentions_in, described, without_known_mask
-from ._scores import Scores, follow_scores, softmax_of
+from ._fuse_attention import describe, drop_known_mask, find_attentions, match_attention
+from ._scores import Scores, match_softmax, trace_scores
 
 
 class Attentions(NamedTuple):
@@ -20,106 +20,107 @@ class Attentions(NamedTuple):
 
     **Arguments:**
 
-    - `fused`: how many the rule computes, by what they see and by which kernel.
-    - `left`: the lines of code of those that it leaves as they are written, each with the reason.
-    - `dense`: the bytes on a device of each `[queries, keys]` array that a step still makes, by what makes it.
+    - `fused`: the number of fused attentions, by a description of their mask and kernel.
+    - `unfused`: the reason why an attention is not fused, by its line of code.
+    - `dense`: the bytes per device of each `[queries, keys]` array that a step still materializes, by its origin.
     """
 
     fused: Counter[str]
-    left: dict[str, str]
+    unfused: dict[str, str]
     dense: dict[str, int]
 
 
 def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None = None) -> Attentions:
-    """The attentions of a traced function.
+    """Finds the attentions of a traced function.
 
     **Arguments:**
 
-    - `platform`, `split`: what is compiled for.
+    - `platform`, `split`: the target platform, and the split of queries as in `FuseAttention`.
     """
     found = Attentions(Counter(), {}, {})
 
-    def count(setting: Setting, arrays: Sequence[Any], line: str, times: int) -> None:
-        here = replace(setting, split=split)
+    def record_fused(setting: Setting, arrays: Sequence[Any], line: str, times: int) -> None:
+        with_split = replace(setting, split=split)
         q, k, v, *extras = arrays
         operands = q, k, v, dict(zip(setting.names, extras, strict=True))
-        found.fused[f"{described(setting)}, {kernel_of(platform, here, *operands)}"] += times
-        note(f"a mask or bias at {line}", dense_bytes(platform, here, *operands), here)
+        found.fused[f"{describe(setting)}, {kernel_of(platform, with_split, *operands)}"] += times
+        record_dense(f"a mask or bias at {line}", dense_bytes(platform, with_split, *operands), with_split)
 
-    def note(what: str, n_bytes: int, setting: Setting) -> None:
+    def record_dense(origin: str, n_bytes: int, setting: Setting) -> None:
         if n_bytes := n_bytes // (setting.row_shards * setting.head_shards):
-            found.dense[what] = max(found.dense.get(what, 0), n_bytes)
+            found.dense[origin] = max(found.dense.get(origin, 0), n_bytes)
 
-    def look(body: Body, times: int) -> None:
-        taken: set[int] = set()
-        n_left, outer = len(found.left), list[Any]()
-        for attention in attentions_in(body):
+    def visit(body: Body, times: int) -> None:
+        fused_ids: set[int] = set()
+        n_unfused, score_like = len(found.unfused), list[Any]()
+        for attention in find_attentions(body):
             if attention.group(body).is_closed_in(body):
-                count(*attention.operands(), line_of(attention.out[0]), times)
-                taken |= {id(eqn) for eqn in attention.eqns}
+                record_fused(*attention.operands(), line_of(attention.out[0]), times)
+                fused_ids |= {id(eqn) for eqn in attention.eqns}
         for eqn in body.eqns:
             if eqn.primitive.name == "attention":
-                setting, kept = without_known_mask(body, eqn)
-                count(setting, [eqn.invars[i].aval for i in kept], line_of(eqn), times)
-            elif id(eqn) not in taken and (reason := _why_left(body, eqn)) is not None:
+                setting, kept = drop_known_mask(body, eqn)
+                record_fused(setting, [eqn.invars[i].aval for i in kept], line_of(eqn), times)
+            elif id(eqn) not in fused_ids and (reason := _why_unfused(body, eqn)) is not None:
                 line, weights = line_of(eqn), eqn.outvars[0].aval
-                found.left[line] = reason
-                note(f"the weights at {line}", weights.size * weights.dtype.itemsize, Setting(1.0, split=split))
-            if id(eqn) not in taken:
-                outer += [eqn] * _is_outer(eqn)
+                found.unfused[line] = reason
+                record_dense(f"the weights at {line}", weights.size * weights.dtype.itemsize, Setting(1.0, split=split))
+            if id(eqn) not in fused_ids:
+                score_like += [eqn] * _is_score_like(eqn)
                 inner_times = times * n_iterations(eqn)
                 for index, inner in enumerate(insides(eqn)):
                     if inner.role not in ("condition", "manual"):
-                        look(body.inside(eqn, index), inner_times)
-        for eqn in outer if len(found.left) == n_left else ():  # of what no softmax was found
+                        visit(body.inside(eqn, index), inner_times)
+        for eqn in score_like if len(found.unfused) == n_unfused else ():  # no softmax explains them
             scores = eqn.outvars[0].aval
-            note(f"the products at {line_of(eqn)}", scores.size * scores.dtype.itemsize, Setting(1.0, split=split))
+            record_dense(f"the products at {line_of(eqn)}", scores.size * scores.dtype.itemsize, Setting(1.0, split=split))
 
-    look(Body(inlined(closed), [None] * len(closed.jaxpr.invars)), 1)
+    visit(Body(inlined(closed), [None] * len(closed.jaxpr.invars)), 1)
     return found
 
 
-def _is_outer(eqn: Any) -> bool:
-    """Whether an equation is a product, a row at a time, of much more entries than what it multiplies, as scores are."""
+def _is_score_like(eqn: Any) -> bool:
+    """Whether an equation is a batched product whose output is much larger than its operands, as scores are."""
     if eqn.primitive.name != "dot_general" or not eqn.params["dimension_numbers"][1][0]:
         return False
     return eqn.outvars[0].aval.size > 4 * sum(operand.aval.size for operand in eqn.invars)
 
 
-def _why_left(body: Body, eqn: Any) -> str | None:
-    """Why a softmax between two products is left as it is; None where it is none."""
-    return or_as_written(partial(_reason_of, body, eqn), None, "a softmax that is left")
+def _why_unfused(body: Body, eqn: Any) -> str | None:
+    """Returns why the softmax that an equation computes is not fused; None if it is no softmax between two products."""
+    return or_as_written(partial(_find_reason, body, eqn), None, "a softmax that is not fused")
 
 
-def _reason_of(body: Body, eqn: Any) -> str | None:
-    softmax = softmax_of(body, eqn)
+def _find_reason(body: Body, eqn: Any) -> str | None:
+    softmax = match_softmax(body, eqn)
     if softmax is None:
         return None
     source, _, _ = softmax
     scores = Scores()
-    is_of_product = follow_scores(body, source, tuple(range(source.aval.ndim)), scores)
+    is_of_product = trace_scores(body, source, tuple(range(source.aval.ndim)), scores)
     readers = [reader for reader in body.readers(eqn.outvars[0]) if reader is not None]
-    products = [product for reader in readers if (product := _product_from(body, reader)) is not None]
+    products = [product for reader in readers if (product := _following_product(body, reader)) is not None]
     if is_of_product and products:
-        reasons = [reason for product in products if isinstance(reason := attention_of(body, product), str)]
+        reasons = [reason for product in products if isinstance(reason := match_attention(body, product), str)]
         if reasons:
             return reasons[0]
-        if all(attention_of(body, product) is None for product in products):
+        if all(match_attention(body, product) is None for product in products):
             return f"`{readers[0].primitive.name}` between the weights and the values"
-        return "its scores or weights are also read elsewhere"
-    if is_of_product and readers and _MAY_DROP & {reader.primitive.name for reader in readers}:
-        return f"`{readers[0].primitive.name}` between the weights and the values, as of a dropout or a mask"
-    if scores.stop is not None and products and scores.stop in _CAPS:
-        return f"`{scores.stop}` between the scores and their softmax"
+        return "its scores or weights are also used elsewhere"
+    if is_of_product and readers and _DROPOUT & {reader.primitive.name for reader in readers}:
+        return f"`{readers[0].primitive.name}` between the weights and the values, such as dropout or a mask"
+    if scores.stopped_at is not None and products and scores.stopped_at in _SCORE_CHANGES:
+        return f"`{scores.stopped_at}` between the scores and their softmax"
     return None
 
 
-_MAY_DROP = {"mul", "select_n", "div"}
-_CAPS = {"tanh", "mul", "div", "max", "min", "clamp", "logistic", "erf", "exp", "neg", "select_n", "stop_gradient"}
+# Primitives that apply dropout or a mask to weights, and primitives that change scores, as a softcap does.
+_DROPOUT = {"mul", "select_n", "div"}
+_SCORE_CHANGES = {"tanh", "mul", "div", "max", "min", "clamp", "logistic", "erf", "exp", "neg", "select_n", "stop_gradient"}
 
 
-def _product_from(body: Body, eqn: Any) -> Any | None:
-    """The product that reads what an equation makes, perhaps through views that it alone reads."""
+def _following_product(body: Body, eqn: Any) -> Any | None:
+    """Follows an equation forward through views with one reader; returns the product at their end, or None."""
     while eqn is not None and eqn.primitive.name != "dot_general":
         if view(eqn) is None or len(readers := body.readers(eqn.outvars[0])) != 1:
             return None

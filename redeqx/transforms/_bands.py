@@ -1,7 +1,7 @@
-"""Masks that are known beforehand: which of them say that a query sees a band of keys, found from how they are computed.
+"""Band masks: recognises constant masks that let a query attend to a band of keys, from the equations that compute them.
 
-A causal mask of 16,384 tokens has 268 million entries, so it is never computed here. Integers are followed as affine
-functions of the position in the array (`iota`, sums, differences), and comparisons of them as inequalities.
+A causal mask of 16,384 tokens has 268 million entries, so it is not evaluated. Instead, integers are represented as affine
+functions of the array index (`iota`, sums, differences), and comparisons of them as inequalities.
 """
 
 import math
@@ -15,46 +15,49 @@ from jax.extend import core as jex
 
 from ..tracing import Body, called, view
 
-_MAX_LENGTH = 2**20  # of a constant vector that is compared with an `arange`
+_MAX_LENGTH = 2**20  # of a constant vector that is checked for being an `arange`
 
 
 @dataclass(frozen=True)
 class Affine:
-    """An integer at each position of an array: `start` plus, for each dim, its slope times the index."""
+    """An integer array whose entries are `start` plus, for each dim, the slope times the index."""
 
     start: int
     slopes: tuple[int, ...]
 
-    def of(self, dims: Sequence[int | None]) -> "Affine":
-        """The array whose dim `i` is this one's dim `dims[i]`."""
+    def select_dims(self, dims: Sequence[int | None]) -> "Affine":
+        """Returns the array whose dim `i` is this array's dim `dims[i]`; None for a new dim."""
         return Affine(self.start, tuple(0 if dim is None else self.slopes[dim] for dim in dims))
 
-    def plus(self, other: "Affine", times: int = 1) -> "Affine":
+    def add(self, other: "Affine", times: int = 1) -> "Affine":
+        """Returns `self + times * other`."""
         slopes = tuple(a + times * b for a, b in zip(self.slopes, other.slopes, strict=True))
         return Affine(self.start + times * other.start, slopes)
 
     def bounds(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The smallest and the largest of the integers."""
+        """Returns the smallest and the largest entry."""
         ends = [slope * (size - 1) for slope, size in zip(self.slopes, shape, strict=True)]
         return self.start + sum(min(end, 0) for end in ends), self.start + sum(max(end, 0) for end in ends)
 
 
-# A boolean at each position: whether all of these are at least 0. None is what is not known; no inequality is always true.
+# A boolean array whose entries are True where all of these are at least 0; an empty tuple is True everywhere.
 Inequalities = tuple[Affine, ...]
 
 
 def inequalities(body: Body, atom: Any, negated: bool = False) -> Inequalities | None:
-    """A boolean array, or its negation, as inequalities; None where it is computed in another way. A floating array is true
-    where it is zero; only constants of that kind are looked into."""
+    """Returns a boolean array, or its negation, as inequalities; None if it has no such form.
+
+    A floating array counts as True where it is zero; it must be a constant.
+    """
     if isinstance(atom, jex.Literal):
         return _constant(bool(atom.val) != negated, ())
-    body, atom = _outside(body, atom)
-    found = _computed(body, atom, negated)
-    return _of_value(body, atom, negated) if found is None else found
+    body, atom = _resolve_input(body, atom)
+    found = _from_equation(body, atom, negated)
+    return _from_value(body, atom, negated) if found is None else found
 
 
-def _computed(body: Body, atom: Any, negated: bool) -> Inequalities | None:
-    """As `inequalities`, from the equation that computes the array."""
+def _from_equation(body: Body, atom: Any, negated: bool) -> Inequalities | None:
+    """Same as `inequalities`, from the equation that computes the array."""
     eqn, shape = body.producer(atom), atom.aval.shape
     if eqn is None or eqn.effects:
         return None
@@ -66,66 +69,68 @@ def _computed(body: Body, atom: Any, negated: bool) -> Inequalities | None:
         a, b = (_affine(body, operand, shape) for operand in eqn.invars)
         return None if a is None or b is None else _COMPARISONS[_NEGATED[name] if negated else name](a, b)
 
-    def of(operand: Any, negated: bool) -> Inequalities | None:
+    def of_operand(operand: Any, negated: bool) -> Inequalities | None:
         found = inequalities(body, operand, negated)
         if found is None or len(operand.aval.shape) == len(shape):
             return found
-        return tuple(Affine(each.start, (0,) * len(shape)) for each in found)  # a scalar beside an array
+        return tuple(Affine(each.start, (0,) * len(shape)) for each in found)  # a scalar
 
     if name == "not":
-        return of(eqn.invars[0], not negated)
+        return of_operand(eqn.invars[0], not negated)
     if name == ("or" if negated else "and"):
-        return _both(*(of(operand, negated) for operand in eqn.invars))
+        return _all_of(*(of_operand(operand, negated) for operand in eqn.invars))
     if name == "select_n" and len(eqn.invars) == 3:
         which, if_false, if_true = eqn.invars
-        if _is_false(of(if_false, negated), shape):
-            return _both(of(which, False), of(if_true, negated))
-        return _both(of(which, True), of(if_false, negated)) if _is_false(of(if_true, negated), shape) else None
+        if _is_false(of_operand(if_false, negated), shape):
+            return _all_of(of_operand(which, False), of_operand(if_true, negated))
+        if _is_false(of_operand(if_true, negated), shape):
+            return _all_of(of_operand(which, True), of_operand(if_false, negated))
+        return None
     dims = view(eqn)
     if dims is None or name in ("slice", "dynamic_slice") or eqn.invars[0].aval.dtype != bool:
         return None
     found = inequalities(body, eqn.invars[0], negated)
-    return None if found is None else tuple(each.of(dims) for each in found)
+    return None if found is None else tuple(each.select_dims(dims) for each in found)
 
 
-def band(found: Inequalities, shape: Sequence[int], query: int, key: int) -> tuple[int | None, int | None] | None:
-    """The least and the largest of `query - key` that are seen, None for no bound; None alone for what is no such band.
+def find_band(found: Inequalities, shape: Sequence[int], query: int, key: int) -> tuple[int | None, int | None] | None:
+    """Returns the bounds of `query - key` at True entries, each None if there is no bound; None if this is not a band.
 
     **Arguments:**
 
     - `query`, `key`: the dims of the queries' and the keys' positions.
     """
-    least: int | None = None
-    most: int | None = None
-    for of in found:
-        low, _ = of.bounds(shape)
-        if low >= 0:
+    lower: int | None = None
+    upper: int | None = None
+    for each in found:
+        smallest, _ = each.bounds(shape)
+        if smallest >= 0:
             continue
-        others = [slope for dim, slope in enumerate(of.slopes) if dim not in (query, key)]
-        if any(others) or (of.slopes[query], of.slopes[key]) not in ((1, -1), (-1, 1)):
+        others = [slope for dim, slope in enumerate(each.slopes) if dim not in (query, key)]
+        if any(others) or (each.slopes[query], each.slopes[key]) not in ((1, -1), (-1, 1)):
             return None
-        if of.slopes[query] == 1:  # query - key >= -start
-            least = -of.start if least is None else max(least, -of.start)
+        if each.slopes[query] == 1:  # query - key >= -start
+            lower = -each.start if lower is None else max(lower, -each.start)
         else:
-            most = of.start if most is None else min(most, of.start)
-    return least, most
+            upper = each.start if upper is None else min(upper, each.start)
+    return lower, upper
 
 
-# --- how booleans are computed ----------------------------------------------------------------------------------------
+# --- booleans ---------------------------------------------------------------------------------------------------------
 
 _COMPARISONS: Mapping[str, Callable[[Affine, Affine], Inequalities | None]] = {
-    "ge": lambda a, b: (a.plus(b, -1),),
-    "le": lambda a, b: (b.plus(a, -1),),
-    "gt": lambda a, b: (_less_one(a.plus(b, -1)),),
-    "lt": lambda a, b: (_less_one(b.plus(a, -1)),),
-    "eq": lambda a, b: (a.plus(b, -1), b.plus(a, -1)),
+    "ge": lambda a, b: (a.add(b, -1),),
+    "le": lambda a, b: (b.add(a, -1),),
+    "gt": lambda a, b: (_minus_one(a.add(b, -1)),),
+    "lt": lambda a, b: (_minus_one(b.add(a, -1)),),
+    "eq": lambda a, b: (a.add(b, -1), b.add(a, -1)),
     "ne": lambda a, b: None,
 }
 _NEGATED = {"ge": "lt", "lt": "ge", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 
 
-def _less_one(of: Affine) -> Affine:
-    return Affine(of.start - 1, of.slopes)
+def _minus_one(a: Affine) -> Affine:
+    return Affine(a.start - 1, a.slopes)
 
 
 def _constant(value: bool, shape: Sequence[int]) -> Inequalities:
@@ -133,65 +138,66 @@ def _constant(value: bool, shape: Sequence[int]) -> Inequalities:
 
 
 def _is_false(found: Inequalities | None, shape: Sequence[int]) -> bool:
-    """Whether a boolean is False everywhere."""
-    return found is not None and any(of.bounds(shape)[1] < 0 for of in found)
+    """Whether a boolean array is known to be False everywhere."""
+    return found is not None and any(each.bounds(shape)[1] < 0 for each in found)
 
 
-def _both(a: Inequalities | None, b: Inequalities | None) -> Inequalities | None:
+def _all_of(a: Inequalities | None, b: Inequalities | None) -> Inequalities | None:
     return None if a is None or b is None else (*a, *b)
 
 
-def _of_value(body: Body, atom: Any, negated: bool) -> Inequalities | None:
-    """An array that the function is closed over, or a small one that is computed beforehand, where it is a band."""
-    is_number = jnp.issubdtype(atom.aval.dtype, jnp.floating)
-    if not body.is_constant(atom) or not (is_number or atom.aval.dtype == bool) or not math.prod(atom.aval.shape):
+def _from_value(body: Body, atom: Any, negated: bool) -> Inequalities | None:
+    """Same as `inequalities`, from the value of a closed-over or a small constant array."""
+    is_floating = jnp.issubdtype(atom.aval.dtype, jnp.floating)
+    if not body.is_constant(atom) or not (is_floating or atom.aval.dtype == bool) or not math.prod(atom.aval.shape):
         return None
     value = np.asarray(body.value(atom))
-    value = (value == 0 if is_number else value) != negated
+    value = (value == 0 if is_floating else value) != negated
     if value.all() or not value.any():
         return _constant(bool(value.all()), value.shape)
-    long = [dim for dim, size in enumerate(value.shape) if size != 1]
-    if len(long) != 2:
+    long_dims = [dim for dim, size in enumerate(value.shape) if size != 1]
+    if len(long_dims) != 2:
         return None
-    mask = value.reshape([value.shape[dim] for dim in long])
+    mask = value.reshape([value.shape[dim] for dim in long_dims])
     rows, columns = np.nonzero(mask)
-    least, most = int((rows - columns).min()), int((rows - columns).max())
+    lower, upper = int((rows - columns).min()), int((rows - columns).max())
     distance = np.arange(mask.shape[0])[:, None] - np.arange(mask.shape[1])
-    if not np.array_equal(mask, (distance >= least) & (distance <= most)):
+    if not np.array_equal(mask, (distance >= lower) & (distance <= upper)):
         return None
-    slopes = tuple(0 if dim not in long else 1 if dim == long[0] else -1 for dim in range(value.ndim))
-    return Affine(-least, slopes), Affine(most, tuple(-slope for slope in slopes))
+    slopes = tuple(0 if dim not in long_dims else 1 if dim == long_dims[0] else -1 for dim in range(value.ndim))
+    return Affine(-lower, slopes), Affine(upper, tuple(-slope for slope in slopes))
 
 
-# --- how integers are computed ----------------------------------------------------------------------------------------
+# --- integers ---------------------------------------------------------------------------------------------------------
 
 
-def _outside(body: Body, atom: Any) -> tuple[Body, Any]:
-    """Where a value that a jaxpr is given comes from."""
-    while (given := body.given(atom)) is not None:
-        body, atom = given
+def _resolve_input(body: Body, atom: Any) -> tuple[Body, Any]:
+    """Follows an input of inner jaxprs to the body and the value that it comes from."""
+    while (outer := body.given(atom)) is not None:
+        body, atom = outer
     return body, atom
 
 
 def _affine(body: Body, atom: Any, shape: Sequence[int]) -> Affine | None:
-    flat = (0,) * len(shape)
+    """Returns an integer array, broadcast to `shape`, as an affine function of the index; None if it has no such form."""
+    zeros = (0,) * len(shape)
     if isinstance(atom, jex.Literal):
         value = np.asarray(atom.val)
-        return Affine(int(value), flat) if np.issubdtype(value.dtype, np.integer) and value.ndim == 0 else None
+        return Affine(int(value), zeros) if np.issubdtype(value.dtype, np.integer) and value.ndim == 0 else None
     dtype = atom.aval.dtype
-    if not np.issubdtype(dtype, np.signedinteger) or dtype.itemsize < 4:  # others wrap around
+    if not np.issubdtype(dtype, np.signedinteger) or dtype.itemsize < 4:  # other dtypes wrap around
         return None
     own = atom.aval.shape
-    found = _affine_of(*_outside(body, atom))
+    found = _affine_from_equation(*_resolve_input(body, atom))
     if found is None or len(own) == len(shape):
         return found
-    return Affine(found.start, flat) if not own else None
+    return Affine(found.start, zeros) if not own else None
 
 
-def _affine_of(body: Body, atom: Any) -> Affine | None:
+def _affine_from_equation(body: Body, atom: Any) -> Affine | None:
     shape, eqn = atom.aval.shape, body.producer(atom)
     if eqn is None or eqn.effects:
-        return _affine_constant(body, atom)
+        return _affine_from_constant(body, atom)
     name = eqn.primitive.name
     if called(eqn) is not None:
         inner = body.inside(eqn)
@@ -200,29 +206,28 @@ def _affine_of(body: Body, atom: Any) -> Affine | None:
         return Affine(0, tuple(int(dim == eqn.params["dimension"]) for dim in range(len(shape))))
     if name in ("add", "sub"):
         a, b = (_affine(body, operand, shape) for operand in eqn.invars)
-        return None if a is None or b is None else a.plus(b, 1 if name == "add" else -1)
+        return None if a is None or b is None else a.add(b, 1 if name == "add" else -1)
     if name == "neg":
         a = _affine(body, eqn.invars[0], shape)
-        return None if a is None else Affine(0, (0,) * len(shape)).plus(a, -1)
+        return None if a is None else Affine(0, (0,) * len(shape)).add(a, -1)
     if name == "mul":
         a, b = (_affine(body, operand, shape) for operand in eqn.invars)
         if a is None or b is None:
             return None
         if any(a.slopes):
             a, b = b, a
-        return None if any(a.slopes) else Affine(0, (0,) * len(shape)).plus(b, a.start)
+        return None if any(a.slopes) else Affine(0, (0,) * len(shape)).add(b, a.start)
     dims = view(eqn)
     if dims is None or name in ("slice", "dynamic_slice"):
         return None
     found = _affine(body, eqn.invars[0], eqn.invars[0].aval.shape)
-    return None if found is None else found.of(dims)
+    return None if found is None else found.select_dims(dims)
 
 
-def _affine_constant(body: Body, atom: Any) -> Affine | None:
-    """A constant vector or scalar, as of positions that the user made with NumPy."""
+def _affine_from_constant(body: Body, atom: Any) -> Affine | None:
+    """Same as `_affine`, for a constant vector or scalar, such as positions made with NumPy."""
     shape = atom.aval.shape
-    longest = max(shape, default=1)
-    if sum(size != 1 for size in shape) > 1 or longest > _MAX_LENGTH or not body.is_constant(atom):
+    if sum(size != 1 for size in shape) > 1 or max(shape, default=1) > _MAX_LENGTH or not body.is_constant(atom):
         return None
     value = np.asarray(body.value(atom))
     entries = value.reshape(-1).astype(np.int64)

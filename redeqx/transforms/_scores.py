@@ -1,7 +1,7 @@
-"""What stands between two products: a softmax, and what is done to the scores before it.
+"""Pattern matching of attention scores: finds a softmax, and traces its input back to the product of queries and keys.
 
-The dims of a softmax's input are its labels. They are followed back, through scales, masks, biases, casts and transposes, to
-the product that made the scores; and on to the product that reads the weights. `_fuse_attention` decides what it is.
+The dims of the softmax's input are used as labels. They are traced through scales, masks, biases, casts and transposes to
+the dims of each operand. `_fuse_attention` decides whether the result is an attention.
 """
 
 import math
@@ -18,21 +18,21 @@ from jax.extend import core as jex
 from ..tracing import Body, repeats, view
 from ._bands import inequalities
 
-_LOW = -1e4  # a score as low as that weighs nothing
-_LOST = -1e9  # scores and biases are lost in the rounding of a sum with this
-_LARGE = 2**22  # elements of a constant that is not looked into
-SIZE = "size"  # the label of the dim that a product contracts: the size of a head
+_MASKED_SCORE = -1e4  # at or below this, the weight of a score is 0
+_ABSORBING_SCORE = -1e9  # at or below this, a sum with scores or biases rounds them away
+_MAX_INSPECTED = 2**22  # elements of the largest constant whose values are inspected
+SIZE = "size"  # the label of the head size, the dim that the first product contracts
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A value and the labels of its dims; None for dims of size 1 that have none."""
+    """A value and the labels of its dims; None for unlabelled dims of size 1."""
 
     atom: Any
     labels: tuple[Any, ...]
 
-    def arranged(self, read: Any, order: Sequence[Any]) -> Any:
-        """The array with a dim for each of these labels, of size 1 where it has none."""
+    def arrange(self, read: Any, order: Sequence[Any]) -> Any:
+        """Returns the array with one dim per label in `order`, of size 1 for labels that it lacks."""
         x = read(self.atom)
         x = jnp.squeeze(x, [dim for dim, label in enumerate(self.labels) if label is None])
         labels = [label for label in self.labels if label is not None]
@@ -42,33 +42,33 @@ class Operand:
 
 @dataclass(frozen=True)
 class Mask:
-    """Keys that are seen, and what the others' scores become.
+    """A mask, and the score that it gives to masked keys.
 
     **Arguments:**
 
-    - `is_seen`: whether True is seen.
-    - `level`: the score of a key that is not seen, or what is added to it.
-    - `bias`: the same as a bias with its factor, where it is added; None where it takes the place of the scores.
+    - `keep`: the value of `operand` at keys that are attended to.
+    - `level`: the score of masked keys, or the number added to their scores.
+    - `bias`: the mask as a bias and its factor, if it is added; None if it replaces scores.
     """
 
     operand: Operand
-    is_seen: bool
+    keep: bool
     level: float
     bias: tuple[Operand, float] | None = None
 
 
 @dataclass
 class Scores:
-    """What is done between the product of queries and keys and the softmax.
+    """The computation between the product of queries and keys and the softmax.
 
     **Arguments:**
 
     - `eqns`: the equations, in any order.
-    - `scale`: of the product.
+    - `scale`: the factor of the product.
     - `masks`: in any order.
-    - `biases`: with the factor of each.
-    - `product`: the product, and its dims' labels.
-    - `stop`: the primitive that is no part of an attention, where there is one.
+    - `biases`: each with its factor.
+    - `product`: the product, and the labels of its dims.
+    - `stopped_at`: the primitive at which tracing stopped. If it failed, this primitive is not part of an attention.
     """
 
     eqns: list[Any] = field(default_factory=list)
@@ -76,36 +76,40 @@ class Scores:
     masks: list[Mask] = field(default_factory=list)
     biases: list[tuple[Operand, float]] = field(default_factory=list)
     product: tuple[Any, tuple[Any, ...]] | None = None
-    stop: str | None = None
+    stopped_at: str | None = None
 
 
 # --- the softmax ------------------------------------------------------------------------------------------------------
 
 
-def weights_from(body: Body, atom: Any) -> tuple[list[Any], tuple[Any, list[Any], int], tuple[int, ...]] | None:
-    """The softmax that a product's operand comes from, and the way there."""
+def trace_weights(body: Body, atom: Any) -> tuple[list[Any], tuple[Any, list[Any], int], tuple[int, ...]] | None:
+    """Traces an operand of a product back to a softmax.
+
+    Returns the equations in between, the softmax as `match_softmax` returns it, and for each dim of the operand the dim of
+    the softmax; None if there is no softmax.
+    """
     eqns: list[Any] = []
-    back = tuple(range(len(atom.aval.shape)))  # for each dim of the operand, the dim of the value followed so far
+    mapping = tuple(range(len(atom.aval.shape)))  # for each dim of the operand, the dim of the value traced so far
     while (eqn := body.producer(atom)) is not None:
-        if (softmax := softmax_of(body, eqn)) is not None:
-            return eqns, softmax, back
+        if (softmax := match_softmax(body, eqn)) is not None:
+            return eqns, softmax, mapping
         dims = view(eqn)
-        if dims is None or repeats(eqn) or not _keeps_values(eqn):
+        if dims is None or repeats(eqn) or not _preserves_values(eqn):
             return None
         if sorted(d for d in dims if d is not None) != list(range(eqn.invars[0].aval.ndim)):
             return None
-        before = [dims[dim] for dim in back]
-        back, atom = tuple(dim for dim in before if dim is not None), eqn.invars[0]
-        if len(back) < len(before):  # a dim of size 1 that is new
+        traced = [dims[dim] for dim in mapping]
+        mapping, atom = tuple(dim for dim in traced if dim is not None), eqn.invars[0]
+        if len(mapping) < len(traced):  # a new dim of size 1
             return None
         eqns.append(eqn)
     return None
 
 
-def _keeps_values(eqn: Any) -> bool:
-    """Whether a view has the values and the gradient of its operand, but for a rounding to a dtype that kernels compute in.
+def _preserves_values(eqn: Any) -> bool:
+    """Whether a view preserves the values and the gradient of its operand, up to rounding to a dtype of at least 16 bits.
 
-    What is rounded further, or to integers, or has its gradient stopped, is meant to be.
+    Other views are meant to change values: they round further or to integers, stop gradients, or slice.
     """
     if eqn.primitive.name == "convert_element_type":
         dtypes = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
@@ -115,77 +119,78 @@ def _keeps_values(eqn: Any) -> bool:
     return eqn.primitive.name not in ("stop_gradient", "slice", "dynamic_slice")
 
 
-def softmax_of(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
-    """What a softmax is taken of, its equations and its dim, where this equation makes one."""
+def match_softmax(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
+    """Returns the input of the softmax that an equation computes, its equations and its dim; None if it computes none."""
     if len(eqn.outvars) != 1:
         return None
     if eqn.primitive.name == "custom_jvp_call":
-        if not _is_of_jax(eqn.params["call_jaxpr"]):  # it has another derivative, or it would not say one
+        if not _is_defined_by_jax(eqn.params["call_jaxpr"]):  # a user's rule may give another derivative
             return None
         inner = body.inside(eqn)
         last = inner.producer(inner.closed.jaxpr.outvars[0])
-        found = None if last is None else softmax_of(inner, last)
+        found = None if last is None else match_softmax(inner, last)
         if found is None or found[0] not in inner.closed.jaxpr.invars:
             return None
         return eqn.invars[inner.closed.jaxpr.invars.index(found[0])], [eqn], found[2]
     if eqn.primitive.name != "div":
         return None
-    exp, (total, of_total) = body.producer(eqn.invars[0]), _back(body, eqn.invars[1], _ON_THE_WAY_TO_THE_SUM)
+    exp, (total, sum_path) = body.producer(eqn.invars[0]), _trace_back(body, eqn.invars[1], _SUM_PATH)
     if exp is None or exp.primitive.name != "exp" or total is None or total.primitive.name != "reduce_sum":
         return None
     summed, casts = total.invars[0], []
-    if summed is not exp.outvars[0]:  # `jnp.sum` adds up in float32 what is in bfloat16
+    if summed is not exp.outvars[0]:  # `jnp.sum` accumulates bfloat16 in float32
         casts = [body.producer(summed)]
         if casts[0] is None or casts[0].primitive.name != "convert_element_type" or casts[0].invars[0] is not exp.outvars[0]:
             return None
     if len(total.params["axes"]) != 1:
         return None
-    members, axis, source = [eqn, *of_total, total, *casts, exp], int(total.params["axes"][0]), exp.invars[0]
-    if not _is_sum_of_each(eqn, of_total, total, axis):
+    members, axis, source = [eqn, *sum_path, total, *casts, exp], int(total.params["axes"][0]), exp.invars[0]
+    if not _divides_by_own_sum(eqn, sum_path, total, axis):
         return None
     shifted = body.producer(source)
-    # Whatever is subtracted from all scores of a query changes nothing: mostly it is the largest.
-    if shifted is not None and shifted.primitive.name == "sub" and _is_alike_along(body, shifted.invars[1], axis):
-        most, of_most = _back(body, shifted.invars[1], _ON_THE_WAY_TO_THE_LARGEST)
-        if most is not None and most.primitive.name == "reduce_max":
-            members, source = [*members, shifted, *of_most, most], shifted.invars[0]
+    # Subtracting the same number from all scores of a query, mostly the largest score, does not change the softmax.
+    if shifted is not None and shifted.primitive.name == "sub" and _is_constant_along(body, shifted.invars[1], axis):
+        largest, max_path = _trace_back(body, shifted.invars[1], _MAX_PATH)
+        if largest is not None and largest.primitive.name == "reduce_max":
+            members, source = [*members, shifted, *max_path, largest], shifted.invars[0]
     return source, members, axis
 
 
-def _is_of_jax(closed: Any) -> bool:
-    """Whether JAX itself defines the function of a jaxpr."""
+def _is_defined_by_jax(closed: Any) -> bool:
+    """Whether the function of a jaxpr is defined in JAX itself."""
     file = getattr(closed.jaxpr.debug_info, "func_filename", None) or ""
     return file.startswith(os.path.dirname(jax.__file__) + os.sep)
 
 
-_ON_THE_WAY_TO_THE_SUM = ("broadcast_in_dim", "reshape", "convert_element_type")
-_ON_THE_WAY_TO_THE_LARGEST = ("broadcast_in_dim", "reshape", "stop_gradient", "max", "transpose", "convert_element_type")
+# Primitives between `div` and the sum, and between `sub` and the maximum.
+_SUM_PATH = ("broadcast_in_dim", "reshape", "convert_element_type")
+_MAX_PATH = ("broadcast_in_dim", "reshape", "stop_gradient", "max", "transpose", "convert_element_type")
 
 
-def _is_sum_of_each(eqn: Any, way: Sequence[Any], total: Any, axis: int) -> bool:
-    """Whether a quotient divides each entry by the sum along its own row, and not along that of another.
+def _divides_by_own_sum(eqn: Any, path: Sequence[Any], total: Any, axis: int) -> bool:
+    """Whether a division divides each entry by the sum along `axis` of its own row, not of another row.
 
     **Arguments:**
 
-    - `way`: the views from the divisor back to the sum.
+    - `path`: the views from the divisor back to the sum.
     """
     divisor = eqn.invars[1].aval.shape
     if not divisor:  # a scalar: the sum of a vector
         return math.prod(eqn.outvars[0].aval.shape) == eqn.outvars[0].aval.shape[axis]
-    back: list[int | None] = [dim if size != 1 else None for dim, size in enumerate(divisor)]
-    for each in way:
+    mapping: list[int | None] = [dim if size != 1 else None for dim, size in enumerate(divisor)]
+    for each in path:
         dims = view(each)
         if dims is None:
             return False
-        back = [None if dim is None else dims[dim] for dim in back]
+        mapping = [None if dim is None else dims[dim] for dim in mapping]
     kept = [dim for dim in range(len(divisor)) if dim != axis]
     sizes = total.outvars[0].aval.shape
-    is_own = all(back[dim] == i or sizes[i] == 1 for i, dim in enumerate(kept))
-    return is_own and (back[axis] is None or sizes[back[axis]] == 1)
+    is_own = all(mapping[dim] == i or sizes[i] == 1 for i, dim in enumerate(kept))
+    return is_own and (mapping[axis] is None or sizes[mapping[axis]] == 1)
 
 
-def _is_alike_along(body: Body, atom: Any, dim: int) -> bool:
-    """Whether an array has the same entries all along a dim."""
+def _is_constant_along(body: Body, atom: Any, dim: int) -> bool:
+    """Whether an array is known to be constant along a dim."""
     if isinstance(atom, jex.Literal) or atom.aval.ndim == 0 or atom.aval.shape[dim] == 1:
         return True
     while (eqn := body.producer(atom)) is not None and (dims := view(eqn)) is not None:
@@ -196,111 +201,113 @@ def _is_alike_along(body: Body, atom: Any, dim: int) -> bool:
     return False
 
 
-def _back(body: Body, atom: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
-    """The first equation that is none of these, on the way back along the operands of most dims, and the way."""
+def _trace_back(body: Body, atom: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
+    """Follows the operand of the most dims back through these primitives; returns the first other equation and the path."""
     eqns = []
     while (eqn := body.producer(atom)) is not None and eqn.primitive.name in names:
         eqns.append(eqn)
         operands = [operand for operand in eqn.invars if not isinstance(operand, jex.Literal)]
         if not operands:
             return None, []
-        atom = max(operands, key=lambda operand: operand.aval.ndim)  # beside it, the least that a maximum may be
+        atom = max(operands, key=lambda operand: operand.aval.ndim)  # the other operand of `max` is a lower bound
     return eqn, eqns
 
 
-# --- from the softmax to the product of queries and keys --------------------------------------------------------------
+# --- from the softmax back to the product of queries and keys ---------------------------------------------------------
 
 
-def follow_scores(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores) -> bool:
-    """Fill `scores` with what leads to a value of these labels; False where that is something else, or masks that are not
-    one mask."""
-    return _follow(body, atom, labels, scores) and _settle_masks(body, scores)
+def trace_scores(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores) -> bool:
+    """Traces a value with these labels back to the product of queries and keys, and fills `scores`.
 
-
-def _settle_masks(body: Body, scores: Scores) -> bool:
-    """Make biases of the masks that have to stay what is added; False where what is left is not one mask.
-
-    A kernel weighs all keys alike where a query sees none. As written it is so too where all of them are at one level, but
-    not where masks have several levels, or one at which scores and biases still count. (Where a mask's level is as low as
-    what a bias hides keys with, as in two masks of -1e9 one of which is added, such a query may weigh some of them only as
-    written.)
+    Returns False if the equations are not those of an attention, or if its masks cannot be combined into one.
     """
-    lows = [low for bias, factor in scores.biases if (low := _lowest(body, bias.atom, factor)) is not None]
+    return _trace_scores(body, atom, labels, scores) and _resolve_masks(body, scores)
+
+
+def _resolve_masks(body: Body, scores: Scores) -> bool:
+    """Turns added masks back into biases where a single mask would give other weights; returns False if it still would.
+
+    If all keys of a query are masked, a kernel weighs them equally. The original code does too if they have one level, but
+    not if masks have several levels, or one at which scores and biases still count. (One case is not detected: if a bias
+    masks keys at the same level as a mask, as with two masks of -1e9 one of which is added, the original code may weigh
+    only some of the keys.)
+    """
+    lows = [low for bias, factor in scores.biases if (low := _lowest_constant(body, bias.atom, factor)) is not None]
     levels = {mask.level for mask in scores.masks}
-    if all(_has_diagonal(body, mask.operand.atom, mask.is_seen) for mask in scores.masks):  # each query sees a key
-        if not lows or max(levels, default=-math.inf) <= min(_LOST, *lows):
+    if all(_includes_diagonal(body, mask.operand.atom, mask.keep) for mask in scores.masks):  # each query attends to a key
+        if not lows or max(levels, default=-math.inf) <= min(_ABSORBING_SCORE, *lows):
             return True
-    elif not lows and len(levels) == 1 and (not scores.biases or max(levels) <= _LOST):
+    elif not lows and len(levels) == 1 and (not scores.biases or max(levels) <= _ABSORBING_SCORE):
         return True
     added = [mask for mask in scores.masks if mask.bias is not None]
     scores.biases += [mask.bias for mask in added if mask.bias is not None]
     scores.masks = [mask for mask in scores.masks if mask.bias is None]
     lows, levels = [*lows, *(mask.level for mask in added)], {mask.level for mask in scores.masks}
-    if not levels or (len(levels) == 1 and max(levels) <= min([_LOST, *lows])):
+    if not levels or (len(levels) == 1 and max(levels) <= min([_ABSORBING_SCORE, *lows])):
         return True
-    scores.stop = "select_n"
+    scores.stopped_at = "select_n"
     return False
 
 
-def _lowest(body: Body, atom: Any, factor: float) -> float | None:
-    """The lowest number that a bias seems to be made with, as a mask that is added is; None without one."""
-    found = [-abs(number * factor) for number in _numbers(body, atom, _DEPTH)]
-    return min((number for number in found if number <= _LOW), default=None)
+def _lowest_constant(body: Body, atom: Any, factor: float) -> float | None:
+    """Returns the lowest masking level among the constants that a bias is computed from; None if there is none."""
+    levels = [-abs(number * factor) for number in _constants(body, atom, _MAX_DEPTH)]
+    return min((level for level in levels if level <= _MASKED_SCORE), default=None)
 
 
-_DEPTH = 12  # equations between a bias and the number that it is made with
-_MADE_BY = {"mul", "add", "sub", "neg", "select_n", "max", "min", "convert_element_type", "stop_gradient"}
+_MAX_DEPTH = 12  # equations between a bias and a constant that it is computed from
+_ARITHMETIC = {"mul", "add", "sub", "neg", "select_n", "max", "min", "convert_element_type", "stop_gradient"}
 
 
-def _numbers(body: Body, atom: Any, depth: int) -> Iterator[float]:
-    """The constants that a value is made of by sums, products and choices."""
-    if (number := _scalar(body, atom)) is not None:
+def _constants(body: Body, atom: Any, depth: int) -> Iterator[float]:
+    """Yields the constants that a value is computed from by arithmetic and selection."""
+    if (number := _scalar_value(body, atom)) is not None:
         yield number
     elif not isinstance(atom, jex.Literal) and body.is_constant(atom):
-        if math.prod(atom.aval.shape) <= _LARGE and jnp.issubdtype(atom.aval.dtype, jnp.floating) and atom.aval.size:
+        if math.prod(atom.aval.shape) <= _MAX_INSPECTED and jnp.issubdtype(atom.aval.dtype, jnp.floating) and atom.aval.size:
             value = np.asarray(body.value(atom), np.float64)
             yield from (float(value.min()), float(value.max()))
     elif depth and (eqn := body.producer(atom)) is not None:
-        if eqn.primitive.name in _MADE_BY:
+        if eqn.primitive.name in _ARITHMETIC:
             for operand in eqn.invars:
-                yield from _numbers(body, operand, depth - 1)
+                yield from _constants(body, operand, depth - 1)
         elif view(eqn) is not None:
-            yield from _numbers(body, eqn.invars[0], depth - 1)
+            yield from _constants(body, eqn.invars[0], depth - 1)
 
 
-def _follow(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores) -> bool:
-    """As `follow_scores`, whatever the masks are together."""
+def _trace_scores(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores) -> bool:
+    """Same as `trace_scores`, without checking that the masks can be combined."""
     while (eqn := body.producer(atom)) is not None:
-        name = scores.stop = eqn.primitive.name
+        name = scores.stopped_at = eqn.primitive.name
         if name == "dot_general":
             scores.product = (eqn, labels)
             return True
         if name in ("mul", "div"):
-            value = _scalar(body, eqn.invars[1])
+            value = _scalar_value(body, eqn.invars[1])
             side = 0
             if value is None and name == "mul":
-                value, side = _scalar(body, eqn.invars[0]), 1
+                value, side = _scalar_value(body, eqn.invars[0]), 1
             if value is None or value <= 0:
                 return False
             scores.scale *= value if name == "mul" else 1 / value
         elif name == "select_n" and len(eqn.invars) == 3:
-            fills = [_scalar(body, operand) for operand in eqn.invars[1:]]
-            low = [fill is not None and fill * scores.scale <= _LOW for fill in fills]
+            fills = [_scalar_value(body, operand) for operand in eqn.invars[1:]]
+            low = [fill is not None and fill * scores.scale <= _MASKED_SCORE for fill in fills]
             if low[0] == low[1]:
                 return False
             which = Operand(eqn.invars[0], labels if eqn.invars[0].aval.ndim else ())
             fill = fills[low.index(True)]
             assert fill is not None
-            conjuncts = _conjuncts(body, which, is_seen=low[0])
-            scores.masks += [Mask(operand, is_seen, fill * scores.scale) for operand, is_seen in conjuncts]
+            parts = _split_mask(body, which, keep=low[0])
+            scores.masks += [Mask(operand, keep, fill * scores.scale) for operand, keep in parts]
             side = 1 + low.index(False)
         elif name in ("add", "sub"):
-            return _follow_sum(body, eqn, labels, scores)
+            return _trace_sum(body, eqn, labels, scores)
         else:
             dims = view(eqn)
-            if dims is None or repeats(eqn) or not _keeps_values(eqn):
+            if dims is None or repeats(eqn) or not _preserves_values(eqn):
                 return False
-            labels, side = _labels_before(eqn, dims, labels), 0
+            labels, side = _operand_labels(eqn, dims, labels), 0
         scores.eqns.append(eqn)
         atom = eqn.invars[side]
         if isinstance(atom, jex.Literal) or math.prod(atom.aval.shape) != math.prod(eqn.outvars[0].aval.shape):
@@ -308,22 +315,22 @@ def _follow(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores) -> b
     return False
 
 
-def _follow_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) -> bool:
-    """One side leads to the product, the other is a bias."""
+def _trace_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) -> bool:
+    """Traces the side of a sum that comes from the product; the other side is a bias or a mask."""
     for side in (0, 1) if eqn.primitive.name == "add" else (0,):
         own, other = eqn.invars[side], eqn.invars[1 - side]
         tried = Scores(eqns=[eqn], scale=scores.scale)
         is_full = not isinstance(own, jex.Literal) and own.aval.shape == eqn.outvars[0].aval.shape
         if not is_full:
             continue
-        if not _follow(body, own, labels, tried):
-            if tried.stop not in (None, "broadcast_in_dim"):  # what a mask or a bias is made of
-                scores.stop = tried.stop
+        if not _trace_scores(body, own, labels, tried):
+            if tried.stopped_at not in (None, "broadcast_in_dim"):  # where tracing a mask or a bias stops
+                scores.stopped_at = tried.stopped_at
             continue
         factor = scores.scale * (1 if eqn.primitive.name == "add" else -1)
-        if _scalar(body, other) is None:  # the same number everywhere changes nothing
-            bias = _without_repeats(body, Operand(other, labels if other.aval.ndim else ()))
-            mask = _as_mask(body, bias, factor)
+        if _scalar_value(body, other) is None:  # adding a scalar does not change the softmax
+            bias = _strip_broadcasts(body, Operand(other, labels if other.aval.ndim else ()))
+            mask = _bias_to_mask(body, bias, factor)
             tried.masks += [] if mask is None else [mask]
             tried.biases += [(bias, factor)] if mask is None else []
         scores.eqns += tried.eqns
@@ -334,74 +341,74 @@ def _follow_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) -
     return False
 
 
-def _as_mask(body: Body, bias: Operand, factor: float) -> Mask | None:
-    """The mask that a bias stands for: zero where a key is seen and very low elsewhere, but never low for all keys."""
-    if (level := _low_elsewhere(body, bias.atom, factor)) is not None and _has_diagonal(body, bias.atom, is_seen=True):
+def _bias_to_mask(body: Body, bias: Operand, factor: float) -> Mask | None:
+    """Returns a bias as a mask, if it is 0 at some keys, including the query's own, and very low at all others."""
+    if (level := _mask_level(body, bias.atom, factor)) is not None and _includes_diagonal(body, bias.atom, keep=True):
         return Mask(bias, True, level, (bias, factor))
     eqn = body.producer(bias.atom)
     if eqn is not None and eqn.primitive.name == "convert_element_type":
         eqn = body.producer(eqn.invars[0])
     if eqn is None or eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
         return None
-    fills = [_scalar(body, side) for side in eqn.invars[1:]]
+    fills = [_scalar_value(body, side) for side in eqn.invars[1:]]
     level = min((fill * factor for fill in fills if fill is not None), default=0)
-    if None in fills or 0 not in fills or level > _LOW:
+    if None in fills or 0 not in fills or level > _MASKED_SCORE:
         return None
-    is_seen = fills[1] == 0
-    # Where a query saw no key at all, its scores would still count under the low numbers: only bands with the diagonal.
-    if not _has_diagonal(body, eqn.invars[0], is_seen):
+    keep = fills[1] == 0
+    # If all keys of a query were masked, its scores would still count: accept only bands that include the diagonal.
+    if not _includes_diagonal(body, eqn.invars[0], keep):
         return None
-    return Mask(Operand(eqn.invars[0], bias.labels), is_seen, level, (bias, factor))
+    return Mask(Operand(eqn.invars[0], bias.labels), keep, level, (bias, factor))
 
 
-def _low_elsewhere(body: Body, atom: Any, factor: float) -> float | None:
-    """The highest of the low numbers that a constant has where it is not zero; None for anything else."""
+def _mask_level(body: Body, atom: Any, factor: float) -> float | None:
+    """Returns the highest nonzero number of a constant whose nonzero numbers are all very low; None for other values."""
     if isinstance(atom, jex.Literal) or not body.is_constant(atom) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
         return None
-    if not 0 < math.prod(atom.aval.shape) <= _LARGE:
+    if not 0 < math.prod(atom.aval.shape) <= _MAX_INSPECTED:
         return None
     value = np.asarray(body.value(atom), np.float32)
     low = value[value != 0] * np.float32(factor)
-    return float(low.max()) if low.size and low.max() <= _LOW else None
+    return float(low.max()) if low.size and low.max() <= _MASKED_SCORE else None
 
 
-def _has_diagonal(body: Body, atom: Any, is_seen: bool) -> bool:
-    """Whether a mask, as for `inequalities`, is known to be a band with the diagonal: each query sees its own position."""
-    found = inequalities(body, atom, negated=not is_seen)
+def _includes_diagonal(body: Body, atom: Any, keep: bool) -> bool:
+    """Whether a mask is known to be a band that includes the diagonal, so that each query attends to its own position."""
+    found = inequalities(body, atom, negated=not keep)
     if found is None:
         return False
-    of_band = {n for of in found for n, slope in zip(atom.aval.shape, of.slopes, strict=True) if slope}
-    return len(of_band) <= 1 and all(sum(of.slopes) == 0 and of.start >= 0 for of in found)
+    sizes = {n for each in found for n, slope in zip(atom.aval.shape, each.slopes, strict=True) if slope}
+    return len(sizes) <= 1 and all(sum(each.slopes) == 0 and each.start >= 0 for each in found)
 
 
-def _conjuncts(body: Body, operand: Operand, is_seen: bool) -> list[tuple[Operand, bool]]:
-    """Masks that all have to hold, and of each whether True is seen."""
-    operand = _without_repeats(body, operand)
+def _split_mask(body: Body, operand: Operand, keep: bool) -> list[tuple[Operand, bool]]:
+    """Splits a mask into masks that are combined by `and`, each with its `keep`."""
+    operand = _strip_broadcasts(body, operand)
     eqn = body.producer(operand.atom)
     if eqn is not None and eqn.primitive.name == "not":
-        return _conjuncts(body, Operand(eqn.invars[0], operand.labels), not is_seen)
-    if eqn is None or eqn.primitive.name != ("and" if is_seen else "or"):
-        return [(operand, is_seen)]
+        return _split_mask(body, Operand(eqn.invars[0], operand.labels), not keep)
+    if eqn is None or eqn.primitive.name != ("and" if keep else "or"):
+        return [(operand, keep)]
     if any(isinstance(atom, jex.Literal) or atom.aval.ndim != len(operand.labels) for atom in eqn.invars):
-        return [(operand, is_seen)]
-    return [mask for atom in eqn.invars for mask in _conjuncts(body, Operand(atom, operand.labels), is_seen)]
+        return [(operand, keep)]
+    return [mask for atom in eqn.invars for mask in _split_mask(body, Operand(atom, operand.labels), keep)]
 
 
-def _without_repeats(body: Body, operand: Operand) -> Operand:
-    """The value that a mask or a bias is a view of, without the dims along which it repeats."""
+def _strip_broadcasts(body: Body, operand: Operand) -> Operand:
+    """Returns the value that a mask or a bias is broadcast from, without labels for dims of size 1."""
     while (eqn := body.producer(operand.atom)) is not None:
         dims, before = view(eqn), eqn.invars[0]
         if dims is None or isinstance(before, jex.Literal) or eqn.primitive.name in ("slice", "dynamic_slice"):
             break
         if eqn.primitive.name == "stop_gradient" or before.aval.dtype != operand.atom.aval.dtype:
             break
-        operand = Operand(eqn.invars[0], _labels_before(eqn, dims, operand.labels))
+        operand = Operand(eqn.invars[0], _operand_labels(eqn, dims, operand.labels))
     shape = operand.atom.aval.shape
     return Operand(operand.atom, tuple(None if n == 1 else label for n, label in zip(shape, operand.labels, strict=True)))
 
 
-def _labels_before(eqn: Any, dims: Sequence[int | None], labels: Sequence[Any]) -> tuple[Any, ...]:
-    """The labels of a view's operand, from those of its output."""
+def _operand_labels(eqn: Any, dims: Sequence[int | None], labels: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the labels of a view's operand, given those of its output."""
     before: list[Any] = [None] * eqn.invars[0].aval.ndim
     for dim, label in zip(dims, labels, strict=True):
         if dim is not None:
@@ -409,8 +416,8 @@ def _labels_before(eqn: Any, dims: Sequence[int | None], labels: Sequence[Any]) 
     return tuple(before)
 
 
-def _scalar(body: Body, atom: Any) -> float | None:
-    """The number that a constant is everywhere; None for anything else."""
+def _scalar_value(body: Body, atom: Any) -> float | None:
+    """Returns the value of a constant that is the same number everywhere; None for other values."""
     while not isinstance(atom, jex.Literal) and (eqn := body.producer(atom)) is not None:
         if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape", "copy"):
             break

@@ -1,7 +1,7 @@
-"""GPT-2 and its training step split by hand, as Megatron-LM and ZeRO-3 do it: what a plan is measured against.
+"""A GPT-2 training step split by hand, as in Megatron-LM and ZeRO-3: the baseline of the plan benchmarks.
 
-Plain arrays in a dict, Megatron's specs, and each weight gathered by hand where it is used. Maths and sizes are those
-of `redeqx.models.gpt2` without dropout.
+The weights are plain arrays in a dict, with Megatron's specs, and each is gathered by hand where it is used. The maths and
+sizes are those of `redeqx.models.gpt2` without dropout.
 
 Dims: L layers, d width, h heads, f = 4 d, v vocabulary, b batch, s tokens, c = 3 for query, key and value.
 """
@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 def weights(
     *, n_layers: int, d: int, vocab_size: int, n_positions: int, fused: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights' shapes and where they live; a block's have a leading dim L.
+    """Returns the shapes and the specs of the weights; those of blocks have a leading dim L.
 
-    Column splits (q, k, v, up) have the model axis on their output dim, row splits (output, down) on their input dim; the
-    fsdp axis takes the other one. The embedding is split along its vocabulary by both.
+    The model axis splits the output dim of column layers (q, k, v, up) and the input dim of row layers (output, down); the
+    fsdp axis splits the other dim. Both axes split the vocabulary of the embedding.
     """
     column, row = P(None, "model", "fsdp"), P(None, "fsdp", "model")
     table = {
@@ -46,21 +46,21 @@ def weights(
 
 
 def gather_at_use(weight: jax.Array, spec: P, mesh: Mesh) -> jax.Array:
-    """The weight whole along the fsdp axis; in the backward pass its gradient goes back to where the weight lives."""
-    lives = NamedSharding(mesh, spec)
-    used = NamedSharding(mesh, P(*("model" if "model" in (axes or ()) else None for axes in spec)))
+    """Gathers a weight along the fsdp axis; the backward pass reshards its gradient to the storage sharding."""
+    storage = NamedSharding(mesh, spec)
+    compute = NamedSharding(mesh, P(*("model" if "model" in (axes or ()) else None for axes in spec)))
 
     @jax.custom_vjp
-    def whole(weight):
-        return jax.lax.with_sharding_constraint(weight, used)
+    def gather(weight):
+        return jax.lax.with_sharding_constraint(weight, compute)
 
-    whole.defvjp(lambda w: (whole(w), None), lambda _, g: (jax.lax.with_sharding_constraint(g, lives),))
-    return whole(weight)
+    gather.defvjp(lambda w: (gather(w), None), lambda _, g: (jax.lax.with_sharding_constraint(g, storage),))
+    return gather(weight)
 
 
 def keep_nothing_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of `jax.checkpoint`: the backward pass is left every activation, and no gathered weight."""
-    # The two primitives that `gather_at_use` consists of: a policy is asked about both.
+    """The `jax.checkpoint` policy that saves all activations but no gathered weight."""
+    # The two primitives of `gather_at_use`; a policy is called for both.
     return primitive.name not in ("sharding_constraint", "custom_vjp_call")
 
 
@@ -77,13 +77,13 @@ def compile_step(
     remat: bool,
     fused: bool,
 ) -> jax.stages.Compiled:
-    """One AdamW step on a batch of token ids `[batch, seq]`, compiled for the mesh.
+    """Compiles one AdamW step on a batch of token ids `[batch, seq]` for the mesh.
 
     **Arguments:**
 
     - `remat`: whether the backward pass recomputes each block.
-    - `fused`: query, key and value from one matmul, as in Megatron-LM, so that the gradient of their input is summed
-        over the model axis once on every backend; else from three, which CPU's compiler sums one by one.
+    - `fused`: whether one matmul computes query, key and value, as in Megatron-LM; the gradient of their input is then
+        summed over the model axis once on all backends. With three matmuls, the CPU compiler sums three times.
     """
     is_fsdp = mesh.shape["fsdp"] > 1
     params, specs = weights(n_layers=n_layers, d=d, vocab_size=vocab_size, n_positions=n_positions, fused=fused)
@@ -133,7 +133,7 @@ def compile_step(
 
 
 def compile_adamw_step(loss_fn: Any, params: Any, placed: Any, ids: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.stages.Compiled:
-    """A step of `loss_fn(params, ids)`, its weights and optimizer state pinned to `placed`, the batch split by rows."""
+    """Compiles a step of `loss_fn(params, ids)` with parameters and optimizer state sharded as `placed`; rows are split."""
     optimizer = optax.adamw(1e-3)
 
     def step(params, opt_state, ids):
@@ -141,15 +141,15 @@ def compile_adamw_step(loss_fn: Any, params: Any, placed: Any, ids: jax.ShapeDty
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    whole = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
     opt_state = jax.eval_shape(optimizer.init, params)
     opt_placed = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, where: where, opt_state, placed, transform_non_params=lambda _: whole
+        optimizer, lambda _, where: where, opt_state, placed, transform_non_params=lambda _: replicated
     )
     jitted = jax.jit(
         step,
         donate_argnums=(0, 1),
         in_shardings=(placed, opt_placed, NamedSharding(mesh, P(("data", "fsdp")))),
-        out_shardings=(placed, opt_placed, whole),
+        out_shardings=(placed, opt_placed, replicated),
     )
     return jitted.lower(params, opt_state, ids).compile()

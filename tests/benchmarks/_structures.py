@@ -1,7 +1,7 @@
-"""Small models of each structure that a plan must read, and a loss of each: what plans are tested and measured on.
+"""Small models with their losses, one per structure that plans must support, for tests and benchmarks of plans.
 
 Each is a function of a key that returns the model, the shape and dtype of one example, and `loss(model, x)` of one example.
-Sizes divide over four shards, unless the name says otherwise.
+Sizes divide over four shards unless the docstring says otherwise.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def mlp(key: Array) -> Structure:
 
 
 class SwiGLU(eqx.Module):
-    """Fields in any order; `calls` holds them by role."""
+    """SwiGLU with its fields in any order; `roles` gives the role of each."""
 
     a: eqx.nn.Linear
     b: eqx.nn.Linear
@@ -89,7 +89,7 @@ def swiglu_gate_down_up(key: Array) -> Structure:
 
 @structure
 def fused_glu(key: Array) -> Structure:
-    """Gate and up in one weight, cut in two after the matmul."""
+    """One weight for gate and up, whose output is split in two."""
     keys = jax.random.split(key)
     model = {"both": normal(keys[0], 2 * F, D), "down": normal(keys[1], D, F)}
 
@@ -101,7 +101,7 @@ def fused_glu(key: Array) -> Structure:
 
 
 class Reversed(eqx.Module):
-    """Called in the reverse of the order that its fields are declared in."""
+    """Layers that are called in the reverse order of their fields."""
 
     head: eqx.nn.Linear
     down: eqx.nn.Linear
@@ -134,7 +134,7 @@ def transposed_autoencoder(key: Array) -> Structure:
 
 @structure
 def square_residual(key: Array) -> Structure:
-    """Two square layers, each added to what it was given: either order of the rules is open."""
+    """Two square residual layers; either may be split along columns or rows."""
     keys = jax.random.split(key)
     model = [eqx.nn.Linear(D, D, key=k) for k in keys]
 
@@ -184,13 +184,13 @@ def block(key: Array) -> Structure:
 
 @structure
 def parallel_block(key: Array) -> Structure:
-    """As GPT-J's: attention and MLP of one input, added to it together."""
+    """GPT-J's block: attention and MLP have the same input, and both outputs are added to it."""
     return Structure(Block(True, key=key), tokens(SEQ, D), square)
 
 
 @structure
 def scanned_stack(key: Array) -> Structure:
-    """A user's own stack: blocks made by `filter_vmap`, run by `scan` with remat."""
+    """A user's stack: blocks created by `filter_vmap` and run by `scan` with remat."""
     model = eqx.filter_vmap(lambda key: Block(key=key))(jax.random.split(key, 3))
 
     def loss(model: Any, x: Array) -> Array:
@@ -203,7 +203,7 @@ def scanned_stack(key: Array) -> Structure:
 
 @structure
 def patches_and_blocks(key: Array) -> Structure:
-    """As a ViT's: projected patches, positions, then blocks in a list; what the first layer gives is a residual."""
+    """A ViT: projected patches, positions, then a list of blocks; the output of the first layer is the residual stream."""
     keys = jax.random.split(key, 3)
     patches = eqx.nn.Linear(D, D, key=keys[2])
     model = {"patches": patches, "positions": jnp.zeros((SEQ, D)), "blocks": [Block(key=k) for k in keys[:2]]}
@@ -238,19 +238,19 @@ def fused_attention(key: Array, heads_first: bool) -> Structure:
 
 @structure
 def fused_qkv(key: Array) -> Structure:
-    """As ViT's usual code: query, key and value one after the other in one weight."""
+    """One weight for query, key and value, concatenated in this order, as in common ViT code."""
     return fused_attention(key, heads_first=False)
 
 
 @structure
 def fused_qkv_heads_first(key: Array) -> Structure:
-    """As Megatron-LM's: each head's query, key and value side by side."""
+    """One weight in which query, key and value of each head are adjacent, as in Megatron-LM."""
     return fused_attention(key, heads_first=True)
 
 
 @structure
 def einsum_attention(key: Array) -> Structure:
-    """Raw arrays with a dim for heads, as in many papers' code."""
+    """Raw arrays with a dim for heads, as in the code of many papers."""
     keys = jax.random.split(key, 6)
     size = D // HEADS
     model = {
@@ -286,7 +286,7 @@ def grouped_query(key: Array) -> Structure:
 
 @structure
 def odd_heads(key: Array) -> Structure:
-    """Six heads, which four shards do not divide, though they divide the features."""
+    """Six heads, which do not divide over four shards although the features do."""
     model = dict(zip("qkvo", (normal(k, 96, 96) for k in jax.random.split(key, 4)), strict=True))
 
     def loss(model: Any, x: Array) -> Array:
@@ -315,7 +315,7 @@ def language_model(key: Array) -> Structure:
 
 @structure
 def mixture_of_experts(key: Array) -> Structure:
-    """Four experts, all of them asked, weighed by a router."""
+    """A dense mixture of four experts, weighted by a router."""
     keys = jax.random.split(key, 3)
     model = {"router": normal(keys[0], 4, D), "up": normal(keys[1], 4, D, F), "down": normal(keys[2], 4, F, D)}
 
@@ -369,7 +369,7 @@ def gru(key: Array) -> Structure:
 
 @structure
 def state_space(key: Array) -> Structure:
-    """As Mamba's block: a projection cut in two, a depthwise convolution over time, a diagonal recurrence."""
+    """Mamba's block: a projection split in two, a depthwise convolution over time, a diagonal recurrence."""
     keys = jax.random.split(key, 6)
     n = 8
     model = {
@@ -396,7 +396,7 @@ def state_space(key: Array) -> Structure:
 
 @structure
 def low_rank_adapter(key: Array) -> Structure:
-    """A frozen-size layer and a raw adapter of rank 8 beside it, then a layer that narrows."""
+    """A layer with a raw adapter of rank 8, then a narrowing layer."""
     keys = jax.random.split(key, 4)
     model = {
         "up": normal(keys[0], F, D), "a": normal(keys[1], 8, D), "b": normal(keys[2], F, 8), "down": normal(keys[3], D, F),
@@ -410,7 +410,7 @@ def low_rank_adapter(key: Array) -> Structure:
 
 
 def batched(loss: Callable[[Any, Array], Array]) -> Callable[..., Array]:
-    """The mean over a batch, as the Trainer takes it."""
+    """Returns the mean loss over a batch, in the form that the Trainer takes."""
 
     def loss_fn(model: Any, batch: Array, key: Any = None) -> Array:
         return jax.vmap(partial(loss, model))(batch).mean()

@@ -1,15 +1,15 @@
-"""What a train step takes on a GPU or TPU that need not be there, from its compiler: with redeqx's rules and without.
+"""Memory and traffic of a train step compiled for a GPU or TPU, with and without redeqx's rules. No accelerator is needed.
 
 Models in bfloat16 with float32 parameters and AdamW: GPT-2 of 124 M parameters (16 x 1024 tokens), a LLaMA of 1.1 B with
-grouped heads (8 x 2048 and 1 x 16384), adapters on Llama 3 8B (4 x 2048), ViT-L (128 images), Stable Diffusion's UNet (16
-latents), and a stranger's model of `eqx.nn.MultiheadAttention` (12 x 768, 4 x 4096), that knows nothing of redeqx. For each:
-temporaries, bytes read and written, and the bound on MFU that follows from the published rates of the chip where memory and
-matmuls overlap. Nothing is run. cuDNN's workspace is not among the temporaries, as its plans need a GPU.
+4 grouped heads (8 x 2048 and 1 x 16384), adapters on Llama 3 8B (4 x 2048), ViT-L (128 images), Stable Diffusion's UNet (16
+latents), and `stranger`, a plain Equinox model of `eqx.nn.MultiheadAttention` (12 x 768, 4 x 4096). Prints temporaries,
+bytes read and written, and an upper bound on MFU from the published rates of the chip, assuming that memory traffic and
+matmuls overlap. Nothing is run. Temporaries exclude cuDNN's workspace, because its plans need a GPU.
 
     pip install -e ".[topology-gpu]"        # --flax also needs `flax`
     python tests/benchmarks/accelerator.py [--topology gpu:h100-80gb:1 v5e:2x2] [--models gpt2 stranger] [--flax]
 
-About a minute for each line, and three where loops are unrolled.
+Takes about a minute per line, and three if loops are unrolled.
 """
 
 import argparse
@@ -45,7 +45,7 @@ GIB = 2**30
 
 
 class Block(eqx.Module):
-    """As in many tutorials: pre-norm, `eqx.nn` layers under `jax.vmap`."""
+    """A pre-norm block of `eqx.nn` layers under `jax.vmap`, as in many tutorials."""
 
     attention: eqx.nn.MultiheadAttention
     norms: tuple[eqx.nn.LayerNorm, eqx.nn.LayerNorm]
@@ -127,7 +127,7 @@ def tokens(n: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its loss, and a batch of `rows` such examples."""
+    """A model, its loss, and a batch of `rows` examples."""
 
     make: Callable[[Any], eqx.Module]
     loss_fn: Callable[..., Any]
@@ -174,8 +174,10 @@ def measure(case: Case, topology: str, rules: dict[str, Any], n_fsdp_shards: int
 
 
 def measure_flax(topology: str) -> tuple[float, float, float, float]:
-    """GPT-2 as a user of flax writes it, the same sizes and kernels: GiB of temporaries, GiB read and written, MFU at most,
-    seconds to compile."""
+    """Measures GPT-2 written in flax with the same sizes and kernels.
+
+    Returns GiB of temporaries, GiB read and written, the upper bound on MFU, and seconds to compile.
+    """
     sizes = Sizes(n_layers=12, d_model=768, n_heads=12, vocab_size=50304, batch=16, seq=1024)
     model = flax_gpt2(sizes, jnp.bfloat16, partial(redeqx.attention, causal=True))
     optimizer = optax.adamw(1e-4)

@@ -1,12 +1,12 @@
-"""Saving and restoring against the disk's own speed, and what a save in the background costs the steps.
+"""Speed of saving and restoring checkpoints relative to the disk, and the cost of a background save for the steps.
 
     python tests/benchmarks/checkpoint.py [--gib 1.0] [--rounds 3]      # 8 simulated devices; with a folder: --folder DIR
-    python -m redeqx launch --processes 2 tests/benchmarks/checkpoint.py    # 4 of each of two processes, gathering left out
+    python -m redeqx launch --processes 2 tests/benchmarks/checkpoint.py    # 4 in each of 2 processes, no gathering
 
-Each round alternates, in one run: `dd` with fsync of as many bytes, which like a save writes a new file and then removes the
-one before; `Checkpoints.save`; the arrays gathered on the host and `safetensors.numpy.save_file`; `Checkpoints.load`; steps
-of a jitted function over the same arrays, alone and with a save in the background begun before the first of them. Medians;
-memory is this process's at its most, over what it held before.
+Each round measures in turn: `dd` with fsync of the same number of bytes, which like a save writes a new file and removes the
+previous one; `Checkpoints.save`; gathering the arrays on the host and `safetensors.numpy.save_file`; `Checkpoints.load`;
+steps of a jitted function over the same arrays, alone and during a background save. Prints medians, and the peak memory of
+this process minus its memory before.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def seconds(act):
 
 
 class Peak:
-    """Bytes that this process holds at its most while this is open, over what it held at the start."""
+    """A context manager that measures the peak memory of this process in bytes, minus its memory at entry."""
 
     def __enter__(self):
         self._open, self._before, self.bytes = True, resident(), 0

@@ -1,26 +1,26 @@
-"""What one train step sends between devices: redeqx's plan against specs written by hand. Nothing is timed.
+"""Collectives of one train step: redeqx's plan against specs written by hand. Nothing is timed.
 
     python tests/benchmarks/collectives.py            # 8 simulated devices
 
-For each model and mesh, the compiled step of `Trainer` and that of a plain jitted step with Megatron's specs (and, for
-FSDP, each weight gathered by hand where it is used): how many arrays each kind of collective moves in a step, over which
-mesh axes, and how many bytes one device sends for them in a ring. Arrays that the compiler sends together
-count one by one; those of at most 64 bytes (the loss, norms) are left out. Where the fsdp axis splits weights, it also
-lists for each weight the gathers of the forward and of the backward pass and the reductions of its gradient, and
-whatever moves activations over the axes that split the batch.
+For each model and mesh, compares the compiled step of `Trainer` with a plain jitted step that has Megatron's specs (and,
+for FSDP, gathers each weight by hand where it is used). Prints for each kind of collective and mesh axes the number of
+arrays per step, and the bytes that one device sends for them in a ring. Arrays that the compiler sends together are counted
+separately; those of at most 64 bytes (the loss, norms) are ignored. If the fsdp axis splits weights, also lists for each
+weight the gathers in the forward and backward pass and the reductions of its gradient, and all collectives of activations
+over the axes that split the batch.
 
 Models: `redeqx.models.gpt2` (scanned), with and without remat, against `_megatron.py`; and a user's model of plain
 `eqx.nn` layers in a list of blocks, against the same model with specs by hand.
 
-- CPU's compiler never forms a reduce-scatter: what one would be is an all-reduce, of twice the bytes, on both sides.
-- It also sums the input gradients of query, key and value one by one, where GPU's sums them first. `fused` is the same
-  step with one matmul for the three, as Megatron-LM has it.
-- Both sides split the embedding along its vocabulary. With the fsdp axis on the other dim, the gradient of its lookup
-  would be moved by an all-to-all of activations, not by an all-reduce of the table: 1.3 of 16.7 MB less at fsdp=8.
+- The CPU compiler never emits a reduce-scatter. It emits an all-reduce of twice the bytes instead, on both sides.
+- It also sums the input gradients of query, key and value separately; the GPU compiler adds them first. `fused` is the same
+  step with one matmul for the three, as in Megatron-LM.
+- Both sides split the embedding along its vocabulary. With the fsdp axis on the other dim, an all-to-all of activations
+  would replace the all-reduce of the table for the gradient of the lookup: 1.3 of 16.7 MB less at fsdp=8.
 
-With jax 0.10.2, in all nine cases: 1.000 of the bytes by hand, 0.85 to 1.00 of the count; for each weight of a block one
-gather forward, one backward, one reduction; none of activations. A tied embedding's gradient is reduced twice, once for
-the lookup and once for the head, on both sides. Two minutes.
+With jax 0.10.2, in all nine cases: 1.000 of the bytes by hand, 0.85 to 1.00 of the count; per weight of a block one gather
+forward, one backward, one reduction; no collective of activations. The gradient of a tied embedding is reduced twice, for
+the lookup and for the head, on both sides. Takes two minutes.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def loss_fn(model: Any, ids: jax.Array, key: Any = None) -> jax.Array:
 
 
 def spec_by_hand(name: str) -> P:
-    """Megatron's split of the user's model, the fsdp axis on the other dim."""
+    """Returns Megatron's spec for a weight of the user's model, with the fsdp axis on the other dim."""
     if name == "embedding.weight":
         return P(("model", "fsdp"), None)
     if re.search(r"(query_proj|key_proj|value_proj|up|head)\.weight$", name):
@@ -155,11 +155,11 @@ def gpt2(n_layers: int, remat: bool) -> GPT2:
     return GPT2(config, key=jax.random.key(0))
 
 
-# --- what they send ---------------------------------------------------------------------------------------------------
+# --- their collectives ---------------------------------------------------------------------------------------------------
 
 
 def totals(found: Iterable[_hlo.Collective], mesh: Mesh) -> dict[str, tuple[int, float]]:
-    """For each kind and axes: arrays moved in a step, and bytes that one device sends."""
+    """Returns for each kind and axes the arrays moved per step and the bytes that one device sends."""
     sums: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for collective in found:
         what = f"{collective.kind} over {'+'.join(collective.axes(mesh))}"
@@ -181,15 +181,15 @@ def print_totals(sides: dict[str, list[_hlo.Collective]], mesh: Mesh) -> None:
 
 
 def is_activation(shape: tuple[int, ...]) -> bool:
-    """Whether an array has a batch and a sequence dim, perhaps merged; no weight here has such a shape."""
+    """Whether an array has a batch and a sequence dim, possibly merged; no weight has such a shape."""
     rows = {rows for rows in range(2, BATCH + 1) if BATCH % rows == 0}
-    lengths = {SEQ, SEQ - 1}  # the loss leaves the last logits out
+    lengths = {SEQ, SEQ - 1}  # the loss drops the last logits
     merged = {n * length for n in rows for length in lengths}
     return any(size in merged for size in shape) or bool(lengths & {*shape} and rows & {*shape})
 
 
 def print_per_weight(model: Any, n_layers: int, found: list[_hlo.Collective], mesh: Mesh) -> None:
-    """For each weight that the fsdp axis splits: gathers forward and backward, and reductions, a weight and step."""
+    """Prints for each weight that the fsdp axis splits its gathers forward and backward and its reductions per step."""
 
     def canonical(shape: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted(size for size in shape if size != 1))
@@ -201,7 +201,7 @@ def print_per_weight(model: Any, n_layers: int, found: list[_hlo.Collective], me
         weights[canonical(shape)] += [name] * (n_layers if stacked else 1)
 
     def owner(collective: _hlo.Collective) -> tuple[int, ...] | None:
-        """The weight's shape that a collective's is, whole or split by the model axis, or a gradient's part of it."""
+        """Returns the shape of the weight that a collective moves, maybe split by the model axis, or as a gradient shard."""
         shape, n_model, n_fsdp = canonical(collective.shape), mesh.shape["model"], mesh.shape["fsdp"]
         candidates = []
         for whole in weights:
@@ -233,7 +233,7 @@ def print_per_weight(model: Any, n_layers: int, found: list[_hlo.Collective], me
     for shape, names in weights.items():
         counts = tally[shape]
         if not counts["forward"] + counts["backward"]:
-            continue  # too small to split: its gradient is all-reduced whole
+            continue  # too small to split: its full gradient is all-reduced
         forward, backward, reduced, data = (
             counts[what] / len(names) for what in ("forward", "backward", "reduced", "reduced over data")
         )

@@ -1,11 +1,11 @@
-"""What generating a token costs: `redeqx.models.generate` against one decode step alone, and against transformers.
+"""Time per generated token: `redeqx.models.generate` against a single decode step, and against transformers.
 
     python tests/benchmarks/generation.py [--rounds 5] [--new 64]
 
-Prints, for prompts of several lengths, milliseconds a token: of one decode step in a program of its own (what a token
-must cost: all weights and the whole cache are read once), of `generate` without its prefill, and of transformers' `generate`
-on torch with its own cache. The three alternate in one run; the median of the rounds is printed. Then how often XLA compiled
-after the first call of each shape, which is to be never.
+Prints milliseconds per token for prompts of several lengths: of one decode step as its own program (the lower bound: it
+reads all weights and the whole cache once), of `generate` without its prefill, and of transformers' `generate` on torch with
+its cache. The three alternate in one run; medians over the rounds are printed. The last column is the number of
+compilations after the first call of each shape, which should be 0.
 """
 
 import os
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def decode_steps(model: eqx.Module, ids: np.ndarray, n_new: int) -> Callable[[], float]:
-    """Runs some single decode steps after the prompts, each a call of one compiled program, and returns seconds a step."""
+    """Returns a function that runs single decode steps after the prompts, one call each, and returns seconds per step."""
     length = ids.shape[1] + n_new - 1
     begin = lambda ids: model.decode(ids, model.init_cache(length))  # noqa: E731
     axes = eqx.filter_eval_shape(begin, jnp.asarray(ids[0]))[1].axes()

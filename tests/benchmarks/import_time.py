@@ -1,10 +1,10 @@
-"""The time of `import redeqx` over that of what it cannot do without.
+"""The time of `import redeqx` relative to its required dependencies.
 
     python tests/benchmarks/import_time.py [--rounds 10] [--slowest 15]
 
-Each round starts three processes one after the other: `import jax, equinox, optax`; `import redeqx`; and
-`import redeqx.models`. Medians of the seconds of a whole process, and their ratios. Files are compiled by a first round,
-which does not count. `--slowest` also prints the modules that take longest beside jax, equinox and optax, by their own time.
+Each round runs three processes in turn: `import jax, equinox, optax`; `import redeqx`; and `import redeqx.models`. Prints
+the median seconds of each process, and their ratios. A first round, which is not counted, compiles the files. `--slowest`
+also prints the slowest modules other than those of jax, equinox and optax, by their own time.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def seconds(imported, env):
 
 
 def slowest(n, env):
-    """The `n` slowest modules that `import redeqx` adds: own milliseconds and name."""
+    """Returns the `n` slowest modules that `import redeqx` adds: own milliseconds and name."""
     code = f"import {BASE}, sys; print('now', file=sys.stderr, flush=True); import redeqx"
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code], env=env, capture_output=True, text=True, check=True, timeout=100

@@ -1,11 +1,11 @@
-"""What optimizers keep and send: bytes of state on a device, and bytes between devices in a train step. Nothing is timed.
+"""State and traffic of optimizers: bytes of state per device, and bytes sent per train step. Nothing is timed.
 
     python tests/benchmarks/optimizers.py            # 8 simulated devices
 
-The user's model of `collectives.py` (plain `eqx.nn` layers in a list of blocks) with AdamW, with AdamW of small moments,
-with redeqx's Muon, and with optax's Muon told which leaves are matrices of hidden layers. Both Muons make the same updates;
-optax's leaves it to the compiler to split its iterations. Counts are of arrays in a ring, as in `collectives.py`. CPU's
-compiler forms no reduce-scatter, so all gradients are all-reduced, in every row alike. A minute.
+Trains the user's model of `collectives.py` (plain `eqx.nn` layers in a list of blocks) with AdamW, AdamW with small moments,
+redeqx's Muon, and optax's Muon with a mask of the matrices of hidden layers. Both Muons compute the same updates, but for
+optax's the compiler decides how to split the iterations. Arrays are counted as in `collectives.py`. The CPU compiler emits
+no reduce-scatter, so gradients are all-reduced in all rows. Takes a minute.
 """
 
 import argparse
@@ -31,7 +31,7 @@ OPTIMIZERS = {
 
 
 def matrices(model: Any) -> Any:
-    """For optax's Muon: which leaves are matrices of hidden layers."""
+    """Returns for optax's Muon which leaves are matrices of hidden layers."""
     dims = optax.contrib.MuonDimensionNumbers()
 
     def of(path: Any, leaf: Any) -> Any:
@@ -41,7 +41,7 @@ def matrices(model: Any) -> Any:
 
 
 def measure(name: str, n_layers: int, n_model_shards: int, n_fsdp_shards: int) -> tuple[int, int, float]:
-    """Bytes of state on a device; arrays and bytes that one device sends in a step."""
+    """Returns the bytes of state per device, and the arrays and bytes that one device sends per step."""
     deployer = redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False)
     model = LanguageModel(n_layers, SIZES["d"], SIZES["n_heads"], SIZES["vocab_size"], key=jax.random.key(0))
     trainer = redeqx.Trainer(

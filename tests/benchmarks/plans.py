@@ -1,34 +1,37 @@
-"""What a train step sends and holds under each plan: all whole, the walk's, the dataflow's, by hand. Nothing is timed.
+"""Traffic and memory of a train step under each plan: replicated, field-order, dataflow, by hand. Nothing is timed.
 
     python tests/benchmarks/plans.py [STRUCTURE ...] [--meshes MESH ...]        # 8 simulated devices
 
-For each structure of `_structures.py` and each family's tiny model, on each mesh (the families at (data=4, model=2) for the
-first), in kB: what one device sends in a compiled step of `Trainer` (in a ring) over the model axis, and over
-the axes that split the batch; and what it holds, arguments and temporaries. Over the batch's axes, `needed` is each weight
-that the fsdp axis splits gathered twice and each gradient summed once (by an all-reduce: CPU's compiler forms no
-reduce-scatter), `strays` what is no weight; `gathers` forward + backward and `sums` are of one weight, at most.
+For each structure of `_structures.py` and each family's tiny model, on each mesh (for families, (data=4, model=2) replaces
+the first), prints in kB: the bytes that one device sends in a ring in a compiled step of `Trainer`, over the model axis and
+over the axes that split the batch; and the bytes of its arguments and temporaries. Over the batch axes, `needed` is the
+traffic if each weight that the fsdp axis splits is gathered twice and each gradient is summed once (by an all-reduce,
+because the CPU compiler emits no reduce-scatter), and `strays` is the traffic of arrays that are not weights. `gathers`
+(forward + backward) and `sums` are the maxima over weights.
 
 With jax 0.10.2, over the model axis, on both meshes that have one:
 
-- The dataflow sends what the specs by hand do, to the byte, in 10 of 13 cases; less in two (grouped queries, experts) and
-  1.005 of it in one (`separable_cnn`, whose head is split too).
-- It sends no more than the walk where that splits the same leaves, but for BERT's head (1.46 of it, 1.42 with fsdp), and
-  less where the walk's guess is wrong: 0.62 of it for the UNet; what the walk does not know it leaves whole.
-- Equal parts of a split dim change places between the shards: `fused_glu` sends 721 kB where a gate and
-  an up of their own send 197, `fused_qkv` 786 where heads that come first send 590; left to XLA 1245 and 1065. No other
-  split sends less and holds less: `both` whole sends 2032, as a row 3801. To exchange the weight's parts instead would send
-  less (295) where a shard of the batch has more tokens than the layer has inputs, and more where it has fewer.
-- It may hold more: 1.33 times for `patches_and_blocks`, whose activations the walk's plan leaves split.
+- The dataflow plan sends exactly as many bytes as the specs by hand in 10 of 13 cases, fewer in two (grouped queries,
+  experts), and 1.005 times as many in one (`separable_cnn`, whose head is also split).
+- It sends no more than the field-order plan if that splits the same leaves, except for BERT's head (1.46 of it),
+  and less if that guesses wrong: 0.62 of it for the UNet. The field-order plan replicates unknown leaves.
+- Equal parts of a split dim are resharded: `fused_glu` sends 721 kB, separate gate and up weights send 197; `fused_qkv`
+  sends 786, heads first send 590; without the rule, XLA sends 1245 and 1065. No other split both sends less and needs less
+  memory: `both` replicated sends 2032, split as a row 3801. Resharding the weight's parts instead would send less (295) if a
+  shard of the batch has more tokens than the layer has inputs, and more otherwise.
+- It may need more memory: 1.33 times for `patches_and_blocks`, whose activations stay split under the field-order plan.
 
-Over the batch's axes no weight is gathered more than once forward and once backward, and each gradient is summed once, over
-data and fsdp together. CPU's compiler makes these exceptions; TPU's, asked for eight chips of v5e, all but the first:
+Over the batch axes each weight is gathered at most once forward and once backward, and each gradient is summed once, over
+data and fsdp together. The CPU compiler makes these exceptions. The TPU compiler, for eight chips of v5e, makes only the
+first:
 
-- A tied weight's gradient is summed for each use: twice for a language model's table, three times for T5's. TPU's sums it
-  once where the fsdp axis splits the table, twice at data=8; that of `transposed_autoencoder` once.
-- In a loop over time (`gru`, `state_space`) it is summed in each of its 64 iterations. TPU's: once for `gru`.
-- A GroupNorm's is summed with its image's dims still on it (most strays of UNet and VAE). TPU's: as a vector.
+- The gradient of a tied weight is summed for each use: twice for a language model's table, three times for T5's. The TPU
+  compiler sums it once if the fsdp axis splits the table and twice at data=8; it sums `transposed_autoencoder`'s once.
+- In a loop over time (`gru`, `state_space`) it is summed in each of the 64 iterations; by the TPU compiler once, for `gru`.
+- The gradient of a GroupNorm is summed before its image dims are reduced (most strays of UNet and VAE); by the TPU compiler
+  as a vector.
 
-The other strays are the rows of position tables that are read. Half an hour on two busy cores.
+The other strays are the rows read from position tables. Takes half an hour on two busy cores.
 """
 
 import argparse
@@ -67,14 +70,14 @@ MESHES = {  # n_model_shards, n_fsdp_shards; the families' tiny models, whose si
     "fsdp=8": (1, 8),
     "data=2, fsdp=2, model=2": (2, 2),
 }
-MIN_FSDP_SIZE = 512  # elements, so that tiny models' weights are split as large ones are
+MIN_FSDP_SIZE = 512  # elements, so that weights of tiny models are split like large ones
 BATCH = 16
 MAX_SCALAR = 64  # bytes
-KINDS = ("whole", "walk", "dataflow", "by hand")
+KINDS = ("replicated", "field order", "dataflow", "by hand")
 COLUMN, ROW, BIAS = ("model", None), (None, "model"), ("model",)
 LINEAR = {"*up.weight": COLUMN, "*up.bias": BIAS, "*down.weight": ROW}
 ATTENTION = {f"*{name}_proj.weight": COLUMN for name in ("query", "key", "value")} | {"*output_proj.weight": ROW}
-# Specs by hand, as Megatron-LM (arXiv:1909.08053), Mamba's and MobileNet's tensor-parallel forms have them.
+# Specs by hand, from Megatron-LM (arXiv:1909.08053) and the tensor-parallel forms of Mamba and MobileNet.
 BY_HAND: dict[str, dict[str, Any]] = {
     "mlp": {f"layers.{i}.{leaf}": spec for i in (0, 2) for leaf, spec in (("weight", COLUMN), ("bias", BIAS))}
     | {"layers.1.weight": ROW, "layers.3.weight": ROW},
@@ -97,7 +100,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
 
 
 class Job(NamedTuple):
-    """What is trained."""
+    """A model, its loss and its data."""
 
     model: Any
     loss_fn: Callable[..., Any]
@@ -105,16 +108,16 @@ class Job(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a step does under one plan, in bytes and times.
+    """Traffic and memory of a step under one plan, in bytes and counts.
 
     **Arguments:**
 
-    - `model`, `batch`: what a device sends over the model axis, and over the axes that split the batch.
-    - `needed`: of the latter, with two gathers of each weight that the fsdp axis splits and one sum of each gradient.
-    - `strays`: of the latter, of what has no weight's shape.
-    - `held`: arguments and temporaries.
-    - `forward`, `backward`, `reductions`: how often a weight (no vector) is gathered and its gradient summed, at most;
-        weights of one shape are not told apart, and their mean is taken.
+    - `model`, `batch`: the bytes that a device sends over the model axis, and over the axes that split the batch.
+    - `needed`: the part of `batch` for two gathers of each weight that the fsdp axis splits and one sum of each gradient.
+    - `strays`: the part of `batch` for arrays without the shape of a weight.
+    - `held`: the bytes of arguments and temporaries.
+    - `forward`, `backward`, `reductions`: how often a weight (not a vector) is gathered and its gradient is summed, at
+        most; weights of the same shape are not distinguished, and their mean is used.
     """
 
     model: float
@@ -146,12 +149,12 @@ def stack(examples: list[Any]) -> Any:
 
 def plans_of(name: str, deployer: redeqx.Deployer, job: Job) -> dict[str, Plan]:
     plans = {
-        "whole": deployer.plan(job.model, overrides={"*": None}),
-        "walk": deployer.plan(job.model),
+        "replicated": deployer.plan(job.model, overrides={"*": None}),
+        "field order": deployer.plan(job.model),
         "dataflow": deployer.plan(job.model, job.loss_fn, stack(job.examples)),
     }
     if name in BY_HAND:
-        plans["by hand"] = by_hand(plans["whole"], BY_HAND[name])
+        plans["by hand"] = by_hand(plans["replicated"], BY_HAND[name])
     return plans
 
 
@@ -159,18 +162,18 @@ def specs(plan: Plan) -> list[Any]:
     return [leaf.spec for leaf in plan.leaves.values()]
 
 
-def by_hand(whole: Plan, specs: dict[str, Any]) -> Plan:
-    """The model axis where the specs have it, the fsdp axis where every plan has it."""
+def by_hand(replicated: Plan, specs: dict[str, Any]) -> Plan:
+    """Returns the plan with the model axis as in the specs, and the fsdp axis as in all plans."""
     leaves = {}
-    for name, leaf in whole.leaves.items():
+    for name, leaf in replicated.leaves.items():
         spec = next((spec for pattern, spec in specs.items() if fnmatch.fnmatch(name, pattern)), ())
         split = Split(spec.index("model") if "model" in spec else None, "by hand")
-        leaves[name] = replace(leaf, spec=_plan._spec(leaf.shape, 0, split, whole.mesh)[0])
-    return replace(whole, leaves=leaves)
+        leaves[name] = replace(leaf, spec=_plan._spec(leaf.shape, 0, split, replicated.mesh)[0])
+    return replace(replicated, leaves=leaves)
 
 
-def one_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of an array however it is turned."""
+def canonical_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns a shape that is the same for all transposes of an array."""
     return tuple(sorted(size for size in shape if size != 1))
 
 
@@ -181,39 +184,39 @@ def measure(deployer: redeqx.Deployer, job: Job, plan: Plan) -> Found:
     )
     compiled = trainer.compile(job.examples, len(job.examples) // deployer.n_batch_shards)
     stacked = order(Trace.of(job.loss_fn, job.model, batch, jax.random.key(0)), 1).stacked
-    weights: Counter[tuple[int, ...]] = Counter()  # as a layer computes with them
+    weights: Counter[tuple[int, ...]] = Counter()  # with the shapes in which layers compute
     n_fsdp, n_batch, needed = mesh.shape["fsdp"], deployer.n_batch_shards, 0.0
     for name, leaf in plan.leaves.items():
         used = NamedSharding(mesh, plan.spec_in_use(name)).shard_shape(leaf.shape)
         n_stacked = stacked.get(name, 0)
-        weights[one_shape(used[n_stacked:])] += math.prod(used[:n_stacked])
+        weights[canonical_shape(used[n_stacked:])] += math.prod(used[:n_stacked])
         n_bytes, is_split = math.prod(used) * leaf.dtype.itemsize, plan.spec_in_use(name) != leaf.spec
         needed += n_bytes * 2 * ((n_batch - 1) / n_batch + is_split * (n_fsdp - 1) / n_fsdp)
     sent, times = defaultdict[str, float](float), defaultdict[str, Counter[tuple[int, ...]]](Counter)
     for collective in _hlo.collectives(compiled.as_text()):
         if collective.group_size == 1 or collective.bytes <= MAX_SCALAR:
             continue
-        is_batch, shape = not {*BATCH_AXES}.isdisjoint(collective.axes(mesh)), one_shape(collective.shape)
+        is_batch, shape = not {*BATCH_AXES}.isdisjoint(collective.axes(mesh)), canonical_shape(collective.shape)
         sent["batch" if is_batch else "model"] += collective.moved
         if is_batch and shape not in weights:
             sent["strays"] += collective.moved
         elif is_batch and len(shape) > 1:
-            when = "backward" if collective.is_backward else "forward"
-            times[when if collective.kind == "all-gather" else "reductions"][shape] += collective.n_executions
-    most = {what: max(n / weights[shape] for shape, n in counts.items()) for what, counts in times.items()}
+            direction = "backward" if collective.is_backward else "forward"
+            times[direction if collective.kind == "all-gather" else "reductions"][shape] += collective.n_executions
+    most = {kind: max(n / weights[shape] for shape, n in counts.items()) for kind, counts in times.items()}
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return Found(
         sent["model"], sent["batch"], needed, sent["strays"], held,
-        *(most.get(what, 0.0) for what in ("forward", "backward", "reductions")),
+        *(most.get(kind, 0.0) for kind in ("forward", "backward", "reductions")),
     )  # fmt: skip
 
 
 def columns(found: dict[str, Found]) -> dict[str, str]:
-    """One row of the table, by its columns' names."""
+    """Returns one row of the table, by column name."""
 
-    def kb(kind: str, what: str) -> str:
-        return f"{getattr(found[kind], what) / 1e3:.1f}" if kind in found else "-"
+    def kb(kind: str, field: str) -> str:
+        return f"{getattr(found[kind], field) / 1e3:.1f}" if kind in found else "-"
 
     best = found["dataflow"]
     return {
@@ -239,13 +242,13 @@ def main() -> None:
         print(f"\n{mesh_name}; kB")
         for i, (name, deployer, job) in enumerate(jobs(args.names, *MESHES[mesh_name])):
             plans, found = plans_of(name, deployer, job), dict[str, Found]()
-            for kind, plan in plans.items():  # alike ones are compiled once
+            for kind, plan in plans.items():  # equal plans are compiled once
                 alike = (found[other] for other in found if specs(plans[other]) == specs(plan))
                 found[kind] = next(alike, None) or measure(deployer, job, plan)
             row = columns(found)
             if i == 0:
-                print(f"{'':24}" + "".join(f"{column:>16}" for column in row))
-            print(f"{name:24}" + "".join(f"{cell:>16}" for cell in row.values()), flush=True)
+                print(f"{'':24}" + "".join(f"{column:>18}" for column in row))
+            print(f"{name:24}" + "".join(f"{cell:>18}" for cell in row.values()), flush=True)
             if args.explain:
                 print(plans["dataflow"].explain(), flush=True)
 

@@ -1,13 +1,12 @@
-"""The loss curve of a language model in each precision: the example's GPT-2 on the source of Python's standard library.
+"""The held-out loss of a language model in each precision: a small GPT-2 on the source of Python's standard library.
 
-GPT-2 of 2 layers (width 64, 2 heads) over bytes, 8 x 64 tokens a step, AdamW, on the data of `examples/language_modeling`.
-Each precision has the same initial weights and the same order of batches, for each seed. "As optax rounds" stores parameters
-in bfloat16 and adds each update in bfloat16, as a script does that casts its model: small updates are lost. Fp8 is emulated
-on CPUs.
+GPT-2 of 2 layers (width 64, 2 heads) over bytes, 8 x 64 tokens per step, AdamW, on the data of `examples/language_modeling`.
+For each seed, all precisions have the same initial weights and order of batches. "As optax rounds" stores parameters and
+adds updates in bfloat16, as in a script that casts its model: small updates are lost. Fp8 is emulated on CPUs.
 
     python tests/benchmarks/precision.py [--steps 300] [--seeds 0 1 2]
 
-25 minutes on 2 cores that others kept busy as well; most of it is compilation.
+Takes 25 minutes on 2 busy cores, mostly compilation.
 """
 
 import argparse
@@ -48,7 +47,7 @@ def loss_fn(model: Any, ids: jax.Array, key: Any) -> redeqx.Loss:
 
 
 def rows_of(text: str) -> np.ndarray:
-    """The bytes of a text as int32 `[rows, TOKENS + 1]`."""
+    """Returns the bytes of a text as int32 `[rows, TOKENS + 1]`."""
     ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     return ids[: len(ids) // (TOKENS + 1) * (TOKENS + 1)].reshape(-1, TOKENS + 1)
 

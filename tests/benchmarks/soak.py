@@ -1,11 +1,10 @@
-"""Random faults in runs of two processes, each started again until it is done; all must end with the undisturbed run's bits.
+"""Injects random faults into runs of two processes and restarts them; the final bits must equal those of an undisturbed run.
 
     python tests/benchmarks/soak.py [--faults 30] [--seed 0] [--epochs 240]
 
-Each time one or both processes are killed (SIGKILL), frozen until the other leaves, or told to stop (SIGTERM), at a random
-time; then the run is started again. Parameters and optimizer state are compared with those of a run that nothing
-disturbed, on the same layout, bit for bit; a run that ends before all faults are had is followed by another. Prints a line
-a fault; exit code 1 where the bits differ.
+At random times, one or both processes are killed (SIGKILL), frozen until the other exits, or preempted (SIGTERM); then the
+run is restarted. Parameters and optimizer state are compared bit for bit with those of an undisturbed run on the same
+layout. Runs are repeated until all faults have been injected. Prints one line per fault; exits with 1 if the bits differ.
 """
 
 import argparse
@@ -29,7 +28,7 @@ LIMIT = 300.0
 
 
 def start(workdir, epochs):
-    """The two processes, started without the launcher, so that either can be hit alone."""
+    """Starts the two processes, without the launcher, so that a fault can hit only one of them."""
     port = _free_port()
     command = [sys.executable, str(SCRIPT), "--workdir", str(workdir), "--devices", "2", "--epochs", str(epochs)]
     command += ["--save-every", "2", "--heartbeat", "3", "--start", "20"]
@@ -44,11 +43,11 @@ def start(workdir, epochs):
 
 
 def wait(processes):
-    """Their exit codes; frozen ones are killed once the others have left."""
+    """Returns the exit codes; kills frozen processes once the others have exited."""
     until = time.monotonic() + LIMIT
     while (n_running := sum(process.poll() is None for process in processes)) and time.monotonic() < until:
         if n_running < len(processes):
-            until = min(until, time.monotonic() + 5)  # what a process has to leave another in
+            until = min(until, time.monotonic() + 5)  # the time that a process gets to exit after another
         time.sleep(0.05)
     for process in processes:
         process.kill()
@@ -56,7 +55,7 @@ def wait(processes):
 
 
 def wait_for_steps(processes, workdir):
-    """Until a new batch has been read, or a process has ended."""
+    """Waits until a new batch has been read, or a process has exited."""
     path, until = workdir / "rows_0_of_2.jsonl", time.monotonic() + LIMIT
     read = path.stat().st_size if path.exists() else 0
     while all(process.poll() is None for process in processes) and time.monotonic() < until:
@@ -105,7 +104,7 @@ def main():
             processes, what = start(workdir, args.epochs), "none"
             if n_faults < args.faults:
                 fault, who = rng.choice(["kill", "kill", "freeze", "stop"]), [[0], [1], [0, 1]][rng.integers(3)]
-                if rng.random() < 0.8:  # else at its start, while the processes meet and compile
+                if rng.random() < 0.8:  # else at startup, during rendezvous and compilation
                     wait_for_steps(processes, workdir)
                 time.sleep(rng.uniform(0.0, 4.0))
                 if all(process.poll() is None for process in processes):

@@ -1,15 +1,15 @@
-"""What `Trainer.fit` costs on top of a hand-written `eqx.filter_jit` loop: a step, in steady state, and the first one.
+"""Overhead of `Trainer.fit` over a hand-written `eqx.filter_jit` loop: per step in steady state, and of the first step.
 
-Same model, loss, optimizer, mesh, placement and data on both sides, taking turns in one process. `fit` shuffles, collates,
-moves batches and logs (console, `metrics.jsonl`, a tracker), and saves nothing. The loop's step computes the loss and
-the gradient norm too, as `fit` logs them, but reads neither back; its batches are collated before its time begins.
+Both sides have the same model, loss, optimizer, mesh, placement and data, and take turns in one process. `fit` shuffles,
+collates, transfers batches and logs (console, `metrics.jsonl`, a tracker), and saves nothing. The loop's step also computes
+the loss and the gradient norm, because `fit` logs them, but does not read them back; its batches are collated beforehand.
 
-- *fit* is the time between two steps' metrics, *whole call* that of all of `fit`, its set-up included, over its steps.
-- *flat* is the loop's step under `jax.jit`, over flat lists of arrays: what it costs to call a step at all.
-- Processor time is that of all threads, the step's own included, so that differences to *flat* are what the host does
-  beside the step; other programs on the machine disturb it less than they disturb the clock.
-- The first step is measured in fresh processes, from a model in memory to the end of one step, compilation included.
-- Ratios and differences are taken within a round; given are their medians over the rounds, and quartiles.
+- *fit* is the time between the metrics of two steps; *whole call* is the time of `fit`, including set-up, per step.
+- *flat* is the loop's step under `jax.jit` over flat lists of arrays: the least that a call of a step costs.
+- Processor time is summed over all threads, including the step's own. The difference to *flat* is the host's other work;
+  other programs on the machine affect it less than wall time.
+- The first step is measured in fresh processes, from a model in memory to the end of the step, including compilation.
+- Ratios and differences are computed within a round; printed are their medians and quartiles over the rounds.
 
     python tests/benchmarks/step_overhead.py              # one device, and 8 simulated ones as data=4 x model=2
 
@@ -47,7 +47,7 @@ OPTIMIZER = optax.adamw(1e-3)
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its data; `rows` to a global batch, `steps` to a turn."""
+    """A model and its data, with `rows` per global batch and `steps` per turn."""
 
     name: str
     make_model: Callable[[], eqx.Module]
@@ -62,7 +62,7 @@ class Case:
 
 
 class Leaves(eqx.Module):
-    """Five hundred arrays of eight numbers: nothing to compute, much to hand over."""
+    """Five hundred arrays of eight numbers: little to compute, many arguments to pass."""
 
     leaves: list[jax.Array]
 
@@ -81,7 +81,7 @@ def gpt2_loss(model: Any, ids: jax.Array, key: Any) -> jax.Array:
 
 
 def small_gpt2() -> GPT2:
-    """A step takes about 50 ms on two cores."""
+    """Creates a GPT-2 whose step takes about 50 ms on two cores."""
     config = GPT2Config(
         vocab_size=512,
         n_positions=64,
@@ -106,17 +106,17 @@ CASES = {
 
 # --- both sides ---------------------------------------------------------------------------------------------------------
 
-# Trains that many steps; gives milliseconds a step, by the clock and of processor time, for each way to look at it.
+# Trains `n_steps` steps; returns milliseconds per step, in wall and processor time, by the name of the measurement.
 Turn = Callable[[int], dict[str, tuple[float, float]]]
 
 
 def now() -> np.ndarray:
-    """Milliseconds, by the clock and of processor time."""
+    """Returns milliseconds of wall and processor time."""
     return 1e3 * np.array([time.perf_counter(), time.process_time()])
 
 
 class Clock:
-    """A tracker that remembers when each step's metrics came."""
+    """A tracker that records when each step's metrics arrive."""
 
     def __init__(self):
         self.times: list[np.ndarray] = []
@@ -137,7 +137,7 @@ def by_fit(case: Case, workdir: str, n_devices: int, model: Any) -> Turn:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             trainer.fit(examples, case.rows // deployer.n_batch_shards, n_epochs=1, save_end=False)
         whole = now() - began
-        # Metrics are read some steps late; from a few steps on, they come as often as steps end.
+        # Metrics are read a few steps late; after that, they arrive at the rate of the steps.
         skipped = min(4, n_steps - 1)
         steady = (clock.times[-1] - clock.times[skipped]) / max(n_steps - 1 - skipped, 1)
         return {"fit": tuple(steady), "whole call": tuple(whole / n_steps)}
@@ -146,7 +146,7 @@ def by_fit(case: Case, workdir: str, n_devices: int, model: Any) -> Turn:
 
 
 def layout(case: Case, n_devices: int, model: Any) -> tuple[Any, Any, Any]:
-    """Where the parameters, the optimizer's state and a batch live, as for `fit`; by hand these would be written down."""
+    """Returns the shardings of parameters, optimizer state and batch under `fit`; a user would write these by hand."""
     deployer = redeqx.Deployer(n_model_shards=MODEL_SHARDS[n_devices], verbose=False)
     params = eqx.filter(model, eqx.is_array)
     plan = deployer.plan(model, case.loss_fn, np.stack(case.examples(1)))
@@ -163,7 +163,7 @@ def layout(case: Case, n_devices: int, model: Any) -> tuple[Any, Any, Any]:
 
 
 def make_step(case: Case, static: Any) -> Callable[..., Any]:
-    """`(params, opt_state, batch) -> (params, opt_state, loss, gradient norm)`."""
+    """Returns `(params, opt_state, batch) -> (params, opt_state, loss, gradient norm)`."""
 
     def step(params: Any, opt_state: Any, batch: jax.Array) -> tuple[Any, Any, jax.Array, jax.Array]:
         loss, grads = jax.value_and_grad(lambda p: case.loss_fn(eqx.combine(p, static), batch, None))(params)
@@ -181,7 +181,8 @@ def by_loop(case: Case, model: Any, where: tuple[Any, Any, Any]) -> Turn:
     @eqx.filter_jit(donate="all-except-first")
     def filtered(batch: jax.Array, model: Any, opt_state: Any) -> Any:
         params, opt_state, loss, norm = step(eqx.filter(model, eqx.is_array), opt_state, batch)
-        pinned = jax.lax.with_sharding_constraint((params, opt_state), (placed, opt_placed))  # else it moves, and recompiles
+        # Without the constraint the sharding changes, and the step recompiles.
+        pinned = jax.lax.with_sharding_constraint((params, opt_state), (placed, opt_placed))
         return eqx.combine(pinned[0], static), pinned[1], loss, norm
 
     params = jax.device_put(params, placed)
@@ -234,14 +235,14 @@ def by_flat(case: Case, model: Any, where: tuple[Any, Any, Any]) -> Turn:
 def measure_steady(case: Case, n_devices: int, rounds: int) -> list[dict[str, tuple[float, float]]]:
     where = layout(case, n_devices, case.make_model())
     with tempfile.TemporaryDirectory() as workdir:
-        turns = [  # a model for each: steps delete what they are given
+        turns = [  # one model each: steps donate their arguments
             by_loop(case, case.make_model(), where),
             by_fit(case, workdir, n_devices, case.make_model()),
             by_flat(case, case.make_model(), where),
         ]
         for turn in turns:
             turn(8)
-        orders = [turns[i % len(turns) :] + turns[: i % len(turns)] for i in range(rounds)]  # each round another one
+        orders = [turns[i % len(turns) :] + turns[: i % len(turns)] for i in range(rounds)]  # another order in each round
         return [{name: ms for turn in order for name, ms in turn(case.steps).items()} for order in orders]
 
 
@@ -258,7 +259,7 @@ def measure_first(case: Case, n_devices: int, side: str) -> float:
 
 
 def in_process(*arguments: Any) -> Any:
-    """What a fresh process of this script prints, as JSON."""
+    """Runs this script in a fresh process; returns the JSON that it prints."""
     command = [sys.executable, __file__, *map(str, arguments)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=900).stdout)
 

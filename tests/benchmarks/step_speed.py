@@ -1,14 +1,14 @@
-"""Seconds a training step: redeqx's Trainer, a flax twin under plain `jax.jit`, Redco's Trainer, HF's Trainer on torch.
+"""Time per training step: redeqx's Trainer, a flax twin under plain `jax.jit`, Redco's Trainer, HF's Trainer on torch.
 
 GPT-2 of 6 layers, width 384, 6 heads, vocabulary 8192, on 8 x 256 tokens, float32, AdamW, no dropout, one device: the
-same maths, sizes and data for all. Each contender lives in a process of its own, compiled and warm, and only one
-computes at a time; they take turns, round after round, so that a slow spell of the machine meets all of them.
+same maths, sizes and data for all. Each contender has its own process, compiled and warm. They take turns, one at a time,
+so that a slow period of the machine affects all of them.
 
-- Where the clocks differ, they differ against redeqx. Its time is that of the whole call that trains `--steps` steps,
-  with collating, logging and set-up; so is Redco's. HF's begins with its first step, after its set-up. The
-  twin's batches are collated before its time begins, and it reads nothing back. Redco trains the twin's flax module.
-- The three Trainers compute and log the gradient's norm, as they always do; the twin does not.
-- The ratio is the median, over the rounds, of a contender's time over the twin's in the same round.
+- Differences in what is timed are to the disadvantage of redeqx. Its time is that of the whole call that trains `--steps`
+  steps, including collation, logging and set-up; so is Redco's. HF's starts at its first step, after set-up. The twin's
+  batches are collated beforehand, and it reads nothing back. Redco trains the twin's flax module.
+- The three Trainers compute and log the gradient norm, as they always do; the twin does not.
+- The ratio is the median over the rounds of a contender's time over the twin's in the same round.
 
     pip install torch==2.13.0       # first, so that you choose the build: CPU's is enough
     pip install -e ".[bench]"
@@ -46,26 +46,26 @@ class Sizes:
     seq: int = 256
 
     def examples(self, n_steps: int) -> list[np.ndarray]:
-        """Rows of token ids, each token drawn near the one before it, so that there is something to learn."""
+        """Returns rows of token ids, each drawn near the previous one, so that the data can be learned."""
         rng = np.random.default_rng(0)
         steps = rng.integers(0, 64, (n_steps * self.batch, self.seq))
         return list((np.cumsum(steps, axis=1) % self.vocab_size).astype(np.int32))
 
 
-# Trains that many steps; gives their seconds, and the loss of each.
+# Trains `n_steps` steps; returns their seconds, and the loss of each.
 Run = Callable[[int], tuple[float, list[float]]]
 LEARNING_RATE = 3e-4
 WEIGHT_DECAY = 0.01
 
 
 def next_token_loss(logits: Any, ids: Any) -> Any:
-    """The mean cross entropy of each token but the first, as `GPT2LMHeadModel` takes it."""
+    """Returns the mean cross-entropy of all tokens but the first, as in `GPT2LMHeadModel`."""
     import optax
 
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean()
 
 
-# --- the contenders: each makes its model and returns how to train it -------------------------------------------------
+# --- the contenders: each creates its model and returns a function that trains it -------------------------------------
 
 
 def equinox_gpt2(sizes: Sizes) -> Any:
@@ -117,7 +117,7 @@ def redeqx(sizes: Sizes) -> Run:
 
 
 def plain(sizes: Sizes) -> Run:
-    """The model of `redeqx` without its Trainer: what is the model's, and what the Trainer's."""
+    """Trains the model of `redeqx` without its Trainer, to separate the cost of the model from that of the Trainer."""
     import equinox as eqx
     import jax
     import optax
@@ -139,8 +139,8 @@ def flax_gpt2(sizes: Sizes, dtype: Any = None, attention: Callable[..., Any] | N
 
     **Arguments:**
 
-    - `dtype`: in which layers compute; parameters are in float32.
-    - `attention`: `(q, k, v)` to the causal attention; `jax.nn.dot_product_attention` by default.
+    - `dtype`: the dtype of computation; parameters are in float32.
+    - `attention`: maps `(q, k, v)` to causal attention; `jax.nn.dot_product_attention` by default.
     """
     import flax.linen as nn
     import jax
@@ -197,7 +197,7 @@ def twin(sizes: Sizes) -> Run:
 
 
 def loop(step: Callable[..., Any], state: Any, sizes: Sizes) -> Run:
-    """The hand-written loop: batches collated before its time begins, nothing read back before it ends."""
+    """Runs the hand-written loop; batches are collated before the timer starts, and nothing is read back before it ends."""
     import jax
 
     def run(n_steps: int) -> tuple[float, list[float]]:
@@ -329,9 +329,9 @@ CONTENDERS: dict[str, Callable[[Sizes], Run]] = {
 
 
 def serve(name: str, sizes: Sizes) -> None:
-    """A contender's process: reads a number of steps a line, answers with seconds, losses and peak memory in bytes."""
+    """Runs a contender's process: reads numbers of steps from stdin, and replies with seconds, losses and peak bytes."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the libraries print is no reply
+    os.dup2(2, 1)  # keeps the output of libraries out of the replies
     run = CONTENDERS[name](sizes)
     for line in sys.stdin:
         seconds, losses = run(int(line))
@@ -340,7 +340,7 @@ def serve(name: str, sizes: Sizes) -> None:
 
 
 class Worker:
-    """The parent's end of a contender's process."""
+    """The parent's handle of a contender's process."""
 
     def __init__(self, name: str, sizes: Sizes, log: Any):
         self.name = name
@@ -365,7 +365,7 @@ class Worker:
 
     def close(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()  # its loop ends, and it tidies up
+        self.process.stdin.close()  # ends its loop
         try:
             self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:
@@ -390,16 +390,16 @@ def main() -> None:
         print(f"{sizes}\n{os.cpu_count()} cores; what the contenders print goes to {log.name}", flush=True)
         try:
             last: dict[str, dict[str, float]] = {}
-            for name in args.contenders:  # one after another: compilation takes every core
+            for name in args.contenders:  # in turn: compilation uses all cores
                 workers.append(Worker(name, sizes, log))
-                # One batch three times: the losses show that all do the same. Redco compiles its second step again.
+                # The same batch three times: equal losses show equal computations. Redco compiles its second step again.
                 first, *more = [workers[-1].run(1) for _ in range(3)]
                 workers[-1].run(args.steps)
                 losses = ", ".join(f"{reply['loss']:.3f}" for reply in (first, *more))
                 print(f"  {name}: first step {first['seconds']:.1f} s; losses on one batch {losses}", flush=True)
             times: dict[str, list[float]] = {name: [] for name in args.contenders}
             for turn in range(args.rounds):
-                # Each round in another order, so that none always runs after the same one.
+                # Another order in each round, so that no contender always runs after the same one.
                 for worker in workers[turn % len(workers) :] + workers[: turn % len(workers)]:
                     last[worker.name] = reply = worker.run(args.steps)
                     times[worker.name].append(1e3 * reply["seconds"] / args.steps)

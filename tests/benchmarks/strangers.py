@@ -1,9 +1,9 @@
-"""Models that know nothing of redeqx, from their packages on PyPI, with redeqx's rules and without.
+"""Third-party models from PyPI, with and without redeqx's rules.
 
-ESM-2 of esm2quinox (150 M parameters, scanned), the ViT of jaxonmodels and that of equimo (both ViT-B/16 in Python lists of
-blocks), and a decoder whose attention is written with `jnp.einsum`. Of each, what a train step takes on a GPU or TPU that
-need not be there, as in `accelerator.py`; and, for a small one on the CPU in float32, how far the loss and its gradients
-differ with the rules of the train step. A package that is not installed is left out.
+ESM-2 of esm2quinox (150 M parameters, scanned), the ViTs of jaxonmodels and equimo (both ViT-B/16 in Python lists of
+blocks), and a decoder whose attention is written with `jnp.einsum`. Prints for each the memory and traffic of a train step
+compiled for a GPU or TPU, as in `accelerator.py`, and, for a small model on the CPU in float32, by how much the rules change
+the loss and its gradients. Packages that are not installed are skipped.
 
     pip install --no-deps esm2quinox jaxonmodels equimo loguru lz4 requests semver beartype
     python tests/benchmarks/strangers.py [--topology gpu:h100-80gb:1] [--models esm2 einsum]
@@ -28,7 +28,7 @@ from redeqx.transforms import FuseAttention, PickByComparison, RematLoops, Stack
 
 
 class EinsumBlock(eqx.Module):
-    """As in many papers' code: fused query, key and value, a mask of minus infinity, `jnp.einsum`."""
+    """A block as in the code of many papers: fused query, key and value, a mask of minus infinity, `jnp.einsum`."""
 
     qkv: jax.Array
     out: jax.Array
@@ -107,7 +107,7 @@ def einsum(layers: int, d: int, heads: int, key: Any) -> Any:
 
 
 _IMAGE = {"pixels": np.zeros((3, 224, 224), np.float32), "label": np.int32(0)}
-# Each with its package, the sizes of the large model, and those of the small one.
+# For each: its package, the sizes of the large model, and those of the small one.
 MODELS: dict[str, tuple[str, Callable[..., Any], Case, tuple[int, int, int]]] = {
     "esm2": ("esm2quinox", esm2, Case(lambda key: esm2(30, 640, 20, key), same_token_loss, 16, tokens(1023)), (3, 40, 4)),
     "jaxonmodels": (
@@ -122,7 +122,7 @@ MODELS: dict[str, tuple[str, Callable[..., Any], Case, tuple[int, int, int]]] = 
 
 
 def difference(make: Callable[..., Any], sizes: tuple[int, int, int], case: Case) -> float:
-    """The largest relative difference of the loss and of each gradient of a small model, with the rules and without."""
+    """Returns the largest relative difference of a small model's loss and gradients with and without the rules."""
     rng = np.random.default_rng(0)
     arrays, static = eqx.partition(make(*sizes, jax.random.key(0)), eqx.is_inexact_array)
     n_weights = len(jax.tree.leaves(arrays))

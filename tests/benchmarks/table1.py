@@ -1,15 +1,14 @@
-"""Table 1 of RedCoast (arXiv:2310.16355): which models train on which machines, asked of the real compilers, without them.
+"""Table 1 of RedCoast (arXiv:2310.16355): which models train on which machines, by the real compilers, without the machines.
 
     pip install -e ".[topology-tpu]"            # the TPU rows
     pip install -e ".[topology-gpu]"            # the GPU rows, 4 GB
     python tests/benchmarks/table1.py           # all; or some, by name: OPT-13B LLaMA-7B
 
-Each row is one full-parameter training step in float32 with AdamW, layers scanned and recomputed in the backward pass, for
-the length that the paper gives. The largest batch is searched for by compiling: doubled until it is refused, then halved
-into the gap, until that is an eighth of it. What a compilation takes of this host is printed too: the longest, and memory
-at its most.
+Each row is one full-parameter training step in float32 with AdamW, with layers scanned and recomputed in the backward pass,
+at the length given in the paper. The largest batch is found by compiling: it is doubled until it does not fit, then bisected
+until the interval is an eighth of it. Also prints the longest compilation time and the peak memory of the host.
 
-The paper's 1080 Ti of 10 GB is a 2080 Ti's description with 10 GB: CUDA 13's compiler knows none older.
+The paper's 1080 Ti of 10 GB is described as a 2080 Ti with 10 GB, because CUDA 13's compiler supports none older.
 """
 
 import argparse
@@ -38,7 +37,7 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Row:
-    """A model, its length in tokens, and the machine; `paper` is what the paper says of it."""
+    """A model, its length in tokens, and the machine; `paper` is the paper's statement."""
 
     name: str
     make: Callable[..., Any]
@@ -86,13 +85,13 @@ def collate_fn(examples: list[Any]) -> dict[str, np.ndarray]:
 
 
 def collate_pairs(examples: list[Any]) -> dict[str, np.ndarray]:
-    """Both sides of a sequence-to-sequence model of the full length."""
+    """Collates source and target of a sequence-to-sequence model, both of the full length."""
     ids = np.stack(examples)
     return {"ids": ids, "decoder_ids": ids}
 
 
 def dry_run(row: Row, n_rows: int) -> redeqx.DryRun:
-    """One training step of `n_rows` rows for each position of the fsdp axis."""
+    """Compiles one training step with `n_rows` rows per position of the fsdp axis."""
     with redeqx.described(row.topology, memory=row.memory):
         deployer = redeqx.Deployer(n_model_shards=row.n_model_shards, n_fsdp_shards=row.n_fsdp_shards, verbose=False)
         config = without_dropout(row.config)
@@ -106,7 +105,7 @@ def dry_run(row: Row, n_rows: int) -> redeqx.DryRun:
 
 
 def search(row: Row, most: int) -> Iterator[tuple[int, redeqx.DryRun, float]]:
-    """Dry runs that close in on the largest batch; each with its rows and the seconds that it took."""
+    """Yields the dry runs of the search for the largest batch, each with its rows and seconds."""
     fits, fails, n_rows = 0, None, 1
     while fails is None or fails - fits > max(1, fits // 8):
         began = time.perf_counter()

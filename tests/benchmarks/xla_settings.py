@@ -1,12 +1,12 @@
-"""What settings of XLA change in a compiled train step: temporaries, and the collectives that other work hides.
+"""Effect of XLA settings on a compiled train step: temporaries, and collectives that overlap with matmuls.
 
 A LLaMA of 8 scanned blocks (d 2048, grouped heads, bfloat16, float32 AdamW) under data, FSDP and tensor parallelism.
 *Hidden* is the share of the bytes that one device sends by collectives with a matmul between their start and their end in
-the schedule; *calls* counts collectives as they run. Nothing is run.
+the schedule; *calls* is the number of collectives executed per step. Nothing is run.
 
     JAX_PLATFORMS=cpu python tests/benchmarks/xla_settings.py [--topology gpu:h100-80gb:8] [--settings xla_gpu_...=true ...]
 
-Without `--settings`: those of redeqx for that platform, each alone and all together.
+Without `--settings`, tests redeqx's settings for the platform, each alone and all together.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def loss_fn(model: Any, ids: jax.Array, key: Any) -> redeqx.Loss:
 
 
 def lowered(topology: str, n_model: int, n_fsdp: int) -> Any:
-    """The train step of the model on a mesh."""
+    """Returns the lowered train step of the model on a mesh."""
     config = LlamaConfig(
         vocab_size=32000, n_positions=TOKENS, d_model=2048, d_mlp=5632, n_layers=BLOCKS, n_heads=32, n_kv_heads=8
     )
@@ -68,7 +68,7 @@ _MATMUL = re.compile(r"\b(dot|convolution)\(|__cublas|__cudnn|triton_gemm|__trit
 
 
 def hidden(text: str) -> tuple[int, float]:
-    """How many collectives run in a step, and the share of their bytes with a matmul between start and end."""
+    """Returns the collectives executed per step, and the share of their bytes with a matmul between start and end."""
     module = Module.of(text)
     has_matmul = {}
 
@@ -90,7 +90,7 @@ def hidden(text: str) -> tuple[int, float]:
 
 
 def _overlapped(schedule: list[Any], is_matmul: Any) -> Iterator[str]:
-    """The names of the collectives of a computation with a matmul between their start and their end."""
+    """Yields the names of a computation's collectives with a matmul between their start and their end."""
     open_: dict[str, bool] = {}
     for instruction in schedule:
         if instruction.opcode.endswith("-start"):

@@ -1,4 +1,4 @@
-"""Attention: the formula's values and all its derivatives, the memory that it does without, and each error."""
+"""Attention: values and all derivatives against the formula, memory, meshes, and each error."""
 
 from functools import partial
 
@@ -16,24 +16,24 @@ BATCH, HEADS, SIZE = 2, 4, 8
 
 
 def by_formula(q, k, v, *, causal=False, window=None, lengths=None, segments=None, bias=None, scale=None):
-    """Attention as it is written in books, for `[batch, positions, heads, size]`."""
+    """Textbook attention of `[batch, positions, heads, size]`."""
     n_queries, n_keys, n_heads = q.shape[1], k.shape[1], q.shape[2]
     k, v = (jnp.repeat(x, n_heads // x.shape[2], 2) for x in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         scores = scores + bias
     i, j = np.arange(n_queries)[:, None], np.arange(n_keys)
-    sees = np.ones((1, 1, n_queries, n_keys), bool)
+    mask = np.ones((1, 1, n_queries, n_keys), bool)
     if causal:
-        sees = sees & (i >= j)
+        mask = mask & (i >= j)
     if window is not None:
-        sees = sees & (abs(i - j) < window)
+        mask = mask & (abs(i - j) < window)
     if lengths is not None:
-        sees = sees & (j < lengths[:, None])[:, None, None]
+        mask = mask & (j < lengths[:, None])[:, None, None]
     if segments is not None:
-        of_queries, of_keys = segments if isinstance(segments, tuple) else (segments, segments)
-        sees = sees & (of_queries[:, :, None] == of_keys[:, None])[:, None]
-    scores = jnp.where(sees, scores, jnp.finfo(scores.dtype).min)
+        query_segments, key_segments = segments if isinstance(segments, tuple) else (segments, segments)
+        mask = mask & (query_segments[:, :, None] == key_segments[:, None])[:, None]
+    scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
 
 
@@ -43,8 +43,8 @@ def draw(*shapes):
 
 
 def qkv(n_queries=20, n_keys=None, groups=HEADS):
-    of_keys = (BATCH, n_keys or n_queries, groups, SIZE)
-    return draw((BATCH, n_queries, HEADS, SIZE), of_keys, of_keys)
+    key_shape = (BATCH, n_keys or n_queries, groups, SIZE)
+    return draw((BATCH, n_queries, HEADS, SIZE), key_shape, key_shape)
 
 
 def assert_close(got, want, tolerance=1e-5):
@@ -53,7 +53,7 @@ def assert_close(got, want, tolerance=1e-5):
 
 
 def value_and_grads(fn, *args):
-    """Of the weighted sum of the output, with respect to all of the arguments."""
+    """Returns the value and the gradients of a weighted sum of the output, with respect to all arguments."""
 
     def total(*args):
         out = fn(*args)
@@ -62,7 +62,7 @@ def value_and_grads(fn, *args):
     return jax.jit(jax.value_and_grad(total, tuple(range(len(args))), has_aux=True))(*args)
 
 
-def assert_as_formula(args, tolerance=1e-5, **setting):
+def assert_matches_formula(args, tolerance=1e-5, **setting):
     got, want = (value_and_grads(partial(fn, **setting), *args) for fn in (redeqx.attention, by_formula))
     assert_close(got, want, tolerance)
 
@@ -81,47 +81,47 @@ SETTINGS = {
 
 @pytest.mark.parametrize("groups", [2, *(pytest.param(groups, marks=pytest.mark.sweep) for groups in (1, 4))])
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_values_and_gradients_are_those_of_the_formula(setting, groups):
-    assert_as_formula(qkv(groups=groups), **setting)
+def test_values_and_gradients_match_the_formula(setting, groups):
+    assert_matches_formula(qkv(groups=groups), **setting)
 
 
 @pytest.mark.parametrize("setting", [{}, {"causal": True}, {"window": 100}, {"lengths": jnp.array([300, 70])}], ids=str)
-def test_several_blocks_of_queries_are_as_one(setting):
-    assert_as_formula(qkv(301, groups=2), **setting)  # the second block is padded
+def test_several_blocks_of_queries_match_the_formula(setting):
+    assert_matches_formula(qkv(301, groups=2), **setting)  # the second block is padded
 
 
 @pytest.mark.parametrize("n", [20, pytest.param(301, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("rows", [BATCH, 1])
 @pytest.mark.parametrize("heads", [HEADS, 1])
 @pytest.mark.parametrize("queries", ["all", 1])
-def test_a_bias_has_a_gradient(n, rows, heads, queries):
+def test_gradient_of_a_bias(n, rows, heads, queries):
     (bias,) = draw((rows, heads, n if queries == "all" else 1, n))
     fns = (lambda *args, fn=fn: fn(*args[:3], bias=args[3], causal=True) for fn in (redeqx.attention, by_formula))
     got, want = (value_and_grads(fn, *qkv(n), bias) for fn in fns)
     assert_close(got, want, 2e-5)
 
 
-def test_a_bias_may_leave_out_leading_dims():
+def test_a_bias_may_omit_leading_dims():
     (bias,) = draw((HEADS, 20, 20))
     assert_close(redeqx.attention(*qkv(), bias=bias), by_formula(*qkv(), bias=bias))
 
 
-def test_queries_and_keys_may_differ_in_number_and_segments():
+def test_queries_and_keys_of_different_lengths_and_segments():
     segments = (jnp.arange(BATCH * 24).reshape(BATCH, 24) % 2, jnp.arange(BATCH * 17).reshape(BATCH, 17) % 3)
-    assert_as_formula(qkv(24, 17), segments=segments)
+    assert_matches_formula(qkv(24, 17), segments=segments)
 
 
-def test_a_query_that_sees_no_key_gets_the_mean_of_the_values():
+def test_a_query_whose_keys_are_all_masked_gets_the_mean_of_the_values():
     q, k, v = qkv()
     out = redeqx.attention(q, k, v, lengths=jnp.zeros(BATCH, int))
     assert_close(out, jnp.broadcast_to(v.mean(1, keepdims=True), out.shape))
 
 
-def test_values_may_have_another_size():
-    assert_as_formula(draw((BATCH, 20, HEADS, SIZE), (BATCH, 20, HEADS, SIZE), (BATCH, 20, HEADS, 5)), causal=True)
+def test_values_of_another_head_size():
+    assert_matches_formula(draw((BATCH, 20, HEADS, SIZE), (BATCH, 20, HEADS, SIZE), (BATCH, 20, HEADS, 5)), causal=True)
 
 
-def test_bfloat16_is_summed_in_float32():
+def test_bfloat16_accumulates_in_float32():
     args = qkv(301)
     got = redeqx.attention(*(x.astype(jnp.bfloat16) for x in args), causal=True)
     assert got.dtype == jnp.bfloat16
@@ -132,7 +132,7 @@ def test_bfloat16_is_summed_in_float32():
 
 
 def one(fn, **setting):
-    """As for a single example."""
+    """Returns attention for a single example, without a batch dim."""
     if fn is redeqx.attention:
         return lambda q, k, v, **extra: fn(q, k, v, **setting, **extra)
     return lambda q, k, v, **extra: fn(q[None], k[None], v[None], **setting, **extra)[0]
@@ -149,7 +149,7 @@ def test_vmap_over_heads_and_shared_keys():
     assert_close(value_and_grads(by_head, q, k, v), value_and_grads(by_formula, q, k, v))
 
 
-def test_vmap_repeats_no_shared_bias():
+def test_vmap_does_not_repeat_a_shared_bias():
     (bias,) = draw((HEADS, 20, 20))
     fn = jax.vmap(lambda q, k, v, bias: redeqx.attention(q, k, v, bias=bias), (0, 0, 0, None))
     (eqn,) = [eqn for eqn in jax.make_jaxpr(fn)(*qkv(), bias).eqns if eqn.primitive.name == "attention"]
@@ -158,22 +158,22 @@ def test_vmap_repeats_no_shared_bias():
     assert_close(value_and_grads(fn, *qkv(), bias), want)
 
 
-def test_gradients_of_each_example():
+def test_per_example_gradients():
     (bias,) = draw((HEADS, 20, 20))
 
-    def of(fn):
+    def gradients(fn):
         def loss(q, k, v, bias):
             return jnp.sum(one(fn)(q, k, v, bias=bias) ** 2)
 
         return jax.vmap(jax.grad(loss, (0, 1, 2, 3)), (0, 0, 0, None))(*qkv(), bias)
 
-    assert_close(of(redeqx.attention), of(by_formula))
+    assert_close(gradients(redeqx.attention), gradients(by_formula))
 
 
 def test_forward_mode_and_second_derivatives():
     args, tangents = qkv(), qkv()[::-1]
 
-    def found(fn):
+    def derivatives(fn):
         def loss(*args):
             return jnp.sum(fn(*args, causal=True, window=7) ** 2)
 
@@ -183,7 +183,7 @@ def test_forward_mode_and_second_derivatives():
         reverse_over_reverse = jax.grad(lambda *args: sum(jnp.sum(x**2) for x in grad(*args)), (0, 1, 2))(*args)
         return forward, forward_over_reverse, reverse_over_reverse
 
-    assert_close(jax.jit(lambda: found(redeqx.attention))(), jax.jit(lambda: found(by_formula))(), 1e-3)
+    assert_close(jax.jit(lambda: derivatives(redeqx.attention))(), jax.jit(lambda: derivatives(by_formula))(), 1e-3)
 
 
 def test_under_remat_and_scan():
@@ -201,17 +201,16 @@ def test_under_remat_and_scan():
 # --- dropout -------------------------------------------------------------------------------------------------------------
 
 
-def test_dropout_keeps_the_mean_and_differs_by_key():
+def test_dropout_preserves_the_mean_and_depends_on_the_key():
     q, k, v = qkv()
-    of = jax.jit(jax.vmap(lambda key: redeqx.attention(q, k, v, dropout=0.3, key=key)))
     keys = jax.random.split(jax.random.key(1), 2000)
-    outs = of(keys)
+    outs = jax.jit(jax.vmap(lambda key: redeqx.attention(q, k, v, dropout=0.3, key=key)))(keys)
     assert not np.allclose(outs[0], outs[1])
     assert_close(outs[0], redeqx.attention(q, k, v, dropout=0.3, key=keys[0]))
     np.testing.assert_allclose(outs.mean(0), by_formula(q, k, v), atol=0.06)
 
 
-def test_dropout_drops_the_same_weights_in_each_pass():
+def test_dropout_is_the_same_in_the_forward_and_backward_pass():
     args, key = qkv(301), jax.random.key(1)
 
     def fn(*args):
@@ -225,7 +224,7 @@ def test_dropout_drops_the_same_weights_in_each_pass():
     np.testing.assert_allclose(backward, jnp.vdot(weights, forward), rtol=1e-3)
 
 
-def test_each_example_drops_its_own():
+def test_dropout_differs_by_example():
     q, k, v = (jnp.broadcast_to(x[:1], x.shape) for x in qkv())
     keys = jax.random.split(jax.random.key(0), BATCH)
     outs = jax.vmap(lambda q, k, v, key: redeqx.attention(q, k, v, dropout=0.5, key=key))(q, k, v, keys)
@@ -235,20 +234,20 @@ def test_each_example_drops_its_own():
 # --- memory and meshes -----------------------------------------------------------------------------------------------------
 
 
-def test_the_weights_of_all_tokens_for_all_tokens_never_exist():
+def test_the_weights_of_all_queries_for_all_keys_are_never_materialized():
     args = draw(*[(1, 4096, 2, 8)] * 3)
 
-    def held(fn):
+    def temporary_bytes(fn):
         compiled = jax.jit(jax.grad(lambda *args: jnp.sum(fn(*args, causal=True) ** 2), (0, 1, 2))).lower(*args).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     weights = 2 * 4096**2 * 4
-    assert held(by_formula) > weights
-    assert held(redeqx.attention) < weights / 2
+    assert temporary_bytes(by_formula) > weights
+    assert temporary_bytes(redeqx.attention) < weights / 2
 
 
 @pytest.mark.parametrize("n", [32, 512])
-def test_rows_and_heads_are_split_without_a_collective(n):
+def test_splitting_rows_and_heads_needs_no_collective(n):
     mesh = make_mesh(2, 2)
     args = draw(*[(8, n, 4, 8)] * 3)
     want = value_and_grads(lambda *args: redeqx.attention(*args, causal=True), *args)
@@ -258,7 +257,7 @@ def test_rows_and_heads_are_split_without_a_collective(n):
     assert_close(value_and_grads(lambda *args: redeqx.attention(*args, causal=True), *split), want)
 
 
-def test_in_a_shard_map():
+def test_inside_shard_map():
     mesh = make_mesh(1, 8)
     args = draw(*[(8, 32, 4, 8)] * 3)
     fn = jax.shard_map(
@@ -284,7 +283,11 @@ ERRORS = {
         r"`segments`: expected integers of shape \(2, 20\), got float32",
     ),
     "bias": ((Q, Q, Q), {"bias": jnp.ones((3, 20, 20))}, r"`bias`: expected a shape that broadcasts to \(2, 4, 20, 20\)"),
-    "mask": ((Q, Q, Q), {"bias": jnp.ones((20, 20), bool)}, r"`bias`: expected floating numbers, .* got bool. Of a mask"),
+    "mask": (
+        (Q, Q, Q),
+        {"bias": jnp.ones((20, 20), bool)},
+        r"`bias`: expected floating numbers, .* bool. Convert a mask",
+    ),
     "integers": ((Q.astype(int), Q, Q), {}, r"`q`: expected floating numbers, got int32"),
     "dropout": ((Q, Q, Q), {"dropout": 1.0}, r"`dropout`: expected a probability in \[0, 1\), got 1.0"),
     "key": ((Q, Q, Q), {"dropout": 0.1}, r"`key`: expected a PRNG key for `dropout`, got None"),
@@ -292,28 +295,28 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("args", "setting", "message"), ERRORS.values(), ids=ERRORS)
-def test_errors_name_what_was_expected_and_found(args, setting, message):
+def test_errors_name_the_expected_and_the_actual_value(args, setting, message):
     with pytest.raises(ValueError, match=message):
         redeqx.attention(*args, **setting)
 
 
 @pytest.mark.parametrize("low", [-1e9, -1e4, float(jnp.finfo(jnp.float32).min)])
-def test_a_query_whose_keys_all_have_a_large_negative_bias_weighs_them_as_they_are(low):
-    """Its largest score would swallow the log of its sum of weights, from which the backward pass makes the weights."""
+def test_a_query_whose_keys_all_have_a_large_negative_bias(low):
+    """Its log-sum-exp would lose the log of the sum to rounding, if the backward pass computed the weights from it."""
     bias = jnp.zeros((20, 20)).at[3].set(low).at[5, 7:].set(low)
-    assert_as_formula(qkv(), bias=bias)
-    if low > -1e30:  # below, keys that are not seen weigh as much in the formula
-        assert_as_formula(qkv(), bias=bias, causal=True)
+    assert_matches_formula(qkv(), bias=bias)
+    if low > -1e30:  # lower, masked keys weigh as much in the formula
+        assert_matches_formula(qkv(), bias=bias, causal=True)
 
 
-def test_lists_are_taken_as_arrays():
+def test_lists_are_converted_to_arrays():
     q, k, v = qkv()
     got = redeqx.attention(q, k, v, lengths=[4, 17], bias=0.5)  # pyright: ignore[reportArgumentType]
     np.testing.assert_array_equal(got, redeqx.attention(q, k, v, lengths=jnp.array([4, 17]), bias=jnp.full((1, 20), 0.5)))
 
 
 @pytest.mark.parametrize("size", [1.0, 2e6, 2e8])
-def test_scores_of_any_size_have_the_gradients_of_their_softmax(size):
+def test_gradients_with_large_scores(size):
     q, k, v = jnp.full((BATCH, 6, HEADS, SIZE), size), jnp.ones((BATCH, 6, HEADS, SIZE)), draw((BATCH, 6, HEADS, SIZE))[0]
     got, want = (value_and_grads(lambda v, fn=fn: fn(q, k, v), v) for fn in (redeqx.attention, by_formula))
     assert_close(got, want)
@@ -321,7 +324,7 @@ def test_scores_of_any_size_have_the_gradients_of_their_softmax(size):
 
 @pytest.mark.parametrize("n", [5, 16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_forward_mode_with_a_bias_of_the_keys(n, causal):
+def test_forward_mode_with_a_bias_per_key(n, causal):
     q, k, v = qkv(n)
     bias = draw((HEADS, 1, n))[0]
     directions = draw(q.shape, k.shape, v.shape, bias.shape)
@@ -334,7 +337,7 @@ def test_forward_mode_with_a_bias_of_the_keys(n, causal):
     assert_close(*pairs)
 
 
-def test_a_large_bias_that_repeats_over_queries_of_several_blocks():
+def test_a_large_bias_shared_by_queries_of_several_blocks():
     shapes = (1, 257, 2, SIZE), (1, 257, 2, SIZE), (1, 257, 2, SIZE)
     args = (*draw(*shapes), jnp.full((1, 1, 1, 257), 100.0))
     got, want = (
@@ -343,8 +346,8 @@ def test_a_large_bias_that_repeats_over_queries_of_several_blocks():
     assert_close(got, want, 2e-5)
 
 
-def test_no_query_sees_a_later_key_whatever_the_bias():
-    """Padding on the left, as low as a number can be."""
+def test_causal_masks_later_keys_whatever_the_bias():
+    """Left padding, masked by the lowest number."""
     q, k, v = qkv(8)
     bias = jnp.where(jnp.arange(8) < 2, jnp.finfo(jnp.float32).min, 0.0)
     out = redeqx.attention(q, k, v, causal=True, bias=bias)
@@ -353,15 +356,15 @@ def test_no_query_sees_a_later_key_whatever_the_bias():
     np.testing.assert_allclose(out[:, 1], v[:, :2].mean(1), rtol=1e-5)
 
 
-def test_no_queries_give_nothing_and_no_keys_are_an_error():
+def test_no_queries_give_an_empty_output_and_no_keys_raise():
     q, k, v = qkv(8)
     assert redeqx.attention(q[:, :0], k, v).shape == (BATCH, 0, HEADS, SIZE)
     with pytest.raises(ValueError, match="expected at least one key and one head, got shapes"):
         redeqx.attention(q, k[:, :0], v[:, :0])
 
 
-def test_all_derivatives_agree_where_all_keys_are_as_low_as_can_be():
+def test_derivatives_agree_if_all_keys_of_a_query_have_the_lowest_bias():
     q, k, v = qkv(6)
     bias = jnp.zeros((6, 6)).at[2].set(jnp.finfo(jnp.float32).min)
-    of = lambda q: redeqx.attention(q, k, v, bias=bias)  # noqa: E731
-    np.testing.assert_allclose(jax.jacfwd(of)(q), jax.jacrev(of)(q), rtol=1e-5, atol=1e-5)
+    fn = lambda q: redeqx.attention(q, k, v, bias=bias)  # noqa: E731
+    np.testing.assert_allclose(jax.jacfwd(fn)(q), jax.jacrev(fn)(q), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""What cuDNN is given, and what it refuses; without a GPU, and without its plug-in."""
+"""cuDNN's operands, and what it does not support; needs neither a GPU nor its plug-in."""
 
 import logging
 
@@ -17,42 +17,42 @@ def shapes(dtype=jnp.bfloat16, n_queries=20, n_keys=20, heads=4, groups=4, size=
     return [jnp.zeros(shape, dtype) for shape in (q, k, (*k[:3], value_size))]
 
 
-REFUSED = {
-    "float32": (Setting(1.0), shapes(jnp.float32), {}, "bfloat16 or float16, not in float32"),
-    "size": (Setting(1.0), shapes(size=6, value_size=6), {}, "a multiple of 8, not 6 and 6"),
-    "value size": (Setting(1.0), shapes(value_size=16), {}, "a multiple of 8, not 8 and 16"),
-    "wide heads": (Setting(1.0), shapes(size=264, value_size=264), {}, "a size of at most 128, not 264"),
+UNSUPPORTED = {
+    "float32": (Setting(1.0), shapes(jnp.float32), {}, "bfloat16 and float16, not float32"),
+    "size": (Setting(1.0), shapes(size=6, value_size=6), {}, "multiples of 8, not 6 and 6"),
+    "value size": (Setting(1.0), shapes(value_size=16), {}, "multiples of 8, not 8 and 16"),
+    "wide heads": (Setting(1.0), shapes(size=264, value_size=264), {}, "a head size of at most 128, not 264"),
     "dropout": (Setting(1.0, dropout=0.1), shapes(), {}, "its dropout takes no key"),
-    "window": (Setting(1.0, window=3), shapes(), {}, "the keys before a query only"),
-    "bias": (Setting(1.0), shapes(), {"bias": jnp.zeros((2, 4, 20, 20))}, "a bias that all rows share"),
+    "window": (Setting(1.0, window=3), shapes(), {}, "only keys before the query"),
+    "bias": (Setting(1.0), shapes(), {"bias": jnp.zeros((2, 4, 20, 20))}, "a bias only if all rows share it"),
 }
 
 
-@pytest.mark.parametrize(("setting", "operands", "extras", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_it_has_no_kernel_for_is_refused_with_a_reason(setting, operands, extras, reason):
-    with pytest.raises(_cudnn.Refused, match=reason):
+@pytest.mark.parametrize(("setting", "operands", "extras", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_operands_raise_with_the_reason(setting, operands, extras, reason):
+    with pytest.raises(_cudnn.Unsupported, match=reason):
         _cudnn._Operands(setting, *operands, extras)
 
 
-def test_segments_and_masks_become_a_bias_of_even_lengths():
+def test_segments_and_masks_become_a_bias_with_even_sizes():
     q, k, v = shapes(n_queries=21, n_keys=17)
     segments = {"query_segments": jnp.arange(42).reshape(2, 21) % 2, "key_segments": jnp.arange(34).reshape(2, 17) % 2}
     operands = _cudnn._Operands(
         Setting(1.0), q, k, v, {**segments, "mask": jnp.ones((1, 1, 1, 17), bool).at[..., 3].set(False)}
     )
     assert operands.bias.shape == (2, 1, 22, 18) and operands.q.shape[1] == 22 and operands.k.shape[1] == 18
-    seen = segments["query_segments"][:, :, None] == segments["key_segments"][:, None]
-    seen = seen & (jnp.arange(17) != 3)
-    np.testing.assert_array_equal(operands.bias[:, 0, :21, :17] == 0, seen)
-    assert (operands.bias[..., 17] < -1e9).all()  # a key that is padding
+    mask = segments["query_segments"][:, :, None] == segments["key_segments"][:, None]
+    mask = mask & (jnp.arange(17) != 3)
+    np.testing.assert_array_equal(operands.bias[:, 0, :21, :17] == 0, mask)
+    assert (operands.bias[..., 17] < -1e9).all()  # a padding key
 
 
 @pytest.mark.parametrize(
     ("heads", "groups", "rows", "spec"),
     [(4, 4, 8, ("data", "model")), (4, 2, 8, ("data", "model")), (3, 1, 8, ("data", None)), (4, 4, 1, (None, "model"))],
 )
-def test_queries_keys_and_values_are_split_alike(heads, groups, rows, spec):
-    """The compiler of GPUs stops where they are not. What does not divide is not split."""
+def test_queries_keys_and_values_have_the_same_split(heads, groups, rows, spec):
+    """Otherwise the GPU compiler fails. Dims that do not divide are not split."""
     q, k, v = (x[:1].repeat(rows, 0) for x in shapes(heads=heads, groups=groups))
     setting = Setting(1.0, split=split_heads(make_mesh(2)))
     fn = jax.jit(lambda *operands: [getattr(_cudnn._Operands(setting, *operands, {}), name) for name in "qkv"])
@@ -63,7 +63,7 @@ def test_queries_keys_and_values_are_split_alike(heads, groups, rows, spec):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("has_lengths", [False, True])
-def test_the_kind_of_mask_says_what_is_seen(causal, has_lengths):
+def test_the_mask_type_depends_on_causal_and_lengths(causal, has_lengths):
     extras = {"lengths": jnp.array([3])} if has_lengths else {}
     operands = _cudnn._Operands(Setting(1.0, causal=causal), *shapes(), extras)
     names = {(False, False): "NO_MASK", (True, False): "CAUSAL", (False, True): "PADDING", (True, True): "PADDING_CAUSAL"}
@@ -72,14 +72,12 @@ def test_the_kind_of_mask_says_what_is_seen(causal, has_lengths):
         assert operands.lengths.tolist() == [3, 3] and operands.query_lengths.tolist() == [20, 20]
 
 
-def test_where_it_refuses_plain_xla_computes_and_the_reason_is_logged(caplog):
-    """Lowered for CUDA, which needs no plug-in; in float32, for which cuDNN has nothing."""
+def test_falls_back_to_plain_xla_and_logs_the_reason(caplog):
+    """Lowering for CUDA needs no plug-in. cuDNN does not support float32."""
     traced = jax.jit(lambda q, k, v: redeqx.attention(q, k, v, causal=True)).trace(
         *shapes(jnp.float32, n_queries=24, n_keys=24)
     )
     with caplog.at_level(logging.INFO, "redeqx"):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.dot_general" in text and "custom_call" not in text
-    assert (
-        "attention without its platform's kernel: cuDNN: it computes in bfloat16 or float16, not in float32" in caplog.text
-    )
+    assert "in blocks of queries, not by cuDNN: it supports bfloat16 and float16, not float32" in caplog.text

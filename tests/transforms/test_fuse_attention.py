@@ -1,4 +1,4 @@
-"""Attention found in functions that nobody wrote for it: what is recognised, what is left alone, the same numbers."""
+"""Fused attention: which functions are matched, which are not and why, and that results stay the same."""
 
 import re
 from functools import partial
@@ -23,7 +23,7 @@ def draw(*shape, seed=0):
 
 
 def heads(groups=HEADS):
-    """Queries, keys and values, `[batch, positions, heads, size]`."""
+    """Returns queries, keys and values, `[batch, positions, heads, size]`."""
     return draw(BATCH, N, HEADS, SIZE), draw(BATCH, N, groups, SIZE, seed=1), draw(BATCH, N, groups, SIZE, seed=2)
 
 
@@ -36,7 +36,7 @@ BIAS = draw(HEADS, N, N, seed=3)
 
 
 def written(q, k, v, *, mask=None, bias=None, scores="bthd,bshd->bhts", out="bhts,bshd->bthd", before=None, after=None):
-    """Attention by hand: what is between the products differs."""
+    """Computes attention by hand, with options between the products."""
     s = jnp.einsum(scores, q, k) / np.sqrt(SIZE)
     s = s if before is None else before(s)
     s = s if bias is None else s + bias
@@ -56,7 +56,7 @@ def one_head(q, k, v):
 
 
 def scanned(q, k, v):
-    mask = causal()  # made outside of the loop
+    mask = causal()  # computed outside the loop
 
     @jax.checkpoint
     def step(x, _):
@@ -66,17 +66,17 @@ def scanned(q, k, v):
 
 
 def by_position(fn):
-    """Heads before positions."""
+    """Calls `fn` with heads before positions."""
     return lambda *args: fn(*(jnp.swapaxes(x, 1, 2) for x in args))
 
 
 def shared_queries(q, k, v):
-    """As a Perceiver: one array of queries for all rows."""
+    """All rows share one array of queries, as in a Perceiver."""
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("thd,bshd->bhts", q, k)), v)
 
 
 def bounded_softmax(q, k, v):
-    """What is subtracted from the scores is at least 0, as `softmax1` and quantised models write it."""
+    """The shift of the scores is at least 0, as in `softmax1` and quantised models."""
     scores = jnp.einsum("bthd,bshd->bhts", q, k)
     weights = jnp.exp(scores - jnp.maximum(scores.max(-1, keepdims=True), jnp.zeros(())))
     return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
@@ -86,11 +86,10 @@ def multihead(mask=None):
     attention = eqx.nn.MultiheadAttention(HEADS, 32, key=jax.random.key(0))
 
     def fn(x, masks=None):
-        def of(x, given=None):
-            made = mask() if given is None and mask is not None else given
-            return attention(x, x, x, mask=made)
+        def attend(x, row_mask=None):
+            return attention(x, x, x, mask=mask() if row_mask is None and mask is not None else row_mask)
 
-        return jax.vmap(of)(x) if masks is None else jax.vmap(of)(x, masks)
+        return jax.vmap(attend)(x) if masks is None else jax.vmap(attend)(x, masks)
 
     return fn
 
@@ -98,8 +97,8 @@ def multihead(mask=None):
 dot_product = jax.nn.dot_product_attention
 ALIBI = -jnp.array([0.5, 0.25, 0.125, 0.0625])[:, None, None] * (jnp.arange(N)[:, None] - jnp.arange(N))
 X = draw(BATCH, N, 32)
-# Each a function, its arguments, and how many attentions are found, by what they see.
-FOUND = {
+# A function, its arguments, and the number of attentions by their description.
+FUSED = {
     "eqx.nn.MultiheadAttention": (multihead(), [X], {"all keys": 1}),
     "causal": (multihead(causal), [X], {"causal": 1}),
     "causal, by numpy": (multihead(lambda: np.tril(np.ones((N, N), bool))), [X], {"causal": 1}),
@@ -184,7 +183,7 @@ FOUND = {
 
 
 def totals(fn, args):
-    """Value and gradients of the weighted sum of what a function returns, with respect to its floating arguments."""
+    """Returns the value and the gradients of a weighted sum of a function's outputs, with respect to floating arguments."""
     floating = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
 
     def total(*args):
@@ -204,18 +203,18 @@ def n_fused(fn, args):
     return sum(eqn.primitive.name == "attention" for eqn in equations(traced))
 
 
-def halved(tree, dtype=jnp.bfloat16):
+def in_half_precision(tree, dtype=jnp.bfloat16):
     return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
 
 
-IN_HALF = [name for name in FOUND if name != "scan and remat"]  # whose scale is of float32, as would be its carry
+IN_HALF = [name for name in FUSED if name != "scan and remat"]  # its float32 scale would change the dtype of the carry
 
 
 @pytest.mark.parametrize("name", IN_HALF)
-def test_attention_is_found_in_half_precision(name):
-    """Sums of bfloat16 are made in float32, as `jnp.sum` does, and cast back."""
-    fn, args, fused = FOUND[name]
-    assert attentions(jax.make_jaxpr(fn)(*halved(args))).fused.total() == sum(fused.values())
+def test_attention_is_fused_in_half_precision(name):
+    """`jnp.sum` accumulates bfloat16 in float32 and casts back."""
+    fn, args, fused = FUSED[name]
+    assert attentions(jax.make_jaxpr(fn)(*in_half_precision(args))).fused.total() == sum(fused.values())
 
 
 def in_its_dtype(q, k, v):
@@ -224,19 +223,19 @@ def in_its_dtype(q, k, v):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision_is_no_less_exact_than_as_written(dtype):
-    args, exact = halved(heads(), dtype), in_its_dtype(*heads())
+def test_half_precision_is_as_exact_as_the_original(dtype):
+    args, exact = in_half_precision(heads(), dtype), in_its_dtype(*heads())
     assert n_fused(in_its_dtype, args) == 1
-    made = [transformed(in_its_dtype, [FuseAttention()])(*args), in_its_dtype(*args)]
-    assert all(x.dtype == dtype for x in made)
-    fused, as_written = (jnp.abs(x.astype(jnp.float32) - exact).max() for x in made)
-    assert fused <= 1.5 * as_written
+    outputs = [transformed(in_its_dtype, [FuseAttention()])(*args), in_its_dtype(*args)]
+    assert all(x.dtype == dtype for x in outputs)
+    fused_error, error = (jnp.abs(x.astype(jnp.float32) - exact).max() for x in outputs)
+    assert fused_error <= 1.5 * error
 
 
-@pytest.mark.parametrize(("fn", "args", "fused"), FOUND.values(), ids=FOUND)
-def test_attention_is_found_and_gives_the_same(fn, args, fused):
+@pytest.mark.parametrize(("fn", "args", "fused"), FUSED.values(), ids=FUSED)
+def test_fused_attention_gives_the_same_results(fn, args, fused):
     assert attentions(jax.make_jaxpr(fn)(*args)) == (
-        {f"{what}, in blocks of queries": n for what, n in fused.items()},
+        {f"{description}, in blocks of queries": n for description, n in fused.items()},
         {},
         {},
     )
@@ -256,8 +255,8 @@ def no_output(x):
 no_output.defjvp(lambda primals, tangents: ((), ()))
 
 
-def with_readers_that_return_nothing(q, k, v):
-    """As libraries of solvers and checks leave them in a trace."""
+def with_readers_without_outputs(q, k, v):
+    """Solver and checking libraries leave such equations in a trace."""
     no_output(q)
     weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
     no_output(weights)
@@ -272,7 +271,7 @@ def with_weights(q, k, v):
 
 @jax.custom_jvp
 def straight_through(scores):
-    """Its gradient is that of the scores."""
+    """Its gradient is the identity."""
     return jax.nn.softmax(scores, -1)
 
 
@@ -293,7 +292,7 @@ def over_two_dims(q, k, v):
     return jnp.einsum("bts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bts", q, k)), v)
 
 
-LEFT = {
+UNFUSED = {
     "weights without a gradient": (
         lambda *args: written(*args, after=jax.lax.stop_gradient),
         "`stop_gradient` between the weights and the values",
@@ -306,12 +305,12 @@ LEFT = {
         lambda *args: written(*args, before=jax.lax.stop_gradient),
         "`stop_gradient` between the scores and their softmax",
     ),
-    "values of other rows": (over_other_rows, "values have other rows or heads than its keys"),
-    "scores of two dims": (over_two_dims, "scores sum over more dims than one"),
+    "values of other rows": (over_other_rows, "values and keys have different rows or heads"),
+    "scores of two dims": (over_two_dims, "scores contract more than one dim"),
     "softcap": (lambda *args: written(*args, before=lambda s: 30 * jnp.tanh(s / 30)), "`tanh` between the scores and"),
-    "dropout": (lambda *args: written(*args, after=dropped), "between the weights and the values, as of a dropout"),
-    "nothing that reads them": (with_readers_that_return_nothing, "scores or weights are also read elsewhere"),
-    "weights that are returned": (with_weights, "scores or weights are also read elsewhere"),
+    "dropout": (lambda *args: written(*args, after=dropped), "between the weights and the values, such as dropout"),
+    "readers without outputs": (with_readers_without_outputs, "scores or weights are also used elsewhere"),
+    "returned weights": (with_weights, "scores or weights are also used elsewhere"),
 }
 
 
@@ -326,19 +325,19 @@ def with_a_learned_scalar(q, k, v):
 
 
 def latents(q, k, v):
-    """Queries with a leading dim of size 1, which the softmax has not."""
+    """The queries have a leading dim of size 1 that the softmax lacks."""
     scores = q[:1, :, 0] @ k[0, :, 0].T
     return jax.nn.softmax(scores.squeeze(0)) @ v[0, :, 0]
 
 
 def weights_of_layers(q, k, v):
-    """A softmax of a vector that is in no attention."""
+    """A softmax of a vector that is not part of an attention."""
     weights = jnp.exp(q[0, :3, 0, 0])
     return jnp.tensordot(weights / weights.sum(), jnp.stack([q, k, v]), 1)
 
 
 def one_query(q, k, v):
-    """By hand and of one query: a vector of scores, divided by a scalar."""
+    """One query: a vector of scores, divided by a scalar."""
     weights = jnp.exp(k[0, :, 0] @ q[0, 0, 0])
     return (weights / weights.sum()) @ v[0, :, 0]
 
@@ -353,17 +352,17 @@ SCALARS = {
 
 
 @pytest.mark.parametrize(("fn", "n"), SCALARS.values(), ids=SCALARS)
-def test_scalars_and_dims_of_size_1_are_followed(fn, n):
+def test_scalars_and_dims_of_size_1(fn, n):
     assert n_fused(fn, heads()) == n
     assert_same(fn, heads())
 
 
-PADDED_LEFT = jnp.arange(N) >= jnp.array([[6], [0]])  # padding on the left, so that the first queries see padding only
+PADDED_LEFT = jnp.arange(N) >= jnp.array([[6], [0]])  # left padding: the first queries attend only to padding
 LOWEST = jnp.finfo(jnp.float32).min
 
 
-def weighed(q, k, v, change):
-    """Attention whose scores are changed, of all queries: also of those that see no key."""
+def with_scores(q, k, v, change):
+    """Attention with changed scores, including queries whose keys are all masked."""
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(change(jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(SIZE)), -1), v)
 
 
@@ -382,90 +381,90 @@ SEVERAL_MASKS = {
 
 
 @pytest.mark.parametrize("name", SEVERAL_MASKS)
-def test_queries_that_see_no_key_weigh_what_they_do_as_written(name):
-    fn = partial(weighed, change=SEVERAL_MASKS[name])
+def test_queries_whose_keys_are_all_masked_keep_their_weights(name):
+    fn = partial(with_scores, change=SEVERAL_MASKS[name])
     assert_same(fn, heads())
     assert n_fused(fn, heads()) == (name in ("both added, at -1e4", *list(SEVERAL_MASKS)[5:]))
 
 
-def test_a_form_that_is_not_known_runs_as_it_is_written(monkeypatch):
+def test_an_error_while_matching_keeps_the_original_code(monkeypatch):
     def fails(*args):
         raise IndexError("list index out of range")
 
-    monkeypatch.setattr("redeqx.transforms._fuse_attention.follow_scores", fails)
-    says = r"search for attention at .*test_fuse_attention.py:\d+.* knows, got IndexError .*computed as it is written"
-    with pytest.warns(UserWarning, match=says):
+    monkeypatch.setattr("redeqx.transforms._fuse_attention.trace_scores", fails)
+    message = r"search for attention at .*test_fuse_attention.py:\d+.* knows, got IndexError .*computed as it is written"
+    with pytest.warns(UserWarning, match=message):
         assert_same(written, heads())
 
 
-@pytest.mark.parametrize(("fn", "reason"), LEFT.values(), ids=LEFT)
-def test_what_is_no_plain_attention_is_left_and_says_why(fn, reason):
-    fused, left, _ = attentions(jax.make_jaxpr(fn)(*heads()))
+@pytest.mark.parametrize(("fn", "reason"), UNFUSED.values(), ids=UNFUSED)
+def test_other_attention_is_not_fused_and_the_reason_is_reported(fn, reason):
+    fused, unfused, _ = attentions(jax.make_jaxpr(fn)(*heads()))
     assert not fused
-    ((line, said),) = left.items()
-    assert reason in said and "test_fuse_attention.py:" in line
+    ((line, reported),) = unfused.items()
+    assert reason in reported and "test_fuse_attention.py:" in line
     assert n_fused(fn, heads()) == 0
     assert_same(fn, heads())
 
 
 def wrong_rows(q, k, v):
     weights = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k) / 8)
-    return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1)[:, :, None], v)  # by the sums of other queries
+    return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1)[:, :, None], v)  # divides by the sums of other queries
 
 
 def wrapping(q, k, v):
-    """Every key is seen: differences of unsigned positions wrap around, and are never below 0."""
+    """No key is masked: differences of unsigned positions wrap around and are never below 0."""
     i, j = jnp.arange(N, dtype=jnp.uint32)[:, None], jnp.arange(N, dtype=jnp.uint32)
     return written(q, k, v, mask=i - j >= jnp.uint32(0))
 
 
-def test_what_only_looks_like_a_softmax_is_left():
+def test_a_division_by_other_sums_is_not_a_softmax():
     assert n_fused(wrong_rows, heads()) == 0
     assert_same(wrong_rows, heads())
 
 
-def test_unsigned_positions_are_not_followed():
-    (seen,) = attentions(jax.make_jaxpr(wrapping)(*heads()))[0]
-    assert "causal" not in seen
+def test_unsigned_positions_are_not_affine():
+    (description,) = attentions(jax.make_jaxpr(wrapping)(*heads()))[0]
+    assert "causal" not in description
     assert_same(wrapping, heads())
 
 
-def test_a_classifier_s_softmax_is_no_attention():
+def test_the_softmax_of_a_classifier_is_not_attention():
     def fn(x, w):
         return jax.nn.softmax(x @ w)
 
     assert attentions(jax.make_jaxpr(fn)(draw(20, 8), draw(8, 8))) == ({}, {}, {})
 
 
-def test_few_queries_are_left_alone():
+def test_few_queries_are_not_fused():
     q, k, v = heads()
     assert n_fused(written, (q[:, :1], k, v)) == 0
-    (reason,) = attentions(jax.make_jaxpr(written)(q[:, :15], k, v)).left.values()
+    (reason,) = attentions(jax.make_jaxpr(written)(q[:, :15], k, v)).unfused.values()
     assert reason == "it has fewer than 16 queries"
 
 
-def test_a_softmax_with_a_derivative_of_its_own_keeps_it():
+def test_a_softmax_with_a_custom_derivative_is_not_fused():
     assert n_fused(of_own_softmax, heads()) == 0
     assert_same(of_own_softmax, heads())
 
 
-def test_float64_is_not_computed_in_float32():
+def test_float64_is_not_fused():
     with jax.enable_x64(True):
         args = [x.astype(jnp.float64) for x in heads()]
-        (reason,) = attentions(jax.make_jaxpr(written)(*args)).left.values()
-        assert reason == "its softmax is in float64, and that of kernels in float32"
+        (reason,) = attentions(jax.make_jaxpr(written)(*args)).unfused.values()
+        assert reason == "its softmax is in float64, but kernels compute in float32"
         got, want = (run(*args) for run in (transformed(written, [FuseAttention()]), written))
     assert got.dtype == jnp.float64 and np.array_equal(got, want)
 
 
 def precisions(fn, *args):
-    """Of each product that a function is computed by."""
+    """Returns the precisions of all products in a function's TPU program."""
     lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
     return set(re.findall(r"stablehlo.dot_general.*?precision = \[(\w+), \w+\]", lowered))
 
 
-def test_products_keep_the_precision_that_they_are_written_with():
-    """A float32 model that asks for it must not be computed in bfloat16 on a TPU."""
+def test_products_keep_their_precision():
+    """A float32 model that sets a precision must not be computed in bfloat16 on a TPU."""
     high, highest = jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
 
     def mixed(q, k, v):
@@ -500,12 +499,12 @@ def test_products_keep_the_precision_that_they_are_written_with():
         lambda i, j: jnp.logical_not(i < j),
     ],
 )
-def test_a_causal_mask_of_any_length_is_recognised_and_never_computed(mask):
+def test_a_long_causal_mask_is_recognised_without_evaluating_it(mask):
     n = 65536
 
     def fn(q, k, v):
-        sees = mask(jnp.arange(n)[:, None], jnp.arange(n))
-        return jnp.einsum("hts,shd->thd", jax.nn.softmax(jnp.where(sees, jnp.einsum("thd,shd->hts", q, k), -1e9)), v)
+        causal_mask = mask(jnp.arange(n)[:, None], jnp.arange(n))
+        return jnp.einsum("hts,shd->thd", jax.nn.softmax(jnp.where(causal_mask, jnp.einsum("thd,shd->hts", q, k), -1e9)), v)
 
     shapes = [jax.ShapeDtypeStruct((n, 2, 8), jnp.float32)] * 3
     assert attentions(jax.make_jaxpr(fn)(*shapes)) == ({"causal, in blocks of queries": 1}, {}, {})
@@ -556,33 +555,33 @@ EXAMPLES = list(np.random.default_rng(0).integers(0, 32, (32, 33)).astype(np.int
 
 
 @pytest.mark.parametrize("mesh", [pytest.param((1, 1), marks=pytest.mark.sweep), (2, 2)], ids=str)
-def test_a_trainer_fuses_and_trains_the_same(mesh, capsys):
+def test_a_trainer_fuses_and_trains_to_the_same_weights(mesh, capsys):
     trained = []
     for fuse in (True, False):
-        made = trainer(*mesh, fuse_attention=fuse)
-        made.fit(EXAMPLES, batch_size=16, n_epochs=2)
-        trained.append(jax.tree.leaves(eqx.filter(made.model, eqx.is_array)))
+        run = trainer(*mesh, fuse_attention=fuse)
+        run.fit(EXAMPLES, batch_size=16, n_epochs=2)
+        trained.append(jax.tree.leaves(eqx.filter(run.model, eqx.is_array)))
         assert ("1 fused (causal, in blocks of queries)" in capsys.readouterr().out) == fuse
     for a, b in zip(*trained, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_a_prediction_before_the_first_step_hides_nothing(capsys):
-    """The header comes with the first use, the loss later."""
-    made = trainer(1, 1)
-    made.get_default_predictor(lambda model, batch, key: batch[:, 0]).predict(EXAMPLES[:8], batch_size=8)
+def test_the_header_row_is_printed_with_the_first_step_after_a_prediction(capsys):
+    """The header is printed at the first use, but the loss is traced later."""
+    run = trainer(1, 1)
+    run.get_default_predictor(lambda model, batch, key: batch[:, 0]).predict(EXAMPLES[:8], batch_size=8)
     assert "attention" not in capsys.readouterr().out
-    made.train(EXAMPLES[:8], 8)
+    run.train(EXAMPLES[:8], 8)
     assert capsys.readouterr().out.count("attention: 1 fused (causal, in blocks of queries)") == 1
 
 
-def test_the_header_says_why_attention_is_left(capsys):
+def test_the_header_says_why_attention_is_not_fused(capsys):
     trainer(dropout=0.1).fit(EXAMPLES, batch_size=16, n_epochs=1)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "test_fuse_attention.py" in said and "as of a dropout" in said
+    header = " ".join(capsys.readouterr().out.split())
+    assert "test_fuse_attention.py" in header and "such as dropout" in header
 
 
-def test_a_predictor_fuses_too():
+def test_a_predictor_fuses():
     def pred_fn(model, batch, key):
         return jax.vmap(model)(batch)
 
@@ -599,13 +598,13 @@ def test_a_predictor_fuses_too():
     np.testing.assert_allclose(*outputs, atol=1e-5)
 
 
-def test_a_model_that_calls_the_function_is_planned_as_one_that_writes_it():
+def test_calling_redeqx_attention_gives_the_same_plan_as_writing_attention():
     class Calls(Model):
         def __call__(self, ids, key=None):
             x = jax.vmap(self.table)(ids)
             q, k, v = (
-                jax.vmap(of)(x).reshape(len(ids), HEADS, -1)
-                for of in (self.attention.query_proj, self.attention.key_proj, self.attention.value_proj)
+                jax.vmap(projection)(x).reshape(len(ids), HEADS, -1)
+                for projection in (self.attention.query_proj, self.attention.key_proj, self.attention.value_proj)
             )
             out = redeqx.attention(q, k, v, causal=True).reshape(len(ids), -1)
             return jax.vmap(self.head)(x + jax.vmap(self.attention.output_proj)(out))
@@ -618,38 +617,38 @@ def test_a_model_that_calls_the_function_is_planned_as_one_that_writes_it():
     assert "arrives split" in plans[1]["attention.output_proj.weight"].reason
 
 
-def shapes(*of, dtype=jnp.float32):
-    return [jax.ShapeDtypeStruct(shape, dtype) for shape in of]
+def structs(*shapes, dtype=jnp.float32):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
-def test_what_is_made_of_all_queries_and_keys_all_the_same_is_counted():
-    """What cuDNN is given as a bias, and weights that are left as they are written."""
-    rows, split = (4, 2048, 4, 8), split_heads(make_mesh(2, 2))  # over 4 devices rows, over 2 heads
-    half = shapes(rows, rows, rows, dtype=jnp.bfloat16)
+def test_remaining_arrays_of_queries_by_keys_are_counted():
+    """cuDNN's bias, weights that are not fused, and products that look like scores."""
+    rows, split = (4, 2048, 4, 8), split_heads(make_mesh(2, 2))  # 4 shards of rows, 2 of heads
+    half = structs(rows, rows, rows, dtype=jnp.bfloat16)
     segments = jnp.zeros((4, 2048), int)
     traced = jax.make_jaxpr(partial(redeqx.attention, segments=segments))(*half)
-    ((what, n_bytes),) = attentions(traced, "gpu", split).dense.items()
-    assert what.startswith("a mask or bias at ") and n_bytes == 4 * 2048 * 2048 * 2 // 8
+    ((origin, n_bytes),) = attentions(traced, "gpu", split).dense.items()
+    assert origin.startswith("a mask or bias at ") and n_bytes == 4 * 2048 * 2048 * 2 // 8
     assert attentions(traced, "tpu", split).dense == attentions(traced, "cpu", split).dense == {}
     masked = jax.make_jaxpr(lambda q, k, v, mask: written(q, k, v, mask=mask))
     for mask, n_copies in (((2048,), 1), ((4, 1, 1, 2048), 4), ((4, 2048, 2048), 4)):  # the last differs by head
-        (n_bytes,) = attentions(masked(*half, *shapes(mask, dtype=bool)), "gpu", split).dense.values()
+        (n_bytes,) = attentions(masked(*half, *structs(mask, dtype=bool)), "gpu", split).dense.values()
         assert n_bytes == n_copies * 2048 * 2048 * 2 // 8
-    left = jax.make_jaxpr(LEFT["softcap"][0])(*shapes(rows, rows, rows))
-    ((what, n_bytes),) = attentions(left, "cpu", split).dense.items()
-    assert what.startswith("the weights at ") and "test_fuse_attention.py" in what
+    capped = jax.make_jaxpr(UNFUSED["softcap"][0])(*structs(rows, rows, rows))
+    ((origin, n_bytes),) = attentions(capped, "cpu", split).dense.items()
+    assert origin.startswith("the weights at ") and "test_fuse_attention.py" in origin
     assert n_bytes == 4 * 4 * 2048 * 2048 * 4 // 8
 
     def by_sigmoid(q, k, v):
         return jnp.einsum("bhts,bshd->bthd", jax.nn.sigmoid(jnp.einsum("bthd,bshd->bhts", q, k)), v)
 
-    found = attentions(jax.make_jaxpr(by_sigmoid)(*shapes(rows, rows, rows)), "cpu", split)
-    ((what, n_bytes),) = found.dense.items()
-    assert not found.fused and not found.left and what.startswith("the products at ")
+    found = attentions(jax.make_jaxpr(by_sigmoid)(*structs(rows, rows, rows)), "cpu", split)
+    ((origin, n_bytes),) = found.dense.items()
+    assert not found.fused and not found.unfused and origin.startswith("the products at ")
     assert n_bytes == 4 * 4 * 2048 * 2048 * 4 // 8
 
 
-def test_a_large_array_of_queries_and_keys_is_warned_of(monkeypatch):
+def test_a_large_array_of_queries_by_keys_warns(monkeypatch):
     monkeypatch.setattr("redeqx.training._header._LARGE", 1000)
     deployer = redeqx.Deployer(verbose=False)
 
@@ -671,16 +670,16 @@ def test_a_large_array_of_queries_and_keys_is_warned_of(monkeypatch):
         trainer.train([np.ones((64, 8), np.float32)] * 8, 1)
 
 
-def test_the_kernel_of_the_platform_is_named_and_why_it_is_not_another():
+def test_the_kernel_is_named_with_the_reason_for_a_fallback():
     def fn(dtype, size):
-        def of(x):
+        def attend_twice(x):
             q, k, v = (x.reshape(2, 32, 4, size) for _ in range(3))
             return redeqx.attention(q, k, v, causal=True), written(q, k, v)
 
-        return attentions(jax.make_jaxpr(of)(jax.ShapeDtypeStruct((2, 32, 4 * size), dtype)), "gpu")[0]
+        return attentions(jax.make_jaxpr(attend_twice)(jax.ShapeDtypeStruct((2, 32, 4 * size), dtype)), "gpu")[0]
 
     assert fn(jnp.bfloat16, 8) == {"causal, by cuDNN": 1, "all keys, by cuDNN": 1}
-    refused = "in blocks of queries, as cuDNN refuses: it computes in bfloat16 or float16, not in float32"
-    assert fn(jnp.float32, 8) == {f"causal, {refused}": 1, f"all keys, {refused}": 1}
-    refused = "in blocks of queries, as cuDNN refuses: it needs heads of one size, a multiple of 8, not 6 and 6"
-    assert fn(jnp.bfloat16, 6) == {f"causal, {refused}": 1, f"all keys, {refused}": 1}
+    fallback = "in blocks of queries, not by cuDNN: it supports bfloat16 and float16, not float32"
+    assert fn(jnp.float32, 8) == {f"causal, {fallback}": 1, f"all keys, {fallback}": 1}
+    fallback = "in blocks of queries, not by cuDNN: it needs equal head sizes that are multiples of 8, not 6 and 6"
+    assert fn(jnp.bfloat16, 6) == {f"causal, {fallback}": 1, f"all keys, {fallback}": 1}
