@@ -5,6 +5,7 @@ from jax.sharding import Mesh
 
 from ..errors import warn
 from ..machine import split_heads, xla_settings
+from ..monitor import size_text
 from ..partition import Plan
 from ..tracing import Trace, equations
 from ..transforms import StackBlocks, attentions, fp8_products, wide_products
@@ -37,7 +38,7 @@ def header_rows(
         "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
         "parameters": f"{sum(x.size for x in state.trained):,} trained"
         + (f", {sum(x.size for x in state.frozen):,} frozen" if state.frozen else ""),
-        "bytes per device": f"{held / 2**20:,.1f} MiB parameters, {opt / 2**20:,.1f} MiB optimizer state{where}",
+        "bytes per device": f"{size_text(held)} parameters, {size_text(opt)} optimizer state{where}",
         **_of_precision(recipe, mesh, trace, precision),
         "plan": plan.summary(),
         **of_loss(recipe, plan, trace),
