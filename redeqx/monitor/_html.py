@@ -43,7 +43,8 @@ class HtmlPage:
 
     def _add(self, title: str, head: str, lines: Iterable[str]) -> None:
         caption = f'<caption style="text-align:left;color:inherit"><strong>{escape(title)}</strong></caption>'
-        self._parts.append(f'<table style="margin:0.6em 0">{caption}{head}<tbody>{"".join(lines)}</tbody></table>')
+        table = f'<table style="margin:0.6em 0">{caption}{head}<tbody>{"".join(lines)}</tbody></table>'
+        self._parts.append(f'<div style="overflow-x:auto">{table}</div>')  # a narrow notebook would cut it
 
 
 def _cell(value: str) -> str:

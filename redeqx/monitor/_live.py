@@ -18,6 +18,7 @@ from ._meter import Meter, Work
 
 REDRAWS_PER_SECOND = 5
 NOTEBOOK_UPDATES_PER_SECOND = 2  # each is a message to the browser
+NOTEBOOK_WIDTH = 100  # columns; a notebook breaks longer lines within words
 # Seconds between plain lines where no live line can be drawn: often at first, when one looks; the last one repeats.
 PLAIN_GAPS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 # The least seconds between two records of the speed.
@@ -81,7 +82,7 @@ class ProgressLine:
         console._progress = self
         self._shows = console._prints
         if self._shows and console._is_notebook:
-            self._live = NotebookLine(lambda: "  ".join(field.plain for field in self._live_fields()))
+            self._live = NotebookLine(lambda: "\n".join(line.plain for line in _packed(self._live_fields(), NOTEBOOK_WIDTH)))
         elif self._shows and console._terminal.is_interactive:
             # What the user prints goes above the line. Only what would reach the terminal anyway: standard error sent
             # to a file must stay there.
