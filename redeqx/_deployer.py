@@ -27,6 +27,7 @@ from .errors import (
     check_model_function,
     check_number,
     explained,
+    plainly,
 )
 from .machine import (
     Options,
@@ -103,6 +104,7 @@ class Deployer(KnowsRedco):
 
     _instead_of = OF_DEPLOYER
 
+    @plainly
     def __init__(
         self,
         jax_seed: int = 0,
