@@ -95,8 +95,9 @@ class DryRun:
 
     def _parts(self) -> dict[str, Callable[[Console | HtmlPage], None]]:
         """For each part of the report, by its name, the function that prints it."""
+        of_name = "this machine" if self.machine.name == "this" else self.machine.name
         parts: dict[str, Callable[[Console | HtmlPage], None]] = {
-            "devices": lambda console: console.header(self._head(), title=f"dry run on {self.machine.name}"),
+            "devices": lambda console: console.header(self._head(), title=f"dry run on {of_name}"),
             "bytes a device": self._show_memory,
         }
         for name, step in self.steps.items():
@@ -123,7 +124,8 @@ class DryRun:
         most = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:_N_ROWS]
         rows = [(size_text(sum(of)), str(len(of)), *key) for key, of in most if sum(of) > 1e-3 * step.needs]
         title = f"largest temporaries at the peak of the {name} step"
-        console.table(title, ("size", "n", "array", "layer", "line"), rows)
+        if rows:
+            console.table(title, ("size", "n", "array", "layer", "line"), rows)
 
     def _show_collectives(self, console: Console | HtmlPage) -> None:
         columns = ("kind", "axis", "n", "a device sends", "layer", "line")
