@@ -60,7 +60,7 @@ class ProgressLine:
         self._shows = False
         self._outer: ProgressLine | None = None  # the one that shows, where this one runs inside it
         self._live: Live | NotebookLine | None = None
-        self._step = first_step
+        self._step = self._first_step = first_step
         self._epoch: int | None = None
         self._metrics: Mapping[str, float] = {}
         self._doing = ""
@@ -104,7 +104,11 @@ class ProgressLine:
         if self._console._progress is self:
             self._console._progress = None
         self._doing = ""
-        if self._live is not None:
+        is_empty = self._step == self._first_step  # nothing was counted: a line would say "step 0"
+        if isinstance(self._live, NotebookLine):
+            self._live.stop(is_empty)
+        elif self._live is not None:
+            self._live.transient = is_empty
             self._live.stop()
         elif self._shows and self._said_step != self._step:
             self._say_line(time.perf_counter())
@@ -258,10 +262,12 @@ class NotebookLine:
         self._thread = threading.Thread(target=self._update_always, name="redeqx-notebook", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Shows the last state, which stays."""
+    def stop(self, is_empty: bool = False) -> None:
+        """Shows the last state, which stays; nothing if `is_empty`."""
         self._stops.set()
         self._thread.join()
+        if is_empty:
+            self._line = str
         self._update()
 
     def _update_always(self) -> None:

@@ -119,6 +119,14 @@ def test_steps_around_a_compilation_count_with_their_time(clock, monkeypatch, ca
     assert "  8 examples/s  " in last
 
 
+def test_an_evaluation_counts_its_batches(capsys):
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(), model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
+    )
+    trainer.eval_loss(examples(48), batch_size=16)
+    assert "evaluate  batch 3  " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [{}, {"remat": True}, {"shards": (1, 8)}, {"accumulate_grad_batches": 2}],
