@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ..compiled import shortened
 from ..errors import warn
 from ..machine import split_heads, xla_settings
 from ..monitor import size_text
@@ -82,7 +83,9 @@ def _of_loops(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
     mesh, closed, said = plan.mesh, trace.closed, []
     if recipe.stacks_on(mesh) and recipe.grad_fn is None:
         stacking = StackBlocks([kind_of(plan, name) for name in trace.names])
-        said += [f"{n} equal blocks as one (from {line or 'an unknown line'})" for n, line in stacking.found(closed)]
+        said += [
+            f"{n} equal blocks as one (from {shortened(line) or 'an unknown line'})" for n, line in stacking.found(closed)
+        ]
         closed = stacking.rewritten(closed)
     unrolling = recipe.unroll_on(mesh, recipe.remat_level)
     if unrolling is not None:
@@ -103,5 +106,5 @@ def _of_attention(recipe: Recipe, mesh: Mesh, trace: Trace) -> dict[str, str]:
                 "`redeqx.attention` with `causal`, `window` or `lengths` where these say the same, or shorter rows.",
             )
     said = [f"{n} fused ({what})" for what, n in fused.items()]
-    said += [f"as written at {line or 'an unknown line'}: {reason}" for line, reason in left.items()]
+    said += [f"as written at {shortened(line) or 'an unknown line'}: {reason}" for line, reason in left.items()]
     return {"attention": "; ".join(said)} if said else {}
