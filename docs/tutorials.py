@@ -22,9 +22,11 @@ LANGUAGE = {
 TEMPLATE = """\
 {% extends "markdown/index.md.j2" %}
 {% macro printed(text) %}
+{% if text %}
 ``` { .text .printed }
 {{ text.rstrip() }}
 ```
+{% endif %}
 {% endmacro %}
 {% block stream %}{{ printed(output.text) }}{% endblock %}
 {% block data_text scoped %}{{ printed(output.data["text/plain"]) }}{% endblock %}

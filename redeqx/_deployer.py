@@ -26,6 +26,7 @@ from .errors import (
     check_model,
     check_model_function,
     check_number,
+    filter_traceback,
     with_batch_note,
 )
 from .machine import (
@@ -103,6 +104,7 @@ class Deployer(RedcoNames):
 
     _redco_attributes = REDCO_DEPLOYER
 
+    @filter_traceback
     def __init__(
         self,
         jax_seed: int = 0,

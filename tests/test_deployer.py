@@ -224,7 +224,7 @@ def test_a_large_leaf_left_replicated_is_a_warning():
         table: jax.Array
 
     shapes = eqx.filter_eval_shape(lambda: Raw(jnp.zeros((1025, 1025))))
-    with pytest.warns(UserWarning, match=r"`table`: \(1025, 1025\), 4\.0 MiB, is replicated on every device"):
+    with pytest.warns(UserWarning, match=r"`table`: \(1025, 1025\), 4\.01 MiB, is replicated on every device"):
         deployer(n_model_shards=2).plan(shapes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -11,6 +11,7 @@ from ._repeated_work import checked as checked
 from ._sources import (
     line_of as line_of,
     own_line as own_line,
+    shortened as shortened,
     split_name as split_name,
     words_of as words_of,
 )

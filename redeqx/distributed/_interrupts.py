@@ -135,7 +135,8 @@ class Preemption:
         """End the script after that step is saved: with exit code 75, or by KeyboardInterrupt, which a notebook survives."""
         is_interrupt, self._is_interrupt = self._is_interrupt, False
         why = "stopped by Ctrl-C" if is_interrupt else "preempted"
-        log(f"{why}: step {step} is saved; run the script again to go on from it")
+        what = "`fit`" if _is_interactive() else "the script"
+        log(f"{why}: step {step} is saved; run {what} again to go on from it")
         if not _is_interactive():
             end_in_time(_INTERRUPTED if is_interrupt else EXIT_CODE)
         if not is_interrupt:

@@ -98,8 +98,9 @@ class DryRun:
 
     def _parts(self) -> dict[str, Callable[[Console | HtmlPage], None]]:
         """Returns the functions that print the parts of the report, by the parts' names."""
+        title = "dry run on " + ("this machine" if self.machine.name == "this" else self.machine.name)
         parts: dict[str, Callable[[Console | HtmlPage], None]] = {
-            "devices": lambda console: console.header(self._head(), title=f"dry run on {self.machine.name}"),
+            "devices": lambda console: console.header(self._head(), title=title),
             "bytes a device": self._show_memory,
         }
         for name, step in self.steps.items():
@@ -126,7 +127,8 @@ class DryRun:
         most = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:_N_ROWS]
         rows = [(size_text(sum(ns)), str(len(ns)), *key) for key, ns in most if sum(ns) > 1e-3 * step.needs]
         title = f"largest temporaries at the peak of the {name} step"
-        console.table(title, ("size", "n", "array", "layer", "line"), rows)
+        if rows:
+            console.table(title, ("size", "n", "array", "layer", "line"), rows)
 
     def _show_collectives(self, console: Console | HtmlPage) -> None:
         columns = ("kind", "axis", "n", "a device sends", "layer", "line")

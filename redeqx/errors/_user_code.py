@@ -105,6 +105,8 @@ class FilteredTraceback:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: types.TracebackType | None) -> None:
         # Set on the error itself: raising it again would add a frame.
+        if isinstance(error, KeyboardInterrupt) and error.args:  # the fit was stopped, and its step is saved
+            error.__traceback__ = None
         if isinstance(error, Exception) and getattr(jax.config, "jax_traceback_filtering", None) != "off":
             error.__traceback__ = _filter_frames(error, traceback)
             if (raised := _RAISED_IN_STEP.search(str(error))) is not None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 _CELL = "text-align:left;vertical-align:top;padding:0.1em 1.2em 0.1em 0"  # notebooks align to the right
+_SHORT, _LAST = "white-space:nowrap", "min-width:14em"  # else a narrow notebook makes columns of a few letters
 
 
 class HtmlPage:
@@ -27,8 +28,8 @@ class HtmlPage:
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Adds a table whose first column names the rows."""
         head = "".join(f'<th scope="col" style="{_CELL}">{escape(column)}</th>' for column in columns)
-        first_cell = f'<th scope="row" style="{_CELL};font-weight:normal">'
-        lines = (f"<tr>{first_cell}{escape(first)}</th>{''.join(map(_cell, rest))}</tr>" for first, *rest in rows)
+        first_cell = f'<th scope="row" style="{_CELL};{_SHORT};font-weight:normal">'
+        lines = (f"<tr>{first_cell}{escape(first)}</th>{_cells(rest)}</tr>" for first, *rest in rows)
         self._add(title, f"<thead><tr>{head}</tr></thead>", lines)
 
     def warnings(self, messages: Sequence[str]) -> None:
@@ -43,8 +44,13 @@ class HtmlPage:
 
     def _add(self, title: str, head: str, lines: Iterable[str]) -> None:
         caption = f'<caption style="text-align:left;color:inherit"><strong>{escape(title)}</strong></caption>'
-        self._parts.append(f'<table style="margin:0.6em 0">{caption}{head}<tbody>{"".join(lines)}</tbody></table>')
+        table = f'<table style="margin:0.6em 0">{caption}{head}<tbody>{"".join(lines)}</tbody></table>'
+        self._parts.append(f'<div style="overflow-x:auto">{table}</div>')  # a narrow notebook would cut it
 
 
-def _cell(value: str) -> str:
-    return f'<td style="{_CELL}">{escape(value).replace(chr(10), "<br>")}</td>'
+def _cells(values: Sequence[str]) -> str:
+    return "".join(_cell(value, _SHORT if i < len(values) else _LAST) for i, value in enumerate(values, 1))
+
+
+def _cell(value: str, style: str = _LAST) -> str:
+    return f'<td style="{_CELL};{style}">{escape(value).replace(chr(10), "<br>")}</td>'

@@ -18,6 +18,7 @@ from ._meter import Meter, Work
 
 REDRAWS_PER_SECOND = 5
 NOTEBOOK_UPDATES_PER_SECOND = 2  # each is a message to the browser
+NOTEBOOK_WIDTH = 100  # columns; a notebook breaks longer lines within words
 # Seconds between plain lines: short at first, while the user watches; the last gap repeats.
 PLAIN_GAPS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 # Minimum time between two records of the speed, in seconds.
@@ -67,7 +68,7 @@ class ProgressLine:
         self._shows = False
         self._outer: ProgressLine | None = None  # the line that is shown, if this one is nested in it
         self._live: Live | NotebookLine | None = None
-        self._step = first_step
+        self._step = self._first_step = first_step
         self._epoch: int | None = None
         self._metrics: Mapping[str, float] = {}
         self._activity = ""
@@ -89,7 +90,7 @@ class ProgressLine:
         console._progress = self
         self._shows = console._prints
         if self._shows and console._is_notebook:
-            self._live = NotebookLine(lambda: "  ".join(field.plain for field in self._live_fields()))
+            self._live = NotebookLine(lambda: "\n".join(line.plain for line in _packed(self._live_fields(), NOTEBOOK_WIDTH)))
         elif self._shows and console._terminal.is_interactive:
             # Print the user's output above the line. Redirect only streams that go to the terminal: standard error that is
             # sent to a file must stay there.
@@ -111,7 +112,11 @@ class ProgressLine:
         if self._console._progress is self:
             self._console._progress = None
         self._activity = ""
-        if self._live is not None:
+        is_empty = self._step == self._first_step  # nothing was counted: a line would say "step 0"
+        if isinstance(self._live, NotebookLine):
+            self._live.stop(is_empty)
+        elif self._live is not None:
+            self._live.transient = is_empty
             self._live.stop()
         elif self._shows and self._printed_step != self._step:
             self._print_line(time.perf_counter())
@@ -269,10 +274,12 @@ class NotebookLine:
         self._thread = threading.Thread(target=self._update_always, name="redeqx-notebook", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stops the thread and shows the final state."""
+    def stop(self, is_empty: bool = False) -> None:
+        """Stops the thread and shows the final state, or nothing if `is_empty`."""
         self._stops.set()
         self._thread.join()
+        if is_empty:
+            self._line = str
         self._update()
 
     def _update_always(self) -> None:

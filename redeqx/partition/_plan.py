@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from .._tree import PyTree, is_array_like, merged, named_leaves, nearest, render, without_indices
 from ..compiled import line_of
 from ..machine import FSDP, MODEL, axes_of, put as put_on_mesh, replicated
-from ..monitor import HtmlPage
+from ..monitor import HtmlPage, size_text
 from ..tracing import Trace, product_flops
 from . import _rules
 from ._dataflow import Order, order, products
@@ -168,8 +168,8 @@ class Plan:
 
     def _totals(self) -> str:
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
-        total = f"{self.n_parameters:,} parameters, {self.n_bytes / 2**20:,.1f} MiB"
-        return f"mesh {mesh}: {total}, {self.n_bytes_per_device / 2**20:,.1f} MiB a device"
+        total = f"{self.n_parameters:,} parameters, {size_text(self.n_bytes)}"
+        return f"mesh {mesh}: {total}, {size_text(self.n_bytes_per_device)} a device"
 
     def draw(self, path: str | Path, *, where: str = "*") -> Path:
         """Draws each array as a rectangle, divided where mesh axes split it, in a row for each layer. Returns the path.
@@ -267,7 +267,7 @@ def _why_replicated(leaves: Mapping[str, LeafPlan], total: int) -> list[str]:
     sizes = {name: math.prod(leaf.shape) for name, leaf in leaves.items()}
     large = [name for name, size in sizes.items() if size >= max(LARGE_SIZE, total // 100)]
     found = [
-        f"`{name}`: {leaves[name].shape}, {leaves[name].n_bytes / 2**20:,.1f} MiB, is replicated on every device "
+        f"`{name}`: {leaves[name].shape}, {size_text(leaves[name].n_bytes)}, is replicated on every device "
         f"({leaves[name].reason}). Split it with `overrides={{'{name}': ...}}`."
         for name in large
     ]

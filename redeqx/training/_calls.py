@@ -93,7 +93,8 @@ class Calls:
         check: AbstractContextManager[Any] | None = None,
     ) -> Iterator[None]:
         run = self._run
-        with run.watch.paused(), line.compiling(name) as notes, check or nullcontext(), cache_use() as cached:
+        text = f"{name} for another batch shape" if self._programs(name, step) else name
+        with run.watch.paused(), line.compiling(text) as notes, check or nullcontext(), cache_use() as cached:
             if run.peers.n > 1:  # the call below reuses the lowering
                 agree_on_program(run.peers, name, step.lower(*args))
             yield

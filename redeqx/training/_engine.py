@@ -280,6 +280,9 @@ class Engine:
         self._averages_aside = {}
         assert self.plan is not None
         program, plan, args = self.state.program, self.plan, self.state.train_args(batch.groups, batch.n_micro_batches)
+        # Read late, the steps around a compilation would count in the rates without their time.
+        if compiles := not self.calls.has_called(program.train_step, batch.signature):
+            self.metrics.read_all(line, self.progress, self._explain_nonfinite)
         count = lambda: work_of(self.recipe, plan, *self.trees, program.train_step, args)  # noqa: E731
         outs, work = self.calls.train(program.train_step, args, batch, line, plan, count)
         vector = self.state.advance(outs)
@@ -291,6 +294,8 @@ class Engine:
         epoch, work = None if position is None else position.epoch, work * counted_share(batch)
         update = Update(self.step, epoch, program.metric_names, vector, replace(batch, groups=()), work)
         self.metrics.add(update, line, self.progress, self._explain_nonfinite)
+        if compiles:
+            self.metrics.read_all(line, self.progress, self._explain_nonfinite)
 
     def _choose_memory(self, batch: Batch, line: ProgressLine) -> None:
         """With `memory="auto"`: chooses the first setting whose train step fits into memory, before its first run.

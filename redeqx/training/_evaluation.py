@@ -35,7 +35,7 @@ def evaluate(engine: Engine, steps: Iterator[Slice], size: BatchSize, model: PyT
     sums: np.ndarray | float = 0.0
     pending: deque[jax.Array] = deque()
     weights: tuple[list[Any], list[Any]] | None = None
-    with run.console.progress(title="evaluate") as line, closing(engine.batches(steps, size)) as upcoming:
+    with run.console.progress(title="evaluate", unit="batch") as line, closing(engine.batches(steps, size)) as upcoming:
         for i, batch in enumerate(upcoming):
             engine.place_for(batch)
             state = engine.state
@@ -44,6 +44,7 @@ def evaluate(engine: Engine, steps: Iterator[Slice], size: BatchSize, model: PyT
             args = state.eval_args(i, batch.groups, weights)
             vector = engine.calls.evaluate(state.program.eval_step, args, batch, line)
             run.watch.beat_on()
+            line.update(i + 1, metrics={}, n_examples=batch.n_examples, n_tokens=batch.n_tokens)
             vector.copy_to_host_async()
             pending.append(vector)
             if len(pending) > LAG:

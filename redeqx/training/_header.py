@@ -3,8 +3,10 @@
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ..compiled import shortened
 from ..errors import warn
 from ..machine import split_heads, xla_settings
+from ..monitor import size_text
 from ..partition import Plan
 from ..tracing import Trace, equations
 from ..transforms import StackBlocks, attentions, fp8_products, wide_products
@@ -37,7 +39,7 @@ def header_rows(
         "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
         "parameters": f"{sum(x.size for x in state.trained):,} trained"
         + (f", {sum(x.size for x in state.frozen):,} frozen" if state.frozen else ""),
-        "bytes per device": f"{weights / 2**20:,.1f} MiB parameters, {opt / 2**20:,.1f} MiB optimizer state{where}",
+        "bytes per device": f"{size_text(weights)} parameters, {size_text(opt)} optimizer state{where}",
         **_precision_rows(recipe, mesh, trace, precision),
         "plan": plan.summary(),
         **loss_rows(recipe, plan, trace),
@@ -81,7 +83,9 @@ def _loop_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
     mesh, closed, notes = plan.mesh, trace.closed, []
     if recipe.stacks_on(mesh) and recipe.grad_fn is None:
         stacking = StackBlocks([stacking_key(plan, name) for name in trace.names])
-        notes += [f"{n} equal blocks as one (from {line or 'an unknown line'})" for n, line in stacking.found(closed)]
+        notes += [
+            f"{n} equal blocks as one (from {shortened(line) or 'an unknown line'})" for n, line in stacking.found(closed)
+        ]
         closed = stacking.rewritten(closed)
     unrolling = recipe.unroll_on(mesh, recipe.remat_level)
     if unrolling is not None:
@@ -102,5 +106,5 @@ def _attention_rows(recipe: Recipe, mesh: Mesh, trace: Trace) -> dict[str, str]:
                 "`redeqx.attention` with `causal`, `window` or `lengths` where these say the same, or shorter rows.",
             )
     notes = [f"{n} fused ({what})" for what, n in fused.items()]
-    notes += [f"as written at {line or 'an unknown line'}: {reason}" for line, reason in left.items()]
+    notes += [f"as written at {shortened(line) or 'an unknown line'}: {reason}" for line, reason in left.items()]
     return {"attention": "; ".join(notes)} if notes else {}

@@ -1,7 +1,10 @@
 """A step whose devices each compute more than their share says so, with the lines of code; one that is split does not."""
 
 import inspect
+import os
+import sys
 import warnings
+from types import SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -209,3 +212,14 @@ def test_a_loop_of_unknown_length_is_compared_once():
     assert _work.excess(traced.jaxpr, Module.of(whole), {line: 1.0}) == (4.0, [(line, 4.0)])
     assert _work.excess(traced.jaxpr, Module.of(whole), {line: 4.0}) is None  # as the plan has it
     assert _work.excess(traced.jaxpr, Module.of(whole), {}) is None  # not of the loss
+
+
+def test_a_line_of_a_notebook_is_named_by_its_cell(monkeypatch):
+    cells = {"/tmp/ipykernel_9/123.py": 2}
+    compiler = SimpleNamespace(format_code_name=lambda name: ("Cell", f"In[{cells[name]}]") if name in cells else None)
+    shell = SimpleNamespace(compile=compiler)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert shortened("/tmp/ipykernel_9/123.py:5") == "In[2]:5"
+    assert shortened(f"{os.getcwd()}/train.py:5") == "train.py:5"
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    assert shortened("/tmp/ipykernel_9/123.py:5") == "/tmp/ipykernel_9/123.py:5"

@@ -172,6 +172,7 @@ def test_ctrl_c_in_a_notebook_saves_and_the_same_trainer_goes_on(tmp_path, monke
     stopped = trainer.step
     assert 4 <= stopped < 20  # it is pressed by another thread, as early as in the fourth step's own last moments
     assert str(caught.value) == f"step {stopped} is saved"
+    assert {entry.path.name for entry in caught.traceback} == {"test_interrupts.py"}  # a cell shows no frames of redeqx
     assert "redeqx: Ctrl-C: stopping after this step, to save it" in capfd.readouterr().err
     assert sys.excepthook is hook
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

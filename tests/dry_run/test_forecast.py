@@ -107,7 +107,8 @@ def test_the_report_names_layers_axes_and_lines():
     run = make_trainer(deployer(2, 2)).dry_run(examples(), 2)
     text = str(run)
     for expected in (
-        "dry run on this", "mesh        data=2 x fsdp=2 x model=2", "2 rows x 4 batch shards x 1 micro-batches = 8 examples",
+        "dry run on this machine", "mesh        data=2 x fsdp=2 x model=2",
+        "2 rows x 4 batch shards x 1 micro-batches = 8 examples",
         "optimizer state", "all-gather", "all-reduce", "fsdp", "stack.blocks.mlp.up.weight", "models/nn/_layers.py:",
         "row: its input arrives split by", "to spare",
     ):  # fmt: skip

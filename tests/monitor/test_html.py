@@ -44,6 +44,13 @@ def test_a_page_is_what_a_console_prints():
     assert [tag for tag, _ in read.tags].count("caption") == 2
 
 
+def test_a_wide_table_scrolls_and_is_not_cut():
+    page = HtmlPage()
+    page.table("bytes", ("what", "size"), [("a", "1 B")])
+    tags = Read(page.html()).tags
+    assert tags[1] == ("div", {"style": "overflow-x:auto"}) and tags[2][0] == "table"
+
+
 def test_no_text_becomes_a_tag():
     evil = '<script>alert("&")</script>'
     page = HtmlPage()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from redeqx.monitor._live import NOTEBOOK_WIDTH
+
 PATH = "/home/user/experiments/2026-11-23/language_modelling/runs/llama-1b-bf16-fsdp2-tp2/ckpts/step_00000006"
 RUN = f"""
 import fcntl, os, struct, sys, termios, time
@@ -145,7 +147,11 @@ def test_escape_codes_are_those_that_the_terminal_wants(written):
     assert re.search(r"\x1b\[\d*;?3\dm", written["80"]) and not re.search(r"\x1b\[\d*;?[349]\dm", written["no colour"])
 
 
-NOTEBOOK = f"{RUN}\nrun()"
+NOTEBOOK = f"""{RUN}
+run()
+with Console(None).progress(title="predict") as line, line.compiling("predict step"):
+    pass
+"""
 
 
 @pytest.mark.sweep
@@ -175,8 +181,11 @@ print(json.dumps([Counting.n, notebook.cells[0].outputs]))
     )
     assert run.returncode == 0, run.stderr
     n_updates, outputs = json.loads(run.stdout.splitlines()[-1])
-    (shown,) = [each["data"] for each in outputs if each["output_type"] == "display_data"]
-    assert re.search(r"epoch 3/3  step 6/6  loss 2\.3451 .* in all$", shown["text/plain"]) and list(shown) == ["text/plain"]
+    shown, of_no_step = [each["data"] for each in outputs if each["output_type"] == "display_data"]
+    assert of_no_step == {"text/plain": ""}
+    line = shown["text/plain"]
+    assert re.search(r"epoch 3/3  step 6/6  loss 2\.3451 .*\n.* in all$", line) and list(shown) == ["text/plain"]
+    assert max(map(len, line.splitlines())) <= NOTEBOOK_WIDTH
     assert 1 <= n_updates <= 5
     text = "".join(each["text"] for each in outputs if each["output_type"] == "stream")
     assert "\x1b" not in text and len([line for line in text.splitlines() if "step 6" in line]) == 2

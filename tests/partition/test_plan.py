@@ -593,7 +593,7 @@ def test_a_large_leaf_left_replicated_is_a_warning():
     model = {"table": jax.ShapeDtypeStruct((1030, 1025), jnp.float32), "small": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     reason = "replicated: no known layer"
     assert plan_of(model).warnings == (
-        f"`table`: (1030, 1025), 4.0 MiB, is replicated on every device ({reason}). "
+        f"`table`: (1030, 1025), 4.03 MiB, is replicated on every device ({reason}). "
         "Split it with `overrides={'table': ...}`.",
     )
     assert plan_of(model, n_model_shards=1).warnings == ()  # no axis splits anything
@@ -614,7 +614,7 @@ mlps.*.layers.0.weight  (2x)  1024 x 8  model, fsdp  column: its input arrives r
 mlps.*.layers.0.bias  (2x)    1024      model        follows dim 0 of its weight
 mlps.*.layers.1.weight  (2x)  8 x 1024  fsdp, model  row: its input arrives split by `mlps.*.layers.0`; fsdp on dim 0
 scale                         scalar    ·            replicated: no known layer
-mesh data=2 x fsdp=2 x model=2: 34,817 parameters, 0.1 MiB, 0.0 MiB a device"""
+mesh data=2 x fsdp=2 x model=2: 34,817 parameters, 136.0 KiB, 36.0 KiB a device"""
     )
     assert plan.summary() == "7 leaves: 6 split over model, 4 split over fsdp, 1 replicated"
     assert plan_of(model, 1, 1).summary() == "6 leaves: one shard, 0 replicated"

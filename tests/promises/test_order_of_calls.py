@@ -300,10 +300,10 @@ def test_a_checkpoint_saved_by_a_callback_resumes_to_the_same_bits(step, tmp_pat
 
 
 def test_a_tracker_does_not_save_a_step_with_a_nonfinite_loss(tmp_path):
-    examples = [*DATA[:8], *np.full((8, 6), np.nan, np.float32), *DATA[:8]]
-    hook = LateSaveAt(1)  # by then step 2 has run, but its loss has not been read
+    examples = [*DATA[:16], *np.full((8, 6), np.nan, np.float32), *DATA[:8]]
+    hook = LateSaveAt(2)  # by then step 3 has run, but its loss has not been read
     hook.trainer = trainer = make_trainer(tmp_path, loggers=[hook])
-    with pytest.raises(ValueError, match="`loss` at step 2: expected the loss to be finite, got nan"):
+    with pytest.raises(ValueError, match="`loss` at step 3: expected the loss to be finite, got nan"):
         trainer.train(examples, batch_size=BATCH)
     assert not (tmp_path / "ckpts").exists()
 

@@ -72,6 +72,7 @@ def test_a_page_shows_the_outputs(tmp_path):
     notebook.cells[1].outputs = [
         make("stream", name="stdout", text="a < b\n"),
         make("execute_result", data={"text/plain": "{'loss': 1}"}, execution_count=1),
+        make("display_data", data={"text/plain": ""}),
         make("display_data", data={"image/png": "iVBORw0KGgo="}),
     ]
     functions["write"](notebook, source)
@@ -79,6 +80,7 @@ def test_a_page_shows_the_outputs(tmp_path):
     assert page.startswith("# Small\n\n*This page is a notebook: [download it](small.ipynb), or [as a script](small.py).*\n")
     assert "```python\nprint(1)\n```" in page
     assert "``` { .text .printed }\na < b\n```" in page and "``` { .text .printed }\n{'loss': 1}\n```" in page
+    assert page.count(".printed") == 2
     (picture,) = re.findall(r"!\[[^]]*\]\((\S+)\)", page)
     assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 

@@ -16,6 +16,7 @@ import redeqx
 from redeqx.machine import Chip, peak_memory
 from redeqx.monitor import Work
 from redeqx.training import _work, in_order
+from redeqx.training._calls import Calls
 from redeqx.training._passes import updates
 
 D, N_LAYERS, SEQ, VOCAB = 16, 3, 4, 32
@@ -94,6 +95,36 @@ class Tick(redeqx.Callback):
 
     def on_step(self, trainer, metrics):
         self.clock.now += self.seconds
+
+
+def test_steps_around_a_compilation_count_with_their_time(clock, monkeypatch, capsys):
+    """Steps of 2 s, of which the last one has fewer rows, and compiles."""
+    train = Calls.train
+
+    def slow(*args):
+        outs = train(*args)
+        clock.now += 2.0
+        return outs
+
+    monkeypatch.setattr(Calls, "train", slow)
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(), model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
+    )
+    trainer.fit(examples(68), batch_size=16, n_epochs=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "compiling" in line] == [
+        "compiling train step", "compiling train step for another batch shape",
+    ]  # fmt: skip
+    (last,) = [line for line in lines if "step 5/5" in line]
+    assert "  8 examples/s  " in last
+
+
+def test_an_evaluation_counts_its_batches(capsys):
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(), model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
+    )
+    trainer.eval_loss(examples(48), batch_size=16)
+    assert "evaluate  batch 3  " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,32 @@
+"""Shows the arguments of a method that takes a dataclass of options (`Trainer.fit`), as Python's `help` does.
+
+mkdocstrings reads the sources without running them, and would show `fit(options)`.
+"""
+
+import importlib
+import inspect
+from typing import Any
+
+import griffe
+
+
+class Signatures(griffe.Extension):
+    """Replaces the parameters of each function that is decorated with `takes`."""
+
+    def on_function_instance(self, *, func: griffe.Function, **kwargs: Any) -> None:
+        """Called for each function that is read."""
+        del kwargs
+        if func.parent is None or not any(each.callable_path.endswith("takes") for each in func.decorators):
+            return
+        owner = getattr(importlib.import_module(func.parent.module.path), func.parent.name)
+        signature = inspect.signature(getattr(owner, func.name))
+        func.parameters = griffe.Parameters(
+            *(
+                griffe.Parameter(
+                    each.name,
+                    kind=griffe.ParameterKind(each.kind.description),
+                    default=None if each.default is each.empty else repr(each.default),
+                )
+                for each in signature.parameters.values()
+            )
+        )
