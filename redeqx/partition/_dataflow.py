@@ -33,6 +33,9 @@ from ._flow import Flow, Pass, Use, View
 from ._rules import Split
 
 MAX_TRIALS = 64  # alternative splits to try; each follows the whole loss again
+# Minimum saving of an alternative, relative to the cost of the plan. If it saves less, the rules' own choice stays: a row
+# split whose input is replicated costs about the same by this count, but XLA then also splits the values before it.
+MIN_SAVING = 1e-3
 # Elements. Smaller leaves may stay replicated if that costs less, as long as no more of the model is replicated than by the
 # field-order traversal (`_layers.split_in_field_order`).
 SMALL = 2**14
@@ -120,6 +123,9 @@ def order(
         found = [attempt(dict.fromkeys(same, dim)) for dim in others if dim != now]
         if any(found):
             tried = {patterns[leaf]}
+    for pattern in dict.fromkeys(patterns[leaf] for leaf in best.forced):
+        trial = follow({leaf: dim for leaf, dim in best.forced.items() if patterns[leaf] != pattern})
+        best = trial if trial.cost * (1 - MIN_SAVING) <= best.cost else best
     names = trace.names
     splits = {names[i]: split for i, split in best.decided.items()}
     return Order(splits, {names[i]: n for i, n in best.stacked.items()}, best.cost, Counter(best.errors.values()))

@@ -52,7 +52,7 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
 
     def visit(body: Body, times: int) -> None:
         fused_ids: set[int] = set()
-        n_unfused, score_like = len(found.unfused), list[Any]()
+        score_like, has_unfused = list[Any](), False
         for attention in find_attentions(body):
             if attention.group(body).is_closed_in(body):
                 record_fused(*attention.operands(), line_of(attention.out[0]), times)
@@ -63,7 +63,7 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
                 record_fused(setting, [eqn.invars[i].aval for i in kept], line_of(eqn), times)
             elif id(eqn) not in fused_ids and (reason := _why_unfused(body, eqn)) is not None:
                 line, weights = line_of(eqn), eqn.outvars[0].aval
-                found.unfused[line] = reason
+                found.unfused[line], has_unfused = reason, True
                 record_dense(f"the weights at {line}", weights.size * weights.dtype.itemsize, Setting(1.0, split=split))
             if id(eqn) not in fused_ids:
                 score_like += [eqn] * _is_score_like(eqn)
@@ -71,7 +71,7 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
                 for index, inner in enumerate(insides(eqn)):
                     if inner.role not in ("condition", "manual"):
                         visit(body.inside(eqn, index), inner_times)
-        for eqn in score_like if len(found.unfused) == n_unfused else ():  # no softmax explains them
+        for eqn in () if has_unfused else score_like:  # no softmax of this body explains them
             scores = eqn.outvars[0].aval
             record_dense(f"the products at {line_of(eqn)}", scores.size * scores.dtype.itemsize, Setting(1.0, split=split))
 

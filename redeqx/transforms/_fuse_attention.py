@@ -228,11 +228,9 @@ def _match(body: Body, product: Any) -> _Attention | str | None:
         if not trace_scores(body, source, tuple(range(len(source.aval.shape))), scores):
             continue
         try:
-            fields = _build(body, product, side, dims, source.aval.shape, axis, scores)
+            return _build(body, [*eqns, *members], product, side, dims, source.aval.shape, axis, scores)
         except _NotFusable as error:
             reason = str(error)
-            continue
-        return _Attention(eqns=[*eqns, *members, *scores.eqns, scores.product[0], product], **fields)  # pyright: ignore
     return reason
 
 
@@ -240,12 +238,20 @@ def _match(body: Body, product: Any) -> _Attention | str | None:
 
 
 def _build(
-    body: Body, product: Any, side: int, dims: Sequence[int], shape: Sequence[int], axis: int, scores: Scores
-) -> dict[str, Any]:
-    """Returns the fields of an `_Attention`; raises `_NotFusable` if kernels do not compute it.
+    body: Body,
+    eqns: Sequence[Any],
+    product: Any,
+    side: int,
+    dims: Sequence[int],
+    shape: Sequence[int],
+    axis: int,
+    scores: Scores,
+) -> _Attention:
+    """Returns an `_Attention`; raises `_NotFusable` if kernels do not compute it.
 
     **Arguments:**
 
+    - `eqns`: the equations of the softmax, and those between it and `product`.
     - `product`, `side`: the product with the values, and the index of the weights among its operands.
     - `dims`: for each dim of the weights there, the dim of the softmax, which is its label.
     - `shape`, `axis`: the shape and the axis of the softmax.
@@ -286,20 +292,21 @@ def _build(
     rows = [*own, *(label for label in q.labels if label in batch)]
     n_rows = max(len(rows) - 1, min(len(rows), 1))  # if there are several, the last one is that of the heads
     heads = [*rows[n_rows:], *(label for label in queries if label != query)]
-    return {
-        "sizes": dict(enumerate(shape)),
-        "key": axis,
-        "query": query,
-        "rows": rows[:n_rows],
-        "heads": heads,
-        "q": q,
-        "k": k,
-        "v": Operand(values, tuple(value_labels)),
-        "masks": masks,
-        "biases": scores.biases,
-        "setting": replace(setting, precision=_precision(first, product)),
-        "out": (product, tuple(out)),
-    }
+    return _Attention(
+        eqns=[*eqns, *scores.eqns, first, product],
+        sizes=dict(enumerate(shape)),
+        key=axis,
+        query=query,
+        rows=rows[:n_rows],
+        heads=heads,
+        q=q,
+        k=k,
+        v=Operand(values, tuple(value_labels)),
+        masks=masks,
+        biases=scores.biases,
+        setting=replace(setting, precision=_precision(first, product)),
+        out=(product, tuple(out)),
+    )
 
 
 def _precision(*products: Any) -> Any:

@@ -142,7 +142,7 @@ def match_softmax(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
         casts = [body.producer(summed)]
         if casts[0] is None or casts[0].primitive.name != "convert_element_type" or casts[0].invars[0] is not exp.outvars[0]:
             return None
-    if len(total.params["axes"]) != 1:
+    if len(total.params["axes"]) != 1 or not all(map(_preserves_values, [*sum_path, *casts])):
         return None
     members, axis, source = [eqn, *sum_path, total, *casts, exp], int(total.params["axes"][0]), exp.invars[0]
     if not _divides_by_own_sum(eqn, sum_path, total, axis):

@@ -15,8 +15,10 @@ from jax.sharding import PartitionSpec as P
 import redeqx
 from redeqx._tree import is_array_like, named_leaves
 from redeqx.compiled import _hlo
+from redeqx.models.bert import BertConfig, BertForMaskedLM
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.nn._stack import Stack
+from redeqx.partition import _dataflow
 from redeqx.partition._dataflow import order
 from redeqx.tracing import Trace
 
@@ -393,6 +395,21 @@ def test_grouped_heads_of_a_family():
     specs = {name.removeprefix("stack.blocks."): leaf.spec for name, leaf in plan.leaves.items()}
     assert specs["attention.query.weight"] == specs["mlp.gate.weight"] == P(None, ("model",), None)
     assert specs["attention.output.weight"] == specs["mlp.down.weight"] == P(None, None, ("model",))
+
+
+def test_a_split_that_saves_next_to_nothing_is_not_taken(monkeypatch):
+    """As a row, BERT's last dense layer would send the same by the count, but XLA would then split the layers before it."""
+    config = BertConfig(dropout=0.0, attention_dropout=0.0, n_layers=2)
+    model = eqx.filter_eval_shape(BertForMaskedLM, config, key=jax.random.key(0))
+    deployer = redeqx.Deployer(n_model_shards=2, verbose=False)
+    ids = jax.ShapeDtypeStruct((32, 512), jnp.int32)
+
+    def loss_fn(model, ids, key):
+        return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(ids), ids).mean()
+
+    assert deployer.plan(model, loss_fn, ids)["transform.weight"].spec == P(("model",), None)
+    monkeypatch.setattr(_dataflow, "MIN_SAVING", 0.0)
+    assert deployer.plan(model, loss_fn, ids)["transform.weight"].spec == P(None, ("model",))
 
 
 TRAINED = ["einsum_attention", "fused_qkv", "odd_heads", "grouped_query", "state_space", "separable_cnn"]

@@ -412,6 +412,19 @@ def wrong_rows(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1)[:, :, None], v)  # divides by the sums of other queries
 
 
+def rounded_sums(q, k, v, dtype):
+    weights = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k) / 8)
+    sums = weights.sum(-1, keepdims=True).astype(dtype).astype(jnp.float32)
+    return jnp.einsum("bhts,bshd->bthd", weights / sums, v)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn])
+def test_a_softmax_by_a_rounded_sum_is_left(dtype):
+    fn = partial(rounded_sums, dtype=dtype)
+    assert n_fused(fn, heads()) == 0
+    assert_same(fn, heads())
+
+
 def wrapping(q, k, v):
     """No key is masked: differences of unsigned positions wrap around and are never below 0."""
     i, j = jnp.arange(N, dtype=jnp.uint32)[:, None], jnp.arange(N, dtype=jnp.uint32)
