@@ -26,7 +26,6 @@ from .errors import (
     check_model,
     check_model_function,
     check_number,
-    filter_traceback,
     with_batch_note,
 )
 from .machine import (
@@ -63,8 +62,9 @@ class Deployer(RedcoNames):
         on Cloud TPU and with `python -m redeqx launch`, where they are detected.
     - `n_local_devices`: the number of this host's GPUs that this process uses; by default all, or one if the launcher starts
         one task per GPU.
-    - `heartbeat_timeout`: seconds without a message after which another process counts as lost, and this one exits.
-    - `start_timeout`: seconds within which all processes must start.
+    - `heartbeat_timeout`: seconds without a message after which another process counts as lost, and this one exits; 30 by
+        default.
+    - `start_timeout`: seconds within which all processes must start; 300 by default.
     - `hang_timeout`: seconds without a finished training step, not counting compilation, after which the run ends and prints
         which process is behind and the stack of each thread; None never ends it.
     - `compilation_cache`: True keeps compiled programs for the next run, in JAX's folder if `JAX_COMPILATION_CACHE_DIR` or
@@ -102,9 +102,8 @@ class Deployer(RedcoNames):
     does not answer.
     """
 
-    _redco_attributes = REDCO_DEPLOYER
+    _redco_attributes, _redco_arguments = REDCO_DEPLOYER, {}
 
-    @filter_traceback
     def __init__(
         self,
         jax_seed: int = 0,

@@ -1,8 +1,12 @@
 """Redco's names: using one as an attribute or an argument raises an error with the name in redeqx."""
 
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from .._tree import nearest
+from ._user_code import filter_traceback
 
 
 class RedcoNames:
@@ -18,13 +22,16 @@ class RedcoNames:
             if "_redco_arguments" not in cls.__dict__:  # a user's subclass has its own arguments
                 return
             init, known = cls.__init__, cls._redco_arguments
+            names = inspect.signature(init).parameters
 
+            @filter_traceback
             @functools.wraps(init)
             def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-                for name in known.keys() & kwargs.keys():
-                    raise TypeError(
-                        f"`{cls.__name__}({name}=)`: expected an argument of redeqx, got one of Redco. {known[name]}"
-                    )
+                for name in (name for name in kwargs if name not in names):
+                    expected = f"`{cls.__name__}({name}=)`: expected an argument of redeqx, got "
+                    if name in known:
+                        raise TypeError(f"{expected}one of Redco. {known[name]}")
+                    raise TypeError(f"{expected}an unknown one.{nearest(name, names)}")
                 init(self, *args, **kwargs)
 
             cls.__init__ = checked

@@ -96,8 +96,8 @@ _RAISED_IN_STEP = re.compile(r"_EquinoxRuntimeError: (.*?)(?:\n-{10}|\Z)", re.DO
 class FilteredTraceback:
     """A context manager that filters the tracebacks of errors: the script's line and the user's functions remain.
 
-    Frames of redeqx and JAX are removed. An error that redeqx itself raises is shown at the user's call if it is about an
-    argument (`` `name`: expected ... ``), and otherwise keeps all frames. JAX_TRACEBACK_FILTERING=off keeps all frames.
+    Frames of redeqx and JAX are removed. An error that redeqx itself raises keeps its last frame if it is about an
+    argument (`` `name`: expected ... ``), and otherwise all frames. JAX_TRACEBACK_FILTERING=off keeps all frames.
     """
 
     def __enter__(self) -> None:

@@ -56,6 +56,20 @@ def test_an_argument_of_redcos_predictor_is_an_error_that_says_ours(made, name):
     assert name not in inspect.signature(redeqx.Predictor).parameters
 
 
+@pytest.mark.parametrize(
+    ("cls", "name", "meant"),
+    [
+        ("Deployer", "n_model_shard", "n_model_shards"),
+        ("Trainer", "optimiser", "optimizer"),
+        ("Predictor", "pred", "pred_fn"),
+    ],
+)
+def test_an_unknown_argument_is_an_error_that_names_the_nearest(cls, name, meant):
+    message = rf"`{cls}\({name}=\)`: expected an argument of redeqx, got an unknown one\. Did you mean `{meant}`\?"
+    with pytest.raises(TypeError, match=message):
+        getattr(redeqx, cls)(**{name: None})
+
+
 def test_a_subclass_has_arguments_of_its_own(made):
     class Mine(redeqx.Predictor):
         def __init__(self, deployer, params):
