@@ -66,7 +66,7 @@ class Deployer(RedcoNames):
         default.
     - `start_timeout`: seconds within which all processes must start; 300 by default.
     - `hang_timeout`: seconds without a finished training step, not counting compilation, after which the run ends and prints
-        which process is behind and the stack of each thread; None never ends it.
+        which process is behind and the stack of each thread; 1,800 by default, None never ends it.
     - `compilation_cache`: True keeps compiled programs for the next run, in JAX's folder if `JAX_COMPILATION_CACHE_DIR` or
         `jax.config` sets one, else in `~/.cache/redeqx/xla` (`XDG_CACHE_HOME`), up to the 16 GiB used last. A folder keeps
         them there, also on CPUs, for which True does nothing, as their machine code does not run on every other CPU. False

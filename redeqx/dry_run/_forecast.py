@@ -208,14 +208,13 @@ def _compiled(
     repeats = _repeats(job, setting, plan.mesh)
 
     def compiled(name: str, other_bytes: int) -> Step:
-        step = _compiled(name, other_bytes)
-        times = repeats.get(name, 1.0)
+        step, times = compile_step(name, other_bytes), repeats.get(name, 1.0)
         return step if times == 1 else replace(step, flops={dtype: int(n * times) for dtype, n in step.flops.items()})
 
-    def _compiled(name: str, other_bytes: int) -> Step:
+    def compile_step(name: str, other_bytes: int) -> Step:
         step = traced[name]
         if fewer is None:
-            return _step(step, machine, optimization, other_bytes)
+            return renamed(_step(step, machine, optimization, other_bytes), program.argument_names)
         steps = [renamed(_step(each[name], machine, optimization, other_bytes), names) for each, names in fewer.programs]
         flops = attempt(FLOPS, lambda: matmul_flops(step.jaxpr.jaxpr), {}, failed)
         return fewer.shares.step(steps[0], steps[1:], flops)
@@ -277,7 +276,7 @@ class _Fewer:
 
     **Arguments:**
 
-    - `programs`: for each one, its traced steps by name, and the name of each of its leaves in the full model.
+    - `programs`: for each one, its traced steps by name, and the name of each of its leaves and arguments in the full model.
     - `shares`: extrapolates their numbers.
     - `what`: a description of the numbers of blocks.
     """
@@ -305,7 +304,8 @@ def _fewer(
         fewer = job.with_model(model, names)
         leaves = {name: plan.leaves[full] for name, full in names.items() if full in plan.leaves}
         smaller = fewer.make_program(replace(plan, leaves=leaves), None, setting)
-        return _traced(fewer, smaller, setting, only_train), names
+        arguments = {argument: names.get(name, name) for argument, name in smaller.argument_names.items()}
+        return _traced(fewer, smaller, setting, only_train), {**names, **arguments}
 
     full = {name: content(step.jaxpr.jaxpr) for name, step in traced.items()}
     lists = ", ".join(f"the {blocks.n} of `{blocks.path}`" for blocks in runs)

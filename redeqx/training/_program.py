@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
+from .._tree import named_leaves
 from ..machine import Options, in_host, replicated
 from ..partition import Plan, shardings_like
 from ..tracing import as_fun
@@ -28,6 +29,7 @@ class Program:
     **Arguments:**
 
     - `trained`, `frozen`, `opt_state`, `state`, `steps`, `key`: shapes with shardings; `steps` as in the train step.
+    - `names`: the names of the trained and of the frozen leaves.
     - `init_opt_state`: maps the trained arrays to the optimizer state, whose shards are created in place.
     """
 
@@ -45,6 +47,14 @@ class Program:
     metric_names: list[str]
     eval_step: Callable[..., Any]
     eval_names: list[str]
+    names: tuple[Sequence[str], Sequence[str]] = ((), ())
+
+    @property
+    def argument_names(self) -> dict[str, str]:
+        """The names of the leaves that the steps receive in lists, by their names in a compiled program: `trained[3]`."""
+        opt_names = named_leaves(jax.tree.unflatten(self.opt_treedef, self.opt_state))
+        lists = zip(("trained", "frozen", "opt_state"), (*self.names, opt_names), strict=True)
+        return {f"{argument}[{i}]": name for argument, names in lists for i, name in enumerate(names)}
 
 
 def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -113,6 +123,7 @@ def make_program(
         metric_names=metric_names,
         eval_step=eval_step,
         eval_names=eval_names,
+        names=parts.names,
     )
 
 

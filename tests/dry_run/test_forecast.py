@@ -18,6 +18,9 @@ import pytest
 from jax.experimental import topologies
 
 import redeqx
+from redeqx._tree import named_leaves
+from redeqx.compiled import Buffer
+from redeqx.dry_run import _forecast
 from redeqx.dry_run._figures import Step
 from redeqx.dry_run._forecast import DryRunDone, _offloaded
 from redeqx.machine import _devices
@@ -88,6 +91,26 @@ def test_memory_is_what_the_real_step_takes(shards, accumulate):
     step = run.steps["train"]
     assert sum(buffer.bytes for buffer in step.largest) == pytest.approx(step.temporaries, rel=0.05)
     assert run.machine.name == "this" and run.fits and run.estimate is None  # CPUs have no published rates
+
+
+def test_arguments_are_named_by_their_leaves():
+    trainer = make_trainer(deployer(2, 2), trainable=lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim > 1)
+    trainer.train(examples(8), batch_size=8)
+    state = trainer._engine.state
+    names = state.program.argument_names
+    for argument, arrays in (("trained", state.trained), ("frozen", state.frozen), ("opt_state", state.opt_state)):
+        assert len(arrays) == sum(name.startswith(argument) for name in names) > 0
+    trees = {**named_leaves(trainer.model), **named_leaves(trainer.opt_state)}
+    for argument, name in names.items():
+        kind, _, index = argument.rstrip("]").partition("[")
+        assert getattr(state, kind)[int(index)] is trees[name], argument
+
+
+def test_copied_arguments_are_named_in_the_report(monkeypatch):
+    copied = Buffer(2**20, "f32", (256, 1024), "jit(step_fn)/copy(trained[0])", ())
+    monkeypatch.setattr(_forecast, "_step", lambda *args: Step(needs=2**21, compile_seconds=0.0, largest=(copied,)))
+    run = make_trainer(deployer()).dry_run(examples(), batch_size=8)
+    assert run.to_json()["steps"]["train"]["largest"][0]["layer"] == "embedding.weight"
 
 
 def test_rows_that_do_not_divide_are_counted_on_each_shard():
