@@ -1,4 +1,4 @@
-"""The checksum of a file written in pieces by several is what zlib has of it whole."""
+"""The checksum combined from pieces that several writers add equals zlib's checksum of the whole file."""
 
 import random
 import zlib
@@ -9,8 +9,8 @@ import pytest
 from redeqx.checkpoint._crc32 import _ONES, Crc32, _append_zeros, crc32_of
 
 
-def summed(data, cuts, owners, n):
-    """The checksum of `data`, whose pieces between the cuts are added by one each of `n`."""
+def combined_checksum(data, cuts, owners, n):
+    """The checksum of `data`, split at `cuts`, where writer `owners[i]` of `n` adds piece `i`."""
     parts = [Crc32() for _ in range(n)]
     for start, stop, owner in zip([0, *cuts], [*cuts, len(data)], owners, strict=True):
         parts[owner].add(data[start:stop], start)
@@ -18,17 +18,17 @@ def summed(data, cuts, owners, n):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_pieces_of_any_length_and_owner_sum_up_to_the_whole(seed):
-    """Empty ones among them, and owners that have none."""
+def test_combined_checksum_equals_zlib(seed):
+    """Includes empty pieces and writers without pieces."""
     draw = random.Random(seed)
     data = draw.randbytes(draw.choice([1, 2, 7, 255, 256, 4096, 100_001]))
     cuts = sorted(draw.randint(0, len(data)) for _ in range(draw.randint(0, 30)))
     n = draw.randint(1, 5)
-    assert summed(data, cuts, [draw.randrange(n) for _ in range(len(cuts) + 1)], n) == zlib.crc32(data)
+    assert combined_checksum(data, cuts, [draw.randrange(n) for _ in range(len(cuts) + 1)], n) == zlib.crc32(data)
 
 
-def test_interleaved_rows_sum_up_to_the_whole():
-    """As of a matrix whose columns are split."""
+def test_interleaved_rows_combine_to_zlib_checksum():
+    """As when several processes write column shards of a row-major matrix."""
     rows = np.random.default_rng(0).integers(0, 256, (50, 4, 33), np.uint8)
     header = b"a header of 23 bytes..."
     parts = [Crc32() for _ in range(5)]
@@ -42,14 +42,14 @@ def test_interleaved_rows_sum_up_to_the_whole():
     assert crc32_of(contributions[::-1], len(whole)) == zlib.crc32(whole)
 
 
-def test_what_nobody_wrote_is_zeros():
+def test_unwritten_bytes_count_as_zeros():
     crc32 = Crc32()
     crc32.add(b"abc", 5)
     assert crc32_of([crc32.contribution(20)], 20) == zlib.crc32(bytes(5) + b"abc" + bytes(12))
     assert crc32_of([], 20) == zlib.crc32(bytes(20))
 
 
-def test_an_empty_file_has_the_checksum_of_nothing():
+def test_empty_file_has_checksum_zero():
     assert crc32_of([], 0) == zlib.crc32(b"") == 0
     empty = Crc32()
     empty.add(b"", 0)
@@ -57,7 +57,7 @@ def test_an_empty_file_has_the_checksum_of_nothing():
     assert crc32_of([empty.contribution(0), Crc32().contribution(0)], 0) == 0
 
 
-def test_a_contribution_may_be_asked_for_while_pieces_come():
+def test_contribution_can_be_read_between_pieces():
     data = random.Random(0).randbytes(100)
     crc32 = Crc32()
     for start in range(0, 100, 10):
@@ -67,7 +67,7 @@ def test_a_contribution_may_be_asked_for_while_pieces_come():
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 255, 256, 257, 65537])
-def test_a_register_goes_past_zeros_as_in_zlib(n):
+def test_appending_zeros_matches_zlib(n):
     for register in (1, 0x80000000, 0xDEADBEEF, _ONES):
         assert _append_zeros(register, n) == zlib.crc32(bytes(n), register ^ _ONES) ^ _ONES
     assert _append_zeros(0, n) == 0
@@ -78,27 +78,27 @@ LARGE = [2**32 - 1, 2**32, 2**32 + 1, 5 * 2**30 + 12345, 2**40 + 7, 2**45 - 3]
 
 @pytest.mark.parametrize("a", LARGE)
 @pytest.mark.parametrize("b", [1, 1000, 2**31, *LARGE[-2:]])
-def test_past_two_runs_of_zeros_is_past_both_at_once(a, b):
+def test_appending_zeros_twice_equals_once(a, b):
     for register in (1, 0xDEADBEEF, _ONES):
         assert _append_zeros(_append_zeros(register, a), b) == _append_zeros(register, a + b)
         assert _append_zeros(_append_zeros(register, b), a) == _append_zeros(register, a + b)
 
 
 @pytest.mark.parametrize("n", LARGE)
-def test_past_zeros_is_linear(n):
+def test_appending_zeros_is_linear(n):
     for a, b in [(1, 2), (0xDEADBEEF, 0x12345678), (_ONES, 1)]:
         assert _append_zeros(a ^ b, n) == _append_zeros(a, n) ^ _append_zeros(b, n)
 
 
-def test_zeros_come_round_after_the_period_of_crc32():
-    """Its polynomial is primitive: `2**32 - 1` zero bits leave every register as it was, and so do as many bytes."""
+def test_appending_zeros_has_the_period_of_crc32():
+    """The polynomial is primitive: appending `2**32 - 1` zero bits, or as many zero bytes, changes no register."""
     for register in (1, 0xDEADBEEF, _ONES):
         assert _append_zeros(register, 2**32 - 1) == register
         assert _append_zeros(register, 2**32) == _append_zeros(register, 1)
 
 
-def test_a_piece_far_behind_contributes_as_it_does_in_a_small_file():
-    """4 GiB less a byte of zeros before it are none, by the period; so are those after it."""
+def test_distant_offsets_contribute_modulo_the_period():
+    """Adding `2**32 - 1` zero bytes before or after the pieces does not change their contribution."""
     period, data = 2**32 - 1, random.Random(0).randbytes(1000)
     near, far = Crc32(), Crc32()
     for start in (0, 300, 900):
@@ -107,7 +107,7 @@ def test_a_piece_far_behind_contributes_as_it_does_in_a_small_file():
     assert far.contribution(2000 + 5 * period) == near.contribution(2000)
 
 
-def test_pieces_out_of_order_are_refused():
+def test_pieces_out_of_order_raise():
     crc32 = Crc32()
     crc32.add(b"abcd", 10)
     with pytest.raises(AssertionError, match="pieces come in the order of their offsets"):

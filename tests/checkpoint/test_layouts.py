@@ -1,4 +1,4 @@
-"""What a folder allows is found out by trying; and the files of several processes hold the same arrays as one."""
+"""`probe` detects a folder's capabilities by writing to it; a file per process holds the same arrays as one file."""
 
 import errno
 import json
@@ -33,15 +33,15 @@ def arrays():
     }
 
 
-def stored(leaf):
+def as_numpy(leaf):
     return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
 
 
-# --- what a folder allows ---------------------------------------------------------------------------------------------
+# --- probing a folder -------------------------------------------------------------------------------------------------
 
 
-class Told(Peers):
-    """One process of two, told what the other gives to each gathering; alone it takes its own for the other's."""
+class ScriptedPeers(Peers):
+    """One of two processes. `other` maps a topic to the other's contribution, by default the same as this one's."""
 
     def __init__(self, index, other):
         super().__init__(2, index)
@@ -52,38 +52,38 @@ class Told(Peers):
         return [value, other] if self.index == 0 else [other, value]
 
 
-def mark(path, index):
-    """What another process does to the probe."""
+def write_mark(path, index):
+    """Writes to the probe file as another process does."""
     with open(path, "r+b") as file:
         file.seek(16 * index)
         file.write(f"process {index}".encode().ljust(16))
 
 
-def test_an_ordinary_folder_allows_both(tmp_path):
+def test_single_process_folder_has_both_capabilities(tmp_path):
     assert probe(tmp_path / "probe", Peers()) == Capabilities(is_shared=True, in_place=True)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_of_two_processes_allows_both(tmp_path):
+def test_two_process_folder_has_both_capabilities(tmp_path):
     path = tmp_path / "probe"
-    peers = Told(0, {"probe marked": partial(mark, path, 1)})
+    peers = ScriptedPeers(0, {"probe marked": partial(write_mark, path, 1)})
     assert probe(path, peers) == Capabilities(is_shared=True, in_place=True)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_another_does_not_see_is_not_shared(tmp_path):
+def test_folder_invisible_to_a_peer_is_not_shared(tmp_path):
     for index in (0, 1):
-        peers = Told(index, {"probe seen": lambda index=index: index == 1, "probe read": lambda: False})
+        peers = ScriptedPeers(index, {"probe seen": lambda index=index: index == 1, "probe read": lambda: False})
         assert probe(tmp_path / f"probe{index}", peers) == Capabilities(is_shared=False, in_place=False)
     assert not list(tmp_path.iterdir())
 
 
-def test_where_a_write_of_another_does_not_arrive_nothing_is_written_in_place(tmp_path):
-    assert probe(tmp_path / "probe", Told(0, {})) == Capabilities(is_shared=True, in_place=False)
+def test_missing_write_of_a_peer_disables_in_place(tmp_path):
+    assert probe(tmp_path / "probe", ScriptedPeers(0, {})) == Capabilities(is_shared=True, in_place=False)
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE])
-def test_where_positions_are_refused_nothing_is_written_in_place(tmp_path, monkeypatch, number):
+def test_pwrite_errors_disable_in_place(tmp_path, monkeypatch, number):
     def refuse(fd, data, offset):
         raise OSError(number, os.strerror(number))
 
@@ -92,16 +92,16 @@ def test_where_positions_are_refused_nothing_is_written_in_place(tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_raises(tmp_path):
+def test_missing_folder_raises(tmp_path):
     with pytest.raises(OSError, match="No such file"):
         probe(tmp_path / "nowhere" / "probe", Peers())
 
 
-# --- a file each ------------------------------------------------------------------------------------------------------
+# --- a file per process -----------------------------------------------------------------------------------------------
 
 
-def write(layouts, folder):
-    """What the processes' layouts write, one after the other."""
+def save_all(layouts, folder):
+    """Saves with one layout per process, one after the other, and returns the checksums."""
     folder.mkdir()
     for layout in layouts:
         layout.copy()
@@ -109,41 +109,41 @@ def write(layouts, folder):
     return layouts[0].finish(folder, [layout.write(folder) for layout in layouts])
 
 
-def check_sums(folder, sums):
+def assert_checksums(folder, sums):
     import zlib
 
     found = {path.name: {"size": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())} for path in folder.iterdir()}
     assert found == sums
 
 
-def test_of_one_process_both_layouts_are_the_same_file(tmp_path):
+def test_layouts_write_identical_files_for_one_process(tmp_path):
     trees = {"model": (arrays(), jnp.bfloat16), "optimizer": (arrays(), None)}
-    one = write([InPlace(trees)], tmp_path / "in_place")
-    each = write([FilePerProcess(trees, 0, is_shared=True)], tmp_path / "each")
+    one = save_all([InPlace(trees)], tmp_path / "in_place")
+    each = save_all([FilePerProcess(trees, 0, is_shared=True)], tmp_path / "each")
     assert one == each
-    check_sums(tmp_path / "each", each)
+    assert_checksums(tmp_path / "each", each)
     for name in one:
         assert (tmp_path / "in_place" / name).read_bytes() == (tmp_path / "each" / name).read_bytes()
     assert InPlace(trees).size == FilePerProcess(trees, 0, is_shared=True).size == sum(sums["size"] for sums in one.values())
 
 
-def test_of_several_each_array_is_whole_in_one_file_and_an_index_says_in_which(tmp_path, monkeypatch):
+def test_several_processes_write_whole_arrays_and_an_index(tmp_path, monkeypatch):
     leaves = arrays()
     owner = {"split": 0, "whole": 2, "count": 0, "empty": 2, "host": 0, "key": 2}
     monkeypatch.setattr(_layouts, "owners", lambda leaves: {name: owner[name] for name in leaves})
-    # This process is each of the three in turn, and holds all.
-    monkeypatch.setattr(_layouts, "gathered", lambda leaf, who: stored(leaf) if who == current["process"] else None)
+    # Each layout stands for one of three processes; this process holds all arrays.
+    monkeypatch.setattr(_layouts, "gathered", lambda leaf, who: as_numpy(leaf) if who == current["process"] else None)
     current = {}
 
-    class Turn(FilePerProcess):
+    class ProcessLayout(FilePerProcess):
         def copy(self):
             current["process"] = self._index
             super().copy()
 
     trees = {"model": (leaves, jnp.bfloat16), "optimizer": ({"count": leaves["count"]}, None)}
     folder = tmp_path / "each"
-    sums = write([Turn(trees, i, is_shared=True) for i in range(3)], folder)
-    check_sums(folder, sums)
+    sums = save_all([ProcessLayout(trees, i, is_shared=True) for i in range(3)], folder)
+    assert_checksums(folder, sums)
     assert sorted(sums) == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
@@ -153,12 +153,12 @@ def test_of_several_each_array_is_whole_in_one_file_and_an_index_says_in_which(t
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = {0: "model-00001-of-00002.safetensors", 2: "model-00002-of-00002.safetensors"}
     assert index["weight_map"] == {name: files[i] for name, i in sorted(owner.items())}
-    by_file = [load_file(folder / file) for file in files.values()]  # as another library reads them
+    by_file = [load_file(folder / file) for file in files.values()]  # read as another library would
     assert index["metadata"] == {"total_size": sum(a.nbytes for each in by_file for a in each.values())}
     found = TensorReader.find(folder, "model")
     assert set(found.names()) == set(leaves)
     for name, leaf in leaves.items():
-        expected = stored(leaf)
+        expected = as_numpy(leaf)
         if jnp.issubdtype(expected.dtype, jnp.floating):
             expected = expected.astype(ml_dtypes.bfloat16)
         np.testing.assert_array_equal(found.read(name), expected)
@@ -166,13 +166,13 @@ def test_of_several_each_array_is_whole_in_one_file_and_an_index_says_in_which(t
     assert abs(FilePerProcess(trees, 1, is_shared=True).size - shared) < 200  # one header in place of two
     assert [FilePerProcess(trees, i, is_shared=False).size for i in (0, 2)] == [
         sums[files[0]]["size"] + sums["optimizer.safetensors"]["size"],
-        sums[files[2]]["size"] + 16,  # it will not be written
+        sums[files[2]]["size"] + 16,  # an optimizer file without tensors, which is not written
     ]
 
 
 def test_copies_outlive_the_arrays(tmp_path):
     leaves = arrays()
-    expected = {name: stored(leaf).copy() for name, leaf in leaves.items()}
+    expected = {name: as_numpy(leaf).copy() for name, leaf in leaves.items()}
     layout = FilePerProcess({"model": (leaves, None)}, 0, is_shared=True)
     layout.copy()
     for leaf in leaves.values():
