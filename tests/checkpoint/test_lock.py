@@ -1,4 +1,4 @@
-"""One run at a time writes into a folder of checkpoints: another is refused, and what a dead one left is taken over."""
+"""Only one run may write into a checkpoint folder: others are refused, and the lock of a dead run is taken over."""
 
 import gc
 import json
@@ -30,7 +30,7 @@ print("held", flush=True)
 time.sleep(60)
 """
 
-# Of several processes that find a stale lock at the same moment, one takes it over.
+# Several processes find a stale lock at the same moment; only one takes it over.
 RACE = """
 import os, sys, time, warnings
 from pathlib import Path
@@ -63,12 +63,12 @@ print(sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in childre
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def short_timeouts(monkeypatch):
     monkeypatch.setattr(_lock, "GRACE", 0.2)
     monkeypatch.setattr(_lock, "STALE", 1.0)
 
 
-def start(script, *arguments):
+def start_python(script, *arguments):
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -77,16 +77,16 @@ def save(checkpoints, step):
     checkpoints.save(step, {"model": {"w": np.full(3, step)}}, {"step": step})
 
 
-def left_by(path, **changes):
-    """A lock as another process has left it."""
+def write_lock(path, **changes):
+    """Writes the lock file as another process would."""
     owner = {**_lock.this_process(), **changes}
     path.write_text(json.dumps(owner))
     return owner
 
 
-def test_a_run_is_refused_while_another_writes_and_takes_over_once_that_is_killed(tmp_path):
+def test_second_run_is_refused_until_the_first_is_killed(tmp_path):
     folder = tmp_path / "ckpts"
-    with start(HOLD, folder) as other:
+    with start_python(HOLD, folder) as other:
         try:
             assert other.stdout.readline() == "held\n"
             with pytest.raises(LockedError) as raised:
@@ -97,14 +97,14 @@ def test_a_run_is_refused_while_another_writes_and_takes_over_once_that_is_kille
                 rf"it is gone, delete {re.escape(str(folder))}\.lock\.",
                 str(raised.value),
             )
-            assert Checkpoints(folder).names() == []  # to read needs no lock
+            assert Checkpoints(folder).names() == []  # reading needs no lock
         finally:
             other.kill()
             other.wait(timeout=20)
     checkpoints = Checkpoints(folder)
     began = time.monotonic()
     save(checkpoints, 1)
-    assert time.monotonic() - began < 5  # at once; no wait for a heartbeat
+    assert time.monotonic() - began < 5  # without waiting for a heartbeat
     assert json.loads((tmp_path / "ckpts.lock").read_text())["pid"] == os.getpid()
     del checkpoints
     gc.collect()
@@ -112,24 +112,24 @@ def test_a_run_is_refused_while_another_writes_and_takes_over_once_that_is_kille
 
 
 @pytest.mark.sweep
-def test_of_several_one_takes_over(tmp_path):
-    left_by(tmp_path / "ckpts.lock", pid=2**22 + 1)  # more than Linux gives out
-    with start(RACE, tmp_path / "ckpts") as race:
+def test_one_of_several_processes_takes_over_a_stale_lock(tmp_path):
+    write_lock(tmp_path / "ckpts.lock", pid=2**22 + 1)  # larger than any pid on Linux
+    with start_python(RACE, tmp_path / "ckpts") as race:
         out, _ = race.communicate(timeout=60)
     codes = json.loads(out)
     assert codes.count(0) == 1 and set(codes) <= {0, 3, 4}, codes
 
 
-def test_a_process_of_the_same_number_is_another_one(tmp_path):
-    left_by(tmp_path / "ckpts.lock", pid=os.getppid(), started="1")
+def test_reused_pid_does_not_hold_the_lock(tmp_path):
+    write_lock(tmp_path / "ckpts.lock", pid=os.getppid(), started="1")
     Lock(tmp_path / "ckpts").release()
-    left_by(tmp_path / "ckpts.lock", pid=os.getppid(), started=_lock._started(os.getppid()))
+    write_lock(tmp_path / "ckpts.lock", pid=os.getppid(), started=_lock._started(os.getppid()))
     with pytest.raises(LockedError, match=rf"process {os.getppid()} on "):
         Lock(tmp_path / "ckpts")
 
 
-def test_a_run_notices_that_another_one_took_over_and_has_ended(tmp_path):
-    """This one was frozen meanwhile."""
+def test_check_raises_after_another_run_took_over_and_ended(tmp_path):
+    """As when this process was suspended in the meantime."""
     lock = Lock(tmp_path / "ckpts")
     lock.check()
     (tmp_path / "ckpts.lock").unlink()
@@ -137,7 +137,7 @@ def test_a_run_notices_that_another_one_took_over_and_has_ended(tmp_path):
         lock.check()
 
 
-def test_a_lock_that_cannot_be_written_is_none(tmp_path, monkeypatch):
+def test_lock_that_cannot_be_written_is_skipped(tmp_path, monkeypatch):
     def full(fd, data):
         raise OSError(28, "No space left on device")
 
@@ -148,53 +148,53 @@ def test_a_lock_that_cannot_be_written_is_none(tmp_path, monkeypatch):
     lock.release()
 
 
-def test_a_zombie_has_ended(tmp_path):
-    with start("") as child:
+def test_zombie_process_does_not_hold_the_lock(tmp_path):
+    with start_python("") as child:
         while _lock._started(child.pid) is not None:
             time.sleep(0.05)
-        left_by(tmp_path / "ckpts.lock", pid=child.pid, started="1")
+        write_lock(tmp_path / "ckpts.lock", pid=child.pid, started="1")
         Lock(tmp_path / "ckpts").release()
 
 
-def test_an_owner_on_another_machine_is_watched(tmp_path):
-    path, said = tmp_path / "ckpts.lock", []
-    left_by(path, machine="another", host="node7\x1b[2J", pid=12)
+def test_remote_lock_is_held_while_its_heartbeat_continues(tmp_path):
+    path, messages = tmp_path / "ckpts.lock", []
+    write_lock(path, machine="another", host="node7\x1b[2J", pid=12)
     ended = threading.Event()
     beat = threading.Thread(target=lambda: [os.utime(path) for _ in iter(lambda: ended.wait(0.3), True)])
     beat.start()
     with pytest.raises(LockedError, match=r"which process 12 on node7\\x1b\[2J \(since "):
-        Lock(tmp_path / "ckpts", said.append)
+        Lock(tmp_path / "ckpts", messages.append)
     ended.set()
     beat.join()
     began = time.monotonic()
-    Lock(tmp_path / "ckpts", said.append).release()  # it beats no more
+    Lock(tmp_path / "ckpts", messages.append).release()  # the heartbeat has stopped
     assert 1.0 <= time.monotonic() - began < 5
-    assert said[0] == said[1]
-    assert re.search(r"process 12 on node7.* wrote here; waiting up to 1 s to see whether it still does", said[0])
+    assert messages[0] == messages[1]
+    assert re.search(r"process 12 on node7.* wrote here; waiting up to 1 s to see whether it still does", messages[0])
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"pid": "x", "machine": 3}', "[" * 3000])
-def test_a_lock_that_cannot_be_read_is_taken_over_once_nobody_touches_it(tmp_path, content, monkeypatch):
+def test_unreadable_lock_is_taken_over_when_stale(tmp_path, content, monkeypatch):
     monkeypatch.setattr(_lock, "STALE", 0.2)
     (tmp_path / "ckpts.lock").write_text(content)
     Lock(tmp_path / "ckpts").release()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_whose_folder_was_taken_over_writes_no_more(tmp_path):
-    """As one that was frozen for long, once it goes on."""
+def test_run_that_lost_its_lock_stops_writing(tmp_path):
+    """As when a suspended process resumes after a takeover."""
     checkpoints = Checkpoints(tmp_path / "ckpts")
     save(checkpoints, 1)
-    left_by(tmp_path / "ckpts.lock", pid=12)
+    write_lock(tmp_path / "ckpts.lock", pid=12)
     with pytest.raises(OSError, match=r"expected a folder that is this run's own, got one that process 12 on .* has taken"):
         save(checkpoints, 2)
     assert checkpoints.names() == ["step_00000001"]
     del checkpoints
     gc.collect()
-    assert json.loads((tmp_path / "ckpts.lock").read_text())["pid"] == 12  # that of the other stays
+    assert json.loads((tmp_path / "ckpts.lock").read_text())["pid"] == 12  # the other run's lock remains
 
 
-def test_the_owner_touches_it(tmp_path, monkeypatch):
+def test_owner_refreshes_the_lock_file(tmp_path, monkeypatch):
     monkeypatch.setattr(_lock, "BEAT", 0.05)
     lock = Lock(tmp_path / "ckpts")
     os.utime(lock.path, (0, 0))
@@ -206,7 +206,7 @@ def test_the_owner_touches_it(tmp_path, monkeypatch):
     lock.release()
 
 
-def test_where_no_file_can_be_made_there_is_no_lock(tmp_path, monkeypatch):
+def test_no_lock_where_the_file_cannot_be_created(tmp_path, monkeypatch):
     folder = tmp_path / "no" / "such" / "ckpts"
     lock = Lock(folder)
     lock.check()
@@ -238,7 +238,7 @@ REFUSED = (
 )
 
 
-def test_two_trainers_of_one_script_do_not_share_a_folder(tmp_path):
+def test_two_trainers_cannot_save_to_one_folder(tmp_path):
     deployer = make_deployer(tmp_path)
     one, two = make_trainer(deployer), make_trainer(deployer)
     one.train(DATA, 2)
@@ -247,7 +247,7 @@ def test_two_trainers_of_one_script_do_not_share_a_folder(tmp_path):
     for act in (two.save_ckpt, lambda: two.fit(DATA, 2, 1)):
         with pytest.raises(LockedError, match=REFUSED):
             act()
-    two.load_ckpt()  # to read is free
+    two.load_ckpt()  # reading needs no lock
     before = one._engine.checkpoints.index()
     one.save_ckpt("best")
     assert one._engine.checkpoints.index()["last"] != before["last"]
@@ -256,7 +256,7 @@ def test_two_trainers_of_one_script_do_not_share_a_folder(tmp_path):
     two.save_ckpt()
 
 
-def test_a_script_that_is_run_again_in_its_process_goes_on_and_the_first_does_not_come_back(tmp_path):
+def test_rerun_in_the_same_process_takes_over_the_lock(tmp_path):
     first = make_trainer(make_deployer(tmp_path))
     first.fit(DATA, 2, 1, save_last_ckpt=True)
     again = make_trainer(make_deployer(tmp_path))
@@ -267,8 +267,8 @@ def test_a_script_that_is_run_again_in_its_process_goes_on_and_the_first_does_no
     assert again._engine.checkpoints.record(again._engine.checkpoints.resolve("last"))["step"] == again.step
 
 
-class Look:
-    """A tracker that notes whether the lock is there, and may end the run."""
+class LockTracker:
+    """Tracker that records whether the lock exists and, if given an `error`, raises it."""
 
     def __init__(self, path, error=None):
         self.path, self.error, self.seen = path, error, []
@@ -279,25 +279,25 @@ class Look:
             raise self.error
 
 
-def test_a_fit_holds_the_lock_to_its_end(tmp_path):
-    look = Look(tmp_path / "ckpts.lock")
-    trainer = make_trainer(make_deployer(tmp_path, loggers=[look]))
+def test_fit_holds_the_lock_until_it_returns(tmp_path):
+    tracker = LockTracker(tmp_path / "ckpts.lock")
+    trainer = make_trainer(make_deployer(tmp_path, loggers=[tracker]))
     trainer.fit(DATA, 2, 1, save_last_ckpt=True)
-    assert look.seen and all(look.seen)
-    assert not look.path.exists()
-    look.error = KeyboardInterrupt()
-    again = make_trainer(make_deployer(tmp_path, loggers=[look]))
+    assert tracker.seen and all(tracker.seen)
+    assert not tracker.path.exists()
+    tracker.error = KeyboardInterrupt()
+    again = make_trainer(make_deployer(tmp_path, loggers=[tracker]))
     with pytest.raises(KeyboardInterrupt):
         again.fit(DATA, 2, 2, save_last_ckpt=True)
-    assert not look.path.exists()
+    assert not tracker.path.exists()
 
 
-def test_a_fit_is_refused_before_it_touches_the_folder(tmp_path):
+def test_refused_fit_leaves_the_folder_unchanged(tmp_path):
     make_trainer(make_deployer(tmp_path)).fit(DATA, 2, 1, save_last_ckpt=True)
     gc.collect()
     recorded = (tmp_path / "metrics.jsonl").read_bytes()
-    with start("import time; time.sleep(60)") as other:
-        left_by(tmp_path / "ckpts.lock", pid=other.pid, started=_lock._started(other.pid))
+    with start_python("import time; time.sleep(60)") as other:
+        write_lock(tmp_path / "ckpts.lock", pid=other.pid, started=_lock._started(other.pid))
         trainer = make_trainer(make_deployer(tmp_path))
         with pytest.raises(LockedError, match=f"which process {other.pid} on "):
             trainer.fit(DATA, 2, 2)

@@ -1,4 +1,4 @@
-"""The blocks that the processes write are each array once, and lie in a file where the array has them."""
+"""The processes' blocks cover every array exactly once, and their runs place them at the right offsets in the file."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -25,14 +25,14 @@ SPECS = {
 }
 
 
-def split(spec, shape=(8, 8, 4), dtype=np.float32):
-    """A numpy array of distinct values, and the same over the eight devices."""
+def sharded_array(spec, shape=(8, 8, 4), dtype=np.float32):
+    """A numpy array of distinct values, and the same array sharded over the eight devices."""
     values = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
     return values, jax.device_put(values, NamedSharding(make_mesh(2, n_fsdp_shards=2), spec))
 
 
-def filed(blocks, shape, dtype):
-    """A row-major file of what the blocks' runs place in it, and how often each item was."""
+def assemble(blocks, shape, dtype):
+    """The row-major array that the blocks' runs produce, and how often each item was written."""
     flat, times = np.zeros(int(np.prod(shape)), dtype), np.zeros(int(np.prod(shape)), int)
     for block in blocks:
         here, seen = block.values(), []
@@ -49,35 +49,35 @@ def filed(blocks, shape, dtype):
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8])
-def test_blocks_are_the_array_once(spec, dtype):
-    values, array = split(spec, dtype=dtype)
+def test_blocks_cover_the_array_once(spec, dtype):
+    values, array = sharded_array(spec, dtype=dtype)
     blocks = own_blocks({"x": array})["x"]
-    flat, times = filed(blocks, values.shape, dtype)
+    flat, times = assemble(blocks, values.shape, dtype)
     np.testing.assert_array_equal(flat, values)
     assert (times == 1).all()
 
 
-def test_shards_that_lie_together_are_one_block():
-    """Here all do: one process has all devices."""
+def test_adjacent_shards_are_merged_into_one_block():
+    """One process has all devices, so all shards merge."""
     for spec in SPECS.values():
-        (block,) = own_blocks({"x": split(spec)[1]})["x"]
+        (block,) = own_blocks({"x": sharded_array(spec)[1]})["x"]
         assert (block.start, block.shape) == ((0, 0, 0), (8, 8, 4))
         assert list(block.runs((8, 8, 4))) == [(0, 0, 256)]
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_each_shard_alone_lies_where_the_array_has_it(spec):
-    values, array = split(spec)
+def test_single_shard_runs_match_the_array_layout(spec):
+    values, array = sharded_array(spec)
     blocks = {}
     for shard in array.addressable_shards:
         start = tuple(part.indices(n)[0] for part, n in zip(shard.index, array.shape, strict=True))
         blocks[start] = Block(start, shard.data.shape, [(start, shard.data)])
-    flat, times = filed(blocks.values(), values.shape, values.dtype)
+    flat, times = assemble(blocks.values(), values.shape, values.dtype)
     np.testing.assert_array_equal(flat, values)
     assert (times == 1).all()
 
 
-def test_runs_are_as_long_as_they_can_be():
+def test_runs_have_maximal_length():
     block = lambda start, shape: Block(start, shape, [])  # noqa: E731
     assert list(block((2, 0, 0), (2, 8, 4)).runs((8, 8, 4))) == [(64, 0, 64)]
     assert list(block((2, 4, 0), (2, 4, 4)).runs((8, 8, 4))) == [(80, 0, 16), (112, 16, 16)]
@@ -87,34 +87,34 @@ def test_runs_are_as_long_as_they_can_be():
 
 
 @pytest.mark.parametrize("shape", [(), (0, 4), (1,), (5, 3)])
-def test_arrays_of_any_shape_are_whole(shape):
+def test_arrays_of_any_shape_are_covered(shape):
     for leaf in (jnp.full(shape, 7.0), np.full(shape, 7.0)):
         (block,) = own_blocks({"x": leaf})["x"]
-        flat, times = filed([block], shape, leaf.dtype)
+        flat, times = assemble([block], shape, leaf.dtype)
         np.testing.assert_array_equal(flat, np.asarray(leaf))
         assert (times == 1).all()
 
 
-def test_arrays_of_the_host_are_in_c_order():
+def test_host_arrays_are_in_c_order():
     values = np.arange(12.0).reshape(3, 4).T
     (block,) = own_blocks({"x": values})["x"]
     assert (block.start, block.shape) == ((0, 0), (4, 3))
-    np.testing.assert_array_equal(filed([block], (4, 3), values.dtype)[0], values)
+    np.testing.assert_array_equal(assemble([block], (4, 3), values.dtype)[0], values)
 
 
 @pytest.mark.parametrize("spec", [P(), P("fsdp"), P(("data", "fsdp", "model"))])
-def test_keys_are_their_data(spec):
+def test_keys_are_stored_as_key_data(spec):
     keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(make_mesh(2, n_fsdp_shards=2), spec))
     data = np.asarray(jax.random.key_data(keys))
     np.testing.assert_array_equal(np.asarray(as_stored(keys)), data)
-    flat, times = filed(own_blocks({"x": keys})["x"], data.shape, data.dtype)
+    flat, times = assemble(own_blocks({"x": keys})["x"], data.shape, data.dtype)
     np.testing.assert_array_equal(flat, data)
     assert (times == 1).all()
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_copies_outlive_the_array(spec):
-    values, array = split(spec)
+    values, array = sharded_array(spec)
     (block,) = own_blocks({"x": array})["x"]
     copy = block.copied()
     array.delete()
@@ -125,7 +125,7 @@ def test_copies_outlive_the_array(spec):
     assert all(isinstance(shard, np.ndarray) for _, shard in copy.shards)
 
 
-def test_copies_do_not_follow_an_array_of_the_host():
+def test_copies_are_independent_of_host_arrays():
     values = np.arange(4)
     (block,) = own_blocks({"x": values})["x"]
     copy = block.copied()
@@ -143,7 +143,7 @@ class Device:
 
 
 class Array:
-    """What one process sees of an array over the devices of several: of theirs no values."""
+    """One process's view of an array over several processes: without the values of the other processes' shards."""
 
     def __init__(self, values, index_of, me):
         self.values, self.shape, self.dtype = values, values.shape, values.dtype
@@ -155,8 +155,8 @@ class Array:
         ]
 
 
-def of_each(monkeypatch, n, leaves_of, asked=own_blocks):
-    """What `asked` says in each of `n` processes, where it has the leaves `leaves_of(me, devices)`."""
+def run_in_each_process(monkeypatch, n, leaves_of, function=own_blocks):
+    """The results of `function` in each of `n` processes with the leaves `leaves_of(me, devices)`."""
     devices = [Device(i, i * n // 8) for i in range(8)]
     found = []
     for me in range(n):
@@ -165,13 +165,13 @@ def of_each(monkeypatch, n, leaves_of, asked=own_blocks):
                 Array=Array, process_index=lambda me=me: me, process_count=lambda: n, dtypes=jax.dtypes, random=jax.random
             )
             patch.setattr(_shards, "jax", there)
-            found.append(asked(leaves_of(me, devices)))
+            found.append(function(leaves_of(me, devices)))
     return found
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
-def test_several_processes_write_each_array_once_and_alike_much(monkeypatch, n):
-    """Of whole copies and of parts: none has more than the largest shard, and an eighth of its share, more to write."""
+def test_processes_write_each_array_once_with_balanced_load(monkeypatch, n):
+    """Replicated and sharded arrays: loads differ by at most the largest shard plus an eighth of the mean load."""
     draw = np.random.default_rng(n)
     arrays = {f"{k} parts {i}": (draw.normal(size=(8, draw.integers(1, 50))), k) for i in range(10) for k in (1, 2, 4, 8)}
 
@@ -180,9 +180,9 @@ def test_several_processes_write_each_array_once_and_alike_much(monkeypatch, n):
             name: Array(values, {each: part(each.id % k, k) for each in devices}, me) for name, (values, k) in arrays.items()
         }
 
-    found = of_each(monkeypatch, n, leaves)
+    found = run_in_each_process(monkeypatch, n, leaves)
     for name, (values, _) in arrays.items():
-        flat, times = filed([block for each in found for block in each[name]], values.shape, values.dtype)
+        flat, times = assemble([block for each in found for block in each[name]], values.shape, values.dtype)
         np.testing.assert_array_equal(flat, values)
         assert (times == 1).all()
     load = [sum(int(np.prod(block.shape)) for blocks in each.values() for block in blocks) for each in found]
@@ -190,42 +190,42 @@ def test_several_processes_write_each_array_once_and_alike_much(monkeypatch, n):
     assert max(load) - min(load) <= most, load
 
 
-@pytest.mark.parametrize("asked", [own_blocks, owners])
-def test_it_is_bytes_that_are_alike_much(monkeypatch, asked):
-    """Not items: wide arrays and narrow ones by turns, all of as many items, whole on every device."""
+@pytest.mark.parametrize("function", [own_blocks, owners])
+def test_load_is_balanced_by_bytes(monkeypatch, function):
+    """Not by items: wide and narrow dtypes alternate, with equal item counts, replicated on every device."""
     dtypes = [np.float64, np.int8] * 16
 
     def leaves(me, devices):
         whole = dict.fromkeys(devices, part(0, 1))
         return {f"leaf {i:02}": Array(np.zeros((8, 32), dtype), whole, me) for i, dtype in enumerate(dtypes)}
 
-    found = of_each(monkeypatch, 2, leaves, asked)
+    found = run_in_each_process(monkeypatch, 2, leaves, function)
     n_bytes = {f"leaf {i:02}": 256 * np.dtype(dtype).itemsize for i, dtype in enumerate(dtypes)}
-    is_first = {name: bool(answer) if asked is own_blocks else answer == 0 for name, answer in found[0].items()}
+    is_first = {name: bool(answer) if function is own_blocks else answer == 0 for name, answer in found[0].items()}
     load, total = sum(n for name, n in n_bytes.items() if is_first[name]), sum(n_bytes.values())
     assert abs(2 * load - total) <= 256 * 8 + total / 2 / 8
 
 
-def test_a_process_goes_on_with_an_array_that_it_has_begun(monkeypatch):
-    """Each of two has whole copies, split over its own devices by columns: of sixteen it writes eight, each in one block."""
+def test_process_writes_all_columns_of_an_array_it_started(monkeypatch):
+    """Both processes hold full copies, split by columns over their devices: each writes eight of sixteen as one block."""
 
     def leaves(me, devices):
         columns = {each: (slice(None), slice(2 * (each.id % 4), 2 * (each.id % 4) + 2)) for each in devices}
         return {f"layer_{i}": Array(np.full((8, 8), i), columns, me) for i in range(16)}
 
-    found = of_each(monkeypatch, 2, leaves)
+    found = run_in_each_process(monkeypatch, 2, leaves)
     assert [[len(blocks) for blocks in each.values()] for each in found] == [[1, 0] * 8, [0, 1] * 8]
 
 
 def part(i, k):
-    """The index of one of `k` parts of eight rows."""
+    """The index of part `i` of `k` equal parts of eight rows."""
     return slice(8 // k * i, 8 // k * (i + 1)), slice(None)
 
 
-def test_what_is_no_jax_array_is_the_first_process_s(monkeypatch):
-    """And counts as its load: the copy of an array as large is another's."""
+def test_host_arrays_are_written_by_process_0(monkeypatch):
+    """They count toward its load, so an equally large device array goes to the other process."""
     leaf = np.ones((8, 4))
-    found = of_each(
+    found = run_in_each_process(
         monkeypatch, 2, lambda me, devices: {"host": leaf, "device": Array(leaf, dict.fromkeys(devices, part(0, 1)), me)}
     )
     assert [{name: len(blocks) for name, blocks in each.items()} for each in found] == [
@@ -235,8 +235,8 @@ def test_what_is_no_jax_array_is_the_first_process_s(monkeypatch):
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
-def test_whole_arrays_belong_to_those_that_hold_them_and_are_alike_much(monkeypatch, n):
-    """Split over the devices of a process, or over all; every process says the same."""
+def test_owners_hold_their_whole_arrays_with_balanced_load(monkeypatch, n):
+    """Arrays are split over one process's devices or over all; every process computes the same owners."""
     draw = np.random.default_rng(n)
     arrays = {f"{k} parts {i}": (np.zeros((8, draw.integers(1, 50))), k) for i in range(10) for k in (1, 8 // n, 8)}
 
@@ -245,14 +245,14 @@ def test_whole_arrays_belong_to_those_that_hold_them_and_are_alike_much(monkeypa
             name: Array(values, {each: part(each.id % k, k) for each in devices}, me) for name, (values, k) in arrays.items()
         }
 
-    found, *others = of_each(monkeypatch, n, leaves, owners)
+    found, *others = run_in_each_process(monkeypatch, n, leaves, owners)
     assert all(other == found for other in others)
     load = [sum(arrays[name][0].nbytes for name in arrays if found[name] == i) for i in range(n)]
     assert max(load) - min(load) <= max(values.nbytes for values, _ in arrays.values())
 
 
-def test_an_array_that_one_process_holds_whole_is_that_one_s(monkeypatch):
-    """The two halves of a first array are one process's each; of a second, all of it is the last one's."""
+def test_owner_is_the_process_that_holds_the_whole_array(monkeypatch):
+    """Each process holds half of the first array; only the last device holds the second."""
 
     def leaves(me, devices):
         halves = {each: part(each.id // 4, 2) for each in devices}
@@ -261,15 +261,15 @@ def test_an_array_that_one_process_holds_whole_is_that_one_s(monkeypatch):
             "last": Array(np.zeros((8, 2)), {devices[-1]: part(0, 1)}, me),
         }
 
-    for found in of_each(monkeypatch, 2, leaves, owners):
+    for found in run_in_each_process(monkeypatch, 2, leaves, owners):
         assert found == {"halves": 0, "last": 1}
-    with_host = of_each(monkeypatch, 2, lambda me, devices: {**leaves(me, devices), "host": np.zeros(3)}, owners)
+    with_host = run_in_each_process(monkeypatch, 2, lambda me, devices: {**leaves(me, devices), "host": np.zeros(3)}, owners)
     assert [each["host"] for each in with_host] == [0, 0]
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_gathered_arrays_are_whole_and_outlive_the_array(spec):
-    values, array = split(spec)
+def test_gathered_arrays_outlive_the_array(spec):
+    values, array = sharded_array(spec)
     whole = gathered(array, 0)
     assert gathered(array, 1) is None
     array.delete()
