@@ -1,4 +1,4 @@
-"""Checkpoints: what a file holds, who can read it, what survives a crash or a full disk, and what each error says."""
+"""Checkpoints: file contents, interoperability, crashes, full disks and error messages."""
 
 import errno
 import json
@@ -31,7 +31,8 @@ from redeqx.checkpoint._reader import load_tree
 from redeqx.checkpoint._safetensors import DTYPES, TensorFile, Writer, write_tensors
 from redeqx.checkpoint._shards import own_blocks
 
-FP8 = [code for code in DTYPES if code.startswith("F8")]  # the safetensors library names them, numpy cannot read them
+# The safetensors library names these dtypes, but numpy cannot read them.
+FP8 = [code for code in DTYPES if code.startswith("F8")]
 
 
 def bits(array):
@@ -43,7 +44,7 @@ def make_mesh(shape, axes):
 
 
 def every_dtype():
-    """Arrays of each dtype, and scalars, empty ones, and ones that are not C-contiguous."""
+    """Arrays of each dtype, plus scalars, empty arrays and arrays that are not C-contiguous."""
     leaves = {code: np.arange(6).reshape(2, 3).astype(dtype) for code, dtype in DTYPES.items()}
     leaves["scalar"] = np.float32(2.5)
     leaves["zero_dim"] = jnp.array(7, jnp.int32)
@@ -55,7 +56,7 @@ def every_dtype():
 
 
 def run(script, *arguments, **kwargs):
-    """A script in a fresh Python process, with a limit: its stdout, or a failed test with its stderr."""
+    """Runs a script in a new Python process and returns its stdout. A failure shows its stderr."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)
     assert done.returncode == 0, done.stderr
@@ -91,7 +92,7 @@ def test_random_shapes_round_trip(tmp_path, monkeypatch):
     assert all(bits(file.read(name)) == bits(leaf) for name, leaf in leaves.items())
 
 
-def test_the_file_is_ordinary_safetensors(tmp_path):
+def test_file_is_valid_safetensors(tmp_path):
     path = tmp_path / "x.safetensors"
     leaves = every_dtype()
     write_tensors(path, leaves)
@@ -109,8 +110,8 @@ def test_the_file_is_ordinary_safetensors(tmp_path):
     }
 
 
-def test_every_tensor_is_aligned_to_its_items(tmp_path):
-    """So that a reader may map it: whatever the order of the leaves, and without a gap between two."""
+def test_tensors_are_aligned_to_their_item_size(tmp_path):
+    """A reader may then memory-map them. Holds for any leaf order, without gaps between tensors."""
     leaves = {code: np.zeros(n, dtype) for n, (code, dtype) in enumerate(DTYPES.items(), start=1)}
     write_tensors(tmp_path / "x", leaves)
     content = (tmp_path / "x").read_bytes()
@@ -119,7 +120,7 @@ def test_every_tensor_is_aligned_to_its_items(tmp_path):
         assert (8 + length + field["data_offsets"][0]) % DTYPES[field["dtype"]].itemsize == 0, name
 
 
-def test_a_file_by_the_safetensors_library_is_read(tmp_path):
+def test_reads_files_of_the_safetensors_library(tmp_path):
     leaves = {"b": np.arange(3, dtype=np.uint8), "a": np.ones((2, 2), np.float32), "e": np.zeros((0,), np.int64)}
     save_file(leaves, tmp_path / "x", metadata={"format": "np"})
     file = TensorFile(tmp_path / "x")
@@ -147,7 +148,7 @@ assert not {"jax", "ml_dtypes", "safetensors", "redeqx"} & set(sys.modules)
 """
 
 
-def test_struct_json_and_numpy_read_model_and_optimizer(tmp_path):
+def test_model_and_optimizer_are_readable_with_numpy_alone(tmp_path):
     model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
     optimizer = {"count": jnp.array(3, jnp.int32), "mu": eqx.filter(model, eqx.is_array), "done": jnp.array(True)}
@@ -163,7 +164,7 @@ def test_struct_json_and_numpy_read_model_and_optimizer(tmp_path):
                 assert loaded[name].dtype == wide.dtype and bits(loaded[name]) == bits(wide)
 
 
-def test_float_dtype_casts_floats_alone(tmp_path, monkeypatch):
+def test_float_dtype_casts_only_floats(tmp_path, monkeypatch):
     monkeypatch.setattr(_safetensors, "CHUNK", 16)
     leaves = {"w": jnp.linspace(0, 1, 50), "n": jnp.arange(3), "c": jnp.ones(2, jnp.complex64), "b": jnp.array(True)}
     write_tensors(tmp_path / "x", leaves, jnp.bfloat16)
@@ -172,7 +173,7 @@ def test_float_dtype_casts_floats_alone(tmp_path, monkeypatch):
     assert [file.dtype(name) for name in "ncb"] == [np.int32, np.complex64, np.bool_]
 
 
-def test_float_dtype_is_a_float(tmp_path):
+def test_float_dtype_must_be_floating(tmp_path):
     with pytest.raises(ValueError, match=r"`float_dtype`: expected a floating dtype, got int32. Pass None to cast none."):
         write_tensors(tmp_path / "x", {"w": jnp.ones(3)}, jnp.int32)
     write_tensors(tmp_path / "x", {"w": jnp.ones(3)}, "bfloat16")
@@ -190,7 +191,7 @@ def test_float_dtype_is_a_float(tmp_path):
         (jax.ShapeDtypeStruct((2,), jnp.float32), "`blocks.0.w`: expected an array, got only its shape"),
     ],
 )
-def test_a_leaf_that_cannot_be_stored_is_named(tmp_path, leaf, message):
+def test_leaf_that_cannot_be_stored_is_named(tmp_path, leaf, message):
     checkpoints = Checkpoints(tmp_path / "ckpts")
     with pytest.raises(TypeError) as info:
         checkpoints.save(1, {"model": {"blocks": [{"w": leaf}]}}, {})
@@ -198,7 +199,7 @@ def test_a_leaf_that_cannot_be_stored_is_named(tmp_path, leaf, message):
     assert not (tmp_path / "ckpts").exists()
 
 
-def test_the_reserved_name_is_refused(tmp_path):
+def test_reserved_name_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"`__metadata__`: expected another name, got the one that safetensors keeps"):
         write_tensors(tmp_path / "x", {"__metadata__": np.ones(2)})
 
@@ -239,7 +240,7 @@ def entry(start=0, stop=8, shape=(2,), dtype="F32"):
         (header({"w": entry()}, b"\0" * 9), "bytes of tensors, as the header says, got"),
     ],
 )
-def test_a_damaged_file_says_what_is_wrong(tmp_path, content, message):
+def test_damaged_file_reports_the_defect(tmp_path, content, message):
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(ValueError) as info:
@@ -248,25 +249,25 @@ def test_a_damaged_file_says_what_is_wrong(tmp_path, content, message):
     assert "The file is damaged or unfinished: load another checkpoint." in str(info.value)
 
 
-def test_an_unfinished_file_is_no_file(tmp_path):
+def test_unfinished_file_is_rejected(tmp_path):
     path, leaves = tmp_path / "x", {"w": np.ones(100)}
     writer = Writer(leaves)
     writer.create(path)
     contribution = writer.write(path, own_blocks(leaves))
-    assert path.stat().st_size == writer.size  # of full length, and yet
+    assert path.stat().st_size == writer.size  # full length, but no header yet
     with pytest.raises(ValueError, match="got a length of 0"):
         TensorFile(path)
     writer.finish(path, [contribution])
     np.testing.assert_array_equal(TensorFile(path).read("w"), np.ones(100))
 
 
-def test_an_unknown_name_gets_the_nearest(tmp_path):
+def test_unknown_name_suggests_the_nearest(tmp_path):
     write_tensors(tmp_path / "x", {"layers.0.weight": np.ones(2)})
     with pytest.raises(ValueError, match=r"one of its 1 tensors, got `layer.0.weight`. Did you mean `layers.0.weight`"):
         TensorFile(tmp_path / "x").read("layer.0.weight")
 
 
-def test_the_host_holds_one_tensor_at_a_time(tmp_path):
+def test_host_holds_one_tensor_at_a_time(tmp_path):
     mesh = make_mesh((8,), ("model",))
     n_bytes = 2**20
     leaves = {
@@ -277,7 +278,7 @@ def test_the_host_holds_one_tensor_at_a_time(tmp_path):
     write_tensors(tmp_path / "x", leaves)
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 2.5 * n_bytes and held < n_bytes  # and none stays behind with the arrays
+    assert peak < 2.5 * n_bytes and held < n_bytes  # and no host copy stays alive with the arrays
     assert all(bits(TensorFile(tmp_path / "x").read(name)) == bits(leaf) for name, leaf in leaves.items())
 
 
@@ -289,7 +290,7 @@ def model():
     return eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
 
 
-def test_a_tree_keeps_what_is_no_array(tmp_path, model):
+def test_loading_keeps_leaves_that_are_not_arrays(tmp_path, model):
     tree = {"model": model, "scale": 0.5, "name": "x", "none": None, "table": np.arange(4, dtype=np.int64)}
     write_tensors(tmp_path / "x", {n: a for n, a in named_leaves(tree).items() if eqx.is_array_like(a) and n != "scale"})
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if eqx.is_array(x) and isinstance(x, jax.Array) else x, tree)
@@ -298,7 +299,7 @@ def test_a_tree_keeps_what_is_no_array(tmp_path, model):
     assert type(loaded["table"]) is np.ndarray and loaded["table"].dtype == np.int64  # not narrowed by JAX
 
 
-def test_saved_on_one_mesh_loaded_on_others(tmp_path):
+def test_loads_onto_other_meshes(tmp_path):
     one = make_mesh((8,), ("model",))
     two = make_mesh((2, 4), ("data", "model"))
     w = jax.random.normal(jax.random.key(0), (16, 24))
@@ -324,13 +325,13 @@ def test_saved_on_one_mesh_loaded_on_others(tmp_path):
             assert jax.random.key_impl(got) == jax.random.key_impl(leaf)
             got, leaf = jax.random.key_data(got), jax.random.key_data(leaf)
         assert bits(got) == bits(leaf), name
-    alone = load_tree(tmp_path / "x", template)  # no shardings anywhere: one device
+    alone = load_tree(tmp_path / "x", template)  # no shardings given: one device
     assert bits(alone["row"]) == bits(tree["row"]) and len(alone["row"].devices()) == 1
-    like = load_tree(tmp_path / "x", tree)  # by default where the template's own leaves are
+    like = load_tree(tmp_path / "x", tree)  # by default, onto the shardings of the template's leaves
     assert jax.tree.map(lambda x: x.sharding, like) == jax.tree.map(lambda x: x.sharding, tree)
 
 
-def test_each_device_reads_its_own_slices(tmp_path, monkeypatch):
+def test_each_device_reads_only_its_slices(tmp_path, monkeypatch):
     mesh = make_mesh((8,), ("model",))
     write_tensors(tmp_path / "x", {"w": np.arange(64.0, dtype=np.float32).reshape(16, 4)})
     read, rows = TensorFile.read, []
@@ -348,7 +349,7 @@ def test_each_device_reads_its_own_slices(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("abstract", [False, True])
-def test_typed_keys_are_stored_as_their_data(tmp_path, impl, abstract):
+def test_typed_keys_are_stored_as_key_data(tmp_path, impl, abstract):
     tree = {"key": jax.random.key(3, impl=impl), "keys": jax.random.split(jax.random.key(4, impl=impl), 5)}
     write_tensors(tmp_path / "x", tree)
     assert load_file(tmp_path / "x")["key"].dtype == np.uint32
@@ -359,7 +360,7 @@ def test_typed_keys_are_stored_as_their_data(tmp_path, impl, abstract):
         assert bits(jax.random.normal(loaded[name].ravel()[-1])) == bits(jax.random.normal(key.ravel()[-1]))
 
 
-def test_floats_are_cast_to_the_template(tmp_path):
+def test_floats_are_cast_to_the_template_dtype(tmp_path):
     write_tensors(tmp_path / "x", {"w": jnp.linspace(0, 1, 8), "h": jnp.ones(2, jnp.bfloat16)})
     template = {"w": jax.ShapeDtypeStruct((8,), jnp.bfloat16), "h": np.zeros(2, np.float32)}
     loaded = load_tree(tmp_path / "x", template)
@@ -367,13 +368,13 @@ def test_floats_are_cast_to_the_template(tmp_path):
     assert loaded["h"].dtype == np.float32 and loaded["h"].tolist() == [1.0, 1.0]
 
 
-def test_what_jax_would_narrow_is_refused(tmp_path):
+def test_narrowing_by_jax_is_refused(tmp_path):
     write_tensors(tmp_path / "x", {"n": np.array([2**40])})
     with pytest.raises(ValueError, match=r"`n`: expected int64, got int32 from JAX. Set `jax_enable_x64` to load it."):
         load_tree(tmp_path / "x", {"n": jax.ShapeDtypeStruct((1,), np.int64)})
 
 
-def test_tensors_that_differ_are_all_named(tmp_path):
+def test_all_differing_tensors_are_named(tmp_path):
     write_tensors(
         tmp_path / "x",
         {"mlp.up.weight": np.ones((4, 2), np.float32), "norm": np.ones(3, np.float32), "n": np.ones(2, np.int32)},
@@ -400,14 +401,14 @@ def test_tensors_that_differ_are_all_named(tmp_path):
 # --- the folder -----------------------------------------------------------------------------------------------------
 
 
-def small(step):
+def small_state(step):
     return {"model": {"w": np.full((50, 3), step, np.float32)}, "optimizer": {"mu": np.full(50, step, np.float32)}}
 
 
-def check(checkpoints, path):
-    """A checkpoint verifies, and all of it is of one step."""
+def verify_checkpoint(checkpoints, path):
+    """Verifies that the whole checkpoint belongs to one step, and returns that step."""
     step = checkpoints.record(path)["step"]
-    for kind, tree in small(step).items():
+    for kind, tree in small_state(step).items():
         assert eqx.tree_equal(checkpoints.load(path, kind, jtu.tree_map(np.zeros_like, tree)), tree)
     return step
 
@@ -416,12 +417,12 @@ def check(checkpoints, path):
 def saved(tmp_path):
     """Checkpoints of steps 100 and 200."""
     checkpoints = Checkpoints(tmp_path / "run" / "ckpts")
-    checkpoints.save(100, small(100), {"step": 100}, ("last", "argmin_loss"))
-    checkpoints.save(200, small(200), {"step": 200})
+    checkpoints.save(100, small_state(100), {"step": 100}, ("last", "argmin_loss"))
+    checkpoints.save(200, small_state(200), {"step": 200})
     return checkpoints
 
 
-def test_the_layout_on_disk(saved):
+def test_layout_on_disk(saved):
     assert json.loads((saved.folder / "index.json").read_text()) == {
         "last": "step_00000200",
         "argmin_loss": "step_00000100",
@@ -436,10 +437,10 @@ def test_the_layout_on_disk(saved):
     assert saved.record(folder) == {"step": 200}
 
 
-def test_a_checkpoint_is_found_by_tag_name_and_path(saved, tmp_path):
+def test_checkpoint_is_found_by_tag_name_or_path(saved, tmp_path):
     last = saved.folder / "step_00000200"
     assert saved.resolve("last") == saved.resolve("step_00000200") == saved.resolve(last) == saved.resolve(str(last))
-    assert check(saved, saved.resolve("argmin_loss")) == 100
+    assert verify_checkpoint(saved, saved.resolve("argmin_loss")) == 100
     elsewhere = Checkpoints(tmp_path / "elsewhere")
     assert elsewhere.names() == [] and elsewhere.index() == {} and elsewhere.resolve(last) == last
     with pytest.raises(ValueError) as info:
@@ -455,43 +456,43 @@ def test_a_checkpoint_is_found_by_tag_name_and_path(saved, tmp_path):
         saved.resolve("last")
 
 
-def test_pruning_keeps_the_tagged_and_the_newest(tmp_path):
+def test_pruning_keeps_tagged_and_newest(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     for step in range(1, 7):
         tags = ("last", "best") if step == 2 else ("last",)
-        checkpoints.save(step, small(step), {"step": step}, tags, keep_last=3)
+        checkpoints.save(step, small_state(step), {"step": step}, tags, keep_last=3)
     assert checkpoints.names() == [f"step_{step:08d}" for step in (2, 4, 5, 6)]
-    checkpoints.save(7, small(7), {"step": 7}, keep_last=0)
+    checkpoints.save(7, small_state(7), {"step": 7}, keep_last=0)
     assert checkpoints.names() == ["step_00000002", "step_00000007"]
-    checkpoints.save(10**9, small(8), {"step": 8}, keep_last=1)
+    checkpoints.save(10**9, small_state(8), {"step": 8}, keep_last=1)
     assert checkpoints.names() == ["step_00000002", "step_1000000000"]
     with pytest.raises(ValueError, match=r"`keep_last`: expected at least 0, got -1"):
-        checkpoints.save(9, small(9), {}, keep_last=-1)
+        checkpoints.save(9, small_state(9), {}, keep_last=-1)
 
 
-def test_a_committed_checkpoint_is_never_modified(saved):
+def test_committed_checkpoint_is_never_modified(saved):
     before = (saved.folder / "step_00000200" / "model.safetensors").read_bytes()
-    path = saved.save(200, small(200), {"step": 200, "again": True}, ("best",))
+    path = saved.save(200, small_state(200), {"step": 200, "again": True}, ("best",))
     assert path.name == "step_00000200_1" and saved.names()[-1] == path.name
     assert saved.index() == {"last": "step_00000200", "argmin_loss": "step_00000100", "best": "step_00000200_1"}
     assert (saved.folder / "step_00000200" / "model.safetensors").read_bytes() == before
-    # The third comes after both; what no tag names any more is not taken for debris while older than a named one.
-    assert saved.save(200, small(200), {"step": 200}, ("last",)).name == "step_00000200_2"
+    # The third sorts after both. An untagged checkpoint older than a tagged one does not count as a leftover.
+    assert saved.save(200, small_state(200), {"step": 200}, ("last",)).name == "step_00000200_2"
 
 
-def test_debris_of_the_same_step_is_replaced(saved):
-    debris = saved.folder / "step_00000300"
-    debris.mkdir()
-    (debris / "junk").touch()
+def test_leftovers_of_the_same_step_are_replaced(saved):
+    leftovers = saved.folder / "step_00000300"
+    leftovers.mkdir()
+    (leftovers / "junk").touch()
     (saved.folder / ".tmp_step_00000250").mkdir()
     (saved.folder / ".tmp_index.json").touch()
-    path = saved.save(300, small(300), {"step": 300})
-    assert path == debris and check(saved, path) == 300 and not (debris / "junk").exists()
+    path = saved.save(300, small_state(300), {"step": 300})
+    assert path == leftovers and verify_checkpoint(saved, path) == 300 and not (leftovers / "junk").exists()
     assert not list(saved.folder.glob(".tmp_*"))
 
 
-def test_float_dtype_is_for_the_model(saved):
-    path = saved.save(300, small(300), {"step": 300}, float_dtype=jnp.bfloat16)
+def test_float_dtype_applies_only_to_the_model(saved):
+    path = saved.save(300, small_state(300), {"step": 300}, float_dtype=jnp.bfloat16)
     assert TensorFile(path / "model.safetensors").dtype("w") == jnp.bfloat16
     assert TensorFile(path / "optimizer.safetensors").dtype("mu") == np.float32
 
@@ -533,15 +534,15 @@ def flip_a_byte(path):
         ),
     ],
 )
-def test_a_damaged_checkpoint_names_the_file(saved, name, damage, message):
+def test_damaged_checkpoint_names_the_file(saved, name, damage, message):
     path = saved.resolve("last")
     damage(path / name)
     with pytest.raises(ValueError, match=message):
         saved.record(path)
-    assert check(saved, saved.resolve("argmin_loss")) == 100
+    assert verify_checkpoint(saved, saved.resolve("argmin_loss")) == 100
 
 
-def test_every_flipped_byte_of_a_record_is_noticed(saved):
+def test_flipped_bytes_in_the_manifest_are_detected(saved):
     path = saved.resolve("last")
     content = (path / "trainer.json").read_bytes()
     for i in range(len(content)):
@@ -550,28 +551,28 @@ def test_every_flipped_byte_of_a_record_is_noticed(saved):
             same = saved.record(path) == {"step": 200}
         except ValueError as error:
             same = "trainer.json`: expected" in str(error)
-        assert same, content[: i + 1]  # white space is free
+        assert same, content[: i + 1]  # whitespace does not matter
 
 
-def test_a_damaged_index_is_named(saved):
+def test_damaged_index_is_named(saved):
     (saved.folder / "index.json").write_text('{"last": 3}')
     with pytest.raises(ValueError, match=r"index.json`: expected the name of a checkpoint for 'last', got 3"):
         saved.index()
     (saved.folder / "index.json").write_text("{")
     with pytest.raises(ValueError, match=r"index.json`: expected JSON, got Expecting property name"):
-        saved.save(300, small(300), {})
+        saved.save(300, small_state(300), {})
 
 
-def test_a_tree_that_was_not_saved(saved):
+def test_loading_an_unsaved_tree_raises(saved):
     with pytest.raises(ValueError, match=r"expected one of model, optimizer, got 'model_state'. Save it, or load"):
         saved.load(saved.resolve("last"), "model_state", {})
 
 
-def test_a_record_that_is_not_json(saved):
+def test_manifest_values_must_be_json(saved):
     with pytest.raises(TypeError, match=r"`record`: expected values that JSON can hold, got Object of type ndarray"):
-        saved.save(300, small(300), {"state": np.ones(2)})
+        saved.save(300, small_state(300), {"state": np.ones(2)})
     assert saved.names() == ["step_00000100", "step_00000200"]
-    path = saved.save(300, small(300), {"step": 300, 1: 0.1, "t": (1, 2), "worst": math.inf})
+    path = saved.save(300, small_state(300), {"step": 300, 1: 0.1, "t": (1, 2), "worst": math.inf})
     assert saved.record(path) == {"step": 300, "1": 0.1, "t": [1, 2], "worst": math.inf}
 
 
@@ -580,20 +581,20 @@ def test_a_record_that_is_not_json(saved):
 
 def assert_untouched(checkpoints):
     assert {path.name for path in checkpoints.folder.iterdir()} == {"index.json", "step_00000100", "step_00000200"}
-    assert [check(checkpoints, checkpoints.resolve(name)) for name in checkpoints.index()] == [200, 100]
+    assert [verify_checkpoint(checkpoints, checkpoints.resolve(name)) for name in checkpoints.index()] == [200, 100]
 
 
-def test_too_little_room_is_said_before_the_write(saved, monkeypatch):
+def test_insufficient_space_is_reported_before_writing(saved, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 90, 10))
     with pytest.raises(OSError, match=r"expected \d{3,} bytes free, got 10. Make room, .*step_00000300") as info:
-        saved.save(300, small(300), {"step": 300})
+        saved.save(300, small_state(300), {"step": 300})
     assert info.value.errno == errno.ENOSPC
     assert_untouched(saved)
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync", "mkdir", "rename"])
-def test_a_disk_that_fills_during_the_write(saved, monkeypatch, call):
+def test_disk_full_during_a_save(saved, monkeypatch, call):
     real, calls = getattr(os, call), []
 
     def full(*args, **kwargs):
@@ -605,16 +606,16 @@ def test_a_disk_that_fills_during_the_write(saved, monkeypatch, call):
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full)
         with pytest.raises(OSError) as info:
-            saved.save(300, small(300), {"step": 300})
+            saved.save(300, small_state(300), {"step": 300})
     message = str(info.value)
     assert info.value.errno == errno.ENOSPC and "step_00000300" in message
     assert "bytes, got 'No space left on device' with" in message and "Earlier checkpoints are complete" in message
     assert_untouched(saved)
-    assert check(saved, saved.save(300, small(300), {"step": 300})) == 300
+    assert verify_checkpoint(saved, saved.save(300, small_state(300), {"step": 300})) == 300
 
 
-def test_a_large_write_that_fails_is_said(saved, monkeypatch):
-    """Large ones are written by threads of their own, whose errors nobody sees unless they are asked for."""
+def test_failed_large_write_is_reported(saved, monkeypatch):
+    """Worker threads write large tensors; their errors must reach the caller."""
     real = os.pwrite
 
     def full(fd, data, offset):
@@ -630,8 +631,8 @@ def test_a_large_write_that_fails_is_said(saved, monkeypatch):
     assert_untouched(saved)
 
 
-def test_what_is_named_is_on_the_disk_before(tmp_path, monkeypatch):
-    """As after a power cut: a file has the content, and a folder the entries, of its last fsync."""
+def test_files_are_synced_before_they_are_named(tmp_path, monkeypatch):
+    """Models a power failure: a file keeps the content, and a folder the entries, of its last fsync."""
     on_disk, named = {}, []
     fsync, renames = os.fsync, {name: getattr(os, name) for name in ("rename", "replace")}
 
@@ -647,14 +648,14 @@ def test_what_is_named_is_on_the_disk_before(tmp_path, monkeypatch):
         source, target = Path(source), Path(target)
         if target.name == "index.json":
             assert on_disk[source] == source.read_bytes()
-            # What it names has its name before the index says so.
+            # The checkpoints named in the index were renamed and synced first.
             assert set(json.loads(source.read_text()).values()) <= on_disk[folder]
         elif target.name.startswith("step_"):
             assert on_disk[source] == content(source)
             assert all(on_disk[file] == file.read_bytes() for file in source.iterdir())
         renames[name](source, target)
         named.append(target.name)
-        on_disk.pop(target.parent, None)  # another entry, which is not there yet
+        on_disk.pop(target.parent, None)  # the new entry is not synced yet
 
     folder = tmp_path / "run" / "ckpts"
     monkeypatch.setattr(os, "fsync", flush)
@@ -662,7 +663,7 @@ def test_what_is_named_is_on_the_disk_before(tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, partial(move, name))
     checkpoints = Checkpoints(folder)
     for step in (100, 200):
-        checkpoints.save(step, small(step), {"step": step})
+        checkpoints.save(step, small_state(step), {"step": step})
         assert {"index.json", f"step_{step:08d}"} <= on_disk[folder]
         assert "ckpts" in on_disk[folder.parent]
     assert named == ["step_00000100", "index.json", "step_00000200", "index.json"]
@@ -698,12 +699,12 @@ assert checkpoints.record(checkpoints.resolve("last")) == {"step": 1}
 
 
 @pytest.mark.sweep
-def test_a_real_limit_on_the_size_of_files(tmp_path):
+def test_file_size_limit(tmp_path):
     run(FULL_DISK, tmp_path, "EFBIG")
 
 
-def test_a_disk_that_is_really_full(tmp_path):
-    # A tmpfs in a mount namespace of its own, which ends with the process.
+def test_full_tmpfs(tmp_path):
+    # A tmpfs in a private mount namespace, which ends with the process.
     own_mounts = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     mount = 'mount -t tmpfs -o size=1m tmpfs "$0" && '
     if not shutil.which("unshare") or subprocess.run([*own_mounts, f"{mount} true", tmp_path], timeout=20).returncode:
@@ -787,14 +788,14 @@ print(n - 1, sum(old))
 
 
 @pytest.mark.parametrize("step", [200, pytest.param(300, marks=pytest.mark.sweep)])
-def test_killed_at_every_step_of_a_save(tmp_path, step):
-    """Step 300 is a new checkpoint; step 200 one beside a committed checkpoint of the same step."""
+def test_save_killed_at_every_system_call(tmp_path, step):
+    """Step 300 is a new checkpoint; step 200 is saved next to a committed checkpoint of the same step."""
     n_kills, n_old = map(int, run(KILLED.replace("STEP)", f"{step})").replace("STEP,", f"{step},"), tmp_path).split())
     assert n_kills > 20 and 0 < n_old < n_kills
 
 
-def test_a_cast_save_queues_little(tmp_path, monkeypatch):
-    """On a disk that is slower than the casts, a tensor does not pile up in memory."""
+def test_casting_save_bounds_its_memory(tmp_path, monkeypatch):
+    """On a disk slower than the casts, cast chunks do not accumulate in memory."""
     monkeypatch.setattr(_safetensors, "CHUNK", 2**20)
     leaves, pwrite = {"w": np.ones(2**24, np.float32)}, os.pwrite
     writer = Writer(leaves, jnp.bfloat16)
@@ -810,4 +811,4 @@ def test_a_cast_save_queues_little(tmp_path, monkeypatch):
     writer.write(tmp_path / "x", blocks)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 5 * 2**20  # two that are written, one that waits for them, and what numpy takes for a cast
+    assert peak < 5 * 2**20  # two chunks being written, one queued, and numpy's temporary arrays for a cast

@@ -1,5 +1,5 @@
-"""What a run that is started again does with its checkpoints: each byte is read once, no device holds two states, and what
-is damaged or lost is passed over for what is complete."""
+"""Resuming from checkpoints: each byte is read once, no device holds two copies of the state, and damaged or missing
+checkpoints are skipped for the newest complete one."""
 
 import errno
 import gc
@@ -39,12 +39,12 @@ def make_trainer(workdir, *, placed=True):
     model = deployer.init(make) if placed else make()
     options = {"optimizer": optax.adam(1e-2), "collate_fn": np.stack, "loss_fn": loss_fn}
     trainer = redeqx.Trainer(deployer, model=model, **options)
-    trainer.given = model  # as the variable of a script holds it
+    trainer.given = model  # keeps a reference, as a script's variable does
     return trainer
 
 
 def fit(trainer, n_epochs=3, **options):
-    """Two steps an epoch, each saved."""
+    """Trains two steps per epoch and saves after each step."""
     trainer.fit(DATA, 2, n_epochs, **{"save_every_n_steps": 1, "keep_last": 3, **options})
     return trainer
 
@@ -55,7 +55,7 @@ def arrays(trainer):
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """The workdir of a run that was stopped after step 4, and what the whole run ends with."""
+    """The workdir of a run stopped after step 4, and the final arrays of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("original")
     fit(make_trainer(folder / "stopped"), 2)
     return folder / "stopped", arrays(fit(make_trainer(folder / "whole")))
@@ -67,30 +67,30 @@ def workdir(original, tmp_path):
     return tmp_path / "run"
 
 
-def ends_as_the_whole_run(trainer, original):
+def assert_same_end_state(trainer, original):
     assert trainer.step == 6
     for found, expected in zip(arrays(trainer), original[1], strict=True):
         assert found.tobytes() == expected.tobytes()
 
 
 def n_bytes(array):
-    """Of all its shards. (To ask for them would make an array of each, which then counts too.)"""
+    """Bytes of all shards. Computed from the sharding, because accessing the shards creates arrays that count too."""
     shard = array.sharding.shard_shape(array.shape)
     return int(np.prod(shard)) * array.sharding.num_devices * array.dtype.itemsize
 
 
 def live_bytes():
-    """What lies on the mesh."""
-    return sum(map(n_bytes, (array for array in jax.live_arrays() if array.sharding.num_devices == 8 and is_plain(array))))
+    """Bytes of all live arrays on the mesh."""
+    return sum(map(n_bytes, (array for array in jax.live_arrays() if array.sharding.num_devices == 8 and is_not_key(array))))
 
 
-def is_plain(array):
+def is_not_key(array):
     return not jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 @pytest.fixture
 def peak(monkeypatch):
-    """The most bytes that arrays hold on the devices while tensors are read."""
+    """The most device bytes in use while tensors are read."""
     found = []
     read = TensorFile.read
 
@@ -107,12 +107,14 @@ def state_bytes(trainer):
     return sum(map(n_bytes, leaves)), max(map(n_bytes, leaves))
 
 
-@pytest.mark.parametrize("how", ["made by the deployer", "made on one device", "predicted before", "load_ckpt"])
+@pytest.mark.parametrize(
+    "how", ["initialized by the deployer", "initialized on one device", "predicted before", "load_ckpt"]
+)
 @pytest.mark.sweep
 def test_no_device_holds_two_states(how, workdir, peak):
     gc.collect()
     before = live_bytes()
-    trainer = make_trainer(workdir, placed=how != "made on one device")
+    trainer = make_trainer(workdir, placed=how != "initialized on one device")
     if how == "predicted before":
         trainer.get_default_predictor(lambda model, batch, key: jax.vmap(model)(batch)).predict(DATA, 2)
     if how == "load_ckpt":
@@ -120,10 +122,10 @@ def test_no_device_holds_two_states(how, workdir, peak):
     else:
         fit(trainer)
     state, largest = state_bytes(trainer)
-    assert state - largest <= peak() - before <= state + 5000  # before the last tensor is read; with the first batches
+    assert state - largest <= peak() - before <= state + 5000  # before the last tensor is read; 5000: the first batches
 
 
-def test_each_byte_is_read_and_checked_once(workdir, monkeypatch):
+def test_each_byte_is_read_and_verified_once(workdir, monkeypatch):
     checked, reads = Counter(), Counter()
     check, read = _record.crc32_of_range, TensorFile.read
 
@@ -145,7 +147,7 @@ def test_each_byte_is_read_and_checked_once(workdir, monkeypatch):
         folder / f"{kind}.safetensors": (workdir / folder / f"{kind}.safetensors").stat().st_size for kind in kinds
     }
     files = {f"{kind}.safetensors": TensorFile(workdir / folder / f"{kind}.safetensors") for kind in kinds}
-    for name, file in files.items():  # devices that hold the same slice share one reading
+    for name, file in files.items():  # devices with the same slice share one read
         assert {key: reads[name, key] for key in file.names} == {key: file.view(key).nbytes for key in file.names}
 
 
@@ -158,16 +160,16 @@ def flip(path):
     path.write_bytes(content)
 
 
-def edit(folder, **changes):
-    """Change a record, with its checksum made right again."""
+def edit_manifest(folder, **changes):
+    """Changes manifest fields and recomputes its checksum."""
     path = folder / "trainer.json"
     record = {**json.loads(path.read_text()), **changes}
     del record["crc32"]
     path.write_text(json.dumps({**record, "crc32": _record._crc32_of_manifest(record)}))
 
 
-def fails_to_read(monkeypatch, folder, name):
-    """A file that the system cannot read: wherever it is opened, or once bytes of it are asked for."""
+def make_unreadable(monkeypatch, folder, name):
+    """Makes a file raise an I/O error when it is opened or read."""
     check, read_bytes = _record.crc32_of_range, Path.read_bytes
     error = OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -186,67 +188,76 @@ def fails_to_read(monkeypatch, folder, name):
 
 
 DAMAGE = {
-    "no record": (lambda folder, patch: (folder / "trainer.json").unlink(), "expected .* got none with a trainer.json"),
+    "no manifest": (lambda folder, patch: (folder / "trainer.json").unlink(), "expected .* got none with a trainer.json"),
     "no folder": (lambda folder, patch: shutil.rmtree(folder), "expected .* got none with a trainer.json"),
-    "an empty folder": (
+    "empty folder": (
         lambda folder, patch: (shutil.rmtree(folder), folder.mkdir()),
         "expected .* got none with a trainer.json",
     ),
-    "no folder but a file": (
+    "file instead of a folder": (
         lambda folder, patch: (shutil.rmtree(folder), folder.write_text("")),
         "expected .* got none with a trainer.json",
     ),
-    "another version": (lambda folder, patch: edit(folder, version=2), r"trainer.json`: expected version 1, .* got 2\."),
-    "another format": (lambda folder, patch: edit(folder, format="x"), r"trainer.json`: expected the manifest of a redeqx"),
-    "a wrong value": (lambda folder, patch: edit(folder, epoch=-5), r"trainer.json`: expected `epoch` to be .* got -5\."),
+    "another version": (
+        lambda folder, patch: edit_manifest(folder, version=2),
+        r"trainer.json`: expected version 1, .* got 2\.",
+    ),
+    "another format": (
+        lambda folder, patch: edit_manifest(folder, format="x"),
+        r"trainer.json`: expected the manifest of a redeqx",
+    ),
+    "invalid value": (
+        lambda folder, patch: edit_manifest(folder, epoch=-5),
+        r"trainer.json`: expected `epoch` to be .* got -5\.",
+    ),
     "no tensors": (lambda folder, patch: (folder / "model.safetensors").unlink(), r"model.safetensors`: expected \d+ bytes"),
-    "a flipped bit": (lambda folder, patch: flip(folder / "model.safetensors"), r"model.safetensors`: expected crc32 \d+"),
-    "a flipped bit of the optimizer": (
+    "flipped bit": (lambda folder, patch: flip(folder / "model.safetensors"), r"model.safetensors`: expected crc32 \d+"),
+    "flipped bit in the optimizer": (
         lambda folder, patch: flip(folder / "optimizer.safetensors"),
         r"optimizer.safetensors`: expected crc32 \d+",
     ),
-    "tensors that cannot be read": (
-        lambda folder, patch: fails_to_read(patch, folder, "optimizer.safetensors"),
+    "unreadable tensors": (
+        lambda folder, patch: make_unreadable(patch, folder, "optimizer.safetensors"),
         r"optimizer.safetensors`: expected a file that can be read, got 'Input/output error'\.",
     ),
-    "a record that cannot be read": (
-        lambda folder, patch: fails_to_read(patch, folder, "trainer.json"),
+    "unreadable manifest": (
+        lambda folder, patch: make_unreadable(patch, folder, "trainer.json"),
         r"trainer.json`: expected a file that can be read, got 'Input/output error'\.",
     ),
 }
 
 
-QUICK = ("no folder", "another version", "a flipped bit of the optimizer", "tensors that cannot be read")
+QUICK = ("no folder", "another version", "flipped bit in the optimizer", "unreadable tensors")
 
 
 @pytest.mark.parametrize("kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.sweep) for kind in DAMAGE])
-def test_any_damage_is_passed_over_for_the_checkpoint_before(kind, workdir, original, monkeypatch):
+def test_damaged_checkpoint_is_skipped_for_the_previous(kind, workdir, original, monkeypatch):
     damage, message = DAMAGE[kind]
     damage(workdir / "ckpts" / "step_00000004", monkeypatch)
     trainer = make_trainer(workdir)
     with pytest.warns(UserWarning) as caught:
         fit(trainer)
-    (said,) = [str(warning.message) for warning in caught]
-    assert said.endswith(" It is skipped for the previous one.")
-    with pytest.raises(AssertionError, match=message):  # the file is named, and what is wrong with it
-        raise AssertionError(said)
-    assert "step_00000004" in said
-    ends_as_the_whole_run(trainer, original)
+    (reported,) = [str(warning.message) for warning in caught]
+    assert reported.endswith(" It is skipped for the previous one.")
+    with pytest.raises(AssertionError, match=message):  # the warning names the file and the defect
+        raise AssertionError(reported)
+    assert "step_00000004" in reported
+    assert_same_end_state(trainer, original)
     steps = [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_two_that_are_damaged_in_different_ways(workdir, original):
+def test_two_checkpoints_damaged_differently(workdir, original):
     flip(workdir / "ckpts" / "step_00000004" / "model.safetensors")
     flip(workdir / "ckpts" / "step_00000003" / "optimizer.safetensors")
     trainer = make_trainer(workdir)
     with pytest.warns(UserWarning) as caught:
         fit(trainer)
     assert ["step_00000004" in str(caught[0].message), "step_00000003" in str(caught[1].message)] == [True, True]
-    ends_as_the_whole_run(trainer, original)
+    assert_same_end_state(trainer, original)
 
 
-def test_a_damaged_checkpoint_is_not_kept_in_the_place_of_a_good_one(workdir):
+def test_pruning_does_not_count_a_damaged_checkpoint(workdir):
     flip(workdir / "ckpts" / "step_00000004" / "model.safetensors")
     trainer = make_trainer(workdir)
     saved = []
@@ -263,7 +274,7 @@ def test_a_damaged_checkpoint_is_not_kept_in_the_place_of_a_good_one(workdir):
         save = checkpoints.save
         checkpoints.save = lambda *args: stop_after_a_save(save(*args[:-1]))
         fit(trainer, keep_last=2)
-    # The damaged one, which could be mended, is still there; but not counted.
+    # The damaged checkpoint, which could be repaired, is kept but not counted.
     assert checkpoints.names() == ["step_00000003", "step_00000004", "step_00000004_1"]
     assert checkpoints.record(checkpoints.folder / "step_00000003")["step"] == 3
     again = make_trainer(workdir)
@@ -272,7 +283,7 @@ def test_a_damaged_checkpoint_is_not_kept_in_the_place_of_a_good_one(workdir):
     assert len(again._engine.checkpoints.names()) == 2
 
 
-def test_pruning_counts_none_that_lacks_a_file(tmp_path):
+def test_pruning_does_not_count_a_checkpoint_that_lacks_a_file(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2, 3):
         checkpoints.save(step, {"model": {"w": np.full(3, step)}}, {"step": step}, keep_last=3)
@@ -283,7 +294,7 @@ def test_pruning_counts_none_that_lacks_a_file(tmp_path):
     assert checkpoints.names() == ["step_00000004", "step_00000005"]
 
 
-def test_where_all_are_damaged_the_trainer_says_so_and_is_not_used(workdir):
+def test_trainer_is_unusable_if_all_checkpoints_are_damaged(workdir):
     for step in (2, 3, 4):
         flip(workdir / "ckpts" / f"step_{step:08}" / "model.safetensors")
     trainer = make_trainer(workdir)
@@ -296,13 +307,13 @@ def test_where_all_are_damaged_the_trainer_says_so_and_is_not_used(workdir):
         for use in (lambda: trainer.model, lambda: trainer.opt_state, trainer.save_ckpt, lambda: trainer.train(DATA, 2)):
             with pytest.raises(ValueError, match=r"`trainer`: expected its values, got none: .* Load one that is complete"):
                 use()
-    flip(workdir / "ckpts" / "step_00000003" / "model.safetensors")  # mended
+    flip(workdir / "ckpts" / "step_00000003" / "model.safetensors")  # repaired
     with pytest.warns(UserWarning, match="step_00000004"):
         fit(trainer)
     assert trainer.step == 6
 
 
-def test_a_load_that_fails_half_way_leaves_no_mixture(workdir, monkeypatch):
+def test_failed_load_leaves_no_mixed_state(workdir, monkeypatch):
     trainer = make_trainer(workdir)
     trainer.load_ckpt()
     load = Checkpoints.load
@@ -326,11 +337,11 @@ def test_a_load_that_fails_half_way_leaves_no_mixture(workdir, monkeypatch):
 # --- the index --------------------------------------------------------------------------------------------------------
 
 
-def lose(index):
+def delete_index(index):
     index.unlink()
 
 
-def lose_last(index):
+def delete_last_tag(index):
     held = json.loads(index.read_text())
     del held["last"]
     index.write_text(json.dumps(held))
@@ -341,44 +352,44 @@ EVALUATED = {"eval_examples": DATA[:4], "save_argmin_ckpt_by_metrics": ["loss"],
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
-    """A folder with a run that stopped after two epochs and a whole one, and the arrays of the latter."""
+    """A folder with a run stopped after two epochs and an uninterrupted run, and the final arrays of the latter."""
     folder = tmp_path_factory.mktemp("evaluated")
     fit(make_trainer(folder / "stopped"), 2, **EVALUATED)
     return folder, arrays(fit(make_trainer(folder / "whole"), **EVALUATED))
 
 
-@pytest.mark.parametrize("change", [lose, lose_last])
-def test_without_an_index_the_newest_that_is_complete_is_taken(change, evaluated, tmp_path):
+@pytest.mark.parametrize("change", [delete_index, delete_last_tag])
+def test_without_index_the_newest_complete_checkpoint_is_loaded(change, evaluated, tmp_path):
     folder, whole = evaluated
     shutil.copytree(folder / "stopped", tmp_path / "run")
     index = tmp_path / "run" / "ckpts" / "index.json"
     before = json.loads(index.read_text())
     change(index)
-    assert Checkpoints(index.parent).index() == before  # what each was called is in its own record, too
+    assert Checkpoints(index.parent).index() == before  # each manifest also holds the tags of its checkpoint
     trainer = make_trainer(tmp_path / "run")
     with pytest.warns(
         UserWarning, match=r"index.json`: expected the name of the `last` checkpoint, got (none|no such file)"
     ):
         fit(trainer, **EVALUATED)
-    ends_as_the_whole_run(trainer, (None, whole))
+    assert_same_end_state(trainer, (None, whole))
     for name in ("ckpts/index.json", "metrics.jsonl"):
         assert (tmp_path / "run" / name).read_text() == (folder / "whole" / name).read_text()
 
 
-def test_without_an_index_the_newest_may_be_damaged(workdir, original):
+def test_without_index_a_damaged_newest_checkpoint_is_skipped(workdir, original):
     (workdir / "ckpts" / "index.json").unlink()
     (workdir / "ckpts" / "step_00000004" / "trainer.json").unlink()
     trainer = make_trainer(workdir)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(trainer)
-    said = [str(warning.message) for warning in caught]
-    assert ["index.json" in said[0], "step_00000004" in said[1]] == [True, True]
-    ends_as_the_whole_run(trainer, original)
+    reported = [str(warning.message) for warning in caught]
+    assert ["index.json" in reported[0], "step_00000004" in reported[1]] == [True, True]
+    assert_same_end_state(trainer, original)
 
 
-def test_a_path_needs_no_workdir(tmp_path):
-    """Its values are those that were saved, and training goes on from them; nothing is written there."""
+def test_load_by_path_needs_no_workdir(tmp_path):
+    """Loads the saved values and trains on from them without writing to that folder."""
     saved = make_trainer(tmp_path / "run")
     saved.fit(DATA, batch_size=8, n_epochs=2)
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
