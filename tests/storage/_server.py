@@ -1,4 +1,4 @@
-"""An S3-compatible server on this machine, moto's, with faults on demand."""
+"""A local S3-compatible server (moto) that can inject faults."""
 
 import logging
 import threading
@@ -14,21 +14,21 @@ class _Quiet(WSGIRequestHandler):
 
 
 class Server:
-    """Answers S3's requests from memory.
+    """Handles S3 requests in memory.
 
     **Attributes:**
 
-    - `fault`: called with method and path of each request, before it is handled. It returns None for an ordinary answer; a
-        status, such as 503, to answer with that; or `"cut"` to cut the body of the answer off.
-    - `after`: called likewise after the request was handled, before it is answered.
-    - `requests`: methods and paths so far.
+    - `fault`: called with method and path before each request is handled. Returns None to respond normally, a status code,
+        such as 503, to respond with that, or `"cut"` to truncate the response body.
+    - `after`: called with method and path after a request is handled and before the response is sent.
+    - `requests`: methods and paths of the requests so far.
     """
 
     def __init__(self):
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self.fault = self.after = lambda method, path: None
         self.requests = []
-        self._one = threading.Lock()  # moto looks at a condition and writes without a lock of its own
+        self._one = threading.Lock()  # moto checks conditions and writes without a lock of its own
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Quiet)
         self.url = f"http://127.0.0.1:{self._server.port}"
@@ -57,7 +57,7 @@ class Server:
         urllib.request.urlopen(urllib.request.Request(f"{self.url}/{name}", method="PUT"), timeout=30).close()
 
     def environment(self):
-        """What a process needs to find the server."""
+        """Environment variables with which a process reaches the server."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "key",

@@ -30,8 +30,8 @@ def bucket(server, monkeypatch):
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """Pauses and limits as short as a test's."""
+def short_timeouts(monkeypatch):
+    """Short timeouts and pauses, and few retries."""
     monkeypatch.setattr(_objects, "TIMEOUT", 1.0)
     monkeypatch.setattr(_objects, "RETRIES", 3)
     monkeypatch.setattr(_objects, "PAUSE", 0.01)

@@ -1,4 +1,4 @@
-"""A store that fails, is slow, or refuses, and processes that are killed: nothing is lost, and nothing wrong is read."""
+"""Failing, slow or refusing stores and killed processes: no checkpoint is lost, and no damaged one is loaded."""
 
 import itertools
 import json
@@ -18,17 +18,17 @@ from redeqx.errors import DamagedError
 from redeqx.storage import StoreError, location
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "saving_to_a_store.py"
-TREE = {"w": np.arange(3 * 2**20, dtype=np.float32).reshape(3, -1), "b": np.ones(5, np.int32)}  # two parts of an object
+TREE = {"w": np.arange(3 * 2**20, dtype=np.float32).reshape(3, -1), "b": np.ones(5, np.int32)}  # two multipart parts
 
 
-def saved(folder, step, **kwargs):
+def save_checkpoint(folder, step, **kwargs):
     checkpoints = Checkpoints(location(folder))
     checkpoints.save(step, {"model": {**TREE, "step": np.full(2, step)}}, {"step": step}, **kwargs)
     return checkpoints
 
 
-def read(checkpoints):
-    """The step of the last checkpoint, once all of it is verified."""
+def verified_step(checkpoints):
+    """Verifies the newest checkpoint and returns its step."""
     path = checkpoints.newest()[0]
     step = checkpoints.record(path)["step"]
     like = {**TREE, "step": np.zeros(2, np.int64)}
@@ -39,39 +39,39 @@ def read(checkpoints):
 
 
 @pytest.mark.parametrize("status", [500, 503, "cut"])
-def test_requests_that_fail_are_repeated(bucket, server, status, quick):
+def test_failed_requests_are_retried(bucket, server, status, short_timeouts):
     count = itertools.count()
     server.fault = lambda method, path: status if next(count) % 3 == 0 else None
-    checkpoints = saved(f"{bucket}/ckpts", 1)
-    assert read(checkpoints) == 1
+    checkpoints = save_checkpoint(f"{bucket}/ckpts", 1)
+    assert verified_step(checkpoints) == 1
     answers = len(server.requests)
     server.fault = lambda method, path: None
     server.requests.clear()
-    assert read(saved(f"{bucket}/ckpts", 2)) == 2
-    assert answers > len(server.requests)  # some were repeated
+    assert verified_step(save_checkpoint(f"{bucket}/ckpts", 2)) == 2
+    assert answers > len(server.requests)  # some were retried
 
 
 @pytest.mark.parametrize("n_lost", [1, 2])
-def test_an_upload_whose_last_answer_is_lost_is_repeated(bucket, server, quick, n_lost):
-    """The store has made the object of its parts and forgotten the upload: it refuses the request that is repeated."""
+def test_upload_is_retried_if_the_last_response_is_lost(bucket, server, short_timeouts, n_lost):
+    """The store has completed the upload and forgotten it, so it refuses the retried request."""
     lost = iter([True] * n_lost)
     server.fault = lambda method, path: "cut" if method == "POST" and "uploadId" in path and next(lost, False) else None
-    assert read(saved(f"{bucket}/ckpts", 1)) == 1
+    assert verified_step(save_checkpoint(f"{bucket}/ckpts", 1)) == 1
     assert next(lost, None) is None
 
 
 @pytest.mark.sweep
-def test_a_slow_answer_is_asked_for_again(bucket, server, quick):
+def test_slow_response_is_requested_again(bucket, server, short_timeouts):
     slow = iter([True] * 3)
     server.fault = lambda method, path: time.sleep(3) if next(slow, False) else None
-    checkpoints = saved(f"{bucket}/ckpts", 1)
+    checkpoints = save_checkpoint(f"{bucket}/ckpts", 1)
     slow = iter([True] * 3)
-    assert read(checkpoints) == 1
+    assert verified_step(checkpoints) == 1
 
 
-def test_a_store_that_does_not_answer_loses_nothing(bucket, server, quick):
-    """A save fails with the store's answer. The earlier checkpoint is not taken for damaged, and is there afterwards."""
-    checkpoints = saved(f"{bucket}/ckpts", 1)
+def test_unavailable_store_loses_nothing(bucket, server, short_timeouts):
+    """The save fails with the store's error; the earlier checkpoint is not treated as damaged and remains available."""
+    checkpoints = save_checkpoint(f"{bucket}/ckpts", 1)
     server.fault = lambda method, path: 503 if method in ("PUT", "POST") else None
     with pytest.raises(OSError, match=r"expected the store to answer, got: .*503.*Earlier checkpoints are complete: run"):
         checkpoints.save(2, {"model": TREE}, {"step": 2})
@@ -80,12 +80,12 @@ def test_a_store_that_does_not_answer_loses_nothing(bucket, server, quick):
         with pytest.raises(StoreError, match=r"expected the store to answer, got: .*503"):
             act()
     server.fault = lambda method, path: None
-    assert read(checkpoints) == 1
-    assert read(saved(f"{bucket}/ckpts", 2)) == 2
+    assert verified_step(checkpoints) == 1
+    assert verified_step(save_checkpoint(f"{bucket}/ckpts", 2)) == 2
 
 
-def test_a_refusal_is_said_at_once(bucket, server):
-    checkpoints = saved(f"{bucket}/ckpts", 1)
+def test_refusal_is_reported_immediately(bucket, server):
+    checkpoints = save_checkpoint(f"{bucket}/ckpts", 1)
     server.fault = lambda method, path: 403
     began = time.monotonic()
     with pytest.raises(StoreError, match=r"expected the store to answer, got: .*403.*Check the address, the credentials"):
@@ -94,8 +94,8 @@ def test_a_refusal_is_said_at_once(bucket, server):
 
 
 @pytest.mark.parametrize("change", ["flipped", "short", "missing"])
-def test_damage_is_found_and_passed_over(bucket, change):
-    checkpoints = saved(f"{bucket}/ckpts", 1)
+def test_damage_is_detected_and_skipped(bucket, change):
+    checkpoints = save_checkpoint(f"{bucket}/ckpts", 1)
     checkpoints.save(2, {"model": TREE}, {"step": 2})
     file = location(f"{bucket}/ckpts/step_00000002/model.safetensors")
     content = bytearray(file.read_bytes())
@@ -109,34 +109,34 @@ def test_damage_is_found_and_passed_over(bucket, change):
     assert checkpoints.record(before)["step"] == 1
 
 
-def test_the_remains_of_a_kill_are_no_checkpoint_and_are_swept(bucket):
-    checkpoints = saved(f"{bucket}/ckpts", 1)
-    remains = location(f"{bucket}/ckpts/step_00000007")
-    (remains / "model.safetensors").write_bytes(b"unfinished")
+def test_leftovers_of_a_killed_save_are_removed(bucket):
+    checkpoints = save_checkpoint(f"{bucket}/ckpts", 1)
+    leftovers = location(f"{bucket}/ckpts/step_00000007")
+    (leftovers / "model.safetensors").write_bytes(b"unfinished")
     location(f"{bucket}/ckpts/notes.txt").write_bytes(b"a user's")
     location(f"{bucket}/ckpts/other/notes.txt").write_bytes(b"a user's")
-    assert checkpoints.names() == ["step_00000001"] and read(checkpoints) == 1
+    assert checkpoints.names() == ["step_00000001"] and verified_step(checkpoints) == 1
     checkpoints.save(2, {"model": TREE}, {"step": 2})
-    assert not remains.exists()
+    assert not leftovers.exists()
     assert sorted(path.name for path in location(f"{bucket}/ckpts").iterdir()) == [
         "index.json", "notes.txt", "other", "step_00000001", "step_00000002",
     ]  # fmt: skip
 
 
-def test_a_run_whose_lock_was_taken_over_writes_and_sweeps_no_more(bucket):
-    checkpoints = saved(f"{bucket}/ckpts", 1)
+def test_run_that_lost_its_lock_stops_writing_and_cleaning(bucket):
+    checkpoints = save_checkpoint(f"{bucket}/ckpts", 1)
     lock = location(f"{bucket}/ckpts.lock")
     lock.write_bytes(json.dumps({"pid": 12, "host": "node7", "machine": "another"}).encode())
-    remains = location(f"{bucket}/ckpts/step_00000002/model.safetensors")  # of the other run, which is saving
-    remains.write_bytes(b"unfinished")
+    leftovers = location(f"{bucket}/ckpts/step_00000002/model.safetensors")  # written by the other run, which is saving
+    leftovers.write_bytes(b"unfinished")
     with pytest.raises(OSError, match=r"expected a folder that is this run's own, got one that process 12 on node7"):
         checkpoints.save(3, {"model": TREE}, {"step": 3})
-    assert remains.is_file() and checkpoints.names() == ["step_00000001"]
+    assert leftovers.is_file() and checkpoints.names() == ["step_00000001"]
     del checkpoints
     assert json.loads(lock.read_bytes())["pid"] == 12
 
 
-def test_of_several_that_take_a_lock_over_one_succeeds(bucket, monkeypatch):
+def test_one_of_several_takes_over_a_lock(bucket, monkeypatch):
     from redeqx.checkpoint import _lock, _store_lock
 
     monkeypatch.setattr(_store_lock, "STALE", 1.0)
@@ -163,11 +163,11 @@ def test_of_several_that_take_a_lock_over_one_succeeds(bucket, monkeypatch):
     held[0].check()
 
 
-def test_a_lock_is_renewed_and_one_that_is_not_is_taken_over(bucket, monkeypatch):
+def test_lock_is_renewed_and_released(bucket, monkeypatch):
     from redeqx.checkpoint import _store_lock
 
     monkeypatch.setattr(_store_lock, "BEAT", 0.1)
-    path, said = location(f"{bucket}/ckpts"), []
+    path, messages = location(f"{bucket}/ckpts"), []
     lock = _store_lock.StoreLock(path)
     first = lock.path.version()
     until = time.monotonic() + 20
@@ -176,11 +176,11 @@ def test_a_lock_is_renewed_and_one_that_is_not_is_taken_over(bucket, monkeypatch
     assert lock.path.version() != first
     lock.check()
     lock.release()
-    assert not lock.path.exists() and not said
+    assert not lock.path.exists() and not messages
 
 
 class Trials:
-    """The script that saves; it forks a process, or several, for each trial."""
+    """Runs `saving_to_a_store.py`, which forks one or more processes for each trial."""
 
     def __init__(self, server, n):
         environment = {**os.environ, **server.environment(), "PYTHONPATH": str(SCRIPT.parents[2]), "NPROC": "16"}
@@ -188,7 +188,7 @@ class Trials:
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, folder, step, pids=None):
-        """Save a checkpoint; returns the exit codes. `pids` is filled with the processes, once they are there."""
+        """Saves a checkpoint and returns the exit codes. Fills `pids` once the processes have started."""
         self.process.stdin.write(json.dumps([folder, step]) + "\n")
         self.process.stdin.flush()
         started = json.loads(self.process.stdout.readline())
@@ -206,7 +206,7 @@ class Trials:
 
 
 def kill_at(server, folder, point, pids, victims, when):
-    """Kill processes at the given request of a save, counted from 0 without those of the lock. Returns the requests seen."""
+    """Kills processes at request `point` of a save, not counting requests for the lock. Returns the requests seen."""
     seen, busy = [], threading.Lock()
 
     def look(method, path):
@@ -228,8 +228,8 @@ def kill_at(server, folder, point, pids, victims, when):
 @pytest.mark.sweep
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("n", "victims"), [(1, [0]), (2, [0]), (2, [1]), (2, [0, 1])])
-def test_a_kill_at_any_request_leaves_the_old_or_the_new(bucket, server, n, victims):
-    """SIGKILL before each request of a save is handled, and after it. The next run goes on, and what was left is swept."""
+def test_save_killed_at_any_request_leaves_the_old_or_new_checkpoint(bucket, server, n, victims):
+    """SIGKILL before or after each request is handled. The next run resumes, and leftovers are removed."""
     name = bucket.removeprefix("s3://")
     whole = f"{bucket}/whole/ckpts"
     with Trials(server, n) as trials:
@@ -240,7 +240,7 @@ def test_a_kill_at_any_request_leaves_the_old_or_the_new(bucket, server, n, vict
         server.fault = lambda method, path: None
         n_points = len(seen)
         assert n_points > 8, seen
-        # Of two processes, which take longer to start, before every third request.
+        # Two processes take longer to start: kill only before every third request.
         points = itertools.product(("fault", "after"), range(n_points + 1)) if n == 1 else [
             ("fault", point) for point in (*range(victims[-1], n_points - 3, 3), *range(n_points - 3, n_points + 1))
         ]  # fmt: skip
@@ -260,7 +260,7 @@ def test_a_kill_at_any_request_leaves_the_old_or_the_new(bucket, server, n, vict
             for each in checkpoints.names():
                 checkpoints.record(location(folder) / each)
             found.add(step)
-            # The next run: its steps go on from there, and nothing else is left.
+            # The next run resumes from that step and removes everything else.
             if point % 4 == 3:
                 assert trials.run(folder, 3) == [0] * n
                 assert {key.partition("/")[0] for key in location(folder).sizes()} == {"index.json", "step_00000003"}

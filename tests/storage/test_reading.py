@@ -1,4 +1,4 @@
-"""Tensors in an object are read in ranges: each byte that is needed once, and few others."""
+"""Tensors in an object are read by ranges: each needed byte once, with few extra bytes."""
 
 import itertools
 import json
@@ -17,8 +17,8 @@ from redeqx.storage import StoredArray, _array, _objects, fetch, location
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """Requests of a few bytes, so that small arrays take many; returns the ranges that are read."""
+def small_requests(monkeypatch):
+    """Limits requests to a few bytes, so that small arrays need many. Returns the ranges that are read."""
     monkeypatch.setattr(_array, "_SPAN", 256)
     monkeypatch.setattr(_array, "_GAP", 32)
     read, ranges = _objects.read, []
@@ -46,7 +46,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_views_are_those_of_numpy(bucket, small, dtype):
+def test_views_match_numpy(bucket, small_requests, dtype):
     values = np.arange(240).reshape(12, 20).astype(dtype)
     path = location(f"{bucket}/x")
     path.write_bytes(b"header" + values.tobytes())
@@ -63,36 +63,36 @@ def test_views_are_those_of_numpy(bucket, small, dtype):
 
 
 @pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P(None, ("data", "model")), P()])
-def test_each_byte_is_read_once_for_all_devices(bucket, small, spec):
+def test_each_byte_is_read_once_for_all_devices(bucket, small_requests, spec):
     values = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
     path = location(f"{bucket}/x.safetensors")
     write_tensors(path, {"w": values})
     mesh = make_mesh(4, 1)
-    small.clear()
+    small_requests.clear()
     tree = load_tree(path, {"w": jax.ShapeDtypeStruct((64, 48), np.float32)}, lambda name: NamedSharding(mesh, spec))
     assert np.array_equal(tree["w"], values)
     header = path.stat().st_size - values.nbytes
-    read = sorted((start, stop) for start, stop in small if start >= header)
+    read = sorted((start, stop) for start, stop in small_requests if start >= header)
     assert read[0][0] == header and read[-1][1] == header + values.nbytes
     assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(read))  # no byte twice
 
 
-def test_of_rows_of_another_process_nothing_is_read(bucket, small):
-    """What one device needs, as where the others are another process's."""
+def test_rows_of_another_process_are_not_read(bucket, small_requests):
+    """Reads what one device needs, as if the other rows belonged to another process."""
     values = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
     path = location(f"{bucket}/x")
     path.write_bytes(values.tobytes())
     whole = StoredArray.of(path, values.nbytes).view(np.float32).reshape(64, 48)
     assert np.array_equal(np.asarray(whole[16:32]), values[16:32])
-    assert sum(stop - start for start, stop in small) == values[16:32].nbytes
-    small.clear()
-    assert np.array_equal(np.asarray(whole[:, :12]), values[:, :12])  # with gaps of 144 bytes, which are left out
-    assert sum(stop - start for start, stop in small) == values[:, :12].nbytes
+    assert sum(stop - start for start, stop in small_requests) == values[16:32].nbytes
+    small_requests.clear()
+    assert np.array_equal(np.asarray(whole[:, :12]), values[:, :12])  # with gaps of 144 bytes, which are not read
+    assert sum(stop - start for start, stop in small_requests) == values[:, :12].nbytes
 
 
 @pytest.fixture
 def folder(bucket, tmp_path):
-    """A small GPT-2 as a Hugging Face folder, on the disk and in the store."""
+    """A small GPT-2 as a Hugging Face folder, on disk and in the store."""
     config = models.gpt2.GPT2Config(vocab_size=64, n_positions=16, d_model=32, n_heads=2, n_layers=2)
     model = models.gpt2.GPT2(config, key=jax.random.key(0))
     models.save_pretrained(model, config, tmp_path / "hf")
@@ -106,7 +106,7 @@ def leaves_of(model):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(model) if hasattr(leaf, "shape")]
 
 
-def test_a_hugging_face_folder_is_read_in_place(bucket, folder):
+def test_reads_a_hugging_face_folder_in_place(bucket, folder):
     deployer = redeqx.Deployer(0, 2, 2, verbose=False)
     for kwargs in ({}, {"deployer": deployer, "dtype": "float16"}):
         here, config = models.from_pretrained(folder, **kwargs)
@@ -118,7 +118,7 @@ def test_a_hugging_face_folder_is_read_in_place(bucket, folder):
         models.from_pretrained(f"{bucket}/no")
 
 
-def test_a_hugging_face_folder_is_read_from_a_store_that_fails(bucket, folder, server, quick):
+def test_reads_a_hugging_face_folder_from_a_failing_store(bucket, folder, server, short_timeouts):
     here, _ = models.from_pretrained(folder)
     count, faults = itertools.count(), itertools.cycle((500, "cut", 503))
     server.fault = lambda method, path: next(faults) if next(count) % 3 == 0 else None
@@ -128,7 +128,7 @@ def test_a_hugging_face_folder_is_read_from_a_store_that_fails(bucket, folder, s
         assert np.array_equal(a, b)
 
 
-def test_the_command_reads_addresses(bucket, folder, tmp_path, capsys):
+def test_command_line_reads_store_addresses(bucket, folder, tmp_path, capsys):
     assert main(["inspect", f"{bucket}/hf", "--json"]) == 0
     there = json.loads(capsys.readouterr().out)
     main(["inspect", str(folder), "--json"])

@@ -1,4 +1,4 @@
-"""A run whose workdir is in an object store: recorded, resumed, predicted from and inspected there."""
+"""A run whose workdir is in an object store: metrics, resuming, prediction and loading."""
 
 import importlib.util
 import itertools
@@ -29,7 +29,7 @@ def loss_fn(model, batch, key):
 
 
 def run(workdir, n_epochs=2, shards=2, stop=None, **kwargs):
-    """A fit of six steps, or of those until `stop`; returns the trainer."""
+    """Fits six steps, or `stop` steps, and returns the trainer."""
     deployer = redeqx.Deployer(0, shards, workdir=workdir, verbose=False)
     trainer = redeqx.Trainer(
         deployer, model=make_model(), optimizer=optax.adam(1e-2), collate_fn=np.stack, loss_fn=loss_fn
@@ -53,12 +53,12 @@ def pred_fn(model, batch, key):
     return jax.vmap(model)(batch)
 
 
-def test_a_run_in_a_store_is_that_of_a_folder(bucket, tmp_path):
-    """Its values, its files but for the place, and its metrics, with a stop half way."""
+def test_run_in_a_store_matches_a_local_run(bucket, tmp_path):
+    """Compares values, files and metrics; the run in the store is stopped and resumed."""
     alone = run(tmp_path / "run")
     first = run(f"{bucket}/run", stop=3)
     assert str(first.deployer.workdir) == f"{bucket}/run"
-    assert first.deployer.local_workdir.name == "run"  # the name that trackers give the run
+    assert first.deployer.local_workdir.name == "run"  # the name of the run for trackers
     again = run(f"{bucket}/run")
     assert bits(again) == bits(alone)
     there, here = location(f"{bucket}/run"), tmp_path / "run"
@@ -71,8 +71,8 @@ def test_a_run_in_a_store_is_that_of_a_folder(bucket, tmp_path):
     assert (there / step).read_bytes() == (here / step).read_bytes()
 
 
-def test_a_run_in_a_store_that_fails_has_the_same_bits(bucket, server, quick, tmp_path):
-    """A third of all requests fail, of a whole fit, of its second half after a restart, and of reading the result."""
+def test_run_in_a_failing_store_has_the_same_bits(bucket, server, short_timeouts, tmp_path):
+    """A third of all requests fail: during the first fit, after the restart, and while the result is loaded."""
     alone = run(tmp_path / "run")
     count, faults = itertools.count(), itertools.cycle((500, "cut", 503))
     server.fault = lambda method, path: next(faults) if next(count) % 3 == 0 else None
@@ -84,7 +84,7 @@ def test_a_run_in_a_store_that_fails_has_the_same_bits(bucket, server, quick, tm
     assert next(count) > 100
 
 
-def test_what_was_saved_is_loaded_from_its_address(bucket, capsys):
+def test_saved_model_is_loaded_from_its_address(bucket, capsys):
     trainer = run(f"{bucket}/run", stop=2)
     like = eqx.filter_eval_shape(make_model)
     for path in ("run", "run/ckpts/last", "run/ckpts/step_00000002", "run/ckpts/step_00000002/model.safetensors"):
@@ -97,7 +97,7 @@ def test_what_was_saved_is_loaded_from_its_address(bucket, capsys):
     assert len(predictor.predict(DATA, batch_size=8)) == len(DATA)
 
 
-def test_a_second_run_is_kept_out(bucket):
+def test_second_run_is_locked_out(bucket):
     trainer = run(f"{bucket}/run", stop=2)
     checkpoints = trainer._engine.checkpoints
     with checkpoints.writing():
@@ -113,19 +113,19 @@ Checkpoints(location({f"{bucket}/run/ckpts"!r})).save(9, {{}}, {{}})
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("ftp://host/run", r"expected a folder, or an address that begins with s3://, gs://, got ftp://host/run"),
         ("s3://", r"expected `s3://bucket/key`, got s3://\. Pass a bucket"),
         ("s3://bucket/a/../b", r"expected `s3://bucket/key`, got s3://bucket/a/\.\./b"),
     ],
 )
-def test_an_address_that_is_none_is_refused(path, said):
-    with pytest.raises(ValueError, match=f"`workdir`: {said}"):
+def test_invalid_address_is_refused(path, message):
+    with pytest.raises(ValueError, match=f"`workdir`: {message}"):
         redeqx.Deployer(workdir=path, verbose=False)
 
 
-def test_without_obstore_it_is_said_what_to_install(monkeypatch, tmp_path):
+def test_missing_obstore_names_the_package_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ImportError, match=r'expected obstore, .* got no such package\. Run `pip install "redeqx\[stores\]"`'
@@ -136,19 +136,19 @@ def test_without_obstore_it_is_said_what_to_install(monkeypatch, tmp_path):
         ValueError, match=r"expected the address of an object store as a string, got PosixPath\('s3:/bucket'\)"
     ):
         location(Path("s3://bucket"))
-    with pytest.raises(ValueError, match=r"got 's3:/bucket', with one slash"):  # as `str` of that Path
+    with pytest.raises(ValueError, match=r"got 's3:/bucket', with one slash"):  # `str` of that Path
         location("s3:/bucket")
-    with pytest.raises(ImportError, match="expected obstore"):  # an address, and no folder of that name
+    with pytest.raises(ImportError, match="expected obstore"):  # an address, not a folder of that name
         location("S3://bucket")
 
 
-def test_a_bucket_that_is_not_there_is_said_at_the_start(bucket):
+def test_missing_bucket_is_reported_at_the_start(bucket):
     with pytest.raises(OSError, match=f"expected a bucket, got none of that name.*{bucket}-none"):
         redeqx.Deployer(workdir=f"{bucket}-none/run", verbose=False)
 
 
-def test_metrics_of_a_step_are_there_with_its_checkpoint(bucket, server):
-    """They are uploaded before the manifest, so that a resumed run has all lines up to its step."""
+def test_metrics_of_a_step_are_uploaded_before_its_manifest(bucket, server):
+    """A resumed run then has all lines up to its step."""
     run(f"{bucket}/run", stop=2)
     puts = [path for method, path in server.requests if method == "PUT"]
     manifest = next(i for i, path in enumerate(puts) if path.endswith("step_00000002/trainer.json"))
@@ -169,19 +169,19 @@ print("ended with", hashlib.sha256(b"".join(bits(run(sys.argv[1])))).hexdigest()
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stage", ["model.safetensors", "metrics.jsonl", "trainer.json", "index.json"])
-def test_a_run_killed_while_it_saves_ends_with_the_same_bits(bucket, server, stage):
-    """SIGKILL when a request of the save of step 4 reaches the store; then the script is run again."""
+def test_run_killed_while_saving_ends_with_the_same_bits(bucket, server, stage):
+    """SIGKILL when a request of the save at step 4 reaches the store; then the script runs again."""
 
     def start(folder):
         command = [sys.executable, "-c", TRAIN, f"{bucket}/{folder}"]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def ended(process):
+    def final_digest(process):
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         return next(line for line in out.splitlines() if line.startswith("ended with"))
 
-    expected = ended(start("whole"))
+    expected = final_digest(start("whole"))
     seen = []
 
     def kill(method, path):
@@ -197,6 +197,6 @@ def test_a_run_killed_while_it_saves_ends_with_the_same_bits(bucket, server, sta
     assert process.returncode == -9
     last = json.loads(location(f"{bucket}/killed/ckpts/index.json").read_bytes())["last"]
     assert last == "step_00000003" or (stage == "index.json" and last == "step_00000004")
-    assert ended(start("killed")) == expected
+    assert final_digest(start("killed")) == expected
     names = [f"{bucket}/{folder}/metrics.jsonl" for folder in ("whole", "killed")]
     assert len({location(name).read_bytes() for name in names}) == 1
