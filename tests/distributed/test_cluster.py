@@ -1,4 +1,4 @@
-"""A process learns its place from what it is given or from its launcher; what cannot be is said before JAX starts."""
+"""A process finds its index from arguments or its launcher; invalid settings raise before JAX starts."""
 
 import os
 import re
@@ -14,46 +14,46 @@ from redeqx.distributed._cluster import PORT, Place, _check_unused, _interface, 
 
 
 @pytest.fixture(autouse=True)
-def nowhere(monkeypatch):
-    """No launcher, whatever started the tests."""
+def no_launcher(monkeypatch):
+    """Hides any launcher that started the tests."""
     for name in list(os.environ):
         if name.startswith(("REDEQX_", "SLURM_", "OMPI_", "KUBERNETES_", "JAX_COORDINATOR")):
             monkeypatch.delenv(name)
 
 
-def given(monkeypatch, **environment):
+def setenv(monkeypatch, **environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
 
-def message(**arguments):
+def error_message(**arguments):
     with pytest.raises(ValueError) as caught:
         find_place(**arguments)
     return str(caught.value)
 
 
-def test_a_process_is_alone_where_nothing_says_otherwise():
+def test_process_without_settings_is_alone():
     assert find_place() is None
     assert start(None, None, None, None, None).n == 1
 
 
-def test_one_process_is_alone_whatever_its_launcher_says(monkeypatch):
-    given(monkeypatch, SLURM_JOB_ID="7", SLURM_NTASKS="4")
+def test_one_process_ignores_its_launcher(monkeypatch):
+    setenv(monkeypatch, SLURM_JOB_ID="7", SLURM_NTASKS="4")
     assert find_place(n_processes=1) is None
-    given(monkeypatch, REDEQX_PROCESSES="2")
+    setenv(monkeypatch, REDEQX_PROCESSES="2")
     assert find_place(n_processes=1) is None
 
 
 # --- by arguments ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_given_is_taken():
+def test_arguments_set_the_place():
     assert find_place(4, "127.0.0.1", 1234, 3) == Place(4, 3, "127.0.0.1", 1234, "127.0.0.1", None)
     assert find_place(4, "localhost", None, 0, 2) == Place(4, 0, "localhost", PORT, "localhost", (0, 1))
 
 
-def test_what_is_given_comes_before_a_launcher(monkeypatch):
-    given(monkeypatch, REDEQX_PROCESSES="8", REDEQX_PROCESS_ID="7", REDEQX_HOST0="localhost:99")
+def test_arguments_override_the_launcher(monkeypatch):
+    setenv(monkeypatch, REDEQX_PROCESSES="8", REDEQX_PROCESS_ID="7", REDEQX_HOST0="localhost:99")
     assert find_place(2, "127.0.0.1", 1234, 1) == Place(2, 1, "127.0.0.1", 1234, "127.0.0.1", None)
 
 
@@ -99,14 +99,14 @@ def test_what_is_given_comes_before_a_launcher(monkeypatch):
         ),
     ],
 )
-def test_what_is_missing_or_cannot_be_is_named(arguments, expected):
-    assert message(**arguments) == expected
+def test_missing_or_invalid_arguments_are_named(arguments, expected):
+    assert error_message(**arguments) == expected
 
 
-def test_a_host_that_is_not_known_is_said():
+def test_unknown_host_is_reported():
     assert re.fullmatch(
         r"`host0_address`: expected a host that this one can find, got 'nowhere\.invalid' \(.+\)\. Pass its address\.",
-        message(n_processes=2, host0_address="nowhere.invalid", process_id=1),
+        error_message(n_processes=2, host0_address="nowhere.invalid", process_id=1),
     )
 
 
@@ -115,29 +115,29 @@ def test_a_host_that_is_not_known_is_said():
 OURS = {"REDEQX_PROCESSES": "2", "REDEQX_PROCESS_ID": "1", "REDEQX_HOST0": "127.0.0.1:1234"}
 
 
-def test_our_own_launcher_is_found(monkeypatch):
-    given(monkeypatch, **OURS)
+def test_redeqx_launcher_is_detected(monkeypatch):
+    setenv(monkeypatch, **OURS)
     assert find_place() == Place(2, 1, "127.0.0.1", 1234, "127.0.0.1", None)
     assert find_place(n_local_devices=1) == Place(2, 1, "127.0.0.1", 1234, "127.0.0.1", (0,))
 
 
-def test_our_own_launcher_of_one_process_leaves_it_alone(monkeypatch):
-    given(monkeypatch, **{**OURS, "REDEQX_PROCESSES": "1", "REDEQX_PROCESS_ID": "0"})
+def test_redeqx_launcher_with_one_process(monkeypatch):
+    setenv(monkeypatch, **{**OURS, "REDEQX_PROCESSES": "1", "REDEQX_PROCESS_ID": "0"})
     assert find_place() is None
 
 
-def test_an_ipv6_address_is_taken_out_of_its_brackets(monkeypatch):
-    given(monkeypatch, **{**OURS, "REDEQX_HOST0": "[::1]:1234"})
+def test_ipv6_brackets_are_removed(monkeypatch):
+    setenv(monkeypatch, **{**OURS, "REDEQX_HOST0": "[::1]:1234"})
     assert find_place() == Place(2, 1, "::1", 1234, "::1", None)
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_our_own_launcher_says_all_or_nothing(monkeypatch, name):
+def test_redeqx_launcher_needs_all_variables(monkeypatch, name):
     expected = f"`{name}`: expected in the environment beside the others, got none. Set all three."
-    given(monkeypatch, **{**OURS, name: ""})
-    assert message() == expected
+    setenv(monkeypatch, **{**OURS, name: ""})
+    assert error_message() == expected
     monkeypatch.delenv(name)
-    assert message() == expected
+    assert error_message() == expected
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_our_own_launcher_says_all_or_nothing(monkeypatch, name):
         ),
     ],
 )
-def test_what_our_own_launcher_says_is_checked(monkeypatch, name, value, expected):
-    given(monkeypatch, **{**OURS, name: value})
-    assert message() == expected
+def test_redeqx_launcher_variables_are_validated(monkeypatch, name, value, expected):
+    setenv(monkeypatch, **{**OURS, name: value})
+    assert error_message() == expected
 
 
 # --- by other launchers ----------------------------------------------------------------------------------------------
@@ -170,37 +170,37 @@ SLURM = {
 }
 
 
-def test_a_task_of_slurm_is_found(monkeypatch):
-    """With one device, the port by the job's number, and the first node's address to listen at."""
-    given(monkeypatch, **SLURM)
+def test_slurm_task_is_detected(monkeypatch):
+    """One device per task, a port derived from the job id, and the first node's address to listen on."""
+    setenv(monkeypatch, **SLURM)
     assert find_place() == Place(4, 3, "localhost", 5000 % 4096 + 61440, "localhost", (1,))
     assert find_place(n_local_devices=2) == Place(4, 3, "localhost", 5000 % 4096 + 61440, "localhost", (0, 1))
 
 
-def test_one_task_of_slurm_is_alone(monkeypatch):
-    given(monkeypatch, **{**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+def test_single_slurm_task_is_alone(monkeypatch):
+    setenv(monkeypatch, **{**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
     assert find_place() is None
 
 
-def test_a_batch_script_of_one_task_is_alone(monkeypatch):
-    given(monkeypatch, SLURM_JOB_ID="5000", SLURM_NTASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0")
+def test_slurm_batch_script_with_one_task_is_alone(monkeypatch):
+    setenv(monkeypatch, SLURM_JOB_ID="5000", SLURM_NTASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0")
     assert find_place() is None
     monkeypatch.delenv("SLURM_NTASKS")
     assert find_place() is None
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"])
-def test_a_script_that_srun_did_not_start_is_told_so(monkeypatch, name):
-    given(monkeypatch, **SLURM)
+def test_missing_srun_is_reported(monkeypatch, name):
+    setenv(monkeypatch, **SLURM)
     monkeypatch.delenv(name)
-    assert message() == (
+    assert error_message() == (
         f"`{name}`: expected in the environment of one of SLURM_NTASKS=4 tasks, got none. Start the script with "
         "`srun python ...`, which starts every task; or pass `n_processes=1` to run this one alone."
     )
 
 
-def test_a_rank_of_open_mpi_is_found(monkeypatch):
-    given(
+def test_open_mpi_rank_is_detected(monkeypatch):
+    setenv(
         monkeypatch,
         OMPI_MCA_orte_hnp_uri=f"{20 * 4096}.0;tcp://127.0.0.1,10.0.0.1:34911",
         OMPI_COMM_WORLD_SIZE="2",
@@ -213,50 +213,51 @@ def test_a_rank_of_open_mpi_is_found(monkeypatch):
 @pytest.mark.parametrize(
     ("host", "addresses", "expected"),
     [
-        ("node1", ["127.0.0.1"], ""),  # Debian: its own name is a loopback address, which no other host reaches
-        ("node1", ["192.0.2.1"], ""),  # a service in front of it
+        # Debian resolves the host's own name to a loopback address, which no other host reaches.
+        ("node1", ["127.0.0.1"], ""),
+        ("node1", ["192.0.2.1"], ""),  # the address of a service in front of the host
         ("127.0.0.1", ["127.0.0.1"], "127.0.0.1"),
         ("localhost", ["127.0.0.1"], "localhost"),
     ],
 )
-def test_process_0_listens_where_its_launcher_names_an_address_of_its_own(monkeypatch, host, addresses, expected):
+def test_process_0_binds_to_a_named_address_of_its_own(monkeypatch, host, addresses, expected):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert _interface(host) == expected
 
 
 @pytest.mark.parametrize(("given_bind", "bind"), [("127.0.0.1:77", "127.0.0.1"), ("[::]:77", ""), ("0.0.0.0:77", "")])
-def test_the_environment_says_where_the_coordinator_listens(monkeypatch, given_bind, bind):
-    given(monkeypatch, **{**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, JAX_COORDINATOR_BIND_ADDRESS=given_bind)
+def test_environment_sets_the_bind_address(monkeypatch, given_bind, bind):
+    setenv(monkeypatch, **{**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, JAX_COORDINATOR_BIND_ADDRESS=given_bind)
     assert find_place() == Place(4, 0, "localhost", 5000 % 4096 + 61440, bind, (0,), given_bind)
 
 
 def in_kubernetes(monkeypatch, n_pods, **environment):
-    """A pod about which JAX asks in vain, of a Job of so many pods; None of none."""
+    """Simulates a pod that JAX cannot configure, in a Job of `n_pods` pods, or in no Job if None."""
 
     def fail(*_):
         raise KeyError("job-name")
 
     monkeypatch.setattr(ClusterEnv, "auto_detect_unset_distributed_params", fail)
     monkeypatch.setattr(K8sCluster, "get_process_count", fail if n_pods is None else lambda: n_pods)
-    given(monkeypatch, KUBERNETES_SERVICE_HOST="10.0.0.1", **environment)
+    setenv(monkeypatch, KUBERNETES_SERVICE_HOST="10.0.0.1", **environment)
 
 
 @pytest.mark.parametrize("n_pods", [None, 1])
-def test_a_pod_without_others_is_alone(monkeypatch, n_pods):
-    """A notebook's, say."""
+def test_pod_without_others_is_alone(monkeypatch, n_pods):
+    """For example, a notebook's pod."""
     in_kubernetes(monkeypatch, n_pods)
     assert find_place() is None
 
 
 @pytest.mark.parametrize(("n_pods", "environment"), [(4, {}), (None, {"JOB_COMPLETION_INDEX": "0"})])
-def test_a_pod_of_a_job_of_several_is_not_run_alone(monkeypatch, n_pods, environment):
+def test_pod_of_a_larger_job_does_not_run_alone(monkeypatch, n_pods, environment):
     in_kubernetes(monkeypatch, n_pods, **environment)
     with pytest.raises(KeyError, match="job-name"):
         find_place()
 
 
-def test_jax_that_is_in_use_is_said():
+def test_jax_already_in_use_is_reported():
     assert len(jax.devices()) == 8
     with pytest.raises(RuntimeError) as caught:
         _check_unused()
@@ -266,17 +267,17 @@ def test_jax_that_is_in_use_is_said():
     )
 
 
-def test_a_place_among_several_is_not_taken_up_where_jax_is_in_use(monkeypatch):
-    """Before it waits for the others."""
-    given(monkeypatch, **OURS)
+def test_start_fails_if_jax_is_in_use(monkeypatch):
+    """It raises before it waits for the other processes."""
+    setenv(monkeypatch, **OURS)
     jax.devices()
     with pytest.raises(RuntimeError, match=r"^`Deployer`: expected to come before anything"):
         start(None, None, None, None, None)
 
 
 @pytest.mark.sweep
-def test_a_proxy_for_the_web_is_no_way_to_process_0(tmp_path):
-    """gRPC would take it for one and wait for ever, on clusters that have no other way out."""
+def test_web_proxy_is_not_used_to_reach_process_0(tmp_path):
+    """gRPC would use the proxy and wait forever on clusters where the proxy does not reach process 0."""
     script = tmp_path / "started.py"
     script.write_text(
         "import os, signal, jax, redeqx\nsignal.signal(signal.SIGTERM, handler := lambda *_: None)\nredeqx.Deployer()\n"

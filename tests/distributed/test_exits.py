@@ -1,4 +1,4 @@
-"""A process that has to leave does, whatever has become of the streams that it prints to, and of its other threads."""
+"""A process that must leave does so, whatever the state of its output streams and other threads."""
 
 import os
 import subprocess
@@ -17,12 +17,12 @@ from redeqx.distributed._peers import Peers, leave
 LIMIT = 30.0
 
 
-class Left(BaseException):
-    """In place of the end of the process."""
+class ExitCalled(BaseException):
+    """Raised instead of ending the process."""
 
 
-class Gone:
-    """A stream whose reader has ended."""
+class ClosedStream:
+    """A stream whose reader has exited."""
 
     def write(self, text):
         raise BrokenPipeError(32, "Broken pipe")
@@ -31,8 +31,8 @@ class Gone:
         raise BrokenPipeError(32, "Broken pipe")
 
 
-class Stuck:
-    """A stream whose reader has stopped."""
+class BlockedStream:
+    """A stream whose reader has stopped reading."""
 
     def __init__(self):
         self.over = threading.Event()
@@ -44,7 +44,7 @@ class Stuck:
         self.over.wait(LIMIT)
 
 
-@pytest.fixture(params=[Gone, Stuck])
+@pytest.fixture(params=[ClosedStream, BlockedStream])
 def stream(request, monkeypatch):
     stream = request.param()
     monkeypatch.setattr(_exits, "PATIENCE", 0.1)
@@ -52,59 +52,59 @@ def stream(request, monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, stream)
     yield stream
-    if isinstance(stream, Stuck):
+    if isinstance(stream, BlockedStream):
         stream.over.set()
 
 
 @pytest.fixture
 def codes(monkeypatch):
-    """The exit codes with which a thread would have ended the process."""
+    """Exit codes with which a thread would have ended the process."""
     codes = []
 
     def exit(code):
         codes.append(code)
-        raise Left
+        raise ExitCalled
 
     monkeypatch.setattr(os, "_exit", exit)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     return codes
 
 
-def eventually(holds):
+def wait_until(holds):
     until = time.monotonic() + LIMIT
     while not holds():
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
-def test_a_process_leaves_whoever_reads_what_it_prints(stream, codes):
-    with pytest.raises(Left):
+def test_leave_exits_with_unusable_streams(stream, codes):
+    with pytest.raises(ExitCalled):
         leave("process 1 of 2 is gone", 7)
     assert codes == [75]
 
 
-def test_the_watch_ends_a_run_whoever_reads_what_it_prints(stream, codes):
+def test_watch_exits_with_unusable_streams(stream, codes):
     watch = Watch(Peers(), 0.1)
     with watch.on():
         watch.beat(3)
-        eventually(lambda: codes)
+        wait_until(lambda: codes)
     assert codes == [75]
 
 
-def test_an_exception_ends_a_process_whoever_reads_what_it_prints(stream, codes, monkeypatch):
+def test_excepthook_exits_with_unusable_streams(stream, codes, monkeypatch):
     monkeypatch.setattr(_cluster, "_HOOK", 0.1)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     peers = Peers()
     _cluster._report_ends(peers)
     try:
-        with pytest.raises(Left):
+        with pytest.raises(ExitCalled):
             sys.excepthook(RuntimeError, RuntimeError("the loader is broken"), None)
     finally:
         _cluster.atexit.unregister(peers.close)
     assert codes == [1]
 
 
-def test_the_stacks_name_each_thread_and_where_it_is():
+def test_stacks_name_each_thread_and_its_position():
     over = threading.Event()
 
     def waits():
@@ -112,7 +112,7 @@ def test_the_stacks_name_each_thread_and_where_it_is():
 
     thread = threading.Thread(target=waits, name="mine")
     thread.start()
-    eventually(lambda: "waits" in stacks())
+    wait_until(lambda: "waits" in stacks())
     found = stacks().split("thread ")
     over.set()
     thread.join(LIMIT)
@@ -122,7 +122,7 @@ def test_the_stacks_name_each_thread_and_where_it_is():
     assert any(each.startswith("MainThread:") for each in found)
 
 
-def test_one_exception_is_kept_quiet_and_no_other(monkeypatch):
+def test_keep_quiet_suppresses_only_one_exception(monkeypatch):
     printed = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, frames: printed.append(error))
     quiet, other = KeyboardInterrupt(), KeyboardInterrupt()
@@ -132,7 +132,7 @@ def test_one_exception_is_kept_quiet_and_no_other(monkeypatch):
     assert printed == [other]
 
 
-def test_another_thread_keeps_no_process_that_has_come_to_its_end(tmp_path):
+def test_running_thread_does_not_prevent_the_exit(tmp_path):
     script = tmp_path / "ends.py"
     script.write_text("""
 import sys, threading, time
@@ -154,8 +154,8 @@ sys.exit(75)
 # --- the watch -------------------------------------------------------------------------------------------------------
 
 
-def test_the_watch_is_on_while_steps_are_expected_and_not_after(codes):
-    """A notebook stays after `train`, for as long as it likes."""
+def test_watch_is_active_only_while_steps_are_expected(codes):
+    """A notebook may stay idle after `train` for any length of time."""
     watch = Watch(Peers(), 0.1)
     with watch.on():
         with watch.on():
