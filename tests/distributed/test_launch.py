@@ -1,4 +1,4 @@
-"""Several processes of one command: what they print is told apart, and how they end is kept."""
+"""Several processes started by one command: output is labelled by process, and the exit code is preserved."""
 
 import os
 import signal
@@ -11,12 +11,12 @@ import pytest
 
 from redeqx.distributed import _launch
 
-SETTLE = 'import os, signal, sys, time; i = int(os.environ["REDEQX_PROCESS_ID"])\n'
+PRELUDE = 'import os, signal, sys, time; i = int(os.environ["REDEQX_PROCESS_ID"])\n'
 
 
-def launched(code, n=2, **arguments):
-    """The exit code of `n` processes that run this, where `i` is their number."""
-    return _launch.launch(n, [sys.executable, "-S", "-c", SETTLE + code], **arguments)
+def launch_code(code, n=2, **arguments):
+    """The exit code of `n` processes that run `code`, in which `i` is the process index."""
+    return _launch.launch(n, [sys.executable, "-S", "-c", PRELUDE + code], **arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -24,12 +24,12 @@ def short_grace(monkeypatch):
     monkeypatch.setattr(_launch, "GRACE", 0.5)
 
 
-def test_each_has_its_number_and_its_output_begins_with_it(capfd):
+def test_output_lines_begin_with_the_process_index(capfd):
     code = """
 print(*(os.environ[f"REDEQX_{name}"] for name in ("PROCESSES", "PROCESS_ID", "HOST0")), os.environ["PYTHONUNBUFFERED"])
 print("more"); print("wrong", i, file=sys.stderr); print("no end", end="")
 """
-    assert launched(code, n=3, port=1234) == 0
+    assert launch_code(code, n=3, port=1234) == 0
     out, err = capfd.readouterr()
     for i in range(3):
         assert [line for line in out.replace("no end", "no end\n").splitlines() if line.startswith(f"[{i}] ")] == [
@@ -40,56 +40,56 @@ print("more"); print("wrong", i, file=sys.stderr); print("no end", end="")
     assert sorted(err.splitlines()) == [f"[{i}] wrong {i}" for i in range(3)]
 
 
-def test_all_are_told_of_one_free_port(capfd):
-    assert launched('print(os.environ["REDEQX_HOST0"])') == 0
+def test_all_processes_get_the_same_free_port(capfd):
+    assert launch_code('print(os.environ["REDEQX_HOST0"])') == 0
     hosts = {line.split()[1] for line in capfd.readouterr().out.splitlines()}
     (host,) = hosts
     assert host.startswith("127.0.0.1:")
     assert int(host.partition(":")[2]) > 0
 
 
-def test_what_is_no_text_is_printed_all_the_same(capfd):
-    assert launched(r'sys.stdout.buffer.write(b"a\xffb\n")', n=1) == 0
+def test_invalid_utf8_is_replaced(capfd):
+    assert launch_code(r'sys.stdout.buffer.write(b"a\xffb\n")', n=1) == 0
     assert capfd.readouterr().out == "[0] a\N{REPLACEMENT CHARACTER}b\n"
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_the_code_of_the_one_that_failed_is_kept(culprit):
-    """Not that of one that left because of it, though it left before."""
-    assert launched(f"time.sleep(0.2 * (i == {culprit})); sys.exit(3 if i == {culprit} else 75)") == 3
+def test_exit_code_of_the_failed_process_is_kept(culprit):
+    """Not the code of a process that left because of it, even if that one left first."""
+    assert launch_code(f"time.sleep(0.2 * (i == {culprit})); sys.exit(3 if i == {culprit} else 75)") == 3
 
 
-def test_where_all_left_their_code_is_kept():
-    assert launched("sys.exit(75 if i else 0)", n=3) == 75
+def test_exit_code_75_is_kept_if_no_process_failed():
+    assert launch_code("sys.exit(75 if i else 0)", n=3) == 75
 
 
-def test_a_signal_that_ended_one_is_128_and_its_number():
-    assert launched("os.kill(os.getpid(), signal.SIGKILL) if i == 1 else sys.exit(75)") == 137
+def test_exit_code_of_a_signal_is_128_plus_its_number():
+    assert launch_code("os.kill(os.getpid(), signal.SIGKILL) if i == 1 else sys.exit(75)") == 137
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_the_others_are_ended_after_the_grace(capfd, culprit):
-    """Whichever it is, and though they do not listen."""
+def test_others_are_killed_after_the_grace_period(capfd, culprit):
+    """Whichever process failed, and although the others ignore SIGTERM."""
     code = f"""
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print(os.getpid())
 sys.exit(3) if i == {culprit} else time.sleep(120)
 """
-    assert launched(code, n=3) == 3
+    assert launch_code(code, n=3) == 3
     for line in capfd.readouterr().out.splitlines():
         with pytest.raises(ProcessLookupError):
             os.kill(int(line.split()[1]), 0)
 
 
-def test_the_others_may_end_by_themselves_in_the_grace(capfd, monkeypatch):
+def test_others_may_exit_during_the_grace_period(capfd, monkeypatch):
     monkeypatch.setattr(_launch, "GRACE", 60.0)
-    assert launched('sys.exit(3) if i else (time.sleep(0.5), print("saved"))') == 3
+    assert launch_code('sys.exit(3) if i else (time.sleep(0.5), print("saved"))') == 3
     assert capfd.readouterr().out == "[0] saved\n"
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_signals_are_passed_on(capfd, tmp_path, name):
-    """To each; afterwards they are this process's again."""
+def test_signals_are_forwarded(capfd, tmp_path, name):
+    """Every process receives the signal; afterwards the previous handler is restored."""
     before = signal.getsignal(getattr(signal, name))
     code = f"""
 signal.signal(signal.{name}, lambda *_: (print("told"), sys.exit(75)))
@@ -100,16 +100,16 @@ if i == 1:
     os.kill(os.getppid(), signal.{name})
 time.sleep(60)
 """
-    assert launched(code) == 75
+    assert launch_code(code) == 75
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] told", "[1] told"]
     assert signal.getsignal(getattr(signal, name)) is before
 
 
-def test_the_processes_end_with_the_launcher(tmp_path):
-    """Which is killed, and can tell them nothing."""
+def test_processes_end_with_the_launcher(tmp_path):
+    """Even if the launcher is killed and cannot forward a signal."""
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(120)\n")
-    launcher = started("--processes", "2", str(script))
+    launcher = start_launcher("--processes", "2", str(script))
     pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
     launcher.kill()
     launcher.communicate(timeout=60)
@@ -119,18 +119,18 @@ def test_the_processes_end_with_the_launcher(tmp_path):
         time.sleep(0.02)
 
 
-def test_the_processes_go_on_where_nobody_reads_what_they_print(tmp_path):
-    """And their exit code is kept."""
+def test_processes_continue_after_stdout_is_closed(tmp_path):
+    """The exit code is preserved."""
     script = tmp_path / "script.py"
     script.write_text("import sys\nfor _ in range(3000): print('x' * 100)\nprint('done', file=sys.stderr)\nsys.exit(4)\n")
-    launcher = started("--processes", "2", str(script))
+    launcher = start_launcher("--processes", "2", str(script))
     launcher.stdout.close()
     assert sorted(launcher.stderr.read().splitlines()) == ["[0] done", "[1] done"]
     assert launcher.wait(timeout=60) == 4
     launcher.stderr.close()
 
 
-def started(*arguments):
+def start_launcher(*arguments):
     command = [sys.executable, "-m", "redeqx", "launch", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -143,8 +143,8 @@ def is_alive(pid):
         return False
 
 
-def test_the_command_line_launches_a_script(tmp_path):
-    """With its arguments; one that is not there is said."""
+def test_command_line_launches_a_script(tmp_path):
+    """The script gets its arguments; a missing script is reported."""
     (tmp_path / "script.py").write_text(
         'import os, sys\nprint(os.environ["REDEQX_PROCESS_ID"], sys.argv[1:])\nsys.exit(4)\n'
     )

@@ -1,4 +1,4 @@
-"""What JAX's client says reaches the coordinator and back; that the coordinator is gone does not reach it."""
+"""The relay forwards bytes between JAX's client and the coordinator, but hides the coordinator's end from the client."""
 
 import socket
 import threading
@@ -27,9 +27,9 @@ def port_of(listener):
     return listener.getsockname()[1]
 
 
-def test_bytes_pass_both_ways_on_each_connection(coordinator):
+def test_bytes_pass_in_both_directions(coordinator):
     relay = Relay("127.0.0.1", port_of(coordinator), LIMIT)
-    data = bytes(range(256)) * 4000  # more than a socket holds
+    data = bytes(range(256)) * 4000  # more than a socket buffer holds
     for _ in range(2):
         with client(relay.port) as near, coordinator.accept()[0] as far:
             for source, target in ((near, far), (far, near)):
@@ -42,20 +42,20 @@ def test_bytes_pass_both_ways_on_each_connection(coordinator):
                 assert received == data
 
 
-def test_where_the_coordinator_is_gone_the_client_hears_nothing(coordinator):
+def test_client_does_not_see_the_coordinator_end(coordinator):
     relay = Relay("127.0.0.1", port_of(coordinator), LIMIT)
     with client(relay.port) as near:
         far = coordinator.accept()[0]
-        far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, as of a process that is killed
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, as when a process is killed
         far.close()
         near.settimeout(0.3)
-        for _ in range(3):  # what the first sends meets a closed connection, what the next do a broken one
+        for _ in range(3):  # the first message reaches a closed connection, later ones a broken one
             with pytest.raises(TimeoutError):
                 near.recv(1)
             near.sendall(b"still there?")
 
 
-def test_where_the_client_has_gone_the_coordinator_hears_of_it(coordinator):
+def test_coordinator_sees_the_client_end(coordinator):
     relay = Relay("127.0.0.1", port_of(coordinator), LIMIT)
     with client(relay.port):
         far = coordinator.accept()[0]
@@ -64,7 +64,7 @@ def test_where_the_client_has_gone_the_coordinator_hears_of_it(coordinator):
         assert far.recv(1) == b""
 
 
-def test_the_coordinator_may_come_later():
+def test_coordinator_may_start_later():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = port_of(reserved)
@@ -81,7 +81,7 @@ def test_the_coordinator_may_come_later():
                 assert near.recv(4) == b"here"
 
 
-def test_where_no_coordinator_comes_in_time_the_connection_is_refused():
+def test_connection_is_refused_if_no_coordinator_starts_in_time():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         relay = Relay("127.0.0.1", port_of(reserved), 0.2)
