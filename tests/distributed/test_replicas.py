@@ -1,4 +1,4 @@
-"""What must be the same in all processes is compared, and what differs is shown."""
+"""Programs and values that must agree in all processes are compared, and differences are reported."""
 
 import contextlib
 import re
@@ -19,12 +19,15 @@ LIMIT = 30.0
 
 @pytest.fixture(scope="module")
 def trio():
-    """Three processes that have met, each a thread here."""
+    """Three connected processes, each run by a thread."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     peers = [Peers(3, i) for i in range(3)]
-    assert together([partial(each.meet, "127.0.0.1", port, bind="127.0.0.1", timeout=LIMIT) for each in peers]) == [None] * 3
+    assert (
+        run_in_threads([partial(each.meet, "127.0.0.1", port, bind="127.0.0.1", timeout=LIMIT) for each in peers])
+        == [None] * 3
+    )
     yield peers
     for each in peers:
         each._left.update(range(3))
@@ -35,31 +38,31 @@ def trio():
             link.close()
 
 
-def together(acts):
-    """What each returns or raises, in threads of their own."""
+def run_in_threads(fns):
+    """What each function returns or raises, each run in its own thread."""
     ended = {}
 
-    def run(i, act):
+    def run(i, fn):
         try:
-            ended[i] = act()
+            ended[i] = fn()
         except Exception as error:
             ended[i] = error
 
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(acts)]
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(fns)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT)
         assert not thread.is_alive()
-    return [ended[i] for i in range(len(acts))]
+    return [ended[i] for i in range(len(fns))]
 
 
-def all_do(trio, act, what, given):
-    """What each returns or raises, given its own."""
-    return together([partial(act, peers, what, each) for peers, each in zip(trio, given, strict=True)])
+def call_in_all(trio, fn, what, inputs):
+    """What `fn(peers, what, input)` returns or raises in each process."""
+    return run_in_threads([partial(fn, peers, what, each) for peers, each in zip(trio, inputs, strict=True)])
 
 
-def message(errors):
+def common_message(errors):
     assert {type(error) for error in errors} == {ValueError}, errors
     (text,) = {str(error) for error in errors}
     return text
@@ -67,14 +70,14 @@ def message(errors):
 
 def lowered(rate, more=False):
     def step(x):
-        jax.debug.callback(lambda x: None, x)  # its address is none of the program's
+        jax.debug.callback(lambda x: None, x)  # the callback's address is not part of the program
         x = x - rate * jnp.sin(x)
         return jnp.cos(x) if more else x
 
     return jax.jit(step).lower(jnp.zeros(3))
 
 
-def test_one_program_is_agreed_on_wherever_its_source_lies(trio):
+def test_same_program_from_different_source_locations_agrees(trio):
     source = "import jax, jax.numpy as jnp\nlowered = jax.jit(lambda x: x - 0.1 * jnp.sin(x)).lower(jnp.zeros(3))"
     programs = []
     for i in range(3):
@@ -82,28 +85,32 @@ def test_one_program_is_agreed_on_wherever_its_source_lies(trio):
         exec(compile("\n" * i + source, f"/host{i}/train.py", "exec"), names)
         programs.append(names["lowered"])
     assert (
-        together([partial(agree_on_program, *each) for each in zip(trio, ["step"] * 3, programs, strict=True)]) == [None] * 3
+        run_in_threads([partial(agree_on_program, *each) for each in zip(trio, ["step"] * 3, programs, strict=True)])
+        == [None] * 3
     )
     same = [lowered(0.125) for _ in trio]
-    assert together([partial(agree_on_program, *each) for each in zip(trio, ["step"] * 3, same, strict=True)]) == [None] * 3
+    assert (
+        run_in_threads([partial(agree_on_program, *each) for each in zip(trio, ["step"] * 3, same, strict=True)])
+        == [None] * 3
+    )
 
 
-def test_another_constant_is_shown(trio):
+def test_differing_constant_is_shown(trio):
     programs = [lowered(0.125), lowered(0.125), lowered(0.25)]
-    found = all_do(trio, agree_on_program, "train step", programs)
+    found = call_in_all(trio, agree_on_program, "train step", programs)
     assert re.fullmatch(
         r"`train step`: expected the same program in all processes, got in line \d+ `.*1\.250000e-01.*` in process 0, "
         r"`.*2\.500000e-01.*` in process 2\. Every process must run the same script with the same arguments: look for what "
         r"depends on the process, the host, the time, or the order of a set\.",
-        message(found),
+        common_message(found),
     )
 
 
-def test_another_operation_is_shown(trio):
+def test_differing_operation_is_shown(trio):
     programs = [lowered(0.125), lowered(0.125, more=True), lowered(0.125)]
-    found = all_do(trio, agree_on_program, "train step", programs)
-    assert "stablehlo.cosine" in message(found)
-    assert "in process 1" in message(found)
+    found = call_in_all(trio, agree_on_program, "train step", programs)
+    assert "stablehlo.cosine" in common_message(found)
+    assert "in process 1" in common_message(found)
 
 
 def values(seed=0):
@@ -117,28 +124,28 @@ def values(seed=0):
 
 
 @pytest.mark.parametrize("other", ["weight", "bias", "count", "key"])
-def test_another_initial_value_is_named(trio, other):
+def test_differing_initial_value_is_named(trio, other):
     changed = {"weight": values(1)["weight"], "bias": values(1)["bias"], "count": np.int32(1), "key": jax.random.key(1)}
     each = [values(), {**values(), other: changed[other]}, values()]
-    assert all_do(trio, agree_on_values, "model", [values() for _ in trio]) == [None] * 3
-    found = all_do(trio, agree_on_values, "model", each)
+    assert call_in_all(trio, agree_on_values, "model", [values() for _ in trio]) == [None] * 3
+    found = call_in_all(trio, agree_on_values, "model", each)
     assert re.fullmatch(
         rf"`model`: expected `{other}` to have the same values in all processes, got crc32 [0-9a-f]{{8}} in process 0, "
         r"[0-9a-f]{8} in process 1\. Every process must run the same script .*\.",
-        message(found),
+        common_message(found),
     )
 
 
-def test_one_process_compares_nothing():
+def test_single_process_compares_nothing():
     agree_on_values(Peers(), "model", {"weight": object()})
     agree_on_program(Peers(), "step", None)
 
 
 def test_process_0_decides_and_warns(trio):
     nan = float("nan")
-    given = [{"loss": nan, "score": 0.5}, {"loss": nan, "score": 0.25}, {"loss": nan}]
+    inputs = [{"loss": nan, "score": 0.5}, {"loss": nan, "score": 0.25}, {"loss": nan}]
     with pytest.warns(UserWarning) as caught:
-        found = all_do(trio, Peers.decide, "eval_metric_fn", given)
+        found = call_in_all(trio, Peers.decide, "eval_metric_fn", inputs)
     assert [each["score"] for each in found] == [0.5] * 3
     (warning,) = caught
     assert str(warning.message) == (
@@ -147,5 +154,6 @@ def test_process_0_decides_and_warns(trio):
     )
     alike = [{"loss": nan, "score": 0.5}] * 3
     assert (
-        len(together([partial(peers.decide, "eval_metric_fn", each) for peers, each in zip(trio, alike, strict=True)])) == 3
+        len(run_in_threads([partial(peers.decide, "eval_metric_fn", each) for peers, each in zip(trio, alike, strict=True)]))
+        == 3
     )

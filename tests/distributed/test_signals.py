@@ -1,4 +1,4 @@
-"""Signals are this process's while they are handled, and no forked child's."""
+"""Signal handlers apply only in this process and only while they are installed, never in a forked child."""
 
 import os
 import signal
@@ -13,14 +13,14 @@ from redeqx.distributed._signals import handled, woken
 LIMIT = 30.0
 
 
-def eventually(holds):
+def wait_until(holds):
     until = time.monotonic() + LIMIT
     while not holds():
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
-def test_what_stood_before_is_put_back():
+def test_previous_handlers_are_restored():
     before, seen = signal.getsignal(signal.SIGUSR2), []
     with handled({signal.SIGUSR2: lambda: seen.append("outer")}):
         with handled({signal.SIGUSR2: lambda: seen.append("inner")}):
@@ -30,7 +30,7 @@ def test_what_stood_before_is_put_back():
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
-def test_in_another_thread_nothing_is_changed():
+def test_other_threads_change_no_handlers():
     before, found = signal.getsignal(signal.SIGUSR2), []
 
     def run():
@@ -43,8 +43,8 @@ def test_in_another_thread_nothing_is_changed():
     assert found == [before]
 
 
-def test_a_thread_counts_signals_that_come_half_a_second_apart():
-    """A wrapper passes the Ctrl-C on that the terminal sends too: that is one."""
+def test_signals_within_half_a_second_count_once():
+    """A wrapper forwards the Ctrl-C that the terminal also sends: the two count as one."""
     seen = []
     with (
         handled({signal.SIGUSR2: lambda: None}),
@@ -52,17 +52,17 @@ def test_a_thread_counts_signals_that_come_half_a_second_apart():
     ):
         signal.raise_signal(signal.SIGUSR2)
         signal.raise_signal(signal.SIGUSR2)
-        eventually(lambda: seen)
+        wait_until(lambda: seen)
         time.sleep(0.6)
         signal.raise_signal(signal.SIGUSR2)
-        eventually(lambda: len(seen) == 2)
+        wait_until(lambda: len(seen) == 2)
     assert [n for n, _ in seen] == [1, 2]
     assert threading.main_thread() not in {thread for _, thread in seen}
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_forked_child_has_none_of_them(tmp_path):
-    """Not even where a fit is inside a fit; its parent's are not woken by the child's."""
+def test_forked_child_inherits_no_handlers(tmp_path):
+    """Even inside nested fits; a signal to the child does not wake the parent."""
     script = tmp_path / "forks.py"
     script.write_text("""
 import os, signal, time
