@@ -1,4 +1,4 @@
-"""What is printed, on a terminal and elsewhere, and what is recorded."""
+"""Console output, on a terminal and elsewhere, and recorded metrics."""
 
 import io
 import json
@@ -28,7 +28,7 @@ class Recorder:
 
 
 class Clock:
-    """Stands in for `time.perf_counter`, so that rates and times left are exact."""
+    """Replaces `time.perf_counter`, so that rates and remaining times are exact."""
 
     def __init__(self):
         self.now = 100.0
@@ -49,7 +49,7 @@ def lines(workdir: Path) -> list[dict]:
 
 
 def screen(written: str, width: int = 80, height: int = 50) -> list[str]:
-    """What a terminal shows after the escape codes that rich's live display uses: a cursor, moves and erasures."""
+    """The terminal's contents after the escape codes of rich's live display: cursor visibility, moves and erasures."""
     rows, row, column = [""] * height, 0, 0
     for code, char in re.findall(r"\x1b\[([0-9;?]*[A-Za-z])|([\s\S])", written):
         if char == "\n":
@@ -70,17 +70,17 @@ def screen(written: str, width: int = 80, height: int = 50) -> list[str]:
 
 
 def wait_for(pattern: str, out: io.StringIO) -> None:
-    """Waits until the thread that draws has drawn it."""
+    """Waits until the drawing thread has written `pattern`."""
     until = time.monotonic() + 30
     while not re.search(pattern, out.getvalue()):
         assert time.monotonic() < until, out.getvalue()
         time.sleep(0.01)
 
 
-# What is recorded
+# Recorded metrics
 
 
-def test_metrics_read_back_to_the_same_bits(tmp_path):
+def test_metrics_round_trip_bit_for_bit(tmp_path):
     rng = np.random.default_rng(0)
     values = [struct.unpack("d", rng.bytes(8))[0] for _ in range(500)]
     values += [0.1, -0.0, 5e-324, 1.7976931348623157e308, float(np.float32(0.1)), math.nan, math.inf, -math.inf]
@@ -98,7 +98,7 @@ def test_metrics_read_back_to_the_same_bits(tmp_path):
     assert [line["x"] for line in read[-2:]] == ["Infinity", "-Infinity"]
 
 
-def test_metrics_are_on_disk_at_once_and_appended(tmp_path):
+def test_metrics_are_written_immediately_and_appended(tmp_path):
     console = Console(tmp_path)
     console.metrics({"loss": 2.5}, 1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.5}\n'
@@ -108,7 +108,7 @@ def test_metrics_are_on_disk_at_once_and_appended(tmp_path):
     console.records.close()
 
 
-def test_metrics_that_are_none(tmp_path):
+def test_invalid_metrics_are_refused(tmp_path):
     console = Console(tmp_path)
     with pytest.raises(ValueError, match=r"`step`: expected another name for a metric, .* Rename it\."):
         console.metrics({"step": 1.0}, 1)
@@ -120,7 +120,7 @@ def test_metrics_that_are_none(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_rewind_drops_later_lines_and_a_torn_one(tmp_path):
+def test_rewind_drops_later_lines_and_an_incomplete_one(tmp_path):
     console = Console(tmp_path)
     for step in range(1, 6):
         console.metrics({"loss": step / 3}, step)
@@ -135,13 +135,13 @@ def test_rewind_drops_later_lines_and_a_torn_one(tmp_path):
     for step in (4, 5):
         resumed.metrics({"loss": step / 3}, step)
     assert path.read_text() == "".join(before)
-    resumed.records.rewind(4)  # with the file open
+    resumed.records.rewind(4)  # while the file is open
     resumed.metrics({"loss": 5 / 3}, 5)
     assert path.read_text() == "".join(before)
     resumed.records.close()
 
 
-def test_rewind_warns_of_a_line_that_it_cannot_read(tmp_path):
+def test_rewind_warns_about_unreadable_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.0}\n\0\0\0\n[3]\n{"step": 2, "loss": 1.0}\n')
     with pytest.warns(UserWarning) as caught:
@@ -153,13 +153,13 @@ def test_rewind_warns_of_a_line_that_it_cannot_read(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
-def test_rewind_of_nothing(tmp_path):
+def test_rewind_without_records(tmp_path):
     Console(None).records.rewind(3)
     Console(tmp_path).records.rewind(3)
     assert not list(tmp_path.iterdir())
 
 
-def test_going_on_without_rewind_drops_only_the_torn_line(tmp_path):
+def test_resuming_without_rewind_drops_only_the_incomplete_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
     console = Console(tmp_path)
@@ -168,7 +168,7 @@ def test_going_on_without_rewind_drops_only_the_torn_line(tmp_path):
     assert lines(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
 
 
-def test_loggers_get_each_their_own_dict(tmp_path):
+def test_each_logger_gets_its_own_dict(tmp_path):
     first, second = Recorder(), Recorder()
     console = Console(None, loggers=[first, second])
     console.metrics({"loss": np.float32(0.5), "bad": math.nan}, 7)
@@ -177,12 +177,12 @@ def test_loggers_get_each_their_own_dict(tmp_path):
     assert other is not metrics
 
 
-def test_loggers_that_are_no_list_of_objects():
+def test_invalid_loggers_are_refused():
     class Own:
         def log(self, metrics, step):
             pass
 
-    for loggers, says in (
+    for loggers, message in (
         (
             [Own],
             r"`loggers\[0\]`: expected an object with `log\(metrics, step\)`, got the class Own\. Pass an instance of it",
@@ -190,22 +190,22 @@ def test_loggers_that_are_no_list_of_objects():
         (Own(), r"`loggers`: expected a list of trackers, got Own\. Write \[logger\]"),
         (None, r"`loggers`: expected a list of trackers, got NoneType"),
     ):
-        with pytest.raises(TypeError, match=says):
+        with pytest.raises(TypeError, match=message):
             redeqx.Deployer(loggers=loggers, verbose=False)
 
 
-def test_steps_texts_and_names_of_other_types(tmp_path):
+def test_steps_texts_and_names_of_wrong_types(tmp_path):
     deployer = redeqx.Deployer(workdir=tmp_path, verbose=False)
     deployer.log_metrics({"a": 1.0}, np.int64(3))
     deployer.log_text("note", "of a numpy step", step=np.int64(4))
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 3
-    for call, says in (
+    for call, message in (
         (lambda: deployer.log_metrics({"a": 1.0}, 7.0), r"`step`: expected an integer, got 7\.0\. Pass `trainer\.step`"),
         (lambda: deployer.log_metrics({"a": 1.0}, None), "`step`: expected an integer, got None"),
         (lambda: deployer.log_text("note", 5), "`text`: expected a string, got int"),
         (lambda: deployer.log_text(3, "x"), "`name`: expected a string, got int"),
     ):
-        with pytest.raises(TypeError, match=says):
+        with pytest.raises(TypeError, match=message):
             call()
 
 
@@ -214,11 +214,11 @@ def test_logger_without_log():
         TypeError,
         match=r"`loggers\[1\]`: expected an object with `log\(metrics, step\)`, got dict\. Wrap it in a class",
     ):
-        Console(None, loggers=iter([Recorder(), {}]))  # a list is checked by beartype, here
+        Console(None, loggers=iter([Recorder(), {}]))  # an iterator, because beartype checks the items of a list
 
 
 def scalars(folder: Path) -> list[tuple[int, str, float]]:
-    """The scalars of TensorBoard event files, the purges done as TensorBoard does them."""
+    """The scalars in TensorBoard event files, with purges applied as TensorBoard does."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
     found = []
@@ -242,7 +242,7 @@ def test_tensorboard(tmp_path):
     console.records.close()
     kept = [(step, name, step / 2 if name == "loss" else 1.0) for step in (1, 2) for name in ("loss", "eval/bleu")]
     assert scalars(tmp_path / "tensorboard")[:4] == kept
-    # Event files are ordered by the second in their names.
+    # TensorBoard orders event files by the second in their names.
     time.sleep(1.1)
     resumed = Console(tmp_path, run_tensorboard=True)
     resumed.records.rewind(2)
@@ -274,12 +274,12 @@ def test_tensorboard_missing_or_without_a_workdir(tmp_path, monkeypatch):
         Console(tmp_path, run_tensorboard=True)
 
 
-def test_tensorboard_is_imported_only_when_asked_for(tmp_path, monkeypatch):
+def test_tensorboard_is_imported_only_on_request(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     Console(tmp_path).metrics({"loss": 1.0}, 1)
 
 
-def speak(console: Console) -> None:
+def print_everything(console: Console) -> None:
     console.header({"mesh": "data=4"})
     console.table("plan", ["leaf"], [["a"]])
     console.info("hello", title="title")
@@ -292,23 +292,23 @@ def speak(console: Console) -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_only_the_main_process_speaks(tmp_path, terminal):
+def test_only_the_main_process_prints_and_records(tmp_path, terminal):
     out, recorder = io.StringIO(), Recorder()
     console = Console(tmp_path, is_main=False, file=out, terminal=terminal, loggers=[recorder])
-    speak(console)
+    print_everything(console)
     console.records.rewind(1)
     assert out.getvalue() == "" and not list(tmp_path.iterdir()) and not recorder.seen
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_quiet_prints_nothing_and_still_records(tmp_path, terminal):
+def test_quiet_console_records_without_printing(tmp_path, terminal):
     out, recorder = io.StringIO(), Recorder()
-    speak(Console(tmp_path, verbose=False, file=out, terminal=terminal, loggers=[recorder]))
+    print_everything(Console(tmp_path, verbose=False, file=out, terminal=terminal, loggers=[recorder]))
     assert out.getvalue() == ""
     assert [line["step"] for line in lines(tmp_path)] == [1, 2] == [step for _, step in recorder.seen]
 
 
-# What is printed
+# Printed output
 
 
 def test_plain_header_and_info():
@@ -334,7 +334,7 @@ def test_plain_header_and_info():
     ]
 
 
-def test_plain_table_is_aligned_and_whole():
+def test_plain_table_is_aligned_and_not_truncated():
     out = io.StringIO()
     long = "blocks." * 20 + "weight"
     Console(None, file=out).table("plan", ["leaf", "shape", "why"], [["a", "[3]", ""], [long, "[4, 4]", "rule 1"]])
@@ -354,7 +354,7 @@ def test_table_without_rows():
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200, 400])
-def test_terminal_table_folds_and_cuts_nothing(monkeypatch, width):
+def test_terminal_table_wraps_without_truncation(monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     out = io.StringIO()
     long = "blocks." * 9 + "weight"
@@ -364,7 +364,7 @@ def test_terminal_table_folds_and_cuts_nothing(monkeypatch, width):
     console.header({"workdir": "/a/folder" * 20})
     console.table("plan", ["leaf", "shape", "why"], rows)
     text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
-    assert "/a/folder" * 20 in text  # the terminal wraps it, so that it is copied in one piece
+    assert "/a/folder" * 20 in text  # the terminal wraps it, so it can be copied in one piece
     heads, *table = text[text.index("plan") :].splitlines()[1:]
     assert all(len(line) <= width for line in table)
     starts = [heads.index(column) for column in ("leaf", "shape", "why")]
@@ -373,7 +373,7 @@ def test_terminal_table_folds_and_cuts_nothing(monkeypatch, width):
         for start, stop in zip(starts, [*starts[1:], width], strict=True)
     ]
     assert folded == ["".join(column).replace(" ", "") for column in zip(*rows, strict=True)]
-    assert any("blocks.attn.query.weight" in line for line in table)  # the names of rows are folded last
+    assert any("blocks.attn.query.weight" in line for line in table)  # row names are wrapped last
 
 
 def test_plain_line_has_every_field(clock):
@@ -395,7 +395,7 @@ def test_plain_line_has_every_field(clock):
     ]
 
 
-def test_what_is_unknown_is_left_out(clock):
+def test_unknown_fields_are_omitted(clock):
     out = io.StringIO()
     with Console(None, file=out).progress() as progress:
         for step in (1, 2):
@@ -421,7 +421,7 @@ def test_plain_lines_at_growing_intervals(clock):
     assert steps[0] == 1 and steps[-1] == 1250
 
 
-def test_the_last_step_is_said_once_and_before_what_follows(clock):
+def test_last_step_is_printed_once_and_before_later_output(clock):
     out = io.StringIO()
     console = Console(None, file=out)
     with console.progress(n_steps=3) as progress:
@@ -433,7 +433,7 @@ def test_the_last_step_is_said_once_and_before_what_follows(clock):
     assert "0.3s in all" in out.getvalue()
 
 
-def test_compiling_and_pauses_count_in_no_rate(clock):
+def test_compiling_and_pauses_are_excluded_from_rates(clock):
     out = io.StringIO()
     console = Console(None, file=out)
     with console.progress(n_steps=100) as progress:
@@ -451,7 +451,7 @@ def test_compiling_and_pauses_count_in_no_rate(clock):
     assert out.getvalue().splitlines()[-1] == "step 10/100  4 examples/s  0:45 left"
 
 
-def test_time_left_where_a_loop_tells_of_several_steps_at_once(clock):
+def test_time_left_if_updates_cover_several_steps(clock):
     out = io.StringIO()
     with Console(None, file=out).progress(n_steps=1000) as progress:
         for step in (100, 200, 300):
@@ -469,7 +469,7 @@ def test_throughput_follows_a_change(clock):
     assert "  2.5" in out.getvalue().splitlines()[-1]
 
 
-def test_an_inner_progress_is_silent_but_for_what_compiles(clock):
+def test_inner_progress_prints_only_compilations(clock):
     out = io.StringIO()
     console = Console(None, file=out)
     with console.progress(n_steps=9) as fit:
@@ -516,14 +516,14 @@ def test_live_line_has_every_field(monkeypatch, width):
     assert out.getvalue().endswith("\x1b[?25h")
 
 
-def test_the_cursor_is_never_left_hidden():
+def test_cursor_is_never_left_hidden():
     out = io.StringIO()
     with Console(None, file=out, terminal=True).progress():
         assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_an_exception_passes_and_leaves_the_terminal_clean(terminal):
+def test_exception_propagates_and_leaves_the_terminal_clean(terminal):
     out = io.StringIO()
     console = Console(None, file=out, terminal=terminal)
     stdout = sys.stdout
@@ -541,10 +541,10 @@ def test_an_exception_passes_and_leaves_the_terminal_clean(terminal):
         assert out.getvalue().endswith("\n\x1b[?25h")
     before = len(out.getvalue())
     time.sleep(0.3)
-    assert len(out.getvalue()) == before  # the thread that draws has ended
+    assert len(out.getvalue()) == before  # the drawing thread has ended
 
 
-def test_user_prints_go_above_the_live_line(monkeypatch):
+def test_user_prints_appear_above_the_live_line(monkeypatch):
     out = io.StringIO()
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "stdout", out)
@@ -556,27 +556,27 @@ def test_user_prints_go_above_the_live_line(monkeypatch):
     assert sys.stdout is out
     shown = screen(out.getvalue())
     assert shown[0] == "mine" and "step 4/9" in shown[1] and len(shown) == 3
-    assert "a warning" not in out.getvalue()  # standard error is no terminal here, and stays where it is
+    assert "a warning" not in out.getvalue()  # standard error is not a terminal here and is not redirected
 
 
-def test_no_escape_codes_into_a_log_that_asks_for_colour(monkeypatch):
+def test_log_gets_no_escape_codes_despite_force_color(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     out = io.StringIO()
-    speak(Console(None, file=out))
+    print_everything(Console(None, file=out))
     assert "\x1b" not in out.getvalue()
 
 
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+def test_dumb_terminal_gets_plain_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     out = io.StringIO()
-    speak(Console(None, file=out, terminal=True))
+    print_everything(Console(None, file=out, terminal=True))
     assert "\x1b" not in out.getvalue() and "step 2/2" in out.getvalue()
 
 
-def test_an_ascii_terminal_gets_ascii():
+def test_ascii_terminal_gets_ascii():
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
-    speak(Console(None, file=out, terminal=True))
+    print_everything(Console(None, file=out, terminal=True))
     out.flush()
     assert b"####" in raw.getvalue()
 

@@ -1,4 +1,4 @@
-"""What a person sees: a pseudo-terminal at several widths, one without escape codes, one without colours, and a notebook."""
+"""The console on pseudo-terminals of several widths, without escape codes, without colours, and in a notebook."""
 
 import fcntl
 import json
@@ -87,7 +87,7 @@ def read(descriptor: int) -> bytes:
 
 
 def screen(text: str, width: int) -> list[str]:
-    """The lines that a terminal shows, which wraps at its width; and where it wrapped, which ends in a backslash."""
+    """The lines that a terminal of this width shows. A line that wraps ends in a backslash."""
     rows, row, column = [""], 0, 0
     for code, char in re.findall(r"\x1b\[([0-9;?]*[A-Za-z])|([\s\S])", text):
         if char and char not in "\r\n":
@@ -112,13 +112,14 @@ def screen(text: str, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_lines_are_whole_and_in_the_order_of_what_happened(written, name):
+def test_lines_are_complete_and_in_order(written, name):
     width = SETTINGS[name][0]
     lines = screen(written[name], width)
     whole = "\n".join(lines).replace("\\\n", "")
-    assert PATH in whole  # copied in one piece
+    assert PATH in whole  # in one piece
     wrapped = [line for line in lines if line.endswith("\\")]
-    assert all(re.search(r"[/\w.-]{20}\\$", line) for line in wrapped), wrapped  # only paths, which have no spaces
+    # Only paths wrap, because they have no spaces.
+    assert all(re.search(r"[/\w.-]{20}\\$", line) for line in wrapped), wrapped
     order = [
         "redeqx", "mesh", "workdir", "compiled train step", "printed by the user", "step 6: eval", "step 6: saved",
         "step 6/6", "sent", "all-reduce", "done", "2.1234",
@@ -129,20 +130,20 @@ def test_lines_are_whole_and_in_the_order_of_what_happened(written, name):
         at = whole.index(what, at) + 1
     assert len(re.findall("step 6/6", whole)) == 1
     fields = re.findall(r"[\d,]+ examples/s|[\d,]+ tokens/s|grad norm 1\.2345|lr 3\.00e-04", whole)
-    assert len(set(fields)) >= 4  # none is torn by the end of a line
+    assert len(set(fields)) >= 4  # no field is split at the end of a line
 
 
-def test_values_stand_below_their_names_where_there_is_no_room(written):
+def test_values_move_below_their_names_if_too_long(written):
     lines = screen(written["40"], 40)
     at = lines.index("  bytes per device")
     assert lines[at + 1 : at + 3] == ["    2,357.1 MiB parameters, 4,714.2 MiB", "    optimizer state"]
-    assert "  mesh  data=2 x fsdp=2 x model=2" in lines  # this one has room
+    assert "  mesh  data=2 x fsdp=2 x model=2" in lines  # this one fits
     assert lines[lines.index("  workdir") + 1] == f"    {PATH[:36]}\\"
     (line,) = [line for line in screen(written["80"], 80) if "precision" in line]
     assert line == "  precision         bfloat16 for the loss, float32 parameters; 224 of 225"
 
 
-def test_escape_codes_are_those_that_the_terminal_wants(written):
+def test_escape_codes_match_the_terminal(written):
     assert "\x1b" not in written["dumb"] and "compiling train step" in written["dumb"]
     assert re.search(r"\x1b\[\d*;?3\dm", written["80"]) and not re.search(r"\x1b\[\d*;?[349]\dm", written["no colour"])
 
@@ -155,7 +156,7 @@ with Console(None).progress(title="predict") as line, line.compiling("predict st
 
 
 @pytest.mark.sweep
-def test_a_notebook_has_one_display_that_is_updated(tmp_path):
+def test_notebook_has_one_display_that_is_updated(tmp_path):
     for package in ("nbclient", "ipykernel"):
         pytest.importorskip(package)
     import nbformat
@@ -181,8 +182,8 @@ print(json.dumps([Counting.n, notebook.cells[0].outputs]))
     )
     assert run.returncode == 0, run.stderr
     n_updates, outputs = json.loads(run.stdout.splitlines()[-1])
-    shown, of_no_step = [each["data"] for each in outputs if each["output_type"] == "display_data"]
-    assert of_no_step == {"text/plain": ""}
+    shown, without_steps = [each["data"] for each in outputs if each["output_type"] == "display_data"]
+    assert without_steps == {"text/plain": ""}
     line = shown["text/plain"]
     assert re.search(r"epoch 3/3  step 6/6  loss 2\.3451 .*\n.* in all$", line) and list(shown) == ["text/plain"]
     assert max(map(len, line.splitlines())) <= NOTEBOOK_WIDTH
