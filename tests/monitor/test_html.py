@@ -1,4 +1,4 @@
-"""Tables for notebooks: every text escaped, rows and columns named, nothing that runs."""
+"""HTML tables for notebooks: all text is escaped, rows and columns have headers, and nothing is executable."""
 
 from html.parser import HTMLParser
 
@@ -7,8 +7,8 @@ from redeqx.monitor import HtmlPage
 VOID = {"br"}
 
 
-class Read(HTMLParser):
-    """The tags with their attributes and the texts of a page, after a check that each tag is closed."""
+class ParsedPage(HTMLParser):
+    """The tags with attributes and the texts of a page. Asserts that every tag is closed."""
 
     def __init__(self, html):
         super().__init__()
@@ -28,14 +28,14 @@ class Read(HTMLParser):
         self.texts.append(data)
 
 
-def test_a_page_is_what_a_console_prints():
+def test_page_has_the_texts_of_a_console():
     page = HtmlPage()
     page.header({"devices": "8 x cpu\none host"}, title="dry run")
     page.table("bytes", ("what", "size"), [("a", "1 B"), ("b", "2 B")])
     page.info("x  y\nz", title="text")
     page.warnings([])
     page.warnings(["first", "second"])
-    read = Read(page.html())
+    read = ParsedPage(page.html())
     assert read.texts == [
         "dry run", "devices", "8 x cpu", "one host", "bytes", "what", "size", "a", "1 B", "b", "2 B", "text", "x  y\nz",
         "Warnings", "first", "second",
@@ -44,24 +44,24 @@ def test_a_page_is_what_a_console_prints():
     assert [tag for tag, _ in read.tags].count("caption") == 2
 
 
-def test_a_wide_table_scrolls_and_is_not_cut():
+def test_wide_table_scrolls():
     page = HtmlPage()
     page.table("bytes", ("what", "size"), [("a", "1 B")])
-    tags = Read(page.html()).tags
+    tags = ParsedPage(page.html()).tags
     assert tags[1] == ("div", {"style": "overflow-x:auto"}) and tags[2][0] == "table"
 
 
-def test_no_text_becomes_a_tag():
+def test_text_is_escaped():
     evil = '<script>alert("&")</script>'
     page = HtmlPage()
     page.header({evil: evil}, title=evil)
     page.table(evil, (evil, evil), [(evil, evil)])
     page.info(evil, title=evil)
     page.warnings([evil])
-    read = Read(page.html())
+    read = ParsedPage(page.html())
     assert read.texts.count(evil) == 11 and "script" not in {tag for tag, _ in read.tags}
     assert not any(name.startswith("on") or name == "href" for _, attrs in read.tags for name in attrs)
 
 
-def test_an_empty_page_is_one():
-    assert Read(HtmlPage().html()).texts == []
+def test_empty_page_has_no_text():
+    assert ParsedPage(HtmlPage().html()).texts == []

@@ -1,4 +1,4 @@
-"""Images and texts: their files, what is refused, and what trackers get of them."""
+"""Images and texts: their files, invalid input, and what trackers receive."""
 
 import struct
 import zlib
@@ -15,7 +15,7 @@ from redeqx.monitor._media import Medium, check_image, png
 
 
 class Album:
-    """A tracker that takes images and texts."""
+    """A tracker that accepts images and texts."""
 
     def __init__(self):
         self.seen = []
@@ -31,7 +31,7 @@ class Album:
 
 
 def pixels(file: bytes) -> np.ndarray:
-    """The pixels of a PNG file, read by the format's own rules."""
+    """The pixels of a PNG file, decoded by the rules of the format."""
     assert file[:8] == b"\x89PNG\r\n\x1a\n"
     chunks, at = {}, 8
     while at < len(file):
@@ -54,14 +54,14 @@ def test_png_keeps_every_pixel(channels):
     assert Medium("x", 0, png(image)).size == (5, 7)
 
 
-def test_floats_from_0_to_1_are_rounded():
+def test_floats_from_0_to_1_are_converted():
     image = jnp.array([[0.0, 0.5, 1.0], [1 / 255, 1.001, -0.001]], jnp.float32)
     np.testing.assert_array_equal(pixels(png(check_image(image)))[..., 0], [[0, 128, 255], [1, 255, 0]])
     half = jnp.full((2, 2, 3), 0.25, jnp.bfloat16)
     assert (pixels(png(check_image(half))) == 64).all()
 
 
-def test_pillow_reads_it():
+def test_pillow_reads_the_png():
     image = pytest.importorskip("PIL.Image")
     import io
 
@@ -88,7 +88,7 @@ def test_pillow_reads_it():
     ],
 )
 @pytest.mark.parametrize("is_main", [True, False])
-def test_other_images_are_refused_in_every_process(image, error, message, is_main, tmp_path):
+def test_invalid_images_are_refused_in_every_process(image, error, message, is_main, tmp_path):
     console = Console(tmp_path, is_main=is_main)
     with pytest.raises(error) as raised:
         console.records.image("x", image, 1)
@@ -96,7 +96,7 @@ def test_other_images_are_refused_in_every_process(image, error, message, is_mai
     assert not (tmp_path / "media").exists()
 
 
-def test_names_are_those_of_files(tmp_path):
+def test_file_names_are_derived_from_names(tmp_path):
     console = Console(tmp_path)
     console.records.text("eval/of the 3rd: ü", "é", 12)
     assert [path.name for path in (tmp_path / "media").iterdir()] == ["step_00000012_eval_of_the_3rd__ü.txt"]
@@ -107,7 +107,7 @@ def test_names_are_those_of_files(tmp_path):
         console.records.text("../", "x", 1)
 
 
-def test_a_figure_of_matplotlib(tmp_path):
+def test_matplotlib_figure(tmp_path):
     figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(2, 1), dpi=50)
     figure.subplots().plot([1, 2])
     Console(tmp_path).records.image("curve", figure, 3)
@@ -115,7 +115,7 @@ def test_a_figure_of_matplotlib(tmp_path):
     assert Medium("x", 0, data).size == (50, 100)
 
 
-def test_rewind_deletes_those_of_later_steps_and_nothing_else(tmp_path):
+def test_rewind_deletes_only_media_of_later_steps(tmp_path):
     console = Console(tmp_path)
     for step in (1, 2, 3):
         console.metrics({"loss": 1.0}, step)
@@ -123,12 +123,12 @@ def test_rewind_deletes_those_of_later_steps_and_nothing_else(tmp_path):
     (tmp_path / "media" / "step_notes.txt").write_text("mine")
     console.records.close()
     console.records.rewind(2)
-    console.records.text("now", "x", None)  # at the step that was resumed
+    console.records.text("now", "x", None)  # at the resumed step
     found = sorted(path.name for path in (tmp_path / "media").iterdir())
     assert found == ["step_00000001_words.txt", "step_00000002_now.txt", "step_00000002_words.txt", "step_notes.txt"]
 
 
-def test_tensorboard_gets_them(tmp_path):
+def test_tensorboard_receives_images_and_texts(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
 
@@ -164,7 +164,7 @@ class Samples(redeqx.Callback):
         trainer.deployer.log_text("words", f"at {trainer.step}")
 
 
-def test_a_callback_records_at_its_step(tmp_path):
+def test_callback_records_at_its_step(tmp_path):
     import equinox as eqx
 
     album = Album()

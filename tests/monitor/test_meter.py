@@ -1,4 +1,4 @@
-"""Rates of a loop, against arithmetic done by hand with a fake clock."""
+"""Rates of a loop, compared with values calculated by hand under a fake clock."""
 
 import io
 import json
@@ -27,10 +27,10 @@ def clock(monkeypatch):
 
 
 def test_rates_of_equal_steps(clock):
-    """A step of 2 s with 8 examples, 2,048 tokens and 3e12 FLOPs, which the chip can do in 0.5 s; 0.4 s without data."""
+    """Each step takes 2 s, 0.4 s of it waiting for data, and has 8 examples, 2,048 tokens, 3e12 FLOPs (0.5 s at peak)."""
     meter = Meter()
     assert meter.rates() == {} and meter.seconds_per_step is None
-    meter.step(1, 8, 2048, Work(3e12, 0.5))  # the first one, which compiled: only its end is known
+    meter.step(1, 8, 2048, Work(3e12, 0.5))  # the first step compiles, so only its end is known
     assert meter.rates() == {}
     for _ in range(5):
         clock.now += 1.6
@@ -49,15 +49,15 @@ def test_rates_of_equal_steps(clock):
     assert meter.seconds_per_step == pytest.approx(2)
 
 
-def test_what_is_unknown_has_no_rate(clock):
+def test_unknown_quantities_have_no_rate(clock):
     meter = Meter()
     for _ in range(3):
         clock.now += 2
-        meter.step(1, 8, None, Work(3e12))  # a chip without published rates
+        meter.step(1, 8, None, Work(3e12))  # a chip without published peak rates
     assert meter.rates() == {"examples_per_second": 4, "model_flops_per_second": 1.5e12}
 
 
-def test_a_step_weighs_less_as_it_ages(clock):
+def test_weight_of_a_step_decays_with_age(clock):
     meter = Meter()
     meter.step(1, 1, None, None)
     clock.now += 3
@@ -68,7 +68,7 @@ def test_a_step_weighs_less_as_it_ages(clock):
     assert meter.rates() == {"examples_per_second": pytest.approx(expected)}
 
 
-def test_compilations_and_pauses_count_in_no_rate(clock):
+def test_compilations_and_pauses_are_excluded_from_rates(clock):
     meter = Meter()
     meter.step(1, 4, None, None)
     clock.now += 1
@@ -84,14 +84,14 @@ def test_compilations_and_pauses_count_in_no_rate(clock):
     clock.now += 1
     meter.step(1, 4, None, None)
     rates = meter.rates()
-    assert rates["examples_per_second"] == 4 and rates["data_wait"] == 0  # the wait before the restart is forgotten
+    assert rates["examples_per_second"] == 4 and rates["data_wait"] == 0  # the wait before the restart is discarded
 
 
-def test_half_of_a_work():
+def test_work_can_be_scaled():
     assert Work(4.0, 2.0) * 0.5 == Work(2.0, 1.0) and Work(4.0) * 0.5 == Work(2.0)
 
 
-# --- shown and recorded -------------------------------------------------------------------------------------------------
+# --- printed and recorded -----------------------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -113,7 +113,7 @@ def run(console, clock, work, n_steps=5, seconds=0.4):
     console.records.close()
 
 
-def test_speed_is_recorded_once_a_second_beside_the_metrics(tmp_path, clock):
+def test_speed_is_recorded_once_a_second_with_the_metrics(tmp_path, clock):
     recorder = Recorder()
     console = Console(tmp_path, verbose=False, loggers=[recorder], peak_memory=lambda: 2**33)
     run(console, clock, Work(2e12, 0.1), n_steps=8)
@@ -130,12 +130,12 @@ def test_speed_is_recorded_once_a_second_beside_the_metrics(tmp_path, clock):
     assert all(line == pytest.approx(expected) for line in lines)
     assert [step for step, metrics in recorder.seen if "mfu" in metrics] == [2, 5, 8]
     assert recorder.seen[0] == (1, {"loss": 1.0}) and recorder.seen[1] == (2, {"loss": 1.0, **lines[0]})
-    # What a rerun repeats to the byte has no clock in it.
+    # A rerun must reproduce metrics.jsonl byte for byte, so it contains no timings.
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert lines == [f'{{"step": {step}, "loss": 1.0}}' for step in range(1, 9)]
 
 
-def test_a_metric_of_the_user_keeps_its_name(tmp_path):
+def test_user_metric_takes_precedence_over_speed(tmp_path):
     recorder = Recorder()
     console = Console(tmp_path, verbose=False, loggers=[recorder])
     console.metrics({"mfu": 7.0}, 1, speed={"mfu": 0.5})
@@ -164,7 +164,7 @@ def test_speed_is_rewound_with_the_metrics(tmp_path):
         (None, None, "tokens/s  waiting for data 25%"),
     ],
 )
-def test_speed_on_the_line(clock, work, peak, expected):
+def test_speed_in_the_progress_line(clock, work, peak, expected):
     out = io.StringIO()
     run(Console(None, file=out, peak_memory=lambda: peak), clock, work, n_steps=20)
     assert f"{expected}  " in out.getvalue().splitlines()[-1]

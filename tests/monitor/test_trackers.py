@@ -1,4 +1,4 @@
-"""Trackers by name: what is delivered to them, also after a resume, where they fail, and at the end of a script."""
+"""Trackers by name: what they receive, also after a resume, after failures, and at the end of a script."""
 
 import html
 import json
@@ -18,11 +18,11 @@ from redeqx.monitor import Console, _delivery, _trackers
 
 
 class Fake:
-    """A tracker whose runs are lists of what they were given, by their ids."""
+    """A tracker that keeps, for each run id, a list of what it received."""
 
     package, install, purges = "json", "redeqx[fake]", False
     runs: ClassVar[dict[str, list]] = {}
-    fails: ClassVar[list[Exception]] = []  # the next calls
+    fails: ClassVar[list[Exception]] = []  # raised by the next calls
     blocks: threading.Event | None = None
 
     def __init__(self, opening):
@@ -79,7 +79,7 @@ def record(console: Console, *steps: int) -> None:
         console.metrics({"loss": step / 2}, step, speed={"rate": 7.0})
 
 
-# What is passed as `loggers`
+# The `loggers` argument
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def record(console: Console, *steps: int) -> None:
     ],
 )
 @pytest.mark.parametrize("is_main", [True, False])
-def test_names_are_checked_in_every_process(loggers, error, message, is_main, monkeypatch):
+def test_loggers_are_checked_in_every_process(loggers, error, message, is_main, monkeypatch):
     for package in ("wandb", "trackio"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(error) as raised:
@@ -110,17 +110,17 @@ def test_names_are_checked_in_every_process(loggers, error, message, is_main, mo
     assert str(raised.value) == message
 
 
-def test_nothing_is_imported_before_something_is_recorded(tmp_path, fake):
+def test_nothing_is_opened_before_something_is_recorded(tmp_path, fake):
     fake.fails.append(AssertionError("opened"))
     Console(tmp_path, loggers=["fake", "fake"], verbose=False).records.close()
     Console(tmp_path, loggers=["fake"], is_main=False).metrics({"loss": 1.0}, 1)
     assert not fake.runs and fake.fails and not list(tmp_path.iterdir())
 
 
-# What they are given
+# Deliveries
 
 
-def test_what_is_recorded_is_delivered_in_its_order(tmp_path, fake, capsys):
+def test_records_are_delivered_in_order(tmp_path, fake, capsys):
     console = Console(tmp_path, loggers=["fake", "fake"])
     console.records.begin({"mesh": "data=8"}, lambda: "whole")
     record(console, 1, 2)
@@ -131,7 +131,7 @@ def test_what_is_recorded_is_delivered_in_its_order(tmp_path, fake, capsys):
     plan, words = (0, "step_00000000_plan.txt"), (2, "step_00000002_words.txt")
     assert fake.runs == {"run 0": ["begun", {"mesh": "data=8"}, plan, *rows[:2], words, rows[2], "closed"]}
     assert capsys.readouterr().out == "fake: at run 0\n"
-    record(console, 4)  # what is recorded later continues the run
+    record(console, 4)  # later records continue the run
     console.records.close()
     assert fake.runs["run 0"][-3:] == ["continued", (4, {"rate": 7.0, "loss": 2.0}), "closed"]
 
@@ -143,12 +143,12 @@ def test_metrics_of_a_lower_step_are_delivered_too(fake):
     assert steps(fake.runs["run 0"]) == [5, 1, 1]
 
 
-def test_what_makes_room_while_it_is_delivered_is_delivered_once(fake, monkeypatch):
+def test_record_evicted_during_its_delivery_is_delivered_once(fake, monkeypatch):
     monkeypatch.setattr(fake, "blocks", threading.Event())
     monkeypatch.setattr(_delivery, "ROOM", 500)
     console = Console(None, loggers=["fake"], verbose=False)
     record(console, *range(1, 4))
-    time.sleep(0.1)  # these are being delivered
+    time.sleep(0.1)  # the first three are being delivered
     record(console, *range(4, 40))
     fake.blocks.set()
     console.records.close()
@@ -156,7 +156,7 @@ def test_what_makes_room_while_it_is_delivered_is_delivered_once(fake, monkeypat
     assert len(seen) == len(set(seen)) and seen == sorted(seen)
 
 
-def test_a_resumed_run_continues_the_run_of_the_tracker_without_what_it_does_again(tmp_path, fake):
+def test_resumed_run_continues_the_tracker_run_without_repeated_steps(tmp_path, fake):
     first = Console(tmp_path, loggers=["fake"], verbose=False)
     first.records.rewind(0)
     record(first, 1, 2, 3, 3, 4)
@@ -175,7 +175,7 @@ def test_a_resumed_run_continues_the_run_of_the_tracker_without_what_it_does_aga
     assert [x[0] for x in seen if isinstance(x[1], str) and isinstance(x, tuple)] == [4, 5]
 
 
-def test_a_resumed_run_delivers_what_the_tracker_missed(tmp_path, fake):
+def test_resumed_run_delivers_what_the_tracker_missed(tmp_path, fake):
     first = Console(tmp_path, verbose=False)  # without the tracker
     record(first, 1, 2, 3)
     first.records.close()
@@ -187,17 +187,17 @@ def test_a_resumed_run_delivers_what_the_tracker_missed(tmp_path, fake):
     assert fake.runs == {"run 0": ["begun", *rows, "closed"]}
 
 
-def test_a_run_from_the_start_is_another_run_of_the_tracker(tmp_path, fake):
+def test_restarted_run_begins_a_new_tracker_run(tmp_path, fake):
     for _ in range(2):
         console = Console(tmp_path, loggers=["fake"], verbose=False)
         record(console, 0)  # before the fit
         console.records.rewind(0)
         record(console, 1)
         console.records.close()
-    assert [steps(seen) for seen in fake.runs.values()] == [[0, 1], [0, 0, 1]]  # as metrics.jsonl
+    assert [steps(seen) for seen in fake.runs.values()] == [[0, 1], [0, 0, 1]]  # as in metrics.jsonl
 
 
-def test_what_a_rerun_adds_to_the_last_step_is_delivered(tmp_path, fake):
+def test_records_added_by_a_rerun_to_the_last_step_are_delivered(tmp_path, fake):
     for names in (["sample"], ["sample", "report"], ["sample", "report"]):
         console = Console(tmp_path, loggers=["fake"], verbose=False)
         console.records.rewind(8)
@@ -210,7 +210,7 @@ def test_what_a_rerun_adds_to_the_last_step_is_delivered(tmp_path, fake):
     assert [(step, name.split("_")[-1]) for step, name in media] == [(8, "plan.txt"), (8, "sample.txt"), (8, "report.txt")]
 
 
-def test_a_damaged_state_begins_a_run(tmp_path, fake):
+def test_damaged_tracker_state_begins_a_new_run(tmp_path, fake):
     (tmp_path / "trackers").mkdir()
     (tmp_path / "trackers" / "fake.json").write_text('{"run_id": ')
     console = Console(tmp_path, loggers=["fake"], verbose=False)
@@ -220,10 +220,10 @@ def test_a_damaged_state_begins_a_run(tmp_path, fake):
     assert state == {"run_id": "run 0", "sent": [1, 1], "media": [-1, []]}
 
 
-# Where they fail
+# Failures
 
 
-def test_a_tracker_that_fails_warns_once_and_gets_all_when_it_works_again(tmp_path, fake, capsys):
+def test_failing_tracker_warns_once_and_catches_up(tmp_path, fake, capsys):
     fake.fails += [ConnectionError("no\nnetwork")] * 3
     with pytest.warns(UserWarning) as caught:
         console = Console(tmp_path, loggers=["fake"])
@@ -239,7 +239,7 @@ def test_a_tracker_that_fails_warns_once_and_gets_all_when_it_works_again(tmp_pa
     assert capsys.readouterr().out.splitlines() == ["fake: at run 0", "fake: records again"]
 
 
-def test_a_run_is_closed_even_if_its_last_delivery_fails(fake, monkeypatch):
+def test_run_is_closed_even_if_its_last_delivery_fails(fake, monkeypatch):
     monkeypatch.setattr(_delivery, "FIRST_RETRY", 60.0)
     console = Console(None, loggers=["fake"], verbose=False)
     record(console, 1)
@@ -251,7 +251,7 @@ def test_a_run_is_closed_even_if_its_last_delivery_fails(fake, monkeypatch):
     assert fake.runs["run 0"] == ["begun", (1, {"loss": 0.5, "rate": 7.0}), "closed"]
 
 
-def test_a_tracker_that_fails_ends_no_run_where_warnings_are_errors(fake, capsys):
+def test_failing_tracker_does_not_end_the_run_if_warnings_are_errors(fake, capsys):
     fake.fails += [ConnectionError("no network")] * 99
     console = Console(None, loggers=["fake"], verbose=False)
     record(console, 1, 2, 3)
@@ -260,7 +260,7 @@ def test_a_tracker_that_fails_ends_no_run_where_warnings_are_errors(fake, capsys
     assert not fake.runs
 
 
-def test_a_tracker_that_hangs_delays_nothing(fake, monkeypatch):
+def test_hanging_tracker_delays_nothing(fake, monkeypatch):
     monkeypatch.setattr(_delivery, "PATIENCE", 0.05)
     fake.blocks = threading.Event()
     console = Console(None, loggers=["fake"], verbose=False)
@@ -275,7 +275,7 @@ def test_a_tracker_that_hangs_delays_nothing(fake, monkeypatch):
     assert steps(fake.runs["run 0"]) == [*range(100)]
 
 
-def test_what_waits_is_bounded(fake, monkeypatch):
+def test_queue_is_bounded(fake, monkeypatch):
     monkeypatch.setattr(_delivery, "ROOM", 3 * _delivery.ROW_SIZE)
     fake.blocks = threading.Event()
     console = Console(None, loggers=["fake"], verbose=False)
@@ -285,7 +285,7 @@ def test_what_waits_is_bounded(fake, monkeypatch):
     assert steps(fake.runs["run 0"]) == [7, 8, 9]
 
 
-def test_a_console_that_is_dropped_ends_its_runs(fake):
+def test_dropped_console_closes_its_runs(fake):
     console = Console(None, loggers=["fake"], verbose=False)
     record(console, 1)
     del console
@@ -305,14 +305,14 @@ console.metrics({{"loss": 1.0}}, 1)
 """
 
 
-@pytest.mark.parametrize("last, said, code", [("", "2 closed\n", 0), ("raise ValueError('x')", "2 failed\n", 1)])
-def test_the_end_of_a_script_ends_the_run(last, said, code):
+@pytest.mark.parametrize("last, output, code", [("", "2 closed\n", 0), ("raise ValueError('x')", "2 failed\n", 1)])
+def test_run_is_closed_at_the_end_of_a_script(last, output, code):
     script = SCRIPT.format(tests=str(Path(__file__).parent), last=last)
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert (run.stdout, run.returncode) == (said, code), run.stderr
+    assert (run.stdout, run.returncode) == (output, code), run.stderr
 
 
-# The packages themselves
+# The real packages
 
 
 REAL = """
@@ -340,7 +340,7 @@ if how == "raise":
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_the_package_itself_killed_and_resumed(name, tmp_path):
+def test_real_package_killed_and_resumed(name, tmp_path):
     pytest.importorskip(name)
     env = {
         **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "WANDB_MODE": "offline", "WANDB_SILENT": "true",
@@ -363,7 +363,7 @@ def test_the_package_itself_killed_and_resumed(name, tmp_path):
 
 
 def read_wandb(folder: Path, run_id: str) -> tuple[list, list, dict, str]:
-    """The losses, the steps of the images, the config and the plan in the files of its offline runs, all of one id."""
+    """The losses, image steps, config and plan in the files of its offline runs, which share one id."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     losses, media, config = [], [], {}
@@ -381,22 +381,22 @@ def read_wandb(folder: Path, run_id: str) -> tuple[list, list, dict, str]:
 
 
 def leveldb_records(data: bytes) -> Iterator[bytes]:
-    """The records of LevelDB's log format: blocks of 32 KiB with parts of records, each after its crc, length and kind."""
+    """The records of LevelDB's log format: 32 KiB blocks of record fragments, each after its crc, length and type."""
     record, at = b"", 7  # after the file's own header
     while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # too little for another part
+        if 32768 - at % 32768 < 7:  # too little for another fragment
             at += 32768 - at % 32768
             continue
         n, kind = struct.unpack("<HB", data[at + 4 : at + 7])
         record += data[at + 7 : at + 7 + n]
         at += 7 + n
-        if kind in (1, 4):  # whole, last
+        if kind in (1, 4):  # full, last
             yield record
             record = b""
 
 
 def read_mlflow(folder: Path, run_id: str) -> tuple[list, list, dict, str]:
-    """Those of its file store, all of one run."""
+    """The same values from its file store, all of one run."""
     store = next((folder / "mlruns").glob(f"*/{run_id}"))
     losses = [line.split() for line in (store / "metrics/loss").read_text().splitlines()]
     assert len(list(store.parent.glob("*/metrics"))) == 1
@@ -408,7 +408,7 @@ def read_mlflow(folder: Path, run_id: str) -> tuple[list, list, dict, str]:
 
 
 def read_trackio(folder: Path, run_id: str) -> tuple[list, list, dict, str]:
-    """Those of its database, all of one run."""
+    """The same values from its database, all of one run."""
     import sqlite3
 
     database = sqlite3.connect(next((folder / "trackio").glob("*.db")))
