@@ -1,18 +1,18 @@
-"""Commands of `redeqx`, called in this process."""
+"""Runs `redeqx` commands in this process."""
 
 from redeqx.cli import main
 
 
-def printed(capsys, *argv):
-    """What a command prints, after it has succeeded."""
+def output_of(capsys, *argv):
+    """The output of a command that must succeed."""
     code = main([*map(str, argv)])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     return out
 
 
-def error(capsys, *argv):
-    """The error of a command that prints nothing else."""
+def error_of(capsys, *argv):
+    """The error message of a command that must fail without other output."""
     code = main([*map(str, argv)])
     out, err = capsys.readouterr()
     assert (code, out) == (1, "")

@@ -1,4 +1,4 @@
-"""`redeqx inspect`: what it prints of runs, checkpoints, files and folders, and each of its errors."""
+"""`redeqx inspect`: its output for runs, checkpoints, files and folders, and each of its errors."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 import redeqx
 from redeqx.cli import main
 from redeqx.models import gpt2, save_pretrained
-from tests.cli.commands import error, printed
+from tests.cli.commands import error_of, output_of
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def folder(tmp_path):
     return save_pretrained(gpt2.GPT2(config, key=jax.random.key(0)), config, tmp_path / "folder", max_shard_size="10KB")
 
 
-def test_a_workdir_shows_its_checkpoints_and_the_last_one(run, capsys):
-    lines = printed(capsys, "inspect", run).splitlines()
+def test_workdir_shows_its_checkpoints_and_the_last_one(run, capsys):
+    lines = output_of(capsys, "inspect", run).splitlines()
     assert [line.split() for line in lines[:4]] == [
         ["checkpoints", "of", f"{run}/ckpts"],
         ["name", "named", "size", "metrics"],
@@ -73,30 +73,33 @@ def test_a_workdir_shows_its_checkpoints_and_the_last_one(run, capsys):
     assert lines[-1].split() == ["22", "tensors", "float32", "440", "numbers", "1.72", "KiB"]
 
 
-def test_a_checkpoint_by_a_name_one_kind_and_a_pattern(run, capsys):
+def test_checkpoint_by_tag_kind_and_pattern(run, capsys):
     options = ("--kind", "optimizer", "--match", "*.trace.3.*", "--match", "*.trace.1.bias", "--check")
-    lines = printed(capsys, "inspect", run / "ckpts" / "first", *options).splitlines()
+    lines = output_of(capsys, "inspect", run / "ckpts" / "first", *options).splitlines()
     assert lines[0] == f"{run}/ckpts/step_00000000" and "  checksums  as they were written" in lines
     at = lines.index("optimizer.safetensors")
     assert [line.split()[0] for line in lines[at + 2 : -1]] == ["0.trace.1.bias", "0.trace.3.bias", "0.trace.3.weight"]
     assert lines[-1].split()[:4] == ["3", "of", "22", "tensors"]
 
 
-def test_json_holds_all_of_it(run, capsys):
-    said = json.loads(printed(capsys, "inspect", run, "--json", "--kind", "all"))
-    assert {"step", "seed", "mesh"} < said["record"].keys() and said["record"]["metrics"] == {"loss": 0.25, "accuracy": 1.0}
-    assert said["path"] == f"{run}/ckpts/step_00000001" and said["tags"] == ["last"] and said["checked"] is False
-    assert [of["step"] for of in said["checkpoints"]] == [0, 1]
-    assert said["files"] == {path.name: path.stat().st_size for path in (run / "ckpts" / "step_00000001").iterdir()}
-    assert said["tensors"]["model"]["0.weight"] == {"dtype": "float32", "shape": [8, 4], "bytes": 128}
+def test_json_is_complete(run, capsys):
+    report = json.loads(output_of(capsys, "inspect", run, "--json", "--kind", "all"))
+    assert {"step", "seed", "mesh"} < report["record"].keys() and report["record"]["metrics"] == {
+        "loss": 0.25,
+        "accuracy": 1.0,
+    }
+    assert report["path"] == f"{run}/ckpts/step_00000001" and report["tags"] == ["last"] and report["checked"] is False
+    assert [of["step"] for of in report["checkpoints"]] == [0, 1]
+    assert report["files"] == {path.name: path.stat().st_size for path in (run / "ckpts" / "step_00000001").iterdir()}
+    assert report["tensors"]["model"]["0.weight"] == {"dtype": "float32", "shape": [8, 4], "bytes": 128}
     totals = {"tensors": 22, "numbers": 440, "bytes": 1760, "dtypes": {"float32": 440}}
-    assert said["totals"] == {"model": totals, "optimizer": totals}
+    assert report["totals"] == {"model": totals, "optimizer": totals}
 
 
-def test_a_file_of_any_dtypes(tmp_path, capsys):
+def test_file_with_several_dtypes(tmp_path, capsys):
     path = tmp_path / "weights.safetensors"
     save_file({"a": np.ones((), np.float32), "b.10": np.ones((2, 3), jnp.bfloat16), "b.9": np.ones(4, np.int8)}, path)
-    lines = printed(capsys, "inspect", path).splitlines()
+    lines = output_of(capsys, "inspect", path).splitlines()
     assert [line.split() for line in lines[2:]] == [
         ["weights.safetensors"],
         ["tensor", "dtype", "shape", "size"],
@@ -107,46 +110,46 @@ def test_a_file_of_any_dtypes(tmp_path, capsys):
     ]
 
 
-def test_a_folder_of_shards_says_what_its_config_does(folder, capsys):
-    lines = printed(capsys, "inspect", folder).splitlines()
+def test_folder_of_shards_shows_its_config(folder, capsys):
+    lines = output_of(capsys, "inspect", folder).splitlines()
     assert [line.split() for line in lines[:4]] == [
         [str(folder)], ["model_type", "gpt2"], ["architectures", "GPT2LMHeadModel"], ["dtype", "float32"],
     ]  # fmt: skip
     assert "model.safetensors.index.json" in lines and lines[-1].split()[:2] == ["28", "tensors"]
-    said = json.loads(printed(capsys, "inspect", folder / "model.safetensors.index.json", "--json"))
-    assert said["totals"]["model"]["tensors"] == 28 and "config" not in said
+    report = json.loads(output_of(capsys, "inspect", folder / "model.safetensors.index.json", "--json"))
+    assert report["totals"]["model"]["tensors"] == 28 and "config" not in report
 
 
-def test_a_single_file_goes_before_an_index(folder, capsys):
+def test_single_file_takes_precedence_over_an_index(folder, capsys):
     save_file({"x": np.ones(2, np.float32)}, folder / "model.safetensors")
-    assert list(json.loads(printed(capsys, "inspect", folder, "--json"))["tensors"]["model"]) == ["x"]
+    assert list(json.loads(output_of(capsys, "inspect", folder, "--json"))["tensors"]["model"]) == ["x"]
 
 
-def test_a_lost_index_is_rebuilt(run, capsys):
+def test_lost_index_is_rebuilt(run, capsys):
     (run / "ckpts" / "index.json").unlink()
-    assert f"{run}/ckpts/step_00000001" in printed(capsys, "inspect", run).splitlines()
+    assert f"{run}/ckpts/step_00000001" in output_of(capsys, "inspect", run).splitlines()
 
 
-def test_a_damaged_checkpoint_is_named(run, capsys):
+def test_damaged_checkpoint_is_named(run, capsys):
     (run / "ckpts" / "step_00000000" / "model.safetensors").unlink()
-    row = printed(capsys, "inspect", run).splitlines()[2]
+    row = output_of(capsys, "inspect", run).splitlines()[2]
     assert row.split() == ["step_00000000", "first", "damaged"]
-    said = error(capsys, "inspect", run / "ckpts" / "first")
-    assert said.startswith(f"`{run}/ckpts/step_00000000/model.safetensors`: expected ") and "bytes, got no file." in said
+    report = error_of(capsys, "inspect", run / "ckpts" / "first")
+    assert report.startswith(f"`{run}/ckpts/step_00000000/model.safetensors`: expected ") and "bytes, got no file." in report
 
 
-def test_check_reads_the_bytes(run, capsys):
+def test_check_verifies_checksums(run, capsys):
     path = run / "ckpts" / "step_00000001" / "model.safetensors"
     with open(path, "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x7f")
-    printed(capsys, "inspect", run)
-    said = error(capsys, "inspect", run, "--check")
-    assert said.startswith(f"`{path}`: expected crc32 ") and said.endswith("load another checkpoint.")
+    output_of(capsys, "inspect", run)
+    report = error_of(capsys, "inspect", run, "--check")
+    assert report.startswith(f"`{path}`: expected crc32 ") and report.endswith("load another checkpoint.")
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, expected",
     [
         (
             ("--kind", "optimiser"),
@@ -159,45 +162,45 @@ def test_check_reads_the_bytes(run, capsys):
         ),
     ],
 )
-def test_options_that_name_nothing(run, capsys, options, said):
-    assert error(capsys, "inspect", run, *options) == said
+def test_options_without_a_match(run, capsys, options, expected):
+    assert error_of(capsys, "inspect", run, *options) == expected
 
 
-def test_paths_that_hold_nothing(tmp_path, run, folder, capsys):
-    assert error(capsys, "inspect", tmp_path / "x") == (
+def test_paths_without_tensors(tmp_path, run, folder, capsys):
+    assert error_of(capsys, "inspect", tmp_path / "x") == (
         f"`{tmp_path}/x`: expected a safetensors file, a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds "
         "some, or a name of its index (`runs/x/ckpts/last`), got nothing there. For a folder of Hugging Face use "
         "`redeqx.models.from_pretrained`."
     )
-    assert error(capsys, "inspect", tmp_path) == (
+    assert error_of(capsys, "inspect", tmp_path) == (
         f"`{tmp_path}`: expected a workdir, a checkpoint, or a folder of safetensors files, got one with such folders: "
         f"folder, run. Pass, for example, `{tmp_path}/folder`."
     )
     (tmp_path / "empty").mkdir()
-    assert error(capsys, "inspect", tmp_path / "empty") == (
+    assert error_of(capsys, "inspect", tmp_path / "empty") == (
         f"`{tmp_path}/empty`: expected a workdir, a checkpoint, or a folder of safetensors files, got one with nothing. "
         "Pass another path; `redeqx inspect --help` lists the supported ones."
     )
-    assert error(capsys, "inspect", run / "ckpts" / "frist").endswith(
+    assert error_of(capsys, "inspect", run / "ckpts" / "frist").endswith(
         "expected one of last, first, step_00000000, step_00000001, or the path of a checkpoint, got 'frist'. Did you mean "
         "`first`? Pass one of those."
     )
-    assert error(capsys, "inspect", folder, "--check") == (
+    assert error_of(capsys, "inspect", folder, "--check") == (
         f"`--check`: expected a checkpoint of redeqx, whose trainer.json has checksums, got {folder}. Leave it out: the "
         "headers are checked in any case."
     )
     (folder / "config.json").write_text("{")
-    said = error(capsys, "inspect", folder)
-    assert said.startswith(f"`{folder}/config.json`: expected JSON, got ") and said.endswith("Correct the file.")
+    report = error_of(capsys, "inspect", folder)
+    assert report.startswith(f"`{folder}/config.json`: expected JSON, got ") and report.endswith("Correct the file.")
 
 
-def test_names_that_would_break_a_line_do_not(tmp_path, capsys):
+def test_control_characters_in_names_are_escaped(tmp_path, capsys):
     save_file({"a\x1b[31m\nb": np.ones(2, np.float32)}, tmp_path / "x.safetensors")
-    assert "  a\\x1b[31m\\nb  float32" in printed(capsys, "inspect", tmp_path / "x.safetensors")
+    assert "  a\\x1b[31m\\nb  float32" in output_of(capsys, "inspect", tmp_path / "x.safetensors")
 
 
-def test_the_installed_command_and_the_module_are_one(run, tmp_path):
-    """A reader that leaves (`| head -1`) is no error."""
+def test_module_runs_as_a_command(run, tmp_path):
+    """A reader that closes the pipe early (`| head -1`) is not an error."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     line = f'"{sys.executable}" -m redeqx inspect "{run}" --json | head -c 9; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(
@@ -206,10 +209,10 @@ def test_the_installed_command_and_the_module_are_one(run, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, '{"path": ', "")
 
 
-def test_paths_are_explained_before_any_work(saved, capsys, monkeypatch, tmp_path):
+def test_invalid_arguments_are_reported_before_any_work(saved, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "expected obstore" in error(capsys, "inspect", "s3://bucket/run")
-    for argv, says in (
+    assert "expected obstore" in error_of(capsys, "inspect", "s3://bucket/run")
+    for argv, message in (
         (("inspect", "file:///tmp/x"), "expected a folder, or an address that begins with"),
         (
             ("dry-run", "--topology", "cpu:8", "--memory", "1.2.3GB", "train.py"),
@@ -218,12 +221,12 @@ def test_paths_are_explained_before_any_work(saved, capsys, monkeypatch, tmp_pat
     ):
         with pytest.raises(SystemExit):
             main([*argv])
-        assert says in capsys.readouterr().err
-    assert "`--port`: expected 1 to 65535, got 99999" in error(
+        assert message in capsys.readouterr().err
+    assert "`--port`: expected 1 to 65535, got 99999" in error_of(
         capsys, "launch", "--processes", "2", "--port", "99999", __file__
     )
 
 
-def test_a_checkpoint_from_inside_its_folder(saved, capsys, monkeypatch):
+def test_checkpoint_from_inside_its_folder(saved, capsys, monkeypatch):
     monkeypatch.chdir(saved / "ckpts" / "step_00000001")
-    assert "last" in printed(capsys, "inspect", ".").split("named")[1].split("\n")[0]
+    assert "last" in output_of(capsys, "inspect", ".").split("named")[1].split("\n")[0]

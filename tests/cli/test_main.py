@@ -1,10 +1,10 @@
-"""The command's parser: its help, its version, and the errors of scripts that are not there."""
+"""The command's parser: help, version, and errors for missing scripts."""
 
 import pytest
 
 import redeqx
 from redeqx.cli import main
-from tests.cli.commands import error
+from tests.cli.commands import error_of
 
 
 def test_help_lists_the_commands(capsys):
@@ -18,7 +18,7 @@ def test_help_lists_the_commands(capsys):
 
 
 @pytest.mark.parametrize("command", ["dry-run", "launch", "inspect", "convert"])
-def test_each_command_explains_itself(command, capsys):
+def test_each_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])
     assert left.value.code == 0 and f"usage: redeqx {command} " in capsys.readouterr().out
@@ -31,11 +31,11 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize("options", [("dry-run", "--topology", "cpu:8"), ("launch", "--processes", "2")])
-def test_a_script_that_is_not_there(options, capsys):
-    said = "`train`: expected a script, got no such file. For a module write `-m train`."
-    assert error(capsys, *options, "train") == said
+def test_missing_script_is_reported(options, capsys):
+    expected = "`train`: expected a script, got no such file. For a module write `-m train`."
+    assert error_of(capsys, *options, "train") == expected
 
 
-def test_no_process(capsys):
-    said = error(capsys, "launch", "--processes", "0", "x.py")
-    assert said == "`--processes`: expected at least 1, got 0. Pass the number."
+def test_process_count_must_be_positive(capsys):
+    reported = error_of(capsys, "launch", "--processes", "0", "x.py")
+    assert reported == "`--processes`: expected at least 1, got 0. Pass the number."
