@@ -1,4 +1,4 @@
-"""Bad input, end to end: each is said before any work, in these words, and nothing is lost."""
+"""Invalid input, end to end: each error is raised before any work, with this message, and nothing is lost."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ EXAMPLES = list(np.random.default_rng(0).normal(size=(8, 4)))
 
 
 def make_trainer(workdir=None, *, jax_seed=0, n_model_shards=8, **kwargs):
-    """On a mesh of one batch shard: eight examples are as many steps as one likes."""
+    """On a mesh with one batch shard, so that eight examples can give several steps."""
     at = redeqx.Deployer(jax_seed=jax_seed, n_model_shards=n_model_shards, workdir=workdir, verbose=False)
     given = {"model": linear(), "optimizer": optax.adam(0.1), "collate_fn": stack, "loss_fn": mse, **kwargs}
     return redeqx.Trainer(at, **given)
@@ -48,8 +48,8 @@ def bits(trainer):
     return {name: np.asarray(leaf).tobytes() for name, leaf in leaves.items() if eqx.is_array(leaf)}
 
 
-def untouched(trainer):
-    """Whether a trainer has done no work: no array placed, no step taken."""
+def has_done_no_work(trainer):
+    """Whether a trainer has placed no array and taken no step."""
     return trainer._engine.given is not None and trainer.step == 0
 
 
@@ -63,7 +63,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def workdir(finished, tmp_path):
-    """A copy of it to damage."""
+    """A copy of the finished run, to be damaged."""
     return shutil.copytree(finished, tmp_path / "run")
 
 
@@ -87,18 +87,18 @@ def test_some_leaf_must_be_trainable(kwargs, n):
     )
 
 
-def test_micro_batches_are_at_least_one():
+def test_micro_batches_must_be_positive():
     assert message(ValueError, make_trainer, accumulate_grad_batches=0) == (
         "`accumulate_grad_batches`: expected at least 1, got 0. Pass a positive number."
     )
 
 
 @pytest.mark.parametrize("how", ["fit", "train", "eval_loss"])
-def test_rows_a_device_are_at_least_one(how):
+def test_per_device_batch_size_must_be_positive(how):
     trainer = make_trainer()
     call = {"fit": lambda: trainer.fit(EXAMPLES, 0, 1)}.get(how, lambda: getattr(trainer, how)(EXAMPLES, 0))
     assert message(ValueError, call) == "`per_device_batch_size`: expected at least 1, got 0. Pass a positive number."
-    assert untouched(trainer)
+    assert has_done_no_work(trainer)
 
 
 # --- examples -----------------------------------------------------------------------------------------------------------
@@ -123,15 +123,15 @@ USED_UP = (
         (lambda trainer: trainer.eval_loss([], 1), f"`examples`: {EMPTY}"),
     ],
 )
-def test_examples_are_needed(call, expected):
+def test_examples_must_not_be_empty(call, expected):
     trainer = make_trainer()
     assert message(ValueError, call, trainer) == expected
-    assert untouched(trainer)
+    assert has_done_no_work(trainer)
 
 
-def test_examples_that_are_used_up_leave_the_checkpoint_of_the_epoch_before(tmp_path):
+def test_exhausted_examples_leave_the_checkpoint_of_the_previous_epoch(tmp_path):
     class Once:
-        """An iterator in Python, which might begin anew: whether it does shows at the second epoch."""
+        """A Python iterator that might restart: whether it does shows only in the second epoch."""
 
         def __init__(self):
             self.left = list(EXAMPLES)
@@ -172,12 +172,12 @@ def test_examples_that_are_used_up_leave_the_checkpoint_of_the_epoch_before(tmp_
         ),
     ],
 )
-def test_collate_fn_is_checked(collate_fn, error, expected):
+def test_collate_fn_output_is_checked(collate_fn, error, expected):
     trainer = make_trainer(collate_fn=collate_fn)
     assert message(error, trainer.fit, EXAMPLES, 4, 1) == expected
     assert message(error, trainer.train, EXAMPLES, 4) == expected
     assert message(error, trainer.eval_loss, EXAMPLES, 4) == expected
-    assert untouched(trainer)
+    assert has_done_no_work(trainer)
 
 
 def prefetch_threads():
@@ -185,7 +185,7 @@ def prefetch_threads():
 
 
 @pytest.mark.parametrize("how", ["loss_fn", "collate_fn", "eval_metric_fn"])
-def test_an_error_of_the_user_s_comes_as_it_is_and_leaves_no_thread(how):
+def test_user_error_propagates_unchanged_and_leaves_no_thread(how):
     def fail(*args):
         raise LookupError("of the user")
 
@@ -197,7 +197,7 @@ def test_an_error_of_the_user_s_comes_as_it_is_and_leaves_no_thread(how):
     with pytest.raises(LookupError, match="of the user") as raised:
         trainer.fit(EXAMPLES * 5, 1, 1, **kwargs)
     assert raised.traceback[-1].name == "fail"
-    assert not prefetch_threads()  # though the traceback still holds every frame
+    assert not prefetch_threads()  # although the traceback keeps all frames alive
 
 
 # --- losses -------------------------------------------------------------------------------------------------------------
@@ -250,14 +250,14 @@ def test_an_error_of_the_user_s_comes_as_it_is_and_leaves_no_thread(how):
         ),
     ],
 )
-def test_a_loss_is_a_scalar_that_depends_on_the_model(loss_fn, error, expected):
+def test_loss_must_be_a_scalar_that_depends_on_the_model(loss_fn, error, expected):
     trainer = make_trainer(loss_fn=loss_fn)
     assert message(error, trainer.fit, EXAMPLES, 4, 1) == expected
-    assert untouched(trainer)
+    assert has_done_no_work(trainer)
     assert not prefetch_threads()
 
 
-def test_a_loss_that_depends_on_frozen_leaves_alone():
+def test_loss_that_depends_only_on_frozen_leaves():
     trainer = make_trainer(
         trainable=lambda leaf: eqx.is_array(leaf) and leaf.ndim == 1,
         loss_fn=lambda model, batch, key: jnp.mean(batch["x"] @ model.weight.T),
@@ -269,11 +269,11 @@ def test_a_loss_that_depends_on_frozen_leaves_alone():
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf"])
-def test_a_loss_that_is_not_finite_names_its_step_and_keeps_the_last_checkpoint(bad, tmp_path):
+def test_nonfinite_loss_names_its_step_and_keeps_the_last_checkpoint(bad, tmp_path):
     examples = [np.full(4, 0.1 * i) for i in range(12)]
     examples[10] = np.array([float(bad), 0, 0, 0])
     trainer = make_trainer(tmp_path, optimizer=optax.sgd(0.0))
-    # In order, two a step: the sixth is the bad one; saved after the second and the fourth.
+    # In order, two examples per step: step 6 has the bad one; checkpoints follow steps 2 and 4.
     with pytest.raises(ValueError) as raised:
         trainer.fit(iter(examples), 2, 1, save_every_n_steps=2)
     index = json.loads((tmp_path / "ckpts" / "index.json").read_text())
@@ -291,14 +291,14 @@ def test_a_loss_that_is_not_finite_names_its_step_and_keeps_the_last_checkpoint(
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(again.model) if eqx.is_array(leaf))
 
 
-def test_a_loss_that_is_not_finite_at_the_first_step():
+def test_nonfinite_loss_at_the_first_step():
     assert message(ValueError, make_trainer().train, [np.full(4, np.nan)] * 20, 2) == (
         "`loss` at step 1: expected the loss to be finite, got nan. Nothing was saved yet. Its batch is not finite: `x` has "
         "NaN in 2 of 2 rows, the first from example 0. Correct or remove these examples, or `collate_fn`."
     )
 
 
-def test_a_gradient_that_is_not_finite_names_its_step():
+def test_nonfinite_gradient_names_its_step():
     def loss_fn(model, batch, key):
         return jnp.mean(jnp.sqrt(jnp.abs(0.0 * jax.vmap(model)(batch["x"]))))
 
@@ -365,10 +365,10 @@ NEEDS_EVAL = (
         ),
     ],
 )
-def test_arguments_that_cannot_work_are_refused_before_any_work(kwargs, error, expected, tmp_path):
+def test_invalid_arguments_are_refused_before_any_work(kwargs, error, expected, tmp_path):
     trainer = make_trainer(tmp_path)
     assert message(error, trainer.fit, EXAMPLES, **{"per_device_batch_size": 4, "n_epochs": 1, **kwargs}) == expected
-    assert untouched(trainer)
+    assert has_done_no_work(trainer)
     assert not (tmp_path / "ckpts").exists()
 
 
@@ -385,13 +385,13 @@ def test_saving_needs_a_workdir(kwargs):
     expected = "`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`."
     trainer = make_trainer()
     assert message(ValueError, trainer.fit, EXAMPLES, 4, 1, **kwargs) == expected
-    assert untouched(trainer)
+    assert has_done_no_work(trainer)
     assert message(ValueError, trainer.save_ckpt) == expected
     assert message(ValueError, trainer.load_ckpt) == expected
 
 
 @pytest.mark.parametrize("kind", ["argmin", "argmax"])
-def test_a_metric_that_the_evaluation_never_returns_is_said_before_training(kind, tmp_path):
+def test_metric_missing_from_the_evaluation_is_reported_before_training(kind, tmp_path):
     trainer = make_trainer(tmp_path)
     predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(model)(batch["x"]))
     found = message(
@@ -430,7 +430,7 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-4])
 
 
-def edit_record(path, **changes):
+def edit_manifest(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
@@ -447,16 +447,20 @@ DAMAGED = "The file is damaged or unfinished: load another checkpoint."
         ("model.safetensors", lambda path: path.unlink(), rf"expected \d+ bytes, got no file\. {DAMAGED}"),
         ("optimizer.safetensors", flip, rf"expected crc32 \d+, got \d+\. {DAMAGED}"),
         ("trainer.json", truncate, rf"expected JSON, got .*\. {DAMAGED}"),
-        ("trainer.json", lambda path: edit_record(path, step=3), rf"expected a manifest of crc32 \d+, got \d+\. {DAMAGED}"),
         (
             "trainer.json",
-            lambda path: edit_record(path, version=7),
+            lambda path: edit_manifest(path, step=3),
+            rf"expected a manifest of crc32 \d+, got \d+\. {DAMAGED}",
+        ),
+        (
+            "trainer.json",
+            lambda path: edit_manifest(path, version=7),
             r"expected version 1, which this release reads, got 7\. Install the release of redeqx that wrote it, "
             "or a later one.",
         ),
     ],
 )
-def test_a_damaged_checkpoint_is_not_loaded(file, damage, expected, workdir):
+def test_damaged_checkpoint_is_not_loaded(file, damage, expected, workdir):
     path = workdir / "ckpts" / "step_00000004" / file
     damage(path)
     trainer = make_trainer(workdir)
@@ -465,24 +469,24 @@ def test_a_damaged_checkpoint_is_not_loaded(file, damage, expected, workdir):
         trainer.load_ckpt("last")
     assert bits(trainer) == before
     assert trainer.step == 0
-    trainer.load_ckpt("step_00000003")  # the one before is whole
+    trainer.load_ckpt("step_00000003")  # the previous one is intact
     assert trainer.step == 3
     again = make_trainer(workdir)
-    if damage is flip_in_the_header:  # a resumed run reads that before it sums up the file
+    if damage is flip_in_the_header:  # a resumed run reads the header before it verifies the checksum
         expected = rf"expected a header of JSON, got .*\. {DAMAGED}"
     with pytest.warns(UserWarning, match=rf"^`{path}`: {expected} It is skipped for the previous one\.$"):
         again.fit(EXAMPLES, 4, 3)
     assert again.step > 4
 
 
-def test_a_run_is_not_begun_anew_over_checkpoints_of_which_none_is_whole(workdir):
+def test_run_does_not_restart_over_checkpoints_that_are_all_damaged(workdir):
     for folder in (workdir / "ckpts").glob("step_*"):
         truncate(folder / "model.safetensors")
     with pytest.warns(UserWarning, match="It is skipped"), pytest.raises(ValueError, match=r"step_00000004.*expected"):
         make_trainer(workdir).fit(EXAMPLES, 4, 3)
 
 
-def test_an_unknown_checkpoint_gets_the_nearest(workdir):
+def test_unknown_checkpoint_suggests_the_nearest(workdir):
     assert message(ValueError, make_trainer(workdir).load_ckpt, "lats") == (
         f"`{workdir / 'ckpts'}`: expected one of last, step_00000001, step_00000002, step_00000003, step_00000004, or the "
         "path of a checkpoint, got 'lats'. Did you mean `last`? Pass one of those."
@@ -500,7 +504,7 @@ class Renamed(eqx.Module):
         return self.weights @ x + self.bias
 
 
-def differs(path, *lines):
+def mismatch_message(path, *lines):
     listed = "".join(f"\n  - {line}" for line in lines)
     return (
         f"`{path / 'model.safetensors'}`: expected the tensors of this model, got {len(lines)} that differ:{listed}\n"
@@ -514,7 +518,7 @@ OTHERS = {
         "`weights`: expected float32 (4, 4), got none. Did you mean `weight`?",
         "`weight`: expected no tensor of this name, got float32 (4, 4). Did you mean `weights`?",
     ),
-    "misshapen": (
+    "other shapes": (
         lambda: linear(4, 6),
         "`weight`: expected float32 (6, 4), got float32 (4, 4).",
         "`bias`: expected float32 (6,), got float32 (4,).",
@@ -527,27 +531,27 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_a_checkpoint_of_another_model_is_not_loaded(kind, workdir):
+def test_checkpoint_of_another_model_is_not_loaded(kind, workdir):
     make_model, *lines = OTHERS[kind]
     path = workdir / "ckpts" / "step_00000004"
     trainer = make_trainer(workdir, model=make_model())
     before = bits(trainer)
-    assert message(ValueError, trainer.load_ckpt) == differs(path, *lines)
+    assert message(ValueError, trainer.load_ckpt) == mismatch_message(path, *lines)
     assert bits(trainer) == before
 
     trainer = make_trainer(workdir, model=make_model())
     expected = (
         f"`workdir`: expected a run that this trainer can continue, got {path}, which it cannot: "
-        f"{differs(path, *lines)} For a new run choose another workdir."
+        f"{mismatch_message(path, *lines)} For a new run choose another workdir."
     )
     index = (workdir / "ckpts" / "index.json").read_bytes()
     assert message(ValueError, trainer.fit, EXAMPLES, 4, 3, save_last_ckpt=True) == expected
-    # Nor when asked again.
+    # The second call fails in the same way.
     assert message(ValueError, trainer.fit, EXAMPLES, 4, 3, save_last_ckpt=True) == expected
     assert (workdir / "ckpts" / "index.json").read_bytes() == index
 
 
-def test_a_checkpoint_of_another_optimizer_is_loaded_as_a_model_alone(workdir):
+def test_checkpoint_of_another_optimizer_loads_without_its_state(workdir):
     path = workdir / "ckpts" / "step_00000004"
     trainer = make_trainer(workdir, optimizer=optax.sgd(0.1))
     assert message(ValueError, trainer.load_ckpt).startswith(
@@ -560,7 +564,7 @@ def test_a_checkpoint_of_another_optimizer_is_loaded_as_a_model_alone(workdir):
     np.testing.assert_array_equal(np.asarray(trainer.model.weight), np.asarray(same.model.weight))
 
 
-def test_a_checkpoint_without_optimizer_is_a_model(tmp_path):
+def test_checkpoint_without_optimizer_loads_as_a_model(tmp_path):
     trainer = make_trainer(tmp_path)
     path = trainer.save_ckpt(save_opt_states=False)
     assert message(ValueError, trainer.load_ckpt) == (
@@ -569,25 +573,25 @@ def test_a_checkpoint_without_optimizer_is_a_model(tmp_path):
     trainer.load_ckpt(load_opt_states=False)
 
 
-def test_a_workdir_that_holds_checkpoints_is_refused_where_none_shall_be_resumed(workdir):
+def test_existing_checkpoints_are_refused_without_resume(workdir):
     trainer = make_trainer(workdir)
     assert message(ValueError, trainer.fit, EXAMPLES, 4, 3, resume=False) == (
         f"`workdir`: expected no checkpoints, as `resume=False`, got {workdir / 'ckpts' / 'step_00000004'}. "
         "Pass `resume=True` to continue from it, or another workdir for a new run."
     )
-    assert untouched(trainer)
+    assert has_done_no_work(trainer)
 
 
-def test_a_run_goes_on_with_its_seed(workdir):
+def test_resumed_run_needs_the_same_seed(workdir):
     trainer = make_trainer(workdir, jax_seed=1)
     assert message(ValueError, trainer.fit, EXAMPLES, 4, 3) == (
         f"`jax_seed`: expected 0, as in {workdir / 'ckpts' / 'step_00000004'}, got 1. "
         "Pass the same seed to continue, or another workdir for a new run."
     )
-    assert untouched(trainer)
+    assert has_done_no_work(trainer)
 
 
-def test_a_run_goes_on_with_as_many_examples(workdir):
+def test_resumed_run_needs_the_same_number_of_examples(workdir):
     shutil.rmtree(workdir / "ckpts" / "step_00000004")
     index = workdir / "ckpts" / "index.json"
     index.write_text(json.dumps({"last": "step_00000003"}))  # in the middle of the second epoch
