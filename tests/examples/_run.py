@@ -1,4 +1,4 @@
-"""Examples as a user starts them: in a process of their own, here on four simulated devices and with warnings as errors."""
+"""Runs examples as a user does: in a new process, here with four simulated devices and with warnings as errors."""
 
 import contextlib
 import io
@@ -16,21 +16,21 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left: its exit status, what it printed, and the lines of `metrics.jsonl`."""
+    """The result of a run: its exit status, its output, and the lines of `metrics.jsonl`."""
 
     status: int
     output: str
     metrics: list[dict[str, float]]
 
     def series(self, name: str) -> list[float]:
-        """The values of one metric, in their order."""
+        """The values of one metric, in order."""
         return [line[name] for line in self.metrics if name in line]
 
 
 def run_example(name: str, *flags: object, workdir: Path | None = None, timeout: float = 240) -> Outcome:
-    """Run `python -m examples.NAME FLAGS`; with a `workdir` at (data=2, model=2), and it must succeed.
+    """Run `python -m examples.NAME FLAGS`. With a `workdir`, the mesh is (data=2, model=2) and the run must succeed.
 
-    NAME may go on with a subcommand.
+    NAME may include a subcommand.
     """
     mesh = [] if workdir is None else ["--workdir", workdir, "--simulate-devices", 4, "--n-model-shards", 2]
     process = subprocess.run(
@@ -49,7 +49,7 @@ def run_example(name: str, *flags: object, workdir: Path | None = None, timeout:
 
 
 def refusal(name: str, *flags: str) -> Outcome:
-    """As `run_example`, of flags that are refused: in this process, as a new one takes seconds to import what it needs."""
+    """Like `run_example`, for flags that are refused. Runs in this process, because a new one takes seconds to import."""
     package, *rest = f"examples.{name}".split()
     output, status = io.StringIO(), 0
     with (

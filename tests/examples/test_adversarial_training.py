@@ -1,4 +1,4 @@
-"""Two models and two optimizers in one run: who learns when, and that neither reaches the other's weights."""
+"""Two models and two optimizers in one run: the update schedule, and the separation of their gradients."""
 
 import equinox as eqx
 import jax
@@ -45,23 +45,23 @@ def test_each_model_gets_the_gradient_of_its_own_loss(pair):
 
 
 @pytest.mark.sweep
-def test_the_generator_learns_at_every_nth_step_only(pair):
+def test_generator_is_updated_only_every_nth_step(pair):
     optimizer = make_optimizer(Args(n_critic_steps=3))
     params = eqx.filter(pair, eqx.is_inexact_array)
     state = optimizer.init(params)
-    learnt = []
+    updated = []
     for _ in range(7):
         updates, state = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
-        learnt.append([any(jnp.any(u != 0) for u in jax.tree.leaves(getattr(updates, n))) for n in ("critic", "generator")])
-    assert learnt == [[True, i % 3 == 2] for i in range(7)]
+        updated.append([any(jnp.any(u != 0) for u in jax.tree.leaves(getattr(updates, n))) for n in ("critic", "generator")])
+    assert updated == [[True, i % 3 == 2] for i in range(7)]
 
 
-def test_a_fixed_model_computes_the_same(pair):
+def test_fixed_model_computes_the_same(pair):
     image = jnp.ones(16)
     assert fixed(pair.critic)(image) == pair.critic(image)
 
 
-def test_the_judge_knows_real_images_from_one_repeated():
+def test_judge_distinguishes_real_images_from_a_repeated_one():
     rng = np.random.default_rng(0)
     images = [(label + 0.01 * rng.random((1, 2, 2), np.float32), label) for label in (0, 1) * 8]
     real = judge(np.stack([image for image, _ in images]), images, images)
@@ -70,7 +70,7 @@ def test_the_judge_knows_real_images_from_one_repeated():
 
 
 @pytest.mark.sweep
-def test_it_runs_on_a_mesh(tmp_path):
+def test_runs_on_a_mesh(tmp_path):
     outcome = run_example("adversarial_training", *TINY, workdir=tmp_path)
     assert "data=2 x fsdp=1 x model=2" in outcome.output
     assert len(outcome.series("critic_loss")) == len(outcome.series("generator_loss")) == 27

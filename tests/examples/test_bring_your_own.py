@@ -1,4 +1,4 @@
-"""A model of raw arrays: it learns on a mesh, and a checkpoint of it is taken up again."""
+"""A model of raw arrays: it learns on a mesh, and another run starts from its checkpoint."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.sweep
-def test_it_learns(finished):
+def test_learns(finished):
     workdir, outcome = finished
     losses = outcome.series("loss")
     assert losses[-1] < 0.5 * losses[0]
@@ -26,14 +26,14 @@ def test_it_learns(finished):
 
 
 @pytest.mark.sweep
-def test_it_begins_from_a_checkpoint(finished, tmp_path):
+def test_starts_from_a_checkpoint(finished, tmp_path):
     workdir, first = finished
     flags = ("--pretrained", workdir / "ckpts" / f"step_{len(first.series('loss')):08}", "--n-epochs", 1, "--batch-size", 32)
     again = run_example("bring_your_own", *flags, workdir=tmp_path)
     assert again.series("loss")[0] < 0.5 * first.series("loss")[0]
 
 
-def test_a_misspelt_flag_is_refused_with_the_nearest():
+def test_misspelt_flag_suggests_the_nearest():
     outcome = refusal("bring_your_own", "--leraning-rate=1")
     assert outcome.status == 2
     assert "Perhaps you meant" in outcome.output

@@ -1,4 +1,4 @@
-"""One script for images, tables and texts: it learns, scores as GLUE does, and refuses what it cannot read."""
+"""One script for images, tables and texts: training, GLUE's scores, and refused input."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def write(path, rows, header=None):
 
 @pytest.fixture(scope="module")
 def cola(tmp_path_factory):
-    """Sentences that are acceptable where they begin with `the`."""
+    """Sentences that are acceptable if they begin with `the`."""
     folder, draw = tmp_path_factory.mktemp("cola"), random.Random(0)
     words = ["cat", "dog", "sees", "a", "is", "big"]
     for name, n in (("train.tsv", 320), ("dev.tsv", 64)):
@@ -50,7 +50,7 @@ def cola(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stsb(tmp_path_factory):
-    """Pairs whose score is 4 where they are of the same word, else 1."""
+    """Pairs with score 4 if both words are the same, else 1."""
     folder, draw = tmp_path_factory.mktemp("stsb"), random.Random(0)
     for name, n in (("train.tsv", 160), ("dev.tsv", 32)):
         firsts = [draw.choice(["cat", "dog"]) for _ in range(n)]
@@ -64,11 +64,11 @@ def metrics(workdir, name):
     return [line[name] for line in lines if name in line]
 
 
-# --- it learns -------------------------------------------------------------------------------------------------------
+# --- training --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep
-def test_digits_are_told_apart(tmp_path):
+def test_learns_digits(tmp_path):
     flags = ("--n-epochs", 3, "--width", 8, "--learning-rate", 0.01)
     outcome = run_example("classification_regression", *flags, workdir=tmp_path)
     losses = outcome.series("loss")
@@ -84,21 +84,21 @@ def test_digits_are_told_apart(tmp_path):
 
 
 @pytest.mark.sweep
-def test_a_table_is_held_against_ridge(tmp_path, capsys):
+def test_learns_a_table_and_reports_ridge(tmp_path, capsys):
     scores = main(Args("diabetes", workdir=tmp_path, n_epochs=10, learning_rate=3e-3, n_model_shards=2))
     assert scores["test_r2"] > 0.1
     assert scores["test_pearson"] > 0.4
     assert metrics(tmp_path, "test_r2") == [scores["test_r2"]]
     assert (tmp_path / "test.png").read_bytes().startswith(PNG)
     assert "ridge r2" in capsys.readouterr().out
-    # And another run can begin from its checkpoint.
+    # Another run can start from its checkpoint.
     best = tmp_path / "ckpts" / json.loads((tmp_path / "ckpts/index.json").read_text())["argmin_loss"]
     main(Args("diabetes", pretrained=best, workdir=tmp_path / "again", n_epochs=1, n_model_shards=2))
     assert metrics(tmp_path / "again", "loss")[0] < 0.8 * metrics(tmp_path, "loss")[0]
 
 
 @pytest.mark.sweep
-def test_sentences_are_told_apart(cola, tmp_path):
+def test_learns_sentences(cola, tmp_path):
     scores = main(Args("cola", cola, workdir=tmp_path, n_epochs=12, learning_rate=3e-2, **SMALL))
     assert scores["test_matthews"] > 0.9
     assert (scores["test_majority_matthews"], scores["test_bag_of_words_matthews"]) == (0, 1)
@@ -106,7 +106,7 @@ def test_sentences_are_told_apart(cola, tmp_path):
 
 
 @pytest.mark.sweep
-def test_a_published_bert_is_given_a_new_head(stsb, tmp_path):
+def test_published_bert_gets_a_new_head(stsb, tmp_path):
     tokenizer = learn_tokenizer(["cat dog"], 300)
     config = BertConfig(tokenizer.get_vocab_size(), 16, 2, 16, 32, 1, 2, n_classes=3, has_pooler=False)
     saved = eqx.filter_jit(Bert)(config, key=jax.random.key(0))
@@ -123,10 +123,10 @@ def test_a_published_bert_is_given_a_new_head(stsb, tmp_path):
     assert numbers.shape == (5, 1)
 
 
-# --- its parts -------------------------------------------------------------------------------------------------------
+# --- parts of the example --------------------------------------------------------------------------------------------
 
 
-def test_scores_are_those_of_the_formulas():
+def test_scores_match_their_formulas():
     draw = np.random.default_rng(0)
     targets, outputs = draw.integers(0, 2, 50), draw.normal(size=(50, 2))
     predictions = outputs.argmax(1)
@@ -149,16 +149,16 @@ def test_scores_are_those_of_the_formulas():
     assert measure(Task("stsb", (), (), ()), examples, np.ones((50, 1))) == {"pearson": 0, "spearman": 0}
 
 
-def test_ridge_finds_a_linear_rule():
+def test_ridge_fits_a_linear_rule():
     features = np.random.default_rng(0).normal(size=(60, 3))
     examples = [({"x": x}, x @ [1.0, -2.0, 0.5]) for x in features]
     assert ridge(Task("diabetes", examples[:40], (), examples[40:]))["r2"] > 0.999
 
 
-def test_words_alone_and_in_pairs():
+def test_words_and_word_pairs():
     assert words("It's big.") == ["it", "'", "s", "big", ".", "< it", "it '", "' s", "s big", "big .", ". >"]
     ids, idf = learn_words([(("a b", "b"), 0), (("b",), 1), (("c",), 0)], 300)
-    assert list(ids) == ["b", "b >", "< b"]  # the commonest first, then by their place, in every process
+    assert list(ids) == ["b", "b >", "< b"]  # the most frequent first, then by position, in every process
     assert ids["b"] == 1 and idf.shape == (64,)
     assert idf[1] == pytest.approx(math.log(4 / 3)) and idf[0] == 0
     part = [(("B a", "c"), 1)]
@@ -168,14 +168,14 @@ def test_words_alone_and_in_pairs():
 
 
 @pytest.mark.sweep
-def test_a_bag_forgets_order_and_knows_what_two_texts_share():
+def test_bag_ignores_order_and_measures_overlap():
     idf = np.concatenate([[0], np.ones(63)]).astype(np.float32)
     one = eqx.nn.inference_mode(Bag(idf, 8, 1, 3, key=jax.random.key(0)))
     a, b = (one(jnp.array([ids]), key=jax.random.key(0)) for ids in ([1, 2, 3, 0], [3, 1, 2, 0]))
     assert a.shape == (3,)
     np.testing.assert_allclose(a, b, rtol=1e-5)
     pair = eqx.nn.inference_mode(Bag(idf, 8, 2, 1, key=jax.random.key(0)))
-    pair = eqx.tree_at(lambda bag: bag.head.weight, pair, jnp.zeros((1, 17)).at[0, -1].set(1))  # the cosine alone
+    pair = eqx.tree_at(lambda bag: bag.head.weight, pair, jnp.zeros((1, 17)).at[0, -1].set(1))  # only the cosine
     pair = eqx.tree_at(lambda bag: bag.head.bias, pair, jnp.zeros(1))
     same, other, empty = (
         pair(jnp.array(ids), key=jax.random.key(0)) for ids in ([[1, 2], [2, 1]], [[1, 2], [3, 4]], [[1], [0]])
@@ -194,8 +194,8 @@ def test_baselines_of_texts(cola, stsb):
     assert found["bag of words"]["pearson"] > 0.9
 
 
-def test_glue_s_folders_are_taken_as_they_lie(tmp_path):
-    """Each task's folder in GLUE's, and its own labels."""
+def test_glue_folders_are_read_without_changes(tmp_path):
+    """Each task has its own folder and labels."""
     rte = ("index", "sentence1", "sentence2", "label")
     for name in ("train.tsv", "dev.tsv"):
         write(tmp_path / "RTE" / name, [[i, "a", "b", ("entailment", "not_entailment")[i % 2]] for i in range(10)], rte)
@@ -229,7 +229,7 @@ def test_glue_s_folders_are_taken_as_they_lie(tmp_path):
         read_task("qqp", tmp_path, 8, 1)
 
 
-def test_glue_is_cut_into_three_parts(cola, stsb):
+def test_glue_is_split_into_three_parts(cola, stsb):
     task = read_task("cola", cola, 8, 1)
     assert [len(part) for part in (task.train, task.validation, task.test)] == [288, 32, 64]
     assert task.test == read_glue("cola", cola / "dev.tsv")
@@ -245,7 +245,7 @@ def test_glue_is_cut_into_three_parts(cola, stsb):
     assert [task.mean + task.deviation * target for _, target in task.test] == pytest.approx(wanted)
 
 
-def test_a_pair_is_encoded_with_its_types():
+def test_pair_is_encoded_with_token_types():
     tokenizer = learn_tokenizer(["ab"], 300)
     part = [(("a", "bcd"), 1)]
     ((inputs, target),) = encode(Task("mrpc", part, part, part), tokenizer, 10, PAD).train
@@ -258,7 +258,7 @@ def test_a_pair_is_encoded_with_its_types():
     assert cut["ids"].shape == (6,)
 
 
-def test_a_shift_moves_the_image_in_training_alone():
+def test_shift_moves_the_image_only_in_training():
     image = jnp.zeros((1, 5, 5)).at[0, 2, 2].set(1)
     shift = Shift(1)
     places = {tuple(map(int, jnp.argwhere(shift(image, key=jax.random.key(i)))[0, 1:])) for i in range(60)}
@@ -268,14 +268,14 @@ def test_a_shift_moves_the_image_in_training_alone():
 
 
 @pytest.mark.parametrize("size", [4, 8, 30, 32])
-def test_images_may_be_of_any_size(size):
+def test_images_of_several_sizes(size):
     model, image = eqx.filter_eval_shape(lambda: CNN(1, size, 4, 7, key=jax.random.key(0))), jnp.zeros((2, 1, size, size))
     batch = {"inputs": {"image": image}, "targets": jnp.zeros(2, int)}
     state = eqx.filter_eval_shape(eqx.nn.State, model)
     assert eqx.filter_eval_shape(apply, model, state, batch, jax.random.key(0))[0].shape == (2, 7)
 
 
-def test_batch_norm_keeps_its_statistics_in_the_state():
+def test_batch_norm_statistics_are_kept_in_the_state():
     model = eqx.filter_jit(CNN)(3, 8, 4, 7, key=jax.random.key(0))
     state = eqx.nn.State(model)
     images = np.random.default_rng(0).normal(2, 1, (6, 3, 8, 8)).astype(np.float32)
@@ -288,7 +288,7 @@ def test_batch_norm_keeps_its_statistics_in_the_state():
     jax.tree.map(np.testing.assert_array_equal, after, jax.tree.leaves(same))
 
 
-# --- what it refuses -------------------------------------------------------------------------------------------------
+# --- refused input ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -296,14 +296,14 @@ def test_batch_norm_keeps_its_statistics_in_the_state():
     [("cola", "2", 2, "label of 0 or 1", "'2'"), ("stsb", "7.0", 3, "score of from 0 to 5", "'7.0'"),
      ("stsb", "nan", 3, "score of from 0 to 5", "'nan'"), ("cola", "label", 2, "label of 0 or 1", "'label'")],
 )  # fmt: skip
-def test_a_label_outside_its_range_is_named(task, label, row, rule, found, tmp_path):
+def test_label_out_of_range_is_named(task, label, row, rule, found, tmp_path):
     good, bad = (["x", 1, "", "a"], ["x", label, "", "b"]) if task == "cola" else (["a", "b", 5.0], ["a", "b", label])
     write(tmp_path / "dev.tsv", [good, bad], None if task == "cola" else STSB)
     with pytest.raises(ValueError, match=f"dev.tsv` row {row}: expected a {rule}, got {found}"):
         read_task(task, tmp_path, 8, 1)
 
 
-def test_a_table_of_other_columns_is_named(cola, stsb):
+def test_table_with_other_columns_is_named(cola, stsb):
     with pytest.raises(ValueError, match=r"dev.tsv`: expected columns #1 String, #2 String, Quality, got sentence1"):
         read_task("mrpc", stsb, 8, 1)
     with pytest.raises(ValueError, match=r"dev.tsv` row 1: expected 4 columns \(source, label, mark, sentence\), got 3"):
@@ -312,7 +312,7 @@ def test_a_table_of_other_columns_is_named(cola, stsb):
         read_task("sst2", cola, 8, 1)
 
 
-def test_tasks_say_what_data_they_want(tmp_path):
+def test_missing_or_unexpected_data_is_reported(tmp_path):
     for task, wanted in (("cola", "train.tsv and dev.tsv"), ("images", "subfolders of images")):
         with pytest.raises(ValueError, match=f"`--data`: expected a folder for `--task {task}` with {wanted}"):
             read_task(task, None, 8, 1)
@@ -322,7 +322,7 @@ def test_tasks_say_what_data_they_want(tmp_path):
         read_task("sst2", tmp_path, 8, 1)
 
 
-def test_an_image_folder_with_nothing_in_it_is_named(tmp_path):
+def test_empty_image_folder_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"`{tmp_path}`: expected two or more subfolders with images.*got 0"):
         read_task("images", tmp_path, 8, 1)
     for name in ("cats", "dogs"):
@@ -339,7 +339,7 @@ def test_an_image_folder_with_nothing_in_it_is_named(tmp_path):
 
 
 @pytest.mark.sweep
-def test_folders_that_hold_no_bert_are_named(cola, tmp_path):
+def test_folders_without_bert_are_named(cola, tmp_path):
     folder = tmp_path / "folder"
     write(folder / "config.json", [[json.dumps(GPT2Config(64, 16, 16, 1, 2).to_hf())]])
     args = Args("cola", cola, folder, workdir=tmp_path / "run", **SMALL)
@@ -351,7 +351,7 @@ def test_folders_that_hold_no_bert_are_named(cola, tmp_path):
         main(args)
 
 
-def test_a_misspelt_flag_is_refused_with_the_nearest():
+def test_misspelt_flag_suggests_the_nearest():
     outcome = refusal("classification_regression", "--leraning-rate=1")
     assert outcome.status == 2
     assert "Perhaps you meant" in outcome.output
