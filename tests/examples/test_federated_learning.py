@@ -1,4 +1,4 @@
-"""Federated learning: a round is what a plain loop over clients gives, on every mesh; and mistakes are named."""
+"""Federated learning: a round equals a plain loop over clients, on every mesh; and mistakes are named."""
 
 import json
 from functools import partial
@@ -19,7 +19,7 @@ from examples.federated_learning.main import Args, Classifier, check, collate_fn
 
 from ._run import refusal, run_example
 
-SIZES = (5, 9, 16, 12)  # images of the clients
+SIZES = (5, 9, 16, 12)  # images per client
 LOCAL = {"epochs": 3, "batch_size": 4, "learning_rate": 0.3}
 
 
@@ -38,8 +38,8 @@ def arrays(model):
     return [np.asarray(x) for x in jax.tree.leaves(eqx.filter(model, eqx.is_array))]
 
 
-def trained_alone(model, images, labels, key, epochs, batch_size, learning_rate, n_rows):
-    """What a client does, written as loops over its images alone."""
+def train_client(model, images, labels, key, epochs, batch_size, learning_rate, n_rows):
+    """Trains one client in plain loops over its own images."""
 
     @jax.jit
     @jax.grad
@@ -56,17 +56,19 @@ def trained_alone(model, images, labels, key, epochs, batch_size, learning_rate,
     return arrays(params)
 
 
-def averaged(models):
+def average_models(models):
     return [sum(n * x for n, x in zip(SIZES, leaves, strict=True)) / sum(SIZES) for leaves in zip(*models, strict=True)]
 
 
 @pytest.mark.sweep
-def test_a_step_of_size_one_against_the_gradient_is_the_average_of_the_clients_models(clients):
+def test_unit_step_along_the_gradient_averages_the_client_models(clients):
     model, key = make_model(), jax.random.key(7)
     batch = jax.tree.map(jnp.asarray, collate_fn(clients, 16))
     loss, grads = eqx.filter_jit(partial(federated_gradient, loss_of, **LOCAL))(model, batch, key)
     keys = jax.random.split(key, len(clients))
-    expected = averaged([trained_alone(model, *own, k, **LOCAL, n_rows=16) for own, k in zip(clients, keys, strict=True)])
+    expected = average_models(
+        [train_client(model, *own, k, **LOCAL, n_rows=16) for own, k in zip(clients, keys, strict=True)]
+    )
     for before, grad, after in zip(arrays(model), arrays(grads), expected, strict=True):
         np.testing.assert_allclose(before - grad, after, rtol=1e-4, atol=1e-6)
     images, labels = (np.concatenate(x) for x in zip(*clients, strict=True))
@@ -75,7 +77,7 @@ def test_a_step_of_size_one_against_the_gradient_is_the_average_of_the_clients_m
     assert float(loss.weight) == sum(SIZES)
 
 
-def trainer_on(shape, local):
+def make_trainer(shape, local):
     devices = jax.devices()[: int(np.prod(shape))]
     deployer = redeqx.Deployer(0, verbose=False)
     deployer._run.mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
@@ -86,24 +88,24 @@ def trainer_on(shape, local):
 
 
 @pytest.mark.sweep
-def test_rounds_agree_with_the_loop_and_on_two_meshes(clients):
-    one, four = trainer_on((1, 1, 1), LOCAL), trainer_on((2, 1, 2), LOCAL)
+def test_rounds_match_the_loop_on_two_meshes(clients):
+    one, four = make_trainer((1, 1, 1), LOCAL), make_trainer((2, 1, 2), LOCAL)
     losses = [trainer.train(clients * 2, 4 // trainer.deployer.n_batch_shards)["loss"] for trainer in (one, four)]
     assert one.step == four.step == 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for a, b in zip(arrays(one.model), arrays(four.model), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
-    # With all of a client's images in a batch their order is nothing, and the loop needs no key of the Trainer.
+    # With all images of a client in one batch, their order has no effect, so the loop needs no key of the Trainer.
     whole = {**LOCAL, "batch_size": 16}
-    trainer = trainer_on((2, 1, 2), whole)
+    trainer = make_trainer((2, 1, 2), whole)
     trainer.train(clients, 2)
-    expected = averaged([trained_alone(make_model(), *own, jax.random.key(0), **whole, n_rows=16) for own in clients])
+    expected = average_models([train_client(make_model(), *own, jax.random.key(0), **whole, n_rows=16) for own in clients])
     for found, wanted in zip(arrays(trainer.model), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_each_image_goes_to_one_client_and_a_client_has_few_labels():
+def test_each_image_goes_to_one_client_with_few_labels():
     train = digits()[0]
     clients = cut_clients(train, 20, 2, seed=1)
     assert len(clients) == 20
@@ -113,14 +115,14 @@ def test_each_image_goes_to_one_client_and_a_client_has_few_labels():
         return sorted((*image.ravel().tolist(), label) for image, label in pairs)
 
     assert listed(pairs) == listed(train)
-    # A shard may lie across two labels.
+    # A shard may contain two labels.
     assert max(len(set(labels.tolist())) for _, labels in clients) <= 4
     assert np.mean([len(set(labels.tolist())) for _, labels in clients]) < 3
     other = cut_clients(train, 20, 2, seed=2)
     assert [set(labels.tolist()) for _, labels in clients] != [set(labels.tolist()) for _, labels in other]
 
 
-def test_a_round_draws_different_clients_from_its_seed_alone(clients):
+def test_round_draws_distinct_clients_and_depends_only_on_the_seed(clients):
     def drawn(seed):
         return [len(labels) for _, labels in draw_rounds(clients, 3, 10, seed)]
 
@@ -130,7 +132,7 @@ def test_a_round_draws_different_clients_from_its_seed_alone(clients):
 
 
 @pytest.mark.sweep
-def test_it_learns_and_leaves_picture_checkpoint_and_scores(tmp_path):
+def test_learns_and_saves_picture_checkpoint_and_scores(tmp_path):
     run = run_example(
         "federated_learning", "--n-clients", 6, "--clients-per-round", 4, "--rounds-per-epoch", 5, "--n-epochs", 4,
         "--local-epochs", 2, "--hidden-size", 16, "--centralised-epochs", 3, workdir=tmp_path,
@@ -159,7 +161,7 @@ def test_it_learns_and_leaves_picture_checkpoint_and_scores(tmp_path):
         (Args(rounds_per_epoch=-1), r"`--rounds-per-epoch`: expected at least 1, got -1\."),
     ],
 )
-def test_numbers_that_make_no_rounds_are_refused(args, message):
+def test_invalid_round_settings_are_refused(args, message):
     check(Args())
     with pytest.raises(ValueError, match=message):
         check(args)
@@ -187,7 +189,7 @@ def test_folders_of_images(tmp_path):
     assert train[0][0].shape == (1, 8, 8)
 
 
-def test_a_misspelt_flag_is_named():
+def test_misspelt_flag_suggests_the_nearest():
     run = refusal("federated_learning", "--leraning-rate=1")
     assert run.status == 2
     assert "--learning-rate" in run.output

@@ -1,4 +1,4 @@
-"""Meta-learning: the gradient goes through the inner steps, on every mesh; tasks are what they say; a tiny run learns."""
+"""Meta-learning: gradients through the inner steps on every mesh, task construction, and tiny runs that learn."""
 
 import zipfile
 from typing import Any
@@ -47,7 +47,7 @@ def write_characters(folder, n_characters, n_drawings, size=8):
 
 
 class Line(eqx.Module):
-    """y = w x: everything about it can be written by hand."""
+    """y = w x, whose gradients can be derived by hand."""
 
     w: jax.Array
 
@@ -56,7 +56,7 @@ class Line(eqx.Module):
 
 
 @pytest.mark.parametrize("first_order", [False, True])
-def test_meta_gradient_equals_the_one_by_hand(first_order):
+def test_meta_gradient_matches_the_derivation(first_order):
     """A step of rate a on mean((w x - y)^2): w' = w - 2 a (w mean(x x) - mean(x y)), so dw'/dw = 1 - 2 a mean(x x)."""
     data = batch()
     w, a = 0.7, 0.05
@@ -91,9 +91,10 @@ def test_meta_gradient_through_several_steps_equals_finite_differences():
 
 @pytest.mark.sweep
 def test_values_and_meta_gradients_do_not_depend_on_the_mesh():
-    """On (data=2, fsdp=2, model=2) they are those of the plain function: one step of SGD of rate 1 shows the gradient."""
-    # 64 x 64 is the smallest that fsdp splits. At a rate of 0.05 this network overshoots, and each step doubles the rounding
-    # between two meshes, from 1e-7 to 7e-5 after ten (in float64 from 2e-16 to 9e-14); at the paper's 0.01 it stays.
+    """Compares the mesh (data=2, fsdp=2, model=2) with the plain function: one SGD step of rate 1 gives the gradient."""
+    # 64 x 64 is the smallest weight that FSDP splits. At a rate of 0.05 this network overshoots, and each step doubles the
+    # rounding difference between two meshes, from 1e-7 to 7e-5 after ten (in float64 from 2e-16 to 9e-14). At the paper's
+    # rate of 0.01 it does not grow.
     tasks, model = list(TASKS.draw(8, 3, (0,))), learner(width=64, rate=0.01)
     data: Any = TASKS.collate_fn(tasks)
     loss, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))(model, data, jax.random.key(0))
@@ -117,7 +118,7 @@ def test_values_and_meta_gradients_do_not_depend_on_the_mesh():
         np.testing.assert_allclose(expected[name] - np.asarray(leaf), grads[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_predictions_are_those_of_gradient_descent_on_the_support_set():
+def test_predictions_match_gradient_descent_on_the_support_set():
     data, model = batch(n_tasks=1), learner()
     outputs = eqx.filter_jit(pred_fn)(model, data, jax.random.key(0))
     x, y, query_x, query_y = (data[name][0] for name in ("support_x", "support_y", "query_x", "query_y"))
@@ -134,7 +135,7 @@ def test_predictions_are_those_of_gradient_descent_on_the_support_set():
 # --- tasks and scores ---------------------------------------------------------------------------------------------------
 
 
-def test_sinusoids_are_those_of_the_paper_and_anew_each_epoch():
+def test_sinusoids_follow_the_paper_and_differ_each_epoch():
     rows = TASKS.draw(2000, 3, (0, 0, 1))
     for column, (low, high) in {0: (0.1, 5.0), 1: (0, np.pi), 2: (-5, 5)}.items():
         assert low <= rows[:, column].min() < low + 0.02 * (high - low)
@@ -146,7 +147,7 @@ def test_sinusoids_are_those_of_the_paper_and_anew_each_epoch():
     assert not (rows == TASKS.draw(2000, 3, (0, 0, 2))).any()
 
 
-def test_omniglot_parts_share_no_character_and_only_training_turns_them(tmp_path):
+def test_omniglot_parts_share_no_character_and_only_training_rotates_them(tmp_path):
     parts = omniglot(write_characters(tmp_path, n_characters=20, n_drawings=6), n_ways=3, n_shots=2, n_query=3)
     assert [len(part.classes) for part in parts] == [4 * 12, 4, 4]
     characters = [{int(image) % 120 // 6 for drawn in part.classes for image in drawn} for part in parts]
@@ -162,7 +163,7 @@ def test_omniglot_parts_share_no_character_and_only_training_turns_them(tmp_path
     np.testing.assert_allclose(data["query_x"][4, 3, 0] * 255, train.images[tasks[4, 1, 2]], rtol=1e-5)
 
 
-def test_a_zip_reads_as_its_folder(tmp_path):
+def test_zip_reads_like_its_folder(tmp_path):
     folder = write_characters(tmp_path / "characters", n_characters=6, n_drawings=3)
     with zipfile.ZipFile(tmp_path / "characters.zip", "w") as archive:
         for file in folder.rglob("*.png"):
@@ -173,13 +174,13 @@ def test_a_zip_reads_as_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("size", [7, 8])
-def test_convolve_is_a_convolution(size):
+def test_convolve_matches_conv2d(size):
     conv = eqx.nn.Conv2d(2, 5, 3, stride=2, padding=1, use_bias=False, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (2, size, size))
     np.testing.assert_allclose(eqx.filter_jit(convolve)(conv, x), eqx.filter_jit(conv)(x), rtol=1e-4, atol=1e-5)
 
 
-def test_scores_are_means_over_tasks_with_their_intervals():
+def test_scores_are_task_means_with_confidence_intervals():
     errors = np.random.default_rng(0).normal(3.0, 2.0, (10_000, 11))
     mean, half = interval(errors)
     assert mean[0] == pytest.approx(3.0, abs=0.1) and half[0] == pytest.approx(1.96 * 2 / 100, rel=0.05)
@@ -190,7 +191,7 @@ def test_scores_are_means_over_tasks_with_their_intervals():
 
 
 @pytest.mark.sweep
-def test_a_tiny_run_learns_to_learn(tmp_path):
+def test_tiny_run_learns_sinusoids(tmp_path):
     sizes = (
         "--tasks-per-epoch",
         4800,
@@ -216,18 +217,18 @@ def test_a_tiny_run_learns_to_learn(tmp_path):
 
 
 @pytest.mark.sweep
-def test_a_tiny_run_on_characters(tmp_path):
+def test_tiny_run_learns_characters(tmp_path):
     folder = write_characters(tmp_path / "characters", n_characters=9, n_drawings=4)
     sizes = ("--n-ways", 3, "--n-query", 2, "--n-validation-tasks", 8, "--n-test-tasks", 40, "--width", 8)
     run = ("--tasks-per-epoch", 160, "--n-epochs", 2, "--batch-size", 8, "--learning-rate", 0.01)
     out = run_example("meta_learning", "--data", folder, *sizes, *run, workdir=tmp_path)
     (scores,) = [line for line in out.metrics if "test_accuracy" in line]
-    assert scores["test_accuracy"] > 0.5  # a third by chance; 240 drawings, so 0.03 is one standard deviation
+    assert scores["test_accuracy"] > 0.5  # chance is one third; with 240 drawings one standard deviation is 0.03
     assert scores["test_accuracy"] == pytest.approx(1 - scores["test_error_after"])
     assert (tmp_path / "tasks.png").is_file()
 
 
-def test_a_misspelt_flag_is_told_the_nearest():
+def test_misspelt_flag_suggests_the_nearest():
     out = refusal("meta_learning", "--inner-stepz=2")
     assert out.status == 2
     assert "--inner-steps" in out.output
@@ -236,19 +237,19 @@ def test_a_misspelt_flag_is_told_the_nearest():
 # --- bad input ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_without_characters_is_refused(tmp_path):
+def test_folder_without_characters_is_refused(tmp_path):
     with pytest.raises(ValueError, match=rf"`{tmp_path}`: expected at least 15 characters, 5 each.*got 0\. Pass"):
         main(Args(data=tmp_path, workdir=tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
-def test_fewer_characters_than_three_parts_need_are_refused(tmp_path):
+def test_too_few_characters_for_three_parts_are_refused(tmp_path):
     folder = write_characters(tmp_path, n_characters=8, n_drawings=2)
     with pytest.raises(ValueError, match=r"expected at least 9 characters.*got 8\. .*lower --n-ways"):
         omniglot(folder, n_ways=3, n_shots=1, n_query=1)
 
 
-def test_fewer_drawings_than_a_task_needs_are_refused(tmp_path):
+def test_too_few_drawings_for_a_task_are_refused(tmp_path):
     folder = write_characters(tmp_path, n_characters=6, n_drawings=3)
     (folder / "Alphabet1/character01/00.png").unlink()
     message = r"character 'Alphabet1/character01': expected at least 1 drawings to adapt on \+ 2 queries, got 2\."
@@ -257,20 +258,20 @@ def test_fewer_drawings_than_a_task_needs_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "found"), [("characters.zip", "a file of another kind"), ("none.zip", "none")])
-def test_what_is_no_folder_and_no_zip_is_refused(tmp_path, name, found):
+def test_path_that_is_neither_folder_nor_zip_is_refused(tmp_path, name, found):
     (tmp_path / "characters.zip").write_text("not a zip")
     with pytest.raises(ValueError, match=rf"`{tmp_path / name}`: expected a folder or a .zip of .*, got {found}\."):
         omniglot(tmp_path / name, 5, 1, 1)
 
 
-def test_what_is_no_image_is_refused(tmp_path):
+def test_file_that_is_not_an_image_is_refused(tmp_path):
     (tmp_path / "Alphabet/character01").mkdir(parents=True)
     (tmp_path / "Alphabet/character01/01.png").write_text("not an image")
     with pytest.raises(ValueError, match=r"file 'Alphabet/character01/01.png': expected a PNG, got a file that"):
         omniglot(tmp_path, 5, 1, 1)
 
 
-def test_a_size_below_one_is_refused():
+def test_size_below_one_is_refused():
     with pytest.raises(ValueError, match=r"`--n-shots`: expected at least 1, got 0\."):
         filled(Args(n_shots=0))
     assert filled(Args()).n_shots == 10 and filled(Args(n_shots=3)).n_shots == 3

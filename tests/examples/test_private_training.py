@@ -1,4 +1,4 @@
-"""Private training: what one image moves is bounded, the noise is right on every mesh, epsilon is the accountant's."""
+"""Private training: one image's influence is bounded, noise is correct on every mesh, epsilon matches the accountant."""
 
 import json
 from functools import partial
@@ -31,13 +31,13 @@ from examples.private_training.privacy import (
 from ._run import refusal, run_example
 
 CLIP = 2.0
-N_FILLING = 3
-FILLING = (np.zeros((1, 8, 8), np.float32), -1)
+N_PADDING = 3
+PADDING = (np.zeros((1, 8, 8), np.float32), -1)
 
 
 @pytest.fixture(scope="module")
 def examples():
-    return digits()[0][:13] + [FILLING] * N_FILLING
+    return digits()[0][:13] + [PADDING] * N_PADDING
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def flat(model):
 
 @pytest.fixture(scope="module")
 def sums_of():
-    """The clipped sum of examples, as one vector."""
+    """Returns a function for the losses and the clipped gradient sum of examples, as vectors."""
     compiled = eqx.filter_jit(partial(clipped_sums, loss_of_one))
 
     def sums(model, examples):
@@ -71,43 +71,43 @@ def sums_of():
 
 @pytest.fixture(scope="module")
 def grads_of_each(model, examples):
-    """The gradient of each true example by itself, from its cross-entropy."""
+    """The cross-entropy gradient of each true example, computed separately."""
 
     @eqx.filter_jit
     @eqx.filter_grad
     def grad(model, image, label):
         return -jax.nn.log_softmax(model(image))[label]
 
-    return np.stack([flat(grad(model, image, label)) for image, label in examples[:-N_FILLING]])
+    return np.stack([flat(grad(model, image, label)) for image, label in examples[:-N_PADDING]])
 
 
 # --- the gradient ----------------------------------------------------------------------------------------------------
 
 
-def test_clipped_sums_are_those_of_a_loop(model, examples, sums_of, grads_of_each):
+def test_clipped_sums_match_a_loop(model, examples, sums_of, grads_of_each):
     norms = np.linalg.norm(grads_of_each, axis=1)
     assert norms.min() < CLIP < norms.max()  # some are clipped, some are not
     expected = sum(g * min(1, CLIP / n) for g, n in zip(grads_of_each, norms, strict=True))
     losses, sums = sums_of(model, examples)
     np.testing.assert_allclose(sums, expected, rtol=1e-4, atol=1e-5)
-    assert (losses[:-N_FILLING] > 0).all() and (losses[-N_FILLING:] == 0).all()
+    assert (losses[:-N_PADDING] > 0).all() and (losses[-N_PADDING:] == 0).all()
 
 
-def test_one_image_moves_the_sum_by_the_clip_norm_at_most(model, examples, sums_of, grads_of_each):
+def test_one_image_changes_the_sum_by_at_most_the_clip_norm(model, examples, sums_of, grads_of_each):
     _, whole = sums_of(model, examples)
     for i, grad in enumerate(grads_of_each):
-        _, without = sums_of(model, [*examples[:i], FILLING, *examples[i + 1 :]])
+        _, without = sums_of(model, [*examples[:i], PADDING, *examples[i + 1 :]])
         moved = np.linalg.norm(whole - without)
         assert moved == pytest.approx(min(CLIP, np.linalg.norm(grad)), rel=1e-3)
-    # An image that no data would have moves it no further.
+    # Even an unrealistic image changes it no further.
     far = (np.linspace(-1e6, 1e6, 64, dtype=np.float32).reshape(1, 8, 8), 0)
     _, other = sums_of(model, [far, *examples[1:]])
-    _, without = sums_of(model, [FILLING, *examples[1:]])
+    _, without = sums_of(model, [PADDING, *examples[1:]])
     assert np.linalg.norm(other - without) <= CLIP * (1 + 1e-5)
 
 
-def train_on(shape, examples, n_micro, noise_multiplier, sample_size, width=8):
-    """What one step of plain SGD takes from a model's parameters."""
+def sgd_update(shape, examples, n_micro, noise_multiplier, sample_size, width=8):
+    """What one step of plain SGD subtracts from a model's parameters."""
     devices = jax.devices()[: int(np.prod(shape))]
     deployer = redeqx.Deployer(0, verbose=False)
     deployer._run.mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
@@ -126,9 +126,9 @@ def train_on(shape, examples, n_micro, noise_multiplier, sample_size, width=8):
 
 
 @pytest.mark.parametrize("n_micro", [pytest.param(1, marks=pytest.mark.sweep), 4])
-def test_the_noise_is_that_of_the_accountant_on_every_mesh(n_micro):
-    """Rows that only fill the batch have no gradient, so a step takes the noise alone."""
-    one, four = (train_on(shape, [FILLING] * 16, n_micro, 2.0, 10.0, width=256) for shape in ((1, 1, 1), (2, 1, 2)))
+def test_noise_matches_the_accountant_on_every_mesh(n_micro):
+    """Padding rows have no gradient, so a step contains only noise."""
+    one, four = (sgd_update(shape, [PADDING] * 16, n_micro, 2.0, 10.0, width=256) for shape in ((1, 1, 1), (2, 1, 2)))
     np.testing.assert_allclose(one, four, rtol=1e-3, atol=1e-6)
     n = len(one)
     assert n > 19_000
@@ -137,36 +137,36 @@ def test_the_noise_is_that_of_the_accountant_on_every_mesh(n_micro):
 
 
 @pytest.mark.parametrize("n_micro", [pytest.param(1, marks=pytest.mark.sweep), 4])
-def test_the_sum_is_divided_by_the_expected_size_of_a_sample(model, examples, sums_of, n_micro):
+def test_sum_is_divided_by_the_expected_sample_size(model, examples, sums_of, n_micro):
     _, sums = sums_of(model, examples)
-    found = train_on((2, 1, 2), examples, n_micro, 0.0, 10.0)
+    found = sgd_update((2, 1, 2), examples, n_micro, 0.0, 10.0)
     np.testing.assert_allclose(found, sums / 10, rtol=1e-3, atol=1e-6)
 
 
 # --- the samples -----------------------------------------------------------------------------------------------------
 
 
-def test_each_example_is_drawn_by_itself():
+def test_examples_are_drawn_independently():
     examples = [(np.full((1, 1, 1), i, np.float32), i) for i in range(40)]
     n_steps = 2000
     rows = np.array([label for _, label in poisson_samples(examples, 0.3, n_steps, 30, (0, 1))]).reshape(n_steps, 30)
-    assert (np.sort(rows, axis=1)[:, 1:] == np.sort(rows, axis=1)[:, :-1]).any()  # filling
+    assert (np.sort(rows, axis=1)[:, 1:] == np.sort(rows, axis=1)[:, :-1]).any()  # padding
     drawn = np.stack([np.bincount(row[row >= 0], minlength=40) for row in rows])
     assert drawn.max() == 1
     assert np.abs(drawn.mean(0) - 0.3).max() < 4.5 * np.sqrt(0.3 * 0.7 / n_steps)
-    # The sizes vary as those of independent draws.
+    # The sizes have the variance of independent draws.
     assert drawn.sum(1).var() == pytest.approx(40 * 0.3 * 0.7, rel=0.15)
     again = [label for _, label in poisson_samples(examples, 0.3, n_steps, 30, (0, 1))]
     assert again == rows.ravel().tolist()
     assert again != [label for _, label in poisson_samples(examples, 0.3, n_steps, 30, (0, 2))]
 
 
-def test_a_sample_that_does_not_fit_is_refused():
+def test_too_large_sample_is_refused():
     with pytest.raises(ValueError, match=r"`--seed`: expected samples of at most 12 images, got 13\."):
         list(poisson_samples(digits()[0][:13], 1.0, 1, 12, (0,)))
 
 
-def test_there_is_room_for_every_sample():
+def test_every_sample_fits():
     n_rows = room_for(1257, 0.25, 80, 8)
     assert n_rows % 8 == 0
     assert 80 * binom.sf(n_rows, 1257, 0.25) < 1e-9 < 80 * binom.sf(n_rows - 9, 1257, 0.25)
@@ -176,8 +176,8 @@ def test_there_is_room_for_every_sample():
 # --- the budget ------------------------------------------------------------------------------------------------------
 
 
-def test_epsilon_is_that_of_the_gaussian_mechanism():
-    """Without sampling its delta has a formula (Balle and Wang 2018, arXiv 1805.06530, theorem 8)."""
+def test_epsilon_matches_the_gaussian_mechanism():
+    """Without sampling, delta has a closed formula (Balle and Wang 2018, arXiv 1805.06530, theorem 8)."""
     n_steps, noise, delta = 9, 6.0, 1e-5
     epsilon, mu = spent(noise, delta, 1.0, n_steps), np.sqrt(n_steps) / noise
     found = norm.cdf(mu / 2 - epsilon / mu) - np.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
@@ -185,12 +185,12 @@ def test_epsilon_is_that_of_the_gaussian_mechanism():
 
 
 @pytest.mark.sweep
-def test_epsilon_falls_with_noise_and_sampling_and_is_what_dp_accounting_says():
+def test_epsilon_falls_with_noise_and_sampling_and_matches_dp_accounting():
     found = [spent(noise, 1e-5, 0.25, 20) for noise in (1.0, 2.0, 4.0, 8.0)]
     assert found == sorted(found, reverse=True) and found[0] > 2 * found[1]
     assert spent(4.0, 1e-5, 0.25, 20) < spent(4.0, 1e-5, 1.0, 20)
     assert spent(4.0, 1e-5, 0.25, 20) < spent(4.0, 1e-5, 0.25, 40)
-    # Renyi orders give another upper bound, a little looser. (Whole ones: the series of the others do not converge.)
+    # Renyi orders give another, slightly looser upper bound. (Integer orders only: the other series do not converge.)
     accountant = RdpAccountant(orders=range(2, 64))
     step = dp_accounting.PoissonSampledDpEvent(0.25, dp_accounting.GaussianDpEvent(4.0))
     bound = accountant.compose(step, 20).get_epsilon(1e-5)
@@ -198,12 +198,12 @@ def test_epsilon_falls_with_noise_and_sampling_and_is_what_dp_accounting_says():
 
 
 @pytest.mark.sweep
-def test_the_noise_keeps_within_the_budget_and_spends_it():
+def test_noise_uses_the_budget_without_exceeding_it():
     noise = calibrate(2.0, 1e-5, 0.25, 20)
     assert 1.98 < spent(noise, 1e-5, 0.25, 20) <= 2.0
 
 
-def test_a_run_goes_on_under_the_terms_that_it_began_with(tmp_path):
+def test_resumed_run_needs_the_same_privacy_settings(tmp_path):
     path = tmp_path / "eps1" / "privacy.json"
     hold_to(path, {"noise_multiplier": 1.5, "n_steps": 80})
     hold_to(path, {"noise_multiplier": 1.5, "n_steps": 80})
@@ -216,7 +216,7 @@ def test_a_run_goes_on_under_the_terms_that_it_began_with(tmp_path):
 
 
 @pytest.mark.sweep
-def test_it_learns_and_leaves_picture_checkpoints_and_scores(tmp_path):
+def test_learns_and_saves_picture_checkpoints_and_scores(tmp_path):
     run = run_example("private_training", "--epsilons", 3, "--n-epochs", 4, workdir=tmp_path)
     accuracies = {}
     for name in ("eps3", "public"):
@@ -249,7 +249,7 @@ def test_it_learns_and_leaves_picture_checkpoints_and_scores(tmp_path):
         (Args(n_epochs=0), r"`--n-epochs`, `--steps-per-epoch`: expected both at least 1, got \(0, 4\)\."),
     ],
 )
-def test_numbers_that_no_guarantee_has_are_refused(args, message):
+def test_invalid_privacy_settings_are_refused(args, message):
     check(Args())
     with pytest.raises(ValueError, match=message):
         check(args)
@@ -270,7 +270,7 @@ def test_folders_of_images(tmp_path):
     assert data[0][0][0].shape == (1, 8, 8)
 
 
-def test_a_misspelt_flag_is_named():
+def test_misspelt_flag_suggests_the_nearest():
     run = refusal("private_training", "--epsilon=1")
     assert run.status == 2
     assert "--epsilons" in run.output
