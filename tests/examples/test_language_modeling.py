@@ -1,4 +1,4 @@
-"""The main job, small: it learns, resumes with the same bits, and refuses what it does not understand."""
+"""The language-modeling example at a small size: it learns, resumes with the same bits, and refuses invalid input."""
 
 import contextlib
 import inspect
@@ -50,14 +50,14 @@ SIZES = {
 
 
 def start(*arguments):
-    """The example in a process of its own, as a user starts it, on eight simulated devices."""
+    """Starts the example in a process of its own, as a user does, on eight simulated devices."""
     return subprocess.Popen(
         [sys.executable, "-m", "examples.language_modeling", *map(str, arguments)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # Wide, so that no phrase is folded. That there are eight devices is the example's own doing.
+        # Wide, so that no phrase is wrapped. The example itself simulates the eight devices.
         env={**{k: v for k, v in os.environ.items() if k != "NPROC"}, "COLUMNS": "200"},
     )
 
@@ -83,7 +83,7 @@ def run(data, workdir, **changes):
 
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
-    """A run that nothing interrupted: its workdir, its bits per byte, and what it printed."""
+    """An uninterrupted run: its workdir, its bits per byte, and its output."""
     workdir = tmp_path_factory.mktemp("finished")
     return workdir, *run(data, workdir)
 
@@ -93,7 +93,7 @@ def metrics(workdir):
 
 
 def steps(workdir):
-    """What was recorded of training, without the result that each run adds."""
+    """The recorded lines of training, without the result that each run appends."""
     return [line for line in metrics(workdir) if "test_bits_per_byte" not in line]
 
 
@@ -102,14 +102,15 @@ def checkpoint(workdir, tag):
 
 
 @pytest.mark.sweep
-def test_learns_and_says_what_it_did(finished):
+def test_learns_and_reports_its_results(finished):
     workdir, bits, output = finished
     losses = [line["loss"] for line in metrics(workdir) if "loss" in line]
     held_out = [line["eval_loss"] for line in metrics(workdir) if "eval_loss" in line]
     assert len(losses) == N_STEPS
     assert losses[0] == pytest.approx(math.log(256), abs=0.2)
     assert held_out[-1] < 0.75 * losses[0]
-    assert bits == pytest.approx(held_out[-1] / math.log(2), rel=1e-2)  # bytes: a token each, but for the first
+    # Each byte is a token, and the first is not predicted.
+    assert bits == pytest.approx(held_out[-1] / math.log(2), rel=1e-2)
 
     assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
     best = checkpoint(workdir, "argmin_loss")
@@ -132,7 +133,7 @@ def test_learns_and_says_what_it_did(finished):
 
 
 @pytest.mark.sweep
-def test_run_again_it_takes_no_step(data, finished):
+def test_rerun_takes_no_step(data, finished):
     workdir, bits, _ = finished
     before = steps(workdir)
     again, output = run(data, workdir)
@@ -143,7 +144,7 @@ def test_run_again_it_takes_no_step(data, finished):
 
 
 @pytest.mark.sweep
-def test_killed_and_run_again_it_ends_with_the_same_bits(data, finished, tmp_path):
+def test_killed_run_resumes_with_the_same_bits(data, finished, tmp_path):
     process = start(*arguments(data, tmp_path))
     deadline = time.monotonic() + 120
     try:
@@ -170,9 +171,9 @@ def test_killed_and_run_again_it_ends_with_the_same_bits(data, finished, tmp_pat
 
 @pytest.mark.sweep
 def test_muon_learns_at_the_same_learning_rate(data, finished, tmp_path):
-    """And it is another optimizer: its state has no second moments of the blocks' matrices."""
+    """Its optimizer state differs: it has no second moments for the blocks' matrices."""
     bits, _ = run(data, tmp_path, optimizer="muon")
-    assert bits < 5  # of 8, for bytes
+    assert bits < 5  # an untrained model needs 8 bits per byte
     sizes = [(checkpoint(workdir, "last") / "optimizer.safetensors").stat().st_size for workdir in (tmp_path, finished[0])]
     assert sizes[0] < 0.9 * sizes[1]
 
@@ -202,7 +203,7 @@ def test_command_line(flag, status, words):
         assert word in output
 
 
-def test_reads_a_folder_by_file(tmp_path, capsys):
+def test_reads_a_folder_split_by_files(tmp_path, capsys):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_text(f"file {i} " * 20)
     (tmp_path / "photo").write_bytes(b"\xff\xfe\xff")
@@ -215,9 +216,9 @@ def test_reads_a_folder_by_file(tmp_path, capsys):
     assert "photo: not UTF-8, skipped" in capsys.readouterr().out
 
 
-def test_reads_the_standard_library_and_nothing_installed_in_it():
+def test_reads_the_standard_library_without_installed_packages():
     train, held_out = read_texts(None)
-    assert 0.01 < len(held_out) / len(train) < 0.2  # by number it is one file in twenty
+    assert 0.01 < len(held_out) / len(train) < 0.2  # one file in twenty, but files differ in size
     assert "class Thread" in train + held_out
     assert "jaxtyping" not in train + held_out
 
@@ -237,11 +238,11 @@ def test_each_token_is_predicted_once():
         assert given[labels >= 0].tolist() == ids[:-1]
 
 
-def test_bytes_and_tokenizer_files_give_the_text_back(tmp_path):
+def test_bytes_and_tokenizer_files_round_trip(tmp_path):
     text = "def f(x):\n    return 'ünï'\n"
-    of_bytes = load_vocabulary(None)
-    assert of_bytes.decode(of_bytes.encode(text)) == text
-    assert (of_bytes.n_ids, len(of_bytes.encode(text)), of_bytes.end) == (256, len(text.encode()), 0)
+    byte_vocabulary = load_vocabulary(None)
+    assert byte_vocabulary.decode(byte_vocabulary.encode(text)) == text
+    assert (byte_vocabulary.n_ids, len(byte_vocabulary.encode(text)), byte_vocabulary.end) == (256, len(text.encode()), 0)
 
     learn_tokenizer([inspect.getsource(inspect)], 300).save(str(tmp_path / "tokenizer.json"))
     for path in (tmp_path, tmp_path / "tokenizer.json"):
@@ -253,7 +254,7 @@ def test_bytes_and_tokenizer_files_give_the_text_back(tmp_path):
 
 
 @pytest.mark.sweep
-def test_a_sample_depends_on_its_prompt_alone():
+def test_sample_depends_only_on_its_prompt():
     config = GPT2Config(64, 48, 16, 1, 2, 0.0, 0.0, 0.0, init_std=0.3)
     prompts = list(np.random.default_rng(0).integers(0, 64, (2, 32)))
 
@@ -284,7 +285,7 @@ def pairs_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, pairs_file):
-    """A LLaMA that has learnt nothing, with a tokenizer."""
+    """An untrained LLaMA with a tokenizer."""
     path = tmp_path_factory.mktemp("llama")
     tokenizer = learn_tokenizer([pairs_file.read_text("utf-8")], 300)
     tokenizer.save(str(path / "tokenizer.json"))
@@ -301,7 +302,7 @@ def tune(folder, pairs_file, workdir, **changes):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("rank", [None, 4])
-def test_a_folder_is_tuned_on_instructions_and_saved_again(rank, folder, pairs_file, tmp_path, capsys):
+def test_folder_is_tuned_on_instructions_and_saved(rank, folder, pairs_file, tmp_path, capsys):
     scores = tune(folder, pairs_file, tmp_path, lora_rank=rank)
     losses = [line["loss"] for line in metrics(tmp_path) if "loss" in line]
     assert np.mean(losses[-5:]) < (0.6 if rank is None else 0.75) * losses[0]
@@ -309,7 +310,7 @@ def test_a_folder_is_tuned_on_instructions_and_saved_again(rank, folder, pairs_f
     assert f"llama   {scores['test_bits_per_byte']:.3f}" in capsys.readouterr().out
 
     before, _ = from_pretrained(folder)
-    after, _ = from_pretrained(tmp_path / "model")  # a whole folder again
+    after, _ = from_pretrained(tmp_path / "model")  # a complete folder
     assert load_vocabulary(tmp_path / "model").n_ids == 320
     assert not np.array_equal(after.stack.blocks.attention.query.weight, before.stack.blocks.attention.query.weight)
     assert np.array_equal(after.embedding.weight, before.embedding.weight) == (rank is not None)
@@ -319,23 +320,23 @@ def test_a_folder_is_tuned_on_instructions_and_saved_again(rank, folder, pairs_f
         np.testing.assert_allclose(found, after.stack.blocks.attention.output.weight, atol=1e-6)
 
 
-def test_only_the_response_and_its_end_count(folder):
+def test_only_the_response_and_its_end_are_labels(folder):
     vocabulary = load_vocabulary(folder, end=2)
     pairs = [("Say alpha.\n\n", "ALPHA"), ("Say beta, and then some more of it. " * 5, "BETA")]
     examples = cut_pairs(pairs, vocabulary, 24)
     for (ids, labels), (prompt, response) in zip(examples, pairs, strict=True):
         answer = [*vocabulary.encode(response), 2]
         assert labels[labels >= 0].tolist() == answer
-        assert ids[labels >= 0][1:].tolist() == answer[:-1]  # each is predicted from those before it
+        assert ids[labels >= 0][1:].tolist() == answer[:-1]  # each token is predicted from those before it
         assert vocabulary.encode(prompt)[-5:] == prompt_of([ids, labels])[-5:]
     assert prompt_of(examples[0]) == vocabulary.encode(pairs[0][0])
-    assert len(prompt_of(examples[1])) == 25 - len(vocabulary.encode("BETA")) - 1  # of a long prompt the end stays
+    assert len(prompt_of(examples[1])) == 25 - len(vocabulary.encode("BETA")) - 1  # a long prompt keeps its end
     rest = examples[0, 0, int((examples[0, 1] >= 0).nonzero()[0][-1]) + 1 :]
     assert len(rest) and not rest.any()
     assert prompt_of(cut(list(range(1, 200)), 64)[1]) == list(range(65, 97))
 
 
-def test_both_losses_are_the_same(folder, pairs_file):
+def test_both_loss_functions_agree(folder, pairs_file):
     model, _ = from_pretrained(folder)
     vocabulary = load_vocabulary(folder, end=2)
     examples = cut_pairs(read_pairs(pairs_file, "question", "answer")[0][:4], vocabulary, 32)
@@ -345,7 +346,7 @@ def test_both_losses_are_the_same(folder, pairs_file):
     np.testing.assert_allclose(found.total, expected.total, rtol=1e-5)
 
 
-def test_pairs_are_held_out_and_kept_within_bytes(pairs_file):
+def test_pairs_are_held_out_and_limited_by_bytes(pairs_file):
     train, held_out = read_pairs(pairs_file, "question", "answer")
     assert (len(train), len(held_out)) == (190, 10)
     assert held_out[0] == ("Say alpha 0.\n\n", "ALPHA")
@@ -354,7 +355,7 @@ def test_pairs_are_held_out_and_kept_within_bytes(pairs_file):
     assert within(train, 1) == train[:1]
 
 
-def test_what_is_refused(folder, pairs_file, tmp_path):
+def test_invalid_input_is_refused(folder, pairs_file, tmp_path):
     def refused(fn, *args):
         with pytest.raises(ValueError) as raised:
             fn(*args)

@@ -1,4 +1,4 @@
-"""The LoRA example, small: both ways learn, what is saved computes the same, and bad input is refused."""
+"""The LoRA example at a small size: both methods learn, saved models compute the same, and bad input is refused."""
 
 import json
 import math
@@ -35,7 +35,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """A table like SST-2's, of sentences that each of their words tells apart."""
+    """A table like SST-2's, in which every word of a sentence determines its label."""
     rng = np.random.default_rng(0)
     rows = ["sentence\tlabel"]
     for i in range(240):
@@ -61,7 +61,7 @@ def series(workdir, name):
 
 
 @pytest.mark.sweep
-def test_both_ways_learn_and_what_is_saved_computes_the_same(finished):
+def test_both_methods_learn_and_saved_models_compute_the_same(finished):
     workdir, outcome = finished
     base = series(workdir / "base_run", "loss")
     assert base[0] == pytest.approx(math.log(320), abs=0.5) and base[-1] < 0.9 * base[0]
@@ -84,7 +84,7 @@ def test_both_ways_learn_and_what_is_saved_computes_the_same(finished):
 
 
 @pytest.mark.sweep
-def test_run_again_it_takes_no_step_and_keeps_its_base(table, finished):
+def test_rerun_takes_no_step_and_keeps_its_base(table, finished):
     workdir, outcome = finished
     before = (workdir / "base" / "model.safetensors").stat().st_mtime_ns
     scores = main(Args(data=table, workdir=workdir, **SIZES))
@@ -92,7 +92,7 @@ def test_run_again_it_takes_no_step_and_keeps_its_base(table, finished):
     assert (workdir / "base" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_the_documentations_sentences_are_balanced_and_stay_in_their_parts():
+def test_documentation_sentences_are_balanced_and_parts_are_disjoint():
     examples, corpus = documentation_sentences(400)
     texts, labels = [text for text, _ in examples], [label for _, label in examples]
     assert len(set(texts)) == len(texts) >= 300 and np.mean(labels) == 0.5
@@ -103,13 +103,13 @@ def test_the_documentations_sentences_are_balanced_and_stay_in_their_parts():
     assert [np.mean([label for _, label in part]) for part in parts] == pytest.approx([0.5] * 3, abs=0.1)
 
 
-def test_sentences():
+def test_sentence_splitting():
     assert list(sentences_of("A b.  C\nd!\n\nE e.g. f\n")) == ["A b.", "C d!", "E e.g.", "f"]
     assert is_plain("It is what it always was.")
     assert not any(map(is_plain, ["Too short.", "without an end of its own as it is", "word " * 80 + "."]))
 
 
-def test_a_sentence_is_cut_and_its_prompt_is_not():
+def test_long_sentence_is_truncated_but_not_its_prompt():
     tokenizer = learn_tokenizer(["Label: language or library.", "Some words to cut."] * 3, 300)
     examples = [("Some words to cut. " * 20, 1), ("Some", 0)]
     rows = encode(examples, ("fine", "wrong"), tokenizer, 1, 24)
@@ -124,34 +124,36 @@ def test_a_sentence_is_cut_and_its_prompt_is_not():
         encode(examples, ("same", "same"), tokenizer, 1, 24)
 
 
-def refused(fn, *args):
+def error_message(fn, *args):
     with pytest.raises(ValueError) as raised:
         fn(*args)
     return str(raised.value)
 
 
-def test_tables_that_are_refused(tmp_path):
+def test_invalid_tables_are_refused(tmp_path):
     path = tmp_path / "sst.tsv"
     path.write_text("text\tlabel\nfine\t1\n", "utf-8")
-    assert refused(read_sentences, path, 2).startswith(f"`{path}`: expected columns sentence, label, got text, label. ")
+    assert error_message(read_sentences, path, 2).startswith(
+        f"`{path}`: expected columns sentence, label, got text, label. "
+    )
     for label in ("2", "-1", "good", ""):
         path.write_text(f"sentence\tlabel\nfine\t1\nodd\t{label}\n", "utf-8")
-        text = refused(read_sentences, path, 2)
+        text = error_message(read_sentences, path, 2)
         assert text.startswith(f"`{path}` row 3: expected a label from 0 to 1, got {label!r}. ")
     path.write_text("sentence\tlabel\nfine\t1\nodd\t2\n", "utf-8")
     assert read_sentences(path, 3) == [("fine", 1), ("odd", 2)]
 
 
-def test_a_folder_of_another_model_is_refused(table, tmp_path):
+def test_folder_of_another_model_is_refused(table, tmp_path):
     config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, n_layers=1, n_decoder_layers=1, n_heads=2)
     folder = save_pretrained(eqx.filter_jit(T5)(config, key=jax.random.key(0)), config, tmp_path / "t5")
     learn_tokenizer(["a b"], 300).save(str(folder / "tokenizer.json"))
-    text = refused(main, Args(data=table, pretrained=folder, workdir=tmp_path / "run", words=("bad", "good")))
+    text = error_message(main, Args(data=table, pretrained=folder, workdir=tmp_path / "run", words=("bad", "good")))
     assert text.startswith(f"`{folder / 'config.json'}`: `model_type`: expected one of gpt2, ")
     assert "(Decoder), got 't5'. " in text
 
 
-def test_a_misspelt_flag_is_refused():
+def test_misspelt_flag_is_refused():
     outcome = refusal("lora", "--lora-learning-raet=1")
     assert outcome.status == 2
     assert "--lora-learning-rate" in outcome.output

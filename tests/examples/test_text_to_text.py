@@ -1,4 +1,4 @@
-"""Text to text, small: it learns and saves on a mesh, its data and scores are what they say, and bad input is refused."""
+"""Text to text at a small size: it learns and saves on a mesh, data and scores are correct, and bad input is refused."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ SIZES = {"n_source": 8, "n_target": 8, "n_beams": 2, "vocab_size": 320, "d_model
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Pairs that are easy to learn: the target names the first word of the source."""
+    """Pairs that are easy to learn: the target contains the first word of the source."""
     path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
     pairs = [(f"{noun} {other} {i}", f"Return the {noun}.") for i in range(10) for noun in NOUNS for other in NOUNS]
     path.write_text("".join(json.dumps({"code": s, "text": t}) + "\n" for s, t in pairs))
@@ -49,7 +49,7 @@ def finished(data, tmp_path_factory):
 
 
 @pytest.mark.sweep
-def test_it_learns(finished):
+def test_learns(finished):
     workdir, outcome = finished
     losses = outcome.series("loss")
     assert losses[-1] < losses[0] / 2
@@ -62,7 +62,7 @@ def test_it_learns(finished):
 
 
 @pytest.mark.sweep
-def test_the_folder_generates_what_the_run_did(finished):
+def test_saved_folder_generates_the_same_outputs(finished):
     workdir, _ = finished
     deployer = redeqx.Deployer(verbose=False)
     model, tokenizer = load_pretrained(workdir / "model", deployer)
@@ -81,11 +81,11 @@ def test_the_folder_generates_what_the_run_did(finished):
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def test_words_of_code():
+def test_code_is_split_into_words():
     assert words("self.ZipFile.read_all(x, HTTPServer2)") == "zip file read all x http server 2"
 
 
-def test_the_first_sentence():
+def test_first_sentence():
     assert first_sentence("\n  Read e.g. a file,\n  or two. Then stop.\n\nMore.") == "Read e.g. a file, or two."
     assert first_sentence("  \n") == ""
 
@@ -103,9 +103,9 @@ class ReadFile(Base):
 '''
 
 
-def test_pairs_of_files_and_none_twice(tmp_path):
+def test_docstring_pairs_are_not_repeated(tmp_path):
     (tmp_path / "a.py").write_text(CODE)
-    # The same code with another sentence, the same sentence in other letters, and one that is new.
+    # The same code with another sentence, the same sentence in another case, and a new pair.
     second = CODE.replace("Reads", "Writes") + '\ndef get():\n    """return the SIZE"""\n\ndef close():\n    """Close."""\n'
     (tmp_path / "b.py").write_text(second)
     (tmp_path / "c.py").write_text("print 'of Python 2'")
@@ -128,21 +128,21 @@ def test_parts_share_no_source():
     assert split(pairs[::-1]) == parts
 
 
-def test_pairs_of_a_table(tmp_path):
+def test_pairs_from_a_table(tmp_path):
     path = tmp_path / "pairs.tsv"
     path.write_text('source\ttarget\na\tone\nb\t"two\n')
     assert table_pairs(path, "source", "target") == [("a", "one"), ("b", '"two')]
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_pairs_of_two_aligned_files(suffix, tmp_path):
+def test_pairs_from_two_aligned_files(suffix, tmp_path):
     paths = [tmp_path / f"train.{language}{suffix}" for language in ("en", "de")]
     for path, text in zip(paths, ("A dog.\nTwo men.\n", "Ein Hund.\nZwei M\u00e4nner.\n"), strict=True):
         path.write_bytes(gzip.compress(text.encode()) if suffix else text.encode())
     assert aligned_pairs(*paths) == [("A dog.", "Ein Hund."), ("Two men.", "Zwei M\u00e4nner.")]
 
 
-def test_files_that_are_not_aligned(tmp_path):
+def test_misaligned_files_are_refused(tmp_path):
     english, german = tmp_path / "train.en", tmp_path / "train.de"
     english.write_text("A dog.\nTwo men.\n")
     with pytest.raises(ValueError, match=r"train\.de`: expected a text file, got none\. Pass"):
@@ -159,7 +159,7 @@ def test_files_that_are_not_aligned(tmp_path):
         main(Args(target_data=german, workdir=tmp_path / "run"))
 
 
-def test_denoising_leaves_words_out():
+def test_denoising_drops_words():
     pairs = [(" ".join(f"word{i}" for i in range(40)), "target")] * 50
     noised = denoising_pairs(pairs, (0, 1))
     assert {target for _, target in noised} == {" ".join(f"word{i}" for i in range(32))}
@@ -184,12 +184,12 @@ def test_padding_has_no_label():
 
 
 def test_rouge():
-    # The first has precision 2/2 and recall 2/4 of words, 1/1 and 1/3 of pairs; in order 2 as well. The second has nothing.
+    # First pair: word precision 2/2 and recall 2/4, bigrams 1/1 and 1/3, common subsequence of 2. Second: no match.
     scores = rouge([("", "close the open files"), ("", "read")], ["Closing the", "write"])
     assert scores == pytest.approx({"rouge1": 100 / 3, "rouge2": 25, "rougeL": 100 / 3})
 
 
-def test_the_best_copies():
+def test_best_copies():
     pairs = [("open the big file now or never", "Return the open the big file"), ("a b c d e f", "Return the a b c d")]
     assert common_opening([*pairs, ("", "Close it")]) == "Return the"
     best = best_copies(pairs, "Return the")
@@ -199,53 +199,53 @@ def test_the_best_copies():
     named = [("find all (path root) finder", "Find all")]
     assert best_copies(named)["rouge1"].score == pytest.approx(100)
     assert best_copies([(f"{source}: rest of it", source) for source in ("a b", "c d e")])["rouge1"].name == "first clause"
-    # What is chosen on other pairs is what is scored.
+    # The rule chosen on some pairs is scored on others.
     assert copy_scores([("a b c d e", "a b c d")], best)["rouge1"] == pytest.approx(100 * 2 * 4 / (6 + 4))
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_a_misspelt_flag():
+def test_misspelt_flag_suggests_the_nearest():
     outcome = refusal("text_to_text", "--leraning-rate=1")
     assert outcome.status == 2
     assert "--learning-rate" in outcome.output
 
 
-def test_columns_that_are_not_there(data, tmp_path):
+def test_missing_columns_are_named(data, tmp_path):
     with pytest.raises(ValueError, match=r"pairs\.jsonl` row 1: expected columns source, target, got code, text\. Add"):
         main(Args(data=data, workdir=tmp_path))
 
 
 @pytest.mark.parametrize("value", ["  ", None, ["a"]])
-def test_a_target_that_is_no_text(tmp_path, value):
+def test_target_that_is_not_text_is_refused(tmp_path, value):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"source": "a", "target": "b"}\n' + json.dumps({"source": "a", "target": value}))
     with pytest.raises(ValueError, match=r"pairs\.jsonl` row 2: `target`: expected a text, got .*Fill it in"):
         table_pairs(path, "source", "target")
 
 
-def test_too_few_pairs(tmp_path):
+def test_too_few_pairs_are_refused(tmp_path):
     path = tmp_path / "pairs.csv"
     path.write_text("source,target\n" + "".join(f"{i},text\n" for i in range(10)))
     with pytest.raises(ValueError, match=r"pairs\.csv`: expected a batch of 16 pairs .* got 10 in all.*`--batch-size`"):
         main(Args(data=path, workdir=tmp_path))
 
 
-def test_a_model_that_is_no_encoder_decoder(tmp_path):
+def test_model_that_is_not_an_encoder_decoder_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     expected = r"config\.json`: `model_type`: expected one of bart, mt5, t5 \(EncoderDecoder\), got 'gpt2'"
     with pytest.raises(ValueError, match=expected):
         load_pretrained(tmp_path, redeqx.Deployer(verbose=False))
 
 
-def test_no_folder(tmp_path):
+def test_missing_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere`: expected a folder, got nothing there"):
         load_pretrained(tmp_path / "nowhere", redeqx.Deployer(verbose=False))
 
 
 @pytest.mark.sweep
-def test_a_tokenizer_of_another_model(finished):
+def test_tokenizer_of_another_model_is_refused(finished):
     folder = finished[0] / "model"
     good = (folder / "tokenizer.json").read_text()
     larger = Tokenizer.from_str(good)

@@ -1,4 +1,4 @@
-"""What the examples read texts by: every row of a table or an error that names it; tokenizers that give the text back."""
+"""Text readers of the examples: a table gives every row or an error that names it; tokenizers round-trip text."""
 
 import json
 
@@ -17,7 +17,7 @@ def test_tables_of_three_formats_hold_the_same_rows(tmp_path):
         assert read_table(tmp_path / name, ["sentence", "label"]) == rows
 
 
-def test_a_table_without_a_header_is_given_names(tmp_path):
+def test_table_without_a_header_uses_the_given_names(tmp_path):
     (tmp_path / "a.tsv").write_text("gj04\t1\t\tIt works.\n")
     rows = read_table(tmp_path / "a.tsv", ["label"], names=["source", "label", "mark", "sentence"])
     assert rows == [{"source": "gj04", "label": "1", "mark": "", "sentence": "It works."}]
@@ -36,18 +36,18 @@ def test_a_table_without_a_header_is_given_names(tmp_path):
         ("a.jsonl", "[1]\n", r"`.*a\.jsonl` row 1: expected columns sentence, label, got none\."),
     ],
 )
-def test_a_bad_table_is_named(tmp_path, name, text, words):
+def test_invalid_table_is_named(tmp_path, name, text, words):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=words):
         read_table(tmp_path / name, ["sentence", "label"])
 
 
-def test_a_missing_table_is_named(tmp_path):
+def test_missing_table_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"`.*b\.tsv`: expected a \.tsv, \.csv or \.jsonl file, got none\."):
         read_table(tmp_path / "b.tsv", ["sentence"])
 
 
-def test_a_learnt_tokenizer_gives_the_text_back_and_is_loaded_from_a_folder(tmp_path):
+def test_learnt_tokenizer_round_trips_and_loads_from_a_folder(tmp_path):
     tokenizer = learn_tokenizer(["the cat sat on the mat"] * 4, 270)
     assert tokenizer.get_vocab_size() <= 270
     ids = tokenizer.encode("the cät", "mat").ids
@@ -58,13 +58,13 @@ def test_a_learnt_tokenizer_gives_the_text_back_and_is_loaded_from_a_folder(tmp_
     assert load_tokenizer(tmp_path).encode("the cät", "mat").ids == ids
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+def test_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"`.*`: expected a tokenizer\.json, got none\. Write one with transformers"):
         load_tokenizer(tmp_path)
 
 
 @pytest.mark.sweep
-def test_the_standard_library_is_its_own_source_in_one_order():
+def test_standard_library_files_are_in_a_fixed_order():
     files = standard_library()
     assert files == standard_library()
     assert len(files) > 500
