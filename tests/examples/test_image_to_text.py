@@ -1,4 +1,4 @@
-"""The image captioner, small: it learns, its pictures and captions are what they say, and wrong input is refused."""
+"""The image captioner at a small size: it learns, pictures match their captions, and wrong input is refused."""
 
 import json
 
@@ -27,7 +27,7 @@ TINY = [
 
 
 def write_images(folder, n, size=12):
-    """A folder of `n` images, no two alike, with captions."""
+    """A folder of `n` distinct images with captions."""
     rng = np.random.default_rng(0)
     names = [f"{i}.png" for i in range(n)]
     for name in names:
@@ -40,8 +40,8 @@ def write_table(folder, rows):
     return rows
 
 
-def refused(args, *parts):
-    """What `main` says of the arguments, which names all the parts; and nothing was trained."""
+def assert_refused(args, *parts):
+    """Asserts that `main` raises an error with all `parts` before any training."""
     with pytest.raises(ValueError) as caught:
         main(args)
     for part in parts:
@@ -53,18 +53,18 @@ def refused(args, *parts):
 
 
 @pytest.mark.sweep
-def test_it_learns_and_leaves_a_folder_to_go_on_from(tmp_path):
+def test_learns_and_saves_a_reusable_model(tmp_path):
     run = run_example("image_to_text", *TINY, workdir=tmp_path / "run")
     losses = run.series("loss")
     assert len(losses) == 4 * 512 // 64 and np.mean(losses[-4:]) < 0.5 * losses[0]
-    assert run.series("eval_rougeL")[-1] > 0.3  # the words that all captions have are there
+    assert run.series("eval_rougeL")[-1] > 0.3  # the words that all captions share are learnt
     assert set(run.metrics[-1]) >= {"step", "test_exact", "test_rougeL"}
     assert 0 <= run.metrics[-1]["test_exact"] <= run.metrics[-1]["test_rougeL"] <= 1
     assert (tmp_path / "run/captions.png").stat().st_size > 1000
     best = json.loads((tmp_path / "run/ckpts/index.json").read_text())["argmax_exact"]
     assert (tmp_path / "run/ckpts" / best).is_dir()
 
-    # With images from files: weights and tokenizer of the folder belong together.
+    # Load the saved folder and caption images from files: its weights and tokenizer belong together.
     model, tokenizer = load(tmp_path / "run/model", redeqx.Deployer(verbose=False))
     images = tmp_path / "images"
     images.mkdir()
@@ -77,7 +77,7 @@ def test_it_learns_and_leaves_a_folder_to_go_on_from(tmp_path):
     assert float(loss.total / loss.weight) < 0.6 * losses[0]
 
 
-def test_a_misspelt_flag_is_answered_with_the_nearest():
+def test_misspelt_flag_suggests_the_nearest():
     run = refusal("image_to_text", "--leraning-rate=1")
     assert run.status == 2 and "--learning-rate" in run.output
 
@@ -85,8 +85,8 @@ def test_a_misspelt_flag_is_answered_with_the_nearest():
 # --- pictures -------------------------------------------------------------------------------------------------------
 
 
-def test_captions_say_what_is_in_the_picture():
-    # Digits of one grey each, brighter by class: what is where can be read off.
+def test_captions_describe_the_pictures():
+    # Each class has one grey level, so classes and positions can be read from the pixels.
     examples = [(np.full((1, 8, 8), (i + 1) / 10, np.float32), i) for i in range(10)]
     pictures = compose(examples, 200, (0,))
     assert {caption.split()[2] for _, caption in pictures} == {"beside", "above"}
@@ -97,10 +97,10 @@ def test_captions_say_what_is_in_the_picture():
         first, second = (NAMES[round(float(cells[tuple(at)]) * 10) - 1] for at in filled)
         relation = "beside" if filled[0][0] == filled[1][0] else "above"
         assert caption == f"{first} {relation} {second}"
-        assert relation == "beside" or filled[0][1] == filled[1][1]  # never askew
+        assert relation == "beside" or filled[0][1] == filled[1][1]  # never diagonal
 
 
-def test_half_of_the_digits_are_bent_where_that_is_asked():
+def test_bend_distorts_half_of_the_digits():
     train = digits()[0]
     straight, bent = compose(train, 50, (0,)), compose(train, 50, (0,), bend=0.1)
     assert [caption for _, caption in straight] == [caption for _, caption in bent]
@@ -111,7 +111,7 @@ def test_half_of_the_digits_are_bent_where_that_is_asked():
     assert float(compose(train[:1], 1, (0,))[0][0].sum()) == 2 * float(train[0][0].sum())
 
 
-def test_epochs_differ_and_come_again():
+def test_epochs_differ_and_are_reproducible():
     train, validation, test = two_digits(50, 20, bend=0.1, seed=3)
     assert (len(train(0)), len(validation), len(test)) == (50, 20, 20)
     assert [caption for _, caption in train(0)] == [caption for _, caption in train(0)]
@@ -133,7 +133,7 @@ def test_captions_of_one_image_stay_in_one_part(tmp_path):
 # --- batches and scores ---------------------------------------------------------------------------------------------
 
 
-def test_a_batch_holds_tokens_their_end_and_pixels_around_zero():
+def test_batch_has_token_labels_with_eos_and_pixels_around_zero():
     tokenizer = learn_tokenizer(["a three beside a seven"], 320)
     white = np.ones((1, 4, 4), np.float32)
     batch = collate_fn([(white, "a three"), (0 * white, "a")], tokenizer=tokenizer, eos=EOS, n_tokens=3)
@@ -144,7 +144,7 @@ def test_a_batch_holds_tokens_their_end_and_pixels_around_zero():
     assert cut["labels"].tolist() == [[a, three]]
 
 
-def test_scores_and_the_grid(tmp_path):
+def test_scores_and_grid(tmp_path):
     image = np.zeros((1, 20, 20), np.float32)
     examples = [(image, "a three above a seven"), (image, "a one beside a two ")]
     captions = ["a three above a nine", "a one beside a two"]
@@ -155,7 +155,7 @@ def test_scores_and_the_grid(tmp_path):
     is_red = (pixels[..., 0] > 150) & (pixels[..., 1] < 80)
     is_green = (pixels[..., 1] > 120) & (pixels[..., 0] < 80)
     assert is_red.any() and is_green.any()
-    assert np.argwhere(is_red)[:, 1].max() < np.argwhere(is_green)[:, 1].min()  # the wrong one comes first
+    assert np.argwhere(is_red)[:, 1].max() < np.argwhere(is_green)[:, 1].min()  # the wrong caption comes first
     draw(tmp_path / "right.png", examples, ["a three above a seven", "a one beside a two"])
     pixels = np.asarray(Image.open(tmp_path / "right.png").convert("RGB")).astype(int)
     assert not ((pixels[..., 0] > 150) & (pixels[..., 1] < 80)).any()
@@ -164,35 +164,37 @@ def test_scores_and_the_grid(tmp_path):
 # --- wrong input ----------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_without_a_table_is_refused(tmp_path):
+def test_folder_without_a_table_is_refused(tmp_path):
     (tmp_path / "images").mkdir()
     args = Args(data=tmp_path / "images", workdir=tmp_path / "work")
-    refused(args, tmp_path / "images/metadata.jsonl", "expected a line of `file_name` and `text`", "got 0 images")
+    assert_refused(args, tmp_path / "images/metadata.jsonl", "expected a line of `file_name` and `text`", "got 0 images")
 
 
-def test_a_row_of_a_missing_file_is_refused(tmp_path):
+def test_row_with_a_missing_file_is_refused(tmp_path):
     rows = write_images(tmp_path, 3)
     rows[1]["file_name"] = "gone.png"
     write_table(tmp_path, rows)
     args = Args(data=tmp_path, workdir=tmp_path / "work")
-    refused(args, tmp_path / "metadata.jsonl", "row 2: expected the file 'gone.png'", "got none")
+    assert_refused(args, tmp_path / "metadata.jsonl", "row 2: expected the file 'gone.png'", "got none")
 
 
 def test_too_few_images_are_refused(tmp_path):
     write_images(tmp_path, 9)
-    refused(Args(data=tmp_path, workdir=tmp_path / "work"), tmp_path, "expected at least 10 images that differ, got 9")
+    assert_refused(
+        Args(data=tmp_path, workdir=tmp_path / "work"), tmp_path, "expected at least 10 images that differ, got 9"
+    )
 
 
-def test_a_folder_of_another_model_type_is_refused(tmp_path):
+def test_folder_of_another_model_type_is_refused(tmp_path):
     folder = tmp_path / "gpt2"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(GPT2Config().to_hf()))
     args = Args(pretrained=folder, workdir=tmp_path / "work")
-    refused(args, folder / "config.json", "`model_type`: expected vision-encoder-decoder", "got 'gpt2'")
+    assert_refused(args, folder / "config.json", "`model_type`: expected vision-encoder-decoder", "got 'gpt2'")
 
 
 @pytest.mark.sweep
-def test_a_captioner_that_lacks_something_or_wants_other_images_is_refused(tmp_path):
+def test_incomplete_or_mismatched_captioner_is_refused(tmp_path):
     sizes = {"d_model": 8, "n_layers": 1, "n_heads": 2}
     vit = ViTConfig(image_size=8, patch_size=4, d_ff=8, has_pooler=False, **sizes)
     gpt2 = GPT2Config(vocab_size=64, n_positions=8, has_cross_attention=True, **sizes)
@@ -201,11 +203,11 @@ def test_a_captioner_that_lacks_something_or_wants_other_images_is_refused(tmp_p
     zeros = lambda leaf: np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf  # noqa: E731
     folder = save_pretrained(jax.tree.map(zeros, shapes), config, tmp_path / "model")
     args = Args(pretrained=folder, workdir=tmp_path / "work")
-    refused(args, folder / "config.json", "expected one `pad_token_id`, got None")
+    assert_refused(args, folder / "config.json", "expected one `pad_token_id`, got None")
     keys = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**keys, "pad_token_id": 0}))
-    refused(args, folder, "expected a tokenizer.json, got none")
+    assert_refused(args, folder, "expected a tokenizer.json, got none")
     learn_tokenizer(["a"], 320).save(str(folder / "tokenizer.json"))
-    refused(args, folder / "tokenizer.json", "expected at most 64 ids, as in the model", "got 259")
+    assert_refused(args, folder / "tokenizer.json", "expected at most 64 ids, as in the model", "got 259")
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
-    refused(args, "`--pretrained`: expected a model of images [1, 20, 20] for pictures of digits, got [3, 8, 8]")
+    assert_refused(args, "`--pretrained`: expected a model of images [1, 20, 20] for pictures of digits, got [3, 8, 8]")

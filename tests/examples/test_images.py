@@ -1,4 +1,4 @@
-"""What the examples read images by: folders of classes and of captions, and the digits, in parts that share nothing."""
+"""Image readers of the examples: class folders, caption tables, and the digits in disjoint parts."""
 
 import json
 
@@ -14,7 +14,7 @@ def save(path, colour, size=(6, 4)):
     Image.new("RGB", size, colour).save(path)
 
 
-def test_digits_come_in_three_parts_that_share_nothing():
+def test_digits_are_in_three_disjoint_parts():
     parts = digits()
     assert [len(part) for part in parts] == [1257, 180, 360]
     for part in parts:
@@ -27,7 +27,7 @@ def test_digits_come_in_three_parts_that_share_nothing():
     assert [label for _, label in digits()[2]] == [label for _, label in parts[2]]
 
 
-def test_a_subfolder_is_a_class(tmp_path):
+def test_subfolder_is_a_class(tmp_path):
     for i in range(5):
         save(tmp_path / "red" / f"{i}.png", (255, 0, 0))
         save(tmp_path / "blue" / "deeper" / f"{i}.jpg", (0, 0, 255))
@@ -40,7 +40,7 @@ def test_a_subfolder_is_a_class(tmp_path):
     assert read_image(tmp_path / "red" / "0.png", 8, 1).shape == (1, 8, 8)
 
 
-def test_captions_stand_in_a_table_beside_the_images(tmp_path):
+def test_captions_are_read_from_a_table_next_to_the_images(tmp_path):
     save(tmp_path / "a.png", (0, 255, 0))
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": "a green field"}) + "\n")
     ((image, text),) = read_captions(tmp_path, size=4)
@@ -70,7 +70,7 @@ def test_bad_folders_are_named(tmp_path):
         read_captions(tmp_path, size=8)
 
 
-def test_a_grid_is_a_picture(tmp_path):
+def test_grid_is_drawn_as_one_picture(tmp_path):
     draw_grid(tmp_path / "grid.png", [np.zeros((1, 8, 8), np.float32)] * 3, ["a", "b", "c"], n_columns=2)
     with Image.open(tmp_path / "grid.png") as image:
         assert image.size == (300, 340)

@@ -1,4 +1,4 @@
-"""The text-to-image example, small: both stages learn, a pipeline comes back as it was saved, bad input is refused."""
+"""The text-to-image example at a small size: both stages learn, a pipeline round-trips, and bad input is refused."""
 
 import json
 import os
@@ -44,8 +44,8 @@ def images(tmp_path_factory):
     return folder
 
 
-class Filler:
-    """In the place of a deployer: it fills models with random numbers, and compiles nothing for it."""
+class RandomInitializer:
+    """Replaces a deployer: fills models with random numbers, without compiling."""
 
     def next_key(self):
         return jax.random.key(0)
@@ -58,9 +58,9 @@ class Filler:
 
 def save_untrained(folder, n_channels):
     config = VAEConfig(n_channels, n_channels, 4, (8,), norm_groups=8, scaling_factor=0.5)
-    vae = Filler().init(lambda: VAE(config, key=jax.random.key(0)))
+    vae = RandomInitializer().init(lambda: VAE(config, key=jax.random.key(0)))
     text = CLIPTextConfig(300, 8, 16, 32, 1, 2, bos_token_id=1, eos_token_id=2)
-    pipeline = Pipeline.make(vae, text, (8,), 8, Filler())
+    pipeline = Pipeline.make(vae, text, (8,), 8, RandomInitializer())
     pipeline.save(folder, learn_tokenizer(["dark", "light"], 300))
     return folder
 
@@ -72,15 +72,15 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def quick():
-    """Of processes, which take their time to compile and not to run: without XLA's optimizations they take half."""
+def fast_compilation():
+    """Disables XLA's optimizations in subprocesses, whose time goes to compilation: they take half as long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0")
         yield
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, quick):
+def trained(tmp_path_factory, fast_compilation):
     workdir = tmp_path_factory.mktemp("text_to_image")
     flags = ["--vae-channels", 8, "--unet-channels", 8, "--text-size", 16, "--n-vae-epochs", 1, "--n-epochs", 1]
     more = ["--batch-size", 64, "--n-denoising-steps", 5, "--n-samples", 2, "--learning-rate", 4e-3]
@@ -102,12 +102,12 @@ def test_both_stages_learn_from_the_digits(trained):
     assert (workdir / "ckpts" / best / "model.safetensors").is_file() and best in outcome.output
     with Image.open(workdir / "samples.png") as image:
         assert image.width > 500
-    # Its latents are of unit variance, as the config says that it has made them.
+    # The latents are scaled to unit variance; the config records the factor.
     assert json.loads((workdir / "pipeline/vae/config.json").read_text("utf-8"))["scaling_factor"] not in (1.0, 0.18215)
 
 
 @pytest.mark.sweep
-def test_a_saved_pipeline_is_trained_on_with_a_folder_of_images(trained, images, tmp_path, quick):
+def test_saved_pipeline_is_trained_further_on_a_folder_of_images(trained, images, tmp_path, fast_compilation):
     before = trained[0] / "pipeline"
     flags = ["--pretrained", before, "--data", images, "--image-size", 8, "--batch-size", 2, "--n-epochs", 1]
     more = ["--n-denoising-steps", 2, "--n-samples", 2, "--workdir", tmp_path]  # on one device
@@ -127,7 +127,7 @@ def test_a_saved_pipeline_is_trained_on_with_a_folder_of_images(trained, images,
 
 
 @pytest.mark.sweep
-def test_a_pipeline_comes_back_as_it_was_saved(saved, tmp_path):
+def test_pipeline_round_trips_through_its_folder(saved, tmp_path):
     pipeline, tokenizer = Pipeline.load(saved, redeqx.Deployer(verbose=False))
     assert pipeline.vae.config.scaling_factor == 0.5 and pipeline.schedule == SCHEDULE
     pipeline.save(tmp_path, tokenizer)
@@ -139,11 +139,11 @@ def test_a_pipeline_comes_back_as_it_was_saved(saved, tmp_path):
             assert file.is_dir() or file.read_bytes() == copy.read_bytes(), file
 
 
-# --- what is drawn and learnt, against formulas -----------------------------------------------------------------------
+# --- sampling and losses, against formulas ----------------------------------------------------------------------------
 
 
-def test_guidance_goes_so_many_times_as_far_from_no_caption_as_the_caption_does():
-    """A UNet that takes all latents for the mean of its caption's ids: guided, they become what the scale says."""
+def test_guidance_scales_the_difference_from_the_empty_caption():
+    """The UNet predicts latents equal to the mean of its caption's ids, so guidance has a known result."""
 
     def unet(x, timestep, states):
         kept = jnp.asarray(SCHEDULE.alphas)[timestep]
@@ -158,7 +158,7 @@ def test_guidance_goes_so_many_times_as_far_from_no_caption_as_the_caption_does(
 
 
 class Oracle:
-    """In the place of a pipeline: it predicts from clean latents that it knows, and keeps the captions that it is given."""
+    """Replaces a pipeline: predicts from known clean latents, and keeps the captions that it receives."""
 
     schedule = SCHEDULE
 
@@ -172,7 +172,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 1.0])
-def test_the_loss_is_nought_for_a_model_that_knows_the_clean_latents(dropout):
+def test_loss_is_zero_for_the_true_clean_latents(dropout):
     latents = jax.random.normal(jax.random.key(1), (2, 1, 2, 2))
     batch = {"latents": latents, "ids": jnp.asarray(IDS)}
     right, wrong = Oracle(latents), Oracle(latents + 1)
@@ -182,7 +182,7 @@ def test_the_loss_is_nought_for_a_model_that_knows_the_clean_latents(dropout):
     assert right.timesteps[0] != right.timesteps[1]
 
 
-def test_the_autoencoders_loss_is_its_squared_error_and_its_divergence():
+def test_autoencoder_loss_is_squared_error_plus_divergence():
     class Halves:
         """Latents of mean 0.5 and almost no variance; every picture is black."""
 
@@ -198,7 +198,7 @@ def test_the_autoencoders_loss_is_its_squared_error_and_its_divergence():
     np.testing.assert_allclose(loss, 0.5**2 + 0.1 * divergence / 4, rtol=1e-6)
 
 
-def test_the_judge_agrees_with_real_digits_and_finds_copies():
+def test_judge_accepts_real_digits_and_detects_copies():
     train, _, test = digits()
     real = judge_digits(np.stack([image for image, _ in test]), np.array([label for _, label in test]))
     assert real["test_agreement"] == real["test_judge_accuracy"] > 0.97
@@ -207,7 +207,7 @@ def test_the_judge_agrees_with_real_digits_and_finds_copies():
     assert copies["test_distance"] == 0 and copies["test_agreement"] < 0.02
 
 
-def test_digits_come_under_every_phrase_and_parts_do_not_meet(images):
+def test_digits_have_every_phrase_and_parts_are_disjoint(images):
     train, validation, test = captioned_digits()
     assert [len(part) for part in (train, validation, test)] == [5028, 720, 1440]
     first = digits()[0][0][1]
@@ -218,7 +218,7 @@ def test_digits_come_under_every_phrase_and_parts_do_not_meet(images):
     assert whole_batches(list("abcde"), 4) == list("abcdeabc") and whole_batches(list("abcd"), 4) == list("abcd")
 
 
-def test_captions_are_filled_up_with_the_token_that_ends_them():
+def test_captions_are_padded_with_the_end_token():
     tokenizer = learn_tokenizer(["a three", "the digit three"], 300)
     ids = encode_captions(tokenizer, ["a three", ""], 8)
     assert ids.shape == (2, 8) and ids[1].tolist() == [1, *[2] * 7]
@@ -244,7 +244,7 @@ def test_folders_without_images_are_refused(tmp_path, images):
 
 
 @pytest.mark.sweep
-def test_folders_that_are_no_pipeline_are_refused(saved, tmp_path):
+def test_folders_without_a_pipeline_are_refused(saved, tmp_path):
     def refused(change, message):
         folder = tmp_path / "pipeline"
         shutil.rmtree(folder, ignore_errors=True)
@@ -259,7 +259,9 @@ def test_folders_that_are_no_pipeline_are_refused(saved, tmp_path):
 
     def widen(folder):
         config = CLIPTextConfig(300, 8, 32, 32, 1, 2, bos_token_id=1, eos_token_id=2)
-        save_pretrained(Filler().init(lambda: CLIPText(config, key=jax.random.key(0))), config, folder / "text_encoder")
+        save_pretrained(
+            RandomInitializer().init(lambda: CLIPText(config, key=jax.random.key(0))), config, folder / "text_encoder"
+        )
 
     def rewrite(part, **fields):
         def change(folder):
@@ -278,12 +280,12 @@ def test_folders_that_are_no_pipeline_are_refused(saved, tmp_path):
     refused(widen, message)
 
 
-def test_coloured_pipelines_do_not_draw_digits(tmp_path):
+def test_colour_pipeline_is_refused_for_digits(tmp_path):
     folder = save_untrained(tmp_path / "pipeline", 3)
     with pytest.raises(ValueError, match=rf"`{re.escape(str(folder))}/vae`: expected `in_channels` 1, .* got 3"):
         main(Args(pretrained=folder, workdir=tmp_path / "run"))
 
 
-def test_a_misspelt_flag_names_the_nearest():
+def test_misspelt_flag_suggests_the_nearest():
     outcome = refusal("text_to_image", "--guidence=2")
     assert outcome.status == 2 and "--guidance" in outcome.output
