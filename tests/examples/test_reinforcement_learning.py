@@ -1,4 +1,4 @@
-"""Three algorithms: they learn, their formulas hold against naive ones, and they refuse what they cannot act in."""
+"""Three algorithms: they learn, their formulas match naive implementations, and unsuitable environments are refused."""
 
 import json
 import warnings
@@ -23,8 +23,8 @@ SMALL = ("--width", 32, "--n-envs", 8, "--eval-episodes", 8)
 
 
 @pytest.fixture(autouse=True)
-def ignore_a_warning_of_gymnasium():
-    """It says so of each environment that is out of date, and one is asked for below."""
+def ignore_gymnasium_version_warnings():
+    """Gymnasium warns about each outdated environment, and one is used below."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*out of date")
         yield
@@ -44,13 +44,14 @@ def assert_complete(workdir, run):
 
 
 @pytest.mark.sweep
-def test_ppo_learns_to_hold_the_pole_and_goes_on_from_a_checkpoint(tmp_path):
+def test_ppo_learns_cartpole_and_starts_from_a_checkpoint(tmp_path):
     flags = ("--n-steps", 4000, "--rollout", 32, "--batch-size", 64, "--n-epochs", 4, "--eval-every-n-steps", 1000)
     run = run_example("reinforcement_learning ppo", *SMALL, *flags, workdir=tmp_path)
     assert_complete(tmp_path, run)
     scores = run.metrics[-1]
     assert scores["test_return"] > 2 * scores["test_random_return"]
-    assert run.output.count("compiling train step") == 1  # one compile, and a line now and then: passes say nothing
+    # One compilation and occasional progress lines: passes print nothing.
+    assert run.output.count("compiling train step") == 1
     assert run.output.count("ppo  step") < 20
 
     best = tmp_path / "ckpts" / json.loads((tmp_path / "ckpts/index.json").read_text())["argmax_return"]
@@ -71,7 +72,7 @@ def test_ddpg_learns_from_replay(tmp_path):
 
 
 @pytest.mark.sweep
-def test_maddpg_learns_beside_independent_agents(tmp_path):
+def test_maddpg_learns_and_trains_independent_agents(tmp_path):
     flags = ("--n-episodes", 32, "--batch-size", 64, "--n-updates", 16)
     run = run_example("reinforcement_learning maddpg", *SMALL, *flags, "--eval-every-n-episodes", 16, workdir=tmp_path)
     assert_complete(tmp_path, run)
@@ -85,12 +86,12 @@ def test_maddpg_learns_beside_independent_agents(tmp_path):
     ("name", "flag", "nearest"),
     [("reinforcement_learning ppo", "--leraning-rate=1", "--learning-rate"), ("reinforcement_learning", "pop", "ppo")],
 )
-def test_a_misspelt_flag_or_algorithm_is_answered_by_what_there_is(name, flag, nearest):
+def test_misspelt_flag_or_algorithm_suggests_the_nearest(name, flag, nearest):
     run = refusal(name, flag)
     assert run.status == 2 and nearest in run.output
 
 
-# --- what cannot be acted in ------------------------------------------------------------------------------------------
+# --- refused environments ---------------------------------------------------------------------------------------------
 
 REFUSED = [
     ("ppo", "Pendulum-v1", r"`--env Pendulum-v1`: expected Discrete actions.*`ppo`, got Box\(-2\.0.*Use `ddpg`"),
@@ -103,7 +104,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("algorithm", "name", "message"), REFUSED)
-def test_an_environment_of_the_wrong_kind_is_refused(tmp_path, algorithm, name, message):
+def test_unsuitable_environment_is_refused(tmp_path, algorithm, name, message):
     with pytest.raises(ValueError, match=message):
         if algorithm == "ppo":
             ppo.main(PPO(name, workdir=tmp_path))
@@ -118,7 +119,7 @@ def test_an_environment_of_the_wrong_kind_is_refused(tmp_path, algorithm, name, 
         ("simple_speaker_listener_v4", r"same shapes, got speaker_0 \(3,\) and \(3,\), listener_0 \(11,\) and \(5,\)"),
     ],
 )
-def test_a_game_of_the_wrong_kind_is_refused(name, message):
+def test_unsuitable_game_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         maddpg.main(MADDPG(name))
 
@@ -135,7 +136,7 @@ def test_sizes_below_one_are_refused(tmp_path):
 # --- environments -----------------------------------------------------------------------------------------------------
 
 
-def test_the_returns_of_episodes_are_those_of_environments_alone():
+def test_episode_returns_match_single_environments():
     act = lambda observations: (observations[:, 2] > 0).astype(int)  # noqa: E731
     returns = play_episodes(make_envs("CartPole-v1", "ppo", 5), act, seed=3)
     for i, found in enumerate(returns):
@@ -148,14 +149,14 @@ def test_the_returns_of_episodes_are_those_of_environments_alone():
     assert len(set(returns)) > 1
 
 
-def test_continuous_actions_go_from_minus_one_to_one():
+def test_continuous_actions_range_from_minus_one_to_one():
     envs, alone = make_envs("Pendulum-v1", "ddpg", 1), gymnasium.make("Pendulum-v1")
     envs.reset(seed=0), alone.reset(seed=0)
     seen, *_ = envs.step(np.full((1, 1), 0.5, np.float32))
     np.testing.assert_allclose(seen[0], alone.step(np.array([1.0], np.float32))[0], rtol=1e-5)
 
 
-def test_steps_that_only_reset_have_no_weight():
+def test_reset_steps_have_no_weight():
     envs, args = make_envs("CartPole-v1", "ppo", 3), PPO(rollout=80, n_envs=3)
     (observations, _), ended = envs.reset(seed=0), np.zeros(3, bool)
 
@@ -164,14 +165,14 @@ def test_steps_that_only_reset_have_no_weight():
 
     rows, _, _ = ppo.play(envs, act, observations, ended, args)
     poles = np.abs(rows["observation"][..., 2])
-    fallen = poles > 0.2095  # where an episode ends: seen once, and then everything begins anew
+    fallen = poles > 0.2095  # an episode ends beyond this angle, and the next step resets the game
     assert fallen.sum() > 10
     np.testing.assert_array_equal(rows["weight"], ~fallen)
     real = rows["advantage"][rows["weight"] > 0]
     np.testing.assert_allclose([real.mean(), real.std()], [0, 1], atol=1e-4)
 
 
-def test_games_are_played_side_by_side_as_alone():
+def test_parallel_games_match_single_games():
     rng = np.random.default_rng(0)
     chosen = rng.uniform(-1, 1, (25, 2, 3, 5)).astype(np.float32)
     steps = iter(chosen)
@@ -189,7 +190,7 @@ def test_games_are_played_side_by_side_as_alone():
 # --- formulas ---------------------------------------------------------------------------------------------------------
 
 
-def test_advantages_are_those_of_the_definition():
+def test_advantages_match_the_definition():
     rng, (n_times, n_envs), discount, gae_lambda = np.random.default_rng(0), (12, 4), 0.9, 0.8
     rewards, values = rng.normal(size=(n_times, n_envs)), rng.normal(size=(n_times + 1, n_envs))
     terminated = rng.random((n_times, n_envs)) < 0.15
@@ -211,7 +212,7 @@ def test_advantages_are_those_of_the_definition():
     ("ratio", "advantage", "gain", "slope"),
     [(1.1, 2, 2.2, 2), (1.5, 2, 2.4, 0), (0.5, 2, 1.0, 2), (1.5, -2, -3.0, -2), (0.5, -2, -1.6, 0)],
 )
-def test_nothing_is_gained_by_moving_further_than_the_clip(ratio, advantage, gain, slope):
+def test_policy_gain_is_clipped(ratio, advantage, gain, slope):
     def at(ratio):
         return ppo.policy_gain(jnp.log(ratio), jnp.array(float(advantage)), 0.2)
 
@@ -224,7 +225,7 @@ def test_replay_keeps_the_newest():
     for start, stop, held in [(1, 4, {1, 2, 3}), (4, 8, {3, 4, 5, 6, 7}), (8, 20, {15, 16, 17, 18, 19})]:
         replay.add(np.array([(x,) for x in range(start, stop)], replay.rows.dtype))
         assert len(replay) == len(held)
-        assert set(replay.sample(500, rng)["x"].tolist()) == held  # nothing of what is not filled yet
+        assert set(replay.sample(500, rng)["x"].tolist()) == held  # no unfilled rows
 
 
 ROWS = 3
@@ -258,12 +259,12 @@ def assert_same(found, wanted):
         assert jnp.any(b != 0)
 
 
-def assert_moved_by_a_tenth(state, targets, model):
+def assert_targets_moved_by_a_tenth(state, targets, model):
     arrays = eqx.filter(model, eqx.is_array)
     assert_same(state, jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, targets, arrays))
 
 
-def test_ddpg_trains_the_critic_by_its_surprise_and_the_actor_by_the_critic():
+def test_ddpg_losses_of_critic_and_actor():
     model, other = (ddpg.ActorCritic(4, 2, 8, key=jax.random.key(seed)) for seed in (0, 1))
     batch = transitions(np.random.default_rng(0))
     targets = eqx.filter(other, eqx.is_array)
@@ -272,7 +273,7 @@ def test_ddpg_trains_the_critic_by_its_surprise_and_the_actor_by_the_critic():
     def value(critic, seen, action):
         return critic(jnp.concatenate([seen, action]))
 
-    def surprise(critic):
+    def critic_loss(critic):
         total = 0.0
         for i in range(ROWS):
             later = value(other.critic, batch["next"][i], other.actor(batch["next"][i]))
@@ -283,14 +284,14 @@ def test_ddpg_trains_the_critic_by_its_surprise_and_the_actor_by_the_critic():
     def loss_of_actor(actor):
         return -sum(value(model.critic, seen, actor(seen)) for seen in batch["observation"]) / ROWS
 
-    assert_same(grads.critic, gradient(surprise)(model.critic))  # nothing from the actor's loss
+    assert_same(grads.critic, gradient(critic_loss)(model.critic))  # the actor's loss contributes nothing
     assert_same(grads.actor, gradient(loss_of_actor)(model.actor))
-    assert_moved_by_a_tenth(state, targets, model)
+    assert_targets_moved_by_a_tenth(state, targets, model)
 
 
 @pytest.mark.parametrize("independent", [pytest.param(False, marks=pytest.mark.sweep), True])
 @pytest.mark.sweep
-def test_maddpg_trains_each_critic_on_all_and_each_actor_by_its_own_critic(independent):
+def test_maddpg_losses_of_critics_and_actors(independent):
     model, other = (Team(3, 4, 2, 8, independent, key=jax.random.key(seed)) for seed in (0, 1))
     batch = transitions(np.random.default_rng(0), 3)
     targets = eqx.filter(other, eqx.is_array)
@@ -305,7 +306,7 @@ def test_maddpg_trains_each_critic_on_all_and_each_actor_by_its_own_critic(indep
 
     for agent in range(3):
 
-        def surprise(critic, agent=agent):
+        def critic_loss(critic, agent=agent):
             total = 0.0
             for i in range(ROWS):
                 following = batch["next"][i]
@@ -322,18 +323,18 @@ def test_maddpg_trains_each_critic_on_all_and_each_actor_by_its_own_critic(indep
                 total -= value(one(model.critics, agent), agent, batch["observation"][i], actions)
             return total / ROWS
 
-        wanted = gradient(surprise)(one(model.critics, agent))
+        wanted = gradient(critic_loss)(one(model.critics, agent))
         found = one(grads.critics, agent)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
         assert_same(one(grads.actors, agent), gradient(loss_of_actor)(one(model.actors, agent)))
-    assert_moved_by_a_tenth(state, targets, model)
+    assert_targets_moved_by_a_tenth(state, targets, model)
 
 
 @pytest.mark.parametrize("independent", [False, True])
-def test_an_independent_critic_knows_its_own_agent_alone(independent):
+def test_independent_critic_sees_only_its_own_agent(independent):
     model = Team(3, 4, 2, 8, independent, key=jax.random.key(0))
     seen, actions = jnp.ones((1, 3, 4)), jnp.ones((1, 3, 3, 2))
     before = model.value(seen, actions)[0]
-    of_others = model.value(seen.at[:, 1].set(0.0), actions.at[:, :, 1].set(0.0))[0]
-    np.testing.assert_array_equal(before == of_others, [independent, False, independent])
+    after = model.value(seen.at[:, 1].set(0.0), actions.at[:, :, 1].set(0.0))[0]
+    np.testing.assert_array_equal(before == after, [independent, False, independent])

@@ -1,4 +1,4 @@
-"""`python -m examples` knows every example, and each of them takes the flags that all have."""
+"""`python -m examples` includes every example, and all examples take the common flags."""
 
 import dataclasses
 import importlib
@@ -16,13 +16,13 @@ EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/main.
 COMMON = {"pretrained", "workdir", "n_model_shards", "n_fsdp_shards", "simulate_devices", "learning_rate", "seed"}
 
 
-def test_every_example_is_run():
+def test_every_example_is_registered():
     assert {run.name for run in RUNS} == set(EXAMPLES)
     assert all((ROOT / "examples" / name / "__main__.py").is_file() for name in EXAMPLES)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_example_takes_the_common_flags_and_says_its_command(name):
+def test_every_example_takes_the_common_flags_and_documents_its_command(name):
     module = importlib.import_module(f"examples.{name}.main")
     assert f"python -m examples.{name}" in module.__doc__
     hint = get_type_hints(module.main)["args"]
@@ -31,17 +31,17 @@ def test_every_example_takes_the_common_flags_and_says_its_command(name):
     for choice in choices:
         fields = {field.name for field in dataclasses.fields(choice)}
         assert fields >= COMMON
-        assert fields & {"data", "env"}  # the user's own
+        assert fields & {"data", "env"}  # the user's own data or environment
 
 
-def test_a_run_is_scored_by_the_last_scores_that_it_recorded(tmp_path):
+def test_run_is_scored_by_its_last_recorded_scores(tmp_path):
     lines = [{"step": 1, "loss": 2.0}, {"step": 9, "test_accuracy": 0.5}, {"step": 9, "test_accuracy": 0.9}, {"step": 10}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert read_scores(tmp_path) == {"step": 9, "test_accuracy": 0.9}
 
 
 @pytest.mark.sweep
-def test_it_runs_an_example_and_says_whether_it_got_there(tmp_path, capsys):
+def test_runs_an_example_and_reports_whether_it_reached_its_goal(tmp_path, capsys):
     flags = "bring_your_own --n-epochs 1 --batch-size 419"  # three steps
     for command, share, shown, wanted in (
         (flags, 0.0, "accuracy 0.", True),
@@ -56,7 +56,7 @@ def test_it_runs_an_example_and_says_whether_it_got_there(tmp_path, capsys):
         assert (workdir / "log.txt").read_text()
 
 
-def test_an_unknown_example_is_refused(tmp_path):
+def test_unknown_example_is_refused(tmp_path):
     with pytest.raises(
         ValueError,
         match=r"`names`: expected some of adversarial_training, .*text_to_text, got meta_lerning\.",
