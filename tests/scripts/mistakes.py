@@ -1,8 +1,8 @@
-"""The mistakes of a first hour, each in a script's words; prints what each raises, as JSON, one line a mistake.
+"""Common first mistakes, as user code. Prints what each one raises, as one line of JSON per mistake.
 
     python tests/scripts/mistakes.py
 
-In a process of its own, as a user has it: the tests check jaxtyping's annotations, which would refuse some of them first.
+Runs in a process of its own, as a user's script does: in the tests, jaxtyping's checks would refuse some of them first.
 """
 
 import json
@@ -51,34 +51,34 @@ def linear(n_in=4):
 
 
 def trainer(workdir=None, **kwargs):
-    given = {"model": linear(), "optimizer": optax.sgd(0.01), "collate_fn": collate_fn, "loss_fn": loss_fn}
-    return redeqx.Trainer(redeqx.Deployer(workdir=workdir, verbose=False), **{**given, **kwargs})
+    defaults = {"model": linear(), "optimizer": optax.sgd(0.01), "collate_fn": collate_fn, "loss_fn": loss_fn}
+    return redeqx.Trainer(redeqx.Deployer(workdir=workdir, verbose=False), **{**defaults, **kwargs})
 
 
 def predictor(**kwargs):
-    given = {"model": linear(), "collate_fn": collate_fn, "pred_fn": pred_fn}
-    return redeqx.Predictor(redeqx.Deployer(verbose=False), **{**given, **kwargs})
+    defaults = {"model": linear(), "collate_fn": collate_fn, "pred_fn": pred_fn}
+    return redeqx.Predictor(redeqx.Deployer(verbose=False), **{**defaults, **kwargs})
 
 
 def fit(*args, examples=EXAMPLES, n_epochs=1, rows=2, metric_fn=None, **kwargs):
-    made = trainer(*args, **kwargs)
+    instance = trainer(*args, **kwargs)
     if metric_fn is None:
-        return made.fit(examples, rows, n_epochs)
-    of = made.get_default_predictor(pred_fn)
-    return made.fit(examples, rows, n_epochs, eval_examples=examples, eval_predictor=of, eval_metric_fn=metric_fn)
+        return instance.fit(examples, rows, n_epochs)
+    default = instance.get_default_predictor(pred_fn)
+    return instance.fit(examples, rows, n_epochs, eval_examples=examples, eval_predictor=default, eval_metric_fn=metric_fn)
 
 
-# --- what other libraries have, without those libraries -----------------------------------------------------------------
+# --- stand-ins for other libraries --------------------------------------------------------------------------------------
 
 
-def of_library(module, name, **attributes):
-    """An instance of a subclass of a class of that name, defined in that module."""
+def instance_of(module, name, **attributes):
+    """An instance of a subclass of a class `name` that appears to be defined in `module`."""
     base = type(name, (), {"__module__": module, **attributes})
     return type("Net" if name in ("Module", "Layer") else name, (base,), {})()
 
 
 class Rows:
-    """What has items that are not its rows."""
+    """A sized container whose items are not its rows."""
 
     def __init__(self, **attributes):
         self.__dict__.update(attributes)
@@ -93,7 +93,7 @@ class Rows:
         raise AssertionError("read")
 
 
-def of_kind(name, **attributes):
+def rows_like(name, **attributes):
     return type(name, (Rows,), {})(**attributes)
 
 
@@ -109,11 +109,11 @@ class Broken:
 
 @cache
 def stale_model():
-    made = trainer()
-    made.train(EXAMPLES, 2)
-    before = made.model
-    made.train(EXAMPLES, 2)
-    return made, before
+    instance = trainer()
+    instance.train(EXAMPLES, 2)
+    before = instance.model
+    instance.train(EXAMPLES, 2)
+    return instance, before
 
 
 def save_stale(save):
@@ -145,13 +145,13 @@ MISTAKES = {
     "a function for a predictor's model": lambda: predictor(model=lambda x: x),
     "a class for a model": lambda: trainer(model=eqx.nn.Linear),
     "a name for a model": lambda: trainer(model="gpt2"),
-    "torch module": lambda: trainer(model=of_library("torch.nn.modules.module", "Module")),
-    "flax linen module": lambda: trainer(model=of_library("flax.linen.module", "Module")),
-    "flax nnx module": lambda: predictor(model=of_library("flax.nnx.module", "Module")),
-    "keras layer": lambda: redeqx.Deployer(verbose=False).plan(of_library("keras.src.layers.layer", "Layer")),
+    "torch module": lambda: trainer(model=instance_of("torch.nn.modules.module", "Module")),
+    "flax linen module": lambda: trainer(model=instance_of("flax.linen.module", "Module")),
+    "flax nnx module": lambda: predictor(model=instance_of("flax.nnx.module", "Module")),
+    "keras layer": lambda: redeqx.Deployer(verbose=False).plan(instance_of("keras.src.layers.layer", "Layer")),
     "model and state": lambda: trainer(model=eqx.nn.make_with_state(eqx.nn.Linear)(4, 3, key=KEY)),
     "optax.adam not called": lambda: trainer(optimizer=optax.adam),
-    "torch optimizer": lambda: trainer(optimizer=of_library("torch.optim.sgd", "SGD", step=None)),
+    "torch optimizer": lambda: trainer(optimizer=instance_of("torch.optim.sgd", "SGD", step=None)),
     "list of optimizers": lambda: trainer(optimizer=[optax.clip(1.0), optax.adam(1e-3)]),
     "no optimizer": lambda: trainer(optimizer=None),
     "loss_fn without key": lambda: trainer(loss_fn=lambda model, batch: 0.0),
@@ -201,14 +201,14 @@ MISTAKES = {
     "workdir is a file": lambda: redeqx.Deployer(workdir=FOLDER / "file"),
     "workdir in a file": lambda: redeqx.Deployer(workdir=str(FOLDER / "file" / "run")),
     "workdir is a number": lambda: redeqx.Deployer(workdir=3),
-    "pandas frame": lambda: fit(examples=of_kind("DataFrame", columns=["x"], to_dict=None)),
-    "polars frame": lambda: predictor().predict(of_kind("DataFrame", columns=["x"], to_dict=None, to_dicts=None), 2),
-    "series": lambda: fit(examples=of_kind("Series", to_list=None)),
+    "pandas frame": lambda: fit(examples=rows_like("DataFrame", columns=["x"], to_dict=None)),
+    "polars frame": lambda: predictor().predict(rows_like("DataFrame", columns=["x"], to_dict=None, to_dicts=None), 2),
+    "series": lambda: fit(examples=rows_like("Series", to_list=None)),
     "loader of batches": lambda: fit(
-        examples=of_kind("DataLoader", dataset=[], batch_size=32, batch_sampler=None, collate_fn=None)
+        examples=rows_like("DataLoader", dataset=[], batch_size=32, batch_sampler=None, collate_fn=None)
     ),
     "loader with a batch sampler": lambda: trainer().eval_loss(
-        of_kind("DataLoader", dataset=[], batch_size=None, batch_sampler=[[0]], collate_fn=None), 2
+        rows_like("DataLoader", dataset=[], batch_size=None, batch_sampler=[[0]], collate_fn=None), 2
     ),
     "splits": lambda: fit(examples=type("DatasetDict", (dict,), {})(train=Rows(column_names=["x"]))),
     "columns": lambda: fit(examples=(np.ones((8, 4)), np.ones(8))),
@@ -235,7 +235,7 @@ MISTAKES = {
     "an iterable's example is wrong": lambda: trainer().train(iter([*EXAMPLES, "x"]), 2),
 }
 
-# What must not be taken for a mistake.
+# Valid uses, which must not raise.
 FINE = {
     "numpy integers": lambda: trainer().train(EXAMPLES, np.int64(2)),
     "functions with more": lambda: trainer(
@@ -253,7 +253,7 @@ FINE = {
         metric_fn=lambda examples, outputs: {"a": np.float32(1), "b": jnp.ones(()), "c": True, "d": 2, "e": np.array(0.5)}
     ),
     "the trainer's own model": lambda: (
-        (made := stale_model()[0]).get_default_predictor(pred_fn).predict(EXAMPLES, 2, made.model)
+        (instance := stale_model()[0]).get_default_predictor(pred_fn).predict(EXAMPLES, 2, instance.model)
     ),
 }
 

@@ -1,11 +1,11 @@
-"""Two processes that save one checkpoint and then another, of which some are killed at a point of the second.
+"""Two processes that save a checkpoint twice; some are killed at a given point of the second save.
 
     saving.py FOLDER in_place|apart < TRIALS
 
 Each line of standard input is a trial, `["name", port, [[process, point], ...]]`: a folder of that name under FOLDER, a free
-port, and which processes are killed before which of their system calls (and words to each other) of the second save, counted
-from 0. Apart, each process has a folder of its own. For each trial a line of standard output: `["name", [exit code of 0, of
-1], [the points that each passed]]`.
+port, and which processes are killed before which of their system calls (and messages to each other) of the second save,
+counted from 0. With `apart`, each process has a folder of its own. For each trial, one line of standard output: `["name",
+[exit code of 0, of 1], [the calls that each process made]]`.
 
 The processes are forked from this one, before JAX has devices: importing takes longer than a trial.
 """
@@ -32,13 +32,13 @@ from redeqx.machine._mesh import make_mesh, put
 
 warnings.filterwarnings("ignore", message="os.fork")
 LIMIT = 20.0
-WAY = sys.argv[2]
+LAYOUT = sys.argv[2]
 CALLS = [(os, name) for name in ("mkdir", "posix_fallocate", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir")]
 CALLS += [(shutil, "rmtree"), (_peers.Peers, "contribute")]
 
 
 def trees(step):
-    """A leaf for every way in which an array lies on the mesh: split, along either dim, over both processes, and whole."""
+    """Leaves in every sharding: split along either dim, over both processes, and replicated."""
     mesh = make_mesh(2, 2)
     specs = {"columns": P("model", None), "rows": P(None, "model"), "both": P("fsdp", "model"), "whole": P()}
     return {
@@ -51,12 +51,12 @@ def trees(step):
 
 
 def process(index, folder, port, point):
-    """One of the two, from its start to its end, or to its kill."""
+    """Runs one of the two processes to its end, or to its kill."""
     os.environ.update(REDEQX_PROCESSES="2", REDEQX_PROCESS_ID=str(index), REDEQX_HOST0=f"127.0.0.1:{port}")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     peers = _cluster.start(None, None, None, None, None)
-    checkpoints = Checkpoints(folder / ("ckpts" if WAY == "in_place" else str(index)) / "ckpts", peers)
+    checkpoints = Checkpoints(folder / ("ckpts" if LAYOUT == "in_place" else str(index)) / "ckpts", peers)
     checkpoints.save(1, trees(1), {"step": 1}, keep_last=1)
     second = trees(2)
     passed = []
@@ -74,7 +74,7 @@ def process(index, folder, port, point):
     for owner, name in CALLS:
         setattr(owner, name, armed(name, getattr(owner, name)))
     checkpoints.save(2, second, {"step": 2}, keep_last=1)
-    peers.close()  # as at the exit of a script: otherwise the other process takes an early end for a failure
+    peers.close()  # as at a script's exit; otherwise the other process treats this end as a failure
 
 
 def run(folder, port, kills):

@@ -1,12 +1,11 @@
-"""Processes that save a checkpoint into an object store, one after another.
+"""Processes that save checkpoints into an object store, one trial after another.
 
     saving_to_a_store.py N < TRIALS
 
-Each line of standard input is a trial, `["s3://bucket/folder", step]`: N processes save one checkpoint together, and keep no
-other. For each, two lines of standard output: their process ids once they are there, and their exit codes.
+Each line of standard input is a trial, `["s3://bucket/folder", step]`: N processes save one checkpoint together and keep no
+other. For each trial, two lines of standard output: the process ids after the start, and the exit codes.
 
-The processes are forked from this one, before JAX has devices and before a request was made: importing takes longer than a
-trial.
+The processes are forked from this one, before JAX has devices and before any request: importing takes longer than a trial.
 """
 
 import json
@@ -81,7 +80,7 @@ def run(folder, step):
             finally:
                 sys.stderr.flush()
                 if code == 0:
-                    sys.exit(0)  # with what a process does at its end
+                    sys.exit(0)  # runs the exit handlers
                 os._exit(code)
         pids.append(pid)
     print(json.dumps(pids), flush=True)

@@ -1,4 +1,4 @@
-"""A run of training, whole or with one fault in it, that the tests start as one process or as several.
+"""A training run, complete or with one injected fault, that tests start as one process or several.
 
 python -m redeqx launch --processes 2 tests/scripts/training.py --workdir DIR [--fault NAME]
 """
@@ -27,7 +27,7 @@ import redeqx
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--workdir", type=Path)
-parser.add_argument("--devices", type=int, default=2, help="of this process")
+parser.add_argument("--devices", type=int, default=2, help="number of devices of this process")
 parser.add_argument("--model", type=int, default=2)
 parser.add_argument("--fsdp", type=int, default=1)
 parser.add_argument("--epochs", type=int, default=2)
@@ -40,7 +40,7 @@ parser.add_argument("--rest", action="store_true", help="epochs, evaluations and
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--fault", default="none")
 parser.add_argument("--at", type=int, default=8, help="the step before which the fault happens")
-parser.add_argument("--in", type=int, default=1, dest="culprit", help="the process that has it")
+parser.add_argument("--in", type=int, default=1, dest="culprit", help="the process with the fault")
 parser.add_argument("--params-only", action="store_true", help="save no optimizer state")
 parser.add_argument("--stop-at", type=int, help="the step after which that process stops the fit")
 parser.add_argument("--skip", action="store_true", help="skip steps that are not finite")
@@ -48,7 +48,7 @@ args = parser.parse_args()
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", args.devices)
 
-# Without a rest, each of the three steps is compiled once.
+# Without `--rest`, each of the three steps compiles only once.
 N, N_EVALUATED, N_PREDICTED = (101, 37, 19) if args.rest else (112, 32, 16)
 options = {"on_nonfinite": "skip"} if args.skip else {}
 deployer = redeqx.Deployer(
@@ -78,7 +78,7 @@ class Net(eqx.Module):
 
 
 class Examples:
-    """Each is its own number, from which its row is made; reading one is where a loader's faults are."""
+    """An example is its index, from which `collate_fn` makes its row. Faults occur while an example is read."""
 
     def __len__(self):
         return N
@@ -92,35 +92,35 @@ class Examples:
 fired = threading.Event()
 
 
-def say(what):
-    """When it happened, for the tests to time what follows."""
+def report_fault(what):
+    """Prints when the fault happened, so that tests can time what follows."""
     fired.set()
     print(f"fault {what} at {time.time():.3f}", flush=True)
 
 
 def fails():
-    say("raise")
+    report_fault("raise")
     raise RuntimeError("the loader is broken")
 
 
 def kills():
-    say("kill")
+    report_fault("kill")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hangs():
-    say("hang")
+    report_fault("hang")
     time.sleep(600)
 
 
 def stops():
-    say("stop")
+    report_fault("stop")
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def signals(*numbers):
     def send():
-        say("signal")
+        report_fault("signal")
         for number in numbers:
             os.kill(os.getpid(), number)
 
@@ -128,8 +128,8 @@ def signals(*numbers):
 
 
 def forks():
-    """Children of this process that end, are terminated and fail: nothing to the others."""
-    say("fork")
+    """Child processes that end, are terminated or fail must not affect the other processes."""
+    report_fault("fork")
     fork = multiprocessing.get_context("fork")
     with fork.Pool(1) as pool:
         assert pool.map(abs, [-1]) == [1]
@@ -150,7 +150,7 @@ def interrupts_twice():
 
 
 def vanishes():
-    say("vanish")
+    report_fault("vanish")
     args.workdir.rename(args.workdir.with_name("gone"))
 
 
@@ -187,8 +187,8 @@ def loss_fn(model, batch, key):
     return jnp.square(jax.vmap(model)(batch["x"][:, :16], keys) - batch["y"]).mean()
 
 
-def broken(call, number):
-    """A system call that fails as on a full or read-only disk, once a save has gone well."""
+def break_call(call, number):
+    """Makes a system call fail as on a full or read-only disk, once the first save has succeeded."""
     before = getattr(os, call)
 
     def fail(*arguments, **keywords):
@@ -200,35 +200,35 @@ def broken(call, number):
 
 
 if args.fault == "disk":
-    broken("pwrite", errno.ENOSPC)
+    break_call("pwrite", errno.ENOSPC)
 if args.fault == "full":
-    broken("posix_fallocate", errno.ENOSPC)
+    break_call("posix_fallocate", errno.ENOSPC)
 if args.fault == "readonly":
-    broken("mkdir", errno.EROFS)
+    break_call("mkdir", errno.EROFS)
 
-if args.fault == "sequential":  # as on the mount of an object store
+if args.fault == "sequential":  # as on a mounted object store
 
     def unsupported(*arguments):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     os.pwrite = os.posix_fallocate = unsupported
-if args.fault == "unshared" and is_culprit:  # as a folder of the same name on a disk of its own
+if args.fault == "unshared" and is_culprit:  # as a folder of the same name on a local disk
     deployer._run.workdir = args.workdir.with_name("elsewhere")
     deployer._run.workdir.mkdir(exist_ok=True)
 
 
-def differs(fault):
+def has_fault(fault):
     return is_culprit and args.fault == fault
 
 
-if args.fault == "weights":  # made by each process for itself
+if args.fault == "weights":  # initialized by each process itself
     model = Net(jax.random.key(2 if is_culprit else 1))
 else:
-    model = deployer.init(lambda: Net(jax.random.key(2 if differs("init") else 1)))
+    model = deployer.init(lambda: Net(jax.random.key(2 if has_fault("init") else 1)))
 trainer = redeqx.Trainer(
     deployer,
     model=model,
-    optimizer=optax.adamw(2e-2 if differs("rate") else 1e-2),
+    optimizer=optax.adamw(2e-2 if has_fault("rate") else 1e-2),
     collate_fn=collate_fn,
     loss_fn=loss_fn,
     **options,
@@ -246,7 +246,7 @@ if args.fault == "forks" and is_culprit:
 if args.fault == "ends" and is_culprit:
     sys.exit(0)
 rows = deployer.get_per_device_batch_size(args.batch)
-if args.fault == "metric":  # of its own rows alone, say: better and better in one, worse and worse in another
+if args.fault == "metric":  # computed from each process's own rows: it rises in one process and falls in another
     options = {
         "eval_predictor": trainer.get_default_predictor(lambda model, batch, key: batch["y"]),
         "eval_metric_fn": lambda examples, outputs: {"score": -trainer.step if is_culprit else trainer.step},
