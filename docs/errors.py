@@ -1,4 +1,4 @@
-"""Writes `pages/errors.md`: every message that redeqx raises or warns with, from its sources, for those who search for one.
+"""Writes `pages/errors.md`: every message that redeqx raises or warns with, collected from its sources.
 
 python docs/errors.py
 """
@@ -12,41 +12,44 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "pages" / "errors.md"
 HEAD = """# Errors
 
-Each message says what was expected, what was found, and what to do next. `…` stands for what differs from run to run.
-The list is made from the sources; look for a few words of yours. Above each part stands what its errors come from.
+Each message says what was expected, what was found, and what to do next. `…` stands for values that vary.
+The list is generated from the sources: search it for a few words of your message. Each section begins with the usual causes.
 """
-# Of each package: what its errors come from, and where to look first.
+# For each package: the usual causes of its errors, and where to look first.
 CAUSES = {
-    "_": "An argument, or an order of calls, that a Deployer, Trainer or Predictor cannot work with. Nothing has "
-    "been computed yet.",
-    "checkpoint": "A file of a checkpoint is not as it was written (a full disk, a copy that was cut off), belongs to "
-    "another model, or another run holds the folder. [Checkpoints](ideas/checkpoints.md) says what a folder "
-    "holds.",
-    "cli": "What was typed after `redeqx`. `--help` lists what is taken.",
-    "data": "Examples that have no length, change between epochs, or cannot be read again; or a token cache that is "
-    "damaged. [Data](guides/data.md) says what examples may be.",
-    "distributed": "A process that is missing, lost, late, or has other arguments than the rest. Look at the first "
-    "traceback of the process that is named. [Clusters and pods](guides/clusters.md) has the table of what follows.",
-    "errors": "A check of your input before any work: a model that is no PyTree of arrays, a function with other arguments.",
-    "kernels": "Arrays for `redeqx.attention` whose shapes do not agree. A kernel that only declines is no error: another "
-    "computes.",
-    "machine": "Devices that are not there: a product of shards that does not divide them, a topology that is not known, "
-    "or a compiler that is not installed.",
-    "models": "A Hugging Face folder with a key or a tensor that the family does not have, or arguments of `generate`.",
-    "monitor": "A tracker that does not answer, or a value that is no metric. A tracker never ends a training.",
-    "optimizers": "A leaf that the optimizer cannot update in the way that was asked for.",
-    "partition": "A split that a leaf cannot have, or a name that is no leaf. `print(plan.explain())` lists them all.",
-    "storage": "The store: the address, the credentials, the network. Requests were repeated for three minutes before this.",
-    "tracing": "A function that is given to `transformed`.",
-    "training": "What `loss_fn`, `pred_fn`, `grad_fn` or a callback returned, what a fit was asked for, or a loss that is "
-    "not finite.",
-    "compiled": "What the compiled step shows, after the first compilation.",
+    "_": "Invalid arguments, or calls in the wrong order, of a Deployer, Trainer or Predictor. Nothing has been "
+    "computed yet.",
+    "checkpoint": "A checkpoint file is damaged (a full disk, an incomplete copy) or belongs to another model, or another "
+    "run holds the folder. [Checkpoints](ideas/checkpoints.md) describes the files.",
+    "cli": "Arguments of the `redeqx` command. `--help` lists the valid ones.",
+    "data": "Examples that have no length, change between epochs, or cannot be read again; or a damaged token cache. "
+    "[Data](guides/data.md) describes valid examples.",
+    "distributed": "A process that is missing, lost or late, or has other arguments than the rest. Look at the first "
+    "traceback of the named process. [Clusters and pods](guides/clusters.md) has a table of the consequences.",
+    "errors": "A check of your input before any work: a model that is not a PyTree of arrays, a function with the wrong "
+    "arguments.",
+    "kernels": "Arrays for `redeqx.attention` whose shapes do not agree. Inputs that only one kernel does not support raise "
+    "no error: another implementation is used.",
+    "machine": "Missing devices: a product of shards that does not divide their number, an unknown topology, or a compiler "
+    "that is not installed.",
+    "models": "A Hugging Face folder with a key or a tensor that the family does not have, or invalid arguments of "
+    "`generate`.",
+    "monitor": "A tracker that does not respond, or a value that is not a metric. A tracker never ends a run.",
+    "optimizers": "A leaf that the optimizer cannot update in the requested way.",
+    "partition": "A split that a leaf does not allow, or a name that is not a leaf. `print(plan.explain())` lists all "
+    "leaves.",
+    "storage": "The object store: its address, the credentials, or the network. Requests were retried for three minutes "
+    "first.",
+    "tracing": "A function that is passed to `transformed`.",
+    "training": "The return value of `loss_fn`, `pred_fn`, `grad_fn` or a callback, invalid arguments of a fit, or a loss "
+    "that is not finite.",
+    "compiled": "Findings in the compiled step, after the first compilation.",
 }
 WARNING = "warning"
 
 
 def messages(source: str) -> Iterator[tuple[str, str]]:
-    """The errors and warnings that the functions of a file make with a text of their own: their names, and the texts."""
+    """The kinds and texts of the errors and warnings that the functions of a file create."""
     for function in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)):
         named = dict(_assigned(function))
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
@@ -70,7 +73,7 @@ def _of_call(call: ast.Call, named: Mapping[str, list[ast.expr]]) -> Iterator[tu
 
 
 def _assigned(function: ast.FunctionDef) -> dict[str, list[ast.expr]]:
-    """What each variable of a function may be."""
+    """The values that are assigned to each variable of a function."""
     values: dict[str, list[ast.expr]] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -79,14 +82,14 @@ def _assigned(function: ast.FunctionDef) -> dict[str, list[ast.expr]]:
 
 
 def _texts(node: ast.expr, named: Mapping[str, list[ast.expr]]) -> list[str]:
-    """The texts that an expression may be: a variable is what was assigned to it."""
+    """The texts that an expression may have; a variable has the texts that are assigned to it."""
     if isinstance(node, ast.Name) and node.id in named:
         return [_text(value) for value in named[node.id]]
     return [_text(node)]
 
 
 def _text(node: ast.AST) -> str:
-    """The text of an expression, with `…` for what is computed."""
+    """The text of an expression, with `…` for computed parts."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else "…"
     if isinstance(node, ast.JoinedStr):
@@ -119,7 +122,7 @@ def _of_damage(_path: ast.AST, rule: ast.AST, got: ast.AST) -> tuple[str, str]:
     return "DamagedError", f"`…`: expected {_text(rule)}, got {_text(got)}. The file is damaged or unfinished."
 
 
-# What the checks of `redeqx.errors` raise, from their arguments.
+# What the checks of `redeqx.errors` raise, derived from their arguments.
 CHECKS = {"check_count": _of_count, "check_choice": _of_choice, "check_number": _of_number, "damaged": _of_damage}
 
 
@@ -142,7 +145,7 @@ def page() -> str:
 
 
 def _as_markdown(text: str) -> str:
-    """The text on one line; what is in backticks stays code, and nothing else is taken for markup."""
+    """The text on one line. Code in backticks is unchanged; other markup is escaped."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     return "".join(part if i % 2 else re.sub(r"([\\*_<>\[\]#|])", r"\\\1", part) for i, part in enumerate(parts))
 

@@ -1,6 +1,6 @@
 """The figures of the documentation: `python docs/figures.py` writes `docs/pages/figures/`.
 
-All but that of the gathers, which is a sketch, are drawn from what they show: plans, runs, files and compiled programs.
+All figures except the sketch of the gathers are drawn from real plans, runs, files and compiled programs.
 """
 
 import tempfile
@@ -17,12 +17,12 @@ from safetensors import safe_open
 import redeqx
 
 FOLDER = Path(__file__).parent / "pages" / "figures"
-COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7"]  # told apart by colour-blind readers
+COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7"]  # distinguishable for colour-blind readers
 PALE = "#d8d8d8"
 
 
 class Block(eqx.Module):
-    """A transformer block of a user: attention by Equinox, an MLP of two raw arrays."""
+    """A user's transformer block: Equinox's attention, and an MLP of two raw arrays."""
 
     attention: eqx.nn.MultiheadAttention
     up: jax.Array
@@ -41,7 +41,7 @@ class Block(eqx.Module):
 
 
 class Stack(eqx.Module):
-    """Equal layers in one scan."""
+    """Identical layers in one scan."""
 
     layers: eqx.nn.MLP
 
@@ -58,7 +58,7 @@ def loss_fn(model, batch, key):
 
 
 def draw_plan(plt) -> None:
-    """Each array of a block, and the part of it that one device holds."""
+    """Each array of a block, and the part that one device holds."""
     deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
     plan = deployer.plan(Block(jax.random.key(0)), loss_fn, np.ones((2, 10, 64), np.float32))
     plan.draw(FOLDER / "plan.svg")
@@ -84,7 +84,7 @@ def draw_gathers(plt) -> None:
 
 
 def forecast(rows: int = 64, accumulate: int = 1, n_fsdp_shards: int = 1, remat: str = "none") -> list[int]:
-    """Bytes of a device by a dry run: parameters, optimizer state, temporaries of the step."""
+    """Bytes per device from a dry run: parameters, optimizer state, and temporaries of the step."""
     with redeqx.described("cpu:8"):
         deployer = redeqx.Deployer(n_fsdp_shards=n_fsdp_shards, verbose=False)
         trainer = redeqx.Trainer(
@@ -101,7 +101,7 @@ def forecast(rows: int = 64, accumulate: int = 1, n_fsdp_shards: int = 1, remat:
 
 
 def bars(plt, file: str, found: dict[str, list[int]], xlabel: str) -> None:
-    """What `forecast` returns, as a bar for each name."""
+    """Draws what `forecast` returns, as one bar per name."""
     fig, ax = plt.subplots(figsize=(6, 3))
     bottom = np.zeros(len(found))
     names = ("parameters", "optimizer state", "gradients and other temporaries")
@@ -116,12 +116,12 @@ def bars(plt, file: str, found: dict[str, list[int]], xlabel: str) -> None:
 
 
 def draw_memory(plt) -> None:
-    """Bytes of a device by dry runs, for 1 to 8 shards."""
+    """Bytes per device from dry runs, for 1 to 8 shards."""
     bars(plt, "memory.svg", {str(n): forecast(n_fsdp_shards=n) for n in (1, 2, 4, 8)}, "FSDP shards")
 
 
 def draw_search(plt) -> None:
-    """Bytes of a device by dry runs, for the settings that are tried where a run does not fit."""
+    """Bytes per device from dry runs, for the settings that are tried if a run does not fit."""
     found = {
         "as written": forecast(65536),
         'remat="full"': forecast(65536, remat="full"),
@@ -132,7 +132,7 @@ def draw_search(plt) -> None:
 
 
 def draw_numbers(plt) -> None:
-    """The loss of one run on four meshes, and how far apart they are."""
+    """The loss of one run on four meshes, and the relative differences."""
     settings = {
         "8 devices share the rows": {},
         "n_model_shards=4": {"n_model_shards": 4},
@@ -175,7 +175,7 @@ def draw_numbers(plt) -> None:
 
 
 def draw_checkpoint(plt) -> None:
-    """The bytes of a checkpoint's two files: each tensor whole, at one place, whatever the mesh was."""
+    """The bytes of a checkpoint's two files: each tensor is contiguous and at one place, whatever the mesh."""
     with tempfile.TemporaryDirectory() as folder:
         deployer = redeqx.Deployer(n_model_shards=2, n_fsdp_shards=2, workdir=folder, verbose=False)
         model = eqx.nn.MLP(16, 16, 32, 2, key=jax.random.key(0))
@@ -204,7 +204,7 @@ def draw_checkpoint(plt) -> None:
 
 
 def draw_rows(plt) -> None:
-    """Which rows of a batch each device computes, and so which rows each of two processes collates."""
+    """The rows of a batch that each device computes, and so the rows that each of two processes collates."""
     deployer = redeqx.Deployer(n_model_shards=2, n_fsdp_shards=2, verbose=False)
     devices = list(deployer.mesh.devices.flat)
     sharding = jax.sharding.NamedSharding(deployer.mesh, jax.sharding.PartitionSpec(("data", "fsdp")))
@@ -223,7 +223,7 @@ def draw_rows(plt) -> None:
 
 
 def draw_attention(plt) -> None:
-    """Temporaries of a gradient of attention, by CPU's compiler: as written, and by `redeqx.attention`."""
+    """Temporaries of an attention gradient from the CPU compiler: as written, and with `redeqx.attention`."""
 
     def as_written(q, k, v):
         scores = jnp.einsum("tnh,snh->nts", q, k) / jnp.sqrt(q.shape[-1])
