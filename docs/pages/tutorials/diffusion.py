@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Draw digits by diffusion
 #
-# A diffusion model learns to remove noise from pictures. Start it from nothing but noise, let it remove a little
-# two hundred times, and it draws a picture that nobody has drawn before. Here it draws handwritten digits, on
-# eight devices. On the way you see a loss that draws random numbers, an average of the weights (*EMA*), samples
-# during training, and a test of how good the samples are.
+# A diffusion model learns to remove noise from pictures. Start from pure noise, let the model remove a little two
+# hundred times, and it draws a new picture. Here it draws handwritten digits, on eight devices. On the way you see
+# a loss that draws random numbers, an average of the weights (*EMA*), samples during training, and a test of how
+# good the samples are.
 #
 # The method is DDPM (Ho et al. 2020, [arXiv:2006.11239](https://arxiv.org/abs/2006.11239)). If redeqx is new to
 # you, read [the miniGPT](mini_gpt.md) first. This page takes about a minute, and needs
@@ -30,7 +30,7 @@ redeqx.simulate_devices(8)
 # ## Digits
 #
 # scikit-learn comes with 1797 real handwritten digits of 8 x 8 pixels. Pixels are scaled to -1 (white) to 1
-# (black), so that they are about as large as the noise. An example is a picture and which digit it is.
+# (black), so that they are about as large as the noise. An example is a picture and its digit.
 
 # %%
 digits = load_digits()
@@ -56,9 +56,9 @@ show([[pictures[digits.target == digit][n] for digit in range(10)] for n in rang
 # %% [markdown]
 # ## Noise
 #
-# A picture at time `t` is a mixture: `signal[t]` times the picture plus `noise[t]` times random numbers. The two
-# are chosen so that their squares add up to one. At time 0 hardly anything is noise, at the last time hardly
-# anything is not. (This is the cosine schedule of Nichol and Dhariwal 2021.)
+# A picture at time `t` is a mixture: `signal[t]` times the picture plus `noise[t]` times random numbers. The
+# squares of the two factors add up to one. At time 0 the mixture is almost only the picture, and at the last time
+# almost only noise. (This is the cosine schedule of Nichol and Dhariwal 2021.)
 
 # %%
 N_TIMES = 200
@@ -73,9 +73,9 @@ show([[signal[t] * pictures[3] + noise[t] * drawn for t in times]], ["more noise
 # %% [markdown]
 # ## The model
 #
-# The model gets a mixture, the time and the digit, and says which noise is in it. For pictures this small, three
-# residual layers are enough. (Larger pictures want convolutions: `redeqx.models.unet` has Stable Diffusion's
-# U-Net.) The time enters as sines of several frequencies, so that close times look alike and distant ones do not.
+# The model gets a mixture, the time and the digit, and predicts the noise in the mixture. For pictures this small,
+# three residual layers are enough. (Larger pictures need convolutions: `redeqx.models.unet` has Stable Diffusion's
+# U-Net.) The time is encoded as sines of several frequencies, so that close times look alike and distant ones do not.
 
 # %%
 WIDTH = 384
@@ -121,11 +121,11 @@ class Denoiser(eqx.Module):
 # %% [markdown]
 # ## The loss
 #
-# Each time that a picture comes by, the loss draws a time and a noise for it, mixes them, and asks the model
-# which noise it was. The loss is the mean squared error. A model that always answers "none" has a loss of one.
+# For each picture of a batch, the loss draws a time and noise, mixes them with the picture, and asks the model for
+# the noise. The loss is the mean squared error. A model that always answers zero has a loss of one.
 #
-# The `key` is another one at every step, and the same one on every mesh: drawn for the whole batch like this, the
-# numbers do not depend on how many devices share it.
+# The `key` differs at every step and is the same on every mesh. Because the numbers are drawn for the whole batch,
+# they do not depend on how many devices share it.
 
 
 # %%
@@ -147,10 +147,10 @@ def loss_fn(model, batch, key):
 # %% [markdown]
 # ## Sampling
 #
-# To draw, begin with noise at the last time and walk back. At each time the model says which noise it sees; what
-# is left after removing it all is a guess at the picture. The guess is rough, so take only one step towards it:
-# mix it with what you have, add a little fresh noise, and ask again. The weights of this mixture are those of the
-# DDPM paper (its equations 6 and 7).
+# To draw, start from noise at the last time and go back. At each time the model predicts the noise; removing all of
+# it gives a guess at the picture. The guess is rough, so take only one step towards it: mix it with the current
+# picture, add a little fresh noise, and predict again. The weights of this mixture are those of the DDPM paper (its
+# equations 6 and 7).
 
 
 # %%
@@ -173,11 +173,11 @@ def pred_fn(model, labels, key):
 # %% [markdown]
 # ## Train
 #
-# With no shards asked for, all eight devices hold the whole model and share the batch: *data parallelism*.
+# Without shards, all eight devices hold the whole model and share the batch: *data parallelism*.
 #
-# The weights of one step still shake from the last few batches. Their running average is calmer and usually draws
-# better. `redeqx.EMA` keeps it: `average = 0.995 * average + 0.005 * weights` after each step. It is part of the
-# optimizer's state, so it is saved and resumed with it.
+# The weights fluctuate with the last few batches. Their running average is more stable and usually draws better.
+# `redeqx.EMA` keeps it: `average = 0.995 * average + 0.005 * weights` after each step. It is part of the optimizer's
+# state, so it is saved and resumed with it.
 
 # %%
 deployer = redeqx.Deployer(jax_seed=0)
@@ -192,8 +192,8 @@ predictor = trainer.get_default_predictor(pred_fn, collate_fn=np.array)
 ema = redeqx.EMA(0.995)
 
 # %% [markdown]
-# This callback draws the ten digits every 300 steps, by the average of the weights. The key is the same each
-# time, so that the same noise becomes a better picture as the model learns.
+# This callback draws the ten digits every 300 steps with the averaged weights. The key is the same each time, so the
+# same noise becomes a better picture as the model learns.
 
 
 # %%
@@ -223,9 +223,8 @@ for name, model in {"last weights": trainer.model, "their average": ema.model}.i
 # %% [markdown]
 # ## Are they digits?
 #
-# Let somebody judge who has not seen the model: a logistic regression that was trained to read the real digits.
-# It reads some held-out real ones wrong too. How many of the drawn ones does it read as the digit that was asked
-# for?
+# The judge is a logistic regression that was trained to read the real digits. It also misreads some held-out real
+# digits. How many of the drawn ones does it read as the requested digit?
 
 # %%
 reader = LogisticRegression(max_iter=1000).fit(pictures[:1536], digits.target[:1536])
@@ -244,8 +243,8 @@ for name, share in shares.items():
 assert shares["drawn by the average"] > 0.8
 
 # %% [markdown]
-# Forty of them. No two are alike, and none is a copy: a drawn digit is about as far from the nearest real one as
-# a held-out digit is.
+# Here are forty of them. No two are alike, and none is a copy: a drawn digit is about as far from the nearest real
+# digit as a held-out digit is.
 
 # %%
 show(np.reshape(by_average[:40], (4, 10, 64)))

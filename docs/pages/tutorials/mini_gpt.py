@@ -3,10 +3,10 @@
 #
 # A small GPT learns to write English, one byte at a time, on eight devices. On the way you see a mesh, a plan,
 # samples during training, a loss curve, a profile, a checkpoint that moves to another mesh, and a fine-tune with
-# LoRA. You need to know JAX and Equinox. You need not know anything about training on several devices.
+# LoRA. You need to know JAX and Equinox. You need no knowledge of training on several devices.
 #
-# The path is that of [Train a miniGPT language model with JAX](https://docs.jaxstack.ai) of the JAX AI stack. The
-# code is Equinox and redeqx.
+# The page follows [Train a miniGPT language model with JAX](https://docs.jaxstack.ai) of the JAX AI stack, with
+# Equinox and redeqx.
 #
 # Everything here runs on a laptop in a minute or two, without a download. It needs `pip install -e ".[draw]"`.
 
@@ -31,8 +31,8 @@ from redeqx.models import lora
 # ## Eight devices
 #
 # `simulate_devices(8)` makes one CPU act as eight devices. Programs are split and communicate as on eight GPUs;
-# they are only slower. Call it before anything else uses JAX. Where there is a GPU or a TPU, it changes nothing,
-# and the rest of this page runs on that.
+# they are only slower. Call it before anything else uses JAX. On a machine with a GPU or a TPU it changes nothing, and
+# the rest of this page runs there.
 
 # %%
 redeqx.simulate_devices(8)
@@ -50,9 +50,9 @@ print(f"{len(text):,} characters")
 print(text[1000:1300])
 
 # %% [markdown]
-# A tokenizer would be one more thing to train. The model reads bytes instead: 256 possible tokens, and
-# `text.encode()` is the tokenizer. The text is cut into rows of 129 bytes: 128 to read, and each one's next byte
-# to predict. One row in twenty is held out to test on.
+# A tokenizer would need training too. The model reads bytes instead: 256 possible tokens, and `text.encode()` is
+# the tokenizer. The text is cut into rows of 129 bytes: 128 to read, and the next byte of each to predict. One row in
+# twenty is held out for testing.
 
 # %%
 N_TOKENS = 128
@@ -72,8 +72,8 @@ print(f"{len(train)} rows to train on, {len(held_out)} held out")
 # %% [markdown]
 # ## The model
 #
-# This is Equinox as you know it. Nothing here knows about devices. A block is attention and an MLP, each added
-# onto its input. The causal mask lets a token see only the tokens before it.
+# This is ordinary Equinox code that knows nothing about devices. A block is attention and an MLP, each added to its
+# input. The causal mask lets a token see only the tokens before it and itself.
 
 # %%
 WIDTH, N_HEADS, N_BLOCKS = 128, 4, 2
@@ -130,7 +130,7 @@ class MiniGPT(eqx.Module):
 # ## What redeqx needs from you
 #
 # Two functions. `collate_fn` turns a list of examples into arrays with a row for each. `loss_fn` turns the model
-# and such a batch into one number, the mean over the rows. There is no word about devices in them either.
+# and such a batch into one number, the mean over the rows. Neither mentions devices.
 
 
 # %%
@@ -147,12 +147,12 @@ def loss_fn(model, batch, key):
 # %% [markdown]
 # ## The mesh
 #
-# The `Deployer` arranges the devices as a grid, the *mesh*. You give one number: among how many devices each
-# layer is split. With `n_model_shards=2`, pairs of devices share the work of each layer, and each of the four
-# pairs gets its own part of the batch. On a single GPU, run the page with `JAX_PLATFORMS=cpu`.
+# The `Deployer` arranges the devices as a grid, the *mesh*. You give one number: how many devices share each layer.
+# With `n_model_shards=2`, pairs of devices share the work of each layer, and each of the four pairs gets its own part
+# of the batch. On a single GPU, run the page with `JAX_PLATFORMS=cpu`.
 #
-# The folder is a temporary one, so that this page starts afresh each time. Give a folder of your own, and a run
-# that is started again continues where it was.
+# The folder is a temporary one, so that this page starts afresh each time. With a folder of your own, a restarted run
+# continues where it stopped.
 
 # %%
 workdir = Path(tempfile.mkdtemp())
@@ -162,7 +162,7 @@ print(deployer.mesh)
 # %% [markdown]
 # The *plan* says how each array of the model is split, and why. redeqx traces your loss and follows the values
 # through it. Look at an MLP: its first layer is split by outputs (`column`), its second by inputs (`row`), so
-# that the devices of a pair talk to each other only once, after the second.
+# that the devices of a pair communicate only once, after the second.
 
 # %%
 model = MiniGPT(deployer.next_key())
@@ -199,15 +199,15 @@ trainer = make_trainer(deployer, model)
 # %% [markdown]
 # ## Samples
 #
-# A loss is a number; a sample shows what it means. `pred_fn` continues each prompt to the full length: one byte
-# after the other, it asks the model for the next one and draws it. (It computes all positions again for each
-# byte. `redeqx.models.generate` keeps what it knows already.)
+# A loss is a number; a sample shows what it means. `pred_fn` continues each prompt to the full length: it asks the
+# model for the next byte, draws it, and repeats. (It recomputes all positions for each byte.
+# `redeqx.models.generate` keeps a cache.)
 
 # %%
 N_PROMPT = 24
 
 
-def pred_fn(model, prompts, key):  # [rows, tokens], of which the first N_PROMPT are given
+def pred_fn(model, prompts, key):  # [rows, tokens]; the first N_PROMPT tokens are given
     def add_one(ids, inputs):
         position, key = inputs
         logits = jax.vmap(model)(ids)[:, position - 1]
@@ -227,7 +227,7 @@ def to_text(ids):
 
 
 # %% [markdown]
-# A predictor runs `pred_fn` with the trainer's model of the moment. The callback below asks it every 200 steps. A
+# A predictor runs `pred_fn` with the trainer's current model. The callback below calls it every 200 steps. A
 # callback may also save, log, or stop the run.
 
 # %%
@@ -267,7 +267,7 @@ print(metrics)
 # %% [markdown]
 # ## The loss curve
 #
-# The run recorded itself: `metrics.jsonl` has a line for each step and each evaluation.
+# The run recorded its metrics: `metrics.jsonl` has a line for each step and each evaluation.
 
 # %%
 lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -299,9 +299,9 @@ trainer.fit(
 # %% [markdown]
 # ## The checkpoint
 #
-# Because there is a `workdir`, the end of the run was saved. A checkpoint is a folder of ordinary files: each
-# array of the model is in `model.safetensors`, whole, under its path in the module. Any safetensors reader opens
-# it.
+# Because there is a `workdir`, the end of the run was saved. A checkpoint is a folder of ordinary files: each array
+# of the model is stored in one piece in `model.safetensors`, under its path in the module. Any safetensors reader can
+# open it.
 
 # %%
 checkpoint = trainer.save_ckpt("finished")
@@ -311,9 +311,9 @@ for file in sorted(checkpoint.iterdir()):
 # %% [markdown]
 # ## Another mesh
 #
-# Nothing in the checkpoint depends on the mesh. Load it into a trainer with another one: no pairs now, and the
-# arrays split over all eight devices (*FSDP*: each device keeps an eighth of an array, and fetches the other
-# seven when a layer needs them).
+# Nothing in the checkpoint depends on the mesh. Load it into a trainer with another mesh: without pairs, and with the
+# arrays split over all eight devices (*FSDP*: each device keeps an eighth of an array, and fetches the other seven
+# when a layer needs them).
 
 # %%
 fsdp = redeqx.Deployer(n_fsdp_shards=8, workdir=workdir, verbose=False)
@@ -323,8 +323,8 @@ for weight in (trainer.model.head.weight, moved.model.head.weight):
     print(f"of {weight.shape} each device keeps {weight.sharding.shard_shape(weight.shape)}")
 
 # %% [markdown]
-# The weights are the same to the last bit. The held-out loss is the same number but for rounding: eight devices
-# add up in another order than pairs do.
+# The weights are bit for bit the same. The held-out loss differs only by rounding: eight devices sum in another order
+# than pairs do.
 
 # %%
 weights = [jax.tree.leaves(eqx.filter(of.model, eqx.is_array)) for of in (trainer, moved)]
@@ -334,8 +334,8 @@ print(losses)
 assert np.isclose(*losses, rtol=1e-5)
 
 # %% [markdown]
-# On the *same* mesh, the evaluation is the same to the last bit too. A checkpoint is the whole state: a run that
-# was killed and started again ends with the bits of one that was not.
+# On the *same* mesh, the evaluation is bit for bit the same too. A checkpoint is the complete state: a run that was
+# killed and restarted ends with the same bits as an uninterrupted one.
 
 # %%
 pairs = redeqx.Deployer(n_model_shards=2, workdir=workdir, verbose=False)
@@ -346,8 +346,8 @@ assert again.eval_loss(held_out, batch_size=64) == losses[0]
 # %% [markdown]
 # ## The same numbers on every mesh
 #
-# That holds for training as well. `update` takes one step on the examples that you give it. Below, three meshes
-# take the same five steps from the same start. The rows should agree to about six digits.
+# That holds for training as well. `update` takes one step on the given examples. Below, three meshes take the same
+# five steps from the same start. The rows should agree to about six digits.
 
 
 # %%
@@ -367,8 +367,8 @@ np.testing.assert_allclose(list(table.values()), [table["{}"]] * 3, rtol=1e-4)
 # %% [markdown]
 # ## Fine-tune with LoRA
 #
-# The model knows the manual. How well does it know Python's own source code? The loss is above the one on the
-# manual: there is something to learn.
+# The model knows the manual. How well does it know Python's own source code? Its loss there is higher than on the
+# manual, so there is something to learn.
 
 # %%
 code = cut("".join(inspect.getsource(module) for module in (inspect, json.decoder, tempfile)))
@@ -377,9 +377,9 @@ loss = trainer.eval_loss(code_held_out, batch_size=64)
 print(f"{len(code_train)} rows of code to train on; its loss is {loss:.3f}")
 
 # %% [markdown]
-# LoRA leaves the weights as they are. Beside each layer that you name, it adds a product of two thin matrices,
-# and only those are trained. `where` takes globs over the paths in the plan. The trainer below has optimizer
-# state only for the adapters.
+# LoRA does not change the weights. To each layer that you name it adds a product of two thin matrices, and only those
+# are trained. `where` takes globs over the paths in the plan. The trainer below has optimizer state only for the
+# adapters.
 
 # %%
 where = ["blocks.*_proj", "blocks.*.mlp.layers.*"]
@@ -398,8 +398,8 @@ print(f"loss on code: {loss:.3f} before, {tuned:.3f} after")
 assert tuned < loss
 
 # %% [markdown]
-# `lora.merge` adds each adapter to its layer: a plain `MiniGPT` again. It goes anywhere that the first one goes,
-# and the first one is as it was.
+# `lora.merge` adds each adapter to its layer: the result is a plain `MiniGPT` again. You can use it wherever you can
+# use the original model, which is unchanged.
 
 # %%
 merged = lora.merge(tuner.model)
@@ -412,7 +412,7 @@ for ids in predictor.predict(["def get_name(self, value)"], batch_size=1, model=
 # %% [markdown]
 # ## Next
 #
-# - Larger: change `WIDTH`, `N_BLOCKS` and `N_TOKENS`, and ask [whether it fits](../ideas/dry_run.md) before you
+# - Larger: change `WIDTH`, `N_BLOCKS` and `N_TOKENS`, and check [whether it fits](../ideas/dry_run.md) before you
 #   rent the machine.
 # - Faster: [what to look at](../guides/performance.md) when a step takes longer than it should.
 # - Published models: [fine-tune a Hugging Face folder](../guides/lora.md).

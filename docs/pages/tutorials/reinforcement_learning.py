@@ -1,12 +1,12 @@
 # %% [markdown]
 # # Balance a pole by reinforcement learning
 #
-# In most training the data is there before the model. In reinforcement learning the model makes its own data: it
-# plays, sees what came of it, and learns to do more of what went well. So the loop is yours, and `trainer.update`
-# takes one step in it. The compiled step, the mesh, the records and the checkpoints are the same as with `fit`.
+# In most training the data exists before the model. In reinforcement learning the model makes its own data: it
+# plays, observes the result, and learns to repeat what went well. So the loop is yours, and `trainer.update` takes one
+# step in it. The compiled step, the mesh, the records and the checkpoints are the same as with `fit`.
 #
 # The game is gymnasium's CartPole: push a cart to the left or to the right so that the pole on it does not fall.
-# Each step that it stands is worth one point, and 500 is the most. The method is PPO (Schulman et al. 2017,
+# Each step without a fall gives one point, up to 500. The method is PPO (Schulman et al. 2017,
 # [arXiv:1707.06347](https://arxiv.org/abs/1707.06347)). If redeqx is new to you, read [the miniGPT](mini_gpt.md)
 # first. This page takes about a minute, and needs `pip install -e ".[examples]"`.
 
@@ -28,8 +28,8 @@ redeqx.simulate_devices(8)
 # %% [markdown]
 # ## The game
 #
-# Thirty-two copies of the game run side by side. An observation is four numbers: where the cart is, how fast it
-# moves, how far the pole leans, how fast it falls. Chance alone does badly:
+# Thirty-two copies of the game run side by side. An observation is four numbers: the cart's position and speed, and
+# the pole's angle and angular speed. Random actions do badly:
 
 # %%
 N_GAMES = 32
@@ -54,8 +54,8 @@ print(f"random actions: {points.mean():.0f} points")
 # %% [markdown]
 # ## Two small networks
 #
-# The *actor* says how probable each action should be. The *critic* guesses how many points are still to come. The
-# critic is needed to tell whether an action was good: did more come of it than was expected?
+# The *actor* gives the probability of each action. The *critic* estimates how many points are still to come. It shows
+# whether an action was good: did it bring more points than expected?
 
 
 # %%
@@ -73,8 +73,8 @@ class ActorCritic(eqx.Module):
 
 
 # %% [markdown]
-# `pred_fn` draws an action for each game, and returns with it how probable it was and what the critic expects.
-# Playing needs only observations, so the predictor gets a `collate_fn` of its own below.
+# `pred_fn` draws an action for each game, and returns it with its probability and the critic's estimate. Playing
+# needs only observations, so the predictor gets a `collate_fn` of its own below.
 
 
 # %%
@@ -92,13 +92,12 @@ def pred_fn(model, seen, key):
 # %% [markdown]
 # ## The loss
 #
-# For each step that was played, `advantage` is how much better it went than the critic expected. The actor should
-# make actions with a positive advantage more probable, and the others less. PPO takes care that one update does
-# not go too far: once an action is a fifth more or less probable than it was when it was played, pushing it
-# further gains nothing.
+# For each played step, `advantage` is how much better it went than the critic expected. The actor should make
+# actions with a positive advantage more probable, and the others less. PPO limits each update: once an action is a
+# fifth more or less probable than when it was played, changing it further gains nothing.
 #
-# The step after the end of an episode only resets the game, so it has no weight. That is what `redeqx.Loss` is
-# for: a total, and what to divide it by. The library adds both up over all devices and divides once.
+# The step after the end of an episode only resets the game, so it has no weight. `redeqx.Loss` is for such cases: it
+# holds a total and its weight. The library sums both over all devices and divides once.
 
 
 # %%
@@ -108,7 +107,7 @@ def loss_fn(model, batch, key):
     ratio, advantage = jnp.exp(chosen - batch["log_prob"]), batch["advantage"]
     gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
     error = (values - batch["return"]) ** 2
-    entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=1)  # some chance keeps it trying
+    entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=1)  # randomness keeps the actor exploring
 
     def total(rows):
         return jnp.sum(rows * batch["weight"])
@@ -119,8 +118,7 @@ def loss_fn(model, batch, key):
 
 
 # %% [markdown]
-# Examples are rows of a structured array, one for each step that was played. `collate_fn` makes one array of each
-# field.
+# Examples are rows of a structured array, one for each played step. `collate_fn` makes one array of each field.
 
 # %%
 numbers = [(name, np.float32) for name in ("log_prob", "advantage", "return", "weight")]
@@ -135,8 +133,8 @@ def collate_fn(steps):
 # %% [markdown]
 # ## The trainer
 #
-# `begin_records(-1)` clears what an earlier run recorded in the folder, because this loop always begins anew.
-# (The folder is a temporary one here, so there is nothing to clear. With your own folder there may be.)
+# `begin_records(-1)` clears what an earlier run recorded in the folder, because this loop always starts anew. (This
+# folder is temporary, so there is nothing to clear. In your own folder there may be.)
 
 # %%
 N_ROUNDS, N_STEPS, N_EPOCHS, BATCH_SIZE = 30, 64, 8, 512
@@ -155,8 +153,8 @@ trainer = redeqx.Trainer(
 predictor = trainer.get_default_predictor(pred_fn, collate_fn=np.stack)
 
 # %% [markdown]
-# A predictor draws the same numbers at every call, so that an evaluation can be repeated. Here each call should
-# draw anew: give it a new key. It always uses the newest weights of the trainer.
+# A predictor draws the same random numbers at every call, so that an evaluation can be repeated. Here each call
+# should draw new ones, so it gets a new key. It always uses the trainer's newest weights.
 
 
 # %%
@@ -174,9 +172,9 @@ print(f"before training: {play_once(act_well, seed=1).mean():.0f} points")
 # %% [markdown]
 # ## Play
 #
-# Each round plays 64 steps in every game and goes on where the last round stopped. The advantage of a step adds
-# up the surprises that followed it, later ones with less weight (*generalized advantage estimation*, Schulman et
-# al. 2016). After a fall nothing more is to come; after a time limit, the critic's guess is.
+# Each round plays 64 steps in every game and continues where the last round stopped. The advantage of a step sums
+# the critic's errors from that step on, later ones with less weight (*generalized advantage estimation*, Schulman et
+# al. 2016). After a fall no points are to come; after a time limit, the critic's estimate is used.
 
 # %%
 DISCOUNT, TRUST = 0.99, 0.95
@@ -208,9 +206,9 @@ def play(seen, ended):
 # ## Learn
 #
 # The loop: play a round, then pass over it eight times in batches of 512 steps, in a new order each time.
-# `update` takes one step with the examples that you give it and returns its metrics. Every fifth round, 32 whole
-# episodes are played with the best actions, and the result is recorded beside the metrics. `save_ckpt` saves all
-# that a later run needs to go on.
+# `update` takes one step with the given examples and returns its metrics. Every fifth round, 32 complete episodes are
+# played with the best actions, and the result is recorded beside the metrics. `save_ckpt` saves everything that a
+# later run needs to continue.
 
 # %%
 rng = np.random.default_rng(0)
@@ -244,7 +242,7 @@ axes.grid(alpha=0.3)
 # %% [markdown]
 # ## How well does it play?
 #
-# Other episodes than those in the curve: a new seed.
+# These episodes use a new seed, so they differ from those in the curve.
 
 # %%
 points = play_once(act_well, seed=2000)
@@ -252,11 +250,11 @@ print(f"{points.mean():.0f} points, the worst of {N_GAMES} episodes {points.min(
 assert points.mean() > 300
 
 # %% [markdown]
-# To go on in another run, give `Deployer` a folder that stays, and begin the loop with `trainer.resume()`, which
+# To continue in another run, give `Deployer` a permanent folder, and begin the loop with `trainer.resume()`, which
 # loads the newest checkpoint and returns its step.
 #
 # ## Next
 #
 # - `examples/reinforcement_learning` has PPO for any game with discrete actions, and DDPG and MADDPG for
 #   continuous ones.
-# - [Callbacks, trackers, rules](../guides/extend.md): what `fit` can do for loops that need not be your own.
+# - [Callbacks, trackers, rules](../guides/extend.md): extend `fit` if you need no loop of your own.
