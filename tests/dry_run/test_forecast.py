@@ -369,20 +369,20 @@ def test_calls_before_fit_return_zeros(tmp_path, capsys):
 @pytest.mark.sweep
 def test_pretrained_folders_are_read_as_shapes_even_without_weights(tmp_path):
     model = GPT2(CONFIG, key=jax.random.key(0))
-    save_pretrained(model, CONFIG, tmp_path / "all")
-    save_pretrained(model, CONFIG, tmp_path / "alone")
-    (tmp_path / "alone" / "model.safetensors").unlink()
+    save_pretrained(model, CONFIG, tmp_path / "weights")
+    save_pretrained(model, CONFIG, tmp_path / "config_only")
+    (tmp_path / "config_only" / "model.safetensors").unlink()
     expected = jax.tree.map(lambda x: (x.shape, x.dtype), eqx.filter(model, eqx.is_array))
     with redeqx.described("cpu:8"):
-        for folder in ("all", "alone"):
+        for folder in ("weights", "config_only"):
             found, config = from_pretrained(tmp_path / folder, deployer=make_deployer(2))
             shapes = eqx.filter(found, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
             assert jax.tree.leaves(jax.tree.map(lambda x: (x.shape, x.dtype), shapes)) == jax.tree.leaves(expected)
             assert config == CONFIG
-        half, _ = from_pretrained(tmp_path / "alone", dtype=jnp.bfloat16)
+        half, _ = from_pretrained(tmp_path / "config_only", dtype=jnp.bfloat16)
         assert half.embedding.weight.dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="expected safetensors"):
-        from_pretrained(tmp_path / "alone")
+        from_pretrained(tmp_path / "config_only")
 
 
 # --- described machines -----------------------------------------------------------------------------------------------

@@ -174,9 +174,9 @@ def test_settings_whose_state_does_not_fit_are_not_compiled():
 
 def test_model_axis_is_tried_only_if_nothing_fits_without_it():
     of = space(own=dataclasses.replace(OWN, per_device_batch_size=1))
-    alone = compiled_settings(of, lambda s: 20 * GIB // s.n_model_shards)
-    fitting = [setting_values(each.setting) for each in alone if each.fits]
-    assert fitting == [(2, 2, 2, 1, "none")] == [setting_values(alone[-1].setting)]  # which ends the search
+    compiled = compiled_settings(of, lambda s: 20 * GIB // s.n_model_shards)
+    fitting = [setting_values(each.setting) for each in compiled if each.fits]
+    assert fitting == [(2, 2, 2, 1, "none")] == [setting_values(compiled[-1].setting)]  # which ends the search
     # The script's own model axis is compared with smaller ones.
     own = dataclasses.replace(OWN, n_model_shards=2)
     compiled = compiled_settings(space(own=own), lambda s: GIB, lambda s: 40.0 + s.n_model_shards)

@@ -219,7 +219,7 @@ def _vjp_matmul(x, w):
 
 _vjp_matmul.defvjp(
     lambda x, w: (jnp.tanh(x @ w), (x, w)),
-    lambda kept, g: (g @ kept[1].T, kept[0].T @ g),  # not the true gradient: the custom one must be kept
+    lambda saved, g: (g @ saved[1].T, saved[0].T @ g),  # not the true gradient: the custom one must be kept
 )
 
 
