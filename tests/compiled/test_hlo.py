@@ -1,4 +1,4 @@
-"""The HLO reader of the benchmarks: literal snippets in each spelling, and one compiled step."""
+"""The HLO parser: literal programs in each notation, and one compiled step."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def _module(entry, computations=""):
         ("mesh[data=2,model=4], device_ids=([0,2,4,6,1,3,5,7]) {model}", (0, 2, 4, 6)),
     ],
 )
-def test_every_spelling_of_replica_groups(groups, first):
+def test_replica_groups_in_every_notation(groups, first):
     text = _module(
         f"  ROOT %ar = f32[4,8]{{1,0}} all-reduce(%p), channel_id=1, replica_groups={groups}, "
         'use_global_device_ids=true, to_apply=%add, metadata={op_name="jit(step)/transpose(jvp())/dot_general"}'
@@ -64,12 +64,12 @@ def test_every_spelling_of_replica_groups(groups, first):
     assert found.is_backward
 
 
-def test_a_permute_extends_over_the_axis_of_those_that_change_places():
+def test_permute_group_is_the_first_exchanged_pair():
     text = _module("  ROOT %cp = f32[4,8]{1,0} collective-permute(%p), source_target_pairs={{0,0},{1,2},{2,1},{3,3}}")
     assert [c.group for c in hlo.collectives(text)] == [(1, 2)]
 
 
-def test_an_unknown_spelling_is_named():
+def test_unknown_notation_of_replica_groups_is_an_error():
     text = _module("  ROOT %ar = f32[4,8]{1,0} all-reduce(%p), replica_groups=<new>, to_apply=%add")
     with pytest.raises(
         ValueError, match=r"`replica_groups`: expected a list, .* got `replica_groups=<new>,`. Please report"
@@ -77,12 +77,12 @@ def test_an_unknown_spelling_is_named():
         hlo.collectives(text)
 
 
-def test_text_without_entry_is_refused():
+def test_text_without_entry_is_an_error():
     with pytest.raises(ValueError, match=r"`hlo_text`: expected an ENTRY computation, got none. Pass"):
         hlo.collectives("HloModule empty")
 
 
-def test_asynchronous_forms_count_once_and_by_their_result():
+def test_asynchronous_collectives_are_counted_once_by_their_result():
     text = _module(
         """  %ags = (f32[4,8]{1,0}, f32[32,8]{1,0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}
   %agd = f32[32,8]{1,0} all-gather-done(%ags)
@@ -110,8 +110,8 @@ def test_asynchronous_forms_count_once_and_by_their_result():
     ]
 
 
-def test_what_runs_beside_other_work_on_a_tpu_counts_once():
-    """Each fusion that drives an asynchronous collective has it in its text, with the same channel."""
+def test_tpu_collective_fused_into_several_operations_is_counted_once():
+    """Every fusion that takes part in an asynchronous collective contains its text, with the same channel."""
     gather = "%ag = f32[32,8]{1,0} all-gather(%q), channel_id=7, replica_groups=[1,8]<=[8], dimensions={0}"
     scatter = "%ar = f32[4,8]{1,0} all-reduce(%q), channel_id=8, replica_groups={}, to_apply=%add"
     text = _module(
@@ -148,7 +148,7 @@ StackFrames
 """
 
 
-def test_lines_are_told_from_the_innermost():
+def test_source_lines_start_with_the_innermost():
     entry = """ENTRY %main (p: f32[4,8]) -> f32[4,8] {
   %p = f32[4,8]{1,0} parameter(0)
   %a = f32[4,8]{1,0} all-reduce(%p), replica_groups={}, metadata={op_name="x" stack_frame_id=2}
@@ -160,7 +160,7 @@ def test_lines_are_told_from_the_innermost():
     assert sources == [("/site/model.py:30", "/home/me/train.py:7"), ("old.py:3",), ()]
 
 
-def test_loops_multiply_and_unknown_counts_are_said():
+def test_loops_multiply_executions_and_unknown_trip_counts_are_marked():
     body = """%{name} (s: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {{
   %s = (s32[], f32[4,8]{{1,0}}) parameter(0)
   {inside}
@@ -189,7 +189,7 @@ def test_loops_multiply_and_unknown_counts_are_said():
         ("s32[]", "%less = pred[] compare(%x, %limit), direction=LT\n  ROOT %and = pred[] and(%less, %done)", None),
     ],
 )
-def test_a_condition_that_only_counts_says_how_often(kind, condition, n):
+def test_trip_count_from_the_condition_of_a_loop(kind, condition, n):
     text = _module(
         f"  ROOT %w = ({kind}) while(%t), condition=%cond, body=%body",
         f"""%cond (s: ({kind})) -> pred[] {{
@@ -205,8 +205,8 @@ def test_a_condition_that_only_counts_says_how_often(kind, condition, n):
     assert module.trip_count(loop) == n
 
 
-def test_a_compiled_step():
-    """Column then row split in a scan of 6, data=2 x fsdp=2 x model=2: what each pass must move, no more."""
+def test_collectives_of_a_compiled_step():
+    """A column and a row split in a scan of 6, data=2 x fsdp=2 x model=2: no collective beyond the required ones."""
     mesh = make_mesh(n_model_shards=2, n_fsdp_shards=2)
 
     def sharding(*spec):

@@ -1,4 +1,4 @@
-"""The table of a profile: traces as CPUs, GPUs and TPUs write them, against sums done by hand."""
+"""The table of a profile: traces in the formats of CPUs, GPUs and TPUs, compared with hand-computed sums."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import redeqx
 from redeqx.compiled import profile_of
 
 TRAINING = Path(redeqx.__file__).parent / "training/_step.py"
-# As XLA prints it: a product in a loop of four, its gradient in a fusion, a call to a library, and an update by optax.
+# A program as XLA prints it: a matmul in a loop of 4, its gradient in a fusion, a library call and an optax update.
 HLO = f"""HloModule jit_step_fn, is_scheduled=true, num_partitions=2
 
 FileNames
@@ -62,7 +62,7 @@ MS = 10**9  # picoseconds
 
 
 def trace(folder, planes):
-    """A trace: for each plane its lines, each with events `(name, start, duration, stats)` in milliseconds."""
+    """Writes a trace. `planes` maps each plane to its lines, and these to events `(name, start, duration, stats)` in ms."""
     text = ""
     for plane, lines in planes.items():
         names = sorted({event[0] for events in lines.values() for event in events})
@@ -88,7 +88,7 @@ def trace(folder, planes):
     return path
 
 
-# Two steps of 20 ms: the instructions of one, each with its start and duration. The loop encloses its body.
+# The instructions of a step of 20 ms, each with its start and duration in ms. The loop encloses its body.
 STEP = [
     ("while.1", 0, 8),
     *(("dot.1", 2 * i, 1.5) for i in range(4)),
@@ -128,8 +128,8 @@ def on_tpu():
 
 
 @pytest.mark.parametrize(("planes", "n_devices"), [(on_cpu, 2), (on_gpu, 2), (on_tpu, 1)])
-def test_times_and_shares(planes, n_devices, tmp_path):
-    """Loops do not count: what is inside of them does. Another program's instruction of the same name does not either."""
+def test_times_and_shares_of_operations(planes, n_devices, tmp_path):
+    """Counts the operations inside a loop but not the loop itself, and no operation of another program."""
     found = profile_of(trace(tmp_path, planes()), HLO, 2)
     assert found is not None and found.n_devices == n_devices and found.seconds == pytest.approx(0.020)
     rows = [(of.kind, of.op, of.n) for of in found.operations]
@@ -143,8 +143,8 @@ def test_times_and_shares(planes, n_devices, tmp_path):
     assert [of.share for of in found.operations] == pytest.approx([0.35, 0.3, 0.15, 0.1])
 
 
-def test_lines_are_the_user_s(tmp_path):
-    """Not that of a library which the loss calls; nor the call of `fit` for what the optimizer computes."""
+def test_lines_are_in_the_code_of_the_user(tmp_path):
+    """Skips the lines of libraries that the loss calls, and for the optimizer the line that calls `fit`."""
     found = profile_of(trace(tmp_path, on_tpu()), HLO, 2)
     assert found is not None
     lines = {of.kind: of.line for of in found.operations}
@@ -155,7 +155,7 @@ def test_lines_are_the_user_s(tmp_path):
     assert found is not None and found.operations[-1].line == loss  # optax's, called by the loss
 
 
-def test_the_table(tmp_path):
+def test_table_text(tmp_path):
     found = profile_of(trace(tmp_path, on_tpu()), HLO, 2)
     assert found is not None
     assert found.text(2).splitlines() == [
@@ -167,6 +167,6 @@ def test_the_table(tmp_path):
     assert "others" not in found.text(4)
 
 
-def test_a_trace_of_something_else(tmp_path):
+def test_trace_of_another_program_gives_none(tmp_path):
     text = HLO.replace("jit_step_fn", "jit_eval_fn")
     assert all(profile_of(trace(tmp_path, planes()), text, 2) is None for planes in (on_cpu, on_gpu, on_tpu))

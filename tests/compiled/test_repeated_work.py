@@ -1,4 +1,4 @@
-"""A step whose devices each compute more than their share says so, with the lines of code; one that is split does not."""
+"""A step whose devices compute more than their share gives a warning with the lines of code; a split step does not."""
 
 import inspect
 import os
@@ -22,13 +22,13 @@ ROWS, T, D, F, EXPERTS = 16, 8, 16, 64, 4
 LINES = {}
 
 
-def here(name):
-    """Remembers the line that it is called on."""
+def record_line(name):
+    """Records the line of this call."""
     LINES[name] = inspect.stack()[1].lineno
     return lambda x: x
 
 
-def shown(name):
+def recorded_line(name):
     return shortened(f"{__file__}:{LINES[name]}")
 
 
@@ -49,16 +49,16 @@ class Experts(eqx.Module):
         expert = jnp.argmax(jax.vmap(self.router)(tokens), -1)
         place = jnp.cumsum(jax.nn.one_hot(expert, EXPERTS, dtype=jnp.int32), 0)[jnp.arange(len(tokens)), expert] - 1
         buffers = jnp.zeros((EXPERTS, n, D)).at[expert, place].set(tokens, mode="drop")
-        hidden = jax.nn.relu(here("up")(jnp.einsum("end,edf->enf", buffers, self.up)))
-        out = here("down")(jnp.einsum("enf,efd->end", hidden, self.down))
+        hidden = jax.nn.relu(record_line("up")(jnp.einsum("end,edf->enf", buffers, self.up)))
+        out = record_line("down")(jnp.einsum("enf,efd->end", hidden, self.down))
         return out.at[expert, place].get(mode="fill", fill_value=0)
 
 
-def over_the_batch(model, batch, key):
+def loss_over_all_tokens(model, batch, key):
     return jnp.square(model(batch.reshape(-1, D))).mean()
 
 
-def over_each_example(model, batch, key):
+def loss_per_example(model, batch, key):
     return jnp.square(jax.vmap(model)(batch)).mean()
 
 
@@ -67,26 +67,26 @@ def cell(w, z, x):
 
 
 @jax.custom_vjp
-def solved(w, x):
+def fixed_point_solve(w, x):
     return jax.lax.while_loop(lambda c: c[0] < 8, lambda c: (c[0] + 1, cell(w, c[1], x)), (0, x))[1]
 
 
-def solved_backward(kept, g):
-    """The implicit derivative as solvers take it by default: a dense Jacobian, of the weight and the identity."""
-    w, x, z = kept
+def fixed_point_solve_backward(saved, g):
+    """Implicit derivative with a dense Jacobian, the default of many solvers."""
+    w, x, z = saved
     u = jnp.linalg.solve(jnp.eye(D) - jax.jacfwd(lambda z: cell(w, z, x))(z).T, g)
     return jax.vjp(lambda w, x: cell(w, z, x), w, x)[1](u)
 
 
-solved.defvjp(lambda w, x: ((z := solved(w, x)), (w, x, z)), solved_backward)
+fixed_point_solve.defvjp(lambda w, x: ((z := fixed_point_solve(w, x)), (w, x, z)), fixed_point_solve_backward)
 
 
-def fixed_point(model, batch, key):
-    return jnp.square(jax.vmap(lambda x: here("solved")(solved(model["w"], x)))(batch[:, 0])).mean()
+def fixed_point_loss(model, batch, key):
+    return jnp.square(jax.vmap(lambda x: record_line("solve")(fixed_point_solve(model["w"], x)))(batch[:, 0])).mean()
 
 
-def told(model, loss, n_model_shards=1, n_fsdp_shards=1, rows=ROWS, **kwargs):
-    """The warnings of a first step."""
+def first_step_warnings(model, loss, n_model_shards=1, n_fsdp_shards=1, rows=ROWS, **kwargs):
+    """The warnings given by the first training step."""
     deployer = redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False)
     trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss, **kwargs)
     examples = list(np.random.default_rng(0).normal(size=(rows, T, D)).astype(np.float32))
@@ -98,36 +98,36 @@ def told(model, loss, n_model_shards=1, n_fsdp_shards=1, rows=ROWS, **kwargs):
 
 @pytest.mark.parametrize(("shards", "times", "total"), [((1, 8), 8, "8.0"), ((2, 2), 4, "4.0")])
 @pytest.mark.sweep
-def test_experts_over_the_tokens_of_the_batch_are_reported_with_their_lines(shards, times, total):
-    (found,) = told(Experts(), over_the_batch, *shards)
+def test_experts_over_all_tokens_are_reported_with_their_lines(shards, times, total):
+    (found,) = first_step_warnings(Experts(), loss_over_all_tokens, *shards)
     assert found == (
         f"`loss_fn`: expected each of 8 devices to compute 1/8 of a step, got {total} times that: the work of "
-        f"{shown('down')} ({times}.0 times); {shown('up')} ({times}.0 times) is "
+        f"{recorded_line('down')} ({times}.0 times); {recorded_line('up')} ({times}.0 times) is "
         "repeated on several devices. XLA cannot split products without rows of the batch, nor work that follows a sort, "
         "cumulative sum, scatter or lookup over all rows: compute it for each example, under `jax.vmap`."
     )
 
 
-def test_experts_of_each_example_are_not():
-    assert told(Experts(), over_each_example, 2, 2) == []
+def test_experts_per_example_are_not_reported():
+    assert first_step_warnings(Experts(), loss_per_example, 2, 2) == []
 
 
-def test_a_dense_jacobian_is_reported():
-    """As of a fixed point that is differentiated implicitly: the weight times the identity has no rows to split."""
-    (found,) = told({"w": 0.1 * jax.random.normal(jax.random.key(0), (D, D))}, fixed_point, 1, 8)
-    assert f"the work of {shown('solved')} (" in found  # where the backward pass of a `custom_vjp` comes from
+def test_dense_jacobian_is_reported():
+    """Implicit differentiation multiplies the weight by the identity, which has no batch rows to split."""
+    (found,) = first_step_warnings({"w": 0.1 * jax.random.normal(jax.random.key(0), (D, D))}, fixed_point_loss, 1, 8)
+    assert f"the work of {recorded_line('solve')} (" in found  # the call of the `custom_vjp`
 
 
-def test_rows_that_every_device_computes_are_not_judged():
-    assert told(Experts(), over_the_batch, rows=4) == []
+def test_batches_computed_on_every_device_are_not_reported():
+    assert first_step_warnings(Experts(), loss_over_all_tokens, rows=4) == []
 
 
-def test_one_process_of_several_reports(monkeypatch):
+def test_only_the_first_process_reports(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert told(Experts(), over_the_batch, 1, 8) == []
+    assert first_step_warnings(Experts(), loss_over_all_tokens, 1, 8) == []
 
 
-def test_a_step_is_compiled_once():
+def test_step_is_compiled_once():
     def programs():
         found = jax.local_devices()[0].client.live_executables()
         return [each.hlo_modules()[0].name for each in found].count("jit_step_fn")
@@ -142,7 +142,7 @@ def test_a_step_is_compiled_once():
     assert trainer.step == 2 and programs() == before + 1
 
 
-# --- what is counted ---------------------------------------------------------------------------------------------------
+# --- counted FLOPs -----------------------------------------------------------------------------------------------------
 
 # ruff: noqa: E501
 PROGRAM = """\
@@ -188,7 +188,7 @@ ENTRY %main (x: f32[8,16], image: f32[2,9,9,4], kernel: f32[3,3,4,6]) -> f32[8,8
 """
 
 
-def test_what_is_counted_of_a_program():
+def test_flops_counted_by_source_line():
     count = _work._of_module(Module.of(PROGRAM))
     dot, conv = 2 * 8 * 16 * 16, 2 * (2 * 7 * 7 * 6) * 3 * 3 * 4
     longer = 2 * 8 * 8 * 16 + 2 * 8 * 8 * 8
@@ -196,8 +196,8 @@ def test_what_is_counted_of_a_program():
     assert count.once == {"/a.py:1": dot, "/a.py:3": longer, "/a.py:4": conv}
 
 
-def test_a_loop_of_unknown_length_is_compared_once():
-    """The compiler may find a length that the trace does not have."""
+def test_loop_of_unknown_length_is_counted_once():
+    """The compiler may find a trip count that the trace does not have."""
 
     def step(w, x):
         return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), (0, x))[1]
@@ -208,13 +208,13 @@ def test_a_loop_of_unknown_length_is_compared_once():
         'source_file="/a.py" source_line=1', f'source_file="{__file__}" source_line={line[len(__file__) + 1 :]}'
     )
     assert _work.excess(traced.jaxpr, Module.of(program), {line: 1.0}) is None
-    whole = program.replace("f32[8,16]", "f32[32,16]")
-    assert _work.excess(traced.jaxpr, Module.of(whole), {line: 1.0}) == (4.0, [(line, 4.0)])
-    assert _work.excess(traced.jaxpr, Module.of(whole), {line: 4.0}) is None  # as the plan has it
-    assert _work.excess(traced.jaxpr, Module.of(whole), {}) is None  # not of the loss
+    replicated = program.replace("f32[8,16]", "f32[32,16]")
+    assert _work.excess(traced.jaxpr, Module.of(replicated), {line: 1.0}) == (4.0, [(line, 4.0)])
+    assert _work.excess(traced.jaxpr, Module.of(replicated), {line: 4.0}) is None  # the plan expects 4 times
+    assert _work.excess(traced.jaxpr, Module.of(replicated), {}) is None  # not a line of the loss
 
 
-def test_a_line_of_a_notebook_is_named_by_its_cell(monkeypatch):
+def test_notebook_lines_are_named_by_cell(monkeypatch):
     cells = {"/tmp/ipykernel_9/123.py": 2}
     compiler = SimpleNamespace(format_code_name=lambda name: ("Cell", f"In[{cells[name]}]") if name in cells else None)
     shell = SimpleNamespace(compile=compiler)

@@ -17,7 +17,7 @@ D = 32
 class Block(eqx.Module):
     up: eqx.nn.Linear
     down: eqx.nn.Linear
-    index: int = eqx.field(static=True)  # models often have one; the blocks count as equal
+    index: int = eqx.field(static=True)  # common in models; the blocks still count as equal
 
     def __init__(self, index, key):
         up, down = jax.random.split(key)
@@ -57,19 +57,19 @@ def loss_fn(model, batch, key):
     return jnp.mean(jax.vmap(model)(batch) ** 2)
 
 
-def trainer_of(model, **options):
+def make_trainer(model, **options):
     options = {"optimizer": optax.adam(1e-3), "loss_fn": loss_fn, "collate_fn": np.stack, **options}
     return redeqx.Trainer(redeqx.Deployer(n_model_shards=2, n_fsdp_shards=2), model=model, **options)
 
 
-def test_runs_of_equal_blocks_are_found_by_path():
+def test_equal_blocks_are_found_by_path():
     model = {"a": Deep(13, key=jax.random.key(0)), "few": Deep(4, key=jax.random.key(1)), "arrays": [jnp.zeros(3)] * 20}
     assert equal_blocks(model) == [Blocks("a.layers", 1, 13)]
     assert equal_blocks(tuple(eqx.nn.Linear(4, 4, key=jax.random.key(i)) for i in range(12))) == [Blocks("value", 0, 12)]
     assert equal_blocks([eqx.nn.Identity()] * 20) == []
 
 
-def test_fewer_blocks_keep_what_stands_around_them():
+def test_model_with_fewer_blocks_keeps_its_other_layers():
     model = Deep(13, key=jax.random.key(0))
     (blocks,) = equal_blocks(model)
     fewer, names = with_fewer(model, {blocks: 2})
@@ -79,13 +79,13 @@ def test_fewer_blocks_keep_what_stands_around_them():
 
 
 @pytest.mark.sweep
-def test_a_few_blocks_say_what_all_of_them_take():
+def test_numbers_extrapolated_from_few_blocks_match_the_exact_ones():
     """Memory, traffic and FLOPs of 16 blocks, extrapolated from 2 and 4 of them, under FSDP and tensor parallelism."""
     with redeqx.described("cpu:8"):
         model = eqx.filter_eval_shape(Deep, 16, key=jax.random.key(0))
         trainable = jax.tree.map(lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct), model)
         trainable = eqx.tree_at(lambda m: m.layers[-1].bias, trainable, False)  # a tree of the full model
-        trainer, rows = trainer_of(model, trainable=trainable), np.zeros((512, 16), np.float32)
+        trainer, rows = make_trainer(model, trainable=trainable), np.zeros((512, 16), np.float32)
         run = trainer.dry_run(rows, 128)
         exact = trainer.dry_run(rows, 128, exact=True)
     found, expected = run.steps["train"], exact.steps["train"]
@@ -107,25 +107,25 @@ def test_a_few_blocks_say_what_all_of_them_take():
         ({"counts": True}, "equal blocks are computed one by one: the 12 of `layers`, "),
     ],
 )
-def test_blocks_in_a_loop_and_blocks_that_are_counted_are_compiled_whole(options, expected):
+def test_scanned_and_counted_blocks_are_compiled_without_extrapolation(options, expected):
     from redeqx.dry_run._forecast import dry_run
     from redeqx.machine._devices import describe
 
-    said = []
+    messages = []
     with redeqx.described("cpu:8"):
-        trainer = trainer_of(eqx.filter_eval_shape(Deep, 12, **options, key=jax.random.key(0)))
+        trainer = make_trainer(eqx.filter_eval_shape(Deep, 12, **options, key=jax.random.key(0)))
         size = trainer._engine.batch_size(2, None)
         job = trainer._job(in_order(np.zeros((64, 16), np.float32), size), size)
-        run = dry_run(job, describe("cpu:8"), search=False, say=said.append)
+        run = dry_run(job, describe("cpu:8"), search=False, say=messages.append)
     assert run.extrapolated == "" and run.fits and "extrapolation" not in run.failed
-    found = [line for line in said if "one by one" in line]
+    found = [line for line in messages if "one by one" in line]
     assert (found == []) if expected is None else (found[0].startswith(expected) and "IndexError" in found[0])
 
 
 @pytest.mark.sweep
-def test_a_fit_is_extrapolated_with_its_evaluation():
+def test_fit_with_evaluation_is_extrapolated():
     with redeqx.described("cpu:8"):
-        trainer = trainer_of(eqx.filter_eval_shape(Deep, 12, key=jax.random.key(0)))
+        trainer = make_trainer(eqx.filter_eval_shape(Deep, 12, key=jax.random.key(0)))
         predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(model)(batch))
         rows = np.zeros((16, 16), np.float32)
         with pytest.raises(SystemExit) as done:

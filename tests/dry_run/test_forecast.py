@@ -1,4 +1,4 @@
-"""Dry runs: the report compared with a real run, the command, and described machines."""
+"""Dry runs: the report compared with a real step, described machines, and the `dry-run` command."""
 
 import dataclasses
 import importlib.util
@@ -31,14 +31,14 @@ from redeqx.models.gpt2 import GPT2, GPT2Config
 
 VOCAB, SEQ, D, LAYERS = 256, 16, 64, 2
 CONFIG = GPT2Config(VOCAB, SEQ, d_model=D, n_layers=LAYERS, n_heads=4).without_dropout()
-needs_tpu_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is an extra")
-needs_gpu_compiler = pytest.mark.skipif(
+requires_tpu_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is an extra")
+requires_gpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="the GPU compiler is an extra",
 )
 
 
-def test_devices_that_are_there_have_the_figures_of_their_kind():
+def test_present_devices_have_the_figures_of_their_kind():
     chips = [*TPUS.values(), *(gpu.chip for gpu in GPUS.values())]
     for chip in chips:
         device = SimpleNamespace(platform="gpu", device_kind=chip.kind, memory_stats=lambda: {"bytes_limit": 123})
@@ -65,11 +65,11 @@ def examples(n=64):
     return np.zeros((n, SEQ), np.int32)
 
 
-def deployer(n_model=1, n_fsdp=1, **options):
+def make_deployer(n_model=1, n_fsdp=1, **options):
     return redeqx.Deployer(n_model_shards=n_model, n_fsdp_shards=n_fsdp, verbose=False, **options)
 
 
-# --- compared with a run -------------------------------------------------------------------------------------------------
+# --- compared with a step ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,12 @@ def deployer(n_model=1, n_fsdp=1, **options):
     [pytest.param((4, 1), 1, marks=pytest.mark.sweep), pytest.param((1, 8), 1, marks=pytest.mark.sweep), ((2, 2), 2)],
 )
 @pytest.mark.sweep
-def test_memory_is_what_the_real_step_takes(shards, accumulate):
+def test_memory_equals_that_of_the_compiled_step(shards, accumulate):
     config = GPT2Config(512, 32, d_model=64, n_layers=3, n_heads=4).without_dropout()
-    trainer, rows = make_trainer(deployer(*shards), config, accumulate_grad_batches=accumulate), np.zeros((64, 32), np.int32)
+    trainer, rows = (
+        make_trainer(make_deployer(*shards), config, accumulate_grad_batches=accumulate),
+        np.zeros((64, 32), np.int32),
+    )
     run = trainer.dry_run(rows, 2)
     compiled = trainer.compile(rows, 2).memory_analysis()
     real = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes
@@ -94,7 +97,7 @@ def test_memory_is_what_the_real_step_takes(shards, accumulate):
 
 
 def test_arguments_are_named_by_their_leaves():
-    trainer = make_trainer(deployer(2, 2), trainable=lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim > 1)
+    trainer = make_trainer(make_deployer(2, 2), trainable=lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim > 1)
     trainer.train(examples(8), batch_size=8)
     state = trainer._engine.state
     names = state.program.argument_names
@@ -109,25 +112,25 @@ def test_arguments_are_named_by_their_leaves():
 def test_copied_arguments_are_named_in_the_report(monkeypatch):
     copied = Buffer(2**20, "f32", (256, 1024), "jit(step_fn)/copy(trained[0])", ())
     monkeypatch.setattr(_forecast, "_step", lambda *args: Step(needs=2**21, compile_seconds=0.0, largest=(copied,)))
-    run = make_trainer(deployer()).dry_run(examples(), batch_size=8)
+    run = make_trainer(make_deployer()).dry_run(examples(), batch_size=8)
     assert run.to_json()["steps"]["train"]["largest"][0]["layer"] == "embedding.weight"
 
 
-def test_rows_that_do_not_divide_are_counted_on_each_shard():
-    """Of 8 batch shards each computes them all, so their FLOPs are no eighth of the step's."""
-    trainer = make_trainer(deployer())
+def test_remainder_rows_are_computed_by_each_batch_shard():
+    """Each of 8 batch shards computes all of these rows, so their FLOPs are not divided by 8."""
+    trainer = make_trainer(make_deployer())
     full, two, twelve = (trainer.dry_run(examples(), batch_size=n) for n in (8, 2, 12))
     assert "1 rows x 8 batch shards x 1 micro-batches = 8 examples a step" in str(full) and "computes all" not in str(full)
     assert "batch       2 examples a step; each batch shard computes all 2 rows that do not divide over the 8" in str(two)
     assert "and 4 more rows = 12 examples a step; each batch shard computes all 4 rows" in " ".join(str(twelve).split())
     flops = [sum(run.steps["train"].flops.values()) for run in (full, two, twelve)]
-    assert flops[1] / flops[0] == pytest.approx(2.0, rel=0.01)  # 2 rows, 8 times each, for 8
+    assert flops[1] / flops[0] == pytest.approx(2.0, rel=0.01)  # 2 rows, each computed 8 times, compared with 8 rows
     assert flops[2] / flops[0] == pytest.approx(5.0, rel=0.01)
     assert [sum(run.model_flops.values()) / sum(full.model_flops.values()) for run in (two, twelve)] == [0.25, 1.5]
 
 
 def test_the_report_names_layers_axes_and_lines():
-    run = make_trainer(deployer(2, 2)).dry_run(examples(), 2)
+    run = make_trainer(make_deployer(2, 2)).dry_run(examples(), 2)
     text = str(run)
     for expected in (
         "dry run on this machine", "mesh        data=2 x fsdp=2 x model=2",
@@ -152,13 +155,12 @@ def test_the_report_names_layers_axes_and_lines():
 
 @pytest.mark.parametrize("with_remat", [False, pytest.param(True, marks=pytest.mark.sweep)])
 @pytest.mark.sweep
-def test_flops_are_counted_and_recomputation_apart(with_remat):
-    """A step computes three products for each matmul of the loss; remat computes the forward pass once more, and fused
-    attention its scores."""
+def test_flops_with_and_without_recomputation(with_remat):
+    """A step computes three matmuls for each one of the loss. Remat repeats the forward pass, fused attention its scores."""
     mlp = 2 * (2 * D * 4 * D)
-    attention = 4 * (2 * D * D) + 2 * (2 * SEQ * D)  # a token's projections, scores and weighted values
+    attention = 4 * (2 * D * D) + 2 * (2 * SEQ * D)  # per token: projections, scores and weighted values
     forward = 16 * SEQ * (LAYERS * (mlp + attention) + 2 * D * VOCAB)
-    trainer = make_trainer(deployer(1, 8), config=remat(CONFIG)) if with_remat else make_trainer(deployer())
+    trainer = make_trainer(make_deployer(1, 8), config=remat(CONFIG)) if with_remat else make_trainer(make_deployer())
     run = trainer.dry_run(examples(), 2)
     assert dict(run.model_flops) == {"float32": 3 * forward}
     computed = run.steps["train"].flops["float32"]
@@ -167,9 +169,9 @@ def test_flops_are_counted_and_recomputation_apart(with_remat):
 
 
 @pytest.mark.sweep
-def test_a_detail_that_fails_costs_no_verdict(monkeypatch):
-    """Only the memory of a compiled step is needed for the verdict. Other parts that fail are listed with the reason."""
-    expected = make_trainer(deployer(2)).dry_run(examples(), 2)
+def test_verdict_survives_failures_in_details(monkeypatch):
+    """The verdict needs only the memory of a compiled step. The report lists other parts that fail, with the reason."""
+    expected = make_trainer(make_deployer(2)).dry_run(examples(), 2)
 
     def fails(*args):
         return [][0]
@@ -177,7 +179,7 @@ def test_a_detail_that_fails_costs_no_verdict(monkeypatch):
     for name in ("temporaries", "collectives", "bytes_moved", "matmul_flops"):
         monkeypatch.setattr(f"redeqx.dry_run._forecast.{name}", fails)
     monkeypatch.setattr("redeqx.dry_run._report.DryRun._memory", fails)
-    run = make_trainer(deployer(2)).dry_run(examples(), 2)
+    run = make_trainer(make_deployer(2)).dry_run(examples(), 2)
     assert run.needs == expected.needs and run.fits and run.verdict() == expected.verdict() and run.estimate is None
     text = str(run)
     for what in (
@@ -186,26 +188,28 @@ def test_a_detail_that_fails_costs_no_verdict(monkeypatch):
     ):  # fmt: skip
         assert f"{what} " in text and "IndexError: list index out of range (test_forecast.py:" in text, what
     assert text.splitlines()[-1] == str(expected).splitlines()[-1] and "MiB" in text.splitlines()[-1]
-    plain = json.loads(json.dumps(run.to_json()))
-    assert plain["needs"] == expected.needs and plain["steps"]["train"]["failed"].keys() == run.steps["train"].failed.keys()
+    report = json.loads(json.dumps(run.to_json()))
+    assert (
+        report["needs"] == expected.needs and report["steps"]["train"]["failed"].keys() == run.steps["train"].failed.keys()
+    )
 
 
 @pytest.mark.sweep
-def test_a_program_that_cannot_be_read_still_has_its_memory(monkeypatch):
+def test_unparsable_program_still_has_its_memory(monkeypatch):
     """A libtpu newer than jaxlib compiles a step whose text jaxlib cannot parse."""
 
     def unread(text):
         raise jax.errors.JaxRuntimeError("INTERNAL: unknown opcode\nand more")
 
     monkeypatch.setattr("redeqx.dry_run._forecast.Module.of", unread)
-    run = make_trainer(deployer()).dry_run(examples(), 1)
+    run = make_trainer(make_deployer()).dry_run(examples(), 1)
     step = run.steps["train"]
     assert run.fits and step.temporaries > 0 and step.flops and len(step.failed) == 3 and run.estimate is None
     assert "JaxRuntimeError: INTERNAL: unknown opcode (" in str(run) and "and more" not in str(run)
 
 
 @pytest.mark.sweep
-def test_an_evaluation_that_does_not_compile_costs_no_verdict(monkeypatch):
+def test_verdict_survives_an_evaluation_that_does_not_compile(monkeypatch):
     from redeqx.dry_run import _forecast as _dry_run
 
     real = _dry_run._step
@@ -217,7 +221,7 @@ def test_an_evaluation_that_does_not_compile_costs_no_verdict(monkeypatch):
 
     monkeypatch.setattr(_dry_run, "_step", step)
     with redeqx.described("cpu:8"):
-        trainer = make_trainer(deployer())
+        trainer = make_trainer(make_deployer())
         with pytest.raises(DryRunDone) as done:
             trainer.fit(examples(), 2, 1, eval_examples=examples(8))
     run = done.value.run
@@ -227,31 +231,37 @@ def test_an_evaluation_that_does_not_compile_costs_no_verdict(monkeypatch):
 
 
 @pytest.mark.sweep
-def test_nothing_of_the_trainer_changes():
-    trainer = make_trainer(deployer(2))
+def test_dry_run_does_not_change_the_trainer():
+    trainer = make_trainer(make_deployer(2))
     before = jax.tree.map(np.asarray, eqx.filter(trainer.model, eqx.is_array))
     trainer.dry_run(examples(), 1)
     assert trainer.step == 0 and trainer.plan is None
     trainer.train(examples(8), 1)
-    first = trainer.dry_run(examples(), 1)  # now with a model on the mesh
+    first = trainer.dry_run(examples(), 1)  # the model is now on the mesh
     assert first.fits
-    other = make_trainer(deployer(2))
+    other = make_trainer(make_deployer(2))
     assert eqx.tree_equal(before, jax.tree.map(np.asarray, eqx.filter(other.model, eqx.is_array)))
     other.train(examples(8), 1)
     assert eqx.tree_equal(trainer.model, other.model)
 
 
-def test_a_state_and_an_own_plan_are_taken():
-    at = deployer(2)
+def test_model_state_and_custom_plan_are_used():
+    deployer = make_deployer(2)
     model, state = eqx.nn.make_with_state(Normed)(jax.random.key(0))
-    plan = at.plan(model, overrides={"linear.weight": (None, "model")})
+    plan = deployer.plan(model, overrides={"linear.weight": (None, "model")})
 
     def loss(model, state, batch, key):
         out, state = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")(batch, state)
         return jnp.mean(out**2), state
 
     trainer = redeqx.Trainer(
-        at, model=model, model_state=state, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss, plan=plan
+        deployer,
+        model=model,
+        model_state=state,
+        optimizer=optax.sgd(0.1),
+        collate_fn=np.stack,
+        loss_fn=loss,
+        plan=plan,
     )
     run = trainer.dry_run(np.zeros((16, 8), np.float32), 2)
     assert run.plan["linear.weight"].spec == jax.sharding.PartitionSpec(None, "model")
@@ -276,14 +286,14 @@ class Normed(eqx.Module):
 def test_models_are_shapes_and_nothing_is_written(tmp_path):
     before = {id(array) for array in jax.live_arrays()}
     with redeqx.described("cpu:8") as machine:
-        at = redeqx.Deployer(n_model_shards=2, workdir=tmp_path / "run", verbose=False, loggers=[Refuses()])
-        assert at.is_dry_run and at.mesh.size == 8 and len(machine.devices) == 8
-        trainer = make_trainer(at)
+        deployer = redeqx.Deployer(n_model_shards=2, workdir=tmp_path / "run", verbose=False, loggers=[RaisingLogger()])
+        assert deployer.is_dry_run and deployer.mesh.size == 8 and len(machine.devices) == 8
+        trainer = make_trainer(deployer)
         assert all(
             isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer.model) if hasattr(leaf, "dtype")
         )
-        at.log_metrics({"loss": 1.0}, 0)
-        at.save_outputs([1], "x.jsonl")
+        deployer.log_metrics({"loss": 1.0}, 0)
+        deployer.save_outputs([1], "x.jsonl")
         predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(model)(batch).argmax(-1))
         with pytest.raises(DryRunDone) as done:
             trainer.fit(
@@ -303,14 +313,14 @@ def test_models_are_shapes_and_nothing_is_written(tmp_path):
     assert max((array.nbytes for array in new), default=0) < 1024
 
 
-class Refuses:
+class RaisingLogger:
     def log(self, metrics, step):
         raise AssertionError("a dry run tracks nothing")
 
 
 @pytest.mark.sweep
-def test_before_its_fit_a_script_gets_zeros(tmp_path, capsys):
-    """A script may evaluate, predict, save and read its model's values before it trains, without a change."""
+def test_calls_before_fit_return_zeros(tmp_path, capsys):
+    """A script that evaluates, predicts, saves or reads values before it trains runs unchanged."""
 
     def loss(model, batch, key):
         logits = jax.vmap(model)(batch)
@@ -324,17 +334,20 @@ def test_before_its_fit_a_script_gets_zeros(tmp_path, capsys):
         )
 
     with redeqx.described("cpu:8"):
-        at = redeqx.Deployer(workdir=tmp_path / "run")
-        trainer = make_trainer(at, loss_fn=loss)
+        deployer = redeqx.Deployer(workdir=tmp_path / "run")
+        trainer = make_trainer(deployer, loss_fn=loss)
         assert trainer.eval_metrics(examples(20), batch_size=8) == {"accuracy": 0.0, "loss": 0.0}
         assert trainer.eval_loss(examples(20), 1) == 0.0
         outputs = predictor_of(trainer).predict(examples(20), 1)
         assert len(outputs) == 20
         assert all(logits.shape == (SEQ, VOCAB) and not logits.any() and last == 0 for logits, last in outputs)
-        alone = redeqx.Predictor(
-            at, model=trainer.model, collate_fn=np.stack, pred_fn=lambda model, batch, key: jax.vmap(model)(batch)
+        predictor = redeqx.Predictor(
+            deployer,
+            model=trainer.model,
+            collate_fn=np.stack,
+            pred_fn=lambda model, batch, key: jax.vmap(model)(batch),
         )
-        assert [row.shape for row in alone.predict(examples(3), batch_size=8)] == [(SEQ, VOCAB)] * 3
+        assert [row.shape for row in predictor.predict(examples(3), batch_size=8)] == [(SEQ, VOCAB)] * 3
         assert trainer.save_ckpt() == tmp_path / "run" / "ckpts" / "step_00000000"
         assert save_pretrained(trainer.model, CONFIG, tmp_path / "hf") == tmp_path / "hf"
         trainer.load_ckpt("anything")  # not read: it would have the model's shapes
@@ -343,33 +356,33 @@ def test_before_its_fit_a_script_gets_zeros(tmp_path, capsys):
         moments = [leaf for leaf in jax.tree.leaves(trainer.opt_state) if leaf.shape == (VOCAB, D)]
         assert len(moments) == 2 and not np.asarray(moments[0]).any()
         with pytest.raises(ValueError, match="`model`: expected a model, got None"):
-            redeqx.Predictor(at, collate_fn=np.stack, pred_fn=alone._pred_fn).predict(examples(3), 1)
+            redeqx.Predictor(deployer, collate_fn=np.stack, pred_fn=predictor._pred_fn).predict(examples(3), 1)
         with pytest.raises(DryRunDone):
             trainer.train(examples(), 1)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for what in ("eval_loss", "predict"):
         line = f"dry run: `{what}` comes before the first `fit`, where nothing has a value: it returns zeros"
-        assert said.count(line) == 1
+        assert output.count(line) == 1
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.sweep
-def test_folders_are_read_as_shapes_and_a_config_alone_will_do(tmp_path):
+def test_pretrained_folders_are_read_as_shapes_even_without_weights(tmp_path):
     model = GPT2(CONFIG, key=jax.random.key(0))
-    save_pretrained(model, CONFIG, tmp_path / "all")
-    save_pretrained(model, CONFIG, tmp_path / "alone")
-    (tmp_path / "alone" / "model.safetensors").unlink()
+    save_pretrained(model, CONFIG, tmp_path / "weights")
+    save_pretrained(model, CONFIG, tmp_path / "config_only")
+    (tmp_path / "config_only" / "model.safetensors").unlink()
     expected = jax.tree.map(lambda x: (x.shape, x.dtype), eqx.filter(model, eqx.is_array))
     with redeqx.described("cpu:8"):
-        for folder in ("all", "alone"):
-            found, config = from_pretrained(tmp_path / folder, deployer=deployer(2))
+        for folder in ("weights", "config_only"):
+            found, config = from_pretrained(tmp_path / folder, deployer=make_deployer(2))
             shapes = eqx.filter(found, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
             assert jax.tree.leaves(jax.tree.map(lambda x: (x.shape, x.dtype), shapes)) == jax.tree.leaves(expected)
             assert config == CONFIG
-        half, _ = from_pretrained(tmp_path / "alone", dtype=jnp.bfloat16)
+        half, _ = from_pretrained(tmp_path / "config_only", dtype=jnp.bfloat16)
         assert half.embedding.weight.dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="expected safetensors"):
-        from_pretrained(tmp_path / "alone")
+        from_pretrained(tmp_path / "config_only")
 
 
 # --- described machines -----------------------------------------------------------------------------------------------
@@ -386,17 +399,17 @@ def test_folders_are_read_as_shapes_and_a_config_alone_will_do(tmp_path):
         ("cpu:x", r"`cpu:x`: expected a topology"),
     ],
 )
-def test_unknown_machines_are_refused(name, message):
+def test_unknown_machines_are_errors(name, message):
     with pytest.raises(ValueError, match=message):
         describe(name)
 
 
-@needs_tpu_compiler
+@requires_tpu_compiler
 @pytest.mark.sweep
-def test_a_described_tpu_compiles_and_says_what_it_sends():
+def test_described_tpu_reports_collectives_and_estimates():
     with redeqx.described("v4:2x2x1") as machine:
         assert len(machine.devices) == 4 and machine.memory > 30 * 2**30
-        run = make_trainer(deployer(4)).dry_run(examples(), 2)
+        run = make_trainer(make_deployer(4)).dry_run(examples(), 2)
     assert run.fits and run.machine.name == "v4:2x2x1"
     sent = [each for each in run.steps["train"].collectives if each.kind == "all-reduce" and each.bytes > 2**10]
     assert {each.axes(run.plan.mesh) for each in sent} == {("model",)} and all(each.exact for each in sent)
@@ -410,14 +423,15 @@ def test_a_described_tpu_compiles_and_says_what_it_sends():
     assert "ALLOW_MULTIPLE_LIBTPU_LOAD" not in os.environ
 
 
-@needs_tpu_compiler
+@requires_tpu_compiler
 @pytest.mark.sweep
-def test_the_optimizers_state_in_the_memory_of_the_host():
+def test_optimizer_state_in_host_memory():
     config = GPT2Config(512, 32, d_model=256, n_layers=2, n_heads=4).without_dropout()
     rows = np.zeros((64, 32), np.int32)
     with redeqx.described("v5e:2x2"):
         with_it, without = (
-            make_trainer(deployer(2, 2), config, offload_opt_state=offload).dry_run(rows, 2) for offload in (True, False)
+            make_trainer(make_deployer(2, 2), config, offload_opt_state=offload).dry_run(rows, 2)
+            for offload in (True, False)
         )
     state = without.held["optimizer state"]
     assert with_it.in_host == pytest.approx(state, abs=64) and with_it.held["optimizer state"] <= 64
@@ -427,67 +441,67 @@ def test_the_optimizers_state_in_the_memory_of_the_host():
     assert with_it.to_json()["in_host"] == with_it.in_host
 
 
-def test_what_a_compiler_without_hosts_compiled_is_estimated():
+def test_offloading_is_estimated_if_the_compiler_has_no_host_memory():
     step = Step(needs=1000, compile_seconds=0.0, arguments=500)
     found = _offloaded(step, 300, other_bytes=200)
     assert (found.needs, found.arguments, found.host_bytes) == (700, 200, 600)
     assert _offloaded(step, 300, other_bytes=600).needs == 900
 
 
-@needs_tpu_compiler
-def test_a_mesh_whose_axes_share_a_side_of_the_torus():
+@requires_tpu_compiler
+def test_mesh_axes_that_share_a_side_of_the_torus():
     """`jax.make_mesh` raises for 8 x 8 on 4 x 4 x 4 chips."""
     with redeqx.described("v4:4x4x4"):
-        mesh = deployer(8, 8).mesh
+        mesh = make_deployer(8, 8).mesh
     assert mesh.shape == {"data": 1, "fsdp": 8, "model": 8} and len({device.id for device in mesh.devices.flat}) == 64
 
 
-@needs_tpu_compiler
+@requires_tpu_compiler
 @pytest.mark.sweep
-def test_a_tpu_refuses_what_it_does_not_hold():
+def test_step_refused_by_the_tpu_compiler_does_not_fit():
     config = remat(GPT2Config.xl().without_dropout())
     with redeqx.described("v5e:2x2"):
-        run = make_trainer(deployer(1), config=config).dry_run(np.zeros((64, 32), np.int32), 8, search=False)
+        run = make_trainer(make_deployer(1), config=config).dry_run(np.zeros((64, 32), np.int32), 8, search=False)
     step = run.steps["train"]
     assert step.is_refused and not run.fits and run.needs > run.machine.memory
     assert run.estimate is None and "needs at least" in run.verdict() and "refused: at least" in str(run)
 
 
-@needs_tpu_compiler
-def test_a_tpu_that_is_no_multiple_of_a_host_is_refused():
+@requires_tpu_compiler
+def test_tpu_topology_must_be_a_multiple_of_a_host():
     with pytest.raises(
         ValueError, match=r"`v4:3x3x1`: expected a topology of TPU v4, got one that is refused: .*not divisible"
     ):
         describe("v4:3x3x1")
 
 
-@needs_gpu_compiler
-def test_a_described_gpu_compiles_and_counts_its_hosts():
+@requires_gpu_compiler
+def test_described_gpus_count_their_hosts():
     with redeqx.described("gpu:h100-80gb:2x4") as machine:
         assert machine.n_hosts == 2 and machine.chip.kind == machine.devices[0].device_kind
-        run = make_trainer(deployer(4)).dry_run(examples(), 2)
+        run = make_trainer(make_deployer(4)).dry_run(examples(), 2)
     assert run.fits and run.estimate.communication > 0
     with redeqx.described("gpu:rtx-2080ti:2", memory=10**6):
-        assert not make_trainer(deployer(2)).dry_run(examples(), 2, search=False).fits
+        assert not make_trainer(make_deployer(2)).dry_run(examples(), 2, search=False).fits
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_plugins") is not None and importlib.util.find_spec("jax_plugins.xla_cuda13") is not None,
     reason="the GPU compiler is there",
 )
-def test_an_absent_compiler_names_its_extra():
+def test_missing_compiler_error_names_the_extra():
     with pytest.raises(ImportError, match=r'expected the GPU compiler, got none .* `pip install "redeqx\[topology-gpu\]"`'):
         describe("gpu:a100-40gb:4")
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_the_gpu_compiler_is_started_without_the_check_of_libraries_that_only_runs_need(monkeypatch, is_late):
-    """Also where JAX has started its backends already, and left the plugin out since one library did not load."""
+@pytest.mark.parametrize("is_jax_started", [False, True])
+def test_gpu_compiler_starts_without_the_check_of_cuda_libraries(monkeypatch, is_jax_started):
+    """Also if JAX has already started its backends without the plugin, because a library did not load."""
     seen = []
 
     def get_topology_desc(**kwargs):
         seen.append(os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK"))
-        if is_late and "initialized" not in seen:
+        if is_jax_started and "initialized" not in seen:
             raise NotImplementedError("topology not implemented for cuda")
         return SimpleNamespace(devices=[kwargs["topology"]])
 
@@ -497,7 +511,7 @@ def test_the_gpu_compiler_is_started_without_the_check_of_libraries_that_only_ru
     monkeypatch.setattr(topologies, "get_topology_desc", get_topology_desc)
     monkeypatch.setattr(_devices, "entry_points", lambda group: [point])
     assert describe("gpu:a100-40gb:2x4").devices == ("1x2x4",)
-    assert seen == (["1", "initialized", "1"] if is_late else ["1"])
+    assert seen == (["1", "initialized", "1"] if is_jax_started else ["1"])
     assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
 
 
@@ -508,7 +522,7 @@ import sys
 import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
 import redeqx
 
-redeqx.simulate_devices(2)  # as scripts do; the topology says otherwise
+redeqx.simulate_devices(2)  # as scripts do; the topology overrides it
 kind = sys.argv[1]
 if kind == "raises":
     def inner():
@@ -546,7 +560,7 @@ def command(script, *args, topology="cpu:8", options=()):
     return subprocess.run(line, env=env, cwd=script.parent, capture_output=True, text=True, timeout=200)
 
 
-def test_a_script_is_run_up_to_its_fit(script, tmp_path):
+def test_script_runs_up_to_its_fit(script, tmp_path):
     done = command(script, "fits", str(tmp_path / "run"), options=["--exact", "--json", str(tmp_path / "report.json")])
     assert done.returncode == 0, done.stderr
     assert "dry run on cpu:8" in done.stdout and "data=4 x fsdp=1 x model=2" in done.stdout
@@ -558,7 +572,7 @@ def test_a_script_is_run_up_to_its_fit(script, tmp_path):
 
 
 @pytest.mark.sweep
-def test_it_exits_with_3_where_it_does_not_fit(script, tmp_path):
+def test_exit_code_is_3_if_the_step_does_not_fit(script, tmp_path):
     done = command(script, "fits", str(tmp_path / "run"), options=["--memory", "5MB", "--no-search"])
     assert done.returncode == 3 and "does not fit" in done.stdout, done.stderr
     assert "of 4.77 MiB a device" in done.stdout
@@ -584,17 +598,17 @@ def test_it_exits_with_3_where_it_does_not_fit(script, tmp_path):
         ),
     ],
 )
-def test_scripts_that_never_get_to_fit(script, tmp_path, kind, code, expected):
+def test_scripts_that_do_not_reach_fit(script, tmp_path, kind, code, expected):
     done = command(script, kind, str(tmp_path / "run"))
     assert done.returncode == code and expected in done.stderr, done.stderr
     if kind == "raises":
-        plain = subprocess.run(
+        python_run = subprocess.run(
             [sys.executable, str(script), kind], cwd=script.parent, capture_output=True, text=True, timeout=100
         )
-        assert done.stderr == plain.stderr
+        assert done.stderr == python_run.stderr
 
 
-def test_bad_arguments_are_named(script):
+def test_invalid_arguments_are_errors(script):
     done = command(script, topology="v9:2x2")
     assert done.returncode == 1 and "`v9:2x2`: expected a topology" in done.stderr and "Traceback" not in done.stderr
     done = command(script.with_name("absent.py"))
@@ -604,7 +618,7 @@ def test_bad_arguments_are_named(script):
 
 
 @pytest.mark.sweep
-def test_the_command_searches_for_the_fastest(script, tmp_path):
+def test_fit_option_searches_for_the_fastest_setting(script, tmp_path):
     options = ["--fit", "--memory", "4MB", "--json", str(tmp_path / "report.json")]
     done = command(script, "fits", str(tmp_path / "run"), options=options)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The compilation cache: which folder, when none, what is said; and that a second run reads what the first compiled."""
+"""The compilation cache: its folder, when it is off, its messages, and reuse by a second run."""
 
 import importlib.util
 import os
@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def unset(monkeypatch, tmp_path):
-    """JAX without a folder; the user's cache in a folder of the test."""
-    before = folder()
+def default_folder(monkeypatch, tmp_path):
+    """JAX without a cache folder, and the user's cache inside `tmp_path`. Yields the latter."""
+    before = jax_cache_folder()
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("REDEQX_COMPILATION_CACHE", raising=False)
@@ -31,92 +31,92 @@ def unset(monkeypatch, tmp_path):
     compilation_cache.reset_cache()
 
 
-def folder():
+def jax_cache_folder():
     return getattr(jax.config, "jax_compilation_cache_dir", None)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_accelerators_have_one_in_the_user_s_cache(unset, platform):
-    assert start_cache(True, platform) == str(unset) == folder()
-    assert unset.is_dir() and unset.stat().st_mode & 0o077 == 0  # what is in it is executed
+def test_accelerators_use_a_folder_in_the_users_cache(default_folder, platform):
+    assert start_cache(True, platform) == str(default_folder) == jax_cache_folder()
+    assert default_folder.is_dir() and default_folder.stat().st_mode & 0o077 == 0  # its contents are executed
 
 
-def test_the_user_s_cache_keeps_what_was_used_last(unset, monkeypatch, tmp_path):
+def test_default_folder_evicts_least_recently_used_entries(default_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(_compilation_cache, "MAX_BYTES", 250)
-    for i, folder in enumerate([unset, tmp_path / "given"]):
-        folder.mkdir(parents=True)
+    for i, cache in enumerate([default_folder, tmp_path / "given"]):
+        cache.mkdir(parents=True)
         for age in range(4):
-            (folder / f"step-{age}-cache").write_bytes(bytes(100))
-            os.utime(folder / f"step-{age}-cache", (1e9 - age, 1e9 - age))
-        start_cache(True if i == 0 else folder, "gpu")
-    assert sorted(path.name for path in unset.iterdir()) == ["step-0-cache", "step-1-cache"]
-    assert len(list((tmp_path / "given").iterdir())) == 4  # the user's to keep
+            (cache / f"step-{age}-cache").write_bytes(bytes(100))
+            os.utime(cache / f"step-{age}-cache", (1e9 - age, 1e9 - age))
+        start_cache(True if i == 0 else cache, "gpu")
+    assert sorted(path.name for path in default_folder.iterdir()) == ["step-0-cache", "step-1-cache"]
+    assert len(list((tmp_path / "given").iterdir())) == 4  # an explicit folder is never trimmed
 
 
-def test_the_home_folder_has_it_by_default(unset, monkeypatch, tmp_path):
+def test_default_folder_is_in_the_home_folder(default_folder, monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert start_cache(True, "gpu") == str(tmp_path / "home/.cache/redeqx/xla")
 
 
-def test_cpus_have_one_only_where_a_folder_is_given(unset, tmp_path):
-    assert start_cache(True, "cpu") is None and folder() is None and not unset.exists()
-    assert start_cache(tmp_path / "own", "cpu") == str(tmp_path / "own") == folder()
+def test_cpus_use_a_cache_only_with_an_explicit_folder(default_folder, tmp_path):
+    assert start_cache(True, "cpu") is None and jax_cache_folder() is None and not default_folder.exists()
+    assert start_cache(tmp_path / "own", "cpu") == str(tmp_path / "own") == jax_cache_folder()
 
 
 @pytest.mark.parametrize("given", [False, None])
-def test_off(unset, given):
-    assert start_cache(given, "gpu") is None and folder() is None and not unset.exists()
+def test_cache_can_be_switched_off(default_folder, given):
+    assert start_cache(given, "gpu") is None and jax_cache_folder() is None and not default_folder.exists()
 
 
 @pytest.mark.parametrize("given", [True, False, None])
 @pytest.mark.parametrize("platform", ["gpu", "cpu"])
-def test_a_setting_of_jax_stays(unset, tmp_path, given, platform):
+def test_folder_set_in_jax_is_kept(default_folder, tmp_path, given, platform):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
     assert start_cache(given, platform) == f"{tmp_path}/jax, as JAX is set"
-    assert folder() == str(tmp_path / "jax") and not unset.exists()
+    assert jax_cache_folder() == str(tmp_path / "jax") and not default_folder.exists()
 
 
-def test_a_folder_in_the_script_wins_over_jax_s(unset, tmp_path):
+def test_explicit_folder_overrides_the_one_set_in_jax(default_folder, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
-    assert start_cache(str(tmp_path / "own"), "gpu") == str(tmp_path / "own") == folder()
+    assert start_cache(str(tmp_path / "own"), "gpu") == str(tmp_path / "own") == jax_cache_folder()
 
 
 @pytest.mark.parametrize(("variable", "is_on"), [("0", False), ("off", False), ("1", True), ("", True)])
-def test_the_environment_switches_it(unset, monkeypatch, variable, is_on):
+def test_environment_variable_switches_the_cache(default_folder, monkeypatch, variable, is_on):
     monkeypatch.setenv("REDEQX_COMPILATION_CACHE", variable)
-    assert start_cache(True, "gpu") == (str(unset) if is_on else None)
+    assert start_cache(True, "gpu") == (str(default_folder) if is_on else None)
 
 
-def test_the_environment_names_a_folder_but_not_over_the_script(unset, monkeypatch, tmp_path):
+def test_environment_variable_names_a_folder_that_the_script_can_override(default_folder, monkeypatch, tmp_path):
     monkeypatch.setenv("REDEQX_COMPILATION_CACHE", str(tmp_path / "shared"))
     assert start_cache(True, "cpu") == str(tmp_path / "shared")
     assert start_cache(str(tmp_path / "own"), "cpu") == str(tmp_path / "own")
 
 
-def test_a_folder_that_cannot_be_written_switches_it_off_and_is_said(unset, tmp_path):
+def test_unwritable_folder_switches_the_cache_off_with_a_message(default_folder, tmp_path):
     (tmp_path / "file").write_text("")
     assert start_cache(tmp_path / "file/cache", "gpu") == (
         f"off: `{tmp_path}/file/cache` cannot be written (Not a directory)"
     )
-    assert folder() is None
+    assert jax_cache_folder() is None
 
 
-def test_what_is_no_folder_is_refused_before_anything_is_done(tmp_path):
+def test_invalid_folder_is_an_error_before_any_side_effect(tmp_path):
     with pytest.raises(TypeError) as raised:
         redeqx.Deployer(workdir=tmp_path / "run", compilation_cache=5)
     assert str(raised.value) == "`compilation_cache`: expected True, False or a folder, got 5. Pass one of them."
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_said_of_a_compilation(unset, tmp_path):
-    assert CacheUse().text() == "" and CacheUse(n_misses=1).text() == ""  # there is no cache
+def test_text_of_cache_use(default_folder, tmp_path):
+    assert CacheUse().text() == "" and CacheUse(n_misses=1).text() == ""  # no cache is configured
     start_cache(tmp_path / "own", "cpu")
     assert CacheUse(n_misses=1).text() == "not found in the compilation cache"
     assert CacheUse(1, 2, 12.34).text() == "read from the compilation cache, which saved 12.3s"
 
 
-def test_hits_and_misses_are_counted(unset, tmp_path):
+def test_hits_and_misses_are_counted(default_folder, tmp_path):
     start_cache(tmp_path / "own", "cpu")
 
     def use():
@@ -130,7 +130,7 @@ def test_hits_and_misses_are_counted(unset, tmp_path):
     assert (second.n_hits, second.n_misses) == (1, 0)
     jax.clear_caches()
     jax.jit(lambda x: jnp.cos(x))(1.0)
-    assert (second.n_hits, second.n_misses) == (1, 0)  # nobody listens any more
+    assert (second.n_hits, second.n_misses) == (1, 0)  # counting has ended
 
 
 SCRIPT = """
@@ -150,7 +150,7 @@ print(trainer.fit(np.ones((16, 8), np.float32), batch_size=16, n_epochs=1))
 
 
 @pytest.mark.sweep
-def test_a_second_run_reads_what_the_first_compiled(tmp_path):
+def test_second_run_reads_the_programs_of_the_first(tmp_path):
     hidden = ("JAX_COMPILATION_CACHE_DIR", "REDEQX_COMPILATION_CACHE")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     env |= {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "home"), "PYTHONWARNINGS": "error"}
@@ -173,8 +173,8 @@ def test_a_second_run_reads_what_the_first_compiled(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is an extra")
-def test_a_compiler_without_devices_reads_nothing_from_it(unset, tmp_path):
-    """It could not load it: JAX would warn, and compile again."""
+def test_compiler_for_described_devices_does_not_use_the_cache(default_folder, tmp_path):
+    """It could not load the entries: JAX would warn and compile again."""
     start_cache(tmp_path / "here", "cpu")
     with redeqx.described("v5e:2x2"):
         device = redeqx.Deployer(verbose=False).mesh.devices.flat[0]
@@ -182,6 +182,6 @@ def test_a_compiler_without_devices_reads_nothing_from_it(unset, tmp_path):
         for _ in range(2):
             with uncached_where_described(device):
                 jax.jit(lambda x: x + 1).lower(shape).compile()
-    assert folder() == str(tmp_path / "here")
+    assert jax_cache_folder() == str(tmp_path / "here")
     with uncached_where_described(jax.devices()[0]):
-        assert folder() == str(tmp_path / "here")
+        assert jax_cache_folder() == str(tmp_path / "here")

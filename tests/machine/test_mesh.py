@@ -1,4 +1,4 @@
-"""The mesh: its shapes, the errors of sizes that do not divide, and devices that are only simulated."""
+"""The mesh: its shapes, errors for sizes that do not divide, and simulated devices."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from redeqx.machine._mesh import make_mesh, n_batch_shards, replicated, split_ro
         (4, 2, (1, 2, 4), 2),
     ],
 )
-def test_shape(n_model_shards, n_fsdp_shards, shape, batch_shards):
+def test_mesh_shape(n_model_shards, n_fsdp_shards, shape, batch_shards):
     mesh = make_mesh(n_model_shards, n_fsdp_shards)
     assert tuple(mesh.shape.items()) == tuple(zip(("data", "fsdp", "model"), shape, strict=True))
     assert n_batch_shards(mesh) == batch_shards
@@ -31,8 +31,8 @@ def test_shape(n_model_shards, n_fsdp_shards, shape, batch_shards):
     assert set(mesh.devices.flat) == set(jax.devices())
 
 
-def test_model_shards_are_neighbours():
-    """The axis that talks most lies on neighbouring devices."""
+def test_model_shards_are_on_neighbouring_devices():
+    """The model axis communicates most, so its devices are neighbours."""
     ids = [device.id for device in make_mesh(2, 2).devices[0, 0]]
     assert ids == [0, 1]
 
@@ -50,12 +50,12 @@ def test_model_shards_are_neighbours():
         ((1, -2), "`n_fsdp_shards`: expected at least 1, got -2."),
     ],
 )
-def test_shards_that_do_not_fit_are_refused(arguments, message):
+def test_invalid_numbers_of_shards_are_errors(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make_mesh(*arguments)
 
 
-def test_a_split_on_one_device_is_refused():
+def test_split_on_one_device_is_an_error():
     message = (
         "`n_model_shards`=2 x `n_fsdp_shards`=1 = 2: expected 1 on one device, got 2. Leave both out, or simulate devices "
         "on the CPU with `redeqx.simulate_devices(8)` and JAX_PLATFORMS=cpu."
@@ -64,31 +64,31 @@ def test_a_split_on_one_device_is_refused():
         make_mesh(2, devices=jax.devices()[:1])
 
 
-def test_shardings():
+def test_shardings_of_rows_and_replicas():
     mesh = make_mesh(2, 2)
     assert replicated(mesh).spec == P()
     assert split_rows(mesh).spec == P(("data", "fsdp"))
     assert split_rows(mesh, dim=1).spec == P(None, ("data", "fsdp"))
 
 
-def run(code, **env):
-    """The output of a fresh interpreter, which is ended where it hangs."""
+def run_python(code, **env):
+    """The output of a new interpreter, with a timeout."""
     clean = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
     return subprocess.run(
         [sys.executable, "-c", code], env={**clean, **env}, capture_output=True, text=True, timeout=100, check=True
     ).stdout.strip()
 
 
-def test_devices_are_simulated():
+def test_simulate_devices():
     code = (
         "import os, redeqx; redeqx.simulate_devices(4); import jax; "
         "mesh = redeqx.Deployer(n_model_shards=2, verbose=False).mesh; "
         "print(jax.device_count(), int(os.environ['NPROC']) >= 8, list(mesh.shape.values()))"
     )
-    assert run(code, JAX_PLATFORMS="cpu") == "4 True [2, 1, 2]"
+    assert run_python(code, JAX_PLATFORMS="cpu") == "4 True [2, 1, 2]"
 
 
-def test_devices_cannot_be_simulated_once_jax_has_started():
+def test_simulate_devices_after_jax_has_started_is_an_error():
     code = """
 import os, jax, redeqx
 jax.devices()
@@ -97,7 +97,7 @@ try:
 except RuntimeError as error:
     print(error, "NPROC" in os.environ)
 """
-    assert run(code, JAX_PLATFORMS="cpu") == (
+    assert run_python(code, JAX_PLATFORMS="cpu") == (
         "`simulate_devices(4)`: expected JAX's devices to be untouched, got a started backend. "
         "Call it at the top of the script, before any array is created. False"
     )

@@ -1,4 +1,4 @@
-"""Settings of XLA: those of a platform, what the compiler refuses of them, and that they reach a step."""
+"""XLA settings: the defaults of each platform, settings that the compiler refuses, and their use in a step."""
 
 import json
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from redeqx.machine import XlaSettings, _xla_settings, make_mesh, xla_settings
 from redeqx.machine._xla_settings import SETTINGS
 
 
-def test_cpu_has_none_of_its_own():
+def test_cpu_has_no_default_settings():
     assert xla_settings(make_mesh(), "auto") == xla_settings(make_mesh(), None) == XlaSettings()
 
 
 @pytest.fixture
-def accepted(monkeypatch):
-    """A compiler that takes all."""
+def compiler_accepts_all(monkeypatch):
+    """A compiler that accepts all options."""
     monkeypatch.setattr(_xla_settings, "_refusal", lambda device, options: None)
     _xla_settings._accepted.cache_clear()
     yield
@@ -39,24 +39,24 @@ def mesh_of(platform, size=8):
     return SimpleNamespace(size=size, local_devices=[], devices=np.array([device] * size, object))
 
 
-@pytest.mark.usefixtures("accepted")
+@pytest.mark.usefixtures("compiler_accepts_all")
 @pytest.mark.parametrize(("platform", "key"), [("gpu", "gpu"), ("cuda", "gpu"), ("tpu", "tpu")])
-def test_a_platform_has_its_own(platform, key):
+def test_default_settings_of_a_platform(platform, key):
     assert xla_settings(mesh_of(platform), "auto").options == SETTINGS[key]
-    assert xla_settings(mesh_of(platform, size=1), "auto").options == {}  # they are about collectives
+    assert xla_settings(mesh_of(platform, size=1), "auto").options == {}  # the defaults are about collectives
     assert xla_settings(mesh_of(platform), {"xla_other": 1}).options == {"xla_other": 1}
 
 
-@pytest.mark.usefixtures("accepted")
-def test_the_environment_of_the_user_wins(monkeypatch):
+@pytest.mark.usefixtures("compiler_accepts_all")
+def test_xla_flags_override_the_defaults(monkeypatch):
     name = "xla_gpu_enable_pipelined_all_gather"
     monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_autotune_level=2 --{name}=false")
     options = xla_settings(mesh_of("gpu"), "auto").options
     assert options == {key: value for key, value in SETTINGS["gpu"].items() if key != name}
-    assert xla_settings(mesh_of("gpu"), {name: True}).options == {name: True}  # said in the script
+    assert xla_settings(mesh_of("gpu"), {name: True}).options == {name: True}  # set in the script
 
 
-def test_what_the_compiler_refuses_is_left_out_and_named():
+def test_settings_refused_by_the_compiler_are_dropped_and_reported():
     given = {"xla_cpu_enable_fast_math": False, "xla_foo": True, "xla_cpu_enable_fast_min_max": "maybe"}
     found = xla_settings(make_mesh(), given)
     assert found.options == {"xla_cpu_enable_fast_math": False}
@@ -67,7 +67,7 @@ def test_what_the_compiler_refuses_is_left_out_and_named():
     )
 
 
-def fit(capsys, **kwargs):
+def fit_and_output(capsys, **kwargs):
     deployer = redeqx.Deployer(0, **kwargs)
     model = eqx.nn.Linear(8, 8, key=jax.random.key(0))
     trainer = redeqx.Trainer(
@@ -81,19 +81,19 @@ def fit(capsys, **kwargs):
     return trainer, capsys.readouterr().out
 
 
-def test_they_reach_the_compiled_step_and_are_said(capsys, tmp_path):
-    """XLA writes a dump of what is compiled with that option, and of nothing else."""
+def test_settings_apply_to_compiled_steps_and_are_printed(capsys, tmp_path):
+    """XLA dumps only the programs that are compiled with the option."""
     given = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True, "xla_foo": 1}
-    trainer, out = fit(capsys, xla_settings=given)
+    trainer, out = fit_and_output(capsys, xla_settings=given)
     trainer.get_default_predictor(lambda model, x, key: jax.vmap(model)(x)).predict(np.ones((8, 8), np.float32), 1)
     assert f"xla                xla_dump_to={tmp_path}, xla_dump_hlo_as_text=true, xla_foo left out: " in out
     modules = {path.name.split(".")[1] for path in tmp_path.iterdir() if path.name.startswith("module_")}
     steps = {"jit_step_fn", "jit_predict_fn"}
-    assert steps <= modules <= steps | {"jit__lambda"}  # the other tried the options
+    assert steps <= modules <= steps | {"jit__lambda"}  # the lambda is compiled to try the options
 
 
-def test_without_any_nothing_is_said(capsys):
-    _, out = fit(capsys, xla_settings=None)
+def test_nothing_is_printed_without_settings(capsys):
+    _, out = fit_and_output(capsys, xla_settings=None)
     assert "\n  xla " not in out
 
 
@@ -115,13 +115,13 @@ def test_without_any_nothing_is_said(capsys):
         ),
     ],
 )
-def test_mistakes(given, error, message):
+def test_invalid_settings_are_errors(given, error, message):
     with pytest.raises(error) as caught:
         redeqx.Deployer(xla_settings=given)
     assert str(caught.value) == message
 
 
-def test_names_are_those_of_options():
+def test_default_names_are_compiler_options():
     for options in SETTINGS.values():
         assert all(name.startswith("xla_") for name in options)
         json.dumps(options)

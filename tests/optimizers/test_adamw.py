@@ -1,4 +1,4 @@
-"""AdamW with small moments: their formats, bytes, shardings and checkpoints; the updates of optax but for rounding."""
+"""AdamW with 8-bit or bfloat16 moments: formats, bytes, shardings, checkpoints, and updates compared with optax."""
 
 import equinox as eqx
 import jax
@@ -29,11 +29,11 @@ def loss_fn(model, batch, key):
     return (jax.vmap(model)(batch) ** 2).mean()
 
 
-def trained(model):
+def trained_parameters(model):
     return eqx.filter(model, eqx.is_inexact_array)
 
 
-def host(tree):
+def leaves_on_host(tree):
     return {name: np.asarray(leaf) for name, leaf in named_leaves(eqx.filter(tree, eqx.is_array)).items()}
 
 
@@ -49,79 +49,79 @@ def make_trainer(optimizer, *shards, workdir=None, **options):
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((768, 768), Blocks(1, 96)),  # eight shards have whole blocks
-        ((4096, 11008), Blocks(1, 172)),  # 64 have
+        ((768, 768), Blocks(1, 96)),  # 8 shards get complete blocks
+        ((4096, 11008), Blocks(1, 172)),  # 64 shards do
         ((12, 3072, 768), Blocks(2, 96)),
         ((50257, 1024), Blocks(1, 64)),
-        ((1024, 50257), Blocks(0, 64)),  # no part of 50257 is a block: along the other dim
+        ((1024, 50257), Blocks(0, 64)),  # 50257 has no divisor from 64 to 256: blocks along the other dim
         ((256, 128, 3, 3), Blocks(1, 64)),
         ((8192,), Blocks(0, 128)),
         ((64, 64), Blocks(1, 64)),
-        ((63, 65), None),  # less than 4096 numbers
-        ((257, 17), None),  # no dim has a part of 64 to 256
+        ((63, 65), None),  # fewer than 4096 numbers
+        ((257, 17), None),  # no dim has a divisor from 64 to 256
         ((), None),
     ],
 )
-def test_blocks_follow_from_the_shape_alone(shape, expected):
+def test_blocks_of_a_shape(shape, expected):
     blocks = Blocks.of(shape)
     assert blocks == expected
     if blocks is not None:
         assert shape[blocks.dim] % blocks.size == 0
 
 
-def stored(x, which, form="8bit", seed=0):
+def stored_moment(x, which, form="8bit", seed=0):
     x = jnp.asarray(x, jnp.float32)
     like, _ = zeros(x.shape, which, form)
     return write(x, like, which, noises(jax.random.key(seed), x.shape)[0])
 
 
 @pytest.mark.parametrize("which", ["first", "second"])
-def test_a_moment_is_kept_in_steps_and_right_on_average(which):
+def test_8bit_moments_are_quantised_without_bias(which):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(32, 128)) * 10 ** rng.uniform(-6, 2, size=(32, 128))
     x = np.float32(x if which == "first" else x**2)
-    codes, scales = stored(x, which)
+    codes, scales = stored_moment(x, which)
     assert (codes.dtype, codes.shape) == (jnp.int8 if which == "first" else jnp.uint8, x.shape)
     blocks = x.reshape(32, 2, 64)
     assert scales is not None
     np.testing.assert_array_equal(scales, np.abs(blocks).max(axis=2))
     back = np.asarray(read(codes, scales, which))
     assert np.all(np.sign(back) * np.sign(x) >= 0)
-    whole = np.repeat(scales, 64, axis=1)
-    largest = np.abs(x) == whole
+    block_max = np.repeat(scales, 64, axis=1)
+    largest = np.abs(x) == block_max
     np.testing.assert_allclose(back[largest], x[largest], rtol=1e-6)
-    # The next step up or down: a hundredth of the largest, and less for smaller ones.
+    # Rounds to one of the two nearest codes; these are closer together for small values.
     root = 1 / 2 if which == "first" else 1 / 4
-    n, part = (127, 255)[which == "second"], np.abs(x / whole) ** root
-    assert np.all(np.abs(np.abs(back / whole) ** root - part) <= 1.01 / n)
-    many = jax.vmap(lambda i: read(*stored_by(x, which, i), which))(jnp.arange(300))
+    n, part = (127, 255)[which == "second"], np.abs(x / block_max) ** root
+    assert np.all(np.abs(np.abs(back / block_max) ** root - part) <= 1.01 / n)
+    many = jax.vmap(lambda i: read(*stored_with_seed(x, which, i), which))(jnp.arange(300))
     above = part > 16 / n
     np.testing.assert_allclose(np.mean(many, 0)[above], x[above], rtol=0.05)
 
 
-def stored_by(x, which, seed):
+def stored_with_seed(x, which, seed):
     like, _ = zeros(x.shape, which, "8bit")
     return write(jnp.asarray(x), like, which, noises(jax.random.key(seed), x.shape)[0])
 
 
-def test_no_second_moment_above_zero_becomes_zero():
+def test_positive_second_moments_stay_positive():
     x = np.zeros((64, 128), np.float32)
     x[0, :3] = 1.0, 1e-20, 0.0
-    codes, scales = stored(x, "second")
+    codes, scales = stored_moment(x, "second")
     back = read(codes, scales, "second")
     assert back[0, 1] > 0 and back[0, 2] == 0 and not back[1:].any()
     assert back[0, 1] <= 256**-4 * 1.1
 
 
-def test_moments_of_bfloat16_are_right_on_average():
+def test_bfloat16_moments_are_rounded_without_bias():
     x = np.full((64, 128), 1 + 2**-10, np.float32)
-    kept, scales = stored(x, "second", "bfloat16")
+    kept, scales = stored_moment(x, "second", "bfloat16")
     assert kept.dtype == jnp.bfloat16 and scales is None
     assert set(np.unique(np.float32(kept))) == {1.0, 1 + 2**-7}
     assert np.float32(kept).mean() == pytest.approx(1 + 2**-10, rel=3e-4)
 
 
-def test_the_two_noises_of_a_leaf_are_independent():
+def test_noises_of_the_two_moments_are_independent():
     one, two = (np.asarray(x, np.float64) for x in noises(jax.random.key(0), (100, 1000)))
     assert abs(np.corrcoef(one.ravel(), two.ravel())[0, 1]) < 0.01
     assert min(one.min(), two.min()) >= 0 and 2**16 - 10 < max(one.max(), two.max()) < 2**16
@@ -130,30 +130,30 @@ def test_the_two_noises_of_a_leaf_are_independent():
 # --- the update ---------------------------------------------------------------------------------------------------------
 
 
-def updates_of(optimizer, params, n):
-    state, made, update = optimizer.init(params), [], jax.jit(optimizer.update)
+def run_updates(optimizer, params, n):
+    state, all_updates, update = optimizer.init(params), [], jax.jit(optimizer.update)
     for i in range(n):
         keys = iter(jax.random.split(jax.random.key(i), 99))
         grads = jax.tree.map(lambda x, keys=keys: jax.random.normal(next(keys), x.shape), params)
         updates, state = update(grads, state, params)
-        made.append(host(updates))
-    return made, state
+        all_updates.append(leaves_on_host(updates))
+    return all_updates, state
 
 
 @pytest.mark.parametrize(("form", "tolerance"), [("8bit", 0.06), ("bfloat16", 0.02)])
-def test_updates_are_those_of_optax_but_for_rounding(form, tolerance):
-    params = trained(make_model())
-    made, state = updates_of(adamw(1e-2, moments=form, weight_decay=0.1), params, 20)
-    wanted, _ = updates_of(optax.adamw(1e-2, weight_decay=0.1, mask=decay_mask), params, 20)
+def test_updates_equal_those_of_optax_up_to_rounding(form, tolerance):
+    params = trained_parameters(make_model())
+    all_updates, state = run_updates(adamw(1e-2, moments=form, weight_decay=0.1), params, 20)
+    wanted, _ = run_updates(optax.adamw(1e-2, weight_decay=0.1, mask=decay_mask), params, 20)
     for name in wanted[0]:
-        np.testing.assert_allclose(made[0][name], wanted[0][name], rtol=1e-5, atol=1e-7, err_msg=name)
-        for got, other in zip(made, wanted, strict=True):
-            if name in LARGE:  # of the length of an update
+        np.testing.assert_allclose(all_updates[0][name], wanted[0][name], rtol=1e-5, atol=1e-7, err_msg=name)
+        for got, other in zip(all_updates, wanted, strict=True):
+            if name in LARGE:  # relative to the norm of the update
                 difference = np.linalg.norm(got[name] - other[name]) / np.linalg.norm(other[name])
                 assert difference < tolerance, name
             else:
                 np.testing.assert_allclose(got[name], other[name], rtol=1e-5, atol=1e-7, err_msg=name)
-    shapes = {name: (x.dtype.name, x.shape) for name, x in host(state).items() if "layers.1.weight" in name}
+    shapes = {name: (x.dtype.name, x.shape) for name, x in leaves_on_host(state).items() if "layers.1.weight" in name}
     dtypes = {"8bit": ("int8", "uint8"), "bfloat16": ("bfloat16", "bfloat16")}[form]
     expected = {f"0.{moment}.layers.1.weight": (dtypes[i], (512, 512)) for i, moment in enumerate(("mu", "nu"))}
     if form == "8bit":
@@ -161,8 +161,8 @@ def test_updates_are_those_of_optax_but_for_rounding(form, tolerance):
     assert shapes == expected
 
 
-def test_a_second_moment_goes_on_decaying():
-    """By less than a step of its format at a time; rounded to the nearest it would stay."""
+def test_small_decays_of_the_second_moment_are_not_lost():
+    """Each decay is less than one bfloat16 step, so rounding to nearest would lose it."""
     optimizer = adamw(1.0, moments="bfloat16", weight_decay=0.0)
     params = {"w": jnp.ones((64, 64))}
     state = optimizer.init(params)
@@ -173,7 +173,7 @@ def test_a_second_moment_goes_on_decaying():
     assert float(state[0].nu["w"].astype(jnp.float32).mean()) == pytest.approx(1e-3 * 0.999**300, rel=0.01)
 
 
-def test_another_format_is_refused():
+def test_unknown_format_is_an_error():
     with pytest.raises(ValueError) as raised:
         adamw(1e-3, moments="8bits")
     assert str(raised.value) == (
@@ -188,20 +188,20 @@ def test_scales_are_split_like_their_parameters():
     deployer = redeqx.Deployer(0, 2, 2, verbose=False)
     model = make_model()
     plan = make_plan(model, deployer.mesh, {"layers.1.weight": P("fsdp", "model")})
-    state = jax.eval_shape(adamw(1e-3).init, trained(model))
+    state = jax.eval_shape(adamw(1e-3).init, trained_parameters(model))
     specs = {name: sharding.spec for name, sharding in named_leaves(shardings_like(state, plan)).items()}
     for moment in ("mu", "nu"):
         assert specs[f"0.{moment}.layers.1.weight"] == specs[f"0.{moment}_scales.layers.1.weight"] == P("fsdp", "model")
         assert specs[f"0.{moment}_scales.layers.0.weight"][0] == plan["layers.0.weight"].spec[0]
-    # One block of 64 numbers does not divide over two shards.
+    # A row of 64 numbers is one block, which does not divide over two shards.
     small = eqx.nn.Linear(64, 64, key=jax.random.key(0))
     plan = make_plan(small, deployer.mesh, {"weight": P("fsdp", "model")})
-    state = jax.eval_shape(adamw(1e-3).init, trained(small))
+    state = jax.eval_shape(adamw(1e-3).init, trained_parameters(small))
     specs = {name: sharding.spec for name, sharding in named_leaves(shardings_like(state, plan)).items()}
     assert specs["0.mu.weight"] == P("fsdp", "model") and specs["0.mu_scales.weight"] == P("fsdp", None)
 
 
-def test_on_a_mesh_no_more_is_sent_than_by_optax_and_a_fifth_is_kept(tmp_path):
+def test_collectives_equal_those_of_optax_and_the_state_is_smaller(tmp_path):
     sent, held = [], []
     for optimizer in (optax.adamw(1e-3), adamw(1e-3, moments="8bit"), adamw(1e-3, moments="bfloat16")):
         trainer = make_trainer(optimizer, 2, 4)
@@ -215,30 +215,30 @@ def test_on_a_mesh_no_more_is_sent_than_by_optax_and_a_fifth_is_kept(tmp_path):
     assert small + 2 * n < held[1] <= small + 2.13 * n
 
 
-def test_a_resumed_run_ends_with_the_same_bits_on_its_mesh_and_loads_on_others(tmp_path):
+def test_resumed_run_is_bitwise_equal_and_loads_on_other_meshes(tmp_path):
     def make(folder, *shards):
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw(1e-2, moments="8bit"))
         return make_trainer(optimizer, *shards, workdir=tmp_path / folder)
 
     def fit(trainer, **options):
         trainer.fit(BATCH, batch_size=16, n_epochs=2, save_every_n_steps=3, **options)
-        return host(trainer.model) | host(trainer.opt_state)
+        return leaves_on_host(trainer.model) | leaves_on_host(trainer.opt_state)
 
-    straight = fit(make("straight", 2, 2))
+    uninterrupted = fit(make("uninterrupted", 2, 2))
     fit(make("resumed", 2, 2), max_steps=5)
-    after = fit(make("resumed", 2, 2))
-    assert {x.dtype.name for x in straight.values()} == {"float32", "int8", "uint8", "int32"}
-    other = make("straight", 1, 8)
+    resumed_leaves = fit(make("resumed", 2, 2))
+    assert {x.dtype.name for x in uninterrupted.values()} == {"float32", "int8", "uint8", "int32"}
+    other = make("uninterrupted", 1, 8)
     other.load_ckpt()
-    for got in (after, host(other.model) | host(other.opt_state)):
-        assert got.keys() == straight.keys()
-        for name, leaf in straight.items():
+    for got in (resumed_leaves, leaves_on_host(other.model) | leaves_on_host(other.opt_state)):
+        assert got.keys() == uninterrupted.keys()
+        for name, leaf in uninterrupted.items():
             assert got[name].tobytes() == leaf.tobytes(), name
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("b2", [0.95, 0.999])
-def test_a_language_model_learns_as_with_optax(b2):
+def test_language_model_loss_equals_that_of_optax(b2):
     config = GPT2Config(64, 32, 64, n_layers=2, n_heads=2).without_dropout()
     rng = np.random.default_rng(0)
     table = rng.integers(0, 64, (64, 4))
@@ -261,13 +261,14 @@ def test_a_language_model_learns_as_with_optax(b2):
         trainer = make_trainer(optimizer, 2, 2, model=model, loss_fn=loss)
         trainer.fit(ids[:1792], batch_size=16, n_epochs=2)
         losses[name] = trainer.eval_loss(ids[1792:], batch_size=32)
-    assert losses["float32"] < 2.0  # of log 64 = 4.16, with log 4 = 1.39 the least
+    assert losses["float32"] < 2.0  # from log 64 = 4.16 at the start; the minimum is log 4 = 1.39
     for name in ("8bit", "bfloat16"):
         assert losses[name] == pytest.approx(losses["float32"], rel=0.01)
     assert losses["muon"] < losses["float32"] * 1.02
 
 
-def test_small_leaves_take_no_blocks():
+def test_small_leaves_are_not_quantised():
     assert all(int(np.prod(shape)) >= MIN_SIZE for shape in LARGE.values())
-    state = adamw(1e-3).init(trained(make_model()))
-    assert set(host(state)) >= {"0.mu.layers.2.weight"} and "0.mu_scales.layers.2.weight" not in host(state)
+    state = adamw(1e-3).init(trained_parameters(make_model()))
+    names = set(leaves_on_host(state))
+    assert names >= {"0.mu.layers.2.weight"} and "0.mu_scales.layers.2.weight" not in names

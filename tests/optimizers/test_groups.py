@@ -21,8 +21,8 @@ def make_model():
     return GPT2(GPT2Config(64, 8, 16, n_layers=2, n_heads=2, is_tied=False), key=jax.random.key(0))
 
 
-def named(tree):
-    """The names of the leaves by value."""
+def names_by_value(tree):
+    """Groups the names of the leaves by their value."""
     found: dict = {}
     for name, value in named_leaves(tree).items():
         found.setdefault(value, set()).add(name)
@@ -44,14 +44,14 @@ KINDS = {
 }
 
 
-def test_the_kind_of_each_leaf():
-    assert named(kinds(eqx.filter(make_model(), eqx.is_array))) == KINDS
-    assert named(kinds(eqx.filter_eval_shape(make_model))) == named(kinds(make_model()))
+def test_kind_of_each_leaf():
+    assert names_by_value(kinds(eqx.filter(make_model(), eqx.is_array))) == KINDS
+    assert names_by_value(kinds(eqx.filter_eval_shape(make_model))) == names_by_value(kinds(make_model()))
 
 
-def test_masks_are_those_of_optax():
+def test_masks_work_with_optax():
     params = eqx.filter(make_model(), eqx.is_array)
-    assert named(of_kind("matrix", "head")(params))[True] == KINDS["matrix"] | KINDS["head"]
+    assert names_by_value(of_kind("matrix", "head")(params))[True] == KINDS["matrix"] | KINDS["head"]
     optimizer = optax.masked(optax.scale(0.0), of_kind("norm"))
     ones = jax.tree.map(jnp.ones_like, params)
     updates, _ = optimizer.update(ones, optimizer.init(params), params)
@@ -59,11 +59,11 @@ def test_masks_are_those_of_optax():
     assert zeros == KINDS["norm"]
 
 
-def test_weights_decay_and_nothing_else():
+def test_only_weights_decay():
     params = eqx.filter(make_model(), eqx.is_array)
     decaying = KINDS["matrix"] | KINDS["head"] | KINDS["embedding"]
-    assert named(decay_mask(params))[True] == decaying
-    assert named(weight_decay_mask(params)) == named(decay_mask(params))
+    assert names_by_value(decay_mask(params))[True] == decaying
+    assert names_by_value(weight_decay_mask(params)) == names_by_value(decay_mask(params))
     ones = jax.tree.map(jnp.ones_like, params)
     optimizer = optax.adamw(1.0, weight_decay=0.5, mask=decay_mask)
     moved, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(ones), ones)
@@ -75,30 +75,30 @@ class Scale(eqx.Module):
     gain: jax.Array
 
 
-def test_leaves_of_other_modules_decay_by_name_or_by_the_plan():
+def test_decay_of_custom_modules_by_name_or_by_plan():
     model = {"own": Scale(jnp.ones(8), jnp.ones(8)), "linear": eqx.nn.Linear(8, 8, key=jax.random.key(0))}
-    assert named(decay_mask(model))[True] == {"own.weight", "linear.weight"}
+    assert names_by_value(decay_mask(model))[True] == {"own.weight", "linear.weight"}
 
     def loss(model, batch, key):
         return jax.vmap(lambda x: model["linear"](x * model["own"].weight + model["own"].gain))(batch).mean()
 
     plan = redeqx.Deployer(verbose=False).plan(model, loss, np.ones((8, 8), np.float32))
-    assert named(decay_mask(model, plan))[True] == {"linear.weight"}
+    assert names_by_value(decay_mask(model, plan))[True] == {"linear.weight"}
 
 
-def test_the_plan_of_a_loss_knows_arrays_outside_of_layers():
-    made = STRUCTURES["einsum_attention"](jax.random.key(0))
-    batch = np.zeros((16, *made.example.shape), made.example.dtype)
-    plan = redeqx.Deployer(verbose=False).plan(made.model, lambda m, b, key: batched(made.loss)(m, b), batch)
+def test_plan_gives_kinds_to_arrays_outside_layers():
+    structure = STRUCTURES["einsum_attention"](jax.random.key(0))
+    batch = np.zeros((16, *structure.example.shape), structure.example.dtype)
+    plan = redeqx.Deployer(verbose=False).plan(structure.model, lambda m, b, key: batched(structure.loss)(m, b), batch)
     matrices = {"q", "k", "v", "o", "up"}
-    assert named(kinds(made.model, plan))["matrix"] == matrices
-    assert named(of_kind("matrix", plan=plan)(made.model))[True] == matrices
+    assert names_by_value(kinds(structure.model, plan))["matrix"] == matrices
+    assert names_by_value(of_kind("matrix", plan=plan)(structure.model))[True] == matrices
     optimizer = optax.adamw(1e-3, mask=partial(decay_mask, plan=plan))
-    optimizer.init(made.model)
-    assert named(decay_mask(made.model, plan))[True] == matrices | {"down"}
+    optimizer.init(structure.model)
+    assert names_by_value(decay_mask(structure.model, plan))[True] == matrices | {"down"}
 
 
-def test_an_optimizer_for_each_kind_on_any_mesh():
+def test_one_optimizer_for_each_kind_on_a_mesh():
     model = make_model()
     examples = np.random.default_rng(0).integers(0, 64, (16, 8)).astype(np.int32)
     sizes = {"embedding": 1.0, "bias": 2.0}
@@ -117,7 +117,7 @@ def test_an_optimizer_for_each_kind_on_any_mesh():
             np.testing.assert_allclose(np.asarray(before[name]) - after[name], sizes.get(kind, 4.0), rtol=1e-5)
 
 
-def test_muon_in_a_group_of_its_own():
+def test_muon_for_the_matrix_group():
     from redeqx.optimizers import muon
 
     params = eqx.filter(make_model(), eqx.is_array)
@@ -133,13 +133,13 @@ def test_muon_in_a_group_of_its_own():
         (lambda: groups({"weights": optax.sgd(1.0)}, optax.sgd(1.0)), "`weights`: expected a kind of leaf. Pass one of "),
     ],
 )
-def test_unknown_kinds(make, expected):
+def test_unknown_kinds_are_errors(make, expected):
     with pytest.raises(ValueError) as raised:
         make()
     assert str(raised.value) == f"{expected}matrix, head, embedding, convolution, bias, norm, other."
 
 
-def test_the_plan_of_another_model():
+def test_plan_of_another_model_is_an_error():
     plan = redeqx.Deployer(verbose=False).plan(make_model())
     for of in (kinds, decay_mask):
         with pytest.raises(ValueError) as raised:

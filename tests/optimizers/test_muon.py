@@ -1,4 +1,4 @@
-"""Muon: the same updates as optax's on single matrices, on every mesh; no collective in the iterations; resumed runs."""
+"""Muon: updates equal to optax's for each matrix, on every mesh, with no collective in the iterations; resumed runs."""
 
 from collections import Counter
 
@@ -41,7 +41,7 @@ class Layer(eqx.Module):
 
 
 class Model(eqx.Module):
-    """Three scanned layers, and two in a list."""
+    """Three scanned layers and two layers in a list."""
 
     table: eqx.nn.Embedding
     scanned: Layer
@@ -76,7 +76,7 @@ def make_model():
     return Model(jax.random.key(0))
 
 
-def trained(model):
+def trained_parameters(model):
     return eqx.filter(model, eqx.is_inexact_array)
 
 
@@ -84,14 +84,14 @@ def random_like(tree, key):
     return map_named(lambda name, x: jax.random.normal(jax.random.fold_in(key, len(name)), x.shape, x.dtype), tree)
 
 
-def updates_of(optimizer, params, n=3):
-    """The updates for a few random gradients, the same for each optimizer."""
-    state, made = optimizer.init(params), []
+def run_updates(optimizer, params, n=3):
+    """The updates for `n` random gradients, which are the same for each optimizer."""
+    state, all_updates = optimizer.init(params), []
     update = jax.jit(optimizer.update)
     for i in range(n):
         updates, state = update(random_like(params, jax.random.key(i)), state, params)
-        made.append(updates)
-    return made
+        all_updates.append(updates)
+    return all_updates
 
 
 def make_trainer(optimizer, *shards, workdir=None, model=None, **options):
@@ -100,7 +100,7 @@ def make_trainer(optimizer, *shards, workdir=None, model=None, **options):
     return redeqx.Trainer(deployer, model=model or make_model(), optimizer=optimizer, **options)
 
 
-def host(tree):
+def leaves_on_host(tree):
     return {name: np.asarray(leaf) for name, leaf in named_leaves(eqx.filter(tree, eqx.is_array)).items()}
 
 
@@ -108,7 +108,7 @@ def host(tree):
 
 
 @pytest.mark.parametrize(
-    ("options", "of_optax"),
+    ("options", "optax_options"),
     [
         ({}, {"consistent_rms": 0.2}),
         ({"consistent_rms": None}, {}),
@@ -119,49 +119,49 @@ def host(tree):
     ],
     ids=["consistent_rms", "by width", "other options"],
 )
-def test_each_matrix_of_a_stack_as_by_optax_alone(options, of_optax):
-    params = trained(make_model())
+def test_each_stacked_matrix_is_updated_as_by_optax(options, optax_options):
+    params = trained_parameters(make_model())
     assert {name for name, kind in kinds_of(params).items() if kind.name == "matrix"} == MATRICES
-    made = updates_of(muon(1e-2, weight_decay=0.1, **options), params)
-    one = optax.contrib.muon(1e-2, weight_decay=0.1, muon_weight_dimension_numbers=lambda _: DIMS, **of_optax)
+    all_updates = run_updates(muon(1e-2, weight_decay=0.1, **options), params)
+    one = optax.contrib.muon(1e-2, weight_decay=0.1, muon_weight_dimension_numbers=lambda _: DIMS, **optax_options)
     update = jax.jit(one.update)
     for name in MATRICES:
         leaf, stacked = named_leaves(params)[name], name.startswith("scanned")
         for layer in range(len(leaf) if stacked else 1):
             pick = (lambda x, layer=layer: x[layer]) if stacked else (lambda x: x)
             state = one.init(pick(leaf))
-            for i, updates in enumerate(made):
+            for i, updates in enumerate(all_updates):
                 grads = named_leaves(random_like(params, jax.random.key(i)))[name]
                 wanted, state = update(pick(grads), state, pick(leaf))
                 got = pick(named_leaves(updates)[name])
                 np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
-def test_all_else_is_updated_by_adamw():
-    params = trained(make_model())
+def test_other_leaves_are_updated_by_adamw():
+    params = trained_parameters(make_model())
     adamw = optax.adamw(1e-2, b2=0.95, weight_decay=0.1, mask=decay_mask)
     names = [name for name, kind in kinds_of(params).items() if kind.name != "matrix"]
     assert {"table.weight", "head.weight", "scanned.up.bias", "listed.0.norm.weight"} <= set(names)
-    for got, wanted in zip(updates_of(muon(1e-2, weight_decay=0.1), params), updates_of(adamw, params), strict=True):
+    for got, wanted in zip(run_updates(muon(1e-2, weight_decay=0.1), params), run_updates(adamw, params), strict=True):
         for name in names:
             np.testing.assert_array_equal(named_leaves(got)[name], named_leaves(wanted)[name])
 
 
-def test_singular_values_come_near_to_one():
+def test_singular_values_are_close_to_one():
     params = {"a": jnp.diag(jnp.array([5.0, 1.0, 0.2])), "head": eqx.nn.Linear(3, 2, key=jax.random.key(0))}
     linear = eqx.tree_at(lambda m: m.weight, eqx.nn.Linear(3, 3, key=jax.random.key(1)), params["a"])
-    model = trained([linear, params["head"]])
+    model = trained_parameters([linear, params["head"]])
     optimizer = muon(1.0, consistent_rms=None, ns_coeffs=(PUBLISHED,) * 8)
     updates, _ = optimizer.update(model, optimizer.init(model), model)
     values = np.linalg.svd(updates[0].weight, compute_uv=False)
     assert np.all((values > 0.6) & (values < 1.3))
 
 
-def test_coefficients_of_each_iteration_and_their_dtype():
-    params = trained(make_model())
+def test_newton_schulz_coefficients_and_dtype():
+    params = trained_parameters(make_model())
     triples = ((3.0, -3.2, 1.2), (3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
-    (wide,) = updates_of(muon(1e-2, ns_coeffs=triples), params, 1)
-    (narrow,) = updates_of(muon(1e-2, ns_coeffs=triples, ns_dtype="bfloat16"), params, 1)
+    (wide,) = run_updates(muon(1e-2, ns_coeffs=triples), params, 1)
+    (narrow,) = run_updates(muon(1e-2, ns_coeffs=triples, ns_dtype="bfloat16"), params, 1)
     one = optax.contrib.muon(
         1e-2, ns_coeffs=triples, ns_steps=3, consistent_rms=0.2, muon_weight_dimension_numbers=lambda _: DIMS
     )
@@ -174,8 +174,8 @@ def test_coefficients_of_each_iteration_and_their_dtype():
 
 
 @pytest.mark.sweep
-def test_momentum_in_bfloat16_and_another_optimizer_for_the_rest():
-    params = trained(make_model())
+def test_bfloat16_momentum_and_custom_rest_optimizer():
+    params = trained_parameters(make_model())
     optimizer = muon(1e-2, mu_dtype="bfloat16", rest=optax.sgd(0.5))
     state = optimizer.init(params)
     momentum = [leaf for name, leaf in named_leaves(state).items() if name.endswith("scanned.up.weight")]
@@ -186,36 +186,36 @@ def test_momentum_in_bfloat16_and_another_optimizer_for_the_rest():
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
 
 
-def test_what_is_excluded_is_updated_by_the_rest():
-    params = trained(make_model())
-    (got,) = updates_of(muon(1e-2, exclude=["*.up.*"], rest=optax.sgd(0.5)), params, 1)
+def test_excluded_matrices_are_updated_by_the_rest_optimizer():
+    params = trained_parameters(make_model())
+    (got,) = run_updates(muon(1e-2, exclude=["*.up.*"], rest=optax.sgd(0.5)), params, 1)
     grads = random_like(params, jax.random.key(0))
     np.testing.assert_allclose(got.scanned.up.weight, -0.5 * grads.scanned.up.weight)
     assert not np.allclose(got.scanned.mix.weight, -0.5 * grads.scanned.mix.weight)
 
 
 MISTAKES = {
-    "no matrix": (
+    "model without matrices": (
         lambda: muon(1e-2).init({"a": jnp.ones((2, 2))}),
         "`muon`: expected a model with hidden weight matrices, got none in 1 leaves. Where its matrices are not in "
         "Equinox's layers, pass `deployer.plan(model, loss_fn, batch)` as `plan`.",
     ),
-    "a glob of nothing": (
-        lambda: muon(1e-2, exclude=["scanned.up"]).init(trained(make_model())),
+    "glob without a match": (
+        lambda: muon(1e-2, exclude=["scanned.up"]).init(trained_parameters(make_model())),
         "`exclude`: expected globs over names of matrices, got 'scanned.up'. Did you mean `scanned.up.weight`?",
     ),
-    "one triple": (
+    "one triple of coefficients": (
         lambda: muon(1e-2, ns_coeffs=(3.4445, -4.7750, 2.0315)),
         "`ns_coeffs`: expected three numbers for each iteration, got shape (3,). Pass `((a, b, c),) * 5`, say.",
     ),
-    "another model's plan": (
+    "plan of another model": (
         lambda: muon(1e-2, redeqx.Deployer(verbose=False).plan(eqx.nn.MLP(2, 2, 2, 2, key=jax.random.key(0)))).init(
-            trained(make_model())
+            trained_parameters(make_model())
         ),
         "`plan`: expected the plan of this model, got one without `table.weight`. Pass "
         "`deployer.plan(model, loss_fn, batch)` of the model that is trained.",
     ),
-    "a plan without matrices": (
+    "plan without matrices": (
         lambda: muon(1e-2, redeqx.Deployer(verbose=False).plan(eqx.nn.LayerNorm(4))).init(eqx.nn.LayerNorm(4)),
         "`muon`: expected a model with hidden weight matrices, got none in 2 leaves. Choose another optimizer.",
     ),
@@ -223,7 +223,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes(case):
+def test_error_messages(case):
     make, expected = MISTAKES[case]
     with pytest.raises(ValueError) as raised:
         make()
@@ -233,8 +233,8 @@ def test_mistakes(case):
 # --- on meshes ----------------------------------------------------------------------------------------------------------
 
 MESHES = {"data=8": (1, 1), "data=2, fsdp=2, model=2": (2, 2), "model=8": (8, 1), "fsdp=8": (1, 8)}
-# How matrices are brought to where they are computed, and back, in two or three batches: of 16 x 16, and of 16 x 64, split
-# along one dim or along the other. All are too small for the fsdp axis to split.
+# The collectives that reshard matrices for the iterations and back. They move two or three batches: the 16 x 16 matrices,
+# and the 16 x 64 ones split along either dim. All matrices are too small to be split by the fsdp axis.
 EXCHANGES = {
     "data=8": {"all-gather data": 2},
     "data=2, fsdp=2, model=2": {"all-to-all model": 6, "all-gather data": 2, "all-gather fsdp": 2},
@@ -244,8 +244,8 @@ EXCHANGES = {
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """The parameters and the optimizer's state after four updates by hand, on one device."""
+def single_device_results():
+    """The parameters and the optimizer state after four updates on one device, without a Trainer."""
     model, optimizer = make_model(), muon(1e-2, weight_decay=0.1)
     static = eqx.filter(model, eqx.is_inexact_array, inverse=True)
 
@@ -255,15 +255,15 @@ def alone():
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    params = trained(model)
+    params = trained_parameters(model)
     state = optimizer.init(params)
     for start in range(0, 64, 16):
         params, state = step(params, state, IDS[start : start + 16])
-    return host(params), host(state)
+    return leaves_on_host(params), leaves_on_host(state)
 
 
-def instructions(trainer):
-    """The exchanges of a step's matrices: the number of instructions by kind and axis."""
+def count_exchanges(trainer):
+    """The number of collectives that exchange matrices in a step, by kind and axis."""
     found = [c for c in collectives(trainer.compiled_step.as_text()) if "shard_map" in c.op_name]
     unique = {c.instruction: f"{c.kind} {' '.join(c.axes(trainer.deployer.mesh))}" for c in found}
     return Counter(unique.values())
@@ -273,27 +273,29 @@ QUICK = ("data=2, fsdp=2, model=2", "fsdp=8")
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(x, marks=[pytest.mark.sweep] * (x not in QUICK)) for x in MESHES])
-def test_the_same_numbers_on_every_mesh_and_no_collective_in_the_iterations(mesh, alone):
+def test_results_equal_on_every_mesh_without_collectives_in_iterations(mesh, single_device_results):
     trainer = make_trainer(muon(1e-2, weight_decay=0.1), *MESHES[mesh])
     trainer.train(IDS, batch_size=16)
-    for got, wanted in zip((host(trainer.model), host(trainer.opt_state)), alone, strict=True):
+    for got, wanted in zip(
+        (leaves_on_host(trainer.model), leaves_on_host(trainer.opt_state)), single_device_results, strict=True
+    ):
         assert got.keys() == wanted.keys()
         for name, leaf in wanted.items():
             np.testing.assert_allclose(got[name], leaf, rtol=1e-4, atol=2e-5, err_msg=name)
     text = trainer.compiled_step.as_text()
     assert "newton_schulz" in text and not [c for c in collectives(text) if "newton_schulz" in c.op_name]
-    assert instructions(trainer) == EXCHANGES[mesh]
+    assert count_exchanges(trainer) == EXCHANGES[mesh]
     plan = trainer.deployer.plan(make_model(), loss_fn, IDS[:16])
     momentum = {name.split(".mu.")[1]: x for name, x in named_leaves(trainer.opt_state).items() if ".0.mu." in name}
     for name in MATRICES:
         assert momentum[name].sharding.is_equivalent_to(plan.sharding(name), momentum[name].ndim)
 
 
-def test_the_exchange_moves_each_matrix_once_each_way():
-    """Each device sends its share of all matrices to the others, and gets it back."""
+def test_exchange_moves_each_matrix_once_in_each_direction():
+    """Each device sends its shards of all matrices to the other devices and receives the results."""
     keys = jax.random.split(jax.random.key(0), 9)
     model = [eqx.nn.Linear(64, 64, key=key) for key in keys]
-    n_bytes = 8 * 64 * 64 * 4  # the last is the head
+    n_bytes = 8 * 64 * 64 * 4  # the ninth layer is the head
 
     def loss(model, batch, key):
         for layer in model:
@@ -302,39 +304,39 @@ def test_the_exchange_moves_each_matrix_once_each_way():
 
     trainer = make_trainer(muon(1e-2), 1, 8, model=model, loss_fn=loss)
     trainer.train(np.ones((8, 64), np.float32), batch_size=8)
-    assert instructions(trainer) == {"all-to-all fsdp": 2}
-    # Listed as its parts, each with the bytes that a device sends to one other.
+    assert count_exchanges(trainer) == {"all-to-all fsdp": 2}
+    # The all-to-all is listed in parts, each with the bytes that a device sends to one other device.
     found = [c for c in collectives(trainer.compiled_step.as_text()) if "shard_map" in c.op_name]
     assert sum(c.moved for c in found) == pytest.approx(2 * n_bytes / 8 * 7 / 8)
 
 
-def test_matrices_that_do_not_divide_and_dims_that_are_merged():
-    """Weights `[d, heads, size]` split by heads, one matrix of each shape over eight devices; kinds are the plan's."""
-    made = STRUCTURES["einsum_attention"](jax.random.key(0))
+def test_indivisible_matrices_and_merged_dims():
+    """Weights `[d, heads, size]` split by heads, one matrix of each shape for eight devices, and kinds from the plan."""
+    structure = STRUCTURES["einsum_attention"](jax.random.key(0))
 
     def loss(model, batch, key):
-        return batched(made.loss)(model, batch)
+        return batched(structure.loss)(model, batch)
 
-    batch = np.random.default_rng(0).normal(size=(16, *made.example.shape)).astype(np.float32)
+    batch = np.random.default_rng(0).normal(size=(16, *structure.example.shape)).astype(np.float32)
     results = []
     for shards in ((1, 1), (2, 2), (4, 1)):
         deployer = redeqx.Deployer(0, *shards, verbose=False)
-        plan = deployer.plan(made.model, loss, batch)
-        trainer = make_trainer(muon(1e-2, plan), *shards, model=made.model, loss_fn=loss, plan=plan)
+        plan = deployer.plan(structure.model, loss, batch)
+        trainer = make_trainer(muon(1e-2, plan), *shards, model=structure.model, loss_fn=loss, plan=plan)
         trainer.train(batch, batch_size=8)
         momentum = [
             name.split(".mu.")[1] for name in named_leaves(trainer.opt_state) if ".0.mu." in name and "matrices" in name
         ]
         assert set(momentum) == {"q", "k", "v", "o", "up"}
-        results.append(host(trainer.model))
+        results.append(leaves_on_host(trainer.model))
     for other in results[1:]:
         for name, leaf in results[0].items():
             np.testing.assert_allclose(other[name], leaf, rtol=1e-4, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.sweep
-def test_splits_by_hand_of_any_dim(alone):
-    """Also of a stacked dim, of one dim over two axes, and in both orders."""
+def test_custom_splits_of_any_dim(single_device_results):
+    """Including a dim split over two axes, in both orders of the axes."""
     model = make_model()
     overrides = {
         "scanned.up.weight": P(None, ("model", "fsdp")),
@@ -346,11 +348,11 @@ def test_splits_by_hand_of_any_dim(alone):
     plan = redeqx.Deployer(0, 2, 2, verbose=False).plan(model, loss_fn, IDS[:16], overrides=overrides)
     trainer = make_trainer(muon(1e-2, weight_decay=0.1), 2, 2, plan=plan)
     trainer.train(IDS, batch_size=16)
-    for name, leaf in host(trainer.model).items():
-        np.testing.assert_allclose(leaf, alone[0][name], rtol=1e-4, atol=2e-5, err_msg=name)
+    for name, leaf in leaves_on_host(trainer.model).items():
+        np.testing.assert_allclose(leaf, single_device_results[0][name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
-def test_a_split_of_stacked_dims():
+def test_split_stacked_dim():
     from redeqx.optimizers._newton_schulz import NewtonSchulz, orthogonalize
 
     deployer = redeqx.Deployer(0, 2, 2, verbose=False)
@@ -361,11 +363,11 @@ def test_a_split_of_stacked_dims():
     kinds = kinds_of(model)
 
     @jax.jit
-    def spread(x):
+    def orthogonalized(x):
         return orthogonalize({"weight": x}, kinds, plan, iterate)["weight"]
 
     assert kinds["weight"].inputs == (2,) and plan["weight"].spec == P("data", "model", None)
-    np.testing.assert_allclose(spread(x), iterate(model.weight), atol=1e-5)
+    np.testing.assert_allclose(orthogonalized(x), iterate(model.weight), atol=1e-5)
 
 
 # --- in a Trainer -------------------------------------------------------------------------------------------------------
@@ -373,25 +375,25 @@ def test_a_split_of_stacked_dims():
 
 def fit(trainer, **options):
     trainer.fit(IDS, batch_size=16, n_epochs=2, save_every_n_steps=3, **options)
-    return host(trainer.model) | host(trainer.opt_state)
+    return leaves_on_host(trainer.model) | leaves_on_host(trainer.opt_state)
 
 
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
+def test_resumed_run_is_bitwise_equal(tmp_path):
     def make(folder, *shards):
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), muon(1e-2, weight_decay=0.1))
         return make_trainer(optimizer, *shards, workdir=tmp_path / folder)
 
-    straight = fit(make("straight", 2, 2))
+    uninterrupted = fit(make("uninterrupted", 2, 2))
     fit(make("resumed", 2, 2), max_steps=5)
     resumed = make("resumed", 2, 2)
     after = fit(resumed)
-    assert resumed.step == 8 and after.keys() == straight.keys()
-    for name, leaf in straight.items():
+    assert resumed.step == 8 and after.keys() == uninterrupted.keys()
+    for name, leaf in uninterrupted.items():
         assert after[name].tobytes() == leaf.tobytes(), name
-    other = make("straight", 1, 4)  # restored onto another mesh
+    other = make("uninterrupted", 1, 4)  # loads on another mesh
     other.load_ckpt()
-    restored = host(other.model) | host(other.opt_state)
-    for name, leaf in straight.items():
+    restored = leaves_on_host(other.model) | leaves_on_host(other.opt_state)
+    for name, leaf in uninterrupted.items():
         assert restored[name].tobytes() == leaf.tobytes(), name
 
 
@@ -404,18 +406,18 @@ WRAPPED = {
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.sweep] * (x != "MultiSteps")) for x in WRAPPED])
 @pytest.mark.sweep
-def test_inside_of_optax_wrappers(name):
-    before = host(make_model())
+def test_muon_inside_optax_wrappers(name):
+    before = leaves_on_host(make_model())
     trainer = make_trainer(WRAPPED[name](), 2, 2)
     trainer.train(IDS, batch_size=16)
-    after = host(trainer.model)
+    after = leaves_on_host(trainer.model)
     assert all(not np.array_equal(after[name], before[name]) for name in (*MATRICES, "head.weight"))
-    passes_the_plan_on = name != "MultiSteps"
-    assert instructions(trainer) == (EXCHANGES["data=2, fsdp=2, model=2"] if passes_the_plan_on else {})
+    is_given_the_plan = name != "MultiSteps"
+    assert count_exchanges(trainer) == (EXCHANGES["data=2, fsdp=2, model=2"] if is_given_the_plan else {})
 
 
 @pytest.mark.sweep
-def test_parameters_in_bfloat16_with_copies():
+def test_bfloat16_parameters_with_float32_copies():
     trainer = make_trainer(muon(1e-2), 2, 2, precision=redeqx.Precision("bfloat16", parameters="bfloat16"))
     trainer.train(IDS, batch_size=16)
     momentum = [leaf for name, leaf in named_leaves(trainer.opt_state).items() if ".mu." in name]
@@ -423,15 +425,15 @@ def test_parameters_in_bfloat16_with_copies():
 
 
 @pytest.mark.sweep
-def test_a_dry_run_compiles_it():
+def test_dry_run_compiles_muon():
     trainer = make_trainer(muon(1e-2), 2, 2)
     step = trainer.dry_run(IDS, batch_size=16).steps["train"]
     assert not step.failed and any(c.kind == "all-to-all" for c in step.collectives)
 
 
 @pytest.mark.sweep
-def test_a_language_model(tmp_path):
-    """The losses of Muon on two meshes and, for the same learning rate, those of AdamW."""
+def test_language_model_loss_is_lower_than_with_adamw(tmp_path):
+    """Compares Muon on two meshes, and with AdamW at the same learning rate."""
     config = GPT2Config(32, 16, 32, n_layers=3, n_heads=4).without_dropout()
     ids = np.random.default_rng(0).integers(0, 8, (256, 16)).cumsum(-1).astype(np.int32) % 32
 

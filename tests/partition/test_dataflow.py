@@ -1,4 +1,4 @@
-"""The rules in the order of a traced loss: exact splits of every structure, reasons, and equal training."""
+"""Plans from a traced loss: the exact splits of every structure, their reasons, and equal training results."""
 
 from collections import Counter
 
@@ -25,22 +25,22 @@ from redeqx.tracing import Trace
 D, F, SEQ = _structures.D, _structures.F, _structures.SEQ
 
 
-def found(model, loss, *args, n=4):
+def splits_of(model, loss, *args, n=4):
     return order(Trace.of(loss, model, *args), n).splits
 
 
 def dims(model, loss, *args, n=4):
-    return {name: split.dim for name, split in found(model, loss, *args, n=n).items()}
+    return {name: split.dim for name, split in splits_of(model, loss, *args, n=n).items()}
 
 
 def zeros(*shape):
     return jnp.zeros(shape)
 
 
-def of_structure(name, n=4):
-    made = STRUCTURES[name](jax.random.key(0))
-    batch = jax.ShapeDtypeStruct((16, *made.example.shape), made.example.dtype)
-    return found(made.model, batched(made.loss), batch, n=n)
+def splits_of_structure(name, n=4):
+    structure = STRUCTURES[name](jax.random.key(0))
+    batch = jax.ShapeDtypeStruct((16, *structure.example.shape), structure.example.dtype)
+    return splits_of(structure.model, batched(structure.loss), batch, n=n)
 
 
 # --- all structures ---------------------------------------------------------------------------------------------------
@@ -92,42 +92,42 @@ EXPECTED = {
 }  # fmt: skip
 
 
-def test_no_structure_is_forgotten():
+def test_every_structure_has_expected_splits():
     assert EXPECTED.keys() == STRUCTURES.keys()
 
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("name", EXPECTED)
-def test_each_structure_is_split_as_it_computes(name, n):
-    assert {leaf: split.dim for leaf, split in of_structure(name, n).items()} == EXPECTED[name]
+def test_splits_of_each_structure(name, n):
+    assert {leaf: split.dim for leaf, split in splits_of_structure(name, n).items()} == EXPECTED[name]
 
 
-def test_the_reasons_name_the_layer_that_caused_them():
-    reasons = {name: split.reason for name, split in of_structure("block").items()}
+def test_reasons_name_the_causing_layer():
+    reasons = {name: split.reason for name, split in splits_of_structure("block").items()}
     assert reasons["up.weight"] == "column: its input arrives replicated"
     assert reasons["up.bias"] == "follows: added to a value that is split by `up`"
     assert reasons["down.weight"] == "row: its input arrives split by `up`"
     assert reasons["down.bias"] == "replicated: added to a replicated value"
     assert reasons["norm.weight"] == "replicated: combined elementwise with a replicated value"
-    assert of_structure("language_model")["embedding.weight"].reason == "embedding: 384 rows over 4 shards"
-    depthwise = of_structure("separable_cnn")["blocks.0.1.weight"].reason
+    assert splits_of_structure("language_model")["embedding.weight"].reason == "embedding: 384 rows over 4 shards"
+    depthwise = splits_of_structure("separable_cnn")["blocks.0.1.weight"].reason
     assert depthwise == "follows: its input arrives split in the same way by `blocks.0.0`"
-    assert of_structure("gru")["cell.weight_hh"].reason.startswith("replicated: costs less than any split of it")
+    assert splits_of_structure("gru")["cell.weight_hh"].reason.startswith("replicated: costs less than any split of it")
 
 
-def test_blocks_that_the_loss_stacks_are_split_as_those_it_computes_one_by_one():
-    def one_by_one(blocks, x):
+def test_blocks_stacked_in_the_loss_have_the_splits_of_unstacked_blocks():
+    def unstacked(blocks, x):
         for up, bias, down in blocks:
             x = x + jnp.tanh(x @ up + bias) @ down
         return jnp.sum(x)
 
     def stacked(blocks, x):
-        layers = [jnp.stack(of) for of in zip(*blocks, strict=True)]
-        return jnp.sum(jax.lax.scan(lambda x, of: (x + jnp.tanh(x @ of[0] + of[1]) @ of[2], None), x, layers)[0])
+        layers = [jnp.stack(leaves) for leaves in zip(*blocks, strict=True)]
+        return jnp.sum(jax.lax.scan(lambda x, layer: (x + jnp.tanh(x @ layer[0] + layer[1]) @ layer[2], None), x, layers)[0])
 
     deployer = redeqx.Deployer(n_model_shards=2, verbose=False)
     blocks = [(jnp.ones((8, 16)), jnp.ones(16), jnp.ones((16, 8))) for _ in range(3)]
-    for loss in (one_by_one, stacked):
+    for loss in (unstacked, stacked):
         plan = deployer.plan(blocks, lambda model, batch, key, loss=loss: loss(model, batch), jnp.ones((4, 8)))
         assert [leaf.spec for leaf in plan.leaves.values()] == [P(None, "model"), P("model"), P("model", None)] * 3
 
@@ -135,13 +135,13 @@ def test_blocks_that_the_loss_stacks_are_split_as_those_it_computes_one_by_one()
 # --- transforms around a loss ---------------------------------------------------------------------------------------------
 
 
-def two(w1, w2, x):
+def mlp(w1, w2, x):
     return jnp.tanh(x @ w1) @ w2
 
 
 @jax.custom_jvp
 def with_jvp(w1, w2, x):
-    return two(w1, w2, x)
+    return mlp(w1, w2, x)
 
 
 with_jvp.defjvps(None, None, None)
@@ -149,33 +149,33 @@ with_jvp.defjvps(None, None, None)
 
 @jax.custom_vjp
 def with_vjp(w1, w2, x):
-    return two(w1, w2, x)
+    return mlp(w1, w2, x)
 
 
-with_vjp.defvjp(lambda *args: (two(*args), args), lambda args, g: jax.vjp(two, *args)[1](g))
+with_vjp.defvjp(lambda *args: (mlp(*args), args), lambda args, g: jax.vjp(mlp, *args)[1](g))
 
 WRAPPED = {
-    "plain": two,
-    "jit": jax.jit(two),
-    "remat": jax.checkpoint(two),
+    "plain": mlp,
+    "jit": jax.jit(mlp),
+    "remat": jax.checkpoint(mlp),
     "custom_jvp": with_jvp,
     "custom_vjp": with_vjp,
-    "vmap": lambda w1, w2, x: jax.vmap(two, (None, None, 0))(w1, w2, x[:, None])[:, 0],
-    "cond": lambda w1, w2, x: jax.lax.cond(x.sum() > 0, two, lambda w1, w2, x: 2 * two(w1, w2, x), w1, w2, x),
-    "while": lambda w1, w2, x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, two(w1, w2, c[1])), (0, x))[1],
-    "scan over constants": lambda w1, w2, x: jax.lax.scan(lambda x, _: (two(w1, w2, x), None), x, length=3)[0],
-    "scan over slices": lambda w1, w2, x: jax.lax.scan(lambda _, x: (None, two(w1, w2, x)), None, x)[1],
-    "fori_loop": lambda w1, w2, x: jax.lax.fori_loop(0, 3, lambda _, x: two(w1, w2, x), x),
+    "vmap": lambda w1, w2, x: jax.vmap(mlp, (None, None, 0))(w1, w2, x[:, None])[:, 0],
+    "cond": lambda w1, w2, x: jax.lax.cond(x.sum() > 0, mlp, lambda w1, w2, x: 2 * mlp(w1, w2, x), w1, w2, x),
+    "while": lambda w1, w2, x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, mlp(w1, w2, c[1])), (0, x))[1],
+    "scan over constants": lambda w1, w2, x: jax.lax.scan(lambda x, _: (mlp(w1, w2, x), None), x, length=3)[0],
+    "scan over slices": lambda w1, w2, x: jax.lax.scan(lambda _, x: (None, mlp(w1, w2, x)), None, x)[1],
+    "fori_loop": lambda w1, w2, x: jax.lax.fori_loop(0, 3, lambda _, x: mlp(w1, w2, x), x),
     "einsum": lambda w1, w2, x: jnp.einsum("fd,bf->bd", w2, jnp.tanh(jnp.einsum("df,bd->bf", w1, x))),
-    "scaled weights": lambda w1, w2, x: two(2 * w1.astype(jnp.float32) ** 2, jnp.tril(w2) * w2.std(), x),
-    "stop_gradient": lambda w1, w2, x: two(w1, w2, jax.lax.stop_gradient(x)),
-    "barrier": lambda w1, w2, x: two(*jax.lax.optimization_barrier((w1, w2, x))),
-    "grad inside": lambda w1, w2, x: jax.grad(lambda x: jnp.square(two(w1, w2, x)).sum())(x),
+    "scaled weights": lambda w1, w2, x: mlp(2 * w1.astype(jnp.float32) ** 2, jnp.tril(w2) * w2.std(), x),
+    "stop_gradient": lambda w1, w2, x: mlp(w1, w2, jax.lax.stop_gradient(x)),
+    "barrier": lambda w1, w2, x: mlp(*jax.lax.optimization_barrier((w1, w2, x))),
+    "grad inside": lambda w1, w2, x: jax.grad(lambda x: jnp.square(mlp(w1, w2, x)).sum())(x),
 }
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_the_order_is_the_same_however_the_layers_are_wrapped(name):
+def test_transforms_do_not_change_the_splits(name):
     model = {"w1": zeros(D, F), "w2": zeros(F, D)}
 
     def loss(model, x):
@@ -184,21 +184,21 @@ def test_the_order_is_the_same_however_the_layers_are_wrapped(name):
     assert dims(model, loss, zeros(8, D)) == {"w1": 1, "w2": 0}
 
 
-def test_weights_stacked_under_scan_and_taken_by_index():
+def test_scanned_and_indexed_stacks_have_the_same_splits():
     model = {"w1": zeros(3, D, F), "w2": zeros(3, F, D)}
 
     def scanned(model, x):
-        return jax.lax.scan(lambda x, w: (x + two(w["w1"], w["w2"], x), None), x, model)[0].sum()
+        return jax.lax.scan(lambda x, w: (x + mlp(w["w1"], w["w2"], x), None), x, model)[0].sum()
 
     def indexed(model, x):
-        return jax.lax.fori_loop(0, 3, lambda i, x: x + two(model["w1"][i], model["w2"][i], x), x).sum()
+        return jax.lax.fori_loop(0, 3, lambda i, x: x + mlp(model["w1"][i], model["w2"][i], x), x).sum()
 
     for loss in (scanned, indexed):
         assert dims(model, loss, zeros(8, D)) == {"w1": 2, "w2": 1}
     assert order(Trace.of(scanned, model, zeros(8, D)), 4).stacked == {"w1": 1, "w2": 1}
 
 
-def test_what_loops_move_is_counted_as_often_as_they_run():
+def test_loop_cost_is_multiplied_by_the_trip_count():
     """Twelve iterations cost the same in one loop and in two nested loops."""
     model = {"w1": zeros(D, F), "w2": zeros(F, D)}
 
@@ -207,7 +207,7 @@ def test_what_loops_move_is_counted_as_often_as_they_run():
             def times(step, length):
                 return lambda x: jax.lax.scan(lambda x, _: (step(x), None), x, length=length)[0]
 
-            step = lambda x: x + two(model["w1"], model["w2"], x)  # noqa: E731
+            step = lambda x: x + mlp(model["w1"], model["w2"], x)  # noqa: E731
             for length in lengths:
                 step = times(step, length)
             return step(x).sum()
@@ -217,21 +217,21 @@ def test_what_loops_move_is_counted_as_often_as_they_run():
     assert cost(12) == cost(3, 4) == cost(2, 3, 2) == 12 * cost(1) > 0
 
 
-def test_a_recurrent_weight_sees_what_the_iteration_before_left():
-    """The carry is replicated at the start and at the end of the body, so each iteration starts with a column split."""
+def test_weights_that_read_a_loop_carry():
+    """The carry is replicated before and after each iteration, so each iteration starts with a column split."""
     model = {"w1": zeros(D, F), "w2": zeros(F, D)}
 
     def loss(model, x):
         def body(carry, _):
             x, y = carry
-            return (y, two(model["w1"], model["w2"], x)), None
+            return (y, mlp(model["w1"], model["w2"], x)), None
 
         return sum(out.sum() for out in jax.lax.scan(body, (x, x), length=4)[0])
 
     assert dims(model, loss, zeros(8, D)) == {"w1": 1, "w2": 0}
 
 
-def test_state_of_layers_is_data_like_any_other():
+def test_layer_state_is_treated_as_data():
     model, state = eqx.nn.make_with_state(
         lambda key: eqx.nn.Sequential(
             [
@@ -252,24 +252,24 @@ def test_state_of_layers_is_data_like_any_other():
     }  # fmt: skip
 
 
-# --- uneven dims, and primitives that are not followed ------------------------------------------------------------------
+# --- dims that do not divide, unsupported primitives -------------------------------------------------------------------
 
 
-def test_what_does_not_divide_takes_the_other_dim_or_none():
+def test_indivisible_dim_falls_back_to_the_other_dim_or_to_replication():
     model = {"up": zeros(F, D), "head": zeros(D, 10), "odd": zeros(10, 3)}
 
     def loss(model, x):
         return (jax.nn.relu(x @ model["up"]) @ model["head"] @ model["odd"]).sum()
 
-    splits = found(model, loss, zeros(8, F))
+    splits = splits_of(model, loss, zeros(8, F))
     assert (splits["up"].dim, splits["head"].dim, splits["odd"].dim) == (1, 0, None)
     assert splits["odd"].reason == "replicated: no dim of 10 x 3 divides over 4 shards"
-    splits = found({"head": zeros(D, 10)}, lambda model, x: (x @ model["head"]).sum(), zeros(8, D))
+    splits = splits_of({"head": zeros(D, 10)}, lambda model, x: (x @ model["head"]).sum(), zeros(8, D))
     assert splits["head"].reason == "row: 10 outputs do not divide over 4 shards, its inputs do"
 
 
 @pytest.mark.parametrize(("groups", "expected"), [(8, 0), (4, 0), (2, None), (6, None)])
-def test_groups_of_a_convolution_stay_whole_on_their_shard(groups, expected):
+def test_convolution_groups_are_never_divided_between_shards(groups, expected):
     """Over 4 shards. The 24 channels divide evenly; the groups must do so too."""
     model = {"up": zeros(D, 24), "kernel": zeros(24, 24 // groups, 3), "down": zeros(24, D)}
 
@@ -278,12 +278,12 @@ def test_groups_of_a_convolution_stay_whole_on_their_shard(groups, expected):
         x = jax.lax.conv_general_dilated(x, model["kernel"], (1,), "SAME", feature_group_count=groups)
         return jnp.einsum("bct,cd->btd", x, model["down"]).sum()
 
-    # The output of a convolution that is split by groups is split, otherwise it is replicated.
+    # The convolution's output is split if its groups are, and replicated otherwise.
     assert dims(model, loss, zeros(8, 9, D)) == {"up": 1, "kernel": expected, "down": 1 if expected is None else 0}
 
 
-def test_what_a_scan_hands_on_is_split_past_the_dim_of_its_iterations():
-    """One matmul after the scan reads the hidden values of all layers, [layers, rows, features]."""
+def test_stacked_scan_outputs_are_not_split_along_the_iteration_dim():
+    """A matmul after the scan reads the hidden values of all layers: [layers, rows, features]."""
     model = {"up": zeros(4, D, F), "head": zeros(F, D)}
 
     def loss(model, x):
@@ -293,13 +293,13 @@ def test_what_a_scan_hands_on_is_split_past_the_dim_of_its_iterations():
     assert dims(model, loss, zeros(8, D)) == {"up": 2, "head": 0}
 
 
-def test_an_embedding_that_does_not_divide():
-    splits = found({"table": zeros(50257, D)}, lambda model, ids: model["table"][ids].sum(), jnp.zeros((8, 4), int))
+def test_embedding_with_indivisible_rows_is_replicated():
+    splits = splits_of({"table": zeros(50257, D)}, lambda model, ids: model["table"][ids].sum(), jnp.zeros((8, 4), int))
     assert splits["table"].dim is None
     assert splits["table"].reason == "replicated: 50257 rows do not divide over 4 shards; a table padded to 50260 would"
 
 
-def test_positions_go_with_what_they_are_added_to():
+def test_position_tables_follow_the_value_they_are_added_to():
     """A lookup whose indices do not depend on data, as in T5's per-head biases, returns a view of the parameter."""
     model = {"q": zeros(D, 8, 4), "table": zeros(32, 8), "positions": zeros(SEQ, D)}
     buckets = np.abs(np.arange(SEQ)[:, None] - np.arange(SEQ)) // 2
@@ -319,23 +319,23 @@ def test_positions_go_with_what_they_are_added_to():
         (lambda w, x: jax.scipy.linalg.solve_triangular(w, x), "triangular_solve"),
     ],
 )
-def test_what_is_not_followed_stays_replicated_and_says_so(compute, primitive):
+def test_unsupported_primitives_replicate_their_weights_and_name_the_reason(compute, primitive):
     def loss(model, x):
         hidden = x @ model["up"]
         return jax.lax.stop_gradient(compute(model["w"], hidden)).sum()
 
-    splits = found({"up": zeros(D, D), "w": zeros(D, D)}, loss, zeros(D, D))
+    splits = splits_of({"up": zeros(D, D), "w": zeros(D, D)}, loss, zeros(D, D))
     assert splits["up"].dim is not None or splits["up"].reason.startswith("replicated: costs less")
     if primitive != "cholesky":  # its input is a sum of the weight and data
         assert splits["w"].reason == f"replicated: `{primitive}` computes with it, which is not followed"
 
 
-def test_what_data_never_meets_is_left_to_the_walk():
+def test_weights_that_never_meet_data_get_no_split():
     model = {"used": zeros(D, F), "unused": zeros(D, F)}
     assert dims(model, lambda model, x: (x @ model["used"]).sum() + model["unused"].sum(), zeros(8, D)) == {"used": 1}
 
 
-def test_layers_of_a_list_are_decided_alike():
+def test_equal_layers_in_a_list_get_equal_splits():
     model = [eqx.nn.Linear(D, D, key=jax.random.key(0)) for _ in range(6)]
 
     def loss(model, x):
@@ -350,7 +350,7 @@ def test_layers_of_a_list_are_decided_alike():
 # --- plans from a trace -------------------------------------------------------------------------------------------------
 
 
-class Backwards(eqx.Module):
+class ReversedFields(eqx.Module):
     """Two layers of one size, called in reverse field order."""
 
     second: eqx.nn.Linear
@@ -364,28 +364,30 @@ class Backwards(eqx.Module):
         return self.second(jax.nn.relu(self.first(x)))
 
 
-def squares(model, batch, key):
+def mse_loss(model, batch, key):
     return jnp.square(jax.vmap(model)(batch)).mean()
 
 
-def test_a_plan_shows_the_walk_too_where_they_differ():
+def test_plan_also_shows_the_field_order_split_where_it_differs():
     deployer = redeqx.Deployer(n_model_shards=2, n_fsdp_shards=2, verbose=False)
-    plan = deployer.plan(Backwards(), squares, jax.ShapeDtypeStruct((8, 64), jnp.float32))
+    plan = deployer.plan(ReversedFields(), mse_loss, jax.ShapeDtypeStruct((8, 64), jnp.float32))
     assert plan["first.weight"].spec == P(("model",), ("fsdp",)) and plan["second.weight"].spec == P(("fsdp",), ("model",))
     assert plan["second.weight"].reason == (
         "row: its input arrives split by `first` (by field order: column: its input arrives replicated); fsdp on dim 0"
     )
-    assert deployer.plan(Backwards())["second.weight"].reason == "column: its input arrives replicated; fsdp on dim 1"
+    assert deployer.plan(ReversedFields())["second.weight"].reason == "column: its input arrives replicated; fsdp on dim 1"
 
 
-def test_the_trainer_takes_the_order_of_its_first_batch():
+def test_trainer_plans_with_its_first_batch():
     deployer = redeqx.Deployer(n_model_shards=2, verbose=False)
-    trainer = redeqx.Trainer(deployer, model=Backwards(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=squares)
+    trainer = redeqx.Trainer(
+        deployer, model=ReversedFields(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=mse_loss
+    )
     trainer.train(list(np.ones((8, 64), np.float32)), 2)
     assert trainer.plan["first.weight"].spec == P(("model",), None)
 
 
-def test_grouped_heads_of_a_family():
+def test_llama_with_fewer_key_value_heads_than_shards():
     """Two key/value heads over four shards: each shard reads one of them with half of its queries."""
     config = LlamaConfig(vocab_size=128, n_positions=16, d_model=64, d_mlp=128, n_layers=2, n_heads=8, n_kv_heads=2)
     model = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
@@ -397,8 +399,8 @@ def test_grouped_heads_of_a_family():
     assert specs["attention.output.weight"] == specs["mlp.down.weight"] == P(None, None, ("model",))
 
 
-def test_a_split_that_saves_next_to_nothing_is_not_taken(monkeypatch):
-    """As a row, BERT's last dense layer would send the same by the count, but XLA would then split the layers before it."""
+def test_split_with_a_negligible_saving_is_not_chosen(monkeypatch):
+    """A row split of BERT's last dense layer has the same counted cost, but XLA would then split the layers before it."""
     config = BertConfig(dropout=0.0, attention_dropout=0.0, n_layers=2)
     model = eqx.filter_eval_shape(BertForMaskedLM, config, key=jax.random.key(0))
     deployer = redeqx.Deployer(n_model_shards=2, verbose=False)
@@ -419,32 +421,32 @@ TRAINED = ["einsum_attention", "fused_qkv", "odd_heads", "grouped_query", "state
     "name",
     [name if name == "grouped_query" else pytest.param(name, marks=pytest.mark.sweep) for name in TRAINED],
 )
-def test_training_is_the_same_under_every_plan(x64, name):
-    """In float64, so that another order of summation differs by less than an error would."""
-    made = STRUCTURES[name](jax.random.key(0))
-    model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, made.model)
-    examples = list(np.random.default_rng(0).normal(size=(16, *made.example.shape)))
-    whole = {path: None for path, leaf in named_leaves(model).items() if is_array_like(leaf)}
-    loss_fn, results = batched(made.loss), {}
-    for kind in ("whole", "walk", "dataflow"):
-        deployer = redeqx.Deployer(n_model_shards=4, verbose=False)  # a new one, so that the order of examples is the same
-        given = (loss_fn, np.stack(examples)) if kind == "dataflow" else (None, None)
-        plan = deployer.plan(model, *given, overrides=whole if kind == "whole" else None)
+def test_every_plan_trains_to_the_same_parameters(x64, name):
+    """Uses float64, so that differences in summation order stay far below the tolerance."""
+    structure = STRUCTURES[name](jax.random.key(0))
+    model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, structure.model)
+    examples = list(np.random.default_rng(0).normal(size=(16, *structure.example.shape)))
+    replicated = {path: None for path, leaf in named_leaves(model).items() if is_array_like(leaf)}
+    loss_fn, results = batched(structure.loss), {}
+    for kind in ("replicated", "field order", "dataflow"):
+        deployer = redeqx.Deployer(n_model_shards=4, verbose=False)  # a new one restarts the order of the examples
+        traced = (loss_fn, np.stack(examples)) if kind == "dataflow" else (None, None)
+        plan = deployer.plan(model, *traced, overrides=replicated if kind == "replicated" else None)
         trainer = redeqx.Trainer(
             deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn, plan=plan
         )
         trainer.train(examples, 4)
         results[kind] = [np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))], plan
     assert any("model" in str(leaf.spec) for leaf in results["dataflow"][1].leaves.values())
-    for kind in ("walk", "dataflow"):
-        for a, b in zip(results["whole"][0], results[kind][0], strict=True):
+    for kind in ("field order", "dataflow"):
+        for a, b in zip(results["replicated"][0], results[kind][0], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9)
 
 
 # --- stacks ---------------------------------------------------------------------------------------------------------------
 
 
-class Attending(eqx.Module):
+class AttentionBlock(eqx.Module):
     norm: eqx.nn.RMSNorm
     attention: eqx.nn.MultiheadAttention
 
@@ -457,12 +459,12 @@ class Attending(eqx.Module):
 
 
 class OwnStack(eqx.Module):
-    """A stack as a user writes it without `redeqx.models`."""
+    """A stack written without `redeqx.models`, as a user would."""
 
-    blocks: Attending
+    blocks: AttentionBlock
 
     def __init__(self, n_layers, key):
-        self.blocks = eqx.filter_vmap(Attending)(jax.random.split(key, n_layers))
+        self.blocks = eqx.filter_vmap(AttentionBlock)(jax.random.split(key, n_layers))
 
     def __call__(self, x):
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
@@ -473,16 +475,16 @@ class OwnStack(eqx.Module):
     ("n_model_shards", "n_fsdp_shards"),
     [pytest.param(4, 1, marks=pytest.mark.sweep), pytest.param(1, 8, marks=pytest.mark.sweep), (2, 2)],
 )
-def test_a_users_own_scan_sends_what_our_stack_sends(n_model_shards, n_fsdp_shards):
-    """Compares each array sent: kind, size, axes, and the number of times in the forward and in the backward pass."""
+def test_user_written_scan_has_the_collectives_of_our_stack(n_model_shards, n_fsdp_shards):
+    """Compares the kind, size, axes and execution count of each collective, in the forward and in the backward pass."""
     sent = []
-    for model in (OwnStack(3, jax.random.key(0)), Stack(Attending, 3, key=jax.random.key(0))):
+    for model in (OwnStack(3, jax.random.key(0)), Stack(AttentionBlock, 3, key=jax.random.key(0))):
         deployer = redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False)
-        trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=squares)
+        trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=mse_loss)
         compiled = trainer.compile(list(np.zeros((16, SEQ, D), np.float32)), 16 // deployer.n_batch_shards)
-        found = Counter()
+        counts = Counter()
         for c in _hlo.collectives(compiled.as_text()):
-            found[c.kind, c.dtype, c.shape, c.bytes, c.axes(deployer.mesh), c.is_backward] += c.n_executions
-        sent.append(found)
+            counts[c.kind, c.dtype, c.shape, c.bytes, c.axes(deployer.mesh), c.is_backward] += c.n_executions
+        sent.append(counts)
     assert sent[0] == sent[1]
     assert {axis for *_, axes, _ in sent[0] for axis in axes} == {a for a, n in deployer.mesh.shape.items() if n > 1}

@@ -1,4 +1,4 @@
-"""How the dataflow follows a loss: every form of a primitive in our models, and nested loops in bounded time."""
+"""Dataflow analysis of a loss: it supports every equation of our models, and takes bounded time for nested loops."""
 
 import sys
 from pathlib import Path
@@ -20,15 +20,15 @@ TRAININGS = {training.name: training for training in collect("TRAININGS")}
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_every_equation_of_a_structure_is_of_a_known_form(name):
-    made = STRUCTURES[name](jax.random.key(0))
-    batch = jax.ShapeDtypeStruct((16, *made.example.shape), made.example.dtype)
-    assert order(Trace.of(batched(made.loss), made.model, batch), 4).errors == {}
+def test_no_equation_of_a_structure_is_unsupported(name):
+    structure = STRUCTURES[name](jax.random.key(0))
+    batch = jax.ShapeDtypeStruct((16, *structure.example.shape), structure.example.dtype)
+    assert order(Trace.of(batched(structure.loss), structure.model, batch), 4).errors == {}
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.sweep] * (x == "unet")) for x in TRAININGS])
 @pytest.mark.sweep
-def test_every_equation_of_a_family_is_of_a_known_form(name):
+def test_no_equation_of_a_model_family_is_unsupported(name):
     training = TRAININGS[name]
     model = eqx.filter_eval_shape(training.make, jax.random.key(0))
     batch = jax.eval_shape(lambda: jax.tree.map(lambda *rows: jnp.stack(rows), *training.examples))
@@ -40,7 +40,7 @@ def test_every_equation_of_a_family_is_of_a_known_form(name):
     assert order(trace, 2).errors == {}
 
 
-def test_an_unknown_form_is_counted_and_its_values_are_replicated(monkeypatch):
+def test_unsupported_equations_are_counted_and_replicated(monkeypatch):
     def unknown(run, eqn, ins):
         raise KeyError("a parameter of another version of JAX")
 
@@ -52,7 +52,7 @@ def test_an_unknown_form_is_counted_and_its_values_are_replicated(monkeypatch):
 
 
 def fresh_carries(depth, weights, x):
-    """Each loop starts with its own zeros, which its body may split: each loop is followed with two splits of its carry."""
+    """Each loop starts with new zeros, which its body may split. So each loop is analysed with two splits of its carry."""
 
     def level(n):
         if n == 0:
@@ -81,7 +81,7 @@ def two_carries(depth, weights, x):
 
 
 @pytest.mark.parametrize("loss", [fresh_carries, two_carries])
-def test_loops_in_loops_cost_no_power_of_their_depth(loss, monkeypatch):
+def test_nested_loops_are_not_exponential_in_their_depth(loss, monkeypatch):
     n_followed = 0
     follow = _dataflow._follow
 
@@ -98,4 +98,4 @@ def test_loops_in_loops_cost_no_power_of_their_depth(loss, monkeypatch):
         counts.append(n_followed)
         splits.append({name: split.dim for name, split in found.splits.items()})
     assert splits == [{"0": 1, "1": 0}] * 5
-    assert counts[4] - counts[3] <= counts[1]  # a level adds at most as much as the second; without the memo, 4 x all
+    assert counts[4] - counts[3] <= counts[1]  # without the memo, each level would multiply the count by 4

@@ -1,4 +1,4 @@
-"""Kinds of leaves: by the types of layers, by what a loss computes with them, and the dims of their matrices."""
+"""Kinds of leaves, from layer types or from a traced loss, and the output and input dims of matrices."""
 
 import equinox as eqx
 import jax
@@ -14,14 +14,14 @@ from redeqx.partition import kinds_of
 from redeqx.tracing import Trace
 
 
-def of_structure(name):
-    made = STRUCTURES[name](jax.random.key(0))
-    batch = jax.ShapeDtypeStruct((16, *made.example.shape), made.example.dtype)
-    return made.model, Trace.of(batched(made.loss), made.model, batch)
+def model_and_trace(name):
+    structure = STRUCTURES[name](jax.random.key(0))
+    batch = jax.ShapeDtypeStruct((16, *structure.example.shape), structure.example.dtype)
+    return structure.model, Trace.of(batched(structure.loss), structure.model, batch)
 
 
-def short(kinds, *names):
-    """`kind` or `kind:outputs<-inputs` of leaves of the named kinds, or of all."""
+def kind_strings(kinds, *names):
+    """The kind of each leaf as `kind` or `kind:outputs<-inputs`; `names` limits the kinds."""
     dims = {name: f":{''.join(map(str, k.outputs))}<-{''.join(map(str, k.inputs))}" for name, k in kinds.items() if k.inputs}
     return {name: k.name + dims.get(name, "") for name, k in kinds.items() if not names or k.name in names}
 
@@ -49,12 +49,12 @@ BY_LOSS = {
 
 
 @pytest.mark.parametrize("name", BY_LOSS)
-def test_by_the_loss(name):
-    found = kinds_of(*of_structure(name))
-    assert short(found, "matrix", "head", "embedding", "convolution") == BY_LOSS[name]
+def test_kinds_from_the_loss(name):
+    found = kinds_of(*model_and_trace(name))
+    assert kind_strings(found, "matrix", "head", "embedding", "convolution") == BY_LOSS[name]
 
 
-BY_TYPE = {  # only what differs from the kinds by the loss
+BY_TYPE = {  # only the differences from the kinds that the loss gives
     "reversed_fields": {"head.weight": "matrix:0<-1", "up.weight": "head:0<-1"},  # the last field
     "swiglu_down_gate_up": {"a.weight": "matrix:0<-1", "c.weight": "head:0<-1"},
     "parallel_block": {"attention.output_proj.weight": "matrix:0<-1"},
@@ -64,18 +64,18 @@ BY_TYPE = {  # only what differs from the kinds by the loss
 
 
 @pytest.mark.parametrize("name", BY_TYPE)
-def test_by_the_types_of_layers(name):
-    found = kinds_of(of_structure(name)[0])
-    assert short(found, "matrix", "head", "embedding", "convolution") == BY_LOSS[name] | BY_TYPE[name]
+def test_kinds_from_layer_types(name):
+    found = kinds_of(model_and_trace(name)[0])
+    assert kind_strings(found, "matrix", "head", "embedding", "convolution") == BY_LOSS[name] | BY_TYPE[name]
 
 
-def test_arrays_outside_of_layers_have_no_kind_by_type():
-    model, _ = of_structure("einsum_attention")
+def test_layer_types_give_no_kind_to_arrays_outside_layers():
+    model, _ = model_and_trace("einsum_attention")
     assert {kind.name for kind in kinds_of(model).values()} <= {"other", "norm"}
 
 
 class Sliced(eqx.Module):
-    """Weights that are sliced from stacks in a Python loop, merged, and fused."""
+    """A stack indexed in a Python loop, a weight with heads to merge, and a fused weight."""
 
     stack: jax.Array  # [layers, in, out]
     heads: jax.Array  # [d, heads, size]
@@ -98,36 +98,36 @@ class Sliced(eqx.Module):
         return (a * b * c) @ self.last
 
 
-def test_views_of_a_leaf_tell_its_matrices():
+def test_views_of_a_leaf_determine_its_matrix_dims():
     model, ids = Sliced(), jax.ShapeDtypeStruct((4, 6), jnp.int32)
     found = kinds_of(model, Trace.of(lambda model, ids: jax.vmap(model)(ids).sum(), model, ids))
     expected = {
         "stack": "matrix:2<-1", "heads": "matrix:12<-0", "fused": "matrix:0<-1", "scale": "other", "table": "embedding",
         "last": "head:1<-0",
     }  # fmt: skip
-    assert short(found) == expected
+    assert kind_strings(found) == expected
 
 
-def test_an_untied_head_and_a_tied_one():
+def test_tied_and_untied_head():
     for is_tied in (True, False):
-        # As many positions as features: these are no outputs.
+        # As many positions as features: the positions must not be taken for outputs.
         config = GPT2Config(64, 32, 32, 2, 4, is_tied=is_tied)
         found = kinds_of(eqx.filter_eval_shape(GPT2, config, key=jax.random.key(0)))
-        assert short(found, "head") == ({} if is_tied else {"head.weight": "head:0<-1"})
+        assert kind_strings(found, "head") == ({} if is_tied else {"head.weight": "head:0<-1"})
         assert found["embedding.weight"].name == "embedding"
 
 
-def test_of_layers_in_a_tree_that_lacks_leaves():
-    """As an optimizer sees a model of which only some leaves are trained."""
+def test_kinds_of_a_partially_trained_model():
+    """An optimizer gets such a tree when only some leaves are trained."""
     model = eqx.nn.MLP(4, 2, 8, 2, key=jax.random.key(0))
     without_head = eqx.tree_at(lambda m: m.layers[-1].weight, model, None)
-    assert short(kinds_of(without_head), "matrix", "head") == {f"layers.{i}.weight": "matrix:0<-1" for i in (0, 1)}
+    assert kind_strings(kinds_of(without_head), "matrix", "head") == {f"layers.{i}.weight": "matrix:0<-1" for i in (0, 1)}
     adapted = lora.add(GPT2(GPT2Config(64, 8, 16, 2, 2), key=jax.random.key(0)), rank=2, where="*", key=jax.random.key(1))
     trained = eqx.filter(adapted, lora.trainable(adapted))
     assert {kind.name for kind in kinds_of(trained).values()} == {"other"}
 
 
-def test_the_other_layers():
+def test_convolution_norm_stacked_and_unknown_layers():
     keys = jax.random.split(jax.random.key(0), 4)
     model = {
         "conv": eqx.nn.Conv2d(3, 4, 3, key=keys[0]),
@@ -138,20 +138,20 @@ def test_the_other_layers():
         "head": eqx.nn.Linear(5, 2, key=keys[2]),
         "raw": np.ones((3, 3)),
     }
-    assert short(kinds_of(model)) == {
+    assert kind_strings(kinds_of(model)) == {
         "conv.weight": "convolution", "conv.bias": "bias", "norm.weight": "norm", "norm.bias": "norm",
         "experts.weight": "matrix:2<-3", "experts.bias": "bias", "head.weight": "head:0<-1", "head.bias": "bias",
         "raw": "other",
     }  # fmt: skip
-    assert short(kinds_of(eqx.nn.Linear(3, 2, key=keys[3]))) == {"weight": "head:0<-1", "bias": "bias"}
+    assert kind_strings(kinds_of(eqx.nn.Linear(3, 2, key=keys[3]))) == {"weight": "head:0<-1", "bias": "bias"}
 
 
-def test_a_plan_has_the_kinds_on_every_mesh():
+def test_plan_has_the_same_kinds_on_every_mesh():
     model, loss = STRUCTURES["einsum_attention"](jax.random.key(0)).model, STRUCTURES["einsum_attention"](jax.random.key(0))
     batch = np.zeros((16, *loss.example.shape), loss.example.dtype)
     kinds = []
     for shards in ((1, 1), (4, 1), (2, 2)):
         deployer = redeqx.Deployer(0, *shards, verbose=False)
         plan = deployer.plan(model, lambda model, batch, key: batched(loss.loss)(model, batch), batch)
-        kinds.append(short({name: leaf.kind for name, leaf in plan.leaves.items()}, "matrix", "head"))
+        kinds.append(kind_strings({name: leaf.kind for name, leaf in plan.leaves.items()}, "matrix", "head"))
     assert kinds == [BY_LOSS["einsum_attention"]] * 3

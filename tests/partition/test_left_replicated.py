@@ -1,7 +1,7 @@
-"""A traced plan replicates no larger part of a model over the model axis than the field-order traversal does.
+"""A traced plan never replicates a larger part of a model over the model axis than the field-order traversal does.
 
-The models use their weights in ways other than a plain matmul: selected by data under `vmap`, looked up, in loops, in flat
-vectors, recurrent.
+The models use their weights in other ways than by a plain matmul: they select them by data under `vmap`, look them up, use
+them in loops and recurrent cells, or slice them from flat vectors.
 """
 
 import math
@@ -25,7 +25,7 @@ MODELS = {}
 
 
 def model(fn):
-    """Registers a function from a key to a model, its loss on one example, and the shape of an example."""
+    """Registers a function that takes a key and returns a model, its loss on one example, and the example's shape."""
     MODELS[fn.__name__] = fn
     return fn
 
@@ -67,11 +67,11 @@ def experts_by_index(key):
              "down": normal(keys[2], 6, F, D)}  # fmt: skip
 
     def loss(m, x):
-        def of_token(x):
+        def token_output(x):
             i = jnp.argmax(x @ m["router"])
             return jax.nn.relu(x @ m["up"][i] + m["bias"][i]) @ m["down"][i]
 
-        return jax.vmap(of_token)(x)
+        return jax.vmap(token_output)(x)
 
     return model, loss, (SEQ, D)
 
@@ -89,7 +89,7 @@ def slices_of_a_vector(key):
 
 
 @model
-def ravelled(key):
+def raveled_mlp(key):
     arrays, static = eqx.partition(mlp(key), eqx.is_array)
     flat, unravel = ravel_pytree(arrays)
     return {"theta": flat}, lambda m, x: eqx.combine(unravel(m["theta"]), static)(x), (D,)
@@ -107,19 +107,19 @@ def fori_loop(key):
 
 @model
 def while_loop(key):
-    """A while loop has no reverse-mode derivative: it iterates without a gradient, and one more step has one."""
+    """A while loop has no reverse-mode derivative: the loop runs without gradients, one more step has them."""
     model = mlp(key)
 
     def loss(m, x):
-        still = eqx.combine(jax.lax.stop_gradient(eqx.filter(m, eqx.is_array)), eqx.filter(m, eqx.is_array, inverse=True))
-        z = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, still(c[1])), (0, x))[1]
+        frozen = eqx.combine(jax.lax.stop_gradient(eqx.filter(m, eqx.is_array)), eqx.filter(m, eqx.is_array, inverse=True))
+        z = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, frozen(c[1])), (0, x))[1]
         return m(jax.lax.stop_gradient(z))
 
     return model, loss, (D,)
 
 
 @model
-def weights_that_a_loop_changes(key):
+def weights_updated_in_a_loop(key):
     keys = jax.random.split(key, 2)
     model = {"up": normal(keys[0], D, F), "down": normal(keys[1], F, D)}
 
@@ -169,12 +169,12 @@ MODELS["two LSTMs"] = recurrent(eqx.nn.LSTMCell, [F, D])
 MODELS["GRU encoder and decoder"] = recurrent(eqx.nn.GRUCell, [D, D], in_decoder=True)
 
 
-# --- primitives that are not followed ---------------------------------------------------------------------------------
+# --- unsupported primitives -------------------------------------------------------------------------------------------
 
 
 @model
-def layers_of_mixed_weights(key):
-    """Orthogonal layers: their `qr` is not followed."""
+def orthogonal_layers(key):
+    """Orthogonal layers: the dataflow does not support their `qr`."""
     model = [eqx.nn.Linear(160, 160, use_bias=False, key=key) for key in jax.random.split(key)]
 
     def loss(m, x):
@@ -185,34 +185,34 @@ def layers_of_mixed_weights(key):
     return model, loss, (160,)
 
 
-def made(name, dtype=jnp.float32):
+def model_loss_and_batch(name, dtype=jnp.float32):
     model, loss, shape = MODELS[name](jax.random.key(0))
     model = jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, model)
 
-    def of_batch(model, batch, key=None):
+    def batch_loss(model, batch, key=None):
         return jnp.square(jax.vmap(lambda x: loss(model, x))(batch)).mean()
 
-    return model, of_batch, np.random.default_rng(0).normal(size=(ROWS, *shape)).astype(dtype)
+    return model, batch_loss, np.random.default_rng(0).normal(size=(ROWS, *shape)).astype(dtype)
 
 
-def whole(plan):
+def n_replicated_parameters(plan):
     return sum(math.prod(leaf.shape) for leaf in plan.leaves.values() if leaf.n_shards == 1)
 
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_no_larger_share_is_left_replicated_than_the_walk_leaves(name, n):
-    model, loss, batch = made(name)
+def test_trace_replicates_no_more_than_field_order(name, n):
+    model, loss, batch = model_loss_and_batch(name)
     mesh = make_mesh(n)
-    walk, plan = make_plan(model, mesh), make_plan(model, mesh, trace=Trace.of(loss, model, batch))
-    assert whole(plan) <= whole(walk)
-    # At most 5 %, even if the traversal knows none of the weights: only biases of summed outputs are replicated.
-    assert whole(plan) <= 0.05 * plan.n_parameters
+    by_field_order, plan = make_plan(model, mesh), make_plan(model, mesh, trace=Trace.of(loss, model, batch))
+    assert n_replicated_parameters(plan) <= n_replicated_parameters(by_field_order)
+    # At most 5 %, even where field order splits no weight: only biases of summed outputs are replicated.
+    assert n_replicated_parameters(plan) <= 0.05 * plan.n_parameters
     for leaf in plan.leaves.values():
         assert leaf.n_shards > 1 or leaf.reason.startswith("replicated: ")
 
 
-def test_what_is_left_replicated_says_why():
+def test_replicated_leaf_names_the_reason():
     odd = {"theta": jnp.zeros(2 * D * F + 2)}
 
     def loss(m, x):
@@ -222,8 +222,8 @@ def test_what_is_left_replicated_says_why():
     assert plan["theta"].reason == "replicated: 4098 entries do not divide over 4 shards; a vector padded to 4100 would"
 
 
-def test_large_weights_are_split_though_whole_would_send_less():
-    """Two GRUs over many steps: replicated, they would send nothing between the shards."""
+def test_large_weights_are_split_even_if_replication_sends_less():
+    """Two GRUs over many steps: if replicated, their shards would exchange nothing."""
 
     def dims(n, length):
         model, loss, _ = recurrent(eqx.nn.GRUCell, [n, n])(jax.random.key(0))
@@ -238,7 +238,7 @@ def test_large_weights_are_split_though_whole_would_send_less():
     assert math.prod(large["cells.0.weight_hh"].shape) > SMALL and n_shards == [4, 4]
 
 
-def test_many_leaves_that_are_left_replicated_are_a_warning():
+def test_many_replicated_leaves_give_a_warning():
     model = [jax.ShapeDtypeStruct((1023, 641), jnp.float32) for _ in range(4)]
     plan = make_plan(model, make_mesh(2))
     assert plan.warnings == (
@@ -248,8 +248,8 @@ def test_many_leaves_that_are_left_replicated_are_a_warning():
     assert make_plan([jax.ShapeDtypeStruct((1024, 641), jnp.float32)], make_mesh(2), {"*": ("model", None)}).warnings == ()
 
 
-def test_what_is_not_followed_is_stored_split_and_gathered():
-    model, loss, batch = made("layers_of_mixed_weights")
+def test_weights_of_unsupported_primitives_are_stored_split_and_gathered():
+    model, loss, batch = model_loss_and_batch("orthogonal_layers")
     plan = make_plan(model, make_mesh(2, 2), trace=Trace.of(loss, model, batch))
     assert plan["0.weight"].n_shards == 4 and plan.spec_in_use("0.weight") == jax.sharding.PartitionSpec(None, None)
     assert plan["0.weight"].reason == (
@@ -263,11 +263,11 @@ TRAINED = [
     ("experts_by_index", (4, 1)),
     ("experts_by_index", (2, 2)),
     ("slices_of_a_vector", (2, 2)),
-    ("ravelled", (4, 1)),
+    ("raveled_mlp", (4, 1)),
     ("fori_loop", (4, 1)),
-    ("weights_that_a_loop_changes", (2, 2)),
+    ("weights_updated_in_a_loop", (2, 2)),
     ("two GRUs", (4, 1)),
-    ("layers_of_mixed_weights", (2, 2)),
+    ("orthogonal_layers", (2, 2)),
 ]
 
 
@@ -275,14 +275,14 @@ TRAINED = [
     ("name", "shards"), [case if i % 2 else pytest.param(*case, marks=pytest.mark.sweep) for i, case in enumerate(TRAINED)]
 )
 @pytest.mark.sweep
-def test_an_update_is_that_of_the_whole_model(x64, name, shards):
-    model, loss, batch = made(name, jnp.float64)
+def test_sharded_update_equals_the_unsharded_update(x64, name, shards):
+    model, loss, batch = model_loss_and_batch(name, jnp.float64)
     deployer = redeqx.Deployer(n_model_shards=shards[0], n_fsdp_shards=shards[1], verbose=False)
     trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss)
     metrics = trainer.train(list(batch), ROWS // deployer.n_batch_shards)
     value, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, batch)
-    wanted = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+    expected = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
     assert metrics["loss"] == pytest.approx(float(value), rel=1e-6)
-    for got, leaf in zip(jax.tree.leaves(trainer.model), jax.tree.leaves(wanted), strict=True):
+    for got, leaf in zip(jax.tree.leaves(trainer.model), jax.tree.leaves(expected), strict=True):
         if eqx.is_array(leaf):
             np.testing.assert_allclose(np.asarray(got), np.asarray(leaf), rtol=1e-7, atol=1e-10)

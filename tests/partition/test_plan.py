@@ -1,4 +1,4 @@
-"""Plans: the exact spec and reason of every leaf; overrides; and models and optimizer states placed by a plan."""
+"""Plans: the exact spec and reason of each leaf, overrides, reports, and models and optimizer states placed by a plan."""
 
 import itertools
 import re
@@ -27,12 +27,12 @@ D = 16
 
 
 def shapes(make, *args, **kwargs):
-    """The model as shapes: a plan needs no arrays."""
+    """The model with shapes in place of arrays."""
     return eqx.filter_eval_shape(lambda key: make(*args, **kwargs, key=key), KEY)
 
 
 def zeros(model):
-    """The model of shapes, with arrays of zeros."""
+    """The model with zeros in place of shapes."""
     return jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)) if is_array_like(leaf) else leaf, model)
 
 
@@ -60,7 +60,7 @@ def reasons(plan):
     return {name: leaf.reason for name, leaf in plan.leaves.items()}
 
 
-COLUMN, ROW, WHOLE = P(M, None), P(None, M), P(None, None)
+COLUMN, ROW, REPLICATED = P(M, None), P(None, M), P(None, None)
 
 
 # --- rule 1: fully connected --------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class SwiGLU(eqx.Module):
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("gate", "up", "down"))), ids="-".join)
-def test_swiglu_with_its_fields_in_every_order(order):
+def test_swiglu_in_every_field_order(order):
     sizes = {"gate": (D, 64), "up": (D, 64), "down": (64, D)}
     cls = type("Block", (SwiGLU,), {"__annotations__": dict.fromkeys(order, eqx.nn.Linear)})
     model = cls(*(linear(*sizes[name], use_bias=False) for name in order))
@@ -114,18 +114,18 @@ def test_autoencoder(as_fields):
     "sizes, weight, bias",
     [
         ((8, 12), COLUMN, P(M)),
-        ((8, 10), ROW, P(None)),  # outputs do not divide over 4
+        ((8, 10), ROW, P(None)),  # the outputs do not divide over 4
         ((10, 8), COLUMN, P(M)),
-        ((10, 6), WHOLE, P(None)),  # neither does
+        ((10, 6), REPLICATED, P(None)),  # neither does
         ((8, "scalar"), ROW, P(None)),
         (("scalar", 8), COLUMN, P(M)),
-        (("scalar", "scalar"), WHOLE, P(None)),
+        (("scalar", "scalar"), REPLICATED, P(None)),
     ],
 )
-def test_linear_sizes_that_do_not_divide(sizes, weight, bias):
+def test_linear_with_indivisible_sizes(sizes, weight, bias):
     plan = plan_of([linear(*sizes)])
     assert specs(plan) == {"0.weight": weight, "0.bias": bias}
-    if weight == WHOLE:
+    if weight == REPLICATED:
         assert plan["0.weight"].reason.startswith("replicated: neither ")
 
 
@@ -139,7 +139,7 @@ def test_convolutions():
         shapes(eqx.nn.Conv1d, 6, 10, 3),
     ]
     plan = plan_of(model)
-    column, row, whole = P(M, None, None, None), P(None, M, None, None), P(None, None, None)
+    column, row, replicated = P(M, None, None, None), P(None, M, None, None), P(None, None, None)
     assert specs(plan) == {
         "0.weight": column,
         "0.bias": P(M, None, None),
@@ -148,9 +148,9 @@ def test_convolutions():
         "2.bias": P(M, None, None),
         "3.weight": P(M, None, None),
         "3.bias": P(M, None),
-        "4.weight": whole,
+        "4.weight": replicated,
         "4.bias": P(None, None),
-        "5.weight": whole,
+        "5.weight": replicated,
         "5.bias": P(None, None),
     }
     assert plan["3.weight"].reason == "column: 4 groups, none cut in two"
@@ -158,7 +158,7 @@ def test_convolutions():
 
 
 def test_stacked_layers():
-    """`eqx.filter_vmap` over constructors: leading dims, one or two, are never split."""
+    """`eqx.filter_vmap` over constructors adds one or two leading dims, which are never split."""
 
     def make(key):
         return {
@@ -208,7 +208,7 @@ def test_multihead_attention():
 
 
 class Attention(eqx.Module):
-    """An attention whose field names and field order do not tell its roles."""
+    """Attention whose roles cannot be inferred from the names or the order of its fields."""
 
     mix: eqx.nn.Linear
     c: eqx.nn.Linear
@@ -233,8 +233,8 @@ class RegisteredAttention(Attention):
 
 
 register_attention(RegisteredAttention, query="a", key="b", value="c", output="mix")
-ABC = ("a", "b", "c", "mix")
-REST = {"extra.layers.0.weight": COLUMN, "extra.layers.1.weight": ROW}
+FIELDS = ("a", "b", "c", "mix")
+EXTRA_SPECS = {"extra.layers.0.weight": COLUMN, "extra.layers.1.weight": ROW}
 
 
 @pytest.mark.parametrize(
@@ -242,28 +242,28 @@ REST = {"extra.layers.0.weight": COLUMN, "extra.layers.1.weight": ROW}
     [
         (8, 8, (COLUMN, COLUMN, COLUMN, ROW)),
         (8, 4, (COLUMN, COLUMN, COLUMN, ROW)),
-        (8, 2, (COLUMN, WHOLE, WHOLE, ROW)),  # fewer key/value heads than shards, though their features divide
+        (8, 2, (COLUMN, REPLICATED, REPLICATED, ROW)),  # fewer key/value heads than shards, though their features divide
         (6, 6, (ROW, ROW, ROW, COLUMN)),  # 24 features divide over 4 shards, 6 heads do not
     ],
 )
 def test_registered_attention(n_heads, n_kv_heads, expected):
     plan = plan_of({"layer": RegisteredAttention(n_heads, n_kv_heads)})
-    wanted = {**attention_specs(*expected, names=ABC), **REST}
-    assert specs(plan) == {f"layer.{name}": spec for name, spec in wanted.items()}
+    expected_specs = {**attention_specs(*expected, names=FIELDS), **EXTRA_SPECS}
+    assert specs(plan) == {f"layer.{name}": spec for name, spec in expected_specs.items()}
     assert "recognised by" not in "".join(reasons(plan).values())
 
 
-def test_a_subclass_of_a_registered_attention_is_one():
+def test_subclass_of_a_registered_attention_is_attention():
     class Sub(RegisteredAttention):
         pass
 
-    assert specs(plan_of(Sub(8, 8))) == {**attention_specs(COLUMN, COLUMN, COLUMN, ROW, names=ABC), **REST}
+    assert specs(plan_of(Sub(8, 8))) == {**attention_specs(COLUMN, COLUMN, COLUMN, ROW, names=FIELDS), **EXTRA_SPECS}
     # The numbers of heads decide, not the sizes of the layers.
-    assert specs(plan_of(Sub(8, 2))) == {**attention_specs(COLUMN, WHOLE, WHOLE, ROW, names=ABC), **REST}
-    assert specs(plan_of(Sub(6, 6))) == {**attention_specs(ROW, ROW, ROW, COLUMN, names=ABC), **REST}
+    assert specs(plan_of(Sub(8, 2))) == {**attention_specs(COLUMN, REPLICATED, REPLICATED, ROW, names=FIELDS), **EXTRA_SPECS}
+    assert specs(plan_of(Sub(6, 6))) == {**attention_specs(ROW, ROW, ROW, COLUMN, names=FIELDS), **EXTRA_SPECS}
 
 
-def test_heads_may_be_a_function_of_the_module():
+def test_heads_given_as_a_function_of_the_module():
     class WithConfig(Attention):
         pass
 
@@ -276,14 +276,14 @@ def test_heads_may_be_a_function_of_the_module():
         heads=lambda module: module.n_heads // 2,
         kv_heads="n_kv_heads",
     )
-    assert specs(plan_of(WithConfig(8, 2)))["b.weight"] == WHOLE
+    assert specs(plan_of(WithConfig(8, 2)))["b.weight"] == REPLICATED
     assert specs(plan_of(WithConfig(4, 4)))["a.weight"] == ROW  # 4 // 2 heads over 4 shards
 
 
 @pytest.mark.parametrize(
     "names", [("q_proj", "k_proj", "v_proj", "o_proj"), ("wq", "wk", "wv", "wo"), ("q", "k", "v", "proj")]
 )
-def test_attention_by_names_says_so(names):
+def test_attention_recognised_by_field_names_is_noted_in_the_reason(names):
     fields = {**dict.fromkeys(names, eqx.nn.Linear), "num_heads": int}
     cls = type("Unregistered", (eqx.Module,), {"__annotations__": fields})
     model = [cls(*[linear(D, D, use_bias=False)] * 3, linear(D, D, use_bias=False), 8)]
@@ -298,12 +298,12 @@ def test_attention_by_names_says_so(names):
     assert "(number of heads unknown)" in plan_of(headless(*[linear(D, D)] * 4))[f"{names[0]}.weight"].reason
 
 
-def test_four_linears_of_other_names_are_no_attention():
+def test_four_linears_with_other_names_are_not_attention():
     model = Attention(8, 8)
     assert "attention" not in "".join(reasons(plan_of(model)).values())
 
 
-def test_after_attention_activations_are_whole():
+def test_activations_after_attention_are_replicated():
     model = [shapes(eqx.nn.MultiheadAttention, 4, D), linear(D, 64), linear(64, D), linear(D, 64)]
     assert [specs(plan_of(model))[f"{i}.weight"] for i in (1, 2, 3)] == [COLUMN, ROW, COLUMN]
 
@@ -320,12 +320,12 @@ def test_after_attention_activations_are_whole():
         ({"output": "mixx"}, ValueError, "`output`: expected a field of Attention, got 'mixx'. Did you mean `mix`?"),
     ],
 )
-def test_what_cannot_be_registered(arguments, error, message):
+def test_register_attention_errors(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         register_attention(**{"cls": Attention, "query": "a", "key": "b", "value": "c", "output": "mix", **arguments})
 
 
-def test_a_registered_field_that_holds_no_linear():
+def test_registered_field_must_hold_a_linear():
     class Wrong(Attention):
         pass
 
@@ -342,7 +342,7 @@ GPT2_CONFIG = GPT2Config(vocab_size=64, n_positions=16, d_model=64, n_layers=2, 
 
 
 def gpt2_specs(block, *lead):
-    """The expected specs of a block, written by hand, with the block's name as prefix."""
+    """The expected specs of a block, with the block's name as prefix."""
     column, row = P(*lead, M, None), P(*lead, None, M)
     table = {"attention_norm.weight": P(*lead, None), "attention_norm.bias": P(*lead, None)}
     for name in ("attention.query", "attention.key", "attention.value"):
@@ -354,11 +354,11 @@ def gpt2_specs(block, *lead):
     return {f"{block}.{name}": spec for name, spec in table.items()}
 
 
-AROUND = {"embedding.weight": COLUMN, "positions": WHOLE, "norm.weight": P(None), "norm.bias": P(None)}
+NON_BLOCK_SPECS = {"embedding.weight": COLUMN, "positions": REPLICATED, "norm.weight": P(None), "norm.bias": P(None)}
 
 
 def test_gpt2_stacked():
-    assert specs(plan_of(shapes(GPT2, GPT2_CONFIG))) == {**AROUND, **gpt2_specs("stack.blocks", None)}
+    assert specs(plan_of(shapes(GPT2, GPT2_CONFIG))) == {**NON_BLOCK_SPECS, **gpt2_specs("stack.blocks", None)}
 
 
 def test_gpt2_unstacked():
@@ -367,7 +367,7 @@ def test_gpt2_unstacked():
         return eqx.tree_at(lambda m: m.stack.blocks, model, model.stack.unstack())
 
     plan = plan_of(eqx.filter_eval_shape(make, KEY))
-    assert specs(plan) == {**AROUND, **gpt2_specs("stack.blocks.0"), **gpt2_specs("stack.blocks.1")}
+    assert specs(plan) == {**NON_BLOCK_SPECS, **gpt2_specs("stack.blocks.0"), **gpt2_specs("stack.blocks.1")}
     # Blocks that differ only in their index share a row.
     rows = {row[0]: row[1:] for row in plan.rows()}
     assert rows["stack.blocks.*.mlp.down.weight  (2x)"] == (
@@ -375,7 +375,7 @@ def test_gpt2_unstacked():
         "·, model",
         "row: its input arrives split by `stack.blocks.*.mlp.up`",
     )
-    assert len(rows) == len(AROUND) + len(gpt2_specs("block"))
+    assert len(rows) == len(NON_BLOCK_SPECS) + len(gpt2_specs("block"))
 
 
 @pytest.mark.parametrize("n_model_shards, n_fsdp_shards", [(1, 8), (2, 2)])
@@ -385,7 +385,7 @@ def test_gpt2_with_fsdp(n_model_shards, n_fsdp_shards):
     split = {"stack.blocks.mlp.up.weight": column, "stack.blocks.mlp.down.weight": row, "embedding.weight": P(M, F)}
     split |= {f"stack.blocks.attention.{name}.weight": column for name in ("query", "key", "value")}
     split |= {"stack.blocks.attention.output.weight": row}
-    assert specs(plan) == {**AROUND, **gpt2_specs("stack.blocks", None), **split}
+    assert specs(plan) == {**NON_BLOCK_SPECS, **gpt2_specs("stack.blocks", None), **split}
     assert plan["stack.blocks.mlp.up.weight"].reason.endswith("; fsdp on dim 2")
     assert plan.spec_in_use("stack.blocks.mlp.up.weight") == P(None, M, None)
 
@@ -402,14 +402,14 @@ class Tied(eqx.Module):
         self.head = eqx.nn.Linear(D, 64, key=key)
 
 
-def test_embedding_shared_with_the_head():
+def test_head_tied_to_the_embedding_by_eqx_shared():
     model = eqx.nn.Shared(zeros(shapes(Tied)), lambda m: m.head.weight, lambda m: m.embedding.weight)
     plan = plan_of(model)
     assert specs(plan) == {"pytree.embedding.weight": COLUMN, "pytree.head.bias": P(M)}
     assert plan.warnings == ()
 
 
-def test_the_same_array_at_two_leaves_is_decided_once_and_warns():
+def test_array_at_two_leaves_gets_one_split_and_a_warning():
     model = zeros(shapes(Tied))
     plan = plan_of(eqx.tree_at(lambda m: m.head.weight, model, model.embedding.weight))
     assert specs(plan) == {"embedding.weight": COLUMN, "head.weight": COLUMN, "head.bias": P(M)}
@@ -420,20 +420,20 @@ def test_the_same_array_at_two_leaves_is_decided_once_and_warns():
     )
 
 
-def test_a_tied_raw_array_follows_the_layer():
+def test_raw_array_tied_to_a_layer_has_the_layer_split():
     head = zeros(linear(D, 64, use_bias=False))
     plan = plan_of({"a_table": head.weight, "head": head})
     assert specs(plan) == {"a_table": COLUMN, "head.weight": COLUMN}
     assert plan["a_table"].reason == "tied: the same array as `head.weight`"
 
 
-def test_embedding_rows_that_do_not_divide():
+def test_embedding_with_indivisible_rows_is_replicated():
     plan = plan_of(shapes(eqx.nn.Embedding, 50257, D))
-    assert specs(plan) == {"weight": WHOLE}
+    assert specs(plan) == {"weight": REPLICATED}
     assert plan["weight"].reason == "replicated: 50257 rows do not divide over 4 shards; a table padded to 50260 rows would"
 
 
-def test_norms_and_what_no_rule_knows():
+def test_norms_and_unknown_leaves_are_replicated():
     model = {
         "layer_norm": eqx.nn.LayerNorm((4, 8)),
         "rms_norm": eqx.nn.RMSNorm(8),
@@ -457,7 +457,7 @@ def test_norms_and_what_no_rule_knows():
     assert plan["keys"].n_bytes == 8 * 8 and plan["table"].n_bytes == 256 and plan["scalar"].n_bytes == 4
 
 
-def test_shapes_plan_as_arrays_do():
+def test_shapes_and_arrays_give_the_same_plan():
     model = shapes(eqx.nn.MLP, 8, 8, 32, depth=2)
     assert plan_of(model).leaves == plan_of(zeros(model)).leaves
 
@@ -472,8 +472,8 @@ BIG = MIN_FSDP_SIZE
     [
         (1, (BIG // 16, 16), P(F, None), "; fsdp on dim 0"),
         (1, (16, BIG // 16), P(None, F), "; fsdp on dim 1"),
-        (2, (64, 64), P(F, None), "; fsdp on dim 0"),  # the first of equals
-        (2, (64, 63), WHOLE, ""),  # smaller than MIN_FSDP_SIZE
+        (2, (64, 64), P(F, None), "; fsdp on dim 0"),  # the first of the equal dims
+        (2, (64, 63), REPLICATED, ""),  # smaller than MIN_FSDP_SIZE
         (1, (4, 1100), P(None, None), "; no free dim for 8 fsdp shards"),
         (1, (12, 3, 800), P(None, None, F), "; fsdp on dim 2"),
         (1, (BIG,), P(F), "; fsdp on dim 0"),
@@ -484,7 +484,7 @@ def test_fsdp_splits_the_largest_dim_that_divides(n_model_shards, shape, spec, n
     assert specs(plan) == {"0": spec} and plan["0"].reason == "replicated: no known layer" + note
 
 
-def test_fsdp_takes_what_the_model_axis_leaves():
+def test_fsdp_uses_dims_that_the_model_axis_leaves_free():
     model = [linear(64, 512), linear(512, 64), linear(3, 4096), shapes(eqx.nn.Conv2d, 5, 4096, 3, use_bias=False)]
     assert specs(plan_of(model, 2, 2)) == {
         "0.weight": P(M, F),
@@ -501,7 +501,7 @@ def test_fsdp_takes_what_the_model_axis_leaves():
     assert {row[0]: row[2] for row in plan.rows()}["2.weight"] == "model+fsdp, ·"
 
 
-def test_both_axes_share_a_dim_only_where_their_product_divides_it():
+def test_both_axes_share_a_dim_only_if_their_product_divides_it():
     plan = plan_of([linear(3, 4098), linear(3, 4100)], 2, 2)
     assert specs(plan) == {
         "0.weight": P(M, None),  # 4098 = 2 x 2049
@@ -525,7 +525,7 @@ def test_fsdp_never_splits_stacked_dims():
         "mlp.layers.0.bias": P(None, (M, F)),
         "mlp.layers.1.weight": P(None, F, M),
         "mlp.layers.1.bias": P(None, None),
-        "mlp.activation": P(None, None, None),  # of no known layer: stacked as those beside it
+        "mlp.activation": P(None, None, None),  # not in a known layer: stacked like the layers beside it
     }
     assert plan["mlp.activation"].reason.endswith("; no free dim for 8 fsdp shards")
 
@@ -581,7 +581,7 @@ def test_overrides():
         ),
     ],
 )
-def test_overrides_that_cannot_be(overrides, message):
+def test_overrides_errors(overrides, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan_of({**two_layers(), "odd": linear(5, 6)}, overrides=overrides)
 
@@ -589,7 +589,7 @@ def test_overrides_that_cannot_be(overrides, message):
 # --- reports of a plan ----------------------------------------------------------------------------------------------------
 
 
-def test_a_large_leaf_left_replicated_is_a_warning():
+def test_large_replicated_leaf_gives_a_warning():
     model = {"table": jax.ShapeDtypeStruct((1030, 1025), jnp.float32), "small": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     reason = "replicated: no known layer"
     assert plan_of(model).warnings == (
@@ -603,7 +603,7 @@ def test_a_large_leaf_left_replicated_is_a_warning():
     assert all("`rest`" in warning for warning in plan_of(model).warnings)  # less than 1 % of the model
 
 
-def test_explain():
+def test_explain_table():
     model = {"mlps": [shapes(eqx.nn.MLP, 8, 8, 1024, depth=1, use_final_bias=False) for _ in range(2)]}
     plan = plan_of({**model, "scale": jax.ShapeDtypeStruct((), jnp.float32)}, 2, 2)
     assert plan.explain() == (
@@ -620,7 +620,7 @@ mesh data=2 x fsdp=2 x model=2: 34,817 parameters, 136.0 KiB, 36.0 KiB a device"
     assert plan_of(model, 1, 1).summary() == "6 leaves: one shard, 0 replicated"
 
 
-def test_explain_ends_with_the_warnings():
+def test_warnings_end_the_explanation():
     plan = plan_of(eqx.tree_at(lambda m: m.head.weight, (model := zeros(shapes(Tied))), model.embedding.weight))
     assert plan.explain().splitlines()[-1] == f"warning: {plan.warnings[0]}"
 
@@ -634,12 +634,12 @@ def test_bytes():
     assert plan.n_bytes_per_device == 2 * (64 * 256 // 4 + 256 // 2) + 4 * 20
 
 
-def test_an_unknown_leaf_is_named():
+def test_unknown_leaf_error():
     with pytest.raises(KeyError, match=r"`up\.wieght`: expected a leaf of the plan\. Did you mean `up\.weight`\?"):
         plan_of(two_layers())["up.wieght"]
 
 
-def test_leaves_that_the_loss_does_not_read_are_marked():
+def test_leaves_unread_by_the_loss_are_marked():
     model = {"used": linear(8, 8, use_bias=False), "unused": linear(8, 8, use_bias=False), "n": jnp.zeros(3)}
     plan = plan_of(model)
     assert plan["used.weight"].is_read is None
@@ -662,8 +662,8 @@ def test_leaves_that_the_loss_does_not_read_are_marked():
 # --- models placed by a plan ----------------------------------------------------------------------------------------------
 
 
-def test_place_copies_the_caller_s_arrays():
-    """So that a step that donates its arguments never deletes the caller's arrays."""
+def test_place_copies_the_arrays_of_the_caller():
+    """A step that donates its arguments must never delete the caller's arrays."""
     model = {
         "mlp": eqx.nn.MLP(8, 8, 32, depth=1, key=KEY),
         "table": np.arange(8.0, dtype=np.float32),
@@ -687,7 +687,7 @@ def test_place_copies_the_caller_s_arrays():
     )
 
 
-def test_place_takes_over_what_is_placed_already():
+def test_place_reuses_arrays_with_the_planned_sharding():
     plan = plan_of(model := {"w": jnp.zeros((8, 8))}, overrides={"w": ("model",)})
     placed = place(model, plan)
     assert place(placed, plan)["w"] is placed["w"]
@@ -711,7 +711,7 @@ COPIES = {"adam": 2, "momentum": 1, "multi_transform": None, "adafactor": None, 
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_states_live_with_their_parameters(name):
+def test_optimizer_states_have_the_sharding_of_their_parameters(name):
     params = eqx.filter(two_layers(), is_array_like)
     plan = plan_of(params)
     state = jax.eval_shape(OPTIMIZERS[name].init, params)
@@ -729,15 +729,15 @@ def test_optimizer_states_live_with_their_parameters(name):
         assert owned == dict.fromkeys(plan.leaves, COPIES[name])
     elif name == "multi_transform":
         assert owned == {"up.weight": 2, "up.bias": 2, "down.weight": 1, "down.bias": 1}
-    else:  # adafactor: row and column averages of a matrix are replicated, a bias' moment is stored like the bias
+    else:  # adafactor: a matrix's row and column averages are replicated, a bias's moment is sharded like the bias
         assert owned == {"up.bias": 1, "down.bias": 1} or owned.keys() == plan.leaves.keys()
 
 
-def test_gradients_live_with_their_parameters_whatever_is_around_them():
+def test_gradients_have_the_sharding_of_their_parameters():
     plan = plan_of(two_layers())
     shardings = shardings_like(eqx.filter(two_layers(), is_array_like), plan)
     assert shardings["up"].weight == plan.sharding("up.weight")
-    # The longest name wins: `up.weight` is no leaf called `weight`.
+    # The longest name wins: `up.weight` is not matched as `weight`.
     plan = plan_of({"weight": jax.ShapeDtypeStruct((32, 8), jnp.float32), **two_layers()})
     state = {
         "mu": {
@@ -746,10 +746,10 @@ def test_gradients_live_with_their_parameters_whatever_is_around_them():
         }
     }
     shardings = shardings_like(state, plan)
-    assert (shardings["mu"]["weight"].spec, shardings["mu"]["up"]["weight"].spec) == (WHOLE, plan["up.weight"].spec)
+    assert (shardings["mu"]["weight"].spec, shardings["mu"]["up"]["weight"].spec) == (REPLICATED, plan["up.weight"].spec)
 
 
-def test_thresholds_are_what_the_tests_above_assume():
+def test_size_thresholds_assumed_by_the_tests_above():
     assert redeqx.partition._plan.LARGE_SIZE <= 1030 * 1025 and MIN_FSDP_SIZE == 64 * 64
 
 
@@ -760,55 +760,55 @@ def adapted(model, rank=3, where="*"):
     return eqx.filter_eval_shape(lambda model: lora.add(model, rank=rank, where=where, key=KEY), model)
 
 
-def test_adapters_are_split_along_the_dim_that_follows_their_layers():
+def test_adapter_dims_follow_the_split_of_their_layer():
     plan = plan_of(adapted(shapes(eqx.nn.MLP, 8, 4, 32, depth=1)))
     assert specs(plan) == {
         "layers.0.weight": COLUMN,
         "layers.0.bias": P(M),
-        "layers.0.lora_a": WHOLE,
+        "layers.0.lora_a": REPLICATED,
         "layers.0.lora_b": COLUMN,
         "layers.1.weight": ROW,
         "layers.1.bias": P(None),
         "layers.1.lora_a": ROW,
-        "layers.1.lora_b": WHOLE,
+        "layers.1.lora_b": REPLICATED,
     }
     assert plan["layers.0.lora_b"].reason == "follows dim 0 of its weight"
     assert plan["layers.0.lora_a"].reason == "replicated: does not follow dim 0 of its weight"
     assert plan["layers.1.lora_a"].reason == "follows dim 1 of its weight"
     plan = plan_of(adapted([linear(10, 6)]))
-    assert specs(plan) == {"0.weight": WHOLE, "0.bias": P(None), "0.lora_a": WHOLE, "0.lora_b": WHOLE}
+    assert specs(plan) == {"0.weight": REPLICATED, "0.bias": P(None), "0.lora_a": REPLICATED, "0.lora_b": REPLICATED}
     assert plan["0.lora_b"].reason == "replicated: follows its weight, which is replicated"
 
 
-def test_adapters_of_attentions_and_of_stacks():
+def test_adapters_of_stacked_and_attention_layers():
     config = GPT2Config(vocab_size=48, n_positions=16, d_model=32, n_layers=2, n_heads=4)
     base = shapes(GPT2, config)
     plain, plan = plan_of(base), plan_of(adapted(base))
     assert {name: leaf for name, leaf in specs(plan).items() if ".lora_" not in name} == specs(plain)  # nothing else changed
-    column, row, whole = P(None, M, None), P(None, None, M), P(None, None, None)
+    column, row, replicated = P(None, M, None), P(None, None, M), P(None, None, None)
     blocks = "stack.blocks"
     assert {name.removeprefix(f"{blocks}."): leaf for name, leaf in specs(plan).items() if ".lora_" in name} == {
-        **{f"attention.{role}.lora_a": whole for role in ("query", "key", "value")},
+        **{f"attention.{role}.lora_a": replicated for role in ("query", "key", "value")},
         **{f"attention.{role}.lora_b": column for role in ("query", "key", "value")},
         "attention.output.lora_a": row,
-        "attention.output.lora_b": whole,
-        "mlp.up.lora_a": whole,
+        "attention.output.lora_b": replicated,
+        "mlp.up.lora_a": replicated,
         "mlp.up.lora_b": column,
         "mlp.down.lora_a": row,
-        "mlp.down.lora_b": whole,
+        "mlp.down.lora_b": replicated,
     }
     plan = plan_of(adapted(shapes(eqx.nn.MultiheadAttention, 6, 24)))  # uneven heads: adapters flip like their layers
     assert specs(plan)["query_proj.lora_a"] == ROW and specs(plan)["output_proj.lora_b"] == COLUMN
 
 
-def test_the_fsdp_axis_splits_large_adapters_too():
+def test_fsdp_splits_large_adapters():
     plan = plan_of(adapted([linear(512, 1024)], rank=8), 2, 2)
     assert specs(plan)["0.lora_a"] == P(None, F) and specs(plan)["0.lora_b"] == P(M, F)
     assert plan["0.lora_b"].reason == "follows dim 0 of its weight; fsdp on dim 1"
 
 
 class Scaled(eqx.nn.Linear):
-    """A user's layer: a gain for each output, and a table that `follows_weight` does not mention."""
+    """A user's layer: a gain for each output, and a table that is not in `follows_weight`."""
 
     gain: jax.Array | None
     table: jax.Array
@@ -831,23 +831,23 @@ class Rows(eqx.nn.Embedding):
         self.scale = jnp.ones((2, n_rows))
 
 
-def test_users_layers_say_what_follows_their_weight():
+def test_follows_weight_of_user_layers():
     plan = plan_of({"layer": shapes(Scaled, 8, 16, 16), "none": shapes(Scaled, 8, 16, None), "rows": shapes(Rows, 12, 5)})
     assert specs(plan) == {
         "layer.weight": COLUMN,
         "layer.bias": P(M),
         "layer.gain": P(M),
-        "layer.table": WHOLE,
+        "layer.table": REPLICATED,
         "none.weight": COLUMN,
         "none.bias": P(M),
-        "none.table": WHOLE,
+        "none.table": REPLICATED,
         "rows.weight": COLUMN,
         "rows.scale": ROW,
     }
     assert plan["layer.table"].reason == "replicated: no known layer"
 
 
-def test_sizes_that_do_not_follow_are_refused():
+def test_follows_weight_size_mismatch_error():
     with pytest.raises(ValueError) as raised:
         plan_of([shapes(Scaled, 8, 16, 12)])
     assert str(raised.value) == (

@@ -1,4 +1,4 @@
-"""The two rules, as functions of sizes."""
+"""The two sharding rules, as functions of layer sizes."""
 
 import itertools
 
@@ -40,12 +40,12 @@ UP, DOWN = (D, F), (F, D)
 
 
 @pytest.mark.parametrize(
-    "given, order",
+    "field_sizes, order",
     [
         ([], []),
         ([UP], [0]),
         ([UP, DOWN], [0, 1]),
-        ([DOWN, UP], [1, 0]),  # sizes allow both orders: the chain starts with the layer that widens
+        ([DOWN, UP], [1, 0]),  # sizes allow both orders: the layer that widens comes first
         ([UP, UP, DOWN], [0, 1, 2]),
         ([UP, DOWN, UP], [0, 1, 2]),
         ([DOWN, UP, UP], [1, 2, 0]),
@@ -55,12 +55,12 @@ UP, DOWN = (D, F), (F, D)
         ([DOWN, (D, 16)], [0, 1]),
     ],
 )
-def test_calling_order(given, order):
-    layers = fields(*given)
+def test_calling_order(field_sizes, order):
+    layers = fields(*field_sizes)
     assert in_calling_order(layers) == [layers[i] for i in order]
 
 
-def test_gate_up_and_down_split_alike_in_every_order_of_their_fields():
+def test_swiglu_splits_do_not_depend_on_the_field_order():
     roles = {"gate": UP, "up": UP, "down": DOWN}
     for names in itertools.permutations(roles):
         layers = [Layer(name, *roles[name], parent="mlp") for name in names]
@@ -96,19 +96,19 @@ def test_alternating(layers, expected):
     assert dims(layers) == expected
 
 
-def test_siblings_after_a_split_layer_all_contract_it():
+def test_all_siblings_after_a_split_layer_are_rows():
     layers = [Layer("up", D, F), Layer("a", F, D, parent="pair"), Layer("b", F, D, parent="pair")]
     assert dims(layers) == [OUT, IN, IN]
 
 
 @pytest.mark.parametrize("groups, expected", [(4, OUT), (8, OUT), (2, None), (6, None)])
-def test_groups_of_a_convolution_stay_whole_on_their_shard(groups, expected):
+def test_convolution_groups_are_never_divided_between_shards(groups, expected):
     (split,) = alternate([Layer("conv", 24, 24, groups=groups)], 4).values()
     assert split.dim == expected
     assert split.reason.startswith("column: " if expected == OUT else "replicated: ") and f"{groups} groups" in split.reason
 
 
-def test_each_split_says_why():
+def test_reason_of_each_split():
     layers = [*elements(UP, DOWN), None, Layer("odd", 6, 5), Layer("row", 8, 5)]
     assert {name: split.reason for name, split in alternate(layers, 4).items()} == {
         "layer0": "column: its input arrives replicated",
@@ -156,11 +156,11 @@ def test_attention(n_shards, heads, kv_heads, layers, expected):
         (None, None, "k", "attention: key by heads, 4 shards (number of heads unknown)"),
     ],
 )
-def test_attention_says_why(heads, kv_heads, role, reason):
+def test_reasons_of_attention_splits(heads, kv_heads, role, reason):
     assert attention(*projections(96), n_shards=4, heads=heads, kv_heads=kv_heads)[role].reason == reason
 
 
-def test_attention_of_unknown_heads_counts_features():
+def test_attention_with_unknown_heads_divides_features():
     splits = attention(*projections(6, d=9), n_shards=4, heads=None, kv_heads=None)
     assert splits["q"] == Split(None, "replicated: 6 features do not divide over 4 shards, nor does the other dim")
 
@@ -169,11 +169,11 @@ def test_attention_of_unknown_heads_counts_features():
 
 
 @pytest.mark.parametrize("dim, expected", [(OUT, OUT), (IN, None), (None, None)])
-def test_a_bias_follows_dim_0(dim, expected):
+def test_bias_follows_dim_0(dim, expected):
     assert bias(Split(dim, "")).dim == expected
 
 
-def test_an_embedding_splits_its_rows_or_stays_replicated():
+def test_embedding_is_split_by_rows_or_replicated():
     assert embedding(64, 4) == Split(OUT, "embedding: 64 rows over 4 shards")
     assert embedding(50257, 4) == Split(
         None, "replicated: 50257 rows do not divide over 4 shards; a table padded to 50260 rows would"
@@ -185,7 +185,7 @@ def test_an_embedding_splits_its_rows_or_stays_replicated():
     [
         ((8, 32), (), 1),
         ((8, 32), (1,), 0),
-        ((32, 32), (None,), 0),  # the first of equals
+        ((32, 32), (None,), 0),  # the first of the equal dims
         ((64, 8, 16), (0,), 2),
         ((8, 30), (), 0),  # 30 does not divide
         ((6, 30), (), None),
@@ -199,5 +199,5 @@ def test_largest_free_dim(shape, taken, expected):
     assert largest_free_dim(shape, taken, 4) == expected
 
 
-def test_a_tied_leaf_keeps_the_dim_of_its_twin():
+def test_tied_leaf_has_the_split_of_the_leaf_it_shares():
     assert tie(Split(OUT, "embedding"), "embedding.weight") == Split(OUT, "tied: the same array as `embedding.weight`")

@@ -1,4 +1,4 @@
-"""Which equations compute the same."""
+"""Which equations count as the same computation."""
 
 import functools
 
@@ -11,12 +11,12 @@ from redeqx.tracing import alike, inlined
 X = jnp.ones((3, 4))
 
 
-def last(fn, *args):
-    """The last equation of a function's trace, its jits inlined."""
+def last_equation(fn, *args):
+    """The last equation of a function's trace, with jits inlined."""
     return inlined(jax.make_jaxpr(fn)(*(args or (X,)))).jaxpr.eqns[-1]
 
 
-def scaled(scale):
+def with_vjp(scale):
     @jax.custom_vjp
     def fn(x):
         return x * 2.0
@@ -25,7 +25,7 @@ def scaled(scale):
     return fn
 
 
-def sloped(slope):
+def with_jvp(slope):
     @jax.custom_jvp
     def fn(x):
         return x * 2.0
@@ -34,7 +34,7 @@ def sloped(slope):
     return fn
 
 
-def calling_itself(slope):
+def with_recursive_jvp(slope):
     @jax.custom_jvp
     def fn(x):
         return jnp.exp(x)
@@ -43,11 +43,11 @@ def calling_itself(slope):
     return fn
 
 
-def looping(n):
+def with_scan(n):
     return lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c) * n, None), x, None, length=3)[0]
 
 
-def keeping(*names):
+def with_remat_policy(*names):
     return jax.checkpoint(jnp.sin, policy=jax.checkpoint_policies.save_only_these_names(*names))
 
 
@@ -55,28 +55,28 @@ def keeping(*names):
     ("make", "same", "other"),
     [
         (lambda axis: functools.partial(jnp.sum, axis=axis), 0, 1),
-        (scaled, 1.0, 2.0),
-        (sloped, 1.0, 2.0),
-        (calling_itself, 1.0, 2.0),
-        (looping, 2.0, 3.0),
-        (keeping, "a", "b"),
+        (with_vjp, 1.0, 2.0),
+        (with_jvp, 1.0, 2.0),
+        (with_recursive_jvp, 1.0, 2.0),
+        (with_scan, 2.0, 3.0),
+        (with_remat_policy, "a", "b"),
         (lambda n: lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, lambda x: jnp.cos(x) * n, x), 2.0, 3.0),
     ],
-    ids=["parameters", "vjp", "jvp", "own jvp", "scan", "policy", "branches"],
+    ids=["parameters", "vjp", "jvp", "recursive jvp", "scan", "policy", "branches"],
 )
-def test_two_traces_are_compared_by_what_they_compute(make, same, other):
-    assert alike(last(make(same)), last(make(same)))
-    assert not alike(last(make(same)), last(make(other)))
+def test_equations_with_equal_computations_are_alike(make, same, other):
+    assert alike(last_equation(make(same)), last_equation(make(same)))
+    assert not alike(last_equation(make(same)), last_equation(make(other)))
 
 
-def test_types_count():
-    assert not alike(last(jnp.sin), last(jnp.sin, X[0]))
-    assert not alike(last(jnp.sin), last(jnp.sin, X.astype(jnp.bfloat16)))
-    assert not alike(last(jnp.sin), last(jnp.cos))
+def test_different_shapes_dtypes_or_primitives_are_not_alike():
+    assert not alike(last_equation(jnp.sin), last_equation(jnp.sin, X[0]))
+    assert not alike(last_equation(jnp.sin), last_equation(jnp.sin, X.astype(jnp.bfloat16)))
+    assert not alike(last_equation(jnp.sin), last_equation(jnp.cos))
 
 
-def test_effects_are_never_alike():
+def test_equations_with_effects_are_never_alike():
     def fn(x):
         jax.debug.print("{}", x)
 
-    assert not alike(last(fn), last(fn))
+    assert not alike(last_equation(fn), last_equation(fn))

@@ -1,4 +1,4 @@
-"""A traced function computed under rules: wherever equations are, once each, in the order of the rules."""
+"""Rules applied to a traced function: inside all control flow, once per equation, in the order of the rules."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,23 +18,23 @@ from redeqx.transforms import FixGroupedConvolutions, GatherAtUse, KeepEverythin
 
 @dataclass(frozen=True)
 class Replace(Rule):
-    """Computes each equation of a primitive by a function, and counts what it is asked."""
+    """Replaces each equation of a primitive by a function, and counts the calls of its methods."""
 
     name: str
     compute: Any = None
-    asked: Counter = field(default_factory=Counter)
+    n_calls: Counter = field(default_factory=Counter)
 
     def claims(self, eqn):
-        self.asked["claims"] += 1
+        self.n_calls["claims"] += 1
         return eqn.primitive.name == self.name
 
     def __call__(self, eqn, ins, site):
-        self.asked["calls"] += 1
+        self.n_calls["calls"] += 1
         return None if self.compute is None else [self.compute(*ins)]
 
 
-def deep(weights, x):
-    """Sines in a scan in a jit, in a branch, in a while loop and its condition, and in a remat."""
+def nested_sines(weights, x):
+    """Sines in a scan inside a jit, in a branch, in a while loop and its condition, and in a remat."""
 
     def layer(x, w):
         return jnp.sin(x @ w), None
@@ -45,7 +45,7 @@ def deep(weights, x):
     return {"out": jax.checkpoint(jnp.sin)(x)}
 
 
-def test_equations_are_changed_wherever_they_are():
+def test_rules_apply_inside_all_control_flow():
     weights, x = jnp.linspace(0.1, 0.9, 3 * 16).reshape(3, 4, 4), jnp.ones((2, 4))
 
     def by_hand(weights, x):
@@ -53,12 +53,12 @@ def test_equations_are_changed_wherever_they_are():
             x = 2 * (x @ w)
         return 2 * 2**4 * (2 * x)  # the branch, four rounds of the loop (to 2 * 2), the remat
 
-    changed = transformed(deep, [Replace("sin", lambda x: 2 * x)])(weights, x)
+    changed = transformed(nested_sines, [Replace("sin", lambda x: 2 * x)])(weights, x)
     assert jnp.allclose(changed["out"], by_hand(weights, x))
-    assert jnp.array_equal(transformed(deep, [Replace("sin")])(weights, x)["out"], deep(weights, x)["out"])
+    assert jnp.array_equal(transformed(nested_sines, [Replace("sin")])(weights, x)["out"], nested_sines(weights, x)["out"])
 
 
-def test_a_rule_stands_around_the_rules_after_it():
+def test_earlier_rules_wrap_later_rules():
     @dataclass(frozen=True)
     class Around(Rule):
         factor: float
@@ -74,18 +74,18 @@ def test_a_rule_stands_around_the_rules_after_it():
     assert transformed(jnp.sin, rules[::-1])(1.0) == 10
 
 
-def test_a_rule_knows_what_it_is_inside_of():
-    seen = []
+def test_site_lists_the_enclosing_primitives():
+    rule_sites = []
 
     class Note(Rule):
         def claims(self, eqn):
             return eqn.primitive.name == "sin"
 
         def __call__(self, eqn, ins, site):
-            seen.append(site.around)
+            rule_sites.append(site.around)
 
-    jax.eval_shape(transformed(deep, [Note()]), jnp.ones((3, 4, 4)), jnp.ones((2, 4)))
-    assert seen == [("jit", "scan"), ("cond",), ("while",), ("while",), ("remat2",)] or seen == [
+    jax.eval_shape(transformed(nested_sines, [Note()]), jnp.ones((3, 4, 4)), jnp.ones((2, 4)))
+    assert rule_sites == [("jit", "scan"), ("cond",), ("while",), ("while",), ("remat2",)] or rule_sites == [
         ("jit", "scan"), ("cond",), ("while",), ("while",), ("checkpoint",)
     ]  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_a_rule_knows_what_it_is_inside_of():
 
 @dataclass(frozen=True)
 class Scaled(Tag):
-    """The value is meant twice as large, which is put off until something computes with it."""
+    """The value is to be multiplied by 2, but only when something computes with it."""
 
     def release(self, value):
         return 2 * value
@@ -105,8 +105,8 @@ class Scaled(Tag):
 
 
 @dataclass(frozen=True)
-class PutOff(Rule):
-    """The first input is scaled as late as possible."""
+class DelayScaling(Rule):
+    """Delays the scaling of the first input as long as possible."""
 
     releases: list = field(default_factory=list)
     follows: ClassVar = Scaled
@@ -136,9 +136,9 @@ TAGGED = {
 
 
 @pytest.mark.parametrize("name", TAGGED)
-def test_a_tagged_value_is_released_where_it_is_used(name):
+def test_tagged_value_is_released_at_its_use(name):
     fn, w, x = TAGGED[name], jnp.linspace(-1, 1, 16).reshape(4, 4), jnp.linspace(0, 1, 8).reshape(2, 4)
-    rule = PutOff()
+    rule = DelayScaling()
     got = jax.jit(transformed(fn, [rule]))(w, x)
     np.testing.assert_allclose(got, jax.jit(fn)(2 * w, x), rtol=1e-5)
     if name in ("jit", "scan's constant", "scan's slice", "cond", "remat"):
@@ -150,7 +150,7 @@ def test_a_tagged_value_is_released_where_it_is_used(name):
 
 @dataclass(frozen=True)
 class Silu(Rule):
-    """`x * sigmoid(x)` by `jax.nn.silu`, times a factor that shows that it was."""
+    """Replaces `x * sigmoid(x)` by `jax.nn.silu(x)` times a factor, which shows that the rule was applied."""
 
     factor: float = 1.0
     found: list = field(default_factory=list)
@@ -191,46 +191,54 @@ AROUND = {
 
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("fn", [gate, gate_in_a_jit])
-def test_a_group_is_computed_at_once_with_the_same_values_and_gradients(fn, name):
-    around = AROUND[name](fn)
+def test_group_is_replaced_with_equal_values_and_gradients(fn, name):
+    wrapped = AROUND[name](fn)
 
     def loss(x):
-        return jnp.sum(jnp.sin(around(x)))
+        return jnp.sum(jnp.sin(wrapped(x)))
 
     x = jnp.linspace(-2, 2, 12).reshape(3, 4)
     expected = jax.value_and_grad(loss)(x)
     got = jax.jit(jax.value_and_grad(transformed(loss, [Silu()])))(x)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, expected)
     assert "silu" in str(jax.make_jaxpr(transformed(loss, [Silu()]))(x))
-    assert abs(transformed(loss, [Silu(3.0)])(x) - expected[0]) > 1e-3, "it is what is computed"
+    assert abs(transformed(loss, [Silu(3.0)])(x) - expected[0]) > 1e-3, "the replacement is computed"
     assert got[1].dtype == expected[1].dtype
 
 
-def read_by_another(x):
+def inner_result_read_again(x):
     s = jax.nn.sigmoid(x)
     return x * s + s
 
 
-def returned(x):
+def inner_result_returned(x):
     s = jax.nn.sigmoid(x)
     return x * s, s
 
 
-@pytest.mark.parametrize("fn", [read_by_another, returned, jax.jit(read_by_another), jax.checkpoint(returned)])
-def test_a_group_whose_inner_result_is_read_elsewhere_is_left_alone(fn):
+@pytest.mark.parametrize(
+    "fn",
+    [
+        inner_result_read_again,
+        inner_result_returned,
+        jax.jit(inner_result_read_again),
+        jax.checkpoint(inner_result_returned),
+    ],
+)
+def test_group_whose_inner_result_is_used_elsewhere_is_not_replaced(fn):
     x, rule = jnp.linspace(-2, 2, 4), Silu(3.0)
     jax.tree.map(np.testing.assert_array_equal, transformed(fn, [rule])(x), fn(x))
     assert rule.found
 
 
-def test_a_function_without_a_group_keeps_its_jits():
+def test_function_without_a_group_is_unchanged():
     fn = jax.jit(lambda x: jnp.sin(x) * 2)
     assert str(jax.make_jaxpr(transformed(fn, [Silu()]))(1.0)) == str(jax.make_jaxpr(fn)(1.0))
 
 
 @dataclass(frozen=True)
 class Softmax(Rule):
-    """A softmax between two products by one function, told whether its mask is the causal one."""
+    """Replaces matmul, masked softmax and matmul by one function, and records whether the mask is causal."""
 
     masks: list = field(default_factory=list)
 
@@ -238,8 +246,8 @@ class Softmax(Rule):
         for eqn in body.eqns:
             chain = [eqn]
             for name in ("div", "exp", "sub", "select_n", "dot_general"):
-                made = [body.producer(atom) for atom in chain[-1].invars]
-                chain += [inner for inner in made if inner is not None and inner.primitive.name == name][:1]
+                producers = [body.producer(atom) for atom in chain[-1].invars]
+                chain += [inner for inner in producers if inner is not None and inner.primitive.name == name][:1]
             if len(chain) < 6 or eqn.primitive.name != "dot_general":
                 continue
             last = {id(eqn): i for i, eqn in enumerate(body.eqns)}
@@ -267,7 +275,7 @@ def in_a_loop(q, k, v, mask):
 
 
 @pytest.mark.parametrize("fn", [attend, jax.jit(attend), in_a_loop])
-def test_a_mask_that_depends_on_no_input_is_known_where_it_is_used(fn):
+def test_value_of_a_constant_mask_is_known_at_its_use(fn):
     q, k, v = (jnp.sin(jnp.arange(32.0).reshape(8, 4) + i) for i in range(3))
     for mask, is_causal in ((lambda x: jnp.tril(jnp.ones((8, 8), bool)), True), (lambda x: x @ x.T < 1, False)):
         rule = Softmax()
@@ -283,7 +291,7 @@ def test_a_mask_that_depends_on_no_input_is_known_where_it_is_used(fn):
 
 @dataclass(frozen=True)
 class AddTable(Rule):
-    """Adds a numpy array to each sine: a rule may close over arrays wherever it computes."""
+    """Adds a numpy array to each sine."""
 
     def claims(self, eqn):
         return eqn.primitive.name == "sin"
@@ -293,7 +301,7 @@ class AddTable(Rule):
         return [out + jnp.asarray(table) for out in site.rest(eqn, ins)]
 
 
-def test_a_rule_may_close_over_arrays():
+def test_rule_may_close_over_arrays():
     weights, x = jnp.linspace(0.1, 0.9, 3 * 16).reshape(3, 4, 4), jnp.ones((2, 4))
     table = np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
 
@@ -313,7 +321,7 @@ def test_a_rule_may_close_over_arrays():
 # --- constants ------------------------------------------------------------------------------------------------------------
 
 
-def test_constants_are_known_across_the_borders_of_inner_jaxprs():
+def test_constants_are_known_inside_inner_jaxprs():
     def fn(x):
         mask = jnp.tril(jnp.ones((3, 3)))
 
@@ -327,15 +335,15 @@ def test_constants_are_known_across_the_borders_of_inner_jaxprs():
     in_scan = root.inside(scan)
     jit = next(eqn for eqn in in_scan.eqns if eqn.primitive.name in ("jit", "pjit"))
     in_jit = in_scan.inside(jit)
-    known = [in_jit.value(var) for var in in_jit.closed.jaxpr.invars]
-    of_mask = [value for value in known if value is not None]
-    assert len(known) == 3 and len(of_mask) == 1  # neither the carry nor a slice
-    np.testing.assert_array_equal(of_mask[0], np.tril(np.ones((3, 3))))
+    constant_values = [in_jit.value(var) for var in in_jit.closed.jaxpr.invars]
+    mask_values = [value for value in constant_values if value is not None]
+    assert len(constant_values) == 3 and len(mask_values) == 1  # not the carry, not a slice
+    np.testing.assert_array_equal(mask_values[0], np.tril(np.ones((3, 3))))
     product, total = (next(eqn for eqn in in_jit.eqns if eqn.primitive.name == name) for name in ("mul", "add"))
     assert not any(in_jit.is_constant(eqn.outvars[0]) for eqn in (product, total))
 
 
-def test_a_long_chain_of_constants_is_no_recursion():
+def test_long_chain_of_constants_does_not_exceed_the_recursion_limit():
     def fn(x):
         y = jnp.arange(2.0)
         for _ in range(2000):
@@ -346,7 +354,7 @@ def test_a_long_chain_of_constants_is_no_recursion():
     np.testing.assert_array_equal(body.value(body.eqns[-1].invars[1]), [2000, 2001])
 
 
-def test_what_is_large_has_effects_or_depends_on_an_input_is_no_constant():
+def test_large_effectful_or_input_dependent_values_are_not_constants():
     def fn(x):
         large = jnp.zeros((4096, 2048))
         random = jax.pure_callback(lambda: np.zeros(2), jax.ShapeDtypeStruct((2,), np.float32))
@@ -360,7 +368,7 @@ def test_what_is_large_has_effects_or_depends_on_an_input_is_no_constant():
     assert body.value(of["reduce_sum"].outvars[0]) is None
 
 
-# --- one walk -------------------------------------------------------------------------------------------------------------
+# --- one traversal --------------------------------------------------------------------------------------------------------
 
 
 def nested_scans(depth, x):
@@ -370,15 +378,15 @@ def nested_scans(depth, x):
 
 
 @pytest.mark.parametrize("depth", [2, 5])
-def test_a_body_is_walked_once_however_deep_it_is(depth):
+def test_each_body_is_traversed_once_at_any_depth(depth):
     rules = [Replace("sin"), Replace("sin")]
     jax.make_jaxpr(transformed(partial(nested_scans, depth), rules))(1.0)
     n_eqns = depth + 1  # a scan for each level, and the sine
     for rule in rules:
-        assert rule.asked == {"claims": n_eqns, "calls": 1}
+        assert rule.n_calls == {"claims": n_eqns, "calls": 1}
 
 
-def test_a_function_called_often_is_searched_once():
+def test_function_called_repeatedly_is_searched_once():
     fn = jax.jit(lambda x: jnp.cos(x) * 2)
 
     def calls(x):
@@ -388,10 +396,10 @@ def test_a_function_called_often_is_searched_once():
 
     rule = Replace("sin")
     jax.make_jaxpr(transformed(calls, [rule]))(1.0)
-    assert rule.asked == {"claims": 10 + 2 + 1, "calls": 1}  # each call, the two equations inside once, the sine
+    assert rule.n_calls == {"claims": 10 + 2 + 1, "calls": 1}  # each call, the two equations inside once, the sine
 
 
-def test_the_function_is_traced_once_however_many_rules_there_are():
+def test_function_is_traced_once_for_any_number_of_rules():
     n_traces = 0
 
     def fn(x):
@@ -414,38 +422,41 @@ def rematted_loss(weights, x):
     return jnp.sum(jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), x, weights)[0])
 
 
-def test_loops_recompute_and_remats_keep_with_the_same_gradients(x64):
+def test_remat_loops_and_keep_everything_preserve_gradients(x64):
     weights, x = jnp.linspace(-1, 1, 3 * 64).reshape(3, 8, 8), jnp.linspace(0, 1, 16).reshape(2, 8)
     expected = jax.grad(scanned_loss)(weights, x)
-    again, kept = transformed(scanned_loss, [RematLoops()]), transformed(rematted_loss, [KeepEverything()])
-    for fn in (again, kept):
+    recomputing, saving = transformed(scanned_loss, [RematLoops()]), transformed(rematted_loss, [KeepEverything()])
+    for fn in (recomputing, saving):
         assert jnp.allclose(jax.grad(fn)(weights, x), expected, rtol=1e-6)
     forward = 3 * 2 * 2 * 8 * 8
-    flops = {fn: matmul_flops(jax.make_jaxpr(jax.grad(fn))(weights, x).jaxpr).total() for fn in (scanned_loss, again, kept)}
-    assert flops == {scanned_loss: 3 * forward, again: 4 * forward, kept: 3 * forward}
-    # What recomputes already is left as it is.
+    flops = {
+        fn: matmul_flops(jax.make_jaxpr(jax.grad(fn))(weights, x).jaxpr).total()
+        for fn in (scanned_loss, recomputing, saving)
+    }
+    assert flops == {scanned_loss: 3 * forward, recomputing: 4 * forward, saving: 3 * forward}
+    # A loop that recomputes already is unchanged.
     assert str(jax.make_jaxpr(transformed(rematted_loss, [RematLoops()]))(weights, x)) == str(
         jax.make_jaxpr(rematted_loss)(weights, x)
     )
 
 
 def constants(weights, x):
-    """Outputs that are literals of the jaxpr: of the function's own, of a jit, a remat, a branch and a loop's carry."""
+    """Returns literals of the jaxpr, of a jit, a remat, a branch and a loop's carry."""
     w, bias = weights
-    y = jnp.sin(x @ w + bias).reshape(len(x), 2, -1).sum(1)  # equal parts of what the model axis splits
-    made = (y.sum(), True, 2.5, np.float16(3), np.int8(4), jnp.zeros((), jnp.bfloat16), 7)
-    kept = {"jit": jax.jit(lambda y: (y, True, 1.0))(y), "remat": jax.checkpoint(lambda y: (jnp.sin(y), False, 1))(y)}
-    kept["cond"] = jax.lax.cond(y.sum() > 0, lambda y: (y, True, 1.0), lambda y: (2 * y, True, 1.0), y)
+    y = jnp.sin(x @ w + bias).reshape(len(x), 2, -1).sum(1)  # equal parts of a dim that the model axis splits
+    literals = (y.sum(), True, 2.5, np.float16(3), np.int8(4), jnp.zeros((), jnp.bfloat16), 7)
+    nested = {"jit": jax.jit(lambda y: (y, True, 1.0))(y), "remat": jax.checkpoint(lambda y: (jnp.sin(y), False, 1))(y)}
+    nested["cond"] = jax.lax.cond(y.sum() > 0, lambda y: (y, True, 1.0), lambda y: (2 * y, True, 1.0), y)
     begin = (x @ w, jnp.zeros((), jnp.bool_), 1.0, jnp.float16(2))
 
     def body(carry, _):
         return (jnp.sin(carry[0][:, :8] @ w), True, 2.0, jnp.float16(1)), None
 
-    kept["scan"] = jax.lax.scan(body, begin, length=2)[0]
-    return made, kept
+    nested["scan"] = jax.lax.scan(body, begin, length=2)[0]
+    return literals, nested
 
 
-def test_loops_inside_of_one_that_recomputes_are_left_as_they_are():
+def test_loops_inside_a_rematerialised_loop_are_unchanged():
     def inner(x, _):
         return jax.lax.scan(lambda x, _: (jnp.sin(x), None), x, length=2)
 
@@ -457,7 +468,7 @@ def test_loops_inside_of_one_that_recomputes_are_left_as_they_are():
     assert jnp.allclose(jax.grad(transformed(fn, [RematLoops()]))(1.0), jax.grad(fn)(1.0))
 
 
-def gather_of(n_model_shards, n_fsdp_shards):
+def gather_at_use(n_model_shards, n_fsdp_shards):
     mesh = make_mesh(n_model_shards, n_fsdp_shards)
     specs = ((P(None, "fsdp"), P(None, None)), (P("fsdp"), P(None)))
     return GatherAtUse([Shardings(*(NamedSharding(mesh, spec) for spec in pair)) for pair in specs])
@@ -467,29 +478,29 @@ REWRITTEN = {
     "replaced": lambda: [Replace("sin", jnp.sin)],
     "nothing replaced": lambda: [Replace("tan")],
     "grouped convolutions": lambda: [FixGroupedConvolutions(make_mesh(4))],
-    "parts": lambda: [Reshard([1, 0], make_mesh(4))],
-    "no parts": lambda: [Reshard([None, None], make_mesh(4))],
-    "gather": lambda: [gather_of(1, 8)],
-    "recomputed": lambda: [RematLoops()],
-    "kept": lambda: [KeepEverything()],
-    "all": lambda: [KeepEverything(), gather_of(2, 2), Replace("sin", jnp.sin), Reshard([1, 0], make_mesh(2, 2))],
+    "reshard": lambda: [Reshard([1, 0], make_mesh(4))],
+    "nothing to reshard": lambda: [Reshard([None, None], make_mesh(4))],
+    "gather": lambda: [gather_at_use(1, 8)],
+    "remat loops": lambda: [RematLoops()],
+    "keep everything": lambda: [KeepEverything()],
+    "all": lambda: [KeepEverything(), gather_at_use(2, 2), Replace("sin", jnp.sin), Reshard([1, 0], make_mesh(2, 2))],
 }
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
-def test_constant_outputs_are_arrays_of_their_own_type(name):
-    """Also weak types, which a loop's carry must keep."""
+def test_literal_outputs_keep_dtype_and_weak_type(name):
+    """A loop's carry must keep its weak types too."""
     weights, x = (jnp.linspace(-1, 1, 8 * 16).reshape(8, 16), jnp.ones(16)), jnp.linspace(0, 1, 64).reshape(8, 8)
     assert any("True" in str(var) for var in jax.make_jaxpr(constants)(weights, x).jaxpr.outvars), "literals"
-    seen = []
+    output_leaves = []
 
-    def taken(weights, x):
+    def transformed_constants(weights, x):
         outs = transformed(constants, REWRITTEN[name]())(weights, x)
-        seen.extend(jax.tree.leaves(outs))
+        output_leaves.extend(jax.tree.leaves(outs))
         return outs
 
-    got, expected = jax.jit(taken)(weights, x), jax.jit(constants)(weights, x)
-    assert all(isinstance(leaf, jax.Array) for leaf in seen)
+    got, expected = jax.jit(transformed_constants)(weights, x), jax.jit(constants)(weights, x)
+    assert all(isinstance(leaf, jax.Array) for leaf in output_leaves)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, atol=1e-6)

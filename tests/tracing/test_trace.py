@@ -1,4 +1,4 @@
-"""Which leaves a traced function reads, whatever its equations are wrapped in."""
+"""Which leaves a traced function reads, also inside transforms and loops, and its matmul FLOPs."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ X = jnp.ones(4)
 
 
 def add_used(used, unused):
-    """Reads the first alone, though it is given both."""
+    """Reads only the first argument."""
     del unused
     return used.sum()
 
@@ -27,7 +27,7 @@ def scanned_constants(used, unused):
 
 
 def scanned_carry(used, unused):
-    """`used` reaches what is returned only in the second and third iteration."""
+    """`used` reaches the returned value only in the second and third iteration."""
     return jax.lax.scan(lambda c, _: ((c[1], c[2], c[2], c[3] * 2), None), (X, X, used, unused), length=3)[0][0].sum()
 
 
@@ -48,8 +48,8 @@ def with_vjp(used, unused):
 
 with_vjp.defvjp(lambda used, unused: (used.sum(), None), lambda _, g: (g * X, g * X))
 
-FOLLOWED = {
-    "as it is": add_used,
+SUPPORTED = {
+    "plain": add_used,
     "jit": jax.jit(add_used),
     "jit in jit": jax.jit(lambda a, b: jax.jit(add_used)(a, b)),
     "remat": jax.checkpoint(lambda a, b: add_used(jnp.sin(a), b)),
@@ -59,20 +59,20 @@ FOLLOWED = {
     "scan's carry": scanned_carry,
     "custom_jvp": with_jvp,
     "custom_vjp": with_vjp,
-    "a result thrown away": lambda a, b: jax.jit(lambda a, b: (a.sum(), jnp.exp(b)))(a, b)[0],
+    "unused result": lambda a, b: jax.jit(lambda a, b: (a.sum(), jnp.exp(b)))(a, b)[0],
     "stop_gradient": lambda a, b: a.sum() + jax.lax.stop_gradient(b).sum(),
-    "a print": lambda a, b: (jax.debug.print("{}", b), a.sum())[1],
+    "debug print": lambda a, b: (jax.debug.print("{}", b), a.sum())[1],
 }
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
-def test_a_leaf_that_is_only_handed_on_is_not_read(name):
-    fn = FOLLOWED[name]
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_leaf_without_effect_on_the_output_is_not_read(name):
+    fn = SUPPORTED[name]
     trace = Trace.of(lambda model, scale: fn(*model) * scale, (X, X), 2.0)
     assert trace.reads() == {"0": True, "1": False}
 
 
-NOT_FOLLOWED = {
+UNSUPPORTED = {
     "cond": lambda a, b: jax.lax.cond(True, lambda a, b: a.sum(), lambda a, b: 0.0, a, b),
     "while": lambda a, b: jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, c[1] * 2, c[2] * 2), (0, a, b))[
         1
@@ -80,13 +80,13 @@ NOT_FOLLOWED = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_FOLLOWED)
-def test_what_is_not_followed_counts_as_reading(name):
-    fn = NOT_FOLLOWED[name]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_primitives_count_as_reading(name):
+    fn = UNSUPPORTED[name]
     assert Trace.of(lambda model: fn(*model), (X, X)).reads() == {"0": True, "1": True}
 
 
-def test_shapes_are_enough_and_every_output_counts():
+def test_shapes_suffice_and_all_outputs_count():
     shape = jax.ShapeDtypeStruct((4,), jnp.float32)
 
     def fn(model, batch):
@@ -97,8 +97,8 @@ def test_shapes_are_enough_and_every_output_counts():
     assert trace.leaves == (shape, shape, shape)
 
 
-def test_a_loop_in_loops_is_followed_once_for_each_set_of_live_outputs(monkeypatch):
-    """Not once for each iteration of the fixed point around it, which would be exponential in the depth."""
+def test_nested_loops_are_analysed_once_for_each_set_of_live_outputs(monkeypatch):
+    """One analysis per iteration of the enclosing fixed point would be exponential in the depth."""
     n_calls = 0
     live_inputs = _trace._live_inputs
 
@@ -114,7 +114,7 @@ def test_a_loop_in_loops_is_followed_once_for_each_set_of_live_outputs(monkeypat
 
 
 def nested(depth):
-    """Scans in scans, each of which hands its carry on in the next iteration alone."""
+    """Nested scans, each of which passes a carry element on only in the next iteration."""
 
     def level(n, carry):
         if n == 0:

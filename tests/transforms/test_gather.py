@@ -1,5 +1,5 @@
-"""Weights gathered where they are used: the plain function's values and gradients, a batch that stays split, and a program
-that still says where it comes from."""
+"""Weights gathered at their use: values and gradients equal the unsharded ones, the batch stays split, and the program keeps
+the user's name scopes and source lines."""
 
 import functools
 import re
@@ -24,23 +24,25 @@ from redeqx.transforms import GatherAtUse, Shardings
 
 MESHES = {"fsdp=8": (1, 8), "data=2, fsdp=2, model=2": (2, 2)}  # n_model_shards, n_fsdp_shards
 BATCH, D, LAYERS = 16, 16, 3
-# What is tested is which program comes out, not how well LLVM compiles it.
+# The tests are about the program, not about LLVM's optimisation of it.
 QUICK = {"xla_backend_optimization_level": "0"}
 
 
-def gather_at_use(fn, homes):
-    """`fn` with each array of its first argument gathered where it is used."""
-    return transformed(fn, [GatherAtUse(homes)])
+def gather_at_use(fn, shardings):
+    """`fn` with the arrays of its first argument gathered at their use."""
+    return transformed(fn, [GatherAtUse(shardings)])
 
 
-def home(shape, mesh, n_stacked=0):
-    """The last two dims split over model and fsdp; a vector over fsdp; stacked dims not at all."""
-    lives = P(*[None] * (len(shape) - 2), "model", "fsdp") if len(shape) - n_stacked > 1 else P(*[None] * n_stacked, "fsdp")
-    used = P(*(None if axis == "fsdp" else axis for axis in lives))
-    return Shardings(NamedSharding(mesh, lives), NamedSharding(mesh, used))
+def shardings_for(shape, mesh, n_stacked=0):
+    """Splits the last two dims over model and fsdp, a vector over fsdp, and never a stacked dim."""
+    storage = (
+        P(*[None] * (len(shape) - 2), "model", "fsdp") if len(shape) - n_stacked > 1 else P(*[None] * n_stacked, "fsdp")
+    )
+    compute = P(*(None if axis == "fsdp" else axis for axis in storage))
+    return Shardings(NamedSharding(mesh, storage), NamedSharding(mesh, compute))
 
 
-def draw(shapes):
+def random_weights_and_batch(shapes):
     rng = np.random.default_rng(0)
     weights = [rng.standard_normal(shape, np.float32) / shape[-1] ** 0.5 for shape in shapes]
     return weights, rng.standard_normal((BATCH, D), np.float32)
@@ -50,7 +52,7 @@ CASES = {}
 
 
 def case(*shapes, rtol=1e-5, atol=1e-6, name=None):
-    """Registers a function of the batch and weights of these shapes, whose output the loss squares and averages."""
+    """Registers a function of the batch and of weights with these shapes; its loss is the mean square of the output."""
 
     def register(fn):
         CASES[name or fn.__name__] = (fn, shapes, rtol, atol)
@@ -170,12 +172,12 @@ def fori_loop(x, ws):
 
 @case(MATRIX, MATRIX)
 def while_loop(x, w, v):
-    """Not differentiable in reverse: power iteration beside the path that is."""
-    still = jax.lax.stop_gradient(w)
+    """Power iteration in a while loop, which has no reverse-mode derivative, beside a differentiable path."""
+    frozen = jax.lax.stop_gradient(w)
 
     def body(carry):
         i, u = carry
-        return i + 1, still @ u / jnp.linalg.norm(still @ u)
+        return i + 1, frozen @ u / jnp.linalg.norm(frozen @ u)
 
     _, u = jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, jnp.ones(D)))
     return x @ (v / jnp.linalg.norm(jax.lax.stop_gradient(u @ w)))
@@ -183,7 +185,7 @@ def while_loop(x, w, v):
 
 @case(UP, DOWN, STACKED)
 def barriers(x, up, down, ws):
-    """Each of a barrier's outputs is its operand: weights pass it as they are stored."""
+    """A barrier returns its operands, so weights pass it in their storage sharding."""
     x, up, down = jax.lax.optimization_barrier((x, up.T, down))
 
     def body(x, w):
@@ -217,7 +219,7 @@ def _vjp_matmul(x, w):
 
 _vjp_matmul.defvjp(
     lambda x, w: (jnp.tanh(x @ w), (x, w)),
-    lambda kept, g: (g @ kept[1].T, kept[0].T @ g),  # not the true gradient: the custom one must be kept
+    lambda saved, g: (g @ saved[1].T, saved[0].T @ g),  # not the true gradient: the custom one must be kept
 )
 
 
@@ -260,13 +262,13 @@ def raw_arrays_in_einsum(x, w):
     )
 
 
-@case(UP, DOWN, rtol=2e-2, atol=1e-3)  # bfloat16 has 8 bits, and sums of other parts round otherwise
+@case(UP, DOWN, rtol=2e-2, atol=1e-3)  # bfloat16 has 8 bits: partial sums round differently
 def bfloat16_compute(x, up, down):
     return block(x.astype(jnp.bfloat16), up.astype(jnp.bfloat16), down.astype(jnp.bfloat16))
 
 
 @case(MATRIX, MATRIX)
-def prints_and_checks(x, w, v):
+def prints_and_error_checks(x, w, v):
     jax.debug.print("{}", w[0, 0] * 0, ordered=False)
     w = eqx.error_if(w, jnp.any(jnp.isnan(w)), "not a number")
     x = eqx.error_if(x @ w, jnp.any(v > 1e6), "too large")
@@ -275,7 +277,7 @@ def prints_and_checks(x, w, v):
 
 @case(MATRIX, MATRIX)
 def inner_gradient(x, w, v):
-    """As in MAML: a step on one half of the batch, the loss on the other."""
+    """As in MAML: an update on one half of the batch, the loss on the other half."""
 
     def inner(w, v):
         return jnp.mean(jnp.square(jnp.tanh(x[:8] @ w) @ v - 1))
@@ -314,7 +316,7 @@ def lax_map(x, w):
 
 
 @case(MATRIX, MATRIX, MATRIX)
-def stacked_by_the_loss(x, u, v, w):
+def stacked_inside_the_loss(x, u, v, w):
     ws = jnp.stack([u, v, w], axis=1)
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.moveaxis(ws, 1, 0))[0] + x @ jnp.stack([u, w.T])[1]
 
@@ -329,26 +331,26 @@ def frozen_stack_with_adapters(x, ws, a, b):
 
 
 @case(MATRIX)
-def outputs_that_nobody_reads(x, w):
+def unused_outputs(x, w):
     largest = jax.jit(lambda w: jax.lax.top_k(w, 2))(w)[0]
     return jnp.sort(x @ w) + largest.sum()
 
 
 @functools.cache
-def of_the_plain_function(name):
+def unsharded_values_and_gradients(name):
     fn, shapes, *_ = CASES[name]
-    return jax.jit(jax.value_and_grad(loss_of(fn)), compiler_options=QUICK)(*draw(shapes))
+    return jax.jit(jax.value_and_grad(loss_of(fn)), compiler_options=QUICK)(*random_weights_and_batch(shapes))
 
 
 @pytest.mark.parametrize("mesh_name", [pytest.param(x, marks=[pytest.mark.sweep] * (x == "fsdp=8")) for x in MESHES])
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_the_plain_function(name, mesh_name):
+def test_values_and_gradients_equal_the_unsharded_ones(name, mesh_name):
     fn, shapes, rtol, atol = CASES[name]
-    weights, x = draw(shapes)
+    weights, x = random_weights_and_batch(shapes)
     mesh = make_mesh(*MESHES[mesh_name])
-    homes = [home(shape, mesh, n_stacked=int(shape[0] == LAYERS)) for shape in shapes]
-    gathered = jax.value_and_grad(gather_at_use(loss_of(fn), homes))
-    placed = [jax.device_put(weight, home.storage) for weight, home in zip(weights, homes, strict=True)]
+    shardings = [shardings_for(shape, mesh, n_stacked=int(shape[0] == LAYERS)) for shape in shapes]
+    gathered = jax.value_and_grad(gather_at_use(loss_of(fn), shardings))
+    placed = [jax.device_put(weight, sharding.storage) for weight, sharding in zip(weights, shardings, strict=True)]
     got = jax.jit(gathered, compiler_options=QUICK)(placed, jax.device_put(x, split_rows(mesh)))
     jax.effects_barrier()
 
@@ -356,27 +358,27 @@ def test_values_and_gradients_are_those_of_the_plain_function(name, mesh_name):
         scale = max(1.0, np.abs(expected).max())
         np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol * scale)
 
-    jax.tree.map(compare, got, of_the_plain_function(name))
+    jax.tree.map(compare, got, unsharded_values_and_gradients(name))
 
 
 # --- the batch stays split --------------------------------------------------------------------------------------------
 
-ROWS, SEQ, WIDTH = 48, 5, 32  # no size of a weight, whole or split, is one of the batch
+ROWS, SEQ, WIDTH = 48, 5, 32  # no size of a weight, split or not, equals one of the batch
 DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
-N_WEIGHTS = 2  # a layer: one used transposed, as `eqx.nn.Linear` does, one as it is
+N_WEIGHTS = 2  # per layer: one is used transposed, as in `eqx.nn.Linear`, the other is not
 
 
-def two_layouts(x, layer):
+def layer_with_two_layouts(x, layer):
     up, down = layer
     return x + jnp.tanh(x @ up.T) @ down, None
 
 
 def unstacked_loss(weights, x):
-    shift, *weights = weights  # of what no weight comes before, no weight is needed in the backward pass
+    shift, *weights = weights  # without it, the backward pass would not need the first layer's weight
 
     def model(x):
         for layer in zip(weights[::2], weights[1::2], strict=True):
-            x, _ = two_layouts(x, layer)
+            x, _ = layer_with_two_layouts(x, layer)
         return x
 
     return jnp.mean(jax.vmap(model)(x + shift) ** 2)
@@ -384,7 +386,7 @@ def unstacked_loss(weights, x):
 
 def scanned_loss(weights, x):
     shift, *layers = weights
-    return jnp.mean(jax.vmap(lambda x: jax.lax.scan(two_layouts, x, tuple(layers))[0])(x + shift) ** 2)
+    return jnp.mean(jax.vmap(lambda x: jax.lax.scan(layer_with_two_layouts, x, tuple(layers))[0])(x + shift) ** 2)
 
 
 def stacked_loss(weights, x):
@@ -400,18 +402,21 @@ def axes_of(collective, mesh):
 
 @pytest.mark.parametrize("mesh_name", MESHES)
 @pytest.mark.parametrize("loss", [unstacked_loss, scanned_loss, stacked_loss])
-def test_one_gather_a_pass_and_one_reduction_for_each_weight_and_none_of_activations(loss, mesh_name):
+def test_each_weight_has_one_gather_per_pass_and_one_reduction(loss, mesh_name):
     mesh = make_mesh(*MESHES[mesh_name])
     lead = (LAYERS,) if loss is scanned_loss else ()
-    shape, lives = (*lead, 4 * WIDTH, WIDTH), NamedSharding(mesh, P(*[None] * len(lead), "model", "fsdp"))
-    one = Shardings(lives, NamedSharding(mesh, P(*[None] * len(lead), "model", None)))
+    shape, storage = (*lead, 4 * WIDTH, WIDTH), NamedSharding(mesh, P(*[None] * len(lead), "model", "fsdp"))
+    one = Shardings(storage, NamedSharding(mesh, P(*[None] * len(lead), "model", None)))
     n = N_WEIGHTS if lead else N_WEIGHTS * LAYERS
-    weights = [jax.ShapeDtypeStruct((WIDTH,), jnp.float32), *[jax.ShapeDtypeStruct(shape, jnp.float32, sharding=lives)] * n]
+    weights = [
+        jax.ShapeDtypeStruct((WIDTH,), jnp.float32),
+        *[jax.ShapeDtypeStruct(shape, jnp.float32, sharding=storage)] * n,
+    ]
     x = jax.ShapeDtypeStruct((ROWS, SEQ, WIDTH), jnp.float32, sharding=split_rows(mesh))
 
     step = jax.jit(
         jax.value_and_grad(gather_at_use(loss, [None, *[one] * n])),
-        out_shardings=(None, [NamedSharding(mesh, P()), *[lives] * n]),
+        out_shardings=(None, [NamedSharding(mesh, P()), *[storage] * n]),
         compiler_options=QUICK,
     )
     found = [c for c in hlo.collectives(step.lower(weights, x).compile().as_text()) if c.bytes > 4 * WIDTH]
@@ -434,16 +439,16 @@ def test_one_gather_a_pass_and_one_reduction_for_each_weight_and_none_of_activat
     assert count(reductions, False) == 0
 
 
-def test_gpt2_is_gathered_again_in_the_backward_pass_and_its_tied_embedding_once_a_pass():
-    """A turned weight kept for the backward pass must not be kept whole."""
+def test_gpt2_gathers_weights_again_in_the_backward_pass():
+    """No transposed weight is saved in gathered form. The tied embedding is gathered once a pass."""
     mesh = make_mesh(1, 8)
     config = GPT2Config(vocab_size=256, n_positions=80, d_model=64, n_layers=2, n_heads=4, **dict.fromkeys(DROPOUTS, 0.0))
     arrays, static = eqx.partition(eqx.filter_eval_shape(lambda: GPT2(config, key=jax.random.key(0))), is_array_like)
     plan = make_plan(arrays, mesh)
     names, treedef = list(plan.leaves), jax.tree.structure(arrays)
-    lives = [plan.sharding(name) for name in names]
-    used = [NamedSharding(mesh, plan.spec_in_use(name)) for name in names]
-    homes = [Shardings(*pair) if pair[0] != pair[1] else None for pair in zip(lives, used, strict=True)]
+    storage = [plan.sharding(name) for name in names]
+    compute = [NamedSharding(mesh, plan.spec_in_use(name)) for name in names]
+    shardings = [Shardings(*pair) if pair[0] != pair[1] else None for pair in zip(storage, compute, strict=True)]
 
     def loss(weights, ids):
         model = eqx.combine(jax.tree.unflatten(treedef, weights), static)
@@ -451,23 +456,23 @@ def test_gpt2_is_gathered_again_in_the_backward_pass_and_its_tied_embedding_once
 
     weights = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
-        for leaf, at in zip(jax.tree.leaves(arrays), lives, strict=True)
+        for leaf, at in zip(jax.tree.leaves(arrays), storage, strict=True)
     ]
     ids = jax.ShapeDtypeStruct((16, 80), jnp.int32, sharding=split_rows(mesh))
-    step = jax.jit(jax.value_and_grad(gather_at_use(loss, homes)), out_shardings=(None, lives), compiler_options=QUICK)
+    step = jax.jit(jax.value_and_grad(gather_at_use(loss, shardings)), out_shardings=(None, storage), compiler_options=QUICK)
     found = hlo.collectives(step.lower(weights, ids).compile().as_text())
     gathers = [c for c in found if c.kind == "all-gather"]
     for is_backward in (False, True):
         in_pass = [c for c in gathers if c.is_backward == is_backward]
         in_blocks = [c for c in in_pass if c.n_executions == config.n_layers]
         assert sorted(max(c.shape) for c in in_blocks) == [64, 64, 64, 64, 256, 256]
-        around = sorted(c.shape for c in in_pass if c.n_executions == 1)
-        assert around == ([(256, 64)] if is_backward else [(80, 64), (256, 64)])
+        outside_blocks = sorted(c.shape for c in in_pass if c.n_executions == 1)
+        assert outside_blocks == ([(256, 64)] if is_backward else [(80, 64), (256, 64)])
 
 
-def test_no_policy_keeps_what_was_gathered_for_the_backward_pass():
-    """A policy of the user's names what is computed: that weights are gathered on the way is not in it. Kept, they would be
-    the whole model on every device."""
+def test_checkpoint_policies_do_not_save_gathered_weights():
+    """A user's policy is about computed values and does not know of gathered weights. Saving these would put the whole model
+    on every device."""
     n_layers, width = 16, 64
 
     class Model(eqx.Module):
@@ -488,25 +493,25 @@ def test_no_policy_keeps_what_was_gathered_for_the_backward_pass():
         plan=deployer.plan(Model(jnp.zeros((n_layers, width, width))), overrides={"weights": (None, "fsdp", None)}),
     )
     compiled = trainer.compile(list(np.zeros((8, width), np.float32)), 1)
-    whole = 4 * n_layers * width * width
+    model_bytes = 4 * n_layers * width * width
     memory = compiled.memory_analysis()
-    assert memory.argument_size_in_bytes < whole / 8 + 8192
-    assert memory.temp_size_in_bytes < whole / 2
+    assert memory.argument_size_in_bytes < model_bytes / 8 + 8192
+    assert memory.temp_size_in_bytes < model_bytes / 2
     assert f"f32[{n_layers},{width},{width}]" not in compiled.as_text()
     gathers = [c for c in hlo.collectives(compiled.as_text()) if c.kind == "all-gather" and c.bytes >= 4 * width * width]
     assert {c.is_backward: c.n_executions for c in gathers} == {False: n_layers, True: n_layers}
 
 
-def test_a_while_loop_gathers_layer_by_layer():
-    """As generating does: before the loop the whole model would be gathered at once."""
+def test_while_loop_gathers_one_layer_at_a_time():
+    """Generation has such a loop. Gathers before it would hold the whole model at once."""
     mesh = make_mesh(1, 8)
     shape = (LAYERS, 4 * WIDTH, WIDTH)
-    one = home(shape, mesh, n_stacked=1)
+    one = shardings_for(shape, mesh, n_stacked=1)
 
     def loop(weights, x):
         def step(carry):
             i, x = carry
-            return i + 1, jax.lax.scan(two_layouts, x, tuple(weights))[0]
+            return i + 1, jax.lax.scan(layer_with_two_layouts, x, tuple(weights))[0]
 
         return jax.lax.while_loop(lambda carry: jnp.abs(carry[1]).max() < 1e3, step, (0, x))[1]
 
@@ -515,11 +520,11 @@ def test_a_while_loop_gathers_layer_by_layer():
     compiled = jax.jit(gather_at_use(loop, [one, one]), compiler_options=QUICK).lower(weights, x).compile()
     gathers = [c for c in hlo.collectives(compiled.as_text()) if c.kind == "all-gather"]
     assert [sorted(size for size in c.shape if size != 1) for c in gathers] == [[WIDTH, 4 * WIDTH]] * 2
-    assert not any(c.exact for c in gathers)  # inside the loop, which nobody knows the length of
+    assert not any(c.exact for c in gathers)  # inside the loop, whose trip count is unknown
 
 
-def test_only_the_branch_that_is_taken_gathers():
-    one = home(UP, make_mesh(1, 8))
+def test_gathers_are_inside_the_branches_of_a_cond():
+    one = shardings_for(UP, make_mesh(1, 8))
 
     def branch(weights, x):
         return jax.lax.cond(x.sum() > 0, lambda x: x @ weights[0], lambda x: x @ weights[1] + 1, x).sum()
@@ -532,11 +537,11 @@ def test_only_the_branch_that_is_taken_gathers():
     assert of_weights and not any(c.exact for c in of_weights)  # in a branch
 
 
-# --- the user's code is still seen --------------------------------------------------------------------------------------
+# --- name scopes and source lines ---------------------------------------------------------------------------------------
 
 
-def one_home(shape=MATRIX):
-    return home(shape, make_mesh(1, 8))
+def matrix_shardings(shape=MATRIX):
+    return shardings_for(shape, make_mesh(1, 8))
 
 
 def test_name_scopes_and_source_lines_survive():
@@ -550,11 +555,11 @@ def test_name_scopes_and_source_lines_survive():
             x = x @ weights[1]
         return jnp.mean(jax.lax.scan(body, x, weights[0])[0])
 
-    homes = [home(STACKED, make_mesh(1, 8), n_stacked=1), one_home()]
-    weights, x = draw([STACKED, MATRIX])
-    lowered = jax.jit(jax.value_and_grad(gather_at_use(loss, homes)), compiler_options=QUICK).lower(weights, x)
+    shardings = [shardings_for(STACKED, make_mesh(1, 8), n_stacked=1), matrix_shardings()]
+    weights, x = random_weights_and_batch([STACKED, MATRIX])
+    lowered = jax.jit(jax.value_and_grad(gather_at_use(loss, shardings)), compiler_options=QUICK).lower(weights, x)
     compiled = lowered.compile().as_text()
-    forward_in_loop = r"while/body/\w+/my_layer/dot_general"  # between them what JAX calls the evaluation of a jaxpr
+    forward_in_loop = r"while/body/\w+/my_layer/dot_general"  # \w+ is JAX's own scope for evaluating a jaxpr
     for scope in (r"jvp\(my_head\)/dot_general", forward_in_loop, "rematted_computation/my_layer/dot_general"):
         assert re.search(scope, compiled)
     first_line = loss.__code__.co_firstlineno
@@ -563,67 +568,67 @@ def test_name_scopes_and_source_lines_survive():
         assert f'test_gather.py":{first_line + offset}' in located
 
 
-def test_gathers_are_named():
-    """What is gathered says so, for profiles."""
-    weights, x = draw([MATRIX])
-    step = jax.jit(jax.grad(gather_at_use(loss_of(lambda x, w: x @ w), [one_home()])))
+def test_gathers_have_a_name_scope():
+    """Profiles show the scope."""
+    weights, x = random_weights_and_batch([MATRIX])
+    step = jax.jit(jax.grad(gather_at_use(loss_of(lambda x, w: x @ w), [matrix_shardings()])))
     assert "gather/sharding_constraint" in step.lower(weights, x).as_text(debug_info=True)
 
 
-def test_an_exception_in_the_loss_keeps_its_frame():
+def test_traceback_of_an_error_in_the_loss_has_the_users_frame():
     def users_loss(weights, x):
         return jnp.mean(jax.lax.scan(lambda x, w: (jnp.dot(x, w[:3]), None), x, weights[0])[0])
 
-    weights, x = draw([STACKED])
+    weights, x = random_weights_and_batch([STACKED])
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions") as raised:
-        jax.jit(jax.grad(gather_at_use(users_loss, [home(STACKED, make_mesh(1, 8), n_stacked=1)])))(weights, x)
+        jax.jit(jax.grad(gather_at_use(users_loss, [shardings_for(STACKED, make_mesh(1, 8), n_stacked=1)])))(weights, x)
     assert "users_loss" in {frame.name for frame in traceback.extract_tb(raised.tb)}
 
 
-def test_without_rules_the_function_itself_is_returned():
+def test_no_rules_returns_the_same_function():
     def loss(weights, x):
         return x
 
     assert transformed(loss, []) is loss
 
 
-# --- what goes in and comes out -----------------------------------------------------------------------------------------
+# --- outputs and views --------------------------------------------------------------------------------------------------
 
 
-def test_outputs_keep_their_structure_and_weights_may_be_among_them():
+def test_output_structure_is_kept_and_may_contain_weights():
     def fn(weights, batch, key):
         w, other = weights
         return {"same": w, "view": w.T, "none": None, "pair": (batch["x"] @ w, jax.random.key_data(key))}, other
 
-    weights, x = draw([MATRIX, (3,)])
+    weights, x = random_weights_and_batch([MATRIX, (3,)])
     key = jax.random.key(1)
-    expected, got = (jax.jit(f)(weights, {"x": x}, key) for f in (fn, gather_at_use(fn, [one_home(), None])))
+    expected, got = (jax.jit(f)(weights, {"x": x}, key) for f in (fn, gather_at_use(fn, [matrix_shardings(), None])))
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
     jax.tree.map(lambda a, b: a.aval.weak_type == b.aval.weak_type, got, expected)
 
 
-def test_a_part_of_a_split_dim_is_cut_from_the_gathered_weight():
-    """5 rows of a table whose rows are split over 8 devices: no sharding of 5 rows there is."""
+def test_slice_of_a_split_dim_is_taken_from_the_gathered_weight():
+    """Takes 5 rows of a table whose rows are split over 8 devices: 5 rows cannot be split over them."""
     mesh = make_mesh(1, 8)
     table = Shardings(NamedSharding(mesh, P("fsdp", None)), NamedSharding(mesh, P(None, None)))
     gathered = gather_at_use(lambda weights, x: jax.jit(jnp.sum)(weights[0][:5]) + x.sum(), [table])
-    weights, x = draw([(64, D)])
+    weights, x = random_weights_and_batch([(64, D)])
     np.testing.assert_allclose(jax.jit(gathered)(weights, x), weights[0][:5].sum() + x.sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "dims, lives, used",
+    "dims, storage, compute",
     [
         ([1, 0], P("fsdp", "model"), P(None, "model")),
         ([None, 0, 1], P(None, "model", "fsdp"), P(None, "model", None)),
     ],
 )
-def test_the_home_of_a_view(dims, lives, used):
-    view = home(MATRIX, make_mesh(2, 2)).of_view(dims)
-    assert (view.storage.spec, view.compute.spec) == (lives, used)
+def test_shardings_of_a_view(dims, storage, compute):
+    view = shardings_for(MATRIX, make_mesh(2, 2)).of_view(dims)
+    assert (view.storage.spec, view.compute.spec) == (storage, compute)
 
 
-def test_a_view_without_a_split_dim_has_no_home():
-    assert home(MATRIX, make_mesh(2, 2)).of_view([1]) is None
-    assert home(STACKED, make_mesh(2, 2)).of_view([None, 1, 2]) is not None
+def test_view_without_a_split_dim_has_no_shardings():
+    assert shardings_for(MATRIX, make_mesh(2, 2)).of_view([1]) is None
+    assert shardings_for(STACKED, make_mesh(2, 2)).of_view([None, 1, 2]) is not None

@@ -1,4 +1,4 @@
-"""Grouped convolutions have the right gradient on every mesh, whatever else the step does with them."""
+"""Gradients of grouped convolutions are right on every mesh, also inside scans and branches."""
 
 import equinox as eqx
 import jax
@@ -21,7 +21,7 @@ class Net(eqx.Module):
         make = eqx.nn.Conv1d if kind == "1d" else eqx.nn.Conv2d
         self.kind = kind
         self.convs = [make(n_channels, 2 * n_channels, 3, stride=2, padding=1, groups=groups, key=keys[0])]
-        if kind == "scan":  # as many channels out as in
+        if kind == "scan":  # as many output channels as input channels
             self.convs = [make(n_channels, n_channels, 3, padding=1, groups=groups, key=key) for key in keys]
 
     def __call__(self, x):
@@ -39,13 +39,13 @@ def loss_fn(model, batch, key):
 
 
 def grad_fn(model, batch, key):
-    """The gradient as a user's own code has it: the Trainer is given it, and takes none."""
+    """A user's own gradient function, which replaces the Trainer's."""
     loss, grads = eqx.filter_value_and_grad(loss_fn)(model, batch, key)
     return redeqx.Loss(loss * len(batch), len(batch)), grads
 
 
 def gradients(model, batch, n_model_shards, n_fsdp_shards, **options):
-    """What a step of SGD at rate 1 takes off each leaf."""
+    """The gradients, measured as the change of each leaf by a step of SGD with learning rate 1."""
     deployer = redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False)
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=np.stack, loss_fn=loss_fn, **options
@@ -63,7 +63,7 @@ def gradients(model, batch, n_model_shards, n_fsdp_shards, **options):
     ("groups", "kind", "n_channels"),
     [(12, "plain", 12), (3, "plain", 12), (12, "1d", 12), (12, "scan", 12), (3, "plain", 9), (9, "1d", 9), (9, "scan", 9)],
 )
-def test_the_gradient_of_a_grouped_convolution(x64, mesh, groups, kind, n_channels):
+def test_gradient_of_a_grouped_convolution(x64, mesh, groups, kind, n_channels):
     model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, Net(groups, kind, n_channels))
     space = (8,) if kind == "1d" else (8, 6)
     batch = np.random.default_rng(0).normal(size=(8, n_channels, *space))
@@ -74,7 +74,7 @@ def test_the_gradient_of_a_grouped_convolution(x64, mesh, groups, kind, n_channe
 
 
 @pytest.mark.parametrize("n_channels", [12, 9])
-def test_the_gradient_that_a_grad_fn_takes(x64, n_channels):
+def test_gradient_taken_by_a_grad_fn(x64, n_channels):
     model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, Net(n_channels, "plain", n_channels))
     batch = np.random.default_rng(0).normal(size=(8, n_channels, 8, 6))
     expected = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch, None)

@@ -1,4 +1,4 @@
-"""One entry of each row, picked by comparison: the same values and gradients, and no scatter."""
+"""Picking one entry of each row by comparison: values and gradients are unchanged, and there is no scatter."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ LOGITS = jnp.asarray(rng.normal(size=(ROWS, SEQ, VOCAB)), jnp.float32)
 LABELS = jnp.asarray(rng.integers(0, VOCAB, (ROWS, SEQ)), jnp.int32)
 
 
-def of_optax(logits, labels):
+def optax_cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum()
 
 
@@ -27,7 +27,7 @@ def along_another_axis(logits, labels):
     return jnp.sum(jnp.take_along_axis(jnp.sin(logits), labels[:, None, :] % SEQ, axis=1) ** 2)
 
 
-def indexed(logits, labels):
+def vmapped_index(logits, labels):
     return jax.vmap(jax.vmap(lambda logits, label: -jax.nn.log_softmax(logits)[label]))(logits, labels).sum()
 
 
@@ -39,7 +39,7 @@ def clipped(logits, labels):
     return jnp.sum(jnp.take_along_axis(jnp.sin(logits), labels[..., None], axis=-1, mode="clip"))
 
 
-CASES = [of_optax, along_axis, indexed, in_a_scan, clipped]
+CASES = [optax_cross_entropy, along_axis, vmapped_index, in_a_scan, clipped]
 
 
 def lookups(fn, *args):
@@ -50,8 +50,8 @@ def lookups(fn, *args):
 
 @pytest.mark.parametrize("labels", [LABELS, LABELS - VOCAB, LABELS.at[1, 2].set(VOCAB), LABELS.astype(jnp.int8)])
 @pytest.mark.parametrize("fn", CASES)
-def test_the_same_values_and_gradients(fn, labels):
-    """Also for labels that count from the end, or that are none: NaN, or the last, as written."""
+def test_values_and_gradients_are_unchanged(fn, labels):
+    """Also for negative labels, which count from the end, and for labels out of range (NaN or the last entry)."""
     changed = transformed(fn, [PickByComparison()])
     gradient = jax.grad(changed)
     assert "scatter-add" in lookups(jax.grad(fn), LOGITS, labels)
@@ -62,8 +62,8 @@ def test_the_same_values_and_gradients(fn, labels):
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint32"])
 @pytest.mark.parametrize("mode", [None, "fill", "clip"])
-def test_labels_may_be_narrower_than_the_number_of_entries(dtype, mode):
-    """As bytes are that index a vocabulary with a few more entries."""
+def test_label_dtype_may_be_too_narrow_for_the_number_of_entries(dtype, mode):
+    """For example, bytes that index a vocabulary of 300 entries."""
     logits = jnp.asarray(rng.normal(size=(ROWS, 300)), jnp.float32)
     labels = jnp.asarray([3, 120], dtype)
 
@@ -75,12 +75,13 @@ def test_labels_may_be_narrower_than_the_number_of_entries(dtype, mode):
     np.testing.assert_array_equal(changed(logits, labels), logits[jnp.arange(ROWS), labels.astype(jnp.int32)])
 
 
-def test_what_is_not_picked_may_be_anything():
-    """Entries of minus infinity, as of a masked vocabulary, change no other row's value and no gradient."""
+def test_infinite_entries_that_are_not_picked_have_no_effect():
+    """Entries of minus infinity, as in a masked vocabulary, must give no NaN in values or gradients."""
     logits = LOGITS.at[..., 4].set(-jnp.inf)
     labels = jnp.where(LABELS == 4, 5, LABELS)
     found, wanted = (
-        jax.value_and_grad(fn)(logits, labels) for fn in (transformed(of_optax, [PickByComparison()]), of_optax)
+        jax.value_and_grad(fn)(logits, labels)
+        for fn in (transformed(optax_cross_entropy, [PickByComparison()]), optax_cross_entropy)
     )
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
@@ -90,12 +91,12 @@ def test_what_is_not_picked_may_be_anything():
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x, i: x[i % ROWS],  # whole rows, as of an embedding
-        lambda x, i: x[:, :, i[0, 0]],  # one index for all
-        lambda x, i: jnp.take_along_axis(x, jnp.stack([i, i], -1), axis=-1),  # two of each row
+        lambda x, i: x[i % ROWS],  # complete rows, as in an embedding
+        lambda x, i: x[:, :, i[0, 0]],  # one index for all rows
+        lambda x, i: jnp.take_along_axis(x, jnp.stack([i, i], -1), axis=-1),  # two entries of each row
         lambda x, i: jnp.take_along_axis(i, i % SEQ, axis=-1),  # integers have no gradient
     ],
 )
-def test_other_gathers_are_left_alone(fn):
+def test_other_gathers_are_unchanged(fn):
     changed = transformed(fn, [PickByComparison()])
     assert str(jax.make_jaxpr(changed)(LOGITS, LABELS)) == str(jax.make_jaxpr(fn)(LOGITS, LABELS))

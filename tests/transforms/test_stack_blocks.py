@@ -1,4 +1,4 @@
-"""Which blocks are computed as one scan, and that they compute the same."""
+"""Which blocks are stacked into one scan, and that values and gradients are unchanged."""
 
 import functools
 
@@ -28,26 +28,26 @@ def scans(traced):
 
 
 def check(fn, ws, *rest, expected, kinds=None, rules=()):
-    """The scans of `fn(weights, *rest)` are as expected, its value and its gradients are the same."""
+    """Checks the scans of the stacked `fn(weights, *rest)`, and that its value and gradients are unchanged."""
     flat, treedef = jax.tree.flatten(ws)
 
-    def of_flat(flat, *rest):
+    def flat_fn(flat, *rest):
         return fn(jax.tree.unflatten(treedef, flat), *rest)
 
-    stacking = transformed(of_flat, [StackBlocks(kinds or ["any"] * len(flat)), *rules])
-    before, after = (jax.make_jaxpr(f)(flat, *rest) for f in (of_flat, stacking))
+    stacking = transformed(flat_fn, [StackBlocks(kinds or ["any"] * len(flat)), *rules])
+    before, after = (jax.make_jaxpr(f)(flat, *rest) for f in (flat_fn, stacking))
     assert scans(after) == [*scans(before), *expected] if not scans(before) else scans(after) == expected
-    (value, grads), (wanted, wanted_grads) = (jax.jit(jax.value_and_grad(f))(flat, *rest) for f in (stacking, of_flat))
+    (value, grads), (wanted, wanted_grads) = (jax.jit(jax.value_and_grad(f))(flat, *rest) for f in (stacking, flat_fn))
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     for a, b in zip(grads, wanted_grads, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()))
     return after
 
 
-# --- what is stacked -------------------------------------------------------------------------------------------------
+# --- stacked blocks --------------------------------------------------------------------------------------------------
 
 
-def one_by_one(ws, x):
+def unstacked(ws, x):
     for w in ws:
         x = x + jax.nn.gelu(x @ w)
     return jnp.sum(x**2)
@@ -66,7 +66,7 @@ def with_keys(ws, x):
 
 
 def with_indices(ws, x):
-    """Keys by `fold_in`, rates that rise as those of stochastic depth, and slices of one array."""
+    """Keys by `fold_in`, rates that rise with the depth, and slices of one array."""
     table = jnp.sin(jnp.arange(len(ws) * D, dtype=x.dtype)).reshape(len(ws), D)
     for i, w in enumerate(ws):
         noise = jax.random.normal(jax.random.fold_in(KEY, i), x.shape)
@@ -100,13 +100,13 @@ def with_remat(ws, x):
 
 
 def with_constants(ws, x):
-    """Each block makes the same mask anew, as an array that its trace is closed over."""
+    """Each block creates the same mask again, as a constant of its trace."""
     for w in ws:
         x = x + jnp.where(np.tril(np.ones((4, D), bool)), x @ w, 0)
     return jnp.sum(x**2)
 
 
-def between_others(ws, x):
+def between_other_layers(ws, x):
     x = jnp.tanh(x @ ws[0])
     for w in ws[1:-1]:
         x = x + jnp.tanh(x @ w)
@@ -128,10 +128,10 @@ def doubled(x):
     return 2 * x
 
 
-doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (3 * g,))  # told apart from the derivative of `2 * x`
+doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (3 * g,))  # differs from the derivative of `2 * x`
 
 
-def with_own_derivative(ws, x):
+def with_custom_derivative(ws, x):
     for w in ws:
         x = x + jnp.tanh(doubled(x @ w))
     return jnp.sum(x**2)
@@ -140,7 +140,7 @@ def with_own_derivative(ws, x):
 @pytest.mark.parametrize(
     ("fn", "n", "expected"),
     [
-        (one_by_one, 5, [5]),
+        (unstacked, 5, [5]),
         (in_pairs, 8, [4]),
         (with_keys, 5, [5]),
         (with_indices, 5, [5]),
@@ -149,54 +149,54 @@ def with_own_derivative(ws, x):
         (jitted, 5, [5]),
         (with_remat, 5, [5]),
         (with_constants, 5, [5]),
-        (between_others, 7, [5]),
+        (between_other_layers, 7, [5]),
         (in_two_lists, 9, [4, 5]),
-        (with_own_derivative, 5, [5]),
+        (with_custom_derivative, 5, [5]),
     ],
 )
 def test_equal_blocks_become_one_scan(fn, n, expected):
     check(fn, weights(n), X, expected=expected)
 
 
-def test_constants_stay_constants():
-    """So that a mask is seen for what it is inside the scan, too."""
+def test_constants_are_not_stacked():
+    """Other rules must recognise a mask inside the scan, too."""
     traced = check(with_constants, weights(), X, expected=[N])
     (scan,) = (eqn for eqn in equations(traced) if eqn.primitive.name == "scan")
     masks = [var for var in scan.params["jaxpr"].jaxpr.invars if var.aval.dtype == bool]
     assert [var.aval.shape for var in masks] == [(4, D)]
 
 
-# --- what is left ----------------------------------------------------------------------------------------------------
+# --- not stacked ----------------------------------------------------------------------------------------------------
 
 
-def other_functions(ws, x):
+def different_functions(ws, x):
     for w, fn in zip(ws, (jnp.sin, jnp.tanh, jnp.cos, jnp.exp, jnp.square), strict=True):
         x = fn(x @ w)
     return jnp.sum(x)
 
 
-def of_the_first(ws, x):
-    """What the first block makes is read by all."""
+def reads_first_block(ws, x):
+    """All blocks read a value of the first."""
     first = jnp.tanh(x @ ws[0])
     for w in ws:
         x = x + jnp.tanh(x @ w) * first
     return jnp.sum(x)
 
 
-def two_back(ws, x):
+def reads_two_blocks_back(ws, x):
     before = x
     for w in ws:
         x, before = jnp.tanh(x @ w) + before, x
     return jnp.sum(x)
 
 
-def one_weight(ws, x):
+def one_shared_weight(ws, x):
     for _ in range(6):
         x = jnp.tanh(x @ ws[0])
     return jnp.sum(x)
 
 
-def no_product(ws, x):
+def without_matmul(ws, x):
     for w in ws:
         x = jnp.tanh(x * w[0])
     return jnp.sum(x)
@@ -212,8 +212,8 @@ def _(primals, tangents):
     return steeper(*primals), tangents[0] * primals[1]
 
 
-def other_derivatives(ws, x):
-    """Each block's derivative is closed over a number of its own; the values are the same."""
+def different_custom_derivatives(ws, x):
+    """The custom derivative of each block has another scale; the values are equal."""
 
     def through(scale):
         @jax.custom_vjp
@@ -229,21 +229,28 @@ def other_derivatives(ws, x):
 
 
 @pytest.mark.parametrize(
-    ("fn", "n"), [(other_functions, 5), (one_weight, 5), (no_product, 5), (one_by_one, 3), (other_derivatives, 5)]
+    ("fn", "n"),
+    [
+        (different_functions, 5),
+        (one_shared_weight, 5),
+        (without_matmul, 5),
+        (unstacked, 3),
+        (different_custom_derivatives, 5),
+    ],
 )
-def test_other_blocks_are_left_as_they_are(fn, n):
+def test_other_blocks_are_not_stacked(fn, n):
     check(fn, weights(n), X, expected=[])
 
 
-def test_a_value_of_two_blocks_back_is_handed_on():
-    check(two_back, weights(8), X, expected=[8])
+def test_value_from_two_blocks_back_is_a_carry():
+    check(reads_two_blocks_back, weights(8), X, expected=[8])
 
 
-def test_what_the_first_block_makes_for_all_is_no_carry():
-    check(of_the_first, weights(6), X, expected=[6])
+def test_value_of_the_first_block_may_be_read_by_all():
+    check(reads_first_block, weights(6), X, expected=[6])
 
 
-def test_blocks_of_other_sizes_are_left():
+def test_blocks_of_different_sizes_are_not_stacked():
     ws = [jnp.asarray(rng.normal(size=(a, b)), jnp.float32) for a, b in zip([8, 6, 4, 6, 8], [6, 4, 6, 8, 3], strict=True)]
 
     def fn(ws, x):
@@ -252,13 +259,13 @@ def test_blocks_of_other_sizes_are_left():
     check(fn, ws, X, expected=[])
 
 
-def test_weights_that_are_sharded_otherwise_are_not_stacked():
-    check(one_by_one, weights(6), X, expected=[], kinds=[0, 0, 0, 1, 1, 1])
-    check(one_by_one, weights(8), X, expected=[4], kinds=[0, 1] * 4)
-    check(one_by_one, weights(9), X, expected=[5], kinds=[0, 0, 0, 0, 0, 1, 2, 1, 2])
+def test_differently_sharded_weights_are_not_stacked():
+    check(unstacked, weights(6), X, expected=[], kinds=[0, 0, 0, 1, 1, 1])
+    check(unstacked, weights(8), X, expected=[4], kinds=[0, 1] * 4)
+    check(unstacked, weights(9), X, expected=[5], kinds=[0, 0, 0, 0, 0, 1, 2, 1, 2])
 
 
-def test_a_derivative_that_reads_an_operand_stays():
+def test_custom_derivative_that_reads_an_operand_is_kept():
     def fn(ws, x):
         for w in ws:
             x = x + steeper(x @ w, jnp.float32(3))
@@ -267,7 +274,7 @@ def test_a_derivative_that_reads_an_operand_stays():
     check(fn, weights(), X, expected=[N])
 
 
-def test_effects_are_left_in_their_order(capsys):
+def test_blocks_with_effects_are_not_stacked(capsys):
     def fn(ws, x):
         for w in ws:
             x = x + jnp.tanh(x @ w)
@@ -277,8 +284,8 @@ def test_effects_are_left_in_their_order(capsys):
     check(fn, weights(), X, expected=[])
 
 
-def test_the_report_names_number_and_line():
-    (n, line), = StackBlocks(["any"] * N).found(jax.make_jaxpr(one_by_one)(weights(), X))  # fmt: skip
+def test_found_reports_the_number_of_blocks_and_the_source_line():
+    (n, line), = StackBlocks(["any"] * N).found(jax.make_jaxpr(unstacked)(weights(), X))  # fmt: skip
     assert n == N and "test_stack_blocks.py:" in line
 
 
@@ -329,7 +336,7 @@ def loss_fn(model, batch, key):
 EXAMPLES = [{"ids": ids, "row": np.int32(i)} for i, ids in enumerate(rng.integers(0, 32, (16, 16)))]
 
 
-def trained(n_model, n_fsdp, stack_blocks, **options):
+def losses_and_leaves(n_model, n_fsdp, stack_blocks, **options):
     deployer = redeqx.Deployer(n_model_shards=n_model, n_fsdp_shards=n_fsdp, verbose=False)
     trainer = redeqx.Trainer(
         deployer,
@@ -344,7 +351,7 @@ def trained(n_model, n_fsdp, stack_blocks, **options):
     return losses, jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))
 
 
-def test_attention_is_fused_inside():
+def test_attention_is_fused_inside_the_scan():
     params, static = eqx.partition(Decoder(jax.random.key(0)), eqx.is_array)
 
     def fn(params, batch):
@@ -357,8 +364,8 @@ def test_attention_is_fused_inside():
 
 
 @functools.cache
-def as_written():
-    return trained(1, 1, False)
+def unstacked_training():
+    return losses_and_leaves(1, 1, False)
 
 
 @pytest.mark.parametrize(
@@ -372,9 +379,9 @@ def as_written():
         pytest.param(1, 4, {"remat": "full"}, marks=pytest.mark.sweep),
     ],
 )
-def test_training_is_the_same_on_meshes(n_model, n_fsdp, options):
-    losses, leaves = trained(n_model, n_fsdp, True, **options)
-    wanted, wanted_leaves = as_written()
+def test_training_on_meshes_equals_unstacked_training(n_model, n_fsdp, options):
+    losses, leaves = losses_and_leaves(n_model, n_fsdp, True, **options)
+    wanted, wanted_leaves = unstacked_training()
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     for a, b in zip(leaves, wanted_leaves, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Which loops are unrolled, and that they compute the same."""
+"""Which loops are unrolled, and that their values and gradients are unchanged."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -38,16 +38,16 @@ def nested(x, weights):
     return jnp.sum(jax.lax.scan(lambda x, w: (twice(x, w)[0], None), x, weights)[0])
 
 
-def unrolled(fn, rule=None, *, rows=32, d=D, layers=LAYERS, rules=()):
-    """The unrolling of each scan of a function of some shapes."""
+def unroll_factors(fn, rule=None, *, rows=32, d=D, layers=LAYERS, rules=()):
+    """The `unroll` parameter of each scan in the traced function."""
     args = jax.ShapeDtypeStruct((rows, d), jnp.float32), jax.ShapeDtypeStruct((layers, d, d), jnp.float32)
     traced = jax.make_jaxpr(transformed(fn, [rule or UnrollLoops(CHIP), *rules]))(*args)
     return [eqn.params["unroll"] for eqn in equations(traced) if eqn.primitive.name == "scan"]
 
 
 @pytest.mark.parametrize("rules", [(), (RematLoops("matmuls"),)], ids=["alone", "with remat"])
-def test_an_unrolled_loop_computes_the_same(rules):
-    assert unrolled(scanned, rules=rules) == [LAYERS]
+def test_unrolled_loop_has_the_same_values_and_gradients(rules):
+    assert unroll_factors(scanned, rules=rules) == [LAYERS]
     fn = transformed(scanned, [UnrollLoops(CHIP), *rules])
     (value, grads), (wanted, wanted_grads) = (jax.jit(jax.value_and_grad(f, (0, 1)))(X, WEIGHTS) for f in (fn, scanned))
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
@@ -57,22 +57,22 @@ def test_an_unrolled_loop_computes_the_same(rules):
 
 
 def test_which_loops_are_unrolled():
-    assert unrolled(scanned, d=4096, rows=4096) == [1], "its products take longer than its copies"
-    assert unrolled(scanned, layers=2000) == [1], "too much to compile"
-    assert unrolled(scanned, layers=1) == [1]
-    assert unrolled(with_remat) == [1]
-    assert unrolled(nested) == [1, 1]
+    assert unroll_factors(scanned, d=4096, rows=4096) == [1], "its products take longer than its copies"
+    assert unroll_factors(scanned, layers=2000) == [1], "too much to compile"
+    assert unroll_factors(scanned, layers=1) == [1]
+    assert unroll_factors(with_remat) == [1]
+    assert unroll_factors(nested) == [1, 1]
 
 
-def test_what_devices_have_no_memory_for_stays_a_loop():
+def test_loops_that_do_not_fit_in_memory_are_not_unrolled():
     rows = int(CHIP.memory / 8 / (2 * LAYERS * D * 4))
-    assert unrolled(scanned, rows=rows - 8) == [LAYERS]
-    assert unrolled(scanned, rows=rows + 8) == [1]
-    assert unrolled(scanned, UnrollLoops(CHIP, n_devices=2), rows=rows + 8) == [LAYERS]
+    assert unroll_factors(scanned, rows=rows - 8) == [LAYERS]
+    assert unroll_factors(scanned, rows=rows + 8) == [1]
+    assert unroll_factors(scanned, UnrollLoops(CHIP, n_devices=2), rows=rows + 8) == [LAYERS]
 
 
-def test_the_scores_of_attention_are_not_counted_as_kept():
-    """The rule sees the loss before attention is fused."""
+def test_attention_scores_are_not_counted_as_saved_values():
+    """This rule runs before attention is fused, so it still sees the scores."""
 
     def attention(x, weights):
         def block(x, w):
@@ -81,18 +81,18 @@ def test_the_scores_of_attention_are_not_counted_as_kept():
 
         return jnp.sum(jax.lax.scan(block, x[None].repeat(2, 0), weights)[0])
 
-    # The scores of all layers are 8 MiB, everything else that is kept 5 MiB.
+    # The scores of all layers take 8 MiB, all other saved values 5 MiB.
     small = dataclasses.replace(CHIP, memory=8 * 8 * 2**20)
-    assert unrolled(attention, UnrollLoops(small), rows=512) == [LAYERS]
+    assert unroll_factors(attention, UnrollLoops(small), rows=512) == [LAYERS]
 
 
-def test_only_gpus_unroll_and_only_where_it_pays():
-    at = redeqx.Deployer(verbose=False)
+def test_only_gpus_unroll_and_only_where_it_helps():
+    deployer = redeqx.Deployer(verbose=False)
     stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(D, D, key=key))(jax.random.split(jax.random.key(0), LAYERS))
 
     def recipe(**options):
         return redeqx.Trainer(
-            at, model=stack, optimizer=optax.sgd(0.1), collate_fn=np.stack,
+            deployer, model=stack, optimizer=optax.sgd(0.1), collate_fn=np.stack,
             loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch)), **options,
         )._engine.recipe  # fmt: skip
 
@@ -106,10 +106,10 @@ def test_only_gpus_unroll_and_only_where_it_pays():
     assert recipe().unroll_on(mesh(fsdp=2), "matmuls") is None
     assert recipe().unroll_on(mesh(kind="an unknown GPU"), "matmuls") is None
     assert recipe().unroll_on(mesh(platform="tpu"), "matmuls") is None
-    assert recipe().unroll_on(at.mesh, "none") is None
+    assert recipe().unroll_on(deployer.mesh, "none") is None
 
 
-def test_a_remat_within_a_jit_is_one_of_its_loop():
+def test_remat_inside_a_jit_counts_as_remat_of_the_loop():
     def loop(body):
         step = lambda carry, _: (body(carry), None)  # noqa: E731
         return jax.make_jaxpr(lambda x: jax.lax.scan(step, x, length=3))(jnp.ones(2)).jaxpr.eqns[-1]
