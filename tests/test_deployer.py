@@ -1,4 +1,4 @@
-"""The Deployer: schedules, sizes, keys, models made in place, what is recorded, and each error's words."""
+"""`Deployer`: mesh, keys, sharded initialisation, plans, batch sizes, schedules, recorded metrics and error messages."""
 
 import io
 import json
@@ -17,7 +17,7 @@ import redeqx
 from redeqx._tree import named_leaves
 
 
-def deployer(**kwargs):
+def make_deployer(**kwargs):
     return redeqx.Deployer(verbose=False, **kwargs)
 
 
@@ -40,11 +40,11 @@ def message(error, fn, *args, **kwargs):
         ({"n_model_shards": 8}, (1, 1, 8)),
     ],
 )
-def test_the_mesh_is_what_was_asked_and_the_rest_is_data(shards, shape):
-    made = deployer(**shards)
-    assert made.mesh.axis_names == ("data", "fsdp", "model")
-    assert tuple(made.mesh.shape.values()) == shape
-    assert made.n_batch_shards == shape[0] * shape[1]
+def test_mesh_shape_follows_the_shard_counts(shards, shape):
+    deployer = make_deployer(**shards)
+    assert deployer.mesh.axis_names == ("data", "fsdp", "model")
+    assert tuple(deployer.mesh.shape.values()) == shape
+    assert deployer.n_batch_shards == shape[0] * shape[1]
 
 
 @pytest.mark.parametrize(
@@ -82,35 +82,35 @@ def test_the_mesh_is_what_was_asked_and_the_rest_is_data(shards, shape):
         ),
     ],
 )
-def test_what_cannot_be_is_refused(kwargs, expected, tmp_path):
+def test_invalid_arguments_raise(kwargs, expected, tmp_path):
     assert message(ValueError, redeqx.Deployer, **kwargs) == expected
 
 
-def test_one_process_may_be_said():
-    assert deployer(n_processes=1).mesh.size == 8
+def test_accepts_a_single_process():
+    assert make_deployer(n_processes=1).mesh.size == 8
 
 
-def test_a_workdir_is_made_by_its_deployer_and_not_by_one_that_fails(tmp_path):
-    message(ValueError, deployer, workdir=tmp_path / "a" / "b", n_model_shards=3)
+def test_creates_workdir_unless_construction_fails(tmp_path):
+    message(ValueError, make_deployer, workdir=tmp_path / "a" / "b", n_model_shards=3)
     assert not (tmp_path / "a").exists()
-    assert deployer(workdir=str(tmp_path / "a" / "b")).workdir == tmp_path / "a" / "b"
+    assert make_deployer(workdir=str(tmp_path / "a" / "b")).workdir == tmp_path / "a" / "b"
     assert (tmp_path / "a" / "b").is_dir()
 
 
 # --- keys ---------------------------------------------------------------------------------------------------------------
 
 
-def test_keys_are_those_of_the_seed_and_all_distinct():
+def test_keys_are_distinct_and_determined_by_the_seed():
     def keys(seed):
-        made = deployer(jax_seed=seed)
-        return [tuple(jax.random.key_data(made.next_key()).tolist()) for _ in range(20)]
+        deployer = make_deployer(jax_seed=seed)
+        return [tuple(jax.random.key_data(deployer.next_key()).tolist()) for _ in range(20)]
 
     first, again, other = keys(0), keys(0), keys(1)
     assert first == again
     assert len({*first, *other}) == 40
 
 
-# --- models made in place -----------------------------------------------------------------------------------------------
+# --- sharded initialisation ---------------------------------------------------------------------------------------------
 
 
 class Model(eqx.Module):
@@ -131,35 +131,35 @@ class Model(eqx.Module):
 
 
 @pytest.mark.parametrize("shards", [*(pytest.param(x, marks=pytest.mark.sweep) for x in ((1, 1), (8, 1))), (2, 2)])
-def test_init_makes_on_each_device_its_own_shards_of_the_same_values(shards):
-    made = deployer(n_model_shards=shards[0], n_fsdp_shards=shards[1])
+def test_init_creates_each_shard_on_its_device_with_eager_values(shards):
+    deployer = make_deployer(n_model_shards=shards[0], n_fsdp_shards=shards[1])
     key = jax.random.key(7)
-    model, eager = made.init(lambda: Model(key)), Model(key)
-    plan = made.plan(eager)
+    model, eager = deployer.init(lambda: Model(key)), Model(key)
+    plan = deployer.plan(eager)
     assert eqx.tree_equal(eqx.filter(model, eqx.is_array, inverse=True), eqx.filter(eager, eqx.is_array, inverse=True))
-    wanted = named_leaves(eqx.filter(eager, eqx.is_array))
+    expected = named_leaves(eqx.filter(eager, eqx.is_array))
     for name, leaf in named_leaves(eqx.filter(model, eqx.is_array)).items():
-        assert leaf.dtype == wanted[name].dtype
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(wanted[name]))
-        sizes = [math.prod(made.mesh.shape[a] for a in ([axes] if axes else [])) for axes in plan[name].spec]
-        held = tuple(n // size for n, size in zip(leaf.shape, sizes, strict=True))
-        assert {shard.data.shape for shard in leaf.addressable_shards} == {held}
+        assert leaf.dtype == expected[name].dtype
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(expected[name]))
+        sizes = [math.prod(deployer.mesh.shape[a] for a in ([axes] if axes else [])) for axes in plan[name].spec]
+        shard_shape = tuple(n // size for n, size in zip(leaf.shape, sizes, strict=True))
+        assert {shard.data.shape for shard in leaf.addressable_shards} == {shard_shape}
         assert leaf.sharding == plan.sharding(name)
     n_split = {(1, 1): 0, (8, 1): 4, (2, 2): 4}
     assert sum(leaf.n_shards > 1 for leaf in plan.leaves.values()) == n_split[shards]
 
 
-def test_init_takes_a_plan():
-    made = deployer(n_model_shards=2)
-    make = lambda: eqx.nn.Linear(4, 4, key=jax.random.key(0))  # noqa: E731
-    plan = made.plan(eqx.filter_eval_shape(make), overrides={"weight": (None, "model")})
-    assert made.init(make, plan).weight.sharding.spec == P(None, "model")
+def test_init_uses_the_given_plan():
+    deployer = make_deployer(n_model_shards=2)
+    make_linear = lambda: eqx.nn.Linear(4, 4, key=jax.random.key(0))  # noqa: E731
+    plan = deployer.plan(eqx.filter_eval_shape(make_linear), overrides={"weight": (None, "model")})
+    assert deployer.init(make_linear, plan).weight.sharding.spec == P(None, "model")
 
 
-def test_a_key_of_the_deployer_gives_the_same_model_on_every_mesh():
+def test_init_with_a_deployer_key_is_identical_on_every_mesh():
     def weights(**shards):
-        made = deployer(**shards)
-        return np.asarray(made.init(lambda: eqx.nn.Linear(4, 4, key=made.next_key())).weight)
+        deployer = make_deployer(**shards)
+        return np.asarray(deployer.init(lambda: eqx.nn.Linear(4, 4, key=deployer.next_key())).weight)
 
     np.testing.assert_array_equal(weights(), weights(n_model_shards=2, n_fsdp_shards=2))
 
@@ -167,13 +167,13 @@ def test_a_key_of_the_deployer_gives_the_same_model_on_every_mesh():
 # --- plans --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_with_a_loss_marks_what_it_does_not_read():
+def test_plan_marks_leaves_unused_by_the_loss():
     model = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
 
     def loss_fn(model, batch, key):
         return jnp.mean(jax.vmap(model.layers[0])(batch["x"]))
 
-    plan = deployer(n_model_shards=2).plan(model, loss_fn, {"x": np.zeros((2, 4), np.float32)})
+    plan = make_deployer(n_model_shards=2).plan(model, loss_fn, {"x": np.zeros((2, 4), np.float32)})
     assert {name: leaf.is_read for name, leaf in plan.leaves.items()} == {
         "layers.0.weight": True,
         "layers.0.bias": True,
@@ -183,10 +183,10 @@ def test_a_plan_with_a_loss_marks_what_it_does_not_read():
     assert plan["layers.1.weight"].reason.endswith("; the loss does not read it")
 
 
-def test_a_loss_and_a_batch_come_together():
+def test_plan_requires_both_loss_fn_and_batch():
     model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
     expected = "`{}`: expected both `loss_fn` and `batch`, or neither, got None. Pass both."
-    plan = deployer().plan
+    plan = make_deployer().plan
     assert message(ValueError, plan, model, loss_fn=lambda m, b, k: 0.0) == expected.format("batch")
     assert message(ValueError, plan, model, batch={"x": np.zeros(2)}) == expected.format("loss_fn")
 
@@ -214,119 +214,120 @@ def test_a_loss_and_a_batch_come_together():
         ),
     ],
 )
-def test_overrides_are_checked(overrides, expected):
+def test_invalid_overrides_raise(overrides, expected):
     model = eqx.nn.Linear(3, 4, key=jax.random.key(0))
-    assert message(ValueError, deployer(n_model_shards=2).plan, model, overrides=overrides) == expected
+    assert message(ValueError, make_deployer(n_model_shards=2).plan, model, overrides=overrides) == expected
 
 
-def test_a_large_leaf_left_replicated_is_a_warning():
+def test_large_replicated_leaf_warns_unless_overridden():
     class Raw(eqx.Module):
         table: jax.Array
 
     shapes = eqx.filter_eval_shape(lambda: Raw(jnp.zeros((1025, 1025))))
     with pytest.warns(UserWarning, match=r"`table`: \(1025, 1025\), 4\.01 MiB, is replicated on every device"):
-        deployer(n_model_shards=2).plan(shapes)
+        make_deployer(n_model_shards=2).plan(shapes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        deployer(n_model_shards=2).plan(shapes, overrides={"table": None})  # said to be wanted
+        make_deployer(n_model_shards=2).plan(shapes, overrides={"table": None})  # explicitly replicated: no warning
 
 
-# --- sizes and schedules ------------------------------------------------------------------------------------------------
+# --- batch sizes and schedules ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("shards", "global_batch_size", "per_device_batch_size", "n"),
+    ("shards", "global_batch_size", "per_device_batch_size", "n_micro_batches"),
     [((1, 1), 8, 1, 1), ((1, 1), 64, 2, 4), ((2, 1), 64, 2, 8), ((2, 2), 12, 1, 3), ((8, 1), 7, 1, 7)],
 )
-def test_micro_batches_make_up_the_global_batch(shards, global_batch_size, per_device_batch_size, n):
-    made = deployer(n_model_shards=shards[0], n_fsdp_shards=shards[1])
-    assert made.get_accumulate_grad_batches(global_batch_size, per_device_batch_size) == n
-    assert n * per_device_batch_size * made.n_batch_shards == global_batch_size
+def test_micro_batches_add_up_to_the_global_batch(shards, global_batch_size, per_device_batch_size, n_micro_batches):
+    deployer = make_deployer(n_model_shards=shards[0], n_fsdp_shards=shards[1])
+    assert deployer.get_accumulate_grad_batches(global_batch_size, per_device_batch_size) == n_micro_batches
+    assert n_micro_batches * per_device_batch_size * deployer.n_batch_shards == global_batch_size
 
 
 @pytest.mark.parametrize(("global_batch_size", "per_device_batch_size"), [(20, 2), (4, 1), (0, 1)])
-def test_a_global_batch_that_does_not_divide_is_refused(global_batch_size, per_device_batch_size):
-    micro = per_device_batch_size * 8
-    found = message(ValueError, deployer().get_accumulate_grad_batches, global_batch_size, per_device_batch_size)
-    assert found == (
-        f"`global_batch_size`: expected a multiple of {per_device_batch_size} rows per device x 8 shards = {micro}, got "
+def test_indivisible_global_batch_raises(global_batch_size, per_device_batch_size):
+    n_rows = per_device_batch_size * 8
+    error_text = message(ValueError, make_deployer().get_accumulate_grad_batches, global_batch_size, per_device_batch_size)
+    assert error_text == (
+        f"`global_batch_size`: expected a multiple of {per_device_batch_size} rows per device x 8 shards = {n_rows}, got "
         f"{global_batch_size}. Change one of the two."
     )
 
 
-def test_rows_a_device_are_at_least_one():
-    found = message(ValueError, deployer().get_accumulate_grad_batches, 8, 0)
-    assert found == "`per_device_batch_size`: expected at least 1, got 0. Pass a positive number."
+def test_zero_rows_per_device_raises():
+    error_text = message(ValueError, make_deployer().get_accumulate_grad_batches, 8, 0)
+    assert error_text == "`per_device_batch_size`: expected at least 1, got 0. Pass a positive number."
 
 
 @pytest.mark.parametrize(
     ("shards", "global_batch_size", "accumulate_grad_batches", "rows"),
     [((1, 1), 8, 1, 1), ((1, 1), 64, 4, 2), ((2, 2), 12, 3, 1), ((8, 1), 7, 1, 7)],
 )
-def test_rows_a_device_follow_from_the_global_batch(shards, global_batch_size, accumulate_grad_batches, rows):
-    made = deployer(n_model_shards=shards[0], n_fsdp_shards=shards[1])
-    assert made.get_per_device_batch_size(global_batch_size, accumulate_grad_batches) == rows
-    assert made.get_accumulate_grad_batches(global_batch_size, rows) == accumulate_grad_batches
+def test_rows_per_device_follow_from_the_global_batch(shards, global_batch_size, accumulate_grad_batches, rows):
+    deployer = make_deployer(n_model_shards=shards[0], n_fsdp_shards=shards[1])
+    assert deployer.get_per_device_batch_size(global_batch_size, accumulate_grad_batches) == rows
+    assert deployer.get_accumulate_grad_batches(global_batch_size, rows) == accumulate_grad_batches
 
 
 @pytest.mark.parametrize(("global_batch_size", "n_micro"), [(20, 1), (8, 2), (0, 1)])
-def test_a_global_batch_that_the_shards_do_not_divide_is_refused(global_batch_size, n_micro):
-    found = message(ValueError, deployer().get_per_device_batch_size, global_batch_size, n_micro)
-    assert found == (
+def test_global_batch_indivisible_by_shards_and_micro_batches_raises(global_batch_size, n_micro):
+    error_text = message(ValueError, make_deployer().get_per_device_batch_size, global_batch_size, n_micro)
+    assert error_text == (
         f"`global_batch_size`: expected a multiple of 8 shards x {n_micro} micro-batches = {8 * n_micro}, got "
         f"{global_batch_size}. Change one of the three."
     )
 
 
-def test_micro_batches_are_at_least_one():
-    found = message(ValueError, deployer().get_per_device_batch_size, 8, 0)
-    assert found == "`accumulate_grad_batches`: expected at least 1, got 0. Pass a positive number."
+def test_zero_micro_batches_raises():
+    error_text = message(ValueError, make_deployer().get_per_device_batch_size, 8, 0)
+    assert error_text == "`accumulate_grad_batches`: expected at least 1, got 0. Pass a positive number."
 
 
-def schedule(made=None, *, train_size=100, per_device_batch_size=1, n_epochs=1, learning_rate=1.0, **kwargs):
-    return (made or deployer()).get_lr_schedule_fn(train_size, per_device_batch_size, n_epochs, learning_rate, **kwargs)
+def schedule(deployer=None, *, train_size=100, per_device_batch_size=1, n_epochs=1, learning_rate=1.0, **kwargs):
+    deployer = deployer or make_deployer()
+    return deployer.get_lr_schedule_fn(train_size, per_device_batch_size, n_epochs, learning_rate, **kwargs)
 
 
 def values(lr, steps):
     return [float(lr(step)) for step in steps]
 
 
-def test_linear_warm_up_then_linear_decay_to_the_end():
-    # 8 rows a step: 50 steps, of them 10 of warm-up.
+def test_linear_warmup_then_linear_decay():
+    # 8 rows per step: 50 steps, 10 of them warm-up.
     lr = schedule(train_size=400, warmup_ratio=0.2, init_learning_rate=0.1, end_learning_rate=0.2)
     np.testing.assert_allclose(values(lr, [0, 5, 10, 30, 50, 60]), [0.1, 0.55, 1.0, 0.6, 0.2, 0.2], rtol=1e-6)
-    # In steps it wins over the share.
-    same = schedule(train_size=400, warmup_ratio=0.5, warmup_steps=10, init_learning_rate=0.1, end_learning_rate=0.2)
-    assert values(same, range(60)) == values(lr, range(60))
+    # `warmup_steps` takes precedence over `warmup_ratio`.
+    from_steps = schedule(train_size=400, warmup_ratio=0.5, warmup_steps=10, init_learning_rate=0.1, end_learning_rate=0.2)
+    assert values(from_steps, range(60)) == values(lr, range(60))
 
 
-def test_cosine_decay():
+def test_cosine_decay_values():
     lr = schedule(train_size=400, schedule_type="cosine", warmup_steps=10, end_learning_rate=0.2)
     quarter = 0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2
     np.testing.assert_allclose(values(lr, [0, 5, 10, 20, 30, 50]), [0.0, 0.5, 1.0, quarter, 0.6, 0.2], rtol=1e-6)
 
 
 @pytest.mark.parametrize("schedule_type", ["linear", "cosine"])
-def test_a_decay_ends_at_the_rate_that_was_given(schedule_type):
+def test_decay_ends_at_end_learning_rate(schedule_type):
     lr = schedule(train_size=400, learning_rate=0.02, schedule_type=schedule_type, warmup_steps=10, end_learning_rate=0.005)
-    # Half of the way down both decays are in the middle between the two rates.
+    # Halfway through, both decays are at the mean of the two rates.
     np.testing.assert_allclose(values(lr, [10, 30, 50, 60]), [0.02, 0.0125, 0.005, 0.005], rtol=1e-6)
 
 
-def test_constant_after_the_warm_up():
+def test_constant_schedule_after_warmup():
     lr = schedule(train_size=400, schedule_type="constant", warmup_steps=10)
     np.testing.assert_allclose(values(lr, [0, 5, 10, 49]), [0.0, 0.5, 1.0, 1.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("schedule_type", ["linear", "cosine", "constant"])
-def test_without_warm_up_it_begins_at_the_top(schedule_type):
+def test_schedule_without_warmup_starts_at_the_peak(schedule_type):
     lr = schedule(train_size=400, schedule_type=schedule_type)
     assert values(lr, [0]) == [1.0]
     assert values(lr, [50]) == [1.0 if schedule_type == "constant" else 0.0]
 
 
 @pytest.mark.parametrize("schedule_type", ["linear", "cosine"])
-def test_a_fit_that_is_all_warm_up(schedule_type):
+def test_warmup_over_the_whole_fit(schedule_type):
     lr = schedule(train_size=80, schedule_type=schedule_type, warmup_ratio=1.0)
     np.testing.assert_allclose(values(lr, [0, 5, 9, 10]), [0.0, 0.5, 0.9, 1.0], rtol=1e-6)
 
@@ -334,18 +335,18 @@ def test_a_fit_that_is_all_warm_up(schedule_type):
 @pytest.mark.parametrize(
     ("train_size", "per_device", "n_epochs", "accumulate", "shards", "n_steps"),
     [
-        (100, 1, 1, 1, 1, 13),  # 12 full steps of 8, and one of the 4 rows left
+        (100, 1, 1, 1, 1, 13),  # 12 full steps of 8 rows, then one step with the 4 remaining rows
         (100, 1, 3, 1, 1, 39),
         (100, 1, 1, 4, 1, 4),  # updates of 32 rows, not micro-steps
-        (100, 1, 2, 4, 2, 14),  # half the batch shards: updates of 16
+        (100, 1, 2, 4, 2, 14),  # half as many batch shards: updates of 16 rows
         (96, 3, 1, 1, 1, 4),
         (1, 1, 5, 1, 1, 5),
     ],
 )
-def test_it_counts_updates(train_size, per_device, n_epochs, accumulate, shards, n_steps):
-    made = deployer(n_model_shards=shards)
+def test_schedule_length_counts_updates(train_size, per_device, n_epochs, accumulate, shards, n_steps):
+    deployer = make_deployer(n_model_shards=shards)
     lr = schedule(
-        made,
+        deployer,
         train_size=train_size,
         per_device_batch_size=per_device,
         n_epochs=n_epochs,
@@ -355,12 +356,12 @@ def test_it_counts_updates(train_size, per_device, n_epochs, accumulate, shards,
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_fit_takes_the_steps_that_its_schedule_counts(accumulate):
-    made = deployer(n_model_shards=2, loggers=[recorded := Recorder()])
+def test_fit_takes_as_many_steps_as_its_schedule(accumulate):
+    deployer = make_deployer(n_model_shards=2, loggers=[recorder := Recorder()])
     examples = np.ones((29, 3), np.float32)
-    lr = made.get_lr_schedule_fn(len(examples), 1, 2, 0.5, accumulate_grad_batches=accumulate, warmup_steps=1)
+    lr = deployer.get_lr_schedule_fn(len(examples), 1, 2, 0.5, accumulate_grad_batches=accumulate, warmup_steps=1)
     trainer = redeqx.Trainer(
-        made,
+        deployer,
         model=eqx.nn.Linear(3, 1, key=jax.random.key(0)),
         optimizer=optax.sgd(lr),
         collate_fn=lambda rows: {"x": np.stack(rows)},
@@ -371,7 +372,7 @@ def test_a_fit_takes_the_steps_that_its_schedule_counts(accumulate):
     trainer.fit(examples, 1, 2)
     n_steps = 2 * math.ceil(29 / (4 * accumulate))
     assert trainer.step == n_steps
-    logged = [metrics["learning_rate"] for metrics, _ in recorded.rows]
+    logged = [metrics["learning_rate"] for metrics, _ in recorder.rows]
     np.testing.assert_allclose(logged, values(lr, range(n_steps)), rtol=1e-6)
     assert float(lr(n_steps)) == 0.0
     if accumulate == 1:
@@ -408,7 +409,7 @@ def test_a_fit_takes_the_steps_that_its_schedule_counts(accumulate):
         ),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(kwargs, expected):
+def test_invalid_schedule_arguments_raise(kwargs, expected):
     assert message(ValueError, schedule, **kwargs) == expected
 
 
@@ -421,12 +422,12 @@ def test_a_schedule_that_cannot_be_is_refused(kwargs, expected):
         ("heartbeat_timeout", None, "`heartbeat_timeout`: expected a number above 0, got None. Pass seconds."),
     ],
 )
-def test_a_timeout_is_a_number_of_seconds(name, value, expected):
+def test_invalid_timeouts_raise(name, value, expected):
     error = ValueError if isinstance(value, int | float) else TypeError
     assert message(error, redeqx.Deployer, **{name: value}) == expected
 
 
-# --- what is said and recorded ------------------------------------------------------------------------------------------
+# --- logged and saved output --------------------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -437,59 +438,59 @@ class Recorder:
         self.rows.append((metrics, step))
 
 
-def test_metrics_go_to_the_file_and_to_every_logger(tmp_path):
+def test_metrics_are_written_to_the_file_and_every_logger(tmp_path):
     loggers = [Recorder(), Recorder()]
-    made = deployer(workdir=tmp_path, loggers=loggers)
-    made.log_metrics({"loss": jnp.float32(0.5), "n": 3}, step=7)
-    made.log_metrics({"loss": 0.25}, step=8)
+    deployer = make_deployer(workdir=tmp_path, loggers=loggers)
+    deployer.log_metrics({"loss": jnp.float32(0.5), "n": 3}, step=7)
+    deployer.log_metrics({"loss": 0.25}, step=8)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [{"step": 7, "loss": 0.5, "n": 3.0}, {"step": 8, "loss": 0.25}]
     assert loggers[0].rows == loggers[1].rows == [({"loss": 0.5, "n": 3.0}, 7), ({"loss": 0.25}, 8)]
 
 
-def test_records_are_rewound_once_and_to_the_step_of_the_resume(tmp_path):
-    """What a process has recorded itself stays, also where a second trainer begins at step 0."""
+def test_metrics_file_is_rewound_once_to_the_resumed_step(tmp_path):
+    """Steps recorded by this process are kept, even if a second trainer starts at step 0."""
     for step in range(1, 6):
-        deployer(workdir=tmp_path).log_metrics({"run": 1}, step)
-    made = deployer(workdir=tmp_path)
-    made.begin_records(3)
-    made.log_metrics({"run": 2}, 4)
-    made.begin_records(0)
-    made.log_metrics({"run": 2}, 1)
+        make_deployer(workdir=tmp_path).log_metrics({"run": 1}, step)
+    deployer = make_deployer(workdir=tmp_path)
+    deployer.begin_records(3)
+    deployer.log_metrics({"run": 2}, 4)
+    deployer.begin_records(0)
+    deployer.log_metrics({"run": 2}, 1)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["run"], line["step"]) for line in lines] == [(1, 1), (1, 2), (1, 3), (2, 4), (2, 1)]
 
 
 @pytest.mark.parametrize("verbose", [True, False])
-def test_info_is_printed_where_wanted(verbose, capsys):
+def test_info_is_printed_only_if_verbose(verbose, capsys):
     redeqx.Deployer(verbose=verbose).log_info("hello [world]", title="greeting")
     assert capsys.readouterr().out == ("greeting\n  hello [world]\n" if verbose else "")
 
 
-def test_outputs_are_a_json_line_each(tmp_path):
-    made = deployer(workdir=tmp_path)
+def test_outputs_are_saved_as_json_lines(tmp_path):
+    deployer = make_deployer(workdir=tmp_path)
     outputs = [
         {"text": "ä", "ids": np.arange(3), "score": np.float32(0.5)},
         [jnp.ones((2, 1)), jnp.bfloat16(1.5), None],
         "plain",
     ]
-    path = made.save_outputs(outputs)
+    path = deployer.save_outputs(outputs)
     assert path == tmp_path / "outputs" / "outputs.jsonl"
     assert [json.loads(line) for line in io.StringIO(path.read_text("utf-8"))] == [
         {"text": "ä", "ids": [0, 1, 2], "score": 0.5},
         [[[1.0], [1.0]], 1.5, None],
         "plain",
     ]
-    assert made.save_outputs([], "other/none.jsonl").read_text() == ""
+    assert deployer.save_outputs([], "other/none.jsonl").read_text() == ""
 
 
-def test_outputs_that_cannot_be_saved(tmp_path):
-    made = deployer(workdir=tmp_path)
-    path = made.save_outputs(["earlier"])
-    assert message(TypeError, made.save_outputs, [1, {"a": {1, 2}}]) == (
+def test_unsavable_outputs_raise(tmp_path):
+    deployer = make_deployer(workdir=tmp_path)
+    path = deployer.save_outputs(["earlier"])
+    assert message(TypeError, deployer.save_outputs, [1, {"a": {1, 2}}]) == (
         "`outputs`: expected values that JSON can hold, got set. Convert it first."
     )
-    assert json.loads(path.read_text()) == "earlier"  # nothing lost
-    assert message(ValueError, deployer().save_outputs, [1]) == (
+    assert json.loads(path.read_text()) == "earlier"  # the earlier file is intact
+    assert message(ValueError, make_deployer().save_outputs, [1]) == (
         "`workdir`: expected a folder, got None. Pass `Deployer(workdir=...)` to save outputs."
     )

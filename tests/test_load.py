@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import redeqx
 
 
-def make(key):
+def make_model(key):
     return eqx.nn.MLP(4, 4, 8, 1, key=key)
 
 
@@ -21,17 +21,17 @@ def loss_fn(model, batch, key):
     return jnp.mean(jax.vmap(model)(batch) ** 2)
 
 
-def trained(workdir, **shards):
+def train(workdir, **shards):
     deployer = redeqx.Deployer(workdir=workdir, verbose=False, **shards)
     trainer = redeqx.Trainer(
-        deployer, model=make(deployer.next_key()), optimizer=optax.adam(1e-2), collate_fn=np.stack, loss_fn=loss_fn
+        deployer, model=make_model(deployer.next_key()), optimizer=optax.adam(1e-2), collate_fn=np.stack, loss_fn=loss_fn
     )
     examples = list(np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32))
     trainer.fit(examples, batch_size=16, n_epochs=2, eval_examples=examples, save_argmin_ckpt_by_metrics=["loss"])
     return trainer
 
 
-def same(a, b):
+def same_arrays(a, b):
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(arrays(a)), jax.tree.leaves(arrays(b)), strict=True))
 
 
@@ -42,41 +42,41 @@ def arrays(model):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
-    return workdir, trained(workdir, n_model_shards=2, n_fsdp_shards=2)
+    return workdir, train(workdir, n_model_shards=2, n_fsdp_shards=2)
 
 
 @pytest.mark.parametrize(
     "path",
     ["", "ckpts", "ckpts/last", "last", "ckpts/argmin_loss", "ckpts/step_00000004", "ckpts/step_00000004/model.safetensors"],
 )
-def test_every_path_to_a_checkpoint_gives_the_model(run, path):
+def test_loads_the_model_from_every_kind_of_path(run, path):
     workdir, trainer = run
-    model = redeqx.load(workdir / path, eqx.filter_eval_shape(make, jax.random.key(0)))
-    assert same(model, trainer.model) and model.activation is not None
+    model = redeqx.load(workdir / path, eqx.filter_eval_shape(make_model, jax.random.key(0)))
+    assert same_arrays(model, trainer.model) and model.activation is not None
     assert all(leaf.devices() == {jax.devices()[0]} for leaf in jax.tree.leaves(arrays(model)))
 
 
 @pytest.mark.parametrize("shards", [{}, {"n_model_shards": 4}, {"n_fsdp_shards": 8}])
-def test_a_deployer_places_it_by_its_plan(run, shards):
+def test_deployer_places_leaves_by_its_plan(run, shards):
     workdir, trainer = run
     deployer = redeqx.Deployer(verbose=False, **shards)
-    like = make(jax.random.key(1))
+    like = make_model(jax.random.key(1))
     model = redeqx.load(workdir, like, deployer)
     plan = deployer.plan(like)
-    assert same(model, trainer.model)
+    assert same_arrays(model, trainer.model)
     assert model.layers[0].weight.sharding == plan.sharding("layers.0.weight")
-    kept = redeqx.load(workdir, like, deployer, plan=deployer.plan(like, overrides={"layers.0.weight": None}))
-    assert kept.layers[0].weight.sharding.is_fully_replicated
+    replicated = redeqx.load(workdir, like, deployer, plan=deployer.plan(like, overrides={"layers.0.weight": None}))
+    assert replicated.layers[0].weight.sharding.is_fully_replicated
 
 
-def test_a_lost_index_is_rebuilt(run, tmp_path):
+def test_missing_index_is_rebuilt(run, tmp_path):
     workdir, trainer = run
     shutil.copytree(workdir, tmp_path / "run")
     (tmp_path / "run" / "ckpts" / "index.json").unlink()
-    assert same(redeqx.load(tmp_path / "run", eqx.filter_eval_shape(make, jax.random.key(0))), trainer.model)
+    assert same_arrays(redeqx.load(tmp_path / "run", eqx.filter_eval_shape(make_model, jax.random.key(0))), trainer.model)
 
 
-def test_a_predictor_needs_no_trainer(run):
+def test_predictor_loads_without_a_trainer(run):
     workdir, trainer = run
 
     def pred_fn(model, batch, key):
@@ -85,42 +85,42 @@ def test_a_predictor_needs_no_trainer(run):
     examples = list(np.eye(4, dtype=np.float32))
     predictor = redeqx.Predictor.load(
         workdir / "ckpts" / "argmin_loss", redeqx.Deployer(n_model_shards=2, verbose=False),
-        like=eqx.filter_eval_shape(make, jax.random.key(0)), collate_fn=np.stack, pred_fn=pred_fn,
+        like=eqx.filter_eval_shape(make_model, jax.random.key(0)), collate_fn=np.stack, pred_fn=pred_fn,
     )  # fmt: skip
     expected = trainer.get_default_predictor(pred_fn).predict(examples, batch_size=4)
     np.testing.assert_allclose(predictor.predict(examples, batch_size=4), expected, rtol=1e-6)
 
 
-def test_dtypes_are_those_of_like(run, tmp_path):
+def test_casts_to_the_dtypes_of_like(run, tmp_path):
     workdir, _ = run
     tensors = load_file(workdir / "ckpts/step_00000004/model.safetensors")
     save_file({name: tensor.astype(np.float16) for name, tensor in tensors.items()}, tmp_path / "half.safetensors")
-    model = redeqx.load(tmp_path / "half.safetensors", make(jax.random.key(0)))
+    model = redeqx.load(tmp_path / "half.safetensors", make_model(jax.random.key(0)))
     assert model.layers[0].weight.dtype == jnp.float32
 
 
-def test_the_state_of_layers(tmp_path):
-    def make():
+def test_loads_the_model_state(tmp_path):
+    def make_model():
         return eqx.nn.make_with_state(lambda: eqx.nn.BatchNorm(4, "batch", mode="batch"))()
 
     def loss_fn(model, state, batch, key):
         out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch, state)
         return jnp.mean(out**2), state
 
-    model, state = make()
+    model, state = make_model()
     deployer = redeqx.Deployer(workdir=tmp_path, verbose=False)
     trainer = redeqx.Trainer(
         deployer, model=model, model_state=state, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
     )
     trainer.fit(list(np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)), batch_size=16)
-    model, state = make()
+    model, state = make_model()
     loaded = redeqx.load(tmp_path, state, kind="model_state")
-    assert same(loaded, trainer.model_state) and not same(loaded, state)
+    assert same_arrays(loaded, trainer.model_state) and not same_arrays(loaded, state)
 
 
-def test_what_is_wrong_is_said(run, tmp_path):
+def test_invalid_arguments_raise(run, tmp_path):
     workdir, _ = run
-    like = make(jax.random.key(0))
+    like = make_model(jax.random.key(0))
     with pytest.raises(ValueError, match=r"expected a safetensors file, a checkpoint .* got nothing there"):
         redeqx.load(tmp_path / "nowhere", like)
     with pytest.raises(ValueError, match="got a folder without one"):
@@ -133,7 +133,7 @@ def test_what_is_wrong_is_said(run, tmp_path):
         redeqx.load(workdir, like, kind="ema")
 
 
-def test_a_damaged_tensor_is_found_while_it_is_read(run, tmp_path):
+def test_damaged_tensor_raises(run, tmp_path):
     workdir, _ = run
     shutil.copytree(workdir / "ckpts/step_00000004", tmp_path / "step_00000004")
     file = tmp_path / "step_00000004/model.safetensors"
@@ -141,4 +141,4 @@ def test_a_damaged_tensor_is_found_while_it_is_read(run, tmp_path):
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(ValueError, match=r"model\.safetensors.*crc32"):
-        redeqx.load(tmp_path / "step_00000004", make(jax.random.key(0)))
+        redeqx.load(tmp_path / "step_00000004", make_model(jax.random.key(0)))

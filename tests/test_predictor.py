@@ -1,4 +1,4 @@
-"""The Predictor: as many outputs as examples, in their order, handed on batch by batch, on every mesh."""
+"""`Predictor`: one output per example, in order, yielded batch by batch, on every mesh."""
 
 import threading
 import weakref
@@ -12,7 +12,7 @@ import pytest
 
 import redeqx
 
-SHARDS = [(1, 1), (2, 2), (8, 1)]  # of the model and the fsdp axis, on eight devices
+SHARDS = [(1, 1), (2, 2), (8, 1)]  # sizes of the model and fsdp axes, on eight devices
 
 
 def stack(examples):
@@ -23,7 +23,7 @@ def apply(model, batch, key):
     return jax.vmap(model)(batch["x"])
 
 
-def linear(seed=0):
+def make_linear(seed=0):
     return eqx.nn.Linear(4, 8, key=jax.random.key(seed))
 
 
@@ -35,16 +35,16 @@ def expected(model, examples):
     return [np.asarray(model(jnp.asarray(x, jnp.float32))) for x in examples]
 
 
-def assert_outputs(got, wanted):
-    assert isinstance(got, list)
-    assert len(got) == len(wanted)
-    for a, b in zip(got, wanted, strict=True):
+def assert_outputs(actual, desired):
+    assert isinstance(actual, list)
+    assert len(actual) == len(desired)
+    for a, b in zip(actual, desired, strict=True):
         assert isinstance(a, np.ndarray)
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-def deployer(n_model_shards=8, n_fsdp_shards=1, **kwargs):
-    """By default of one batch shard: batches then are as small as they get."""
+def make_deployer(n_model_shards=8, n_fsdp_shards=1, **kwargs):
+    """Return a deployer, by default with one batch shard, which allows the smallest batches."""
     return redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False, **kwargs)
 
 
@@ -52,25 +52,25 @@ def prefetch_threads():
     return [thread for thread in threading.enumerate() if thread.name == "redeqx-prefetch"]
 
 
-# --- as many as there are examples ----------------------------------------------------------------------------------
+# --- one output per example -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", SHARDS)
-def test_an_output_for_each_example_in_their_order(shards):
-    model = linear()
-    predictor = redeqx.Predictor(deployer(*shards), model=model, collate_fn=stack, pred_fn=apply)
+def test_returns_one_output_per_example_in_order(shards):
+    model = make_linear()
+    predictor = redeqx.Predictor(make_deployer(*shards), model=model, collate_fn=stack, pred_fn=apply)
     examples = make_examples(17)
-    wanted = expected(model, examples)
+    desired = expected(model, examples)
     for n in (0, 1, 3, 8, 13, 16, 17):
         for per_device_batch_size in (1, 3):
-            assert_outputs(predictor.predict(examples[:n], per_device_batch_size), wanted[:n])
+            assert_outputs(predictor.predict(examples[:n], per_device_batch_size), desired[:n])
 
 
-def test_no_batch_is_larger_than_asked_and_few_examples_are_few_rows():
-    seen = []
+def test_batch_size_is_respected_and_reduced_for_few_examples():
+    batch_shapes = []
 
     def pred_fn(model, batch, key):
-        seen.append(batch["x"].shape)
+        batch_shapes.append(batch["x"].shape)
         return apply(model, batch, key)
 
     sizes = []
@@ -79,17 +79,17 @@ def test_no_batch_is_larger_than_asked_and_few_examples_are_few_rows():
         sizes.append(len(examples))
         return stack(examples)
 
-    predictor = redeqx.Predictor(deployer(2), model=linear(), collate_fn=collate_fn, pred_fn=pred_fn)
+    predictor = redeqx.Predictor(make_deployer(2), model=make_linear(), collate_fn=collate_fn, pred_fn=pred_fn)
     predictor.predict(make_examples(21), 2)
     assert sizes == [8, 8, 5]  # 2 rows on each of 4 batch shards
-    assert set(seen) == {(8, 4)}  # one program, for the last batch too
-    seen.clear()
+    assert set(batch_shapes) == {(8, 4)}  # the last batch uses the same program
+    batch_shapes.clear()
     predictor.predict(make_examples(3), 1000)
-    assert set(seen) == {(4, 4)}  # the least that four shards can share
+    assert set(batch_shapes) == {(4, 4)}  # the smallest batch that divides over four shards
 
 
 @pytest.mark.parametrize("kind", ["array", "columns"])
-def test_examples_are_asked_for_length_and_integer_items(kind):
+def test_examples_need_only_len_and_integer_items(kind):
     class Columns:
         def __len__(self):
             return 5
@@ -100,85 +100,85 @@ def test_examples_are_asked_for_length_and_integer_items(kind):
 
     if kind == "columns":
         examples, collate_fn = Columns(), lambda rows: stack([row["x"] for row in rows])
-        wanted = [np.full(4, i) for i in range(5)]
+        desired = [np.full(4, i) for i in range(5)]
     else:
         examples, collate_fn = np.stack(make_examples(5)), stack
-        wanted = list(examples)
-    model = linear()
-    predictor = redeqx.Predictor(deployer(), model=model, collate_fn=collate_fn, pred_fn=apply)
-    assert_outputs(predictor.predict(examples, 2), expected(model, wanted))
+        desired = list(examples)
+    model = make_linear()
+    predictor = redeqx.Predictor(make_deployer(), model=model, collate_fn=collate_fn, pred_fn=apply)
+    assert_outputs(predictor.predict(examples, 2), expected(model, desired))
 
 
-def test_outputs_may_be_any_pytree():
+def test_outputs_can_be_any_pytree():
     def pred_fn(model, batch, key):
         y = apply(model, batch, key)
         return {"logits": y, "best": (jnp.argmax(y, axis=1), y.astype(jnp.bfloat16))}
 
-    model, examples = linear(), make_examples(5)
-    predictor = redeqx.Predictor(deployer(), model=model, collate_fn=stack, pred_fn=pred_fn)
+    model, examples = make_linear(), make_examples(5)
+    predictor = redeqx.Predictor(make_deployer(), model=model, collate_fn=stack, pred_fn=pred_fn)
     outputs = predictor.predict(examples, 2)
     assert_outputs([output["logits"] for output in outputs], expected(model, examples))
     assert [int(output["best"][0]) for output in outputs] == [int(np.argmax(output["logits"])) for output in outputs]
     assert outputs[0]["best"][1].dtype == jnp.bfloat16
 
 
-def test_output_fn_gets_numpy_without_the_filling():
+def test_output_fn_receives_numpy_arrays_without_padding():
     batches = []
 
     def output_fn(outputs):
         batches.append(outputs)
         return [float(row.sum()) for row in outputs]
 
-    model, examples = linear(), make_examples(5)
-    predictor = redeqx.Predictor(deployer(), model=model, collate_fn=stack, pred_fn=apply, output_fn=output_fn)
+    model, examples = make_linear(), make_examples(5)
+    predictor = redeqx.Predictor(make_deployer(), model=model, collate_fn=stack, pred_fn=apply, output_fn=output_fn)
     np.testing.assert_allclose(predictor.predict(examples, 3), [y.sum() for y in expected(model, examples)], rtol=1e-5)
     assert [batch.shape for batch in batches] == [(3, 8), (2, 8)]
     assert all(isinstance(batch, np.ndarray) for batch in batches)
 
 
-# --- which model ------------------------------------------------------------------------------------------------------
+# --- the model argument -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("has_default_model", [True, False])
 @pytest.mark.parametrize("shards", [(2, 1), (2, 4)])
-def test_another_model_may_be_given(own, shards):
-    first, second, examples = linear(0), linear(1), make_examples(5)
-    given = {"model": first} if own else {}
-    predictor = redeqx.Predictor(deployer(*shards), collate_fn=stack, pred_fn=apply, **given)
+def test_predict_accepts_another_model(has_default_model, shards):
+    first, second, examples = make_linear(0), make_linear(1), make_examples(5)
+    model_argument = {"model": first} if has_default_model else {}
+    predictor = redeqx.Predictor(make_deployer(*shards), collate_fn=stack, pred_fn=apply, **model_argument)
     assert_outputs(predictor.predict(examples, 1, model=second), expected(second, examples))
     assert_outputs(predictor.predict(examples, 1, model=first), expected(first, examples))
-    if own:
+    if has_default_model:
         assert_outputs(predictor.predict(examples, 1), expected(first, examples))
 
 
-def test_a_model_that_differs_in_a_function_is_not_taken_for_the_other():
+def test_models_that_differ_only_in_a_function_are_distinguished():
     def model(activation):
         return eqx.nn.MLP(4, 8, 8, 1, activation=activation, key=jax.random.key(0))
 
     examples = make_examples(3)
-    predictor = redeqx.Predictor(deployer(), model=model(jax.nn.relu), collate_fn=stack, pred_fn=apply)
+    predictor = redeqx.Predictor(make_deployer(), model=model(jax.nn.relu), collate_fn=stack, pred_fn=apply)
     for activation in (jnp.tanh, jax.nn.relu):
-        given = model(activation)
-        assert_outputs(predictor.predict(examples, 1, model=given), expected(given, examples))
+        model_argument = model(activation)
+        assert_outputs(predictor.predict(examples, 1, model=model_argument), expected(model_argument, examples))
     assert_outputs(predictor.predict(examples, 1), expected(model(jax.nn.relu), examples))
 
 
-def test_a_predictor_compiles_once_for_models_of_one_structure():
+def test_compiles_once_for_models_of_the_same_structure():
     traces = []
 
     def pred_fn(model, batch, key):
         traces.append(1)
         return apply(model, batch, key)
 
-    predictor = redeqx.Predictor(deployer(2, 2), collate_fn=stack, pred_fn=pred_fn)
+    predictor = redeqx.Predictor(make_deployer(2, 2), collate_fn=stack, pred_fn=pred_fn)
     examples = make_examples(16)
-    predictor.predict(examples, 2, model=linear(0))
+    predictor.predict(examples, 2, model=make_linear(0))
     n_traces = len(traces)
-    predictor.predict(examples, 2, model=linear(1))
+    predictor.predict(examples, 2, model=make_linear(1))
     assert len(traces) == n_traces
 
 
-def test_numpy_leaves_and_models_without_arrays_are_models_too():
+def test_accepts_models_with_numpy_leaves_or_without_arrays():
     class Scale(eqx.Module):
         scale: np.ndarray
         label: str = "scale"
@@ -186,73 +186,73 @@ def test_numpy_leaves_and_models_without_arrays_are_models_too():
         def __call__(self, x):
             return x * self.scale
 
-    class Twice(eqx.Module):
+    class Double(eqx.Module):
         def __call__(self, x):
             return 2 * x
 
     examples = make_examples(5)
-    for model in (Scale(np.arange(4, dtype=np.float32)), Twice()):
-        predictor = redeqx.Predictor(deployer(), model=model, collate_fn=stack, pred_fn=apply)
+    for model in (Scale(np.arange(4, dtype=np.float32)), Double()):
+        predictor = redeqx.Predictor(make_deployer(), model=model, collate_fn=stack, pred_fn=apply)
         assert_outputs(predictor.predict(examples, 2), expected(model, examples))
 
 
-def test_a_model_that_init_made_is_taken_over():
-    at = deployer(2, 2)
-    made = at.init(lambda: linear(3))
-    predictor = redeqx.Predictor(at, model=made, collate_fn=stack, pred_fn=apply)
+def test_accepts_a_model_created_by_init():
+    deployer = make_deployer(2, 2)
+    model = deployer.init(lambda: make_linear(3))
+    predictor = redeqx.Predictor(deployer, model=model, collate_fn=stack, pred_fn=apply)
     examples = make_examples(5)
-    assert_outputs(predictor.predict(examples, 1), expected(linear(3), examples))
+    assert_outputs(predictor.predict(examples, 1), expected(make_linear(3), examples))
 
 
-def test_the_plan_given_is_the_plan_used():
-    at, model, examples = deployer(8), linear(), make_examples(3)
-    plan = at.plan(model, overrides={"weight": (None, None), "bias": None})
-    predictor = redeqx.Predictor(at, model=model, collate_fn=stack, pred_fn=apply, plan=plan)
+def test_uses_the_given_plan():
+    deployer, model, examples = make_deployer(8), make_linear(), make_examples(3)
+    plan = deployer.plan(model, overrides={"weight": (None, None), "bias": None})
+    predictor = redeqx.Predictor(deployer, model=model, collate_fn=stack, pred_fn=apply, plan=plan)
     assert_outputs(predictor.predict(examples, 1), expected(model, examples))
     assert {shard.data.shape for shard in predictor._placed[0].weight.addressable_shards} == {(8, 4)}
 
 
-# --- how it is run ------------------------------------------------------------------------------------------------------
+# --- inference mode, keys, dtypes and state -----------------------------------------------------------------------------
 
 
-def test_dropout_is_off():
-    model = eqx.nn.Sequential([linear(), eqx.nn.Dropout(0.9)])
+def test_disables_dropout():
+    model = eqx.nn.Sequential([make_linear(), eqx.nn.Dropout(0.9)])
 
     def pred_fn(model, batch, key):
         keys = jax.random.split(key, len(batch["x"]))
         return jax.vmap(lambda x, key: model(x, key=key))(batch["x"], keys)
 
     examples = make_examples(5)
-    predictor = redeqx.Predictor(deployer(), model=model, collate_fn=stack, pred_fn=pred_fn)
-    assert_outputs(predictor.predict(examples, 2), expected(linear(), examples))
+    predictor = redeqx.Predictor(make_deployer(), model=model, collate_fn=stack, pred_fn=pred_fn)
+    assert_outputs(predictor.predict(examples, 2), expected(make_linear(), examples))
 
 
-def test_each_batch_has_its_own_key_the_same_at_each_call():
+def test_each_batch_has_its_own_key_and_calls_are_repeatable():
     def pred_fn(model, batch, key):
         return jax.random.uniform(key, (len(batch["x"]),))
 
-    predictor = redeqx.Predictor(deployer(), model=linear(), collate_fn=stack, pred_fn=pred_fn)
+    predictor = redeqx.Predictor(make_deployer(), model=make_linear(), collate_fn=stack, pred_fn=pred_fn)
     first = predictor.predict(make_examples(6), 2)
     assert len({float(x) for x in first}) == 6
     assert predictor.predict(make_examples(6), 2) == first
-    other = redeqx.Predictor(deployer(jax_seed=1), model=linear(), collate_fn=stack, pred_fn=pred_fn)
+    other = redeqx.Predictor(make_deployer(jax_seed=1), model=make_linear(), collate_fn=stack, pred_fn=pred_fn)
     assert other.predict(make_examples(6), 2) != first
 
 
-def test_calls_with_keys_of_their_own_draw_anew():
+def test_random_draws_follow_the_key_argument():
     def pred_fn(model, batch, key):
         return jax.random.uniform(key, (len(batch["x"]),))
 
-    predictor = redeqx.Predictor(deployer(), model=linear(), collate_fn=stack, pred_fn=pred_fn)
+    predictor = redeqx.Predictor(make_deployer(), model=make_linear(), collate_fn=stack, pred_fn=pred_fn)
     draws = [predictor.predict(make_examples(6), 2, key=jax.random.key(seed)) for seed in (5, 6, 5)]
     assert len({float(x) for x in draws[0] + draws[1]}) == 12
     assert draws[0] == draws[2]
-    streamed = predictor.iterate(make_examples(6), 2, key=jax.random.key(5))
-    assert [row for batch in streamed for row in batch] == draws[0]
+    iterated = predictor.iterate(make_examples(6), 2, key=jax.random.key(5))
+    assert [row for batch in iterated for row in batch] == draws[0]
 
 
-def test_iterate_checks_its_arguments_at_the_call():
-    predictor = redeqx.Predictor(deployer(), model=linear(), collate_fn=stack, pred_fn=apply)
+def test_iterate_checks_its_arguments_immediately():
+    predictor = redeqx.Predictor(make_deployer(), model=make_linear(), collate_fn=stack, pred_fn=apply)
     with pytest.raises(TypeError, match=r"`key`: expected a PRNG key, got 5\. Pass"):
         predictor.iterate(make_examples(4), 2, key=5)
     with pytest.raises(TypeError, match=r"`examples`: expected"):
@@ -260,7 +260,7 @@ def test_iterate_checks_its_arguments_at_the_call():
     assert list(predictor.iterate([], 2)) == []
 
 
-def test_compute_dtype_casts_the_floating_leaves():
+def test_compute_dtype_casts_floating_leaves():
     class Model(eqx.Module):
         weight: jax.Array
         table: jax.Array
@@ -269,12 +269,12 @@ def test_compute_dtype_casts_the_floating_leaves():
             return x.astype(self.weight.dtype) * self.weight + self.table
 
     model = Model(jnp.arange(4.0), jnp.arange(4))
-    predictor = redeqx.Predictor(deployer(), model=model, collate_fn=stack, pred_fn=apply, compute_dtype=jnp.bfloat16)
+    predictor = redeqx.Predictor(make_deployer(), model=model, collate_fn=stack, pred_fn=apply, compute_dtype=jnp.bfloat16)
     assert predictor.predict(make_examples(2), 1)[0].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("shards", [(8, 1), (2, 2)])
-def test_a_model_s_state_goes_to_pred_fn(shards):
+def test_passes_model_state_to_pred_fn(shards):
     model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
     mean, var = jnp.arange(4.0), jnp.arange(1.0, 5.0)
     state = state.set(model.batch_state_index, (mean, var))
@@ -283,16 +283,16 @@ def test_a_model_s_state_goes_to_pred_fn(shards):
         return jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)[0]
 
     examples = make_examples(5)
-    predictor = redeqx.Predictor(deployer(*shards), model=model, collate_fn=stack, pred_fn=pred_fn, model_state=state)
-    wanted = [np.asarray((x - mean) / np.sqrt(var + model.eps), np.float32) for x in examples]
-    for got, row in zip(predictor.predict(examples, 2), wanted, strict=True):
-        np.testing.assert_allclose(got, row, rtol=1e-5, atol=1e-6)
+    predictor = redeqx.Predictor(make_deployer(*shards), model=model, collate_fn=stack, pred_fn=pred_fn, model_state=state)
+    desired = [np.asarray((x - mean) / np.sqrt(var + model.eps), np.float32) for x in examples]
+    for actual, row in zip(predictor.predict(examples, 2), desired, strict=True):
+        np.testing.assert_allclose(actual, row, rtol=1e-5, atol=1e-6)
 
 
-# --- batch by batch -----------------------------------------------------------------------------------------------------
+# --- streaming ----------------------------------------------------------------------------------------------------------
 
 
-def test_outputs_are_handed_on_before_the_rest_is_collated():
+def test_iterate_yields_outputs_before_all_batches_are_collated():
     n_collated = 0
 
     def collate_fn(examples):
@@ -300,37 +300,37 @@ def test_outputs_are_handed_on_before_the_rest_is_collated():
         n_collated += 1
         return stack(examples)
 
-    model, examples = linear(), make_examples(40)
-    predictor = redeqx.Predictor(deployer(), model=model, collate_fn=collate_fn, pred_fn=apply)
+    model, examples = make_linear(), make_examples(40)
+    predictor = redeqx.Predictor(make_deployer(), model=model, collate_fn=collate_fn, pred_fn=apply)
     outputs = predictor.iterate(examples, 2)
     assert n_collated == 0
     first = next(outputs)
     assert_outputs(first, expected(model, examples[:2]))
-    assert n_collated <= 6  # of 20: two on the device, those prepared ahead, one in hand
+    assert n_collated <= 6  # of 20: two on the device, the prefetched ones and the one just returned
     rest = [output for batch in outputs for output in batch]
     assert n_collated == 20
     assert_outputs(rest, expected(model, examples[2:]))
 
 
-def test_outputs_do_not_pile_up_on_the_device():
+def test_at_most_two_outputs_stay_on_the_device():
     alive = []
-    predictor = redeqx.Predictor(deployer(), model=linear(), collate_fn=stack, pred_fn=apply)
+    predictor = redeqx.Predictor(make_deployer(), model=make_linear(), collate_fn=stack, pred_fn=apply)
     predictor.predict(make_examples(2), 2)
-    structure, parts, compiled = predictor._step
+    structure, model_parts, compiled = predictor._step
 
-    def watched(*args):
+    def tracked_step(*args):
         outputs = compiled(*args)
         alive.append(weakref.ref(outputs))
         return outputs
 
-    predictor._step = (structure, parts, watched)
+    predictor._step = (structure, model_parts, tracked_step)
     for i, _ in enumerate(predictor.iterate(make_examples(40), 2)):
         assert sum(ref() is not None for ref in alive) <= 2, i
     assert len(alive) == 20
 
 
-def test_leaving_early_or_failing_ends_the_thread():
-    predictor = redeqx.Predictor(deployer(), model=linear(), collate_fn=stack, pred_fn=apply)
+def test_prefetch_thread_ends_on_early_exit_and_on_errors():
+    predictor = redeqx.Predictor(make_deployer(), model=make_linear(), collate_fn=stack, pred_fn=apply)
     for _ in predictor.iterate(make_examples(40), 2):
         break
     assert not prefetch_threads()
@@ -338,10 +338,10 @@ def test_leaving_early_or_failing_ends_the_thread():
     def pred_fn(model, batch, key):
         raise RuntimeError("of the user")
 
-    predictor = redeqx.Predictor(deployer(), model=linear(), collate_fn=stack, pred_fn=pred_fn)
+    predictor = redeqx.Predictor(make_deployer(), model=make_linear(), collate_fn=stack, pred_fn=pred_fn)
     with pytest.raises(RuntimeError, match="of the user") as raised:
         predictor.predict(make_examples(40), 2)
-    assert not prefetch_threads()  # though the error's traceback still holds every frame
+    assert not prefetch_threads()  # although the traceback still references every frame
     assert raised.value.__traceback__ is not None
 
 
@@ -349,10 +349,10 @@ def test_leaving_early_or_failing_ends_the_thread():
 
 
 def predict_error(error, n=5, model=None, examples=None, per_device_batch_size=4, **kwargs):
-    given = {"model": linear(), "collate_fn": stack, "pred_fn": apply, **kwargs}
+    model_argument = {"model": make_linear(), "collate_fn": stack, "pred_fn": apply, **kwargs}
     with pytest.raises(error) as raised:
         examples = make_examples(n) if examples is None else examples
-        redeqx.Predictor(deployer(), **given).predict(examples, per_device_batch_size, model)
+        redeqx.Predictor(make_deployer(), **model_argument).predict(examples, per_device_batch_size, model)
     return str(raised.value)
 
 
@@ -366,7 +366,7 @@ def predict_error(error, n=5, model=None, examples=None, per_device_batch_size=4
         (lambda y: None, "NoneType"),
     ],
 )
-def test_output_fn_must_return_an_entry_an_example(output_fn, found):
+def test_output_fn_must_return_one_entry_per_example(output_fn, found):
     assert predict_error(ValueError, output_fn=output_fn) == (
         f"`output_fn`: expected a list of 4 entries, one for each example, got {found}. "
         "Return a list with an entry for each row of the batch."
@@ -381,26 +381,26 @@ def test_output_fn_must_return_an_entry_an_example(output_fn, found):
         (lambda m, b, k: (apply(m, b, k), 3), "1", "int"),
     ],
 )
-def test_pred_fn_must_return_a_row_an_example(pred_fn, name, found):
+def test_pred_fn_must_return_one_row_per_example(pred_fn, name, found):
     assert predict_error(ValueError, pred_fn=pred_fn, per_device_batch_size=2) == (
         f"`pred_fn` output `{name}`: expected 2 rows, one for each of the batch, got {found}. "
         "Return arrays whose leading dim is the batch."
     )
 
 
-def test_pred_fn_must_return_something():
+def test_pred_fn_without_outputs_raises():
     assert predict_error(ValueError, pred_fn=lambda m, b, k: {}) == (
         "`pred_fn`: expected arrays with one row per example, got {}. Return a PyTree of arrays."
     )
 
 
-def test_a_model_is_needed():
+def test_predict_without_a_model_raises():
     with pytest.raises(ValueError) as raised:
-        redeqx.Predictor(deployer(), collate_fn=stack, pred_fn=apply).predict(make_examples(2), 1)
+        redeqx.Predictor(make_deployer(), collate_fn=stack, pred_fn=apply).predict(make_examples(2), 1)
     assert str(raised.value) == "`model`: expected a model, got None. Pass it to `Predictor` or to `predict`."
 
 
-def test_sizes_and_examples_are_checked():
+def test_invalid_batch_size_and_examples_raise():
     assert predict_error(ValueError, per_device_batch_size=0) == (
         "`per_device_batch_size`: expected at least 1, got 0. Pass a positive number."
     )
@@ -409,55 +409,57 @@ def test_sizes_and_examples_are_checked():
     )
 
 
-def test_collate_fn_is_checked():
+def test_wrong_number_of_collated_rows_raises():
     message = predict_error(ValueError, collate_fn=lambda examples: {"x": np.zeros((2, 4))})
     assert message.startswith("`collate_fn` output `x`: expected 4 rows, one for each example, got shape (2, 4).")
 
 
-# --- of a Trainer -------------------------------------------------------------------------------------------------------
+# --- predictors of a Trainer --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", [(8, 1), (2, 2)])
-def test_a_trainer_s_predictor_follows_its_weights(shards):
+def test_predictor_of_a_trainer_uses_its_current_weights(shards):
     def loss_fn(model, batch, key):
         return jnp.mean(apply(model, batch, key) ** 2)
 
-    trainer = redeqx.Trainer(deployer(*shards), model=linear(), optimizer=optax.sgd(0.1), collate_fn=stack, loss_fn=loss_fn)
+    trainer = redeqx.Trainer(
+        make_deployer(*shards), model=make_linear(), optimizer=optax.sgd(0.1), collate_fn=stack, loss_fn=loss_fn
+    )
     predictor = trainer.get_default_predictor(apply)
     examples = make_examples(8)
-    before = predictor.predict(examples, 1)  # also before the first step
-    assert_outputs(before, expected(linear(), examples))
+    before = predictor.predict(examples, 1)  # works before the first step too
+    assert_outputs(before, expected(make_linear(), examples))
     for _ in range(2):
         trainer.fit(examples, 1, 1)
         after = predictor.predict(examples, 1)
         assert_outputs(after, expected(jax.device_get(trainer.model), examples))
         assert np.abs(np.stack(after) - np.stack(before)).max() > 1e-3
         before = after
-    assert_outputs(predictor.predict(examples, 1, model=linear(5)), expected(linear(5), examples))
+    assert_outputs(predictor.predict(examples, 1, model=make_linear(5)), expected(make_linear(5), examples))
 
 
-def test_a_trainer_s_predictor_computes_in_its_dtype():
+def test_predictor_of_a_trainer_uses_its_compute_dtype():
     trainer = redeqx.Trainer(
-        deployer(),
-        model=linear(),
+        make_deployer(),
+        model=make_linear(),
         optimizer=optax.sgd(0.1),
         collate_fn=stack,
         loss_fn=lambda model, batch, key: jnp.mean(apply(model, batch, key) ** 2),
         compute_dtype=jnp.bfloat16,
     )
-    seen = []
+    batch_shapes = []
 
     def pred_fn(model, batch, key):
-        seen.append(model.weight.dtype)
+        batch_shapes.append(model.weight.dtype)
         return apply(model, batch, key)
 
     trainer.get_default_predictor(pred_fn).predict(make_examples(2), 2)
-    assert seen and all(dtype == jnp.bfloat16 for dtype in seen)
+    assert batch_shapes and all(dtype == jnp.bfloat16 for dtype in batch_shapes)
     assert trainer.model.weight.dtype == jnp.float32
 
 
-def test_a_trainer_s_predictor_takes_other_examples_than_the_training():
-    """Trained on pairs, it predicts from their first halves alone."""
+def test_predictor_of_a_trainer_accepts_its_own_collate_fn():
+    """The trainer's examples are (x, y) pairs, the predictor's are x alone."""
 
     def collate_fn(pairs):
         return {"x": np.stack([x for x, _ in pairs]), "y": np.stack([y for _, y in pairs])}
@@ -466,7 +468,9 @@ def test_a_trainer_s_predictor_takes_other_examples_than_the_training():
         return jnp.mean((apply(model, batch, key) - batch["y"]) ** 2)
 
     examples = [x.astype(np.float32) for x in make_examples(8)]
-    trainer = redeqx.Trainer(deployer(), model=linear(), optimizer=optax.sgd(0.1), collate_fn=collate_fn, loss_fn=loss_fn)
+    trainer = redeqx.Trainer(
+        make_deployer(), model=make_linear(), optimizer=optax.sgd(0.1), collate_fn=collate_fn, loss_fn=loss_fn
+    )
     trainer.train([(x, np.ones(8, np.float32)) for x in examples], 8)
     predictor = trainer.get_default_predictor(lambda model, x, key: jax.vmap(model)(x), collate_fn=np.stack)
     assert_outputs(predictor.predict(examples, 8), expected(jax.device_get(trainer.model), examples))

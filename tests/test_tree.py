@@ -1,4 +1,4 @@
-"""Names of leaves: one rendering of every kind of path."""
+"""Leaf names: every kind of tree path renders to one form."""
 
 import equinox as eqx
 import jax
@@ -36,11 +36,11 @@ def make_model():
         (("['other']",), "other"),
     ],
 )
-def test_render(path, name):
+def test_render_paths(path, name):
     assert render(path) == name
 
 
-def test_named_leaves_are_in_the_tree_s_order():
+def test_named_leaves_follow_the_tree_order():
     model = make_model()
     names = ["blocks.0", "blocks.1", "heads.lm", "pair.0"]
     assert list(named_leaves(model)) == [f"{name}.{field}" for name in names for field in ("weight", "name")]
@@ -48,18 +48,18 @@ def test_named_leaves_are_in_the_tree_s_order():
     assert list(named_leaves(jnp.zeros(2))) == ["value"]
 
 
-def test_one_name_twice_is_refused():
+def test_duplicate_names_raise():
     with pytest.raises(ValueError, match=r"`a\.b`: expected one leaf of that name, got two\. Rename the dict key"):
         named_leaves({"a": {"b": 1}, "a.b": 2})
 
 
-def test_map_named_gives_each_function_its_name():
+def test_map_named_passes_the_name_of_each_leaf():
     tree = {"a": [1, 2], "b": 3}
     assert map_named(lambda name, x, y: (name, x + y), tree, tree) == {"a": [("a.0", 2), ("a.1", 4)], "b": ("b", 6)}
     assert map_named(lambda name, x: name, tree, is_leaf=lambda x: isinstance(x, list)) == {"a": "a", "b": "b"}
 
 
-def test_nearest_name():
+def test_nearest_suggests_a_similar_name():
     assert nearest("head.wieght", ["head.weight", "body.bias"]) == " Did you mean `head.weight`?"
     assert nearest("head.weight", ["x"]) == ""
 
@@ -76,9 +76,9 @@ def test_nearest_name():
         (jnp.tanh, False),
     ],
 )
-def test_what_is_like_an_array(leaf, expected):
+def test_is_array_like(leaf, expected):
     assert is_array_like(leaf) is expected
 
 
-def test_arrays_and_typed_keys_are_like_arrays():
+def test_jax_arrays_and_typed_keys_are_array_like():
     assert is_array_like(jnp.zeros(2)) and is_array_like(jax.random.key(0))

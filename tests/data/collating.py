@@ -1,4 +1,4 @@
-"""What worker processes of the tests import: functions that collate, and fail, in every way."""
+"""Collate functions that the worker processes of the tests import, including every way to fail."""
 
 import os
 import signal
@@ -6,11 +6,11 @@ import signal
 import numpy as np
 
 
-def pids(examples):
+def stack_with_pid(examples):
     return {"x": np.stack([np.asarray(x) for x in examples]), "pid": np.full(len(examples), os.getpid())}
 
 
-def numbers(examples):
+def stack_numbers(examples):
     return {"x": np.asarray(examples, np.int64)}
 
 
@@ -29,19 +29,19 @@ def raises_what_does_not_unpickle(examples):
     raise TwoWords("one", "other")
 
 
-def ragged(examples):
+def returns_ragged_lists(examples):
     return {"x": [[0] * x for x in examples]}
 
 
-def returns_what_does_not_pickle(examples):
+def returns_unpicklable_batch(examples):
     return {"x": np.asarray(examples), "f": lambda: None}
 
 
-def leaves(examples):
+def exits(examples):
     os._exit(3)
 
 
-def is_killed(examples):
+def kills_itself(examples):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -52,15 +52,15 @@ def uses_jax(examples):
     return {"x": jnp.asarray(examples) + 1, "on_cpu": np.full(len(examples), jax.default_backend() == "cpu")}
 
 
-class Unreadable:
-    """A function that pickles, and that another process cannot read."""
+class FailsToUnpickle:
+    """A function that can be pickled but not unpickled."""
 
     def __call__(self, examples):
         return {}
 
     def __reduce__(self):
-        return _unread, ()
+        return _fail_to_unpickle, ()
 
 
-def _unread():
+def _fail_to_unpickle():
     raise ImportError("no such module there")

@@ -1,4 +1,4 @@
-"""Batches by the examples of an update: the same run on every mesh, few programs, and no run that goes on with others."""
+"""`batch_size`, the examples per update: the same run on every mesh, few compiled programs, and checks when resuming."""
 
 import equinox as eqx
 import jax
@@ -18,7 +18,7 @@ def loss_fn(model, batch, key):
     return ((jax.vmap(model)(batch[:, :5])[:, 0] - batch[:, 5]) ** 2).mean()
 
 
-class Losses:
+class RecordLosses:
     def __init__(self):
         self.seen = []
 
@@ -27,23 +27,23 @@ class Losses:
             self.seen.append(metrics["loss"])
 
 
-class Said(list):
-    """The messages of a deployer, in a list."""
+class Messages(list):
+    """The messages printed by a deployer."""
 
 
 def make_trainer(workdir=None, *, shards=(2, 2), accumulate=1, loggers=(), monkeypatch=None, **kwargs):
     deployer = redeqx.Deployer(3, *shards, workdir=workdir, verbose=False, loggers=loggers)
-    said = Said()
-    deployer._run.console.info = lambda message, title=None: said.append(message)
-    given = {"optimizer": optax.sgd(0.05), "loss_fn": loss_fn, **kwargs}
+    messages = Messages()
+    deployer._run.console.info = lambda message, title=None: messages.append(message)
+    options = {"optimizer": optax.sgd(0.05), "loss_fn": loss_fn, **kwargs}
     trainer = redeqx.Trainer(
         deployer,
         model=eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)),
         collate_fn=np.stack,
         accumulate_grad_batches=accumulate,
-        **given,
+        **options,
     )
-    trainer.said = said
+    trainer.messages = messages
     return trainer
 
 
@@ -57,7 +57,7 @@ def message(error, fn, *args, **kwargs):
     return str(raised.value)
 
 
-# --- the sizes ----------------------------------------------------------------------------------------------------------
+# --- sizes --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def message(error, fn, *args, **kwargs):
         ((4, 2), None, 5, 1, (5, 8)),
     ],
 )
-def test_sizes_are_exactly_these(shards, rows, batch_size, accumulate, expected):
+def test_examples_and_micro_batch_sizes(shards, rows, batch_size, accumulate, expected):
     size = BatchSize.of(make_mesh(*shards), rows, batch_size, accumulate)
     assert (size.examples, size.micro_batch) == expected
 
@@ -82,29 +82,29 @@ def test_sizes_are_exactly_these(shards, rows, batch_size, accumulate, expected)
     ("n", "micro_batch", "expected"),
     [(120, 64, 40), (128, 64, 64), (120, 60, 60), (297, 64, 64), (50, 64, 64), (None, 64, 64), (96, 64, 48)],
 )
-def test_evaluations_are_cut_evenly_where_they_can(n, micro_batch, expected):
+def test_evaluation_batches_are_split_evenly_if_possible(n, micro_batch, expected):
     assert BatchSize(micro_batch, micro_batch).evenly(n, 8).micro_batch == expected
 
 
-BOTH = "`per_device_batch_size`, `batch_size`: expected one of the two, got {}"
+EXPECTED_ONE_OF_TWO = "`per_device_batch_size`, `batch_size`: expected one of the two, got {}"
 
 
-@pytest.mark.parametrize("how", ["fit", "train", "eval_loss", "eval_metrics", "compile", "predict", "dry_run"])
-def test_one_of_the_two_is_given(how):
+@pytest.mark.parametrize("method", ["fit", "train", "eval_loss", "eval_metrics", "compile", "predict", "dry_run"])
+def test_exactly_one_batch_size_argument_is_required(method):
     trainer = make_trainer()
     predictor = trainer.get_default_predictor(lambda model, batch, key: batch)
-    call = predictor.predict if how == "predict" else getattr(trainer, how)
-    assert message(ValueError, call, DATA) == BOTH.format("neither. Pass `batch_size`, examples an update.")
-    assert message(ValueError, call, DATA, 4, batch_size=8) == BOTH.format(
+    call = predictor.predict if method == "predict" else getattr(trainer, method)
+    assert message(ValueError, call, DATA) == EXPECTED_ONE_OF_TWO.format("neither. Pass `batch_size`, examples an update.")
+    assert message(ValueError, call, DATA, 4, batch_size=8) == EXPECTED_ONE_OF_TWO.format(
         "4 and 8. Pass `batch_size` alone: it sets the rows per device."
     )
     assert message(ValueError, call, DATA, batch_size=0) == (
         "`batch_size`: expected at least 1, got 0. Pass a positive number."
     )
-    assert trainer._engine.given is not None  # nothing was done
+    assert trainer._engine.given is not None  # no step ran
 
 
-def test_of_an_evaluation_at_most_one_is_given():
+def test_two_evaluation_batch_sizes_raise():
     assert message(ValueError, make_trainer().fit, DATA, 1, eval_per_device_batch_size=2, eval_batch_size=8) == (
         "`eval_per_device_batch_size`, `eval_batch_size`: expected one of the two, got 2 and 8. "
         "Pass `eval_batch_size` alone: it sets the rows per device."
@@ -115,11 +115,11 @@ def test_of_an_evaluation_at_most_one_is_given():
 
 
 @pytest.mark.parametrize("batch_size", [16, pytest.param(12, marks=pytest.mark.sweep)])
-def test_a_run_is_the_same_on_every_mesh(batch_size):
-    """With batches that divide over the devices, and that do not; the last one of an epoch is smaller."""
+def test_run_is_the_same_on_every_mesh(batch_size):
+    """With batch sizes that divide over the devices and that do not; the last batch of an epoch is smaller."""
     runs = []
     for shards in [(1, 1), (2, 2), (8, 1)]:
-        losses = Losses()
+        losses = RecordLosses()
         trainer = make_trainer(shards=shards, loggers=[losses])
         trainer.fit(DATA, batch_size=batch_size, n_epochs=2)
         runs.append((losses.seen, trainer.eval_loss(DATA, batch_size=16), arrays(trainer.model)))
@@ -127,52 +127,52 @@ def test_a_run_is_the_same_on_every_mesh(batch_size):
     for losses, evaluated, params in runs[1:]:
         np.testing.assert_allclose(losses, runs[0][0], rtol=1e-5)
         np.testing.assert_allclose(evaluated, runs[0][1], rtol=1e-5)
-        for found, wanted in zip(params, runs[0][2], strict=True):
-            np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
+        for found, desired in zip(params, runs[0][2], strict=True):
+            np.testing.assert_allclose(found, desired, rtol=2e-5, atol=1e-6)
 
 
-def test_rows_a_device_and_examples_an_update_are_two_words_for_one_run():
+def test_per_device_batch_size_and_batch_size_give_the_same_run():
     by_rows, by_examples = make_trainer(accumulate=2), make_trainer(accumulate=2)
     by_rows.train(DATA, 4)
     by_examples.train(DATA, batch_size=4 * 4 * 2)
-    for found, wanted in zip(arrays(by_examples.model), arrays(by_rows.model), strict=True):
-        assert found.tobytes() == wanted.tobytes()
+    for found, desired in zip(arrays(by_examples.model), arrays(by_rows.model), strict=True):
+        assert found.tobytes() == desired.tobytes()
 
 
-# --- few programs -------------------------------------------------------------------------------------------------------
+# --- number of compiled programs ----------------------------------------------------------------------------------------
 
 
-def test_a_remainder_of_full_micro_batches_needs_no_program_of_its_own():
-    """40 examples, 32 a step in four micro-batches: the last step has one, in the program of four."""
-    draws = Losses()
+def test_remainder_of_full_micro_batches_reuses_the_program():
+    """40 examples, 32 per step in four micro-batches; the last step has one micro-batch and reuses the program."""
+    losses = RecordLosses()
 
     def noisy(model, batch, key):
         return loss_fn(model, batch + 0.1 * jax.random.normal(key, batch.shape), key)
 
-    trainer = make_trainer(accumulate=4, loggers=[draws], loss_fn=noisy)
+    trainer = make_trainer(accumulate=4, loggers=[losses], loss_fn=noisy)
     trainer.train(DATA, batch_size=32)
     assert trainer._engine.state.program.train_step._cache_size() == 1
-    # By hand: each micro-batch by itself, with the key of its place.
+    # By hand: each micro-batch separately, with the key of its index.
     model, key = eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)), trainer._engine.key
     for step, (start, stop) in enumerate([(0, 32), (32, 40)]):
-        of_step = jax.random.fold_in(jax.random.fold_in(key, 0), step)
+        step_key = jax.random.fold_in(jax.random.fold_in(key, 0), step)
         parts = [DATA[i : i + 8] for i in range(start, stop, 8)]
-        found = [eqx.filter_value_and_grad(noisy)(model, x, jax.random.fold_in(of_step, i)) for i, x in enumerate(parts)]
-        np.testing.assert_allclose(draws.seen[step], np.mean([loss for loss, _ in found]), rtol=1e-5)
+        found = [eqx.filter_value_and_grad(noisy)(model, x, jax.random.fold_in(step_key, i)) for i, x in enumerate(parts)]
+        np.testing.assert_allclose(losses.seen[step], np.mean([loss for loss, _ in found]), rtol=1e-5)
         grads = jax.tree.map(lambda *g: -0.05 * sum(g) / len(g), *(grads for _, grads in found))
         model = eqx.apply_updates(model, grads)
-    for found, wanted in zip(arrays(trainer.model), arrays(model), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    for found, desired in zip(arrays(trainer.model), arrays(model), strict=True):
+        np.testing.assert_allclose(found, desired, rtol=1e-5, atol=1e-6)
 
 
-def test_micro_batches_that_do_not_count_change_no_state_either():
+def test_padding_micro_batches_do_not_change_the_model_state():
     model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(6, "batch", mode="batch")
 
     def with_state(model, state, batch, key):
         out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch, state)
         return (out**2).mean(), state
 
-    ends = []
+    final_states = []
     for batch_size, accumulate in [(32, 4), (8, 1)]:
         deployer = redeqx.Deployer(3, 1, 8, verbose=False)
         trainer = redeqx.Trainer(
@@ -180,42 +180,44 @@ def test_micro_batches_that_do_not_count_change_no_state_either():
             accumulate_grad_batches=accumulate,
         )  # fmt: skip
         trainer.train(DATA, batch_size=batch_size)
-        ends.append(arrays(trainer.model_state))
-    for found, wanted in zip(*ends, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        final_states.append(arrays(trainer.model_state))
+    for found, desired in zip(*final_states, strict=True):
+        np.testing.assert_allclose(found, desired, rtol=1e-6)
 
 
-def test_an_evaluation_that_can_be_cut_evenly_compiles_once():
+def test_evenly_split_evaluation_compiles_once():
     trainer = make_trainer()
     whole = trainer.eval_loss(DATA, batch_size=40)
-    assert trainer.eval_loss(DATA, batch_size=16) == pytest.approx(whole, rel=1e-6)  # two of 16 and one of 8 otherwise
+    assert trainer.eval_loss(DATA, batch_size=16) == pytest.approx(
+        whole, rel=1e-6
+    )  # without even splits: two of 16 and one of 8
     assert trainer._engine.state.program.eval_step._cache_size() == 2
 
 
-def test_what_does_not_fill_a_batch_is_left_out_where_it_is_asked_for():
+def test_drop_remainder_drops_incomplete_batches():
     trainer = make_trainer()
     trainer.fit(DATA, batch_size=16, n_epochs=2, drop_remainder=True)
     assert trainer.step == 4
     assert trainer._engine.state.program.train_step._cache_size() == 1
     trainer.train(iter(DATA), batch_size=16, drop_remainder=True)
     assert trainer.step == 6
-    few = "expected at least 64 examples"
+    expected = "expected at least 64 examples"
     assert message(ValueError, trainer.train, DATA, batch_size=64, drop_remainder=True) == (
-        f"`examples`: {few}, a batch of them, as `drop_remainder=True`, got 40. "
+        f"`examples`: {expected}, a batch of them, as `drop_remainder=True`, got 40. "
         "Pass a smaller batch size, or keep the remainder."
     )
     assert message(ValueError, trainer.train, iter(DATA), batch_size=64, drop_remainder=True) == (
-        f"`examples`: {few}, got an iterable with fewer, or one that is used up. "
+        f"`examples`: {expected}, got an iterable with fewer, or one that is used up. "
         "Pass one that can be iterated anew, or a function of the epoch."
     )
 
 
-# --- a run is gone on with as it was begun ------------------------------------------------------------------------------
+# --- checks when resuming -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory):
-    """The workdir of a run of one epoch."""
+def one_epoch_run(tmp_path_factory):
+    """The workdir of a run that has completed one epoch."""
     workdir = tmp_path_factory.mktemp("begun")
     schedule = optax.linear_schedule(0.1, 0.0, 10)
     trainer = make_trainer(workdir, accumulate=2, optimizer=optax.sgd(schedule), lr_schedule_fn=schedule)
@@ -223,26 +225,28 @@ def begun(tmp_path_factory):
     return workdir
 
 
-def resume(begun, tmp_path, data=DATA, *, batch_size=16, rows=None, accumulate=2, n_steps=10, shards=(2, 2), **kwargs):
+def resume(
+    one_epoch_run, tmp_path, data=DATA, *, batch_size=16, rows=None, accumulate=2, n_steps=10, shards=(2, 2), **kwargs
+):
     schedule = optax.linear_schedule(0.1, 0.0, n_steps)
     workdir = tmp_path / "run"
-    __import__("shutil").copytree(begun, workdir)
+    __import__("shutil").copytree(one_epoch_run, workdir)
     trainer = make_trainer(
         workdir, accumulate=accumulate, optimizer=optax.sgd(schedule), lr_schedule_fn=schedule, shards=shards
     )
     trainer.fit(data, rows, n_epochs=2, batch_size=batch_size, **kwargs)
-    return [text for text in trainer.said if "that differ:" in text]
+    return [text for text in trainer.messages if "that differ:" in text]
 
 
 @pytest.mark.parametrize("kwargs", [{"batch_size": 32}, {"batch_size": None, "rows": 2, "shards": (1, 1), "accumulate": 1}])
-def test_a_run_is_not_gone_on_with_other_batches(kwargs, begun, tmp_path):
+def test_resume_with_another_batch_size_raises(kwargs, one_epoch_run, tmp_path):
     found = kwargs["batch_size"] or 16
-    if found == 16:  # as many rows a device on another mesh, as many examples an update: the same run
-        assert resume(begun, tmp_path, **kwargs) == [
+    if found == 16:  # another mesh with the same number of examples per update: the same run
+        assert resume(one_epoch_run, tmp_path, **kwargs) == [
             "resumed with settings that differ: `accumulate_grad_batches` 1, before 2"
         ]
         return
-    assert message(ValueError, resume, begun, tmp_path, **kwargs) == (
+    assert message(ValueError, resume, one_epoch_run, tmp_path, **kwargs) == (
         f"`batch_size`: expected 16 examples per update, as in the resumed run, got {found}. "
         "Pass `batch_size=16`, which sets the rows per device on any mesh, or choose another workdir."
     )
@@ -258,18 +262,18 @@ def test_a_run_is_not_gone_on_with_other_batches(kwargs, begun, tmp_path):
         ({"data": DATA[::-1].copy()}, ["other examples"]),
     ],
 )
-def test_what_else_differs_is_said(kwargs, expected, begun, tmp_path):
-    assert resume(begun, tmp_path, **kwargs) == [f"resumed with settings that differ: {text}" for text in expected]
+def test_resume_reports_other_differences(kwargs, expected, one_epoch_run, tmp_path):
+    assert resume(one_epoch_run, tmp_path, **kwargs) == [f"resumed with settings that differ: {text}" for text in expected]
 
 
-def test_examples_of_another_number_are_refused(begun, tmp_path):
-    assert message(ValueError, resume, begun, tmp_path, DATA[:39]) == (
+def test_resume_with_another_number_of_examples_raises(one_epoch_run, tmp_path):
+    assert message(ValueError, resume, one_epoch_run, tmp_path, DATA[:39]) == (
         "`train_examples`: expected 40, as in the resumed run, got 39. "
         "The order of the examples would differ. For new examples choose another workdir."
     )
 
 
-def test_examples_that_are_drawn_anew_each_time_are_no_other_examples(tmp_path):
+def test_randomly_augmented_examples_are_not_reported_as_different(tmp_path):
     class Augmented:
         def __init__(self):
             self.rng = np.random.default_rng()
@@ -283,20 +287,20 @@ def test_examples_that_are_drawn_anew_each_time_are_no_other_examples(tmp_path):
     for n_epochs in (1, 2):
         trainer = make_trainer(tmp_path)
         trainer.fit(Augmented(), batch_size=16, n_epochs=n_epochs)
-        assert not [text for text in trainer.said if "that differ:" in text]
+        assert not [text for text in trainer.messages if "that differ:" in text]
 
 
 # --- schedules ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kwargs", "n_steps"), [({}, 2 * 3), ({"drop_remainder": True}, 2 * 2)])
-def test_a_schedule_counts_the_updates_of_a_batch_size(kwargs, n_steps):
+def test_schedule_length_follows_from_batch_size(kwargs, n_steps):
     schedule = make_trainer().deployer.get_lr_schedule_fn(40, n_epochs=2, learning_rate=1.0, batch_size=16, **kwargs)
     assert float(schedule(n_steps - 1)) == pytest.approx(1 / n_steps)
     assert float(schedule(n_steps)) == 0.0
 
 
-def test_a_schedule_needs_a_learning_rate():
+def test_schedule_without_learning_rate_raises():
     assert message(TypeError, make_trainer().deployer.get_lr_schedule_fn, 40, batch_size=16) == (
         "`learning_rate`: expected a number, got None. Pass that of the updates after the warm-up."
     )

@@ -1,4 +1,4 @@
-"""Examples to batches: how rows are cut, what `collate_fn` may return, the order, every kind of source, the thread ahead."""
+"""From examples to batches: cutting rows, `collate_fn` outputs, order, every kind of source, and prefetching."""
 
 import collections
 import functools
@@ -25,19 +25,19 @@ from redeqx.data._rows import BatchSize, Group, cut_rows, pad_rows, place_batch
 from redeqx.data._workers import Workers
 from redeqx.machine._mesh import BATCH_AXES, make_mesh, n_batch_shards
 
-# --- how rows are cut -----------------------------------------------------------------------------------------------
+# --- cutting rows ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 8, 24, 40])
-def test_no_row_is_lost_and_no_device_gets_more_than_its_share(micro_batch_size, n_devices):
+def test_cut_rows_keeps_every_row_and_limits_rows_per_device(micro_batch_size, n_devices):
     for n_rows in range(1, 3 * micro_batch_size + 2):
         full, *rest = cut = cut_rows(n_rows, micro_batch_size, n_devices)
         assert sum(group.n * group.rows for group in cut) == n_rows
         assert all(1 <= group.rows <= micro_batch_size for group in cut)
-        whole = [group for group in cut if group.rows % n_devices and group.rows != micro_batch_size]
-        assert all(group.rows <= max(micro_batch_size // n_devices, 1) for group in whole)
-        # Few programs: full micro-batches, the rest that divides, the tail that does not.
+        undivided = [group for group in cut if group.rows % n_devices and group.rows != micro_batch_size]
+        assert all(group.rows <= max(micro_batch_size // n_devices, 1) for group in undivided)
+        # At most three groups: full micro-batches, the divisible remainder, the indivisible rest.
         assert full.n * full.rows == n_rows or len(rest) <= 2
 
 
@@ -53,7 +53,7 @@ def test_no_row_is_lost_and_no_device_gets_more_than_its_share(micro_batch_size,
         (1, (Group(1, 1),)),
     ],
 )
-def test_cuts_are_exactly_these(n_rows, expected):
+def test_cut_rows_groups(n_rows, expected):
     assert cut_rows(n_rows, micro_batch_size=16, n_devices=8) == expected
 
 
@@ -61,19 +61,19 @@ def test_cuts_are_exactly_these(n_rows, expected):
     ("n_rows", "expected"),
     [
         (7, (Group(1, 7),)),
-        (10, (Group(1, 10),)),  # no more than a device's 16 rows: one more micro-batch, and one loss to compile
+        (10, (Group(1, 10),)),  # at most the 16 rows of one device: one more micro-batch, and one program to compile
         (8, (Group(1, 8),)),
         (18, (Group(1, 16), Group(1, 2))),
         (138, (Group(1, 128), Group(1, 10))),
     ],
 )
-def test_a_rest_that_a_device_can_compute_alone_is_not_cut(n_rows, expected):
+def test_small_remainder_is_not_cut_further(n_rows, expected):
     assert cut_rows(n_rows, micro_batch_size=128, n_devices=8) == expected
 
 
 @pytest.mark.parametrize("n_rows", [1, 8, 11, 16, 31, 32])
 @pytest.mark.parametrize("shards", [(1, 1), (2, 1), (2, 2), (1, 8), (8, 1)])
-def test_a_placed_batch_holds_every_row_once(shards, n_rows):
+def test_placed_batch_contains_every_row_once(shards, n_rows):
     mesh = make_mesh(*shards)
     n_shards = n_batch_shards(mesh)
     batch = {"x": np.arange(n_rows * 3).reshape(n_rows, 3), "y": (np.arange(n_rows),)}
@@ -83,9 +83,9 @@ def test_a_placed_batch_holds_every_row_once(shards, n_rows):
         assert part["x"].shape == (group.n, group.rows, 3)
         splits = group.rows % n_shards == 0
         assert part["x"].sharding.spec == (P(None, BATCH_AXES) if splits else P())
-        held = group.rows // n_shards if splits else group.rows
-        assert held <= 2
-        assert {shard.data.shape for shard in part["x"].addressable_shards} == {(group.n, held, 3)}
+        n_local_rows = group.rows // n_shards if splits else group.rows
+        assert n_local_rows <= 2
+        assert {shard.data.shape for shard in part["x"].addressable_shards} == {(group.n, n_local_rows, 3)}
     rows = np.concatenate([np.asarray(part["y"][0]).reshape(-1) for part in placed])
     np.testing.assert_array_equal(rows, batch["y"][0])
 
@@ -98,38 +98,38 @@ def test_padding_repeats_the_last_row():
     assert pad_rows(batch, 3)["x"] is batch["x"]
 
 
-def test_tokens_are_counted_where_the_batch_tells():
+def test_n_tokens_is_none_without_token_ids():
     ids = np.zeros((4, 7), np.int32)
     assert n_tokens({"ids": ids, "labels": ids, "x": np.zeros((4, 9, 2))}) == 28
     assert n_tokens({"x": np.zeros((4, 9), np.float32), "y": np.zeros(4, np.int32)}) is None
 
 
-def test_tokens_of_a_step_are_those_of_all_processes(monkeypatch):
-    """Of which each collates its own rows alone."""
+def test_token_count_includes_all_processes(monkeypatch):
+    """Each process collates only its own rows."""
     monkeypatch.setattr(_data, "local_rows", lambda cut, mesh: np.arange(0, 8, 4))
     monkeypatch.setattr(_data, "place_batch", lambda batch, *_: (batch,))
     steps, size = slices(list(range(16)), 8), BatchSize(8, 8)
-    made = list(batches(steps, Workers(lambda examples: np.zeros((len(examples), 7), np.int32)), size, make_mesh()))
-    assert [(batch.n_examples, batch.n_tokens, batch.groups[0].shape) for batch in made] == [(8, 56, (2, 7))] * 2
+    produced = list(batches(steps, Workers(lambda examples: np.zeros((len(examples), 7), np.int32)), size, make_mesh()))
+    assert [(batch.n_examples, batch.n_tokens, batch.groups[0].shape) for batch in produced] == [(8, 56, (2, 7))] * 2
 
 
 # --- collating ------------------------------------------------------------------------------------------------------
 
 
-def collated(output, n_rows=3):
+def collate_output(output, n_rows=3):
     return collate(lambda examples: output, [None] * n_rows)
 
 
-def test_a_pytree_keeps_its_structure():
+def test_collate_keeps_the_pytree_structure():
     output = {"x": np.zeros((3, 2), np.float32), "more": (np.zeros(3, np.int32), {"mask": np.ones((3, 1), bool)})}
-    batch = collated(output)
+    batch = collate_output(output)
     assert jax.tree.structure(batch) == jax.tree.structure(output)
     assert [leaf.dtype for leaf in jax.tree.leaves(batch)] == [leaf.dtype for leaf in jax.tree.leaves(output)]
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(batch))
 
 
 @pytest.mark.parametrize(
-    ("given", "dtype"),
+    ("output", "dtype"),
     [
         (np.array([0.1, 0.2, 0.3]), np.float32),
         (np.array([1, 2, 3], np.int64), np.int32),
@@ -143,11 +143,11 @@ def test_a_pytree_keeps_its_structure():
         (jnp.arange(3), np.int32),
     ],
 )
-def test_numbers_get_jax_s_width(given, dtype):
-    leaf = collated(given)
+def test_collate_converts_to_jax_dtypes(output, dtype):
+    leaf = collate_output(output)
     assert type(leaf) is np.ndarray
     assert leaf.dtype == dtype
-    np.testing.assert_array_equal(leaf, np.asarray(given).astype(dtype))
+    np.testing.assert_array_equal(leaf, np.asarray(output).astype(dtype))
 
 
 @pytest.mark.parametrize(
@@ -228,48 +228,48 @@ def test_numbers_get_jax_s_width(given, dtype):
         (None, TypeError, "`collate_fn`: expected a PyTree of arrays, got None. Return a dict of numpy arrays."),
     ],
 )
-def test_what_is_no_batch_is_named(output, error, message):
+def test_invalid_collate_outputs_raise(output, error, message):
     with pytest.raises(error) as raised:
-        collated(output)
+        collate_output(output)
     assert str(raised.value) == message
 
 
 # --- order ----------------------------------------------------------------------------------------------------------
 
 
-def taken(steps):
+def examples_by_step(steps):
     return [list(step.examples) for step in steps]
 
 
-def flat(steps):
+def all_examples(steps):
     return [example for step in steps for example in step.examples]
 
 
-def test_each_epoch_has_its_own_permutation_from_the_seed_alone():
+def test_each_epoch_has_its_own_permutation_determined_by_the_seed():
     examples = list(range(23))
-    orders = [flat(slices(examples, 5, seed=(0, 0, epoch))) for epoch in range(3)]
+    orders = [all_examples(slices(examples, 5, seed=(0, 0, epoch))) for epoch in range(3)]
     assert all(sorted(order) == examples for order in orders)
     assert orders[0] != orders[1] != orders[2] != examples
-    assert flat(slices(examples, 7, seed=(0, 0, 1))) == orders[1]  # whatever the batch size
-    assert flat(slices(examples, 5, seed=(1, 0, 0))) != orders[0]
-    assert flat(slices(examples, 5)) == examples
+    assert all_examples(slices(examples, 7, seed=(0, 0, 1))) == orders[1]  # independent of the batch size
+    assert all_examples(slices(examples, 5, seed=(1, 0, 0))) != orders[0]
+    assert all_examples(slices(examples, 5)) == examples
 
 
 @pytest.mark.parametrize("seed", [None, (3, 0, 1)])
-def test_a_pass_goes_on_from_any_position(seed):
+def test_pass_resumes_from_any_position(seed):
     examples = list(range(17))
-    whole = list(slices(examples, 4, seed=seed))
-    assert [len(step.examples) for step in whole] == [4, 4, 4, 4, 1]
-    assert [step.position for step in whole] == [4, 8, 12, 16, 17]
-    for i, step in enumerate(whole):
-        assert list(slices(examples, 4, seed=seed, position=step.position)) == whole[i + 1 :]
+    all_steps = list(slices(examples, 4, seed=seed))
+    assert [len(step.examples) for step in all_steps] == [4, 4, 4, 4, 1]
+    assert [step.position for step in all_steps] == [4, 8, 12, 16, 17]
+    for i, step in enumerate(all_steps):
+        assert list(slices(examples, 4, seed=seed, position=step.position)) == all_steps[i + 1 :]
 
 
 # --- sources --------------------------------------------------------------------------------------------------------
 
 
 class Columns:
-    """As `datasets.Dataset`: an integer gives a row, a slice gives a dict of columns, numpy integers are refused."""
+    """Like `datasets.Dataset`: an integer returns a row, a slice returns a dict of columns, NumPy integers raise."""
 
     def __init__(self, n):
         self.n = n
@@ -287,7 +287,7 @@ class Columns:
 
 @dataclass
 class Stateful:
-    """As a grain dataset: each iterator has its own state. It counts what is read."""
+    """Like a grain dataset: each iterator has its own state. Counts the examples that are read."""
 
     n: int
     n_read: int = 0
@@ -317,14 +317,14 @@ class StatefulIterator:
         self.i = state["i"]
 
 
-class Opaque(Stateful):
-    """As grain's DataLoader: the state of its iterators is bytes."""
+class BytesState(Stateful):
+    """Like grain's DataLoader: the state of its iterators is bytes."""
 
     def __iter__(self):
-        return OpaqueIterator(self)
+        return BytesStateIterator(self)
 
 
-class OpaqueIterator(StatefulIterator):
+class BytesStateIterator(StatefulIterator):
     def get_state(self):
         return self.i.to_bytes(4, "big")
 
@@ -333,7 +333,7 @@ class OpaqueIterator(StatefulIterator):
 
 
 class Loader:
-    """As torch's StatefulDataLoader: the iterable has the state, and the next `iter` starts from one that was loaded."""
+    """Like torch's StatefulDataLoader: the iterable has the state, and the next `iter` starts from the loaded one."""
 
     def __init__(self, n):
         self.n, self.i, self.loaded, self.n_read = n, 0, None, 0
@@ -364,90 +364,94 @@ class Plain:
             yield i
 
 
-@pytest.mark.parametrize("given", [list(range(9)), np.arange(9), tuple(range(9)), range(9), Columns(9)], ids=type)
-def test_what_has_integer_items_is_read_by_them(given):
-    check_examples(given)
-    assert size_of(given) == 9
-    got = flat(slices(given, 4, seed=(0,)))
-    assert sorted(row["x"] if isinstance(row, dict) else int(row) for row in got) == list(range(9))
+@pytest.mark.parametrize("examples", [list(range(9)), np.arange(9), tuple(range(9)), range(9), Columns(9)], ids=type)
+def test_indexable_sources_are_read_by_integers(examples):
+    check_examples(examples)
+    assert size_of(examples) == 9
+    actual = all_examples(slices(examples, 4, seed=(0,)))
+    assert sorted(row["x"] if isinstance(row, dict) else int(row) for row in actual) == list(range(9))
 
 
-def test_a_dataset_of_datasets_is_read_by_integers():
+def test_hugging_face_dataset_is_read_by_integers():
     datasets = pytest.importorskip("datasets", exc_type=ImportError)
-    given = datasets.Dataset.from_dict({"x": list(range(9))})
-    check_examples(given)
-    got = flat(slices(given, 4, seed=(0,)))
-    assert sorted(row["x"] for row in got) == list(range(9))
-    assert flat(slices(given, 4, seed=(0,), position=4)) == got[4:]
+    examples = datasets.Dataset.from_dict({"x": list(range(9))})
+    check_examples(examples)
+    actual = all_examples(slices(examples, 4, seed=(0,)))
+    assert sorted(row["x"] for row in actual) == list(range(9))
+    assert all_examples(slices(examples, 4, seed=(0,), position=4)) == actual[4:]
 
 
-def test_a_function_of_the_epoch_is_called_with_it():
-    def given(epoch):
+def test_function_of_the_epoch_is_called_with_the_epoch():
+    def examples(epoch):
         return [epoch] * (epoch + 1)
 
-    check_examples(given)  # without calling it
-    assert examples_of(given, 2) == [2, 2, 2]
+    check_examples(examples)  # does not call the function
+    assert examples_of(examples, 2) == [2, 2, 2]
     assert examples_of([1], 2) == [1]
 
 
-@pytest.mark.parametrize("kind", [Stateful, Opaque, Loader, Plain])
-def test_an_iterable_goes_on_from_where_it_was(kind):
+@pytest.mark.parametrize("kind", [Stateful, BytesState, Loader, Plain])
+def test_iterable_resumes_from_its_state_or_position(kind):
     check_examples(kind(11))
     assert size_of(kind(11)) is None
-    given = kind(11)
-    whole = list(slices(given, 3, seed=(0,)))
-    assert taken(whole) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
-    assert [step.position for step in whole] == [3, 6, 9, 11]
-    assert taken(slices(given, 3)) == taken(whole)  # and anew
-    for i, step in enumerate(whole):
+    examples = kind(11)
+    all_steps = list(slices(examples, 3, seed=(0,)))
+    assert examples_by_step(all_steps) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+    assert [step.position for step in all_steps] == [3, 6, 9, 11]
+    assert examples_by_step(slices(examples, 3)) == examples_by_step(all_steps)  # a second pass starts from the beginning
+    for i, step in enumerate(all_steps):
         again = kind(11)
-        assert taken(slices(again, 3, position=step.position, state=step.state)) == taken(whole[i + 1 :])
-        # With a state only the examples that are compared are read twice; without, what was seen is read past.
+        assert examples_by_step(slices(again, 3, position=step.position, state=step.state)) == examples_by_step(
+            all_steps[i + 1 :]
+        )
+        # With a state, only the examples used for comparison are read twice; without one, earlier examples are skipped.
         assert again.n_read == 11 - (0 if kind is Plain else step.position - step.state["n_taken"])
-        assert taken(slices(again, 3)) == taken(whole)  # the epoch after that begins at its begin
-    assert (whole[0].state["state"] is None) == (kind is Plain)
+        assert examples_by_step(slices(again, 3)) == examples_by_step(all_steps)  # the next epoch starts from the beginning
+    assert (all_steps[0].state["state"] is None) == (kind is Plain)
 
 
-def test_an_iterator_with_state_is_its_own_iterable():
+def test_stateful_iterator_is_accepted_and_resumes():
     iterator = iter(Stateful(5))
     first, *rest = slices(iterator, 2)
-    assert taken(rest) == [[2, 3], [4]]
+    assert examples_by_step(rest) == [[2, 3], [4]]
     fresh = iter(Stateful(5))
-    assert taken(slices(fresh, 2, position=first.position, state=first.state)) == taken(rest)
+    assert examples_by_step(slices(fresh, 2, position=first.position, state=first.state)) == examples_by_step(rest)
 
 
-def test_a_dataset_of_grain_goes_on_from_its_state():
+def test_grain_sources_resume_from_their_state():
     grain = pytest.importorskip("grain", exc_type=ImportError)
     dataset = grain.MapDataset.range(11).to_iter_dataset()
     sampler = grain.samplers.SequentialSampler(11, grain.sharding.NoSharding())
     loader = grain.DataLoader(data_source=list(range(11)), sampler=sampler, worker_count=0)
-    for given in (dataset, loader):
-        whole = list(slices(given, 4))
-        assert flat(whole) == list(range(11))
-        assert whole[0].state["state"] is not None
-        assert taken(slices(given, 4, position=4, state=whole[0].state)) == taken(whole[1:])
+    for examples in (dataset, loader):
+        all_steps = list(slices(examples, 4))
+        assert all_examples(all_steps) == list(range(11))
+        assert all_steps[0].state["state"] is not None
+        assert examples_by_step(slices(examples, 4, position=4, state=all_steps[0].state)) == examples_by_step(all_steps[1:])
 
 
-def test_an_iterable_of_datasets_is_told_the_epoch():
+def test_hugging_face_iterable_dataset_receives_the_epoch():
     datasets = pytest.importorskip("datasets", exc_type=ImportError)
     columns = datasets.Dataset.from_dict({"x": list(range(11))})
     shuffled = columns.to_iterable_dataset().shuffle(seed=0, buffer_size=11)
-    first, second = (flat(slices(examples_of(shuffled, epoch), 4)) for epoch in range(2))
-    assert first != second  # its order is drawn from the seed and the epoch
-    assert flat(slices(examples_of(shuffled, 0), 4)) == first
+    first, second = (all_examples(slices(examples_of(shuffled, epoch), 4)) for epoch in range(2))
+    assert first != second  # the order depends on the seed and the epoch
+    assert all_examples(slices(examples_of(shuffled, 0), 4)) == first
 
-    given = columns.to_iterable_dataset()
-    whole = list(slices(examples_of(given, 0), 4))
-    given = columns.to_iterable_dataset()
-    step = whole[0]
-    assert taken(slices(examples_of(given, 0), 4, position=step.position, state=step.state)) == taken(whole[1:])
-    # Not told of another epoch it would begin again from the state that was loaded, and leave out what comes before.
-    assert taken(slices(examples_of(given, 1), 4)) == taken(whole)
+    examples = columns.to_iterable_dataset()
+    all_steps = list(slices(examples_of(examples, 0), 4))
+    examples = columns.to_iterable_dataset()
+    step = all_steps[0]
+    assert examples_by_step(
+        slices(examples_of(examples, 0), 4, position=step.position, state=step.state)
+    ) == examples_by_step(all_steps[1:])
+    # Without `set_epoch` it would start again from the loaded state and leave out earlier examples.
+    assert examples_by_step(slices(examples_of(examples, 1), 4)) == examples_by_step(all_steps)
 
 
 @dataclass
-class WithState:
-    """An iterable whose state is given."""
+class FixedState:
+    """An iterable that always returns the given state."""
 
     state: object
 
@@ -469,9 +473,9 @@ class WithState:
         ({"of_worker": {0: 3}}, "a dict with keys that are no strings"),
     ],
 )
-def test_a_state_that_json_would_not_give_back_is_refused(state, found):
+def test_state_that_json_cannot_store_raises(state, found):
     with pytest.raises(TypeError) as raised:
-        next(slices(WithState(state), 2))
+        next(slices(FixedState(state), 2))
     assert str(raised.value) == (
         f"`train_examples.get_state()`: expected a state that JSON can store, got {found}. "
         "Return numbers, strings, lists, dicts with string keys, bytes, or arrays."
@@ -479,13 +483,13 @@ def test_a_state_that_json_would_not_give_back_is_refused(state, found):
 
 
 @pytest.mark.parametrize("state", [None, 3, [1, {"a": [2.5, None]}], {"rng": np.random.default_rng(0).bit_generator.state}])
-def test_a_state_of_plain_values_is_kept(state):
-    assert next(slices(WithState(state), 2)).state["state"] == state
+def test_state_of_json_values_is_kept(state):
+    assert next(slices(FixedState(state), 2)).state["state"] == state
 
 
-def test_an_iterator_that_is_used_up_is_said():
+def test_exhausted_iterator_raises():
     iterator = iter(range(4))
-    assert flat(slices(iterator, 3)) == [0, 1, 2, 3]
+    assert all_examples(slices(iterator, 3)) == [0, 1, 2, 3]
     with pytest.raises(ValueError) as raised:
         list(slices(iterator, 3))
     assert str(raised.value) == (
@@ -494,40 +498,40 @@ def test_an_iterator_that_is_used_up_is_said():
     )
 
 
-@pytest.mark.parametrize("given", [[], np.zeros((0, 4)), Columns(0)], ids=type)
-def test_no_examples_are_refused(given):
+@pytest.mark.parametrize("examples", [[], np.zeros((0, 4)), Columns(0)], ids=type)
+def test_empty_examples_raise(examples):
     with pytest.raises(ValueError) as raised:
-        check_examples(given, "eval_examples")
+        check_examples(examples, "eval_examples")
     assert str(raised.value) == ("`eval_examples`: expected at least one example, got none. Look at what was loaded.")
     with pytest.raises(ValueError, match=r"^`train_examples\(2\)`: expected at least one example, got none\."):
-        examples_of(lambda epoch: given, 2)
+        examples_of(lambda epoch: examples, 2)
 
 
-@pytest.mark.parametrize("given", ["text", b"bytes", {"x": [1, 2]}, 7, None])
-def test_what_is_no_examples_is_refused(given):
+@pytest.mark.parametrize("examples", ["text", b"bytes", {"x": [1, 2]}, 7, None])
+def test_invalid_examples_raise(examples):
     with pytest.raises(TypeError) as raised:
-        check_examples(given)
+        check_examples(examples)
     assert str(raised.value) == (
         "`train_examples`: expected examples with `len()` and integer items, an iterable, or a function of the epoch, got "
-        f"{type(given).__name__}. Pass a list with one entry for each example."
+        f"{type(examples).__name__}. Pass a list with one entry for each example."
     )
 
 
-# --- ahead of the step ------------------------------------------------------------------------------------------------
+# --- prefetching ------------------------------------------------------------------------------------------------------
 
 
-def threads():
+def prefetch_threads():
     return [thread for thread in threading.enumerate() if thread.name == "redeqx-prefetch"]
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 50])
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_items_come_in_their_order(n, depth):
+def test_prefetch_keeps_the_order(n, depth):
     assert list(Prefetch(iter(range(n)), depth)) == list(range(n))
-    assert not threads()
+    assert not prefetch_threads()
 
 
-def test_the_next_item_is_prepared_while_one_is_used():
+def test_next_item_is_prepared_while_the_current_one_is_used():
     used, prepared = threading.Event(), threading.Event()
 
     def items():
@@ -536,28 +540,28 @@ def test_the_next_item_is_prepared_while_one_is_used():
         prepared.set()
         yield 2
 
-    ahead = Prefetch(items())
-    assert next(ahead) == 1
+    prefetch = Prefetch(items())
+    assert next(prefetch) == 1
     used.set()
-    assert prepared.wait(10)  # and still holds it: it has not asked for the second
-    assert list(ahead) == [2]
+    assert prepared.wait(10)  # the reader still holds it and has not requested the second
+    assert list(prefetch) == [2]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_it_runs_no_further_ahead_than_its_depth(depth):
-    made = []
+def test_prefetch_is_limited_by_its_depth(depth):
+    produced = []
 
     def items():
         for i in itertools.count():
-            made.append(i)
+            produced.append(i)
             yield i
 
-    ahead = Prefetch(items(), depth)
-    assert [next(ahead) for _ in range(3)] == [0, 1, 2]
-    time.sleep(0.2)  # time to run away
-    assert len(made) <= 3 + depth + 1  # what was read, what is queued, and one in the thread's hand
-    ahead.close()
-    assert not threads()
+    prefetch = Prefetch(items(), depth)
+    assert [next(prefetch) for _ in range(3)] == [0, 1, 2]
+    time.sleep(0.2)  # time to run too far ahead
+    assert len(produced) <= 3 + depth + 1  # the items read, those queued, and one held by the thread
+    prefetch.close()
+    assert not prefetch_threads()
 
 
 def fails_at(n):
@@ -567,16 +571,16 @@ def fails_at(n):
         yield i
 
 
-def test_an_error_comes_after_the_items_before_it_with_its_traceback():
-    got = []
+def test_prefetch_error_follows_earlier_items_with_its_traceback():
+    actual = []
     with pytest.raises(KeyError, match="item 3") as raised:
-        got.extend(Prefetch(fails_at(3)))
-    assert got == [0, 1, 2]
+        actual.extend(Prefetch(fails_at(3)))
+    assert actual == [0, 1, 2]
     assert [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)][-1] == "fails_at"
-    assert not threads()
+    assert not prefetch_threads()
 
 
-def test_closing_early_ends_the_thread_and_its_source():
+def test_closing_early_ends_the_thread_and_closes_the_source():
     closed = threading.Event()
 
     def items():
@@ -585,33 +589,33 @@ def test_closing_early_ends_the_thread_and_its_source():
         finally:
             closed.set()
 
-    ahead = Prefetch(items())
-    assert next(ahead) == 0
-    assert len(threads()) == 1
-    ahead.close()
-    assert not threads()
+    prefetch = Prefetch(items())
+    assert next(prefetch) == 0
+    assert len(prefetch_threads()) == 1
+    prefetch.close()
+    assert not prefetch_threads()
     assert closed.wait(10)
 
 
-def test_what_is_never_asked_starts_no_thread():
-    ahead = Prefetch(fails_at(0))
-    assert not threads()
-    ahead.close()
+def test_unused_prefetch_starts_no_thread():
+    prefetch = Prefetch(fails_at(0))
+    assert not prefetch_threads()
+    prefetch.close()
 
 
-def test_many_passes_leave_no_thread_behind():
+def test_many_interrupted_passes_leave_no_thread():
     for stop in range(20):
         for item in Prefetch(iter(range(10))):
             if item == stop % 10:
                 break
-    assert not threads()
+    assert not prefetch_threads()
 
 
 # --- through a Trainer --------------------------------------------------------------------------------------------------
 
 
-class Seen:
-    """A `collate_fn` that keeps the examples of each step, and may fail at one of its calls."""
+class RecordExamples:
+    """A `collate_fn` that records the examples of each step, and can fail at one of its calls."""
 
     def __init__(self, fail_at=None):
         self.steps, self.fail_at = [], fail_at
@@ -636,8 +640,8 @@ def make_trainer(seen, workdir=None):
 
 @pytest.fixture(scope="module")
 def trainer():
-    """One for every source: its step is compiled once."""
-    return make_trainer(Seen())
+    """One trainer for all sources, so that its step is compiled once."""
+    return make_trainer(RecordExamples())
 
 
 SHUFFLED = {
@@ -648,7 +652,7 @@ SHUFFLED = {
 }
 IN_ORDER = {
     "stateful": lambda: Stateful(11),
-    "bytes": lambda: Opaque(11),
+    "bytes": lambda: BytesState(11),
     "loader": lambda: Loader(11),
     "plain": lambda: Plain(11),
     "generators": lambda: lambda epoch: (i for i in range(11)),
@@ -656,7 +660,7 @@ IN_ORDER = {
 
 
 @pytest.mark.parametrize("source", [*SHUFFLED, *IN_ORDER])
-def test_a_fit_takes_every_example_once_an_epoch(source, trainer):
+def test_fit_reads_every_example_once_per_epoch(source, trainer):
     seen = trainer._engine.recipe.collate_fn
     seen.steps.clear()
     first_step = trainer.step
@@ -671,34 +675,34 @@ def test_a_fit_takes_every_example_once_an_epoch(source, trainer):
         assert epochs[0] != epochs[1] != list(range(11))
 
 
-def run(given, workdir=None, fail_at=None):
-    """The steps of two epochs, and the bits of the weights at their end."""
-    seen = Seen(fail_at)
+def run(examples, workdir=None, fail_at=None):
+    """Train two epochs; return the examples of each step and the bits of the final weights."""
+    seen = RecordExamples(fail_at)
     trainer = make_trainer(seen, workdir)
-    trainer.fit(given, 2, 2, save_every_n_steps=None if workdir is None else 1)
+    trainer.fit(examples, 2, 2, save_every_n_steps=None if workdir is None else 1)
     return seen.steps, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(trainer.model) if eqx.is_array(leaf)]
 
 
 @functools.cache
-def never_stopped(in_order):
+def uninterrupted_run(in_order):
     return run(Plain(11) if in_order else list(range(11)))
 
 
 @pytest.mark.parametrize(
     "source", ["list", "stateful", *(pytest.param(x, marks=pytest.mark.sweep) for x in ("loader", "plain"))]
 )
-def test_a_fit_goes_on_in_the_middle_of_an_epoch(source, tmp_path):
+def test_fit_resumes_in_the_middle_of_an_epoch(source, tmp_path):
     make = {**SHUFFLED, **IN_ORDER}[source]
     with pytest.raises(KeyboardInterrupt):
         run(make(), tmp_path, fail_at=9)  # the tenth step of twelve: the fourth of the second epoch
-    given = make()
-    rest, weights = run(given, tmp_path)
-    whole, wanted = never_stopped(source in IN_ORDER)
+    examples = make()
+    rest, weights = run(examples, tmp_path)
+    all_steps, desired = uninterrupted_run(source in IN_ORDER)
     assert 3 <= len(rest) <= 6
-    assert rest == whole[-len(rest) :]
-    assert weights == wanted
+    assert rest == all_steps[-len(rest) :]
+    assert weights == desired
     if source in ("stateful", "loader"):
-        assert sum(map(len, rest)) <= given.n_read < 11  # what was seen is not read again, but to be compared
+        assert sum(map(len, rest)) <= examples.n_read < 11  # earlier examples are read again only for comparison
 
 
 def small_trainer(collate_fn=lambda examples: np.array(examples, np.float32)[:, None]):
@@ -711,7 +715,7 @@ def small_trainer(collate_fn=lambda examples: np.array(examples, np.float32)[:, 
     )
 
 
-def test_a_collate_fn_that_raises_stop_iteration_does_not_end_the_pass():
+def test_stop_iteration_in_collate_fn_raises():
     def collate_fn(examples):
         if 7 in examples:
             next(iter([]))
@@ -723,26 +727,26 @@ def test_a_collate_fn_that_raises_stop_iteration_does_not_end_the_pass():
             call(list(range(20)), batch_size=2)
 
 
-def test_mappings_are_no_examples(tmp_path):
+def test_mappings_as_examples_raise(tmp_path):
     np.savez(tmp_path / "columns.npz", x=np.arange(4))
     for columns in (collections.UserDict(x=[1, 2], y=[3, 4]), np.load(tmp_path / "columns.npz")):
         with pytest.raises(TypeError, match=r"expected examples with `len.*got (UserDict|NpzFile)"):
             check_examples(columns)
 
 
-def test_endless_examples_with_a_length_are_refused():
+def test_examples_of_excessive_length_raise():
     with pytest.raises(ValueError, match=r"expected a number of examples, got 1,125,.* as from endless repeats"):
         check_examples(range(2**50))
 
 
-def test_a_function_of_the_epoch_is_for_fit_alone():
+def test_function_of_the_epoch_outside_fit_raises():
     trainer = small_trainer()
     for call in (trainer.train, trainer.eval_loss):
         with pytest.raises(TypeError, match="`examples`: expected examples, got a function, which only `fit` calls"):
             call(lambda epoch: [1.0, 2.0], batch_size=2)
 
 
-def test_a_fit_that_made_no_update_binds_no_later_one():
+def test_fit_without_an_update_does_not_constrain_later_fits():
     trainer = small_trainer()
     with pytest.raises(ValueError, match="could not convert"):
         trainer.fit(["a"] * 8, batch_size=4)

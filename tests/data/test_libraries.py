@@ -1,4 +1,4 @@
-"""The real data libraries: what `fit` reads from each, and that a resumed run continues with the same examples.
+"""Data libraries: what `fit` reads from each, and that a resumed run continues with the same examples.
 
 `datasets` and `grain` come with the `dev` extra, torch and torchdata with `parity`.
 """
@@ -19,36 +19,36 @@ from redeqx.data._examples import check_examples, examples_of, size_of, slices
 N, BATCH = 23, 4
 
 
-def number(example):
+def example_number(example):
     return int(example["x"] if isinstance(example, dict) else example)
 
 
-def read(make, epoch=0, **position):
-    steps = slices(examples_of(make(), epoch), BATCH, **position)
-    return [([number(example) for example in step.examples], step) for step in steps]
+def read_steps(make_source, epoch=0, **position):
+    steps = slices(examples_of(make_source(), epoch), BATCH, **position)
+    return [([example_number(example) for example in step.examples], step) for step in steps]
 
 
-def assert_continues(make, expected=None, epoch=0, after=(0, 1, 3, 4)):
-    """From the end of each step, a new object gives what follows there; returns the order of the whole epoch."""
-    check_examples(make())
-    whole = read(make, epoch)
+def assert_continues(make_source, expected=None, epoch=0, after=(0, 1, 3, 4)):
+    """Check that a new object continues after each step of `after`; return the order of the whole epoch."""
+    check_examples(make_source())
+    whole = read_steps(make_source, epoch)
     taken = [numbers for numbers, _ in whole]
-    order = [number for numbers in taken for number in numbers]
+    order = [example_number for numbers in taken for example_number in numbers]
     assert order == expected if expected is not None else sorted(order) == list(range(N))
     for i in (i for i in after if i < len(whole)):
         step = whole[i][1]
-        rest = read(make, epoch, position=step.position, state=step.state)
+        rest = read_steps(make_source, epoch, position=step.position, state=step.state)
         assert [numbers for numbers, _ in rest] == taken[i + 1 :], f"after step {i}"
     return order
 
 
-def trained(make, workdir, stop=None):
-    """A model's bits after two epochs over a source, the numbers that were collated, and the steps; `stop`: end after it."""
+def train(make_source, workdir, stop=None):
+    """Train two epochs, or to step `stop`; return the model's bits, the collated numbers and the last step."""
     seen = []
 
     def collate_fn(examples):
-        seen.extend(map(number, examples))
-        return np.array([number(example) for example in examples], np.float32)
+        seen.extend(map(example_number, examples))
+        return np.array([example_number(example) for example in examples], np.float32)
 
     class Stop(redeqx.Callback):
         def on_step(self, trainer, metrics):
@@ -62,12 +62,12 @@ def trained(make, workdir, stop=None):
         collate_fn=collate_fn,
         loss_fn=lambda model, batch, key: ((model.sum() * batch / N + jax.random.normal(key)) ** 2).mean(),
     )
-    trainer.fit(make(), batch_size=BATCH, n_epochs=2, callbacks=[Stop()])
+    trainer.fit(make_source(), batch_size=BATCH, n_epochs=2, callbacks=[Stop()])
     return np.asarray(trainer.model).tobytes(), seen, trainer.step
 
 
-def source(kind):
-    """A function that makes a new object of a library, as a script that is started again does."""
+def source_factory(kind):
+    """Return a function that creates a new object of a library, as a restarted script does."""
     if "datasets" in kind:
         datasets = pytest.importorskip("datasets", exc_type=ImportError)
         rows = datasets.Dataset.from_dict({"x": list(range(N))})
@@ -92,22 +92,22 @@ SWEEP = [
     pytest.param(x, marks=pytest.mark.sweep)
     for x in ("datasets rows", "datasets stream", "grain map", "grain iterable", "grain workers")
 ]
-PARITY = [  # they need torch
+PARITY = [  # these need torch
     pytest.param(x, marks=[pytest.mark.parity, pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")])
     for x in ("torch workers", "torch stateful workers")
 ]
 
 
 @pytest.mark.parametrize("kind", SWEEP + PARITY)
-def test_a_fit_that_was_stopped_ends_with_the_same_bits(kind, tmp_path):
-    make = source(kind)
-    bits, numbers, steps = trained(make, tmp_path / "whole")
+def test_stopped_fit_resumes_to_the_same_bits(kind, tmp_path):
+    make_source = source_factory(kind)
+    bits, numbers, steps = train(make_source, tmp_path / "whole")
     assert (len(numbers), steps) == (2 * N, 12)
-    for stop in (2, 8):  # in either epoch
+    for stop in (2, 8):  # one in each epoch
         workdir = tmp_path / str(stop)
-        assert trained(make, workdir, stop)[2] == stop
-        again, _, at = trained(make, workdir)
-        assert again == bits and at == steps
+        assert train(make_source, workdir, stop)[2] == stop
+        resumed, _, at = train(make_source, workdir)
+        assert resumed == bits and at == steps
 
 
 # --- datasets ---------------------------------------------------------------------------------------------------------
@@ -119,17 +119,19 @@ def columns():
     return datasets.Dataset.from_dict({"x": list(range(N))})
 
 
-def test_rows_of_datasets_have_a_length_and_go_into_mixtures(columns):
+def test_hugging_face_rows_have_a_length_and_can_be_mixed(columns):
     assert size_of(columns) == N
-    assert sorted(number(row) for step in slices(columns, BATCH, seed=(0,)) for row in step.examples) == list(range(N))
+    assert sorted(example_number(row) for step in slices(columns, BATCH, seed=(0,)) for row in step.examples) == list(
+        range(N)
+    )
     mixture = Mixture({"rows": (columns.with_format("numpy"), 0.5), "list": ([-1], 0.5)}, size=2 * N)
-    assert sorted(number(example) for example in mixture) == [-1] * N + list(range(N))
+    assert sorted(example_number(example) for example in mixture) == [-1] * N + list(range(N))
 
 
 @pytest.mark.parametrize("n_shards", [1, 3])
-@pytest.mark.parametrize("change", ["as it is", "map", "map in batches", "filter", "numpy"])
-def test_a_stream_of_datasets_continues(change, n_shards, columns):
-    def make():
+@pytest.mark.parametrize("change", ["unchanged", "map", "map in batches", "filter", "numpy"])
+def test_hugging_face_stream_resumes(change, n_shards, columns):
+    def make_source():
         stream = columns.to_iterable_dataset(num_shards=n_shards)
         match change:
             case "map":
@@ -143,46 +145,50 @@ def test_a_stream_of_datasets_continues(change, n_shards, columns):
         return stream
 
     add = 1 if "map" in change else 0
-    assert_continues(make, [x + add for x in range(N) if change != "filter" or x % 2])
+    assert_continues(make_source, [x + add for x in range(N) if change != "filter" or x % 2])
 
 
 @pytest.mark.parametrize("n_shards", [1, 3])
-def test_a_shuffle_buffer_of_datasets_loses_nothing(n_shards, columns):
-    """Its state leaves out what the buffer holds: by that alone, a resumed run would miss those examples."""
+def test_hugging_face_shuffle_buffer_loses_no_examples(n_shards, columns):
+    """The state omits the contents of the buffer: with the state alone, a resumed run would lose those examples."""
 
-    def make():
+    def make_source():
         return columns.to_iterable_dataset(num_shards=n_shards).shuffle(seed=0, buffer_size=7)
 
-    orders = [assert_continues(make, epoch=epoch) for epoch in range(2)]
+    orders = [assert_continues(make_source, epoch=epoch) for epoch in range(2)]
     assert orders[0] != orders[1]
-    step = read(make)[2][1]
-    stream = make()
+    step = read_steps(make_source)[2][1]
+    stream = make_source()
     stream.load_state_dict(step.state["state"])
-    assert len(list(stream)) < N - step.position  # where this fails, datasets saves its buffers
+    assert len(list(stream)) < N - step.position  # if this fails, datasets now saves its buffers
 
 
 @pytest.mark.parametrize("buffer", [0, 7])
-def test_a_stream_that_a_run_resumed_still_begins_at_its_begin(buffer, columns):
-    """Not at the state that was loaded: an evaluation, or another trainer, may read the same object."""
+def test_resumed_stream_can_be_read_again_from_the_beginning(buffer, columns):
+    """Not from the loaded state, as an evaluation or another trainer may read the same object."""
     stream = columns.to_iterable_dataset()
     stream = stream.shuffle(seed=0, buffer_size=buffer) if buffer else stream
-    whole = [number(row) for row in stream]
+    whole = [example_number(row) for row in stream]
     step = next(itertools.islice(slices(stream, BATCH), 2, None))
     rest = [
-        number(row) for later in slices(stream, BATCH, position=step.position, state=step.state) for row in later.examples
+        example_number(row)
+        for later in slices(stream, BATCH, position=step.position, state=step.state)
+        for row in later.examples
     ]
     assert rest == whole[step.position :]
-    assert [number(row) for later in slices(stream, BATCH) for row in later.examples] == whole
+    assert [example_number(row) for later in slices(stream, BATCH) for row in later.examples] == whole
 
 
-def test_a_stream_that_was_resumed_begins_the_next_epoch_at_its_begin(columns):
-    def make():
+def test_resumed_stream_starts_the_next_epoch_from_the_beginning(columns):
+    def make_source():
         return columns.to_iterable_dataset(num_shards=3).shuffle(seed=0, buffer_size=7)
 
-    step = read(make)[2][1]
-    stream = make()
-    read(lambda: stream, 0, position=step.position, state=step.state)
-    assert [numbers for numbers, _ in read(lambda: stream, 1)] == [numbers for numbers, _ in read(make, 1)]
+    step = read_steps(make_source)[2][1]
+    stream = make_source()
+    read_steps(lambda: stream, 0, position=step.position, state=step.state)
+    assert [numbers for numbers, _ in read_steps(lambda: stream, 1)] == [
+        numbers for numbers, _ in read_steps(make_source, 1)
+    ]
 
 
 # --- grain ------------------------------------------------------------------------------------------------------------
@@ -193,15 +199,17 @@ def grain():
     return pytest.importorskip("grain", exc_type=ImportError)
 
 
-def test_a_map_of_grain_has_a_length(grain):
+def test_grain_map_dataset_has_a_length(grain):
     dataset = grain.MapDataset.range(N).shuffle(seed=1).map(lambda x: 2 * x)
     assert size_of(dataset) == N
-    assert sorted(number(x) for step in slices(dataset, BATCH, seed=(0,)) for x in step.examples) == list(range(0, 2 * N, 2))
+    assert sorted(example_number(x) for step in slices(dataset, BATCH, seed=(0,)) for x in step.examples) == list(
+        range(0, 2 * N, 2)
+    )
 
 
 @pytest.mark.parametrize("kind", ["iterable", "filter", "window", "mix", "loader"])
-def test_an_iterable_of_grain_continues(kind, grain):
-    def make():
+def test_grain_iterable_resumes(kind, grain):
+    def make_source():
         dataset = grain.MapDataset.range(N).shuffle(seed=1)
         match kind:
             case "filter":
@@ -219,11 +227,11 @@ def test_an_iterable_of_grain_continues(kind, grain):
 
     expected = None
     if kind in ("filter", "mix"):
-        expected = [number(x) for x in make()]
-    assert_continues(make, expected)
+        expected = [example_number(x) for x in make_source()]
+    assert_continues(make_source, expected)
 
 
-def test_grain_in_a_mixture_continues(grain, columns):
+def test_mixture_with_grain_resumes(grain, columns):
     def stream():
         return MixtureStream(
             {
@@ -233,22 +241,24 @@ def test_grain_in_a_mixture_continues(grain, columns):
             }
         )
 
-    def first(n, **position):
+    def first_steps(n, **position):
         steps = slices(stream(), BATCH, **position)
-        return [([number(example) for example in step.examples], step) for step, _ in zip(steps, range(n), strict=False)]
+        return [
+            ([example_number(example) for example in step.examples], step) for step, _ in zip(steps, range(n), strict=False)
+        ]
 
-    whole = first(20)
+    whole = first_steps(20)
     taken = collections.Counter(x for numbers, _ in whole[:18] for x in numbers)
-    assert all(taken[x] >= 2 for x in range(5))  # of both sources
+    assert all(taken[x] >= 2 for x in range(5))  # in both sources
     for i in (0, 7, 18):
-        rest = first(19 - i, position=whole[i][1].position, state=whole[i][1].state)
+        rest = first_steps(19 - i, position=whole[i][1].position, state=whole[i][1].state)
         assert [numbers for numbers, _ in rest] == [numbers for numbers, _ in whole[i + 1 :]]
 
 
 # --- numpy ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_memory_map_is_read_in_rows(tmp_path):
+def test_memory_map_is_read_in_rows(tmp_path):
     np.arange(N * 8, dtype=np.uint16).tofile(tmp_path / "train.bin")
     tokens = np.memmap(tmp_path / "train.bin", np.uint16, "r")
     for examples in (tokens.reshape(-1, 8), TokenRows(tokens, 8)):
@@ -260,25 +270,25 @@ def test_a_memory_map_is_read_in_rows(tmp_path):
 
 
 @pytest.mark.parity
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls `set_vital`
 @pytest.mark.parametrize("kind", ["loader", "workers", "stateful", "stateful, shuffled", "stateful workers"])
-def test_a_loader_of_torch_continues(kind):
-    """Workers are spawned: forked ones would inherit JAX's threads, of which JAX warns."""
+def test_torch_loader_resumes(kind):
+    """Workers are spawned, as JAX warns about forking a process with its threads."""
     torch = pytest.importorskip("torch", exc_type=ImportError)
     stateful = pytest.importorskip("torchdata.stateful_dataloader", exc_type=ImportError)
 
-    def make():
+    def make_source():
         loader = stateful.StatefulDataLoader if "stateful" in kind else torch.utils.data.DataLoader
         workers = {"num_workers": 2, "multiprocessing_context": "spawn"} if "workers" in kind else {}
         order = {"shuffle": True, "generator": torch.Generator().manual_seed(0)} if "shuffled" in kind else {}
         return loader(list(range(N)), batch_size=None, **workers, **order)
 
     after = (3,) if "workers" in kind else (0, 1, 3)
-    assert assert_continues(make, after=after) != list(range(N)) or "shuffled" not in kind
+    assert assert_continues(make_source, after=after) != list(range(N)) or "shuffled" not in kind
 
 
 @pytest.mark.parity
-def test_an_iterable_dataset_of_torch_may_have_a_length():
+def test_torch_iterable_dataset_can_have_a_length():
     """It inherits a `__getitem__` that raises."""
     torch = pytest.importorskip("torch", exc_type=ImportError)
 
@@ -293,9 +303,9 @@ def test_an_iterable_dataset_of_torch_may_have_a_length():
     assert [example for step in slices(Numbers(), BATCH) for example in step.examples] == list(range(N))
 
 
-def test_a_dataset_of_torch_has_a_length():
+def test_torch_dataset_has_a_length():
     torch = pytest.importorskip("torch", exc_type=ImportError)
     dataset = torch.utils.data.TensorDataset(torch.arange(N))
     check_examples(dataset)
-    got = [int(row[0]) for step in slices(dataset, BATCH, seed=(0,)) for row in step.examples]
-    assert sorted(got) == list(range(N)) and got != list(range(N))
+    actual = [int(row[0]) for step in slices(dataset, BATCH, seed=(0,)) for row in step.examples]
+    assert sorted(actual) == list(range(N)) and actual != list(range(N))

@@ -1,4 +1,4 @@
-"""Mixtures: exact shares, nothing left out or repeated too early, the same examples after a restart."""
+"""Mixtures: exact shares, no example repeated before all are used, and the same examples after a restart."""
 
 import collections
 import itertools
@@ -15,11 +15,11 @@ from redeqx.data import Mixture, MixtureStream
 from redeqx.data._examples import slices
 
 
-def named(name, n):
+def labelled_examples(name, n):
     return [(name, i) for i in range(n)]
 
 
-def counts(examples):
+def count_by_source(examples):
     return collections.Counter(name for name, _ in examples)
 
 
@@ -27,27 +27,29 @@ def counts(examples):
     ("weights", "size", "expected"),
     [
         ([0.7, 0.3], 10, [7, 3]),
-        ([0.7, 0.3], 15, [11, 4]),  # 10.5 and 4.5: of equal remainders the first
+        ([0.7, 0.3], 15, [11, 4]),  # 10.5 and 4.5: ties are rounded up for the first source
         ([1, 1, 1], 10, [4, 3, 3]),
         ([2, 3, 5], 1000, [200, 300, 500]),
         ([0.1, 0.2, 0.7], 7, [1, 1, 5]),
         ([99_999, 1], 100_000, [99_999, 1]),
     ],
 )
-def test_shares_are_exact(weights, size, expected):
-    sources = {f"{i}": (named(f"{i}", 4), weight) for i, weight in enumerate(weights)}
+def test_mixture_shares_are_exact(weights, size, expected):
+    sources = {f"{i}": (labelled_examples(f"{i}", 4), weight) for i, weight in enumerate(weights)}
     mixture = Mixture(sources, size=size)
     assert list(mixture.shares.values()) == expected
     assert len(mixture) == size
-    assert counts(mixture) == {f"{i}": n for i, n in enumerate(expected)}
+    assert count_by_source(mixture) == {f"{i}": n for i, n in enumerate(expected)}
 
 
-def test_by_default_an_epoch_is_as_long_as_all_sources():
-    assert len(Mixture({"a": (named("a", 5), 1), "b": (named("b", 8), 1)})) == 13
+def test_default_epoch_size_is_the_total_of_the_sources():
+    assert len(Mixture({"a": (labelled_examples("a", 5), 1), "b": (labelled_examples("b", 8), 1)})) == 13
 
 
-def test_every_example_comes_before_any_comes_again():
-    mixture = Mixture({"large": (named("large", 23), 0.6), "small": (named("small", 3), 0.4)}, size=10, seed=1)
+def test_every_example_is_used_before_any_repeats():
+    mixture = Mixture(
+        {"large": (labelled_examples("large", 23), 0.6), "small": (labelled_examples("small", 3), 0.4)}, size=10, seed=1
+    )
     seen = {"large": [], "small": []}
     for epoch in range(12):
         mixture.set_epoch(epoch)
@@ -57,17 +59,17 @@ def test_every_example_comes_before_any_comes_again():
     for name, n in (("large", 23), ("small", 3)):
         passes = [seen[name][start : start + n] for start in range(0, len(seen[name]) // n * n, n)]
         assert all(sorted(each) == list(range(n)) for each in passes)
-        assert len({tuple(each) for each in passes}) > 1  # in another order
+        assert len({tuple(each) for each in passes}) > 1  # not all in the same order
 
 
-def test_sources_are_spread_over_an_epoch():
-    mixture = Mixture({"a": (named("a", 50), 3), "b": (named("b", 50), 1)}, size=40)
+def test_sources_are_interleaved_evenly():
+    mixture = Mixture({"a": (labelled_examples("a", 50), 3), "b": (labelled_examples("b", 50), 1)}, size=40)
     for n in range(4, 41, 4):
-        assert counts(mixture[:n]) == {"a": 3 * n // 4, "b": n // 4}
+        assert count_by_source(mixture[:n]) == {"a": 3 * n // 4, "b": n // 4}
 
 
-def test_an_epoch_depends_on_the_seed_and_on_nothing_before():
-    sources = {"a": (named("a", 50), 1), "b": (named("b", 7), 1)}
+def test_epoch_order_depends_only_on_the_seed_and_the_epoch():
+    sources = {"a": (labelled_examples("a", 50), 1), "b": (labelled_examples("b", 7), 1)}
     mixture = Mixture(sources, size=20)
     epochs = []
     for epoch in range(3):
@@ -82,10 +84,10 @@ def test_an_epoch_depends_on_the_seed_and_on_nothing_before():
         fresh[20]
 
 
-def test_another_source_changes_no_order():
-    a = {"a": (named("a", 50), 1)}
-    of_a = [x for x in Mixture({**a, "b": (named("b", 9), 1)}, size=20) if x[0] == "a"]
-    assert of_a == list(Mixture(a, size=10))
+def test_adding_a_source_keeps_the_order_of_the_others():
+    a = {"a": (labelled_examples("a", 50), 1)}
+    from_a = [x for x in Mixture({**a, "b": (labelled_examples("b", 9), 1)}, size=20) if x[0] == "a"]
+    assert from_a == list(Mixture(a, size=10))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_another_source_changes_no_order():
         ),
     ],
 )
-def test_what_cannot_be_mixed_is_said(sources, options, error, message):
+def test_invalid_mixtures_raise(sources, options, error, message):
     with pytest.raises(error) as raised:
         Mixture(sources, **options)
     assert message in str(raised.value)
@@ -128,15 +130,22 @@ def test_what_cannot_be_mixed_is_said(sources, options, error, message):
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def many(seed, n):
+def random_sources(seed, n):
     rng = np.random.default_rng(seed)
-    return {f"{i}": (named(f"{i}", 3 + i), float(weight)) for i, weight in enumerate(rng.exponential(size=n))}
+    return {f"{i}": (labelled_examples(f"{i}", 3 + i), float(weight)) for i, weight in enumerate(rng.exponential(size=n))}
 
 
 @pytest.mark.parametrize(
-    "sources", [{"a": (named("a", 5), 0.7), "b": (named("b", 3), 0.3)}, many(0, 3), many(1, 11), many(2, 40)], ids=len
+    "sources",
+    [
+        {"a": (labelled_examples("a", 5), 0.7), "b": (labelled_examples("b", 3), 0.3)},
+        random_sources(0, 3),
+        random_sources(1, 11),
+        random_sources(2, 40),
+    ],
+    ids=len,
 )
-def test_each_beginning_of_a_stream_has_exact_shares(sources):
+def test_every_prefix_of_a_stream_has_the_given_shares(sources):
     weights = np.array([weight for _, weight in sources.values()])
     weights /= weights.sum()
     taken = dict.fromkeys(sources, 0)
@@ -145,34 +154,34 @@ def test_each_beginning_of_a_stream_has_exact_shares(sources):
         assert np.abs(np.array(list(taken.values())) - weights * n).max() < 1
 
 
-def numbers(name, n):
-    """A source that is read in its own order, and whose examples name their pass."""
+def ordered_source(name, n):
+    """Return a source that is read in its own order and whose examples contain the epoch."""
     return lambda epoch: ((f"{name}{epoch}", i) for i in range(n))
 
 
 SOURCES = {
-    "list": (named("list", 7), 0.5),
-    "iterable": (numbers("iterable", 4), 0.2),
+    "list": (labelled_examples("list", 7), 0.5),
+    "iterable": (ordered_source("iterable", 4), 0.2),
     "range": (range(3), 0.3),
 }
 
 
-def test_a_source_of_a_stream_begins_anew():
+def test_sources_of_a_stream_restart():
     taken = list(itertools.islice(MixtureStream(SOURCES), 40))
     assert [x for x in taken if "iterable" in str(x)] == [(f"iterable{i // 4}", i % 4) for i in range(8)]
-    of_list = [x[1] for x in taken if "list" in str(x)]
-    assert sorted(of_list[:7]) == sorted(of_list[7:14]) == list(range(7)) and of_list[:7] != of_list[7:14]
+    from_list = [x[1] for x in taken if "list" in str(x)]
+    assert sorted(from_list[:7]) == sorted(from_list[7:14]) == list(range(7)) and from_list[:7] != from_list[7:14]
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 16])
-def test_a_stream_goes_on_from_its_state(batch_size):
-    whole = list(itertools.islice(slices(MixtureStream(SOURCES), batch_size), 12))
-    for i, step in enumerate(whole[:-1]):
+def test_stream_resumes_from_its_state(batch_size):
+    all_steps = list(itertools.islice(slices(MixtureStream(SOURCES), batch_size), 12))
+    for i, step in enumerate(all_steps[:-1]):
         rest = slices(MixtureStream(SOURCES), batch_size, position=step.position, state=step.state)
-        assert [x.examples for x in itertools.islice(rest, 11 - i)] == [x.examples for x in whole[i + 1 :]]
+        assert [x.examples for x in itertools.islice(rest, 11 - i)] == [x.examples for x in all_steps[i + 1 :]]
 
 
-def test_a_source_that_is_used_up_is_said():
+def test_exhausted_source_raises():
     stream = iter(MixtureStream({"once": (iter(range(3)), 1), "list": ([0], 1)}))
     with pytest.raises(ValueError) as raised:
         list(stream)
@@ -182,7 +191,7 @@ def test_a_source_that_is_used_up_is_said():
     )
 
 
-def test_a_state_of_other_sources_is_refused():
+def test_state_of_other_sources_raises():
     state = next(slices(MixtureStream(SOURCES), 4)).state
     with pytest.raises(ValueError, match=r"^`sources`: expected those of the resumed run, \['iterable', 'list', 'range'\]"):
         next(slices(MixtureStream({"other": ([1], 1)}), 4, position=4, state=state))
@@ -196,7 +205,7 @@ class Killed(Exception):
 
 
 def run(examples, workdir=None, fail_at=None, **length):
-    """The examples of each step, and the weights at the end."""
+    """Train; return the examples of each step and the bits of the final weights."""
     steps = []
 
     def collate(examples):
@@ -216,23 +225,23 @@ def run(examples, workdir=None, fail_at=None, **length):
     return steps, np.asarray(trainer.model.weight).tobytes()
 
 
-MIXED = {"a": (named("a", 23), 0.75), "b": (named("b", 5), 0.25)}
+MIXED = {"a": (labelled_examples("a", 23), 0.75), "b": (labelled_examples("b", 5), 0.25)}
 
 
 @pytest.mark.parametrize("kind", ["mixture", "stream"])
-def test_a_fit_goes_on_in_a_mixture(kind, tmp_path, capsys):
+def test_fit_resumes_in_a_mixture(kind, tmp_path, capsys):
     def make():
         return Mixture(MIXED, size=12) if kind == "mixture" else MixtureStream(MIXED)
 
     length = {"n_epochs": 4} if kind == "mixture" else {"max_steps": 12}
-    whole, weights = run(make(), **length)
-    assert len(whole) >= 12 and counts(itertools.chain(*whole[:12])) == {"a": 36, "b": 12}
+    all_steps, weights = run(make(), **length)
+    assert len(all_steps) >= 12 and count_by_source(itertools.chain(*all_steps[:12])) == {"a": 36, "b": 12}
     if kind == "mixture":
-        assert len({x for x in itertools.chain(*whole) if x[0] == "a"}) == 23  # more than the 9 of one epoch
+        assert len({x for x in itertools.chain(*all_steps) if x[0] == "a"}) == 23  # more than the 9 of one epoch
     with pytest.raises(Killed):
         run(make(), tmp_path, fail_at=8, **length)
-    rest, again = run(make(), tmp_path, **length)
-    begin = whole.index(rest[0])  # where there is no end, some steps are prepared that are not taken
-    assert 2 <= begin <= 8 and begin + len(rest) >= 12
-    assert rest[: 12 - begin] == whole[begin:12] and again == weights
+    rest, resumed_weights = run(make(), tmp_path, **length)
+    start = all_steps.index(rest[0])  # an endless stream prepares some steps that are not run
+    assert 2 <= start <= 8 and start + len(rest) >= 12
+    assert rest[: 12 - start] == all_steps[start:12] and resumed_weights == weights
     assert "other examples" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Iterables of examples: a resumed run continues with the same ones, by a state that proves right or by reading on."""
+"""Iterables of examples: a resumed run continues with the same ones, from a verified state or by skipping examples."""
 
 import json
 import random
@@ -10,21 +10,21 @@ from redeqx.data._examples import slices
 from redeqx.data._streams import Stream, _from_json, _to_json, checksum
 
 
-class Lossy:
-    """As a shuffle buffer of `datasets`: its state is the position of its source, without what the buffer holds."""
+class IncompleteState:
+    """Like a shuffle buffer of `datasets`: the state is the position in the source, without the contents of the buffer."""
 
     def __init__(self, n, buffer=5):
         self.n, self.buffer, self.i, self.loaded, self.n_read = n, buffer, 0, 0, 0
 
     def __iter__(self):
-        held, rng = [], random.Random(0)
+        buffered, rng = [], random.Random(0)
         for i in range(self.loaded + 1, self.n + 1):
             self.i, self.n_read = i, self.n_read + 1
-            held.append(self.i)
-            if len(held) == self.buffer:
-                yield held.pop(rng.randrange(self.buffer))
-        rng.shuffle(held)
-        yield from held
+            buffered.append(self.i)
+            if len(buffered) == self.buffer:
+                yield buffered.pop(rng.randrange(self.buffer))
+        rng.shuffle(buffered)
+        yield from buffered
 
     def state_dict(self):
         return {"i": self.i}
@@ -33,19 +33,19 @@ class Lossy:
         self.loaded = state["i"]
 
 
-class Crops:
-    """Its iterators have a complete state, and its examples differ at each reading."""
+class RandomCrops:
+    """Iterators with a complete state, whose examples are random at each reading."""
 
     def __init__(self):
         self.n_read = 0
 
     def __iter__(self):
-        return CropsIterator(self)
+        return RandomCropsIterator(self)
 
 
-class CropsIterator:
-    def __init__(self, of):
-        self.of, self.i = of, 0
+class RandomCropsIterator:
+    def __init__(self, source):
+        self.source, self.i = source, 0
 
     def __iter__(self):
         return self
@@ -53,7 +53,7 @@ class CropsIterator:
     def __next__(self):
         if self.i == 20:
             raise StopIteration
-        self.i, self.of.n_read = self.i + 1, self.of.n_read + 1
+        self.i, self.source.n_read = self.i + 1, self.source.n_read + 1
         return self.i - 1, random.random()
 
     def get_state(self):
@@ -63,55 +63,57 @@ class CropsIterator:
         self.i = state
 
 
-def flat(steps):
+def all_examples(steps):
     return [example for step in steps for example in step.examples]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 11])
-def test_a_state_that_leaves_something_out_is_replaced_by_reading(batch_size):
-    whole = list(slices(Lossy(40), batch_size))
-    assert sorted(flat(whole)) == list(range(1, 41))
-    for i, step in enumerate(whole[:-1]):
-        given = Lossy(40)
-        assert flat(slices(given, batch_size, position=step.position, state=step.state)) == flat(whole[i + 1 :])
-    given = Lossy(40)
-    given.load_state_dict(whole[0].state["state"])
-    assert len(list(given)) < 40 - whole[0].position  # by its state alone examples would be missing
+def test_incomplete_state_is_replaced_by_reading_from_the_start(batch_size):
+    all_steps = list(slices(IncompleteState(40), batch_size))
+    assert sorted(all_examples(all_steps)) == list(range(1, 41))
+    for i, step in enumerate(all_steps[:-1]):
+        examples = IncompleteState(40)
+        assert all_examples(slices(examples, batch_size, position=step.position, state=step.state)) == all_examples(
+            all_steps[i + 1 :]
+        )
+    examples = IncompleteState(40)
+    examples.load_state_dict(all_steps[0].state["state"])
+    assert len(list(examples)) < 40 - all_steps[0].position  # with the state alone, examples would be missing
 
 
-def test_a_state_is_trusted_where_examples_differ_at_each_reading():
-    first, *_ = slices(Crops(), 6)
-    given = Crops()
-    rest = flat(slices(given, 6, position=first.position, state=first.state))
+def test_state_is_trusted_if_examples_are_random():
+    first, *_ = slices(RandomCrops(), 6)
+    examples = RandomCrops()
+    rest = all_examples(slices(examples, 6, position=first.position, state=first.state))
     assert [i for i, _ in rest] == list(range(6, 20))
-    assert given.n_read == 14 + 8  # the first ones twice, and none of those that came before
+    assert examples.n_read == 14 + 8  # 8 are read twice for comparison; the examples before the position are not read
 
 
-@pytest.mark.parametrize("given", [list(range(50, 90)), [f"{i}" for i in range(40)]])
-def test_other_examples_are_said(given):
+@pytest.mark.parametrize("examples", [list(range(50, 90)), [f"{i}" for i in range(40)]])
+def test_changed_examples_warn(examples):
     step = next(slices(iter(range(40)), 6))
     with pytest.warns(UserWarning) as caught:
-        flat(slices(iter(given), 6, position=step.position, state=step.state))
+        all_examples(slices(iter(examples), 6, position=step.position, state=step.state))
     assert str(caught[0].message) == (
         "`train_examples`: expected, after 6 examples, those that followed when the checkpoint was saved, got others. This "
         "run does not continue the earlier one exactly: seed what draws the examples, and leave the data as it is."
     )
 
 
-def test_what_cannot_be_compared_is_not():
+def test_examples_without_a_checksum_are_not_compared():
     step = next(slices((object() for _ in range(9)), 4))
     assert step.state == {"state": None, "next": None, "n_taken": 0}
-    assert len(flat(slices((object() for _ in range(9)), 4, position=4, state=step.state))) == 5
+    assert len(all_examples(slices((object() for _ in range(9)), 4, position=4, state=step.state))) == 5
     assert checksum("a", 1) != checksum("a", 2) and checksum({"x": np.arange(3)}) is not None
     assert checksum("a", object()) is None
 
 
-def test_a_state_of_an_earlier_release_is_read():
-    state = next(slices(Crops(), 6)).state["state"]
-    assert [i for i, _ in flat(slices(Crops(), 6, position=6, state=state))] == list(range(6, 20))
+def test_state_of_an_earlier_release_loads():
+    state = next(slices(RandomCrops(), 6)).state["state"]
+    assert [i for i, _ in all_examples(slices(RandomCrops(), 6, position=6, state=state))] == list(range(6, 20))
 
 
-def test_bytes_and_arrays_come_back_from_json():
+def test_bytes_and_arrays_round_trip_through_json():
     state = {"a": [b"x", np.arange(6, dtype=np.uint8).reshape(2, 3)], "b": {"c": np.float32(2.5), "d": None}}
     stored = json.loads(json.dumps(_to_json(state, "state")))
     found = _from_json(stored)
@@ -120,22 +122,22 @@ def test_bytes_and_arrays_come_back_from_json():
     assert found["a"][1].dtype == np.uint8 and found["a"][1].flags.writeable
 
 
-def test_an_error_comes_after_the_batches_before_it():
-    def failing():
+def test_error_follows_the_batches_before_it():
+    def failing_examples():
         yield from range(9)
         raise OSError("gone")
 
-    steps = slices(failing(), 4)
+    steps = slices(failing_examples(), 4)
     assert [list(next(steps).examples) for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(OSError, match="gone"):
         next(steps)
 
 
-def test_a_state_may_be_asked_for_again_before_the_next_example():
+def test_state_is_unchanged_until_the_next_example():
     stream = Stream(range(5))
     assert [next(stream), next(stream)] == [0, 1]
     saved = stream.state()
     assert stream.state() == saved
-    again = Stream(range(5), 2, saved)
-    assert again.state() == saved
-    assert list(again) == list(stream) == [2, 3, 4]
+    resumed = Stream(range(5), 2, saved)
+    assert resumed.state() == saved
+    assert list(resumed) == list(stream) == [2, 3, 4]

@@ -1,4 +1,4 @@
-"""Tokens on disk: built once, whole or not at all, by any number of workers and processes; rows that leave no token out."""
+"""Token caches: built once and atomically by any number of workers and processes, and rows that contain every token."""
 
 import json
 import multiprocessing
@@ -17,20 +17,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def tokenize(text):
-    """One token a character, and 1 as the end."""
+    """Return one token per byte, followed by the end token 1."""
     return [*text.encode(), 1]
 
 
-def wide(text):
+def tokenize_to_large_numbers(text):
     return [70_000 if text.startswith("text number 99 ") else len(text)]
 
 
-def shifted(text):
+def tokenize_shifted(text):
     return [token + 1 for token in tokenize(text)]
 
 
-class Counted:
-    """Counts the texts that it tokenizes, and fails at one of them."""
+class CountingTokenizer:
+    """A tokenizer that counts its texts, and can fail at one of them."""
 
     def __init__(self, fail_at=None):
         self.n, self.fail_at = 0, fail_at
@@ -42,11 +42,11 @@ class Counted:
         return tokenize(text)
 
 
-def build(folder, texts=TEXTS, tokenize=tokenize, **options):
+def build_cache(folder, texts=TEXTS, tokenize=tokenize, **options):
     return token_cache(folder, texts, tokenize, verbose=False, **options)
 
 
-def files(folder):
+def file_contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -55,7 +55,7 @@ def files(folder):
 
 @pytest.mark.parametrize("n_tokens", [5, 6, 9, 10, 11, 23])
 @pytest.mark.parametrize("stride", [None, 1, 4, 5])
-def test_rows_leave_no_token_out(n_tokens, stride):
+def test_rows_contain_every_token(n_tokens, stride):
     rows = TokenRows(np.arange(n_tokens, dtype=np.uint16), 5, stride=stride)
     assert all(row.dtype == np.int32 and row.shape == (5,) for row in rows)
     assert {int(token) for row in rows for token in row} == set(range(n_tokens))
@@ -68,7 +68,7 @@ def test_rows_leave_no_token_out(n_tokens, stride):
         rows[len(rows)]
 
 
-def test_segments_number_the_documents_of_a_row():
+def test_segments_number_the_documents_in_a_row():
     rows = TokenRows(np.arange(12), 6, ends=np.array([2, 6, 6, 7, 11, 12]))
     assert [row["segments"].tolist() for row in rows] == [[1, 1, 2, 2, 2, 2], [1, 2, 2, 2, 2, 3]]
     assert [row["tokens"].tolist() for row in rows] == [list(range(6)), list(range(6, 12))]
@@ -85,7 +85,7 @@ def test_segments_number_the_documents_of_a_row():
         (np.arange(9), {"stride": 0}, ValueError, "`stride`: expected at least 1 or None, got 0."),
     ],
 )
-def test_rows_that_cannot_be_cut_are_said(tokens, options, error, message):
+def test_invalid_rows_raise(tokens, options, error, message):
     with pytest.raises(error) as raised:
         TokenRows(tokens, 4, **options)
     assert message in str(raised.value)
@@ -94,8 +94,8 @@ def test_rows_that_cannot_be_cut_are_said(tokens, options, error, message):
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
-def test_a_cache_holds_the_tokens_of_each_text(tmp_path):
-    cache = build(tmp_path / "cache")
+def test_cache_contains_the_tokens_of_each_text(tmp_path):
+    cache = build_cache(tmp_path / "cache")
     assert [row.tolist() for row in cache] == [tokenize(text) for text in TEXTS]
     assert cache.tokens.dtype == np.uint16 and len(cache.tokens) == cache.ends[-1] == sum(map(len, TEXTS)) + len(TEXTS)
     assert os.listdir(tmp_path) == ["cache"]
@@ -103,70 +103,70 @@ def test_a_cache_holds_the_tokens_of_each_text(tmp_path):
     assert rows[0]["tokens"].tolist() == np.concatenate(list(cache))[:64].tolist()
     assert rows[0]["segments"][:2].tolist() == [1, 2]
     cache.verify()
-    flat = np.memmap(tmp_path / "cache" / "tokens.uint16.bin", "uint16", "r")  # without the library
+    flat = np.memmap(tmp_path / "cache" / "tokens.uint16.bin", "uint16", "r")  # readable without the library
     assert np.array_equal(flat, cache.tokens)
 
 
-def test_a_second_start_tokenizes_samples_alone(tmp_path):
-    build(tmp_path / "cache")
-    again = Counted()
-    assert len(build(tmp_path / "cache", TEXTS, again)) == 150
-    assert again.n == 3
+def test_existing_cache_tokenizes_only_samples(tmp_path):
+    build_cache(tmp_path / "cache")
+    tokenizer = CountingTokenizer()
+    assert len(build_cache(tmp_path / "cache", TEXTS, tokenizer)) == 150
+    assert tokenizer.n == 3
     assert len(TokenCache(tmp_path / "cache")) == 150
 
 
-def test_an_iterable_is_read_once(tmp_path):
-    build(tmp_path / "list")
-    build(tmp_path / "iterable", (text for text in TEXTS))
-    of = [TokenCache(tmp_path / name) for name in ("list", "iterable")]
-    assert np.array_equal(of[0].tokens, of[1].tokens) and np.array_equal(of[0].ends, of[1].ends)
-    assert len(build(tmp_path / "iterable", (text for text in TEXTS))) == 150
+def test_iterable_gives_the_same_cache_as_a_list(tmp_path):
+    build_cache(tmp_path / "list")
+    build_cache(tmp_path / "iterable", (text for text in TEXTS))
+    caches = [TokenCache(tmp_path / name) for name in ("list", "iterable")]
+    assert np.array_equal(caches[0].tokens, caches[1].tokens) and np.array_equal(caches[0].ends, caches[1].ends)
+    assert len(build_cache(tmp_path / "iterable", (text for text in TEXTS))) == 150
 
 
-def test_large_tokens_widen_the_file(tmp_path):
-    cache = build(tmp_path / "cache", TEXTS, wide)
+def test_large_tokens_are_stored_as_uint32(tmp_path):
+    cache = build_cache(tmp_path / "cache", TEXTS, tokenize_to_large_numbers)
     assert cache.tokens.dtype == np.uint32
-    assert [row.tolist() for row in cache] == [wide(text) for text in TEXTS]
+    assert [row.tolist() for row in cache] == [tokenize_to_large_numbers(text) for text in TEXTS]
     cache.verify()
     assert sorted(os.listdir(tmp_path / "cache")) == ["ends.bin", "manifest.json", "tokens.uint32.bin"]
 
 
 @pytest.mark.sweep
-def test_workers_build_the_same_files(tmp_path):
-    build(tmp_path / "alone")
-    build(tmp_path / "workers", n_workers=2)
-    assert files(tmp_path / "alone") == files(tmp_path / "workers")
+def test_workers_write_the_same_files(tmp_path):
+    build_cache(tmp_path / "alone")
+    build_cache(tmp_path / "workers", n_workers=2)
+    assert file_contents(tmp_path / "alone") == file_contents(tmp_path / "workers")
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("as_iterable", [False, True])
-def test_a_build_that_was_killed_continues(as_iterable, tmp_path, monkeypatch):
+def test_killed_build_resumes(as_iterable, tmp_path, monkeypatch):
     monkeypatch.setattr(_token_cache, "_SECONDS_BETWEEN_SAVES", 0.0)
-    make = (lambda: (text for text in TEXTS)) if as_iterable else lambda: TEXTS
-    build(tmp_path / "whole", make())
+    make_texts = (lambda: (text for text in TEXTS)) if as_iterable else lambda: TEXTS
+    build_cache(tmp_path / "whole", make_texts())
     with pytest.raises(KeyboardInterrupt):
-        build(tmp_path / "cache", make(), Counted(fail_at=140))
+        build_cache(tmp_path / "cache", make_texts(), CountingTokenizer(fail_at=140))
     assert sorted(os.listdir(tmp_path)) == [".tmp_cache", "whole"]
     with (tmp_path / ".tmp_cache" / "tokens.uint16.bin").open("ab") as file:
         file.write(b"written after the last record")
-    rest = Counted()
-    build(tmp_path / "cache", make(), rest)
-    assert rest.n == 150 - 128 + (1 if as_iterable else 3)
-    assert files(tmp_path / "cache") == files(tmp_path / "whole")
+    tokenizer_of_rest = CountingTokenizer()
+    build_cache(tmp_path / "cache", make_texts(), tokenizer_of_rest)
+    assert tokenizer_of_rest.n == 150 - 128 + (1 if as_iterable else 3)
+    assert file_contents(tmp_path / "cache") == file_contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("change", ["tokenizer", "record", "file"])
-def test_a_build_that_cannot_be_continued_begins_anew(change, tmp_path, monkeypatch):
+def test_build_that_cannot_resume_starts_over(change, tmp_path, monkeypatch):
     monkeypatch.setattr(_token_cache, "_SECONDS_BETWEEN_SAVES", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        build(tmp_path / "cache", TEXTS, Counted(fail_at=140))
+        build_cache(tmp_path / "cache", TEXTS, CountingTokenizer(fail_at=140))
     unfinished = tmp_path / ".tmp_cache"
     if change == "record":
         (unfinished / "progress.json").write_text("{")
     if change == "file":
         (unfinished / "ends.bin").write_bytes(b"")
-    cache = build(tmp_path / "cache", TEXTS, shifted if change == "tokenizer" else tokenize)
-    assert cache[3].tolist() == (shifted if change == "tokenizer" else tokenize)(TEXTS[3])
+    cache = build_cache(tmp_path / "cache", TEXTS, tokenize_shifted if change == "tokenizer" else tokenize)
+    assert cache[3].tolist() == (tokenize_shifted if change == "tokenizer" else tokenize)(TEXTS[3])
     cache.verify()
 
 
@@ -182,13 +182,13 @@ def test_a_build_that_cannot_be_continued_begins_anew(change, tmp_path, monkeypa
         (TEXTS[:-1], tokenize, {}, "expected that of 149 texts, got a cache of 150."),
         (["other", *TEXTS[1:]], tokenize, {}, "expected text 0 of crc32 "),
         ([*TEXTS[:-1], "other"], tokenize, {}, "expected text 149 of crc32 "),
-        (TEXTS, shifted, {}, "expected tokens of text 0 as `tokenize` returns them, [2], got a cache with [1]."),
+        (TEXTS, tokenize_shifted, {}, "expected tokens of text 0 as `tokenize` returns them, [2], got a cache with [1]."),
     ],
 )
-def test_a_cache_of_something_else_is_refused(texts, fn, options, message, tmp_path):
-    build(tmp_path / "cache", made_of="a")
+def test_cache_of_other_texts_or_tokens_raises(texts, fn, options, message, tmp_path):
+    build_cache(tmp_path / "cache", made_of="a")
     with pytest.raises(ValueError) as raised:
-        build(tmp_path / "cache", texts, fn, **{"made_of": "a", **options})
+        build_cache(tmp_path / "cache", texts, fn, **{"made_of": "a", **options})
     assert str(raised.value).startswith(f"`{tmp_path / 'cache'}`: ") and message in str(raised.value)
 
 
@@ -205,37 +205,37 @@ def test_a_cache_of_something_else_is_refused(texts, fn, options, message, tmp_p
         ([], ValueError, "`texts`: expected tokens, got none of 150 texts. Look at what `tokenize` returns."),
     ],
 )
-def test_what_is_no_tokens_is_said(returned, error, message, tmp_path):
+def test_invalid_tokens_raise(returned, error, message, tmp_path):
     with pytest.raises(error) as raised:
-        build(tmp_path / "cache", TEXTS, lambda text: returned)
+        build_cache(tmp_path / "cache", TEXTS, lambda text: returned)
     assert message in str(raised.value)
 
 
-def test_a_function_for_workers_has_to_pickle(tmp_path):
+def test_unpicklable_tokenizer_with_workers_raises(tmp_path):
     with pytest.raises(TypeError) as raised:
-        build(tmp_path / "cache", TEXTS, lambda text: [1], n_workers=2)
+        build_cache(tmp_path / "cache", TEXTS, lambda text: [1], n_workers=2)
     assert "`tokenize`: expected a function that can be pickled, as `n_workers` sends it to processes, got one that" in str(
         raised.value
     )
     assert "or pass `n_workers=0`." in str(raised.value)
 
 
-def test_another_folder_is_refused(tmp_path):
+def test_folder_with_other_files_raises(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(ValueError, match=r"^`folder`: expected a token cache, or no folder, got .*, which holds other"):
-        build(tmp_path)
+        build_cache(tmp_path)
     with pytest.raises(ValueError, match=r"expected a token cache, got no manifest.json. Make one with `token_cache`\."):
         TokenCache(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "manifest", "version"])
-def test_damage_is_said(damage, tmp_path):
-    cache = build(tmp_path / "cache")
+@pytest.mark.parametrize("damage", ["truncated", "bit flip", "missing", "manifest", "version"])
+def test_damaged_cache_raises(damage, tmp_path):
+    cache = build_cache(tmp_path / "cache")
     file = tmp_path / "cache" / ("manifest.json" if damage in ("manifest", "version") else "tokens.uint16.bin")
     data = file.read_bytes()
-    if damage == "gone":
+    if damage == "missing":
         file.unlink()
-    elif damage == "flipped":
+    elif damage == "bit flip":
         file.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
         with pytest.raises(ValueError, match=r"tokens\.uint16\.bin`: expected crc32"):
             TokenCache(tmp_path / "cache").verify()
@@ -249,8 +249,8 @@ def test_damage_is_said(damage, tmp_path):
 
 
 @pytest.mark.sweep
-def test_one_of_several_processes_builds(tmp_path):
-    """Processes that know nothing of each other: each tokenizes the samples, and one of them everything."""
+def test_concurrent_processes_build_the_cache_once(tmp_path):
+    """Independent processes: each tokenizes the samples, and exactly one of them tokenizes all texts."""
     script = """
 import sys, time
 from redeqx.data import token_cache

@@ -1,4 +1,4 @@
-"""Callbacks of a fit: when each is called, how they stop, save and average, and what a resumed run knows of them."""
+"""Callbacks: call order, stopping, saving, weight averages, and callback state in resumed runs."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from redeqx.checkpoint import _manifest
 from redeqx.training._callbacks import Callbacks
 from tests._processes import train
 
-DATA = np.random.default_rng(0).normal(size=(22, 6)).astype(np.float32)  # three steps an epoch of 8, 8 and 6
+DATA = np.random.default_rng(0).normal(size=(22, 6)).astype(np.float32)  # three steps per epoch: 8, 8 and 6 examples
 
 
 def loss_fn(model, batch, key):
@@ -58,33 +58,33 @@ class KillAt(redeqx.Callback):
             raise Killed
 
 
-class Notes(redeqx.Callback):
-    """Notes every call, with the step and the loss."""
+class RecordCalls(redeqx.Callback):
+    """Records every call with its step and loss."""
 
     def __init__(self, calls, name="", every=1):
         self.calls, self.name, self.every = calls, name, every
 
-    def note(self, what, trainer, loss=None):
+    def record(self, what, trainer, loss=None):
         self.calls.append((self.name + what, trainer.step, loss))
 
     def on_fit_start(self, trainer):
-        self.note("start", trainer)
+        self.record("start", trainer)
 
     def on_step(self, trainer, metrics):
-        self.note("step", trainer, metrics["loss"])
+        self.record("step", trainer, metrics["loss"])
 
     def on_eval(self, trainer, metrics):
-        self.note("eval", trainer, metrics["loss"])
+        self.record("eval", trainer, metrics["loss"])
 
     def on_epoch_end(self, trainer, metrics):
-        self.note("epoch", trainer, metrics["loss"])
+        self.record("epoch", trainer, metrics["loss"])
 
     def on_save(self, trainer, path):
         assert json.loads((path / "trainer.json").read_text())["step"] == trainer.step
-        self.note(f"save {path.name}", trainer)
+        self.record(f"save {path.name}", trainer)
 
     def on_fit_end(self, trainer, metrics):
-        self.note("end", trainer, metrics["loss"])
+        self.record("end", trainer, metrics["loss"])
 
 
 def losses(workdir):
@@ -92,10 +92,10 @@ def losses(workdir):
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def test_each_method_is_called_when_its_step_is_known_and_in_order(tmp_path):
+def test_methods_are_called_in_order_once_metrics_are_known(tmp_path):
     calls = []
     metrics = fit(
-        make_trainer(tmp_path), Notes(calls, "a "), Notes(calls, "b ", every=2),
+        make_trainer(tmp_path), RecordCalls(calls, "a "), RecordCalls(calls, "b ", every=2),
         eval_examples=DATA[:5], eval_every_n_steps=2, save_every_n_steps=2,
     )  # fmt: skip
     assert [call[:2] for call in calls if call[0].startswith("a ")] == [
@@ -112,36 +112,36 @@ def test_each_method_is_called_when_its_step_is_known_and_in_order(tmp_path):
     assert calls[-1] == ("b end", 6, metrics["loss"])
 
 
-def test_without_a_callback_for_steps_the_loop_reads_metrics_later():
-    """It keeps two steps queued, and so it does where a callback wants other moments only."""
+def test_metrics_are_read_two_steps_late_without_step_callbacks():
+    """The loop keeps two steps queued unless a callback overrides `on_step`."""
 
-    class AtEnd(redeqx.Callback):
+    class OnlyFitEnd(redeqx.Callback):
         def on_fit_end(self, trainer, metrics):
             pass
 
-    behind = {}
+    delays = {}
 
-    class Log:
+    class RecordDelays:
         def __init__(self):
-            self.behind, self.trainer = [], None
+            self.delays, self.trainer = [], None
 
         def log(self, metrics, step):
-            self.behind.append(self.trainer.step - step)
+            self.delays.append(self.trainer.step - step)
 
-    for name, callbacks in {"none": [], "end": [AtEnd()], "steps": [Notes([])]}.items():
-        log = Log()
+    for name, callbacks in {"none": [], "end": [OnlyFitEnd()], "steps": [RecordCalls([])]}.items():
+        log = RecordDelays()
         log.trainer = make_trainer(loggers=[log])
         fit(log.trainer, *callbacks)
-        behind[name] = log.behind
-    assert max(behind["none"]) == max(behind["end"]) == 2
-    assert max(behind["steps"]) == 0
+        delays[name] = log.delays
+    assert max(delays["none"]) == max(delays["end"]) == 2
+    assert max(delays["steps"]) == 0
 
 
-def test_callbacks_change_no_bit():
-    plain, noted = make_trainer(), make_trainer()
+def test_callbacks_do_not_change_the_weights():
+    plain, with_callback = make_trainer(), make_trainer()
     fit(plain)
-    fit(noted, Notes([]))
-    assert bits((noted.model, noted.opt_state)) == bits((plain.model, plain.opt_state))
+    fit(with_callback, RecordCalls([]))
+    assert bits((with_callback.model, with_callback.opt_state)) == bits((plain.model, plain.opt_state))
 
 
 # --- stopping -----------------------------------------------------------------------------------------------------------
@@ -157,36 +157,36 @@ class StopAt(redeqx.Callback):
 
 
 @pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.sweep), 3])
-def test_a_stopped_fit_ends_as_at_its_end_and_goes_on_in_the_next_run(step, tmp_path):
-    calls, whole = [], make_trainer()
-    fit(whole)
+def test_stop_ends_the_fit_cleanly_and_the_next_run_resumes(step, tmp_path):
+    calls, uninterrupted = [], make_trainer()
+    fit(uninterrupted)
     trainer = make_trainer(tmp_path)
-    metrics = fit(trainer, StopAt(step), Notes(calls), eval_examples=DATA[:5])
+    metrics = fit(trainer, StopAt(step), RecordCalls(calls), eval_examples=DATA[:5])
     assert trainer.step == step
     assert [call[0] for call in calls][-3:] == ["eval", f"save step_0000000{step}", "end"] or step == 3
     assert metrics["loss"] == calls[-1][2]
     again = make_trainer(tmp_path)
     fit(again, StopAt(0), eval_examples=DATA[:5])
     assert again.step == 6
-    assert bits((again.model, again.opt_state)) == bits((whole.model, whole.opt_state))
+    assert bits((again.model, again.opt_state)) == bits((uninterrupted.model, uninterrupted.opt_state))
 
 
-def test_stop_outside_of_a_fit_is_refused():
+def test_stop_outside_fit_raises():
     with pytest.raises(ValueError, match="`stop`: expected inside `fit`, got called outside"):
         make_trainer().stop()
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("culprit", "step"), [(0, 4), (1, 14)])
-def test_process_0_decides_whether_a_fit_stops(culprit, step, tmp_path):
-    run = train(tmp_path, "--stop-at", 4, "--in", culprit, n_devices=2)
+@pytest.mark.parametrize(("stopping_process", "step"), [(0, 4), (1, 14)])
+def test_only_process_0_can_stop_a_fit(stopping_process, step, tmp_path):
+    run = train(tmp_path, "--stop-at", 4, "--in", stopping_process, n_devices=2)
     assert run.code == 0, run.text
     index = json.loads((tmp_path / "ckpts/index.json").read_text())
     assert index["last"] == f"step_{step:08d}"
 
 
-class Scores:
-    """Evaluations that return these values in order."""
+class ScriptedEvaluations:
+    """Evaluations that return the given scores, one per epoch."""
 
     def __init__(self, *scores):
         self.scores = scores
@@ -209,16 +209,16 @@ class Scores:
         ((float("nan"), float("nan"), 1.0), {}, 2),
     ],
 )
-def test_early_stopping(scores, options, n_epochs):
+def test_early_stopping_epochs(scores, options, n_epochs):
     trainer = make_trainer()
-    assert Scores(*scores).fit(trainer, redeqx.EarlyStopping("score", 2, **options)) == {
+    assert ScriptedEvaluations(*scores).fit(trainer, redeqx.EarlyStopping("score", 2, **options)) == {
         "score": pytest.approx(scores[n_epochs - 1], nan_ok=True)
     }
     assert trainer.step == 3 * n_epochs
 
 
-def test_early_stopping_outlives_a_kill_and_a_run_that_was_stopped_is_not_trained_again(tmp_path):
-    scores = Scores(3.0, 2.0, 2.5, 2.1, 1.0)
+def test_early_stopping_resumes_and_does_not_retrain_a_stopped_run(tmp_path):
+    scores = ScriptedEvaluations(3.0, 2.0, 2.5, 2.1, 1.0)
     with pytest.raises(Killed):
         scores.fit(make_trainer(tmp_path), redeqx.EarlyStopping("score", 2), KillAt(11), save_last_ckpt=True)
     trainer = make_trainer(tmp_path)
@@ -229,14 +229,14 @@ def test_early_stopping_outlives_a_kill_and_a_run_that_was_stopped_is_not_traine
     assert scores.fit(again, redeqx.EarlyStopping("score", 2)) == {"score": 2.1}
     assert again.step == 12
     predictor = trainer.get_default_predictor(lambda model, batch, key: batch)
-    trainer.fit(  # the next fit begins anew
+    trainer.fit(  # the next fit starts with fresh early stopping
         DATA, n_epochs=1, batch_size=8, callbacks=[stopping], eval_examples=DATA[:5], eval_predictor=predictor,
         eval_metric_fn=lambda examples, outputs: {"score": 5.0},
     )  # fmt: skip
     assert trainer.step == 15
 
 
-def test_early_stopping_refuses_a_metric_that_is_not_there():
+def test_early_stopping_on_a_missing_metric_raises():
     with pytest.raises(ValueError, match=r"`EarlyStopping.metric`: expected one of \['loss'\], which the"):
         fit(make_trainer(), redeqx.EarlyStopping("score", 2), eval_examples=DATA[:5])
 
@@ -244,34 +244,34 @@ def test_early_stopping_refuses_a_metric_that_is_not_there():
 # --- saving -------------------------------------------------------------------------------------------------------------
 
 
-def test_save_every_saves_by_the_clock(tmp_path):
+def test_save_every_saves_after_the_given_minutes(tmp_path):
     calls = []
-    fit(make_trainer(tmp_path), redeqx.SaveEvery(minutes=1e-9, every=2), Notes(calls), save_end=False)
+    fit(make_trainer(tmp_path), redeqx.SaveEvery(minutes=1e-9, every=2), RecordCalls(calls), save_end=False)
     assert [call[:2] for call in calls if call[0].startswith("save")] == [
         (f"save step_0000000{step}", step) for step in (2, 4, 6)
     ]
     calls.clear()
-    fit(make_trainer(tmp_path / "never"), redeqx.SaveEvery(minutes=60), Notes(calls), save_end=False)
+    fit(make_trainer(tmp_path / "never"), redeqx.SaveEvery(minutes=60), RecordCalls(calls), save_end=False)
     assert not [call for call in calls if call[0].startswith("save")]
 
 
-def test_a_preemption_is_saved_and_raises_preempted(tmp_path):
-    class Signal(redeqx.Callback):
+def test_preemption_saves_and_raises_preempted(tmp_path):
+    class SendSigterm(redeqx.Callback):
         def on_step(self, trainer, metrics):
             if trainer.step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     trainer = make_trainer(tmp_path)
     with pytest.raises(redeqx.Preempted) as caught:
-        fit(trainer, Signal())
+        fit(trainer, SendSigterm())
     assert (caught.value.code, caught.value.step, trainer.step) == (75, 2, 2)
 
 
 # --- state --------------------------------------------------------------------------------------------------------------
 
 
-class Counts(redeqx.Callback):
-    """Has values and arrays as its state."""
+class CountSteps(redeqx.Callback):
+    """A callback whose state holds numbers and arrays."""
 
     def __init__(self):
         self.n, self.sums, self.loaded = 0, np.zeros((3,), np.float64), False
@@ -289,24 +289,24 @@ class Counts(redeqx.Callback):
 
 
 @pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.sweep) for step in (1, 5))])
-def test_state_is_resumed_to_the_bit(step, tmp_path):
-    whole, again = Counts(), Counts()
-    fit(make_trainer(tmp_path / "whole"), whole, save_every_n_steps=1)
+def test_callback_state_resumes_exactly(step, tmp_path):
+    uninterrupted, again = CountSteps(), CountSteps()
+    fit(make_trainer(tmp_path / "whole"), uninterrupted, save_every_n_steps=1)
     with pytest.raises(Killed):
-        fit(make_trainer(tmp_path / "killed"), Counts(), KillAt(step + 1), save_every_n_steps=1)
+        fit(make_trainer(tmp_path / "killed"), CountSteps(), KillAt(step + 1), save_every_n_steps=1)
     fit(make_trainer(tmp_path / "killed"), again)
     assert again.loaded
-    assert again.n == whole.n == 6
-    assert again.sums.tobytes() == whole.sums.tobytes()
-    other, new = Counts(), Counts()
-    fit(make_trainer(tmp_path / "killed"), redeqx.Callback(), other, new, n_epochs=3)  # the first of its class goes on
+    assert again.n == uninterrupted.n == 6
+    assert again.sums.tobytes() == uninterrupted.sums.tobytes()
+    other, new = CountSteps(), CountSteps()
+    fit(make_trainer(tmp_path / "killed"), redeqx.Callback(), other, new, n_epochs=3)  # the first one of the class resumes
     assert (other.loaded, other.n, new.loaded, new.n) == (True, 9, False, 3)
 
 
 # --- averages -----------------------------------------------------------------------------------------------------------
 
 
-def averaged(decay, models):
+def exponential_average(decay, models):
     average = models[0]
     for model in models[1:]:
         average = [decay * a + (1 - decay) * x for a, x in zip(average, model, strict=True)]
@@ -317,7 +317,7 @@ def arrays(tree):
     return [np.array(leaf) for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
 
 
-class Models(redeqx.Callback):
+class RecordModels(redeqx.Callback):
     def __init__(self):
         self.seen = []
 
@@ -328,12 +328,12 @@ class Models(redeqx.Callback):
         self.seen.append(arrays(trainer.model))
 
 
-def test_ema_is_the_average_of_the_weights_evaluated_and_saved(tmp_path):
-    trainer, ema, models = make_trainer(tmp_path), redeqx.EMA(0.9), Models()
+def test_ema_averages_the_weights_and_is_evaluated_and_saved(tmp_path):
+    trainer, ema, models = make_trainer(tmp_path), redeqx.EMA(0.9), RecordModels()
     metrics = fit(trainer, ema, models, eval_examples=DATA[:5], save_argmin_ckpt_by_metrics=["ema_loss"])
-    expected = averaged(0.9, models.seen)
-    for found, leaf in zip(arrays(ema.model), expected, strict=True):
-        np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
+    expected = exponential_average(0.9, models.seen)
+    for actual, leaf in zip(arrays(ema.model), expected, strict=True):
+        np.testing.assert_allclose(actual, leaf, rtol=2e-5, atol=1e-7)
     assert metrics.keys() == {"loss", "ema_loss"}
     assert metrics["ema_loss"] == trainer.eval_loss(DATA[:5], batch_size=8, model=ema.model) != metrics["loss"]
     index = json.loads((tmp_path / "ckpts/index.json").read_text())
@@ -343,64 +343,64 @@ def test_ema_is_the_average_of_the_weights_evaluated_and_saved(tmp_path):
         tmp_path / "ckpts" / index["last"] / "model.safetensors"
     ).keys()
     assert sorted(leaf.tobytes() for leaf in saved.values()) == sorted(bits(ema.model))
-    # Split over the mesh as the weights are.
+    # The average is sharded like the weights.
     assert ema.model.layers[0].weight.sharding == trainer.model.layers[0].weight.sharding
 
 
 @pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.sweep), 3])
-def test_ema_is_resumed_to_the_bit(step, tmp_path):
-    whole, ema = make_trainer(tmp_path / "whole"), redeqx.EMA(0.9)
-    fit(whole, ema, eval_examples=DATA[:5])
+def test_ema_resumes_exactly(step, tmp_path):
+    uninterrupted, ema = make_trainer(tmp_path / "whole"), redeqx.EMA(0.9)
+    fit(uninterrupted, ema, eval_examples=DATA[:5])
     with pytest.raises(Killed):
         killed = make_trainer(tmp_path / "killed")
         fit(killed, redeqx.EMA(0.9), KillAt(step + 1), eval_examples=DATA[:5], save_every_n_steps=1)
     trainer, again = make_trainer(tmp_path / "killed"), redeqx.EMA(0.9)
     fit(trainer, again, eval_examples=DATA[:5])
     assert bits(again.model) == bits(ema.model)
-    assert bits((trainer.model, trainer.opt_state)) == bits((whole.model, whole.opt_state))
+    assert bits((trainer.model, trainer.opt_state)) == bits((uninterrupted.model, uninterrupted.opt_state))
     assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
 
 
-def test_ema_begins_with_the_weights_of_a_trained_model_and_goes_on_in_the_next_fit():
-    trainer, ema, models = make_trainer(), redeqx.EMA(0.5), Models()
+def test_ema_starts_from_trained_weights_and_continues_in_the_next_fit():
+    trainer, ema, models = make_trainer(), redeqx.EMA(0.5), RecordModels()
     trainer.train(DATA, batch_size=8)
     for _ in range(2):
         fit(trainer, ema, models, n_epochs=1)
-    assert len(models.seen) == 8  # the fourth and the fifth are the same
-    expected = averaged(0.5, [*models.seen[:4], *models.seen[5:]])
-    for found, leaf in zip(arrays(ema.model), expected, strict=True):
-        np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
+    assert len(models.seen) == 8  # the fourth and fifth are identical
+    expected = exponential_average(0.5, [*models.seen[:4], *models.seen[5:]])
+    for actual, leaf in zip(arrays(ema.model), expected, strict=True):
+        np.testing.assert_allclose(actual, leaf, rtol=2e-5, atol=1e-7)
     plain = make_trainer()
     plain.train(DATA, batch_size=8)
     for _ in range(2):
         fit(plain, n_epochs=1)
-    for found, leaf in zip(arrays(trainer.model), arrays(plain.model), strict=True):
-        np.testing.assert_allclose(found, leaf, rtol=1e-6, atol=1e-7)
+    for actual, leaf in zip(arrays(trainer.model), arrays(plain.model), strict=True):
+        np.testing.assert_allclose(actual, leaf, rtol=1e-6, atol=1e-7)
 
 
-def test_an_average_is_added_to_a_run_that_had_none(tmp_path):
-    """It begins with the weights of the checkpoint; where the loop was one's own until then, too."""
-    own = make_trainer(tmp_path)
+def test_ema_can_be_added_when_resuming(tmp_path):
+    """The average starts from the checkpoint's weights, also after a custom training loop."""
+    custom_loop = make_trainer(tmp_path)
     for i in range(2):
-        own.update(DATA[8 * i : 8 * i + 8])
-    own.save_ckpt("plain")
-    slow, fast, models = redeqx.EMA(0.9, name="slow"), redeqx.EMA(0.5, name="fast"), Models()
-    fit(own, slow, models, max_steps=4)
-    for found, leaf in zip(arrays(slow.model), averaged(0.9, models.seen), strict=True):
-        np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
-    again, more = make_trainer(tmp_path), Models()
+        custom_loop.update(DATA[8 * i : 8 * i + 8])
+    custom_loop.save_ckpt("plain")
+    slow, fast, models = redeqx.EMA(0.9, name="slow"), redeqx.EMA(0.5, name="fast"), RecordModels()
+    fit(custom_loop, slow, models, max_steps=4)
+    for actual, leaf in zip(arrays(slow.model), exponential_average(0.9, models.seen), strict=True):
+        np.testing.assert_allclose(actual, leaf, rtol=2e-5, atol=1e-7)
+    again, more = make_trainer(tmp_path), RecordModels()
     fit(again, slow, fast, more, max_steps=6)
-    assert again.step == 2 + 6  # the updates before the fit are none of it
-    for found, leaf in zip(arrays(slow.model), averaged(0.9, [*models.seen, *more.seen[1:]]), strict=True):
-        np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
-    for found, leaf in zip(arrays(fast.model), averaged(0.5, more.seen), strict=True):
-        np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
-    again.load_ckpt("plain")  # which has no average; this trainer keeps two
+    assert again.step == 2 + 6  # updates before the fit do not count towards `max_steps`
+    for actual, leaf in zip(arrays(slow.model), exponential_average(0.9, [*models.seen, *more.seen[1:]]), strict=True):
+        np.testing.assert_allclose(actual, leaf, rtol=2e-5, atol=1e-7)
+    for actual, leaf in zip(arrays(fast.model), exponential_average(0.5, more.seen), strict=True):
+        np.testing.assert_allclose(actual, leaf, rtol=2e-5, atol=1e-7)
+    again.load_ckpt("plain")  # the checkpoint has no average, the trainer has two
     assert again.step == 2
     fit(again, slow, fast, max_steps=3)
 
 
-def test_a_run_goes_on_without_the_average_that_it_had(tmp_path):
+def test_ema_can_be_removed_when_resuming(tmp_path):
     plain = make_trainer()
     fit(plain, max_steps=4)
     fit(make_trainer(tmp_path), redeqx.EMA(0.9), redeqx.EMA(0.5, name="fast"), max_steps=2)
@@ -411,32 +411,32 @@ def test_a_run_goes_on_without_the_average_that_it_had(tmp_path):
     assert bits((resumed.model, resumed.opt_state)) == bits((plain.model, plain.opt_state))
 
 
-def test_averages_are_known_by_name_when_a_run_resumes(tmp_path):
-    def both():
+def test_averages_are_matched_by_name_when_resuming(tmp_path):
+    def make_averages():
         return redeqx.EMA(0.9, name="a"), redeqx.EMA(0.5, name="b")
 
     plain = make_trainer()
-    fit(plain, *both(), max_steps=2)
+    fit(plain, *make_averages(), max_steps=2)
     for kept in ("ab", "ba", "a", "b", "bc"):
-        workdir, (a, b) = tmp_path / kept, both()
+        workdir, (a, b) = tmp_path / kept, make_averages()
         fit(make_trainer(workdir), a, b, max_steps=2)
         expected = {"a": bits(a.model), "b": bits(b.model)}
         new = {"a": redeqx.EMA(0.9, name="a"), "b": redeqx.EMA(0.5, name="b"), "c": redeqx.EMA(0.5, name="c")}
         again, seen = make_trainer(workdir), {}
 
-        class Sees(redeqx.Callback):
+        class RecordAverages(redeqx.Callback):
             def on_fit_start(self, trainer, seen=seen, new=new, kept=kept):
                 seen.update({name: bits(new[name].model) for name in kept})
 
-        fit(again, *(new[name] for name in kept), Sees(), max_steps=3)
+        fit(again, *(new[name] for name in kept), RecordAverages(), max_steps=3)
         assert {name: seen[name] for name in kept if name in expected} == {
             name: model for name, model in expected.items() if name in kept
         }
 
 
-def test_a_checkpoint_of_an_earlier_release_has_the_averages_of_its_trainer(tmp_path):
-    whole, ema = make_trainer(tmp_path / "whole"), redeqx.EMA(0.9)
-    fit(whole, ema, max_steps=4)
+def test_checkpoint_of_an_earlier_release_restores_the_average(tmp_path):
+    uninterrupted, ema = make_trainer(tmp_path / "whole"), redeqx.EMA(0.9)
+    fit(uninterrupted, ema, max_steps=4)
     fit(make_trainer(tmp_path / "again"), redeqx.EMA(0.9), max_steps=2)
     path = tmp_path / "again/ckpts/step_00000002/trainer.json"
     record = json.loads(path.read_text())
@@ -444,23 +444,23 @@ def test_a_checkpoint_of_an_earlier_release_has_the_averages_of_its_trainer(tmp_
     path.write_text(json.dumps({**record, "crc32": _manifest._crc32_of_manifest(record)}))
     trainer, again = make_trainer(tmp_path / "again"), redeqx.EMA(0.9)
     fit(trainer, again, max_steps=4)
-    assert bits((again.model, trainer.opt_state)) == bits((ema.model, whole.opt_state))
+    assert bits((again.model, trainer.opt_state)) == bits((ema.model, uninterrupted.opt_state))
 
 
-def test_a_fit_that_is_done_keeps_the_average_for_the_one_after_it(tmp_path):
+def test_finished_fit_passes_its_average_on_when_rerun(tmp_path):
     def script(workdir, *callbacks):
         trainer, ema = make_trainer(workdir), redeqx.EMA(0.9)
         fit(trainer, n_epochs=1)
         fit(trainer, ema, *callbacks, n_epochs=2, save_every_n_steps=1)
         return bits((ema.model, trainer.model, trainer.opt_state))
 
-    whole = script(tmp_path / "whole")
+    uninterrupted = script(tmp_path / "whole")
     with pytest.raises(Killed):
         script(tmp_path / "killed", KillAt(6))
-    assert script(tmp_path / "killed") == whole
+    assert script(tmp_path / "killed") == uninterrupted
 
 
-def test_a_checkpoint_that_does_not_fit_leaves_the_average_as_it_is(tmp_path):
+def test_loading_an_incompatible_checkpoint_leaves_the_average_unchanged(tmp_path):
     other = redeqx.Trainer(
         redeqx.Deployer(workdir=tmp_path / "other", verbose=False),
         model=eqx.nn.MLP(5, 1, 8, 1, key=jax.random.key(1)),
@@ -477,68 +477,68 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_average_as_it_is(tmp_path):
     assert bits((trainer.model, trainer.opt_state, ema.model)) == before
 
 
-def test_a_checkpoint_after_the_fit_has_the_average_too(tmp_path):
+def test_checkpoint_saved_after_the_fit_contains_the_average(tmp_path):
     trainer, ema = make_trainer(tmp_path), redeqx.EMA(0.9)
     fit(trainer, ema)
     trainer.save_ckpt("final")
     assert bits(redeqx.load(tmp_path / "ckpts/final", like=trainer.model, kind="ema")) == bits(ema.model)
 
 
-def test_two_averages_of_one_name_are_refused():
-    says = r"`callbacks`: expected averages with names of their own, got 'ema' twice\. Pass `EMA\(name='slow'\)`"
-    with pytest.raises(ValueError, match=says):
+def test_two_averages_with_the_same_name_raise():
+    expected_message = r"`callbacks`: expected averages with names of their own, got 'ema' twice\. Pass `EMA\(name='slow'\)`"
+    with pytest.raises(ValueError, match=expected_message):
         fit(make_trainer(), redeqx.EMA(0.9), redeqx.EMA(0.5))
 
 
-def test_a_fit_goes_on_in_the_same_process_with_the_state_of_the_moment_it_was_interrupted():
-    trainer, counts = make_trainer(), Counts()
+def test_interrupted_fit_continues_in_the_same_process_with_its_callback_state():
+    trainer, counts = make_trainer(), CountSteps()
     with pytest.raises(Killed):
         fit(trainer, counts, KillAt(4))
     fit(trainer, counts)
     assert counts.n == 6
 
 
-def test_two_averages_and_skipped_steps():
+def test_averages_ignore_skipped_steps():
     trainer = make_trainer(on_nonfinite="skip")
-    slow, fast, models = redeqx.EMA(0.9, name="slow"), redeqx.EMA(0.5, name="fast"), Models()
-    examples = np.concatenate([DATA[:16], np.full((1, 6), np.nan, np.float32)])  # one of three steps is not finite
+    slow, fast, models = redeqx.EMA(0.9, name="slow"), redeqx.EMA(0.5, name="fast"), RecordModels()
+    examples = np.concatenate([DATA[:16], np.full((1, 6), np.nan, np.float32)])  # one of three steps is non-finite
     trainer.fit(examples, batch_size=8, callbacks=[slow, fast, models])
     assert trainer.n_skipped == 1
     pairs = zip(models.seen, models.seen[1:], strict=False)
     kept = [models.seen[0], *(after for before, after in pairs if not np.array_equal(before[0], after[0]))]
     assert len(kept) == 3
     for ema in (slow, fast):
-        for found, leaf in zip(arrays(ema.model), averaged(ema.decay, kept), strict=True):
-            np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=1e-7)
+        for actual, leaf in zip(arrays(ema.model), exponential_average(ema.decay, kept), strict=True):
+            np.testing.assert_allclose(actual, leaf, rtol=2e-5, atol=1e-7)
 
 
 # --- profiles -----------------------------------------------------------------------------------------------------------
 
 
-def test_profile_writes_a_trace_of_its_steps_and_a_table(tmp_path):
+def test_profile_writes_a_trace_and_a_table(tmp_path):
     trainer = make_trainer(tmp_path)
     assert trainer.compiled_step is None
     fit(trainer, redeqx.Profile(range(3, 5)))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     (table,) = (tmp_path / "profile").rglob("profile.txt")
-    head, *rows, total = table.read_text().splitlines()
-    assert head.split() == ["time", "share", "times", "kind", "operation", "line"] and len(rows) == 10
+    header, *rows, total = table.read_text().splitlines()
+    assert header.split() == ["time", "share", "times", "kind", "operation", "line"] and len(rows) == 10
     assert total.startswith("of ") and total.endswith("; a device's mean over 8")
     assert any(re.search(r"\.py:\d+$", row) for row in rows)
-    with pytest.raises(Killed):  # the trace is ended all the same
+    with pytest.raises(Killed):  # the trace is stopped anyway
         fit(make_trainer(tmp_path / "killed"), redeqx.Profile(range(1, 5)), KillAt(2))
     jax.profiler.start_trace(str(tmp_path / "own"))
     jax.profiler.stop_trace()
 
 
-# --- mistakes -----------------------------------------------------------------------------------------------------------
+# --- invalid arguments --------------------------------------------------------------------------------------------------
 
 
 class NeverStops(redeqx.Callback):
     every = 0
 
 
-MISTAKES = {
+INVALID_ARGUMENTS = {
     "`callbacks[0]`: expected a `redeqx.Callback`, got the class Callback. Pass an": (
         lambda: fit(make_trainer(), redeqx.Callback),
         TypeError,
@@ -593,19 +593,19 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("expected", MISTAKES)
-def test_mistakes_are_explained(expected):
-    make, kind = MISTAKES[expected]
+@pytest.mark.parametrize("expected", INVALID_ARGUMENTS)
+def test_invalid_arguments_raise(expected):
+    make, kind = INVALID_ARGUMENTS[expected]
     with pytest.raises(kind) as caught:
         make()
     assert str(caught.value).startswith(expected)
 
 
-# --- what fails ---------------------------------------------------------------------------------------------------------
+# --- failing callbacks and models of callbacks --------------------------------------------------------------------------
 
 
 class Failing(redeqx.Callback):
-    """Raises in some of its methods; notes that it was closed."""
+    """Raises in the given methods and records whether it was closed."""
 
     def __init__(self, *methods):
         self.methods, self.is_closed = methods, False
@@ -620,7 +620,7 @@ class Failing(redeqx.Callback):
             raise RuntimeError("close")
 
 
-def test_a_close_that_fails_neither_hides_the_error_of_the_fit_nor_keeps_others_open():
+def test_failing_close_keeps_the_first_error_and_closes_the_other_callbacks():
     first, second = Failing("close"), Failing("on_step")
     with pytest.raises(Killed) as raised:
         fit(make_trainer(), first, second)
@@ -630,13 +630,13 @@ def test_a_close_that_fails_neither_hides_the_error_of_the_fit_nor_keeps_others_
         fit(make_trainer(), Failing("close"))
 
 
-def test_early_stopping_needs_an_evaluation():
+def test_early_stopping_without_evaluation_raises():
     with pytest.raises(ValueError, match="`eval_examples`: expected examples and something to evaluate, got none"):
         fit(make_trainer(), redeqx.EarlyStopping("loss", 2))
 
 
-class MadeAtStart(redeqx.Callback):
-    """A model of its own, made when the fit starts."""
+class ModelCreatedAtStart(redeqx.Callback):
+    """Creates its own model when the fit starts."""
 
     def on_fit_start(self, trainer):
         self.model = jax.tree.map(lambda x: x * 0 if eqx.is_array(x) else x, trainer.model)
@@ -645,12 +645,12 @@ class MadeAtStart(redeqx.Callback):
         return {"zeros": self.model}
 
 
-def test_a_callback_makes_its_model_when_the_fit_starts():
-    found = fit(make_trainer(), MadeAtStart(), n_epochs=1, eval_examples=DATA[:5])
-    assert found["zeros_loss"] == pytest.approx(float((DATA[:5, 5] ** 2).mean()), rel=1e-5)
+def test_callback_can_create_its_model_at_fit_start():
+    actual = fit(make_trainer(), ModelCreatedAtStart(), n_epochs=1, eval_examples=DATA[:5])
+    assert actual["zeros_loss"] == pytest.approx(float((DATA[:5, 5] ** 2).mean()), rel=1e-5)
 
 
-def test_the_average_of_a_fit_that_an_earlier_run_has_done_is_at_hand(tmp_path):
+def test_average_of_a_fit_completed_in_an_earlier_run_is_available(tmp_path):
     def run(max_steps):
         ema, trainer = redeqx.EMA(0.5), make_trainer(tmp_path)
         fit(trainer, ema, n_epochs=1)
@@ -663,7 +663,7 @@ def test_the_average_of_a_fit_that_an_earlier_run_has_done_is_at_hand(tmp_path):
     assert len(seen) == len(after) and seen != after
 
 
-def test_an_average_begins_anew_with_weights_that_are_loaded(tmp_path):
+def test_average_restarts_from_loaded_weights(tmp_path):
     trainer, ema = make_trainer(tmp_path, optimizer=optax.sgd(0.1)), redeqx.EMA(0.9)
     fit(trainer, n_epochs=1, max_steps=1)
     first = trainer.save_ckpt("first")
@@ -671,5 +671,5 @@ def test_an_average_begins_anew_with_weights_that_are_loaded(tmp_path):
     assert bits(ema.model) != bits(trainer.model)
     trainer.load_ckpt(first, load_opt_states=False)
     assert bits(ema.model) == bits(trainer.model)
-    fit(trainer, ema, max_steps=1)  # a step donates the weights and the average
+    fit(trainer, ema, max_steps=1)  # a step donates the buffers of the weights and the average
     assert bits(ema.model) != bits(trainer.model)

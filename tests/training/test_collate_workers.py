@@ -1,4 +1,4 @@
-"""Workers that collate: the same run as without, and none of them left behind."""
+"""Collate workers: the run is the same as without them, and no worker outlives the trainer."""
 
 import gc
 import multiprocessing
@@ -26,7 +26,7 @@ def make_trainer(**options):
     return redeqx.Trainer(deployer, model=model, optimizer=optax.adam(1e-2), collate_fn=np.stack, loss_fn=loss_fn, **options)
 
 
-def trained(**options):
+def train(**options):
     trainer = make_trainer(**options)
     metrics = trainer.fit(EXAMPLES, batch_size=8, n_epochs=2, eval_examples=EXAMPLES)
     return trainer, metrics, [np.asarray(x) for x in jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))]
@@ -34,9 +34,9 @@ def trained(**options):
 
 @pytest.mark.parametrize("where", ["threads", "processes"])
 @pytest.mark.sweep
-def test_a_fit_is_the_same_and_its_workers_end_with_the_trainer(where):
-    _, metrics, expected = trained()
-    trainer, found, leaves = trained(n_collate_workers=2, collate_in=where)
+def test_workers_do_not_change_the_fit_and_end_with_the_trainer(where):
+    _, metrics, expected = train()
+    trainer, found, leaves = train(n_collate_workers=2, collate_in=where)
     assert found == metrics
     assert all(np.array_equal(a, b) for a, b in zip(leaves, expected, strict=True))
     names = {process.name for process in multiprocessing.active_children()}
@@ -44,12 +44,12 @@ def test_a_fit_is_the_same_and_its_workers_end_with_the_trainer(where):
     del trainer
     gc.collect()
     for thread in threading.enumerate():
-        if thread.name == "redeqx-end":  # the collector lets a thread end them: it may have stopped one that holds a lock
+        if thread.name == "redeqx-end":  # a thread ends the workers, as the garbage collector may run while a lock is held
             thread.join(60)
     assert "redeqx-collate" not in {process.name for process in multiprocessing.active_children()}
 
 
-def test_what_is_wrong_is_said_before_any_work():
+def test_invalid_worker_arguments_raise():
     with pytest.raises(ValueError, match="`n_collate_workers`: expected at least 0, got -1"):
         make_trainer(n_collate_workers=-1)
     with pytest.raises(ValueError, match="`collate_in`: expected 'threads' or 'processes', got 'fork'"):

@@ -1,4 +1,4 @@
-"""The README's way with a published model, on a tiny one: read, adapt, train, generate, save, on a mesh with all axes."""
+"""The README's fine-tuning workflow on a tiny model: load, add LoRA, train, generate and save, on a mesh with all axes."""
 
 import json
 
@@ -16,11 +16,11 @@ from redeqx.models.llama import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(vocab_size=64, n_positions=32, d_model=32, d_mlp=64, n_layers=2, n_heads=4, n_kv_heads=2, init_std=0.2)
 EXAMPLES = list(np.random.default_rng(0).integers(0, 64, (32, 13)).astype(np.int32))
-EXAMPLES = [np.where(np.arange(13) % 2, row[0], row[1]) for row in EXAMPLES]  # two tokens in turn: easy to learn
+EXAMPLES = [np.where(np.arange(13) % 2, row[0], row[1]) for row in EXAMPLES]  # two alternating tokens: easy to learn
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def checkpoint_folder(tmp_path_factory):
     model = eqx.filter_jit(Llama)(CONFIG, key=jax.random.key(0))
     return save_pretrained(model, CONFIG, tmp_path_factory.mktemp("llama"), max_shard_size="20KB")
 
@@ -39,7 +39,7 @@ def pred_fn(model, batch, key):
     return generate(model, batch["ids"], mask=batch["mask"], max_new_tokens=4, n_beams=2, eos_token_id=())
 
 
-class Log:
+class RecordLosses:
     def __init__(self):
         self.losses = []
 
@@ -49,10 +49,10 @@ class Log:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_read_adapt_train_generate_save(dtype, folder, tmp_path):
-    log = Log()
+def test_fine_tuning_from_pretrained_to_saved_model(dtype, checkpoint_folder, tmp_path):
+    log = RecordLosses()
     deployer = redeqx.Deployer(0, n_model_shards=2, n_fsdp_shards=2, verbose=False, loggers=[log])
-    base, config = from_pretrained(folder, deployer=deployer, dtype=dtype, remat=True)
+    base, config = from_pretrained(checkpoint_folder, deployer=deployer, dtype=dtype, remat=True)
     frozen = {name: np.asarray(leaf) for name, leaf in named_leaves(eqx.filter(base, eqx.is_array)).items()}
     model = lora.add(base, rank=4, where=("*.attention.query", "*.attention.value", "*.mlp.*"), key=deployer.next_key())
     trainer = redeqx.Trainer(
@@ -76,24 +76,24 @@ def test_read_adapt_train_generate_save(dtype, folder, tmp_path):
     lora.save_adapter(trainer.model, tmp_path / "adapter")
     merged = lora.merge(trainer.model)
     save_pretrained(merged, config, tmp_path / "tuned")
-    again, _ = from_pretrained(tmp_path / "tuned")
+    reloaded, _ = from_pretrained(tmp_path / "tuned")
     for found, wanted in zip(
-        jax.tree.leaves(eqx.filter(again, eqx.is_array)), jax.tree.leaves(eqx.filter(merged, eqx.is_array)), strict=True
+        jax.tree.leaves(eqx.filter(reloaded, eqx.is_array)), jax.tree.leaves(eqx.filter(merged, eqx.is_array)), strict=True
     ):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
-    adapted = lora.load_adapter(from_pretrained(folder, dtype=dtype)[0], tmp_path / "adapter")
+    with_adapter = lora.load_adapter(from_pretrained(checkpoint_folder, dtype=dtype)[0], tmp_path / "adapter")
     ids = jnp.stack([row[:-1] for row in EXAMPLES[:4]])
-    logits = [eqx.filter_jit(lambda m: jax.vmap(m)(ids).astype(jnp.float32))(m) for m in (adapted, again)]
+    logits = [eqx.filter_jit(lambda m: jax.vmap(m)(ids).astype(jnp.float32))(m) for m in (with_adapter, reloaded)]
     np.testing.assert_allclose(*logits, rtol=0, atol=1e-4 if dtype is None else 0.3)
     assert json.loads((tmp_path / "tuned" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 @pytest.mark.sweep
-def test_the_loss_is_the_same_on_every_mesh(folder):
+def test_loss_is_the_same_on_every_mesh(checkpoint_folder):
     losses = []
     for n_model, n_fsdp in ((1, 1), (2, 2), (4, 2)):
         deployer = redeqx.Deployer(0, n_model, n_fsdp, verbose=False)
-        model, _ = from_pretrained(folder, deployer=deployer)
+        model, _ = from_pretrained(checkpoint_folder, deployer=deployer)
         trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=collate_fn, loss_fn=loss_fn)
         losses.append(trainer.eval_loss(EXAMPLES, 1))
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5)

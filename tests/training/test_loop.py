@@ -1,5 +1,4 @@
-"""What a fit decides and leaves behind: the best checkpoint by a metric, the order of examples in each epoch of each fit,
-signals that are handled as before."""
+"""`Trainer.fit`: the best checkpoint by a metric, the order of examples in each epoch, and restored signal handlers."""
 
 import contextlib
 import itertools
@@ -19,7 +18,7 @@ import pytest
 import redeqx
 
 NAN = math.nan
-N = 20  # examples, which are powers of two: the sum of a step's examples says which they are
+N = 20  # number of examples; they are powers of two, so that the sum of a step identifies them
 
 
 class Killed(Exception):
@@ -34,12 +33,12 @@ class Model(eqx.Module):
 
 
 def loss_fn(model, batch, key):
-    # The weight counts the steps: its gradient is -1.
+    # The gradient is -1, so that the weight counts the steps.
     return redeqx.Loss(-model.weight, 1, {"examples": jnp.sum(batch)})
 
 
-class Log:
-    """A tracker that keeps the examples of each step, and can end the run at a step."""
+class RecordExamples:
+    """A tracker that records the examples of each step, and can kill the run at a step."""
 
     def __init__(self, kill_at=None):
         self.steps, self.kill_at = [], kill_at
@@ -53,7 +52,7 @@ class Log:
 
 
 def make_trainer(workdir=None, *, kill_at=None, loggers=(), verbose=False):
-    log = Log(kill_at)
+    log = RecordExamples(kill_at)
     deployer = redeqx.Deployer(n_model_shards=8, workdir=workdir, verbose=verbose, loggers=[log, *loggers])
     trainer = redeqx.Trainer(
         deployer,
@@ -69,12 +68,12 @@ def make_trainer(workdir=None, *, kill_at=None, loggers=(), verbose=False):
 
 
 def run(workdir, scores, *, kill_at=None):
-    """A fit of an epoch a score, one step each, whose evaluation after step `i` returns `scores[i - 1]`."""
+    """Fit one epoch of one step per score; the evaluation after step `i` returns `scores[i - 1]`."""
     trainer, _ = make_trainer(workdir, kill_at=kill_at)
     predictor = trainer.get_default_predictor(lambda model, batch, key: batch + model.weight)
 
     def score(examples, outputs):
-        assert float(outputs[0]) == examples[0] + trainer.step  # of the model at this step
+        assert float(outputs[0]) == examples[0] + trainer.step  # evaluates the model of this step
         return {"score": scores[trainer.step - 1]}
 
     with contextlib.suppress(Killed):
@@ -94,8 +93,8 @@ def run(workdir, scores, *, kill_at=None):
         )
 
 
-def best_of(workdir):
-    """For each tag the step of its checkpoint by name, and by the weight in it, and the metric that it says it has."""
+def best_checkpoints(workdir):
+    """Return for each tag its checkpoint's step by file name, its step by the saved weight, and its saved metric."""
     index = json.loads((workdir / "ckpts" / "index.json").read_text())
     trainer, _ = make_trainer(workdir)
     found = {}
@@ -108,35 +107,35 @@ def best_of(workdir):
 
 
 @pytest.mark.parametrize(
-    ("scores", "most", "least"),
+    ("scores", "argmax_step", "argmin_step"),
     [
         ([0.5, 0.9, 0.2, 0.7], 2, 3),
         ([-3.0, -1.0, -2.0], 2, 1),
-        ([NAN, 0.4, NAN, 0.6, NAN], 4, 2),  # what is no number is never the best, wherever it comes
-        ([0.3, 0.3, 0.3], 1, 1),  # of equals the first
+        ([NAN, 0.4, NAN, 0.6, NAN], 4, 2),  # NaN is never the best, wherever it occurs
+        ([0.3, 0.3, 0.3], 1, 1),  # ties: the first one
         ([0.3, math.inf, -math.inf], 2, 3),
     ],
 )
-def test_the_best_checkpoint_is_that_of_the_best_evaluation(tmp_path, scores, most, least):
+def test_best_checkpoint_is_from_the_best_evaluation(tmp_path, scores, argmax_step, argmin_step):
     run(tmp_path, scores)
-    assert best_of(tmp_path) == {
-        "argmax_score": (most, most, scores[most - 1]),
-        "argmin_score": (least, least, scores[least - 1]),
+    assert best_checkpoints(tmp_path) == {
+        "argmax_score": (argmax_step, argmax_step, scores[argmax_step - 1]),
+        "argmin_score": (argmin_step, argmin_step, scores[argmin_step - 1]),
     }
 
 
-def test_without_a_number_there_is_no_best(tmp_path):
+def test_no_best_checkpoint_if_all_scores_are_nan(tmp_path):
     run(tmp_path, [NAN, NAN])
-    assert best_of(tmp_path) == {}
+    assert best_checkpoints(tmp_path) == {}
 
 
 @pytest.mark.parametrize("kill_at", [3, 4])
-def test_the_best_so_far_outlives_a_resume(tmp_path, kill_at):
-    """After it come an evaluation that is better than some before, and one that is better than all."""
+def test_best_checkpoint_survives_a_resume(tmp_path, kill_at):
+    """After the resume, one evaluation beats only some of the earlier ones, and one beats all."""
     scores = [0.5, 0.9, 0.2, 0.8, 0.3]
     run(tmp_path, scores, kill_at=kill_at)
     run(tmp_path, scores)
-    assert best_of(tmp_path) == {"argmax_score": (2, 2, 0.9), "argmin_score": (3, 3, 0.2)}
+    assert best_checkpoints(tmp_path) == {"argmax_score": (2, 2, 0.9), "argmin_score": (3, 3, 0.2)}
 
 
 # --- the order of examples --------------------------------------------------------------------------------------------
@@ -146,31 +145,31 @@ def examples(n=N):
     return [2.0**i for i in range(n)]
 
 
-def orders(log, n_steps):
-    """The examples of each epoch, as the sets of its steps."""
+def epochs_of(log, n_steps):
+    """Return the examples of each epoch, grouped by step."""
     epochs = [log.steps[i : i + n_steps] for i in range(0, len(log.steps), n_steps)]
     return [tuple(map(tuple, epoch)) for epoch in epochs]
 
 
-def test_every_epoch_of_every_fit_has_an_order_of_its_own():
+def test_every_epoch_of_every_fit_has_its_own_order():
     trainer, log = make_trainer()
     for _ in range(2):
         trainer.fit(examples(), 4, 2)
-    found = orders(log, 5)
+    found = epochs_of(log, 5)
     assert len(found) == 4
     for epoch in found:
         assert sorted(i for step in epoch for i in step) == list(range(N))
         assert [len(step) for step in epoch] == [4] * 5
     assert len(set(found)) == 4
-    # And the script has the same ones when it is run again.
+    # Running the script again gives the same orders.
     again, log = make_trainer()
     for _ in range(2):
         again.fit(examples(), 4, 2)
-    assert orders(log, 5) == found
+    assert epochs_of(log, 5) == found
 
 
-def test_a_second_fit_may_have_other_examples(tmp_path):
-    """As many as it likes: in one run, and in one that is resumed in the second fit."""
+def test_second_fit_can_use_other_examples(tmp_path):
+    """The number of examples can differ, also in a run that is resumed during the second fit."""
 
     def script(workdir, kill_at=None):
         trainer, log = make_trainer(workdir, kill_at=kill_at)
@@ -178,7 +177,7 @@ def test_a_second_fit_may_have_other_examples(tmp_path):
         trainer.fit(examples(12), 4, 2, save_every_n_steps=1)
         return log.steps, trainer
 
-    steps, whole = script(tmp_path / "whole")
+    steps, uninterrupted = script(tmp_path / "whole")
     assert [sorted(itertools.chain(*part)) for part in (steps[:4], steps[4:7], steps[7:])] == [
         [*range(n)] for n in (16, 12, 12)
     ]
@@ -186,11 +185,11 @@ def test_a_second_fit_may_have_other_examples(tmp_path):
         script(tmp_path / "killed", kill_at=8)
     rest, trainer = script(tmp_path / "killed")
     assert rest == steps[-len(rest) :]
-    assert trainer.step == whole.step == 10
+    assert trainer.step == uninterrupted.step == 10
     assert float(trainer.model.weight) == 10.0
 
 
-def test_a_resumed_run_says_how_many_steps_there_are_in_all(tmp_path, capsys):
+def test_resumed_run_shows_the_total_number_of_steps(tmp_path, capsys):
     def script(**options):
         trainer, _ = make_trainer(tmp_path, **options)
         trainer.fit(examples(16), 4, 2, save_every_n_steps=1)
@@ -199,10 +198,10 @@ def test_a_resumed_run_says_how_many_steps_there_are_in_all(tmp_path, capsys):
         script(kill_at=3)
     capsys.readouterr()
     script(verbose=True)
-    said = re.findall(r"step (\d+)/(\d+)", capsys.readouterr().out)
-    assert said
-    assert {total for _, total in said} == {"8"}
-    assert said[-1] == ("8", "8")
+    progress = re.findall(r"step (\d+)/(\d+)", capsys.readouterr().out)
+    assert progress
+    assert {total for _, total in progress} == {"8"}
+    assert progress[-1] == ("8", "8")
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -210,34 +209,34 @@ def test_a_resumed_run_says_how_many_steps_there_are_in_all(tmp_path, capsys):
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-@pytest.mark.parametrize("ends", ["in the end", "by an exception", "told to stop"])
-def test_after_a_fit_signals_are_handled_as_before(ends, tmp_path):
-    """A fit that saves notes them while it runs."""
-    heard, seen = [], []
+@pytest.mark.parametrize("how_fit_ends", ["normally", "by an exception", "by preemption"])
+def test_signal_handlers_are_restored_after_a_fit(how_fit_ends, tmp_path):
+    """A fit that saves checkpoints installs its own handlers while it runs."""
+    received, replaced = [], []
 
-    class Hurry:
+    class CheckHandlers:
         def log(self, metrics, step):
-            seen.extend(number for number in SIGNALS if signal.getsignal(number) is not mine)
-            if ends == "by an exception":
+            replaced.extend(number for number in SIGNALS if signal.getsignal(number) is not own_handler)
+            if how_fit_ends == "by an exception":
                 raise Killed
-            if ends == "told to stop" and step == 1:
+            if how_fit_ends == "by preemption" and step == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def mine(number, frame):
-        heard.append(number)
+    def own_handler(number, frame):
+        received.append(number)
 
-    before = {number: signal.signal(number, mine) for number in SIGNALS}
+    previous_handlers = {number: signal.signal(number, own_handler) for number in SIGNALS}
     try:
-        trainer, _ = make_trainer(tmp_path, loggers=[Hurry()])
-        expected = {"by an exception": pytest.raises(Killed), "told to stop": pytest.raises(SystemExit)}
-        with expected.get(ends, contextlib.nullcontext()):
+        trainer, _ = make_trainer(tmp_path, loggers=[CheckHandlers()])
+        expected = {"by an exception": pytest.raises(Killed), "by preemption": pytest.raises(SystemExit)}
+        with expected.get(how_fit_ends, contextlib.nullcontext()):
             trainer.fit(examples(4), 1, 2, save_last_ckpt=True)
-        assert signal.SIGTERM in seen
-        assert [signal.getsignal(number) for number in SIGNALS] == [mine] * 3
-        heard.clear()
+        assert signal.SIGTERM in replaced
+        assert [signal.getsignal(number) for number in SIGNALS] == [own_handler] * 3
+        received.clear()
         for number in SIGNALS:
             os.kill(os.getpid(), number)
-        assert heard == [*SIGNALS]
+        assert received == [*SIGNALS]
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""`memory="auto"`: the least recomputation with which the compiled step fits, chosen before the step runs."""
+"""`memory="auto"`: chooses the least recomputation with which the compiled step fits, before the step runs."""
 
 import dataclasses
 import logging
@@ -37,8 +37,8 @@ def make_trainer(shards=(1, 1), **options):
     return redeqx.Trainer(deployer, model=STACK, optimizer=optax.sgd(0.1), collate_fn=np.stack, **options)
 
 
-def needs_of(remat, shards=(1, 1), n_parts=1, **options):
-    """Bytes of a step whose loops recompute that much, of micro-batches in that many parts."""
+def bytes_needed(remat, shards=(1, 1), n_parts=1, **options):
+    """Return the bytes that a step needs at a remat level, with its micro-batches split into `n_parts`."""
     trainer = make_trainer(shards, remat=remat, memory=None, **options)
     trainer._engine.recipe = dataclasses.replace(trainer._engine.recipe, n_parts=n_parts)
     found = trainer.compile(EXAMPLES, batch_size=256).memory_analysis()
@@ -46,8 +46,8 @@ def needs_of(remat, shards=(1, 1), n_parts=1, **options):
 
 
 @pytest.fixture
-def limit(monkeypatch):
-    """Sets the memory of a device, which a CPU has not."""
+def set_device_memory(monkeypatch):
+    """Returns a function that sets the device memory, as a CPU reports none."""
 
     def set_to(n_bytes):
         monkeypatch.setattr(_engine, "memory_of", lambda mesh: Memory(n_bytes))
@@ -55,52 +55,54 @@ def limit(monkeypatch):
     return set_to
 
 
-def trained(trainer):
+def train(trainer):
     trainer.train(EXAMPLES, batch_size=256)
     return jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))
 
 
 @pytest.fixture
-def whole(monkeypatch):
-    """Leaves micro-batches uncut."""
+def no_micro_batch_split(monkeypatch):
+    """Disables splitting of micro-batches."""
     monkeypatch.setattr(_engine, "choices", lambda first, platform, n_rows: choices(first, platform, 1))
 
 
-def test_the_least_recomputation_that_fits_is_taken(limit, whole, capsys):
-    sizes = {remat: needs_of(remat, (2, 2)) for remat in ("none", "matmuls", "full")}
+def test_chooses_the_least_recomputation_that_fits(set_device_memory, no_micro_batch_split, capsys):
+    sizes = {remat: bytes_needed(remat, (2, 2)) for remat in ("none", "matmuls", "full")}
     assert sizes["full"] < sizes["matmuls"] < sizes["none"]
-    expected = trained(make_trainer((2, 2), memory=None))
+    expected = train(make_trainer((2, 2), memory=None))
     capsys.readouterr()
     for remat, size in sizes.items():
-        limit(size)
+        set_device_memory(size)
         trainer = make_trainer((2, 2))
-        leaves = trained(trainer)
+        leaves = train(trainer)
         assert trainer._engine.recipe.remat == remat
         for a, b in zip(leaves, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
-        said = " ".join(capsys.readouterr().out.split())
-        assert said.count("memory: loops ") == 1 and f'(remat="{remat}"): ' in said
-        assert ('remat="none" needs' in said) == (remat != "none") and ('remat="matmuls" needs' in said) == (remat == "full")
+        printed = " ".join(capsys.readouterr().out.split())
+        assert printed.count("memory: loops ") == 1 and f'(remat="{remat}"): ' in printed
+        assert ('remat="none" needs' in printed) == (remat != "none") and ('remat="matmuls" needs' in printed) == (
+            remat == "full"
+        )
 
 
-def test_where_nothing_fits_it_says_so_and_goes_on(limit, whole, capsys):
-    limit(1000)
+def test_warns_and_continues_if_nothing_fits(set_device_memory, no_micro_batch_split, capsys):
+    set_device_memory(1000)
     trainer = make_trainer()
-    trained(trainer)
-    said = " ".join(capsys.readouterr().out.split())
+    train(trainer)
+    printed = " ".join(capsys.readouterr().out.split())
     assert trainer.step == 1 and trainer._engine.recipe.remat == "full"
-    assert "Nothing fits: expect the step to fail. Take more micro-batches (`accumulate_grad_batches`) or more" in said
+    assert "Nothing fits: expect the step to fail. Take more micro-batches (`accumulate_grad_batches`) or more" in printed
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.sweep), 2])
 @pytest.mark.sweep
-def test_micro_batches_are_cut_where_that_changes_no_number(limit, accumulate, capsys):
-    """Also those of the smaller last step, which are fewer than in a full one, and rows that do not divide."""
+def test_splits_micro_batches_without_changing_results(set_device_memory, accumulate, capsys):
+    """Includes a smaller last step with fewer micro-batches, and rows that do not divide evenly."""
     examples = [*EXAMPLES, *EXAMPLES[:70]]
     options = {"accumulate_grad_batches": accumulate}
     expected = make_trainer((2, 2), memory=None, **options)
     expected.train(examples, batch_size=256)
-    limit(needs_of("none", (2, 2), n_parts=2, **options))
+    set_device_memory(bytes_needed("none", (2, 2), n_parts=2, **options))
     trainer = make_trainer((2, 2), **options)
     trainer.train(examples, batch_size=256)
     recipe = trainer._engine.recipe
@@ -111,103 +113,103 @@ def test_micro_batches_are_cut_where_that_changes_no_number(limit, accumulate, c
 
 
 @pytest.mark.sweep
-def test_a_loss_that_draws_is_not_cut(limit):
-    limit(1000)
+def test_does_not_split_micro_batches_of_a_random_loss(set_device_memory):
+    set_device_memory(1000)
 
-    def drawing(model, batch, key):
+    def random_loss(model, batch, key):
         return loss_fn(model, batch + jax.random.normal(key, batch.shape), key)
 
-    trainer = make_trainer(loss_fn=drawing)
-    trained(trainer)
+    trainer = make_trainer(loss_fn=random_loss)
+    train(trainer)
     assert (trainer._engine.recipe.remat, trainer._engine.recipe.n_parts) == ("full", 1)
 
 
-def test_a_level_that_is_asked_for_is_where_it_begins(limit):
-    limit(2**40)
+def test_starts_at_the_requested_remat_level(set_device_memory):
+    set_device_memory(2**40)
     trainer = make_trainer(remat="full")
-    trained(trainer)
+    train(trainer)
     assert trainer._engine.recipe.remat == "full"
 
 
-def test_the_step_that_was_asked_is_the_one_that_runs(limit, whole, caplog):
-    """Each level is compiled once."""
-    limit(needs_of("matmuls"))
+def test_compiles_each_remat_level_once(set_device_memory, no_micro_batch_split, caplog):
+    """The step compiled to measure its memory is the one that runs."""
+    set_device_memory(bytes_needed("matmuls"))
     jax.clear_caches()
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        trained(make_trainer())
+        train(make_trainer())
     compiled = [each for each in caplog.messages if "Finished XLA compilation of jit(step_fn)" in each]
     assert len(compiled) == 2
 
 
-def test_a_larger_batch_is_looked_at_again(limit, whole):
-    limit(needs_of("none"))
+def test_chooses_again_for_a_larger_batch(set_device_memory, no_micro_batch_split):
+    set_device_memory(bytes_needed("none"))
     trainer = make_trainer()
-    trained(trainer)
+    train(trainer)
     assert trainer._engine.recipe.remat == "none"
     trainer.train(EXAMPLES * 2, batch_size=512)
     assert trainer._engine.recipe.remat in ("matmuls", "full")
 
 
-def test_evaluations_keep_their_program(limit, whole):
-    limit(needs_of("full"))
+def test_evaluation_program_is_kept(set_device_memory, no_micro_batch_split):
+    set_device_memory(bytes_needed("full"))
     trainer = make_trainer()
     before = trainer.eval_loss(EXAMPLES, batch_size=256)
     step = trainer._engine.state.program.eval_step
-    trained(trainer)
+    train(trainer)
     assert trainer._engine.recipe.remat == "full" and trainer._engine.state.program.eval_step is step
     assert trainer.eval_loss(EXAMPLES, batch_size=256) != before
 
 
 @pytest.mark.sweep
-def test_nothing_of_it_is_saved(limit, whole, tmp_path):
-    """A run that begins on a small device goes on on a large one."""
-    limit(needs_of("matmuls"))
+def test_choice_is_not_saved_in_checkpoints(set_device_memory, no_micro_batch_split, tmp_path):
+    """A run that starts on a small device can resume on a large one."""
+    set_device_memory(bytes_needed("matmuls"))
     first = make_trainer(workdir=tmp_path)
     first.fit(EXAMPLES, batch_size=64, max_steps=2)
     assert "remat" not in (tmp_path / "ckpts" / "step_00000002" / "trainer.json").read_text()
-    limit(2**40)
+    set_device_memory(2**40)
     second = make_trainer(workdir=tmp_path)
     second.fit(EXAMPLES, batch_size=64, max_steps=4)
     assert second.step == 4 and second._engine.recipe.remat == "none"
 
 
-# --- of devices ---------------------------------------------------------------------------------------------------------
+# --- device memory and choices ------------------------------------------------------------------------------------------
 
 
-def mesh_of(platform, kind, stats):
+def fake_mesh(platform, kind, stats):
     device = SimpleNamespace(platform=platform, device_kind=kind, memory_stats=lambda: stats)
     return SimpleNamespace(local_devices=[device])
 
 
-def test_the_memory_of_a_device_is_what_it_says_or_what_its_kind_has():
-    assert memory_of(mesh_of("gpu", "new", {"bytes_limit": 100, "bytes_in_use": 40})) == Memory(100, 40)
-    assert memory_of(mesh_of("tpu", "TPU v4", None)) == Memory(redeqx.machine.TPUS["v4"].memory)
-    assert memory_of(mesh_of("tpu", "new", None)) is None
-    assert memory_of(redeqx.Deployer(verbose=False).mesh) is None  # a CPU's is its host's
+def test_device_memory_comes_from_its_stats_or_its_kind():
+    assert memory_of(fake_mesh("gpu", "new", {"bytes_limit": 100, "bytes_in_use": 40})) == Memory(100, 40)
+    assert memory_of(fake_mesh("tpu", "TPU v4", None)) == Memory(redeqx.machine.TPUS["v4"].memory)
+    assert memory_of(fake_mesh("tpu", "new", None)) is None
+    assert memory_of(redeqx.Deployer(verbose=False).mesh) is None  # a CPU has no memory of its own
 
 
-def test_the_order_of_choices():
+def test_choices_are_ordered():
     found = [(choice.remat, choice.n_parts, choice.offload_opt_state) for choice in choices(Choice("matmuls"), "tpu", 4)]
-    levels = [
+    expected_levels = [
         ("matmuls", 1), ("matmuls", 2), ("full", 1), ("matmuls", 4), ("full", 2), ("offload", 1), ("full", 4),
         ("offload", 2), ("offload", 4),
     ]  # fmt: skip
-    assert found == [(*level, in_host) for in_host in (False, True) for level in levels]
+    assert found == [(*level, offload_opt_state) for offload_opt_state in (False, True) for level in expected_levels]
     assert [choice.remat for choice in choices(Choice("none"), "cpu", 1)] == ["none", "matmuls", "full"]
-    every = {(choice.remat, choice.n_parts) for choice in choices(Choice("none"), "cpu", 8)}
-    assert every == {(remat, n_parts) for remat in ("none", "matmuls", "full") for n_parts in (1, 2, 4, 8)}
+    all_choices = {(choice.remat, choice.n_parts) for choice in choices(Choice("none"), "cpu", 8)}
+    assert all_choices == {(remat, n_parts) for remat in ("none", "matmuls", "full") for n_parts in (1, 2, 4, 8)}
     assert choices(Choice("offload", 2), "cpu", 3) == [Choice("offload", 2)]
-    written_out = choices(Choice("matmuls", 1, unroll=True), "gpu", 1)
-    assert [(choice.remat, choice.unroll) for choice in written_out if not choice.offload_opt_state] == [
+    unrolled = choices(Choice("matmuls", 1, unroll=True), "gpu", 1)
+    assert [(choice.remat, choice.unroll) for choice in unrolled if not choice.offload_opt_state] == [
         ("matmuls", True), ("matmuls", False), ("full", False), ("offload", False)
     ]  # fmt: skip
-    assert written_out[1].code() == 'remat="matmuls", unroll=False'
+    assert unrolled[1].code() == 'remat="matmuls", unroll=False'
     tried = {Choice("full"): Need(400, 1200), Choice("matmuls"): Need(0, float("inf"))}
     assert cannot_fit(Choice("full", 1), tried, Memory(1000)) and not cannot_fit(Choice("full", 2), tried, Memory(1000))
     assert not cannot_fit(Choice("matmuls", 2), tried, Memory(1000))
 
 
-def test_what_a_step_needs_is_beside_what_is_in_use():
+def test_memory_need_adds_to_memory_in_use():
     found = SimpleNamespace(
         argument_size_in_bytes=50, temp_size_in_bytes=30, output_size_in_bytes=45, alias_size_in_bytes=40,
         generated_code_size_in_bytes=2,
@@ -218,13 +220,13 @@ def test_what_a_step_needs_is_beside_what_is_in_use():
     assert _memory.memory_need(compiled, Memory(1000, in_use=70), moved=20) == Need(50, 30 + 5 + 2)
 
 
-class Gathering:
-    """Two processes of a run, as threads, which give up on each other after some seconds."""
+class FakePeers:
+    """Two processes of a run, simulated by threads; a missing peer raises after 10 seconds."""
 
     def __init__(self):
         self.values, self.barrier = [None, None], threading.Barrier(2, timeout=10)
 
-    def of(self, index):
+    def process(self, index):
         def gather(topic, value):
             self.values[index] = (topic, value)
             self.barrier.wait()
@@ -236,7 +238,7 @@ class Gathering:
         return SimpleNamespace(gather=gather)
 
 
-def compiled_step(n_bytes):
+def fake_compiled_step(n_bytes):
     found = SimpleNamespace(
         argument_size_in_bytes=0, temp_size_in_bytes=n_bytes, output_size_in_bytes=0, alias_size_in_bytes=0,
         generated_code_size_in_bytes=0,
@@ -244,18 +246,18 @@ def compiled_step(n_bytes):
     return SimpleNamespace(memory_analysis=lambda: found)
 
 
-def test_all_processes_try_the_same_choices():
-    """Also if the device of one has less room, or its compiler takes more for the same step."""
+def test_all_processes_try_the_same_choices_in_order():
+    """Even if one device has less memory, or one compiler needs more for the same step."""
     order = [Choice("none"), Choice("none", 2), Choice("matmuls"), Choice("full")]
     steps = [{"none": 900, "matmuls": 500, "full": 100}, {"none": 1300, "matmuls": 700, "full": 100}]
     devices = [Memory(1000, 100), Memory(990, 350)]
-    pair = Gathering()
+    pair = FakePeers()
 
     def process(index):
-        peers = pair.of(index)
+        peers = pair.process(index)
         memory = least_memory(devices[index], peers)
         tried = first_that_fits(
-            order, memory, lambda choice: compiled_step(steps[index][choice.remat] // choice.n_parts), peers
+            order, memory, lambda choice: fake_compiled_step(steps[index][choice.remat] // choice.n_parts), peers
         )
         return memory, tried
 
@@ -266,46 +268,49 @@ def test_all_processes_try_the_same_choices():
         == other
         == (
             Memory(990, 350),
-            # A second part of 1300 bytes beside 350 cannot fit into 990, though one of 900 could.
+            # A step of 1300 bytes, even if split in two, does not fit into 990 with 350 in use, though one of 900 would.
             {Choice("none"): Need(350, 1300), Choice("matmuls"): Need(350, 700), Choice("full"): Need(350, 100)},
         )
     )
 
 
 @pytest.mark.parametrize(("known", "least"), [(Memory(10), Memory(10)), (Memory(30, 5), Memory(20)), (None, None)])
-def test_the_least_memory_of_all_processes(known, least):
-    pair = Gathering()
+def test_least_memory_over_all_processes(known, least):
+    pair = FakePeers()
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda index: least_memory((known, Memory(20))[index], pair.of(index)), range(2)))
+        found = list(pool.map(lambda index: least_memory((known, Memory(20))[index], pair.process(index)), range(2)))
     assert found == [least, least]
 
 
-def test_what_the_compiler_refuses_in_one_process_fits_in_none():
-    pair = Gathering()
+def test_compiler_out_of_memory_in_one_process_applies_to_all():
+    pair = FakePeers()
 
     def process(index):
         def compiled(choice):
             if index == 0 and choice.remat == "none":
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: it exceeds available HBM")
-            return compiled_step(10)
+            return fake_compiled_step(10)
 
-        return first_that_fits([Choice("none"), Choice("full")], Memory(100), compiled, pair.of(index))
+        return first_that_fits([Choice("none"), Choice("full")], Memory(100), compiled, pair.process(index))
 
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(process, range(2))
     assert one == other and one == {Choice("none"): Need(0, math.inf), Choice("full"): Need(0, 10)}
 
 
-def test_a_refusal_of_the_compiler_is_no_error():
-    def refused(text):
+def test_compiler_out_of_memory_is_not_an_error():
+    def raise_runtime_error(text):
         raise jax.errors.JaxRuntimeError(text)
 
     memory = Memory(1000)
     text = (
         "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 34.13G of 30.75G hbm. Exceeded hbm capacity by 3G"
     )
-    assert _memory.memory_need(lambda: refused(text), memory) == Need(0, float("inf"))
+    assert _memory.memory_need(lambda: raise_runtime_error(text), memory) == Need(0, float("inf"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="UNIMPLEMENTED"):
-        _memory.memory_need(lambda: refused("UNIMPLEMENTED: no such operation"), memory)
+        _memory.memory_need(lambda: raise_runtime_error("UNIMPLEMENTED: no such operation"), memory)
     tried = {Choice("matmuls"): Need(0, float("inf")), Choice("full", 2): Need(1, 2)}
-    assert "in 2 parts): 0.00 GiB" in (said := _memory.describe_choice(tried, memory)) and "needs more than there is" in said
+    assert (
+        "in 2 parts): 0.00 GiB" in (printed := _memory.describe_choice(tried, memory))
+        and "needs more than there is" in printed
+    )

@@ -1,4 +1,4 @@
-"""A step that is not finite ends a run, or is skipped where asked to: then nothing that a step carries changes by a bit."""
+"""Non-finite steps: they end the run, or with `on_nonfinite="skip"` leave model and optimizer state bitwise unchanged."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import pytest
 import redeqx
 from redeqx.training._nonfinite import _describe_nonfinite
 
-BAD = 7
+NAN_EXAMPLE = 7
 
 
 def loss_fn(model, batch, key):
@@ -25,7 +25,7 @@ def loss_fn(model, batch, key):
 
 def collate_fn(numbers):
     rows = np.stack([np.random.default_rng(i).normal(size=4) for i in numbers]).astype(np.float32)
-    return np.where(np.asarray(numbers)[:, None] == BAD, np.nan, rows)
+    return np.where(np.asarray(numbers)[:, None] == NAN_EXAMPLE, np.nan, rows)
 
 
 def make_trainer(workdir=None, *, shards=(2, 2), **options):
@@ -41,35 +41,35 @@ def bits(trainer):
 
 
 @pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
-def test_a_skipped_step_changes_nothing(shards):
+def test_skipped_step_changes_nothing(shards):
     trainer = make_trainer(shards=shards)
     trainer.train([0, 1, 2, 3, 4, 5, 6, 8], 8 // trainer.deployer.n_batch_shards)
     before = bits(trainer)
-    trainer.train([BAD] * 8, 8 // trainer.deployer.n_batch_shards)
+    trainer.train([NAN_EXAMPLE] * 8, 8 // trainer.deployer.n_batch_shards)
     assert bits(trainer) == before
     assert (trainer.step, trainer.n_skipped) == (2, 1)
     trainer.train([0, 1, 2, 3, 4, 5, 6, 8], 8 // trainer.deployer.n_batch_shards)
     assert bits(trainer) != before
 
 
-def root_of_nothing(model, batch, key):
-    """A loss of zero, whose gradient is infinity times zero."""
+def loss_with_nan_gradient(model, batch, key):
+    """Return a loss of zero whose gradient is NaN, as infinity times zero."""
     return jnp.sqrt(jnp.square(jax.vmap(model)(0 * jnp.nan_to_num(batch))).mean())
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is():
+def test_nonfinite_gradient_of_a_finite_loss_is_skipped():
     model = eqx.nn.Linear(4, 2, use_bias=False, key=jax.random.key(1))
-    trainer = make_trainer(loss_fn=root_of_nothing, model=model)
+    trainer = make_trainer(loss_fn=loss_with_nan_gradient, model=model)
     before = bits(trainer)
     metrics = trainer.train(list(range(8)), 2)
     assert metrics["loss"] == 0 and np.isnan(metrics["grad_norm"])
     assert bits(trainer) == before
     assert (trainer.step, trainer.n_skipped) == (1, 1)
     with pytest.raises(ValueError, match=r"^`grad_norm` at step 1: expected the gradient's norm to be finite, got nan\."):
-        make_trainer(loss_fn=root_of_nothing, model=model, on_nonfinite="raise").train(list(range(8)), 2)
+        make_trainer(loss_fn=loss_with_nan_gradient, model=model, on_nonfinite="raise").train(list(range(8)), 2)
 
 
-FINITE = """
+COMPARE_ON_FINITE_STEPS = """
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -83,27 +83,29 @@ print(bits(one) == bits(other))
 
 
 @pytest.mark.sweep
-def test_finite_steps_are_the_same_with_it():
-    """Where the compiler has its own settings: in unoptimised machine code the check changes how a sum is rounded."""
+def test_skipping_does_not_change_finite_steps():
+    """Runs with XLA's default flags: in unoptimised machine code the check changes how a sum is rounded."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", FINITE], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "True\n", done.stderr
+    completed = subprocess.run(
+        [sys.executable, "-c", COMPARE_ON_FINITE_STEPS], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert completed.stdout == "True\n", completed.stderr
 
 
-def test_what_a_broken_pass_left_unread_is_not_read_after_a_load(tmp_path):
-    """Metrics are read some steps late: those of steps that a checkpoint undoes are no steps of the next pass."""
+def test_unread_metrics_of_a_failed_pass_are_dropped_by_load_ckpt(tmp_path):
+    """Metrics are read a few steps late; those of steps undone by a load must not appear in the next pass."""
     trainer = make_trainer(tmp_path, on_nonfinite="raise")
     trainer.train(list(range(8, 16)), 2)
     trainer.save_ckpt()
     expected = bits(trainer)
 
-    def broken():
-        yield from [BAD] * 16
+    def failing_examples():
+        yield from [NAN_EXAMPLE] * 16
         raise OSError("unplugged")
 
     with pytest.raises(OSError, match="unplugged"):
-        trainer.train(broken(), 2)
+        trainer.train(failing_examples(), 2)
     assert trainer.step > 1
     trainer.load_ckpt()
     assert bits(trainer) == expected
@@ -112,38 +114,38 @@ def test_what_a_broken_pass_left_unread_is_not_read_after_a_load(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
 
 
-def test_the_count_survives_a_resume(tmp_path):
+def test_n_skipped_survives_a_resume(tmp_path):
     class Killed(Exception):
         pass
 
-    def stop(epoch):
+    def examples_of_epoch(epoch):
         if epoch == 2:
             raise Killed
         return list(range(16))
 
-    whole = make_trainer(tmp_path / "whole")
-    whole.fit(list(range(16)), 2, 3, save_last_ckpt=True)
-    assert whole.n_skipped == 3
+    uninterrupted = make_trainer(tmp_path / "whole")
+    uninterrupted.fit(list(range(16)), 2, 3, save_last_ckpt=True)
+    assert uninterrupted.n_skipped == 3
     with pytest.raises(Killed):
-        make_trainer(tmp_path / "killed").fit(stop, 2, 3, save_last_ckpt=True)
-    again = make_trainer(tmp_path / "killed")
-    again.fit(list(range(16)), 2, 3, save_last_ckpt=True)
-    assert again.n_skipped == 3
-    assert bits(again) == bits(whole)
+        make_trainer(tmp_path / "killed").fit(examples_of_epoch, 2, 3, save_last_ckpt=True)
+    resumed = make_trainer(tmp_path / "killed")
+    resumed.fit(list(range(16)), 2, 3, save_last_ckpt=True)
+    assert resumed.n_skipped == 3
+    assert bits(resumed) == bits(uninterrupted)
 
 
-def test_too_many_in_a_row_raise():
+def test_too_many_consecutive_skips_raise():
     trainer = make_trainer(max_skipped=2)
     with pytest.raises(
         ValueError, match=r"^`loss` at step 3: expected the loss to be finite, got nan for 3 steps one after the"
     ):
-        trainer.train([BAD] * 32, 2)
+        trainer.train([NAN_EXAMPLE] * 32, 2)
     trainer = make_trainer(max_skipped=2)
-    trainer.train(([BAD] * 8 + list(range(8, 16))) * 3, 2)  # never more than one
+    trainer.train(([NAN_EXAMPLE] * 8 + list(range(8, 16))) * 3, 2)  # never two in a row
     assert trainer.n_skipped == 3
 
 
-def test_complex_values_that_are_not_finite_are_told_apart():
+def test_complex_nan_and_infinite_values_are_distinguished():
     batch = np.ones((3, 2), np.complex64)
     batch[1, 0] = complex(1, np.nan)
     assert _describe_nonfinite("x", batch, [4, 5, 6]) == "`x` has NaN in 1 of 3 rows, the first from example 5"
@@ -158,7 +160,7 @@ def test_complex_values_that_are_not_finite_are_told_apart():
         ({"max_skipped": -1}, "`max_skipped`: expected at least 0, got -1. Pass how many steps may be skipped."),
     ],
 )
-def test_what_cannot_be_is_refused(options, message):
+def test_invalid_arguments_raise(options, message):
     with pytest.raises(ValueError) as raised:
         make_trainer(**options)
     assert str(raised.value) == message

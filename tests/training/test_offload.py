@@ -1,4 +1,4 @@
-"""The optimizer's state in the memory of the host: the same bits, and no other checkpoints."""
+"""Optimizer state in host memory: training and checkpoints are bitwise the same."""
 
 import equinox as eqx
 import jax
@@ -30,35 +30,38 @@ def bits(trainer):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(eqx.filter((trainer.model, trainer.opt_state), eqx.is_array))]
 
 
-def kinds(trainer):
+def memory_kinds(trainer):
     return {x.ndim > 0: x.sharding.memory_kind for x in jax.tree.leaves(trainer.opt_state)}
 
 
 @pytest.mark.parametrize("options", [{}, {"on_nonfinite": "skip", "accumulate_grad_batches": 2}])
-def test_it_trains_to_the_same_bits(options, capsys):
-    one, other = (make_trainer(offload, **options) for offload in (False, True))
+def test_offloading_trains_to_the_same_bits(options, capsys):
+    on_device, offloaded = (make_trainer(offload, **options) for offload in (False, True))
     capsys.readouterr()
-    for trainer in (one, other):
+    for trainer in (on_device, offloaded):
         trainer.fit(EXAMPLES, batch_size=32, n_epochs=2)
-    assert bits(one) == bits(other)
-    assert kinds(other) == {True: "pinned_host", False: "device"} and kinds(one) == {True: "device", False: "device"}
+    assert bits(on_device) == bits(offloaded)
+    assert memory_kinds(offloaded) == {True: "pinned_host", False: "device"} and memory_kinds(on_device) == {
+        True: "device",
+        False: "device",
+    }
     assert " ".join(capsys.readouterr().out.split()).count(" optimizer state in the host's memory") == 1
 
 
-def test_a_run_continues_with_it_and_without(tmp_path):
-    """And an average of the weights, which is in that state, is evaluated and predicted with."""
-    straight = make_trainer(False)
-    straight.fit(EXAMPLES, batch_size=32, n_epochs=2, callbacks=[redeqx.EMA(0.9)], eval_examples=EXAMPLES)
+def test_run_resumes_with_and_without_offloading(tmp_path):
+    """An average of the weights, which is part of that state, can be evaluated."""
+    uninterrupted = make_trainer(False)
+    uninterrupted.fit(EXAMPLES, batch_size=32, n_epochs=2, callbacks=[redeqx.EMA(0.9)], eval_examples=EXAMPLES)
     make_trainer(True, workdir=tmp_path).fit(EXAMPLES, batch_size=32, max_steps=2, callbacks=[redeqx.EMA(0.9)])
     make_trainer(False, workdir=tmp_path).fit(EXAMPLES, batch_size=32, max_steps=4, callbacks=[redeqx.EMA(0.9)])
     ema, last = redeqx.EMA(0.9), make_trainer(True, workdir=tmp_path)
     metrics = last.fit(EXAMPLES, batch_size=32, n_epochs=2, callbacks=[ema], eval_examples=EXAMPLES)
-    assert last.step == 6 and bits(last) == bits(straight)
+    assert last.step == 6 and bits(last) == bits(uninterrupted)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(eqx.filter(ema.model, eqx.is_array))} == {"device"}
     assert metrics["ema_loss"] == last.eval_loss(EXAMPLES, batch_size=32, model=ema.model)
 
 
-def test_memory_auto_moves_it_to_the_host_where_nothing_else_helps(monkeypatch, capsys):
+def test_memory_auto_offloads_if_nothing_else_fits(monkeypatch, capsys):
     expected = make_trainer(False)
     expected.fit(EXAMPLES, batch_size=32, n_epochs=1)
     needed = expected.compiled_step.memory_analysis()
@@ -66,5 +69,5 @@ def test_memory_auto_moves_it_to_the_host_where_nothing_else_helps(monkeypatch, 
     monkeypatch.setattr(_engine, "choices", lambda first, platform, n: [first, Choice("none", offload_opt_state=True)])
     trainer = make_trainer(False, memory="auto")
     trainer.fit(EXAMPLES, batch_size=32, n_epochs=1)
-    assert bits(trainer) == bits(expected) and kinds(trainer)[True] == "pinned_host"
+    assert bits(trainer) == bits(expected) and memory_kinds(trainer)[True] == "pinned_host"
     assert '(remat="none", offload_opt_state=True): ' in " ".join(capsys.readouterr().out.split())

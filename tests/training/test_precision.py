@@ -1,4 +1,4 @@
-"""Precision: which dtypes a step computes, stores, sums and rounds in, for models that know nothing of it."""
+"""Precision: the dtypes in which a step computes, stores, sums and rounds, for models written without regard to it."""
 
 import re
 
@@ -25,7 +25,7 @@ HALF = {"compute": "bfloat16", "parameters": "bfloat16"}
 
 
 class Net(eqx.Module):
-    """Layers in a scan over raw arrays, between a first and a last product."""
+    """A first product, a scan over layers held as raw arrays, and a last product."""
 
     first: jax.Array
     blocks: jax.Array
@@ -78,10 +78,10 @@ def message(error, fn, *args, **kwargs):
     return str(raised.value)
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------------
+# --- arguments and messages -------------------------------------------------------------------------------------------
 
 
-def test_precisions_that_are_none_are_named():
+def test_invalid_precisions_raise():
     assert message(ValueError, make_trainer, precision="bf16") == (
         "`precision`: expected 'float32', 'bfloat16' or 'fp8' or a `redeqx.Precision`, got 'bf16'. "
         "Pass one of them, or another dtype as `compute_dtype`."
@@ -98,16 +98,16 @@ def test_precisions_that_are_none_are_named():
     make_trainer(precision="bfloat16", compute_dtype=jnp.bfloat16)
 
 
-def test_fp8_is_refused_on_a_chip_without_it():
+def test_fp8_on_a_chip_without_it_raises():
     with redeqx.described("v4:2x2x1"):
-        said = message(ValueError, make_trainer, precision="fp8")
-    assert said == (
+        reported = message(ValueError, make_trainer, precision="fp8")
+    assert reported == (
         "`precision`: expected a device that supports fp8 (NVIDIA GeForce RTX 4090, NVIDIA L4, NVIDIA L40S, "
         "NVIDIA H100 80GB HBM3, NVIDIA H200, NVIDIA B200), got TPU v4. Pass 'bfloat16' for this one."
     )
 
 
-def test_gpus_from_capability_8_9_on_have_fp8():
+def test_gpus_support_fp8_from_capability_8_9():
     class Device:
         platform, device_kind = "gpu", "a GPU that no table has"
 
@@ -118,48 +118,50 @@ def test_gpus_from_capability_8_9_on_have_fp8():
     assert all((gpu.chip.fp8 is not None) == (gpu.capability >= (8, 9)) for gpu in GPUS.values())
 
 
-def test_rates_of_a_chip_are_by_dtype():
+def test_chip_rates_by_dtype():
     h100, t4 = GPUS["h100-80gb"].chip, GPUS["t4"].chip
     assert [h100.rate(name) for name in ("float8_e5m2", "bfloat16", "float32")] == [1979e12, 989e12, 495e12]
     assert t4.rate("float8_e4m3fn") == t4.rate("float16") == 65e12
 
 
-def test_the_header_says_the_dtypes(capsys):
+def test_header_reports_the_dtypes(capsys):
     make_trainer(verbose=True, precision="fp8").train(make_examples(8), 1)
-    said = " ".join(capsys.readouterr().out.split())
+    reported = " ".join(capsys.readouterr().out.split())
     assert (
         "precision parameters float32, computed in bfloat16 and fp8, gradients summed over devices in float32; "
-        "3 of 5 products with weights in fp8, emulated on CPUs" in said
+        "3 of 5 products with weights in fp8, emulated on CPUs" in reported
     )
     make_trainer(verbose=True).train(make_examples(8), 1)
     assert "precision" not in capsys.readouterr().out
 
 
-def test_products_that_are_wider_than_asked_for_are_counted_and_all_of_them_warned_of(capsys):
-    """Products of float32 inputs and weights in bfloat16 are in float32: nothing would be gained, and nothing said."""
+def test_wider_products_are_counted_and_warned_about_if_all_are_wider(capsys):
+    """A product of float32 inputs and bfloat16 weights is in float32, so that bfloat16 would silently gain nothing."""
     first = eqx.nn.Linear(D, D, key=jax.random.key(0))
 
-    def partly(model, batch, key):
+    def one_wider_product(model, batch, key):
         out = jax.vmap(model[1])(jax.vmap(jax.vmap(model[0]))(batch["x"]))
         return jnp.mean((out.astype(jnp.float32) - batch["y"]) ** 2)
 
-    trainer = make_trainer(verbose=True, precision="bfloat16", model=(first, Net(jax.random.key(0))), loss_fn=partly)
+    trainer = make_trainer(
+        verbose=True, precision="bfloat16", model=(first, Net(jax.random.key(0))), loss_fn=one_wider_product
+    )
     trainer.train(make_examples(8), 1)
     assert "; 1 of 6 products with weights in a wider dtype, as their inputs are" in " ".join(
         capsys.readouterr().out.split()
     )
 
     linear = eqx.nn.MLP(D, D, D, 1, key=jax.random.key(0))
-    wide = lambda model, batch, key: jnp.mean((jax.vmap(jax.vmap(model))(batch["x"]) - batch["y"]) ** 2)  # noqa: E731
-    said = (
+    wider_loss = lambda model, batch, key: jnp.mean((jax.vmap(jax.vmap(model))(batch["x"]) - batch["y"]) ** 2)  # noqa: E731
+    reported = (
         "expected products with weights in bfloat16, got all 2 in a wider dtype, that of their inputs. Cast floating inputs"
     )
-    with pytest.warns(UserWarning, match=said):
-        make_trainer(precision="bfloat16", model=linear, loss_fn=wide).train(make_examples(8), 1)
-    make_trainer(precision="float32", model=linear, loss_fn=wide).train(make_examples(8), 1)
+    with pytest.warns(UserWarning, match=reported):
+        make_trainer(precision="bfloat16", model=linear, loss_fn=wider_loss).train(make_examples(8), 1)
+    make_trainer(precision="float32", model=linear, loss_fn=wider_loss).train(make_examples(8), 1)
 
 
-def test_words_for_each_precision():
+def test_describe_precision():
     dtypes = [jnp.float32]
     assert Precision.of(None, "bfloat16").describe(dtypes) == (
         "parameters float32, computed in bfloat16, gradients summed over devices in bfloat16"
@@ -169,7 +171,7 @@ def test_words_for_each_precision():
     )
 
 
-# --- float32 where it matters -----------------------------------------------------------------------------------------
+# --- sums in float32 --------------------------------------------------------------------------------------------------
 
 _MODELS = {
     "gpt2": lambda key: GPT2(GPT2Config(64, 16, 32, 2, 2).without_dropout(), key=key),
@@ -179,16 +181,16 @@ _MODELS = {
 }
 
 
-def every_equation(closed):
-    """Also those inside custom derivatives."""
+def all_equations(closed):
+    """Yield all equations, including those inside custom derivatives."""
     for eqn in closed.jaxpr.eqns:
         yield eqn
         for inner in all_inside(eqn):
-            yield from every_equation(inner)
+            yield from all_equations(inner)
 
 
 @pytest.mark.parametrize("name", _MODELS)
-def test_losses_softmaxes_and_norms_of_our_models_are_in_float32(name):
+def test_losses_softmaxes_and_norms_of_models_are_in_float32(name):
     def loss(model, ids, key):
         return cross_entropy(jax.vmap(model)(ids[:, :-1]), ids[:, 1:])
 
@@ -197,7 +199,7 @@ def test_losses_softmaxes_and_norms_of_our_models_are_in_float32(name):
     shapes = jax.eval_shape(_MODELS[name], jax.random.key(0))
     trace = recipe.trace(shapes, None, jax.ShapeDtypeStruct((2, 9), jnp.int32))
     dtypes = {}
-    for eqn in every_equation(trace.closed):
+    for eqn in all_equations(trace.closed):
         if eqn.primitive.name in ("reduce_sum", "reduce_max", "exp", "log", "rsqrt", "sqrt", "dot_general"):
             dtypes.setdefault(eqn.primitive.name, set()).add(str(eqn.invars[0].aval.dtype))
     assert dtypes["dot_general"] == {"bfloat16"}
@@ -206,14 +208,14 @@ def test_losses_softmaxes_and_norms_of_our_models_are_in_float32(name):
     assert all(found == {"float32"} for found in sums.values()), sums
 
 
-def grads_by(fn, values, **options):
+def transformed_grads(fn, values, **options):
     rule = WeightProducts(len(values) - 1, emulated=True, **options)
-    planned = transformed(fn, [rule])
-    return jax.jit(jax.grad(lambda weights: planned(*weights, values[-1])))(values[:-1])
+    transformed_fn = transformed(fn, [rule])
+    return jax.jit(jax.grad(lambda weights: transformed_fn(*weights, values[-1])))(values[:-1])
 
 
-def test_gradients_are_summed_in_float32_over_rows():
-    """4,096 rows with a gradient of 1 each in a lookup, a bias and a product: bfloat16 counts to 256."""
+def test_gradients_are_summed_over_rows_in_float32():
+    """4,096 rows, each with a gradient of 1, in a lookup, a bias and a product; bfloat16 sums of 1 stop at 256."""
     n = 4096
 
     def loss(table, bias, weight, ids):
@@ -221,40 +223,40 @@ def test_gradients_are_summed_in_float32_over_rows():
         return jnp.sum(out.astype(jnp.float32))
 
     zeros = [jnp.zeros((4, 16), jnp.bfloat16), jnp.zeros(16, jnp.bfloat16), jnp.zeros((16, 16), jnp.bfloat16)]
-    wide = grads_by(loss, (*zeros, jnp.zeros(n, jnp.int32)), gradients=jnp.float32)
-    assert [np.asarray(g, np.float32).max() for g in wide] == [n, n, n]
-    narrow = jax.grad(lambda weights: loss(*weights, jnp.zeros(n, jnp.int32)))(zeros)
-    assert np.asarray(narrow[0], np.float32).max() < n  # what is to be mended
+    transformed_result = transformed_grads(loss, (*zeros, jnp.zeros(n, jnp.int32)), gradients=jnp.float32)
+    assert [np.asarray(g, np.float32).max() for g in transformed_result] == [n, n, n]
+    untransformed = jax.grad(lambda weights: loss(*weights, jnp.zeros(n, jnp.int32)))(zeros)
+    assert np.asarray(untransformed[0], np.float32).max() < n  # the error that the rule fixes
 
 
 @pytest.mark.parametrize("summed_in", ["bfloat16", "float32"])
-def test_the_dtype_of_sums_over_devices(summed_in):
-    """XLA sums over devices in the dtype of the product that makes a weight's gradient. CPU's compiler widens such sums, so
-    the trace is looked at."""
+def test_dtype_of_gradient_sums_over_devices(summed_in):
+    """XLA sums over devices in the dtype of the product that computes a weight's gradient. The CPU compiler widens such
+    sums, so this test inspects the trace."""
     leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.astype(jnp.bfloat16), Net(jax.random.key(0))))
     batch = {"x": jnp.ones((2, 16, D)), "y": jnp.ones((2, 16, D))}
     rule = WeightProducts(len(leaves), gradients=None if summed_in == "bfloat16" else jnp.float32)
     fn = transformed(lambda leaves, batch: loss_fn(jax.tree.unflatten(treedef, leaves), batch, None), [rule])
     eqns = list(equations(jax.make_jaxpr(jax.grad(fn))(leaves, batch)))
     products = [e for e in eqns if e.primitive.name == "dot_general" and e.outvars[0].aval.shape == (D, D)]
-    assert len(products) == 3  # one of them in the loop
+    assert len(products) == 3  # one of them is inside the loop
     assert {str(e.outvars[0].aval.dtype) for e in products} == {summed_in}
 
 
-def test_reduce_scatters_of_gradients_are_in_float32_under_fsdp():
-    """The gather's own derivative would sum all of a gradient in float32, and cut it afterwards."""
+def test_fsdp_adds_no_float32_all_reduces_of_whole_gradients():
+    """The gather's own derivative would all-reduce the whole gradient in float32 and slice it afterwards."""
     trainer = make_trainer((1, 8), precision="bfloat16")
     assert trainer.train(make_examples(8), 1)["loss"] > 0
     text = trainer.compile(make_examples(8), 1).as_text()
     whole = re.findall(rf"f32\[{D},{D}\]\S* all-reduce", text)
-    alone = make_trainer((1, 8), compute_dtype="bfloat16").compile(make_examples(8), 1).as_text()
-    assert len(whole) <= len(re.findall(rf"\[{D},{D}\]\S* all-reduce", alone))
+    compute_only = make_trainer((1, 8), compute_dtype="bfloat16").compile(make_examples(8), 1).as_text()
+    assert len(whole) <= len(re.findall(rf"\[{D},{D}\]\S* all-reduce", compute_only))
 
 
 # --- fp8 --------------------------------------------------------------------------------------------------------------
 
 
-def test_products_between_the_first_and_the_last_are_in_fp8():
+def test_products_between_first_and_last_are_in_fp8():
     model = Net(jax.random.key(0))
     leaves, treedef = jax.tree.flatten(model)
 
@@ -264,15 +266,15 @@ def test_products_between_the_first_and_the_last_are_in_fp8():
     x = jnp.ones((2, 16, D))
     assert fp8_products(jax.make_jaxpr(fn)(leaves, x), len(leaves)) == (3, 5)
     narrow = [leaf[..., :8] if leaf.ndim == 3 else leaf for leaf in leaves]
-    wrong = jax.make_jaxpr(lambda leaves, x: (x @ leaves[0]) @ leaves[1] @ leaves[1].T @ leaves[0])
-    assert fp8_products(wrong([narrow[0], narrow[1][0]], x), 2)[0] == 0  # 8 columns are no multiple of 16
-    empty = jax.make_jaxpr(lambda leaves, x: x @ leaves[0] @ leaves[1] @ leaves[1].T @ leaves[0])
-    assert fp8_products(empty([jnp.ones((D, D)), jnp.ones((D, 0))], x), 2)[0] == 0  # adapters of rank 0
+    indivisible = jax.make_jaxpr(lambda leaves, x: (x @ leaves[0]) @ leaves[1] @ leaves[1].T @ leaves[0])
+    assert fp8_products(indivisible([narrow[0], narrow[1][0]], x), 2)[0] == 0  # 8 columns are not a multiple of 16
+    rank_0 = jax.make_jaxpr(lambda leaves, x: x @ leaves[0] @ leaves[1] @ leaves[1].T @ leaves[0])
+    assert fp8_products(rank_0([jnp.ones((D, D)), jnp.ones((D, 0))], x), 2)[0] == 0  # adapters of rank 0
     merged = jax.make_jaxpr(lambda leaves, x: x @ leaves[0] @ (leaves[1] + leaves[2]) @ leaves[0])
-    assert fp8_products(merged([jnp.ones((D, D))] * 3, x), 3) == (1, 3)  # a weight that is made of two
+    assert fp8_products(merged([jnp.ones((D, D))] * 3, x), 3) == (1, 3)  # the sum of two weights is not in fp8
 
 
-def test_products_in_fp8_and_their_gradients_are_near():
+def test_fp8_products_and_gradients_are_accurate():
     keys = jax.random.split(jax.random.key(0), 5)
     values = [jax.random.normal(key, shape) for key, shape in zip(keys, [(D, D)] * 3 + [(16, D)], strict=False)]
 
@@ -280,33 +282,35 @@ def test_products_in_fp8_and_their_gradients_are_near():
         return jnp.sum(jnp.einsum("td,dk->kt", x @ first, weight).T @ last * jnp.cos(x))
 
     exact = jax.grad(lambda weights: loss(*weights, values[-1]))(values[:-1])
-    for found, wanted in zip(grads_by(loss, values, fp8=True), exact, strict=True):
+    for found, wanted in zip(transformed_grads(loss, values, fp8=True), exact, strict=True):
         error = float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
-        assert 1e-4 < error < 0.1, error  # e4m3 has 3 bits behind the point, e5m2 has 2
+        assert 1e-4 < error < 0.1, error  # e4m3 has 3 mantissa bits, e5m2 has 2
 
 
-def test_scales_are_powers_of_two_and_hide_nothing():
+def test_fp8_scales_are_powers_of_two_and_keep_infinities():
     x = jnp.ones((16, 16)).at[0, 0].set(3e-6)
 
     def product(first, weight, last, x):
         return jnp.sum(x @ first @ weight @ last)
 
     eye = jnp.eye(16)
-    for scale in (1e-20, 1.0, 1e20):  # one entry in fp8 is exact at any scale that is a power of two
+    for scale in (1e-20, 1.0, 1e20):  # powers of two are exact in fp8
         value, exact = (fn([eye, eye * 2.0 ** round(np.log2(scale)), eye, jnp.ones((16, 16))]) for fn in (
             lambda values: transformed(product, [WeightProducts(3, fp8=True, emulated=True)])(*values),
             lambda values: product(*values),
         ))  # fmt: skip
         assert float(value) == float(exact)
-    bad = transformed(product, [WeightProducts(3, fp8=True, emulated=True)])(eye, eye, eye, x.at[1, 1].set(jnp.inf))
-    assert not np.isfinite(float(bad))
+    with_infinity = transformed(product, [WeightProducts(3, fp8=True, emulated=True)])(
+        eye, eye, eye, x.at[1, 1].set(jnp.inf)
+    )
+    assert not np.isfinite(float(with_infinity))
 
 
 SHARDS = [(2, 2), (1, 8)]
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
-def test_numbers_do_not_depend_on_the_mesh(precision):
+def test_results_do_not_depend_on_the_mesh(precision):
     runs = []
     for shards in [(1, 1), *SHARDS]:
         trainer = make_trainer(shards, precision=precision, remat="matmuls" if shards == (2, 2) else "none")
@@ -314,41 +318,41 @@ def test_numbers_do_not_depend_on_the_mesh(precision):
         runs.append((losses, weights(trainer)))
     for losses, found in runs[1:]:
         np.testing.assert_allclose(losses, runs[0][0], rtol=2e-3)
-        for name, leaf in found.items():  # a value at a border of fp8 is rounded to the other side
+        for name, leaf in found.items():  # a value between two fp8 numbers may round either way
             np.testing.assert_allclose(leaf, runs[0][1][name], atol=2e-3 if precision == "fp8" else 5e-4)
 
 
 # --- parameters in bfloat16 -------------------------------------------------------------------------------------------
 
 
-def test_stochastic_rounding_is_right_on_average():
+def test_stochastic_rounding_is_unbiased():
     x = jnp.float32([1.0, 1.001, -3.1415927, 1e-30, 0.0, 65000.0])
-    many = jax.vmap(lambda key: round_stochastically(x, key))(jax.random.split(jax.random.key(0), 20_000))
-    assert many.dtype == jnp.bfloat16
-    many = np.asarray(many, np.float64)
+    samples = jax.vmap(lambda key: round_stochastically(x, key))(jax.random.split(jax.random.key(0), 20_000))
+    assert samples.dtype == jnp.bfloat16
+    samples = np.asarray(samples, np.float64)
     ulp = 2.0 ** (np.floor(np.log2(np.abs(np.where(x == 0, 1, x)))) - 7)
-    assert np.all(np.abs(many.mean(0) - np.asarray(x, np.float64)) < 0.02 * ulp)  # 6 standard deviations
-    assert np.all(np.abs(many - np.asarray(x, np.float64)) < ulp)  # to a neighbour
-    assert set(many[:, 0]) == {1.0} and set(many[:, 4]) == {0.0}
-    odd = round_stochastically(jnp.float32([jnp.inf, -jnp.inf, jnp.nan]), jax.random.key(0))
-    assert np.isinf(np.asarray(odd[:2], np.float32)).all() and jnp.isnan(odd[2])
+    assert np.all(np.abs(samples.mean(0) - np.asarray(x, np.float64)) < 0.02 * ulp)  # 6 standard deviations
+    assert np.all(np.abs(samples - np.asarray(x, np.float64)) < ulp)  # rounds to an adjacent value
+    assert set(samples[:, 0]) == {1.0} and set(samples[:, 4]) == {0.0}
+    nonfinite = round_stochastically(jnp.float32([jnp.inf, -jnp.inf, jnp.nan]), jax.random.key(0))
+    assert np.isinf(np.asarray(nonfinite[:2], np.float32)).all() and jnp.isnan(nonfinite[2])
 
 
-def drift(batch_free_model, batch, key):
-    return jnp.sum(batch_free_model[0].astype(jnp.float32)) + 0 * jnp.sum(batch["x"])
+def constant_gradient_loss(model, batch, key):
+    return jnp.sum(model[0].astype(jnp.float32)) + 0 * jnp.sum(batch["x"])
 
 
-@pytest.mark.parametrize(("rounding", "moves"), [("stochastic", True), ("master", True), (None, False)])
-def test_small_updates_are_not_lost(rounding, moves):
-    """64 steps of 1e-3 each from 1, where half a digit of bfloat16 is 2e-3."""
+@pytest.mark.parametrize(("rounding", "expect_change"), [("stochastic", True), ("master", True), (None, False)])
+def test_small_updates_are_kept(rounding, expect_change):
+    """64 steps of 1e-3 each, starting from 1, where half a unit in the last place of bfloat16 is 2e-3."""
     precision = None if rounding is None else redeqx.Precision(**HALF, rounding=rounding)
     model = [jnp.ones(1024, jnp.float32 if rounding else jnp.bfloat16)]
-    trainer = make_trainer(model=model, loss_fn=drift, optimizer=optax.sgd(1e-3), precision=precision)
+    trainer = make_trainer(model=model, loss_fn=constant_gradient_loss, optimizer=optax.sgd(1e-3), precision=precision)
     for _ in range(64):
         trainer.update(make_examples(8))
     found = np.asarray(trainer.model[0], np.float32)
     assert trainer.model[0].dtype == jnp.bfloat16
-    np.testing.assert_allclose(found.mean(), 1 - 0.064 if moves else 1.0, atol=2e-3)
+    np.testing.assert_allclose(found.mean(), 1 - 0.064 if expect_change else 1.0, atol=2e-3)
     if rounding == "master":
         master = trainer.opt_state.master[0]
         np.testing.assert_allclose(master, 1 - 0.064, rtol=1e-5)
@@ -356,10 +360,15 @@ def test_small_updates_are_not_lost(rounding, moves):
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "master"])
-def test_a_model_that_is_loaded_alone_is_the_one_that_is_trained_on(tmp_path, rounding):
-    """Its float32 copies are not among what is loaded, and those of before must not bring the old model back."""
+def test_training_continues_from_a_model_loaded_without_optimizer_state(tmp_path, rounding):
+    """The float32 master copies are not loaded; the previous ones must not bring the old model back."""
     precision = redeqx.Precision(**HALF, rounding=rounding)
-    options = {"model": [jnp.ones(8)], "loss_fn": drift, "optimizer": optax.sgd(0.25), "precision": precision}
+    options = {
+        "model": [jnp.ones(8)],
+        "loss_fn": constant_gradient_loss,
+        "optimizer": optax.sgd(0.25),
+        "precision": precision,
+    }
     trainer = make_trainer(workdir=tmp_path, **options)
     trainer.update(make_examples(8))
     trainer.save_ckpt("early")
@@ -373,7 +382,7 @@ def test_a_model_that_is_loaded_alone_is_the_one_that_is_trained_on(tmp_path, ro
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "master"])
-def test_optimizer_state_is_in_float32(rounding):
+def test_optimizer_state_stays_in_float32(rounding):
     trainer = make_trainer(optimizer=optax.adam(1e-3), precision=redeqx.Precision(**HALF, rounding=rounding))
     trainer.update(make_examples(8))
     state = trainer.opt_state if rounding == "stochastic" else trainer.opt_state.inner
@@ -381,13 +390,15 @@ def test_optimizer_state_is_in_float32(rounding):
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.model)} == {jnp.dtype("bfloat16")}
 
 
-def test_stochastic_rounding_is_the_same_on_every_mesh():
-    """Of updates that are the same to the bit: draws are by step and leaf."""
+def test_stochastic_rounding_does_not_depend_on_the_mesh():
+    """For bitwise equal updates; random bits depend on the step and the leaf."""
     found = []
     for shards in [(1, 1), *SHARDS]:
         precision = redeqx.Precision(**HALF, rounding="stochastic")
         model = [jnp.ones((64, 32)), jnp.ones((64, 32))]
-        trainer = make_trainer(shards, model=model, loss_fn=drift, optimizer=optax.sgd(1e-3), precision=precision)
+        trainer = make_trainer(
+            shards, model=model, loss_fn=constant_gradient_loss, optimizer=optax.sgd(1e-3), precision=precision
+        )
         for _ in range(3):
             trainer.update(make_examples(8))
         found.append(np.asarray(trainer.model[0], np.float32))
@@ -396,31 +407,33 @@ def test_stochastic_rounding_is_the_same_on_every_mesh():
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "master"])
-def test_a_restart_ends_with_the_same_bits(tmp_path, rounding):
+def test_resume_ends_with_the_same_bits(tmp_path, rounding):
     def run(folder, n_steps):
         precision = redeqx.Precision(**HALF, rounding=rounding)
         trainer = make_trainer((2, 2), tmp_path / folder, optimizer=optax.adam(1e-2), precision=precision)
         trainer.fit(make_examples(32), batch_size=8, n_epochs=2, max_steps=n_steps)
         return trainer
 
-    undisturbed = run("a", 6)
+    uninterrupted = run("a", 6)
     run("b", 3)
     resumed = run("b", 6)
-    assert resumed.step == undisturbed.step == 6
-    pairs = zip(*(jax.tree.leaves((of.model, of.opt_state)) for of in (undisturbed, resumed)), strict=True)
+    assert resumed.step == uninterrupted.step == 6
+    pairs = zip(*(jax.tree.leaves((of.model, of.opt_state)) for of in (uninterrupted, resumed)), strict=True)
     assert all(a.dtype == b.dtype and np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
-def test_a_resume_with_another_precision_says_so(tmp_path, capsys):
+def test_resume_with_another_precision_is_reported(tmp_path, capsys):
     make_trainer(workdir=tmp_path, precision="bfloat16").fit(make_examples(16), batch_size=8, n_epochs=1)
     options = {"workdir": tmp_path, "verbose": True}
     make_trainer(**options, precision="float32").fit(make_examples(16), batch_size=8, n_epochs=2)
-    said = " ".join(capsys.readouterr().out.split())
+    reported = " ".join(capsys.readouterr().out.split())
     assert (
         "resumed with settings that differ: `precision` parameters float32, computed in float32, gradients summed over "
         "devices in float32, before parameters float32, computed in bfloat16, gradients summed over devices in float32"
-        in said
+        in reported
     )
     other = make_trainer(workdir=tmp_path, precision=redeqx.Precision(**HALF))
-    said = message(ValueError, other.fit, make_examples(16), batch_size=8, n_epochs=3)
-    assert "got 4 that differ" in said and re.search(r"`master\.first`: expected \w+ \S+ *\S*, got none", said), said
+    reported = message(ValueError, other.fit, make_examples(16), batch_size=8, n_epochs=3)
+    assert "got 4 that differ" in reported and re.search(r"`master\.first`: expected \w+ \S+ *\S*, got none", reported), (
+        reported
+    )

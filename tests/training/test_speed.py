@@ -1,4 +1,4 @@
-"""The speed of training: FLOPs of a step against a count by hand, MFU and waiting by a fake clock."""
+"""Training speed: FLOPs of a step compared with a count by hand, MFU and data wait measured with a fake clock."""
 
 import json
 import time
@@ -38,7 +38,7 @@ def clock(monkeypatch):
 
 
 class Model(eqx.Module):
-    """A table, a scan over layers of one product each, and a head."""
+    """An embedding table, a scan over layers of one product each, and an output head."""
 
     table: jax.Array
     layers: jax.Array
@@ -61,7 +61,7 @@ class Model(eqx.Module):
 
 
 def flops(n_rows):
-    """Forward; twice that backward, as every product has a gradient for both of its operands."""
+    """Return the FLOPs of a step: the backward pass takes twice the forward pass, as every product has two gradients."""
     return 3 * n_rows * SEQ * 2 * (N_LAYERS * D * D + D * VOCAB)
 
 
@@ -81,14 +81,14 @@ def examples(n):
 
 class Recorder:
     def __init__(self):
-        self.seen = {}
+        self.metrics_by_step = {}
 
     def log(self, metrics, step):
-        self.seen[step] = metrics
+        self.metrics_by_step[step] = metrics
 
 
-class Tick(redeqx.Callback):
-    """Lets the clock run between two steps."""
+class AdvanceClock(redeqx.Callback):
+    """Advances the fake clock after each step."""
 
     def __init__(self, clock, seconds):
         self.clock, self.seconds = clock, seconds
@@ -97,16 +97,16 @@ class Tick(redeqx.Callback):
         self.clock.now += self.seconds
 
 
-def test_steps_around_a_compilation_count_with_their_time(clock, monkeypatch, capsys):
-    """Steps of 2 s, of which the last one has fewer rows, and compiles."""
+def test_examples_per_second_counts_steps_after_a_compilation(clock, monkeypatch, capsys):
+    """Each step takes 2 s; the last one has fewer rows and compiles."""
     train = Calls.train
 
-    def slow(*args):
+    def delayed(*args):
         outs = train(*args)
         clock.now += 2.0
         return outs
 
-    monkeypatch.setattr(Calls, "train", slow)
+    monkeypatch.setattr(Calls, "train", delayed)
     trainer = redeqx.Trainer(
         redeqx.Deployer(), model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
     )
@@ -119,7 +119,7 @@ def test_steps_around_a_compilation_count_with_their_time(clock, monkeypatch, ca
     assert "  8 examples/s  " in last
 
 
-def test_an_evaluation_counts_its_batches(capsys):
+def test_evaluation_shows_its_batch_count(capsys):
     trainer = redeqx.Trainer(
         redeqx.Deployer(), model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
     )
@@ -132,11 +132,11 @@ def test_an_evaluation_counts_its_batches(capsys):
     [{}, {"remat": True}, {"shards": (1, 8)}, {"accumulate_grad_batches": 2}],
     ids=["plain", "remat", "fsdp", "micro-batches"],
 )
-def test_mfu_is_the_share_of_the_chip_s_rate(kwargs, clock, monkeypatch, tmp_path):
-    """Steps of 2 s on 8 devices of 4e6 FLOP/s in float32; recomputation, the mesh and micro-batches change no FLOP."""
+def test_mfu_is_relative_to_the_chip_rate(kwargs, clock, monkeypatch, tmp_path):
+    """Steps of 2 s on 8 devices of 4e6 float32 FLOP/s; remat, the mesh and micro-batches do not change the FLOP count."""
     monkeypatch.setattr(_work, "chip_of_kind", lambda kind: RATES)
     trainer = make_trainer(tmp_path, loggers=[log := Recorder()], **kwargs)
-    metrics = trainer.fit(examples(64), batch_size=16, n_epochs=1, callbacks=[Tick(clock, 2.0)])
+    metrics = trainer.fit(examples(64), batch_size=16, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
     per_second = flops(16) / 8 / 2
     lines = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 3, 4]
@@ -145,12 +145,12 @@ def test_mfu_is_the_share_of_the_chip_s_rate(kwargs, clock, monkeypatch, tmp_pat
         assert line["mfu"] == pytest.approx(per_second / 4e6)
         assert line["examples_per_second"] == pytest.approx(8)
         assert line["tokens_per_second"] == pytest.approx(8 * SEQ)
-        assert log.seen[line["step"]].items() >= line.items() - {("step", line["step"])}
-    assert set(metrics) == {"loss", "grad_norm"} and set(log.seen[1]) == {"epoch", "loss", "grad_norm"}
+        assert log.metrics_by_step[line["step"]].items() >= line.items() - {("step", line["step"])}
+    assert set(metrics) == {"loss", "grad_norm"} and set(log.metrics_by_step[1]) == {"epoch", "loss", "grad_norm"}
 
 
-def test_a_loop_of_the_user_s_own_has_the_speed_of_its_updates(clock, tmp_path):
-    """What it does between them does not count."""
+def test_speed_of_a_custom_loop_counts_updates_only(clock, tmp_path):
+    """Time between updates does not count."""
 
     def collate(rows):
         clock.now += 2
@@ -168,37 +168,37 @@ def test_a_loop_of_the_user_s_own_has_the_speed_of_its_updates(clock, tmp_path):
         assert line["model_flops_per_second"] == pytest.approx(flops(16) / 8 / 2)
 
 
-def test_bfloat16_has_the_chip_s_rate_of_bfloat16(clock, monkeypatch, tmp_path):
+def test_mfu_in_bfloat16_uses_the_bfloat16_rate(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(_work, "chip_of_kind", lambda kind: RATES)
     trainer = make_trainer(tmp_path, compute_dtype=jnp.bfloat16)
-    trainer.fit(examples(32), batch_size=16, n_epochs=1, callbacks=[Tick(clock, 2.0)])
+    trainer.fit(examples(32), batch_size=16, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
     line = json.loads((tmp_path / "speed.jsonl").read_text().splitlines()[0])
     assert line["mfu"] == pytest.approx(flops(16) / 8 / 2 / 8e6)
 
 
-def test_a_chip_without_published_rates_has_no_mfu(clock, tmp_path):
+def test_no_mfu_for_a_chip_without_published_rates(clock, tmp_path):
     trainer = make_trainer(tmp_path)
-    trainer.fit(examples(32), batch_size=16, n_epochs=1, callbacks=[Tick(clock, 2.0)])
+    trainer.fit(examples(32), batch_size=16, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
     line = json.loads((tmp_path / "speed.jsonl").read_text())
     assert set(line) == {"step", "examples_per_second", "tokens_per_second", "model_flops_per_second", "data_wait"}
 
 
-def test_micro_batches_that_repeat_rows_are_no_work(clock, tmp_path):
-    """24 examples at 16 a step in two micro-batches: the last step is one of them in the same program."""
+def test_padding_micro_batches_do_not_count_as_work(clock, tmp_path):
+    """24 examples, 16 per step in two micro-batches; the last step has one micro-batch and reuses the program."""
     trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
-    trainer.fit(examples(24), batch_size=16, n_epochs=1, callbacks=[Tick(clock, 2.0)])
+    trainer.fit(examples(24), batch_size=16, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
     line = json.loads((tmp_path / "speed.jsonl").read_text())
     assert line["step"] == 2 and line["model_flops_per_second"] == pytest.approx(flops(8) / 8 / 2)
 
 
-def test_the_share_of_time_without_a_batch(clock, monkeypatch):
-    """Each batch takes 3 s to come, and each update 1 s."""
+def test_data_wait_is_the_share_of_time_without_a_batch(clock, monkeypatch):
+    """Each batch takes 3 s to arrive, and each update 1 s."""
     trainer = make_trainer()
     engine = trainer._engine
     trainer.train(examples(16), batch_size=16)  # compiled
     size = engine.batch_size(None, 16)
 
-    def slow(prepared):
+    def delayed(prepared):
         for batch in prepared:
             clock.now += 3
             yield batch
@@ -211,15 +211,15 @@ def test_the_share_of_time_without_a_batch(clock, monkeypatch):
     line = engine.run.console.progress()
     monkeypatch.setattr(engine, "update", update)
     with closing(engine.batches(steps, size)) as upcoming:
-        deque(updates(engine, slow(upcoming), line), maxlen=0)
+        deque(updates(engine, delayed(upcoming), line), maxlen=0)
     assert line.speed()["data_wait"] == pytest.approx(0.75)
-    assert line.speed() == {}  # recorded once a second
+    assert line.speed() == {}  # recorded at most once a second
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------
 
 
-class Device:
+class FakeDevice:
     def __init__(self, stats):
         self.stats = stats
 
@@ -227,8 +227,12 @@ class Device:
         return self.stats
 
 
-def test_peak_memory_is_that_of_the_fullest_device():
-    devices = [Device({"peak_bytes_in_use": 5, "bytes_in_use": 9}), Device(None), Device({"peak_bytes_in_use": 7})]
+def test_peak_memory_is_the_maximum_over_devices():
+    devices = [
+        FakeDevice({"peak_bytes_in_use": 5, "bytes_in_use": 9}),
+        FakeDevice(None),
+        FakeDevice({"peak_bytes_in_use": 7}),
+    ]
     assert peak_memory(devices) == 7
-    assert peak_memory([Device(None), Device({"bytes_in_use": 3})]) is None
+    assert peak_memory([FakeDevice(None), FakeDevice({"bytes_in_use": 3})]) is None
     assert peak_memory(jax.devices()) is None  # CPU

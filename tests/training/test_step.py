@@ -1,4 +1,4 @@
-"""The steps: what a loss may be, a model in parts, which leaves are trained, dtypes, own gradients, state, optimizers."""
+"""Training steps: losses, model parts, trainable leaves, dtypes, custom gradients, model state, optimizers and remat."""
 
 import equinox as eqx
 import jax
@@ -18,7 +18,7 @@ from redeqx.training._step import _accumulate
 
 
 class Recorder:
-    """A tracker that keeps what it is told."""
+    """A tracker that keeps all logged metrics."""
 
     def __init__(self):
         self.rows = []
@@ -30,8 +30,8 @@ class Recorder:
         return [row[name] for row in self.rows if name in row]
 
 
-def deployer(n_model_shards=8, n_fsdp_shards=1, **kwargs):
-    """By default of one batch shard, so that a micro-batch is as small as it gets."""
+def make_deployer(n_model_shards=8, n_fsdp_shards=1, **kwargs):
+    """Return a deployer, by default with one batch shard, which allows the smallest micro-batches."""
     return redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False, **kwargs)
 
 
@@ -48,29 +48,29 @@ def mse(model, batch, key):
     return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
 
 
-def linear(n_in=4, n_out=8):
+def make_linear(n_in=4, n_out=8):
     return eqx.nn.Linear(n_in, n_out, key=jax.random.key(0))
 
 
-def make_trainer(at=None, **kwargs):
-    given = {"model": linear(), "optimizer": optax.sgd(0.1), "collate_fn": stack, "loss_fn": mse, **kwargs}
-    return redeqx.Trainer(at or deployer(), **given)
+def make_trainer(deployer=None, **kwargs):
+    options = {"model": make_linear(), "optimizer": optax.sgd(0.1), "collate_fn": stack, "loss_fn": mse, **kwargs}
+    return redeqx.Trainer(deployer or make_deployer(), **options)
 
 
-def host(tree):
-    """Arrays by name, in the host's memory."""
+def to_numpy(tree):
+    """Return the arrays of a tree by name, as NumPy arrays."""
     return {name: np.asarray(leaf) for name, leaf in named_leaves(eqx.filter(tree, eqx.is_array)).items()}
 
 
-def assert_close(got, wanted, rtol=1e-5, atol=1e-6):
-    got, wanted = host(got), host(wanted)
-    assert got.keys() == wanted.keys()
-    for name, leaf in wanted.items():
-        np.testing.assert_allclose(got[name], leaf, rtol=rtol, atol=atol, err_msg=name)
+def assert_close(actual, desired, rtol=1e-5, atol=1e-6):
+    actual, desired = to_numpy(actual), to_numpy(desired)
+    assert actual.keys() == desired.keys()
+    for name, leaf in desired.items():
+        np.testing.assert_allclose(actual[name], leaf, rtol=rtol, atol=atol, err_msg=name)
 
 
-def by_hand(model, optimizer, examples, batch_size, loss_fn=mse):
-    """The plain Equinox loop: the model, and the losses and gradient norms on the way."""
+def plain_equinox_loop(model, optimizer, examples, batch_size, loss_fn=mse):
+    """Train in a plain Equinox loop; return the model, and the loss and gradient norm of each step."""
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     losses, norms = [], []
 
@@ -93,23 +93,23 @@ def message(error, fn, *args, **kwargs):
     return str(raised.value)
 
 
-# --- what a loss may be -------------------------------------------------------------------------------------------------
+# --- losses -------------------------------------------------------------------------------------------------------------
 
 
-def plain(sums):
+def to_floats(sums):
     total, weight, metrics = sums
     assert all(x.dtype == jnp.float32 and x.shape == () for x in jax.tree.leaves(sums))
     return float(total), float(weight), {name: tuple(map(float, pair)) for name, pair in metrics.items()}
 
 
 @pytest.mark.parametrize("mean", [0.5, np.float64(0.5), jnp.bfloat16(0.5), jnp.float32(0.5)])
-def test_a_scalar_is_a_mean_over_the_rows(mean):
-    assert plain(as_sums(mean, 6)) == (3.0, 6.0, {})
+def test_scalar_loss_is_a_mean_over_the_rows(mean):
+    assert to_floats(as_sums(mean, 6)) == (3.0, 6.0, {})
 
 
-def test_a_loss_is_a_sum_and_its_weight():
+def test_loss_holds_a_sum_and_its_weight():
     loss = redeqx.Loss(jnp.float32(3), 4, {"hits": jnp.int32(2), "of_its_own": (jnp.bfloat16(1), 5)})
-    assert plain(as_sums(loss, 6)) == (3.0, 4.0, {"hits": (2.0, 4.0), "of_its_own": (1.0, 5.0)})
+    assert to_floats(as_sums(loss, 6)) == (3.0, 4.0, {"hits": (2.0, 4.0), "of_its_own": (1.0, 5.0)})
 
 
 SCALAR = "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`."
@@ -159,7 +159,7 @@ MEAN = "Return its mean, or `redeqx.Loss(total=its sum, weight=its size)`."
         ),
     ],
 )
-def test_what_is_no_loss_is_named(loss, error, expected):
+def test_invalid_losses_raise(loss, error, expected):
     assert message(error, as_sums, loss, 6) == expected
 
 
@@ -167,17 +167,17 @@ def test_what_is_no_loss_is_named(loss, error, expected):
     ("metrics", "found"),
     [(None, "NoneType"), (["mse"], "list"), ({1: 0.0}, "names [1]")],
 )
-def test_metrics_are_a_dict_by_name(metrics, found):
+def test_invalid_loss_metrics_raise(metrics, found):
     expected = f'`Loss.metrics`: expected a dict of sums by name, got {found}. Write {{"correct": n_correct}}.'
     assert message(TypeError, redeqx.Loss, 1.0, 1.0, metrics) == expected
 
 
-def test_a_list_of_two_is_a_pair_too():
-    assert plain(as_sums(redeqx.Loss(3.0, 4.0, {"a": [1.0, 5.0]}), 6))[2] == {"a": (1.0, 5.0)}
+def test_metric_pair_can_be_a_list():
+    assert to_floats(as_sums(redeqx.Loss(3.0, 4.0, {"a": [1.0, 5.0]}), 6))[2] == {"a": (1.0, 5.0)}
 
 
-def weighted(model, batch, key):
-    """Rows weigh as much as their `w`; `seen` has its own weight."""
+def weighted_loss(model, batch, key):
+    """Weigh each row by its `w`; the metric `seen` has its own weight."""
     errors = jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=1)
     weight = jnp.sum(batch["w"])
     seen = (jnp.sum(batch["y"][:, 0]), len(batch["x"]))
@@ -185,21 +185,21 @@ def weighted(model, batch, key):
 
 
 @pytest.mark.parametrize(("shards", "accumulate"), [((1, 1), 1), ((2, 2), 1), ((8, 1), 4)])
-def test_sums_are_divided_once_however_the_work_is_cut(shards, accumulate):
-    """11 rows of unequal weight as one step: on eight devices, on four, in micro-batches with a remainder."""
+def test_weighted_mean_does_not_depend_on_devices_or_micro_batches(shards, accumulate):
+    """One step of 11 rows of unequal weight: on eight devices, on four, and in micro-batches with a remainder."""
     examples = [{**e, "w": np.asarray(i % 4 + 1)} for i, e in enumerate(make_examples(11))]
     batch = stack(examples)
     weights = batch["w"] / batch["w"].sum()
 
-    def whole(model):
+    def loss_of_whole_batch(model):
         errors = jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=1)
         return jnp.sum(errors * weights)
 
-    model = linear()
-    loss, grads = eqx.filter_value_and_grad(whole)(model)
-    at = deployer(*shards, loggers=[log := Recorder()])
-    trainer = make_trainer(at, loss_fn=weighted, accumulate_grad_batches=accumulate)
-    per_device = -(-11 // (at.n_batch_shards * accumulate))
+    model = make_linear()
+    loss, grads = eqx.filter_value_and_grad(loss_of_whole_batch)(model)
+    deployer = make_deployer(*shards, loggers=[log := Recorder()])
+    trainer = make_trainer(deployer, loss_fn=weighted_loss, accumulate_grad_batches=accumulate)
+    per_device = -(-11 // (deployer.n_batch_shards * accumulate))
     assert trainer.batch_size(per_device) >= 11
     metrics = trainer.train(examples, per_device)
     assert trainer.step == 1
@@ -212,16 +212,16 @@ def test_sums_are_divided_once_however_the_work_is_cut(shards, accumulate):
 
     evaluated = trainer.eval_metrics(examples, per_device)
     again = trainer.eval_metrics(examples, 1)
-    after = whole(jax.device_get(trainer.model))
+    after = loss_of_whole_batch(jax.device_get(trainer.model))
     np.testing.assert_allclose([evaluated["loss"], again["loss"], evaluated["error"]], after, rtol=1e-5)
     np.testing.assert_allclose([evaluated["seen"], again["seen"]], metrics["seen"], rtol=1e-5)
 
 
-# --- a model in parts ---------------------------------------------------------------------------------------------------
+# --- model parts --------------------------------------------------------------------------------------------------------
 
 
 class Mixed(eqx.Module):
-    """Arrays of several kinds, functions, strings, a static field."""
+    """A model with arrays of several kinds, functions, strings and a static field."""
 
     first: eqx.nn.Linear
     layers: list
@@ -232,8 +232,8 @@ class Mixed(eqx.Module):
     size: int = eqx.field(static=True)
 
     def __init__(self):
-        self.first = linear()
-        self.layers = [linear(8, 8), eqx.nn.Dropout(0.5), None]
+        self.first = make_linear()
+        self.layers = [make_linear(8, 8), eqx.nn.Dropout(0.5), None]
         self.count = jnp.arange(3)
         self.scale = np.ones(2, np.float16)
         self.name = "mixed"
@@ -244,7 +244,7 @@ class Mixed(eqx.Module):
 FLOATS = ("first.weight", "first.bias", "layers.0.weight", "layers.0.bias", "scale")
 
 
-def test_parts_round_trip():
+def test_parts_recombine_to_the_model():
     model = Mixed()
     parts = Parts.of(model)
     assert parts.names == (FLOATS, ("count",))
@@ -257,24 +257,24 @@ def test_parts_round_trip():
     assert tree.count is None
 
 
-def test_parts_of_shapes_are_those_of_the_model():
+def test_parts_of_shapes_equal_parts_of_the_model():
     shapes = eqx.filter_eval_shape(Mixed)
     assert Parts.of(shapes).names == Parts.of(Mixed()).names
 
 
-def test_parts_switch_to_inference_and_cast():
+def test_parts_set_inference_mode_and_cast():
     model = Mixed()
     parts = Parts.of(model)
-    made = parts.put(*parts.take(model), inference=True, compute_dtype=jnp.bfloat16)
-    assert made.layers[1].inference
+    inference_model = parts.put(*parts.take(model), inference=True, compute_dtype=jnp.bfloat16)
+    assert inference_model.layers[1].inference
     assert not model.layers[1].inference
-    dtypes = {name: leaf.dtype for name, leaf in host(made).items()}
+    dtypes = {name: leaf.dtype for name, leaf in to_numpy(inference_model).items()}
     assert dtypes.pop("count") == np.int32
     assert dtypes.keys() <= set(FLOATS)
     assert set(dtypes.values()) == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_trainable_is_a_function_or_a_tree():
+def test_trainable_accepts_a_function_or_a_tree():
     model = Mixed()
     only_first = eqx.tree_at(lambda m: m.first.weight, jax.tree.map(lambda _: False, model), True)
     names, frozen = Parts.of(model, only_first).names
@@ -285,7 +285,7 @@ def test_trainable_is_a_function_or_a_tree():
     assert eqx.tree_equal(matrices.put(*matrices.take(model)), model)
 
 
-def test_weights_in_8_bits_are_frozen():
+def test_8_bit_weights_are_frozen():
     model = {"a": jnp.ones(3, jnp.float8_e4m3fn), "b": jnp.ones(3, jnp.bfloat16), "c": jnp.ones(3, jnp.complex64)}
     assert Parts.of(model).names == (("b", "c"), ("a",))
     expected = (
@@ -294,7 +294,7 @@ def test_weights_in_8_bits_are_frozen():
     assert message(ValueError, Parts.of, model, lambda leaf: True).startswith(expected)
 
 
-A_TREE = "`trainable`: expected a function of a leaf, or a PyTree of booleans in the model's structure,"
+EXPECTED_TRAINABLE = "`trainable`: expected a function of a leaf, or a PyTree of booleans in the model's structure,"
 
 
 @pytest.mark.parametrize(
@@ -308,34 +308,36 @@ A_TREE = "`trainable`: expected a function of a leaf, or a PyTree of booleans in
             "layers",
             "`trainable`: expected a function of a leaf, or a PyTree of booleans in the model's structure, got 'layers'",
         ),
-        ([True], f"{A_TREE} got [True]"),
+        ([True], f"{EXPECTED_TRAINABLE} got [True]"),
     ],
 )
-def test_what_cannot_be_trained_is_named(trainable, expected):
+def test_invalid_trainable_raises(trainable, expected):
     assert message(ValueError, Parts.of, Mixed(), trainable).startswith(expected)
 
 
-# --- which leaves are trained -------------------------------------------------------------------------------------------
+# --- trainable leaves ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "shards"), [("function", (8, 1)), ("tree", (2, 2))])
-def test_frozen_leaves_do_not_move_by_a_bit(kind, shards):
+def test_frozen_leaves_are_bitwise_unchanged(kind, shards):
     model = eqx.nn.MLP(4, 8, 8, 1, key=jax.random.key(0))
     tree = jax.tree.map(lambda _: False, model)
     tree = eqx.tree_at(lambda m: [layer.weight for layer in m.layers], tree, [True, True])
     trainable = tree if kind == "tree" else (lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim == 2)
-    # Weight decay moves whatever the optimizer sees.
-    trainer = make_trainer(deployer(*shards), model=model, optimizer=optax.adamw(0.1, weight_decay=0.5), trainable=trainable)
+    # Weight decay would change any leaf that reaches the optimizer.
+    trainer = make_trainer(
+        make_deployer(*shards), model=model, optimizer=optax.adamw(0.1, weight_decay=0.5), trainable=trainable
+    )
     trainer.train(make_examples(16), 2)
-    before, after = host(model), host(trainer.model)
+    before, after = to_numpy(model), to_numpy(trainer.model)
     for name in before:
-        moved = before[name].tobytes() != after[name].tobytes()
-        assert moved == name.endswith("weight"), name
-    held = [name for name in named_leaves(trainer.opt_state) if "layers" in name]
-    assert held == [f"0.{moment}.layers.{i}.weight" for moment in ("mu", "nu") for i in (0, 1)]
+        changed = before[name].tobytes() != after[name].tobytes()
+        assert changed == name.endswith("weight"), name
+    state_names = [name for name in named_leaves(trainer.opt_state) if "layers" in name]
+    assert state_names == [f"0.{moment}.layers.{i}.weight" for moment in ("mu", "nu") for i in (0, 1)]
 
 
-def test_a_leaf_that_the_loss_does_not_read_keeps_its_value():
+def test_leaf_unused_by_the_loss_keeps_its_value():
     class Model(eqx.Module):
         used: eqx.nn.Linear
         unused: eqx.nn.Linear
@@ -343,7 +345,7 @@ def test_a_leaf_that_the_loss_does_not_read_keeps_its_value():
         def __call__(self, x):
             return self.used(x)
 
-    model = Model(linear(), linear())
+    model = Model(make_linear(), make_linear())
     trainer = make_trainer(model=model)
     trainer.train(make_examples(4), 2)
     assert_close(trainer.model.unused, model.unused, rtol=0, atol=0)
@@ -354,7 +356,7 @@ def test_a_leaf_that_the_loss_does_not_read_keeps_its_value():
 # --- dtypes -------------------------------------------------------------------------------------------------------------
 
 
-def test_bf16_compute_keeps_fp32_parameters():
+def test_bfloat16_compute_keeps_float32_parameters():
     seen = {}
 
     def loss_fn(model, batch, key):
@@ -368,14 +370,14 @@ def test_bf16_compute_keeps_fp32_parameters():
     assert seen == {"weight": jnp.bfloat16, "x": jnp.float32}
     assert trainer.model.weight.dtype == jnp.float32
     assert trainer.opt_state[0].mu.weight.dtype == jnp.float32
-    exact, _, _ = by_hand(linear(), optax.adam(1e-2), examples, 8)
+    exact, _, _ = plain_equinox_loop(make_linear(), optax.adam(1e-2), examples, 8)
     assert_close(trainer.model, exact, rtol=0, atol=2e-3)
-    # The parameters keep what bf16 would round off.
+    # The parameters hold values that bfloat16 would round.
     assert np.any(np.asarray(trainer.model.weight) != np.asarray(trainer.model.weight.astype(jnp.bfloat16), np.float32))
 
 
-def test_parameters_keep_their_own_dtypes():
-    model = eqx.tree_at(lambda m: m.bias, linear(), jnp.zeros(8, jnp.bfloat16))
+def test_parameters_keep_their_dtypes():
+    model = eqx.tree_at(lambda m: m.bias, make_linear(), jnp.zeros(8, jnp.bfloat16))
     trainer = make_trainer(model=model, accumulate_grad_batches=3)
     trainer.train(make_examples(7), 1)
     assert (trainer.model.weight.dtype, trainer.model.bias.dtype) == (jnp.float32, jnp.bfloat16)
@@ -383,8 +385,8 @@ def test_parameters_keep_their_own_dtypes():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_gradients_are_summed_in_float32(dtype):
-    """4,096 micro-batches with a gradient of 1 each: bfloat16 counts to 256, float16 to 2,048."""
+def test_gradients_are_summed_over_micro_batches_in_float32(dtype):
+    """4,096 micro-batches with a gradient of 1 each; sums of 1 stop at 256 in bfloat16 and at 2,048 in float16."""
 
     def loss_fn(model, batch, key):
         return redeqx.Loss(jnp.sum(model[0] * batch["x"][:, 0]), 1)
@@ -397,35 +399,35 @@ def test_gradients_are_summed_in_float32(dtype):
     assert trainer.model[0].dtype == dtype
 
 
-def test_gradients_of_a_remainder_are_summed_in_float32_too():
-    """256 rows, and one that is left over, with a gradient of 1 each: bfloat16 has no 257. Uncompiled, as XLA may keep more
-    than a dtype holds."""
+def test_gradients_of_a_remainder_are_summed_in_float32():
+    """256 rows and a remainder of one, with a gradient of 1 each: bfloat16 cannot represent 257. Not compiled, as XLA may
+    keep excess precision."""
     groups = [jnp.ones((1, n), jnp.bfloat16) for n in (256, 1)]
     sums, _ = _accumulate(lambda state, rows, key: (rows.sum(), state), (), groups, jax.random.key(0))
     assert float(sums) == 257.0
 
 
-# --- own gradients ------------------------------------------------------------------------------------------------------
+# --- custom gradients ---------------------------------------------------------------------------------------------------
 
 
-def same_grad(model, batch, key):
+def mse_grad(model, batch, key):
     return eqx.filter_value_and_grad(mse)(model, batch, key)
 
 
-def test_the_same_gradient_trains_the_same():
+def test_grad_fn_with_the_same_gradient_trains_identically():
     examples = make_examples(16)
 
     def run(**kwargs):
         optimizer = optax.sgd(0.1, momentum=0.9)
-        trainer = make_trainer(deployer(2, 2), optimizer=optimizer, accumulate_grad_batches=2, **kwargs)
+        trainer = make_trainer(make_deployer(2, 2), optimizer=optimizer, accumulate_grad_batches=2, **kwargs)
         return trainer.train(examples, 1), trainer.model
 
-    (ours, model), (theirs, other) = run(), run(grad_fn=same_grad)
+    (ours, model), (theirs, other) = run(), run(grad_fn=mse_grad)
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert_close(other, model)
 
 
-def test_gradients_are_clipped_by_example():
+def test_grad_fn_can_clip_gradients_per_example():
     def grad_fn(model, batch, key):
         def of_row(row):
             loss, grads = eqx.filter_value_and_grad(mse)(model, jax.tree.map(lambda x: x[None], row), key)
@@ -436,8 +438,8 @@ def test_gradients_are_clipped_by_example():
         n = len(losses)
         return redeqx.Loss(jnp.sum(losses), n), jax.tree.map(lambda g: jnp.sum(g, axis=0) / n, grads)
 
-    model, examples = linear(), make_examples(8)
-    trainer = make_trainer(deployer(2, 2), grad_fn=grad_fn)
+    model, examples = make_linear(), make_examples(8)
+    trainer = make_trainer(make_deployer(2, 2), grad_fn=grad_fn)
     metrics = trainer.train(examples, 2)
     batch = stack(examples)
     _, grads = eqx.filter_jit(grad_fn)(model, batch, None)
@@ -455,9 +457,9 @@ def test_gradients_are_clipped_by_example():
         (lambda grads: {"weight": grads.weight}, "bias", "(8,)", "none"),
     ],
 )
-def test_a_gradient_for_every_leaf_is_needed(change, name, shape, found):
+def test_grad_fn_must_return_a_gradient_for_every_leaf(change, name, shape, found):
     def grad_fn(model, batch, key):
-        loss, grads = same_grad(model, batch, key)
+        loss, grads = mse_grad(model, batch, key)
         return loss, change(grads)
 
     assert message(ValueError, make_trainer(grad_fn=grad_fn).train, make_examples(2), 2) == (
@@ -474,21 +476,21 @@ def test_a_gradient_for_every_leaf_is_needed(change, name, shape, found):
         (lambda loss, grads: (loss, grads, 0), "3 values"),
     ],
 )
-def test_grad_fn_returns_two_things(returned, found):
-    trainer = make_trainer(grad_fn=lambda *args: returned(*same_grad(*args)))
+def test_grad_fn_must_return_loss_and_gradients(returned, found):
+    trainer = make_trainer(grad_fn=lambda *args: returned(*mse_grad(*args)))
     assert message(TypeError, trainer.train, make_examples(2), 2) == (
         f"`grad_fn`: expected `(loss, grads)`, got {found}. Return both."
     )
 
 
-def test_grad_fn_s_loss_is_checked_under_its_name():
-    trainer = make_trainer(grad_fn=lambda *args: (jnp.zeros(2), same_grad(*args)[1]))
+def test_invalid_loss_of_grad_fn_raises():
+    trainer = make_trainer(grad_fn=lambda *args: (jnp.zeros(2), mse_grad(*args)[1]))
     assert message(ValueError, trainer.train, make_examples(2), 2) == (
         f"`grad_fn`: expected the loss to be a scalar, got shape (2,). {MEAN}"
     )
 
 
-# --- state --------------------------------------------------------------------------------------------------------------
+# --- model state --------------------------------------------------------------------------------------------------------
 
 
 class Normed(eqx.Module):
@@ -497,7 +499,7 @@ class Normed(eqx.Module):
 
     def __init__(self):
         self.norm = eqx.nn.BatchNorm(4, "batch", momentum=0.5, mode="batch")
-        self.linear = linear()
+        self.linear = make_linear()
 
     def __call__(self, x, state):
         x, state = self.norm(x, state)
@@ -510,19 +512,19 @@ def run_normed(model, state, batch):
 
 
 @pytest.mark.parametrize(("shards", "accumulate"), [pytest.param((8, 1), 2, marks=pytest.mark.sweep), ((2, 2), 2)])
-def test_batch_norm_trains_and_keeps_its_state(shards, accumulate):
-    (model, state), (wanted, wanted_state) = (eqx.nn.make_with_state(Normed)() for _ in range(2))
+def test_batch_norm_trains_and_updates_its_state(shards, accumulate):
+    (model, state), (desired, desired_state) = (eqx.nn.make_with_state(Normed)() for _ in range(2))
     examples = make_examples(32)
-    at = deployer(*shards)
+    deployer = make_deployer(*shards)
     rows = 8 // accumulate
     trainer = make_trainer(
-        at,
+        deployer,
         model=model,
         model_state=state,
         loss_fn=lambda model, state, batch, key: run_normed(model, state, batch),
         accumulate_grad_batches=accumulate,
     )
-    trainer.train(examples, rows // at.n_batch_shards)
+    trainer.train(examples, rows // deployer.n_batch_shards)
     assert trainer.step == 4
 
     grad = eqx.filter_jit(eqx.filter_value_and_grad(run_normed, has_aux=True))
@@ -530,22 +532,22 @@ def test_batch_norm_trains_and_keeps_its_state(shards, accumulate):
         grads = []
         for micro in range(start, start + 8, rows):
             batch = stack(examples[micro : micro + rows])
-            (_, wanted_state), g = grad(wanted, wanted_state, batch)
+            (_, desired_state), g = grad(desired, desired_state, batch)
             grads.append(g)
-        wanted = eqx.apply_updates(wanted, jax.tree.map(lambda *g: -0.1 * sum(g) / len(g), *grads))
-    assert_close(trainer.model, wanted)
-    assert_close(trainer.model_state, wanted_state)
-    assert np.abs(np.concatenate([np.ravel(x) for x in host(trainer.model_state).values()])).max() > 0
+        desired = eqx.apply_updates(desired, jax.tree.map(lambda *g: -0.1 * sum(g) / len(g), *grads))
+    assert_close(trainer.model, desired)
+    assert_close(trainer.model_state, desired_state)
+    assert np.abs(np.concatenate([np.ravel(x) for x in to_numpy(trainer.model_state).values()])).max() > 0
 
-    # Evaluation reads the state, does not change it, and does not mix rows.
-    before = host(trainer.model_state)
-    wanted_eval = run_normed(eqx.nn.inference_mode(wanted), wanted_state, stack(examples[:8]))[0]
-    assert trainer.eval_loss(examples[:8], 1) == pytest.approx(float(wanted_eval), rel=1e-4)
-    assert all(before[name].tobytes() == leaf.tobytes() for name, leaf in host(trainer.model_state).items())
+    # Evaluation reads the state without changing it, and rows do not affect each other.
+    before = to_numpy(trainer.model_state)
+    desired_loss = run_normed(eqx.nn.inference_mode(desired), desired_state, stack(examples[:8]))[0]
+    assert trainer.eval_loss(examples[:8], 1) == pytest.approx(float(desired_loss), rel=1e-4)
+    assert all(before[name].tobytes() == leaf.tobytes() for name, leaf in to_numpy(trainer.model_state).items())
 
 
-class Constant(eqx.nn.StatefulLayer):
-    """Sets constants, as `eqx.nn.BatchNorm` does in its default mode once it has begun."""
+class SetsConstants(eqx.nn.StatefulLayer):
+    """Sets constants in its state, as `eqx.nn.BatchNorm` does in its default mode after its first call."""
 
     index: eqx.nn.StateIndex
 
@@ -553,33 +555,33 @@ class Constant(eqx.nn.StatefulLayer):
         self.index = eqx.nn.StateIndex((jnp.zeros((), jnp.bool_), jnp.zeros((), jnp.int8), jnp.zeros(3)))
 
     def __call__(self, x, state, *, key=None):
-        begun, _, _ = state.get(self.index)
-        return jnp.where(begun, x, 2 * x), state.set(self.index, (True, jnp.int8(7), jnp.ones(3)))
+        is_initialised, _, _ = state.get(self.index)
+        return jnp.where(is_initialised, x, 2 * x), state.set(self.index, (True, jnp.int8(7), jnp.ones(3)))
 
 
 @pytest.mark.parametrize("shards", [*(pytest.param(x, marks=pytest.mark.sweep) for x in ((4, 1), (1, 8))), (2, 2)])
-def test_layers_that_set_constants_train_as_they_do_by_hand(shards):
-    """`eqx.nn.BatchNorm(mode="ema")`, its default, sets a `False`."""
+def test_layers_that_set_constants_match_a_plain_loop(shards):
+    """`eqx.nn.BatchNorm(mode="ema")`, the default, sets a constant `False`."""
 
-    def make():
+    def make_layers():
         keys = jax.random.split(jax.random.key(0), 2)
         norm = eqx.nn.BatchNorm(64, "batch", mode="ema")
-        layers = [eqx.nn.Linear(64, 64, key=keys[0]), norm, Constant(), eqx.nn.Linear(64, 64, key=keys[1])]
+        layers = [eqx.nn.Linear(64, 64, key=keys[0]), norm, SetsConstants(), eqx.nn.Linear(64, 64, key=keys[1])]
         return eqx.nn.Sequential(layers)
 
-    (model, state), (wanted, wanted_state) = (eqx.nn.make_with_state(make)() for _ in range(2))
-    examples, at = make_examples(24, 64, 64), deployer(*shards)
+    (model, state), (desired, desired_state) = (eqx.nn.make_with_state(make_layers)() for _ in range(2))
+    examples, deployer = make_examples(24, 64, 64), make_deployer(*shards)
     trainer = make_trainer(
-        at, model=model, model_state=state, loss_fn=lambda model, state, batch, key: run_normed(model, state, batch)
+        deployer, model=model, model_state=state, loss_fn=lambda model, state, batch, key: run_normed(model, state, batch)
     )
-    trainer.train(examples, 8 // at.n_batch_shards)
+    trainer.train(examples, 8 // deployer.n_batch_shards)
     assert any("model" in str(leaf.spec) or "fsdp" in str(leaf.spec) for leaf in trainer.plan.leaves.values())
     grad = eqx.filter_jit(eqx.filter_value_and_grad(run_normed, has_aux=True))
     for start in range(0, 24, 8):
-        (_, wanted_state), grads = grad(wanted, wanted_state, stack(examples[start : start + 8]))
-        wanted = eqx.apply_updates(wanted, jax.tree.map(lambda g: -0.1 * g, grads))
-    assert_close(trainer.model, wanted, rtol=1e-4, atol=1e-5)
-    assert_close(trainer.model_state, wanted_state, rtol=1e-4, atol=1e-5)
+        (_, desired_state), grads = grad(desired, desired_state, stack(examples[start : start + 8]))
+        desired = eqx.apply_updates(desired, jax.tree.map(lambda g: -0.1 * g, grads))
+    assert_close(trainer.model, desired, rtol=1e-4, atol=1e-5)
+    assert_close(trainer.model_state, desired_state, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -598,13 +600,13 @@ def test_layers_that_set_constants_train_as_they_do_by_hand(shards):
         ),
     ],
 )
-def test_a_state_must_come_back(returned, error, expected):
+def test_loss_fn_must_return_the_model_state(returned, error, expected):
     model, state = eqx.nn.make_with_state(Normed)()
     trainer = make_trainer(model=model, model_state=state, loss_fn=lambda m, s, b, k: returned(*run_normed(m, s, b)))
     assert message(error, trainer.train, make_examples(4), 4) == expected
 
 
-# --- optimizers ---------------------------------------------------------------------------------------------------------
+# --- optimizers, donation and remat -------------------------------------------------------------------------------------
 
 
 def labels(tree):
@@ -624,50 +626,54 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_do_on_a_mesh_what_they_do_by_hand(name):
+def test_optimizers_on_a_mesh_match_a_plain_loop(name):
     model, examples = eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(0)), make_examples(24, 64, 64)
     optimizer = OPTIMIZERS[name]()
-    wanted, losses, norms = by_hand(model, optimizer, examples, 8)
-    at = deployer(2, 2, loggers=[log := Recorder()])
-    trainer = make_trainer(at, model=model, optimizer=optimizer)
+    desired, losses, norms = plain_equinox_loop(model, optimizer, examples, 8)
+    deployer = make_deployer(2, 2, loggers=[log := Recorder()])
+    trainer = make_trainer(deployer, model=model, optimizer=optimizer)
     trainer.train(examples, 2)
-    assert_close(trainer.model, wanted, rtol=1e-4, atol=1e-5)
+    assert_close(trainer.model, desired, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(log.of("loss"), losses, rtol=1e-5)
     np.testing.assert_allclose(log.of("grad_norm"), norms, rtol=1e-5)
-    # What has a parameter's shape lives where the parameter does; an update moves nothing.
+    # State of a parameter's shape is sharded like the parameter; an update does not change shardings.
     params = named_leaves(eqx.filter(trainer.model, eqx.is_array))
     assert params["layers.0.weight"].sharding.spec == P("model", "fsdp")
     assert params["layers.1.weight"].sharding.spec == P("fsdp", "model")
     for state_name, leaf in named_leaves(trainer.opt_state).items():
-        twins = [param for param_name, param in params.items() if state_name.endswith(f".{param_name}")]
-        home = twins[0].sharding if twins and twins[0].shape == leaf.shape else replicated(at.mesh)
-        assert leaf.sharding == home, state_name
+        matching_params = [param for param_name, param in params.items() if state_name.endswith(f".{param_name}")]
+        expected_sharding = (
+            matching_params[0].sharding
+            if matching_params and matching_params[0].shape == leaf.shape
+            else replicated(deployer.mesh)
+        )
+        assert leaf.sharding == expected_sharding, state_name
     assert trainer._engine.state.program.train_step._cache_size() == 1
 
 
 @pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
-def test_the_caller_s_arrays_survive_training(shards):
+def test_training_keeps_the_caller_s_arrays(shards):
     model, state = eqx.nn.make_with_state(Normed)()
 
     def loss_fn(model, state, batch, key):
         return run_normed(model, state, batch)
 
-    trainer = make_trainer(deployer(*shards), model=model, model_state=state, loss_fn=loss_fn)
+    trainer = make_trainer(make_deployer(*shards), model=model, model_state=state, loss_fn=loss_fn)
     trainer.train(make_examples(16), 2)
     assert not [name for name, leaf in named_leaves((model, state)).items() if eqx.is_array(leaf) and leaf.is_deleted()]
 
 
-def test_arrays_that_init_made_are_taken_over():
-    at = deployer(2, 2)
-    model = at.init(linear)
-    make_trainer(at, model=model).train(make_examples(4), 1)
-    assert model.weight.is_deleted()  # not held twice
+def test_arrays_created_by_init_are_donated():
+    deployer = make_deployer(2, 2)
+    model = deployer.init(make_linear)
+    make_trainer(deployer, model=model).train(make_examples(4), 1)
+    assert model.weight.is_deleted()  # the buffers are reused, not copied
 
 
 @pytest.mark.parametrize("shards", [pytest.param((1, 1), marks=pytest.mark.sweep), (2, 2)], ids=str)
 @pytest.mark.sweep
-def test_remat_of_loops_saves_memory_and_changes_no_number(shards):
-    """`"matmuls"` computes no product twice: as many FLOPs as without."""
+def test_remat_of_loops_saves_memory_without_changing_results(shards):
+    """`"matmuls"` recomputes no products: the FLOPs are those of `"none"`."""
     stack = eqx.filter_vmap(lambda key: eqx.nn.MLP(64, 64, 256, 1, jax.nn.gelu, key=key))(
         jax.random.split(jax.random.key(0), 4)
     )
@@ -684,7 +690,7 @@ def test_remat_of_loops_saves_memory_and_changes_no_number(shards):
     found = {}
     for remat in ("none", "matmuls", "full", "offload"):
         trainer = redeqx.Trainer(
-            deployer(*shards), model=stack, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn, remat=remat
+            make_deployer(*shards), model=stack, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn, remat=remat
         )
         step = trainer.dry_run(examples, batch_size=256, search=False).steps["train"]
         trainer.train(examples, batch_size=256)
@@ -697,14 +703,14 @@ def test_remat_of_loops_saves_memory_and_changes_no_number(shards):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_loops_recompute_all_but_products_by_default():
-    assert make_trainer(deployer())._engine.recipe.remat_level == "matmuls"
-    assert make_trainer(deployer(), remat="none")._engine.recipe.remat_level == "none"
+def test_default_remat_level_is_matmuls():
+    assert make_trainer(make_deployer())._engine.recipe.remat_level == "matmuls"
+    assert make_trainer(make_deployer(), remat="none")._engine.recipe.remat_level == "none"
     expected = "`remat`: expected 'auto', 'none', 'matmuls', 'full' or 'offload', got 'some'"
     with pytest.raises(ValueError, match=expected):
-        make_trainer(deployer(), remat="some")
+        make_trainer(make_deployer(), remat="some")
     with pytest.raises(ValueError, match=r"`memory`: expected 'auto' or None, got 'most'\. Pass one of the two\."):
-        make_trainer(deployer(), memory="most")
+        make_trainer(make_deployer(), memory="most")
 
 
 @pytest.mark.parametrize(
@@ -716,9 +722,9 @@ def test_loops_recompute_all_but_products_by_default():
         (2, 2, ["GatherAtUse", "FixGroupedConvolutions", "Reshard", "FuseAttention"]),
     ],
 )
-def test_a_mesh_has_the_rules_that_it_needs_in_their_order(n_model_shards, n_fsdp_shards, expected):
-    """Without any the step traces the loss itself."""
+def test_rules_of_each_mesh_are_in_order(n_model_shards, n_fsdp_shards, expected):
+    """`plan_rules` returns the transformation rules that a mesh needs."""
     model = eqx.nn.Linear(256, 256, key=jax.random.key(0))
-    plan = deployer(n_model_shards, n_fsdp_shards).plan(model)
+    plan = make_deployer(n_model_shards, n_fsdp_shards).plan(model)
     assert [type(rule).__name__ for rule in plan_rules(Parts.of(model), plan)] == expected
     assert [type(rule).__name__ for rule in plan_rules(Parts.of(model), plan, fuse_attention=False)] == expected[:-1]

@@ -1,4 +1,4 @@
-"""Loops of one's own by `update`, fits that end by `max_steps`, what `fit` returns, and optimizers that read the loss."""
+"""Custom loops with `update`, `max_steps`, the return value and signature of `fit`, and optimizers that read the loss."""
 
 import contextlib
 import inspect
@@ -13,7 +13,7 @@ import pytest
 
 import redeqx
 
-DATA = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)  # three steps an epoch
+DATA = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)  # three steps per epoch
 
 
 def loss_fn(model, batch, key):
@@ -41,24 +41,24 @@ def bits(trainer):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_updates_are_the_steps_of_train(accumulate, tmp_path):
-    whole = make_trainer(tmp_path / "train", accumulate_grad_batches=accumulate)
-    metrics = whole.train(DATA, batch_size=8)
+def test_updates_equal_the_steps_of_train(accumulate, tmp_path):
+    expected_trainer = make_trainer(tmp_path / "train", accumulate_grad_batches=accumulate)
+    metrics = expected_trainer.train(DATA, batch_size=8)
     trainer = make_trainer(tmp_path / "update", accumulate_grad_batches=accumulate)
-    found = [trainer.update(DATA[start : start + 8]) for start in (0, 8, 16)]
-    assert found[-1] == metrics
+    update_metrics = [trainer.update(DATA[start : start + 8]) for start in (0, 8, 16)]
+    assert update_metrics[-1] == metrics
     assert trainer.step == trainer._engine.progress.n_examples / 8 == 3
-    assert bits(trainer) == bits(whole)
+    assert bits(trainer) == bits(expected_trainer)
     records = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("train", "update")]
     assert records[0] == records[1]
-    for each in (whole, trainer):
+    for each in (expected_trainer, trainer):
         each.save_ckpt()
     saved = [tmp_path / name / "ckpts/step_00000003" for name in ("train", "update")]
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (saved[0] / name).read_bytes() == (saved[1] / name).read_bytes()
 
 
-def test_a_loop_of_updates_resumes(tmp_path):
+def test_custom_loop_resumes(tmp_path):
     def run(workdir, n_steps):
         trainer = make_trainer(workdir)
         for step in range(trainer.resume(), n_steps):
@@ -67,11 +67,11 @@ def test_a_loop_of_updates_resumes(tmp_path):
                 trainer.save_ckpt()
         return trainer
 
-    whole = run(tmp_path / "whole", 5)
-    run(tmp_path / "killed", 3)  # the third step is not saved, and taken again
+    expected_trainer = run(tmp_path / "whole", 5)
+    run(tmp_path / "killed", 3)  # the third step is not saved, so that it is repeated
     again = run(tmp_path / "killed", 5)
     assert again.step == 5
-    assert bits(again) == bits(whole)
+    assert bits(again) == bits(expected_trainer)
     assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
 
 
@@ -87,7 +87,7 @@ def test_a_loop_of_updates_resumes(tmp_path):
         ([], ValueError, "`examples`: expected at least one example, got none. Look at what was loaded."),
     ],
 )
-def test_what_is_no_batch_of_an_update(context, examples, error, expected):
+def test_update_with_invalid_examples_raises(context, examples, error, expected):
     with context():
         trainer = make_trainer(shards=(1, 1))
         with pytest.raises(error) as raised:
@@ -95,7 +95,7 @@ def test_what_is_no_batch_of_an_update(context, examples, error, expected):
     assert str(raised.value) == expected
 
 
-def test_updates_inside_of_a_fit_are_refused():
+def test_update_and_resume_inside_fit_raise():
     class Updates(redeqx.Callback):
         def on_step(self, trainer, metrics):
             trainer.update(DATA[:8])
@@ -114,27 +114,27 @@ def test_updates_inside_of_a_fit_are_refused():
 # --- the end of a fit ---------------------------------------------------------------------------------------------------
 
 
-def test_max_steps_ends_a_fit_and_a_later_run_with_more_goes_on(tmp_path):
-    whole = make_trainer()
-    whole.fit(DATA, batch_size=8, n_epochs=2)
+def test_max_steps_ends_a_fit_and_a_larger_value_resumes_it(tmp_path):
+    expected_trainer = make_trainer()
+    expected_trainer.fit(DATA, batch_size=8, n_epochs=2)
     first = make_trainer(tmp_path)
     metrics = first.fit(DATA, batch_size=8, max_steps=4, eval_examples=DATA[:8])
     assert first.step == 4
-    assert metrics == {"loss": first.eval_loss(DATA[:8], batch_size=8)}  # of the last step
+    assert metrics == {"loss": first.eval_loss(DATA[:8], batch_size=8)}  # the evaluation at the last step
     again = make_trainer(tmp_path)
     assert again.fit(DATA, batch_size=8, max_steps=4, eval_examples=DATA[:8]) == metrics
-    assert again.step == 4  # done already
+    assert again.step == 4  # already complete
     again = make_trainer(tmp_path)
     again.fit(DATA, batch_size=8, max_steps=6, eval_examples=DATA[:8])
     assert again.step == 6
-    assert bits(again) == bits(whole)
-    again.fit(DATA, batch_size=8, max_steps=2)  # counted from the beginning of each fit
+    assert bits(again) == bits(expected_trainer)
+    again.fit(DATA, batch_size=8, max_steps=2)  # `max_steps` counts from the start of each fit
     assert again.step == 8
-    again.fit(DATA, batch_size=8, n_epochs=1, max_steps=100)  # whichever is less
+    again.fit(DATA, batch_size=8, n_epochs=1, max_steps=100)  # the smaller limit applies
     assert again.step == 11
 
 
-def test_updates_before_a_fit_are_none_of_its_max_steps(tmp_path):
+def test_updates_before_a_fit_do_not_count_towards_max_steps(tmp_path):
     for kill_at in (3, None):
         trainer = make_trainer(tmp_path)
         with contextlib.suppress(KeyboardInterrupt):
@@ -147,7 +147,7 @@ def test_updates_before_a_fit_are_none_of_its_max_steps(tmp_path):
     assert trainer.step == 9
 
 
-def test_resume_forgets_what_was_recorded_since(tmp_path):
+def test_resume_drops_metrics_recorded_after_the_checkpoint(tmp_path):
     trainer = make_trainer(tmp_path)
     for _ in range(2):
         trainer.update(DATA[:8])
@@ -160,7 +160,7 @@ def test_resume_forgets_what_was_recorded_since(tmp_path):
     assert steps == [1, 2, 3]
 
 
-def test_a_load_that_fails_after_a_resume_leaves_what_was_resumed(tmp_path):
+def test_failed_load_leaves_the_resumed_state(tmp_path):
     trainer = make_trainer(tmp_path)
     for name in ("first", "second"):
         trainer.update(DATA[:8])
@@ -174,16 +174,16 @@ def test_a_load_that_fails_after_a_resume_leaves_what_was_resumed(tmp_path):
     assert again.step == 2 and bits(again) == bits(trainer)
 
 
-def test_what_is_loaded_after_a_fit_that_failed_is_what_the_next_one_begins_with(tmp_path):
+def test_fit_starts_from_a_checkpoint_loaded_after_a_failed_fit(tmp_path):
     trainer, seen = make_trainer(tmp_path), []
 
-    class Notes(redeqx.Callback):
+    class RecordSteps(redeqx.Callback):
         def on_step(self, trainer, metrics):
             seen.append(trainer.step)
             if trainer.step == 8:
                 raise KeyboardInterrupt
 
-    options = {"batch_size": 8, "n_epochs": 2, "save_every_n_steps": 1, "keep_last": 9, "callbacks": [Notes()]}
+    options = {"batch_size": 8, "n_epochs": 2, "save_every_n_steps": 1, "keep_last": 9, "callbacks": [RecordSteps()]}
     trainer.fit(DATA, batch_size=8, n_epochs=1)
     with contextlib.suppress(KeyboardInterrupt):
         trainer.fit(DATA, **options)
@@ -194,7 +194,7 @@ def test_what_is_loaded_after_a_fit_that_failed_is_what_the_next_one_begins_with
     assert seen == [4, 5, 6, 7, 8, 6, 7, 8]
 
 
-def test_a_checkpoint_loads_after_one_whose_optimizer_is_another(tmp_path):
+def test_checkpoint_of_another_optimizer_loads_without_its_state(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.update(DATA[:8])
     trainer.save_ckpt()
@@ -204,24 +204,24 @@ def test_a_checkpoint_loads_after_one_whose_optimizer_is_another(tmp_path):
     assert bits(again)[:4] == bits(trainer)[:4]
 
 
-def test_a_schedule_gets_an_array():
+def test_schedule_is_called_with_an_array():
     schedule = lambda step: 1e-2 * step.astype(np.float32)  # noqa: E731
     trainer = make_trainer(optimizer=optax.sgd(schedule), lr_schedule_fn=schedule)
     trainer.fit(DATA, batch_size=8)
     assert trainer.step == 3
 
 
-def test_a_rerun_goes_on_with_a_second_fit_that_begins_from_the_best_of_the_first(tmp_path):
+def test_rerun_resumes_a_second_fit_started_from_the_best_checkpoint(tmp_path):
     def run(kill_at=None):
         trainer, seen = make_trainer(tmp_path, loss_fn=loss_fn), []
 
-        class Kill(redeqx.Callback):
+        class RecordAndKill(redeqx.Callback):
             def on_step(self, trainer, metrics):
                 seen.append(trainer.step)
                 if trainer.step == kill_at:
                     raise KeyboardInterrupt
 
-        options = {"batch_size": 8, "n_epochs": 2, "save_every_n_steps": 1, "callbacks": [Kill()]}
+        options = {"batch_size": 8, "n_epochs": 2, "save_every_n_steps": 1, "callbacks": [RecordAndKill()]}
         with contextlib.suppress(KeyboardInterrupt):
             trainer.fit(DATA, eval_examples=DATA[:8], save_argmin_ckpt_by_metrics=["loss"], **options)
             trainer.load_ckpt("argmin_loss")
@@ -239,21 +239,21 @@ def test_a_rerun_goes_on_with_a_second_fit_that_begins_from_the_best_of_the_firs
     assert bits(again) == bits(first)
 
 
-def test_epochs_without_a_step_do_not_go_on_for_ever():
+def test_epochs_without_a_step_raise():
     with pytest.raises(ValueError, match="`train_examples`: expected at least 8 examples, a batch of them"):
         make_trainer().fit(DATA[:7], batch_size=8, max_steps=1, drop_remainder=True)
 
 
-def test_without_an_evaluation_fit_returns_the_metrics_of_the_last_step(tmp_path):
+def test_fit_without_evaluation_returns_the_last_training_metrics(tmp_path):
     trainer = make_trainer(tmp_path)
     metrics = trainer.fit(DATA, batch_size=8)
     assert metrics.keys() == {"loss", "grad_norm"}
-    twin = make_trainer(tmp_path / "other")
-    assert twin.fit(DATA, batch_size=8) == metrics
-    assert make_trainer(tmp_path).fit(DATA, batch_size=8) == metrics  # done already
+    same_run = make_trainer(tmp_path / "other")
+    assert same_run.fit(DATA, batch_size=8) == metrics
+    assert make_trainer(tmp_path).fit(DATA, batch_size=8) == metrics  # already complete
 
 
-def test_fit_shows_its_arguments():
+def test_fit_has_an_explicit_documented_signature():
     parameters = inspect.signature(redeqx.Trainer.fit).parameters
     assert list(parameters)[:4] == ["self", "train_examples", "per_device_batch_size", "n_epochs"]
     rest = [parameters[name] for name in list(parameters)[4:]]
@@ -266,13 +266,13 @@ def test_fit_shows_its_arguments():
 # --- optimizers that read the loss --------------------------------------------------------------------------------------
 
 
-def test_a_plateau_lowers_the_learning_rate():
+def test_reduce_on_plateau_lowers_the_learning_rate():
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0, accumulation_size=1)
     trainer = make_trainer(optimizer=optax.chain(optax.sgd(1e-3), plateau))
     trainer.fit(DATA, batch_size=8, n_epochs=2)
     scale = float(trainer.opt_state[1].scale)
     assert scale < 1.0
-    # By hand, with the losses that were logged.
+    # Computed with optax alone from the best loss.
     state = plateau.init({"x": jax.numpy.zeros(())})
     for loss in np.full(6, float(trainer.opt_state[1].best_value)):
         _, state = plateau.update({"x": jax.numpy.zeros(())}, state, value=loss)
@@ -281,27 +281,27 @@ def test_a_plateau_lowers_the_learning_rate():
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.sweep), 2])
 @pytest.mark.sweep
-def test_lbfgs_searches_along_its_line(accumulate):
-    def plain(model, batch, key):
+def test_lbfgs_line_search_matches_optax(accumulate):
+    def loss_without_dropout(model, batch, key):
         return ((jax.vmap(model)(batch[:, :5])[:, 0] - batch[:, 5]) ** 2).mean()
 
     def value_fn(model):
-        return plain(model, DATA, None)
+        return loss_without_dropout(model, DATA, None)
 
-    trainer = make_trainer(optimizer=optax.lbfgs(), loss_fn=plain, accumulate_grad_batches=accumulate)
+    trainer = make_trainer(optimizer=optax.lbfgs(), loss_fn=loss_without_dropout, accumulate_grad_batches=accumulate)
     losses = [trainer.update(DATA)["loss"] for _ in range(4)]
-    # The same by optax alone.
+    # The same computation with optax alone.
     model, optimizer, expected = eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)), optax.lbfgs(), []
     params, static = eqx.partition(model, eqx.is_inexact_array)
     state = optimizer.init(params)
 
     @jax.jit
     def step(params, state):
-        def of(params):
+        def loss_of(params):
             return value_fn(eqx.combine(params, static))
 
-        value, grad = jax.value_and_grad(of)(params)
-        updates, state = optimizer.update(grad, state, params, value=value, grad=grad, value_fn=of)
+        value, grad = jax.value_and_grad(loss_of)(params)
+        updates, state = optimizer.update(grad, state, params, value=value, grad=grad, value_fn=loss_of)
         return optax.apply_updates(params, updates), state, value
 
     for _ in range(4):
