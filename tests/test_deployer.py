@@ -100,6 +100,16 @@ def test_a_workdir_is_made_by_its_deployer_and_not_by_one_that_fails(tmp_path):
 # --- keys ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32 + 3, 2**62])
+@pytest.mark.parametrize("x64", [False, True])
+def test_the_nth_key_is_folded_from_the_seed(seed, x64):
+    with jax.enable_x64(x64):
+        made = redeqx.Deployer(jax_seed=seed, verbose=False)
+        for n in (1, 2):
+            expected = jax.random.fold_in(jax.random.key(seed), n)
+            assert jax.random.key_data(made.next_key()).tolist() == jax.random.key_data(expected).tolist()
+
+
 def test_keys_are_those_of_the_seed_and_all_distinct():
     def keys(seed):
         made = deployer(jax_seed=seed)

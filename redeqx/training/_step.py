@@ -128,16 +128,16 @@ def make_train_step(
     - `options`: for the compiler.
     """
     parts, mesh, precision = functions.parts, functions.plan.mesh, functions.precision
-    gradient = functions.gradient()
     # For optimizers that use the value of the loss, search along a line, or depend on the plan.
     takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
-    loss = functions.loss(inference=False)
     names: list[str] = []
 
     def step_fn(trained, opt_state, state, steps, frozen, stream, groups, n_first):
         step, n_skipped = steps
         opt_state = _in_memory(jax.memory.Space.Device, opt_state, layout.opt_state)
         groups, n_first = _split_micro_batches(groups, n_first, n_parts, mesh)
+        is_only = [jax.tree.leaves(group)[0].shape[0] for group in groups] == [1]
+        gradient, loss = functions.gradient(is_only=is_only), functions.loss(inference=False, is_only=is_only)
         key = stream_key(stream)
         rounding_key = jax.random.fold_in(jax.random.fold_in(key, _ROUND), step)
         key = jax.random.fold_in(jax.random.fold_in(key, _TRAIN), step)
