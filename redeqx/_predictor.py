@@ -216,8 +216,9 @@ class Predictor(RedcoNames):
         parts = Parts.of(model)
         treedef = program.state_treedef if program.state else None
         step = self._make_step(parts, program.plan, treedef, named=True)
-        i = jax.ShapeDtypeStruct((), np.uint32)
-        return step.trace(*placed_shapes(parts, model, program.plan), program.state, batch, program.key, i)
+        key, i = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), np.uint32)
+        key = placed(key, replicated(mesh))
+        return step.trace(*placed_shapes(parts, model, program.plan), program.state, batch, key, i)
 
     def _call(self, step: Callable[..., Any], args: tuple[Any, ...]) -> PyTree:
         """Calls the jitted step; shows when it has to compile first."""

@@ -100,6 +100,16 @@ def test_creates_workdir_unless_construction_fails(tmp_path):
 # --- keys ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32 + 3, 2**62])
+@pytest.mark.parametrize("x64", [False, True])
+def test_the_nth_key_is_folded_from_the_seed(seed, x64):
+    with jax.enable_x64(x64):
+        deployer = make_deployer(jax_seed=seed)
+        for n in (1, 2):
+            expected = jax.random.fold_in(jax.random.key(seed), n)
+            assert jax.random.key_data(deployer.next_key()).tolist() == jax.random.key_data(expected).tolist()
+
+
 def test_keys_are_distinct_and_determined_by_the_seed():
     def keys(seed):
         deployer = make_deployer(jax_seed=seed)

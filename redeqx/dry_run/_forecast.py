@@ -260,10 +260,10 @@ def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> d
     groups = _step_groups(job, setting, program.plan.mesh)
     carried = (program.trained, program.opt_state, program.state, program.steps)
     n_first = jax.ShapeDtypeStruct((), "int32")
-    traced = {"train": program.train_step.trace(*carried, program.frozen, program.key, groups["train"], n_first)}
+    traced = {"train": program.train_step.trace(*carried, program.frozen, program.stream, groups["train"], n_first)}
     if not only_train and "eval" in groups:
         i = jax.ShapeDtypeStruct((), "uint32")
-        args = (program.trained, program.frozen, program.state, program.key, i, groups["eval"])
+        args = (program.trained, program.frozen, program.state, program.stream, i, groups["eval"])
         traced["eval"] = program.eval_step.trace(*args)
     if not only_train and job.trace_predict is not None:
         traced["predict"] = job.trace_predict(program)

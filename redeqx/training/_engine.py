@@ -68,7 +68,7 @@ class Engine:
     - `stop_requested`: whether the fit is to stop after this step.
     - `is_updating`: whether updates are in progress.
     - `update_line`: measures the updates of a user's own loop, from one to the next.
-    - `key`: the key from which each step derives its own.
+    - `stream`: from which each step derives its key (`Run.next_stream`).
     - `given`: the model and the state of its layers until they are placed; None afterwards.
     - `checkpoints`: the checkpoints of the workdir; None without one.
     - `warned`: damaged checkpoints that the user has been warned about.
@@ -91,7 +91,7 @@ class Engine:
         self.is_updating = False
         self.update_line = run.console.progress(title="update")
         self.warned: set[Location] = set()
-        self.key = run.next_key()
+        self.stream = run.next_stream()
         self.given: tuple[PyTree, PyTree] | None = (model, model_state)
         self._train_state: TrainState | None = None  # set once the model is placed
         self._is_planned = False  # from the loss of a batch, not only from the order of the fields
@@ -203,8 +203,8 @@ class Engine:
         """Returns the state of step 0; if a checkpoint is to be restored, the shapes to load it into."""
         model, state = self.trees
         if (path := self._restore_from) is None:
-            return TrainState.of(self.recipe.parts, program, model, state, self.key)
-        held = TrainState.to_load(self.recipe.parts, program, model, self.key)
+            return TrainState.of(self.recipe.parts, program, model, state, self.stream)
+        held = TrainState.to_load(self.recipe.parts, program, model, self.stream)
         held.match(self.need_checkpoints(), path, opt_state=True)  # before the given values are freed
         return held
 

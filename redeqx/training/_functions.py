@@ -102,21 +102,32 @@ class Functions:
             first += [] if self.remat == "none" else [RematLoops(self.remat)]
         return transformed(fn, [*first, *rules])
 
-    def loss(self, inference: bool) -> Callable[..., Any]:
-        """Returns `(weights, state, batch, key) -> (total, (weight, metrics, state))`; gathers weights at their use."""
+    def loss(self, inference: bool, *, is_only: bool = False) -> Callable[..., Any]:
+        """Returns `(weights, state, batch, key) -> (total, (weight, metrics, state))`; gathers weights at their use.
+
+        **Arguments:**
+
+        - `is_only`: whether the batch is the only micro-batch of a step. A mean then has weight 1, as in a
+            hand-written step: no gradient is multiplied by the number of rows and divided by it again.
+        """
 
         def loss(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
             model = self._model(weights, inference)
             out = self.loss_fn(model, *([state] if self.has_state else []), batch, key)
             out, state = self._with_state(out, state, "loss_fn")
-            total, weight, metrics = as_sums(out, n_rows(batch))
+            total, weight, metrics = as_sums(out, 1 if is_only else n_rows(batch))
             return total, (weight, metrics, state)
 
         return self._with_rules(loss, is_loss=True, is_trained=not inference)
 
-    def gradient(self) -> Callable[..., Any]:
-        """Returns `(trained, frozen, state, batch, key) -> (gradients of the total, total, weight, metrics, state)`."""
-        loss = self.loss(inference=False)
+    def gradient(self, *, is_only: bool = False) -> Callable[..., Any]:
+        """Returns `(trained, frozen, state, batch, key) -> (gradients of the total, total, weight, metrics, state)`.
+
+        **Arguments:**
+
+        - `is_only`: as for `loss`.
+        """
+        loss = self.loss(inference=False, is_only=is_only)
 
         def default(trained: list, frozen: list, state: PyTree, batch: PyTree, key: Array) -> Any:
             def of_trained(trained: list) -> Any:
@@ -134,7 +145,7 @@ class Functions:
             out = grad_fn(model, *([state] if self.has_state else []), batch, key)
             out, grads = _pair(out, "grad_fn", "(loss, grads)")
             out, state = self._with_state(out, state, "grad_fn")
-            total, weight, metrics = as_sums(out, n_rows(batch), "grad_fn")
+            total, weight, metrics = as_sums(out, 1 if is_only else n_rows(batch), "grad_fn")
             leaves = {name: leaf for name, leaf in named_leaves(grads).items() if is_array_like(leaf)}
             picked = []
             for name, param in zip(self.parts.names[0], weights, strict=False):

@@ -19,6 +19,7 @@ from ..partition import Plan, shardings_like
 from ..tracing import as_fun
 from ._functions import Functions
 from ._parts import Parts
+from ._run import stream_dtype
 from ._step import Layout, make_eval_step, make_train_step
 
 
@@ -28,7 +29,7 @@ class Program:
 
     **Arguments:**
 
-    - `trained`, `frozen`, `opt_state`, `state`, `steps`, `key`: shapes with shardings; `steps` as in the train step.
+    - `trained`, `frozen`, `opt_state`, `state`, `steps`, `stream`: shapes with shardings; `steps` as in the train step.
     - `names`: the names of the trained and of the frozen leaves.
     - `init_opt_state`: maps the trained arrays to the optimizer state, whose shards are created in place.
     """
@@ -39,7 +40,7 @@ class Program:
     opt_state: list[jax.ShapeDtypeStruct]
     state: list[jax.ShapeDtypeStruct]
     steps: jax.ShapeDtypeStruct
-    key: jax.ShapeDtypeStruct
+    stream: jax.ShapeDtypeStruct
     opt_treedef: Any
     state_treedef: Any
     init_opt_state: Callable[[list[Array]], list[Array]]
@@ -115,7 +116,7 @@ def make_program(
         opt_state=opt_state,
         state=states,
         steps=placed(jax.ShapeDtypeStruct((2,), np.int32), replicate),
-        key=placed(jax.eval_shape(lambda: jax.random.key(0)), replicate),
+        stream=placed(jax.ShapeDtypeStruct((2,), stream_dtype()), replicate),
         opt_treedef=opt_treedef,
         state_treedef=state_treedef,
         init_opt_state=jax.jit(lambda trained: as_fun(traced)(*trained), out_shardings=layout.opt_state),

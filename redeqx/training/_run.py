@@ -1,14 +1,14 @@
 """A run: the devices, processes, folder and console that all models of one script share."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from ..distributed import Peers, Preemption, Watch
 from ..machine import Options, dry, n_batch_shards
@@ -16,9 +16,18 @@ from ..monitor import Console
 from ..storage import Location, Staging
 
 
-@partial(jax.jit, static_argnums=0)  # a static seed may exceed 32 bits; jitted to compile one program, not several
-def _key_of(seed: int, n: Any) -> PRNGKeyArray:
-    return jax.random.fold_in(jax.random.key(seed), n)
+def stream_dtype() -> np.dtype:
+    """Returns the dtype of a stream: 64 bits in 64-bit mode, where a key depends on all bits of its seed."""
+    return jax.dtypes.canonicalize_dtype(np.int64)
+
+
+def stream_key(stream: Array) -> PRNGKeyArray:
+    """Returns the key of a stream. As a part of a program it needs no compilation of its own."""
+    seed, n = stream
+    return jax.random.fold_in(jax.random.key(seed), n.astype(jnp.uint32))
+
+
+_key = jax.jit(stream_key)
 
 
 @dataclass(eq=False)
@@ -74,8 +83,12 @@ class Run:
 
     def next_key(self) -> PRNGKeyArray:
         """Returns the next key: with the same seed, the n-th call returns the same key in every run."""
+        return _key(self.next_stream())
+
+    def next_stream(self) -> np.ndarray:
+        """Returns the seed and the number of the next key, int `[2]`, for `stream_key`."""
         self.n_keys += 1
-        return _key_of(self.seed, np.uint32(self.n_keys))
+        return np.array([self.seed, self.n_keys]).astype(stream_dtype())
 
     def decide(self, value: Any) -> Any:
         """Returns process 0's value (any JSON) in every process; each process must call it."""

@@ -27,7 +27,7 @@ class TrainState:
 
     - `trained`, `frozen`, `opt_state`, `layers`: arrays with the program's shapes and shardings.
     - `steps`: int32 `[2]`: the number of steps taken, and of skipped ones among them.
-    - `key`: the run's key, from which each step derives its own.
+    - `stream`: int `[2]`, from which each step derives its key (`_run.stream_key`).
     - `is_loaded`: whether all values exist; otherwise some of the arrays are only shapes.
     """
 
@@ -38,17 +38,19 @@ class TrainState:
     opt_state: list[Any]
     layers: list[Any]
     steps: Array
-    key: Array
+    stream: Array
     is_loaded: bool = True
 
     @classmethod
-    def of(cls, parts: Parts, program: Program, model: PyTree, model_state: PyTree | None, key: Array) -> "TrainState":
+    def of(
+        cls, parts: Parts, program: Program, model: PyTree, model_state: PyTree | None, stream: np.ndarray
+    ) -> "TrainState":
         """Returns the state of step 0, with the model and the state of its layers copied to the program's mesh."""
         replicate = replicated(program.plan.mesh)
         trained, frozen = parts.take(place(model, program.plan))
         layers = [put(jnp.copy(leaf), replicate) for leaf in jax.tree.leaves(model_state)]  # as `place` copies
         steps = put(np.zeros(2, np.int32), replicate)
-        return cls(parts, program, trained, frozen, program.init_opt_state(trained), layers, steps, put(key, replicate))
+        return cls(parts, program, trained, frozen, program.init_opt_state(trained), layers, steps, put(stream, replicate))
 
     def move(self, program: Program) -> None:
         """Switches to another program of the same model, and moves the arrays to its shardings, one after the other."""
@@ -62,7 +64,7 @@ class TrainState:
         self.program = program
 
     @classmethod
-    def to_load(cls, parts: Parts, program: Program, model: PyTree, key: Array) -> "TrainState":
+    def to_load(cls, parts: Parts, program: Program, model: PyTree, stream: np.ndarray) -> "TrainState":
         """Returns a state of shapes for `load` to fill; arrays that already have the right sharding stay until `load` frees
         them."""
         replicate = replicated(program.plan.mesh)
@@ -73,7 +75,7 @@ class TrainState:
         )
         steps = put(np.zeros(2, np.int32), replicate)
         opt_state, layers = _canonical(program.opt_state), _canonical(program.state)
-        return cls(parts, program, trained, frozen, opt_state, layers, steps, put(key, replicate), is_loaded=False)
+        return cls(parts, program, trained, frozen, opt_state, layers, steps, put(stream, replicate), is_loaded=False)
 
     @property
     def model(self) -> PyTree:
@@ -93,7 +95,7 @@ class TrainState:
     def train_args(self, groups: Any, n_micro_batches: int) -> tuple[Any, ...]:
         """Returns the train step's arguments, for groups whose first counts `n_micro_batches` micro-batches."""
         carried = (self.trained, self.opt_state, self.layers, self.steps)
-        return (*carried, self.frozen, self.key, groups, np.int32(n_micro_batches))
+        return (*carried, self.frozen, self.stream, groups, np.int32(n_micro_batches))
 
     def eval_args(self, i: int, groups: Any, weights: tuple[list[Any], list[Any]] | None = None) -> tuple[Any, ...]:
         """Returns the arguments of the eval step, for the `i`-th batch of an evaluation.
@@ -102,7 +104,7 @@ class TrainState:
 
         - `weights`: trained and frozen arrays that replace this state's.
         """
-        return (*(weights or (self.trained, self.frozen)), self.layers, self.key, np.uint32(i), groups)
+        return (*(weights or (self.trained, self.frozen)), self.layers, self.stream, np.uint32(i), groups)
 
     def advance(self, outs: Sequence[Any]) -> Array:
         """Stores the results of a train step; returns its vector of metrics."""

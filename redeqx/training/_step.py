@@ -23,6 +23,7 @@ from ._functions import Functions, plan_rules
 from ._loss import n_rows
 from ._parts import Parts
 from ._precision import widened
+from ._run import stream_key
 
 # --- micro-batches -----------------------------------------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ def make_train_step(
     n_parts: int = 1,
     options: Options | None = None,
 ) -> tuple[Callable[..., Any], list[str]]:
-    """Returns the jitted `(trained, opt_state, state, steps, frozen, key, groups, n_first) -> (trained, opt_state, state,
+    """Returns the jitted `(trained, opt_state, state, steps, frozen, stream, groups, n_first) -> (trained, opt_state, state,
     steps, vector)`, where `steps` counts the steps taken and, of those, the skipped ones, and `n_first` is as for
     `_accumulate`.
 
@@ -127,16 +128,17 @@ def make_train_step(
     - `options`: for the compiler.
     """
     parts, mesh, precision = functions.parts, functions.plan.mesh, functions.precision
-    gradient = functions.gradient()
     # For optimizers that use the value of the loss, search along a line, or depend on the plan.
     takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
-    loss = functions.loss(inference=False)
     names: list[str] = []
 
-    def step_fn(trained, opt_state, state, steps, frozen, key, groups, n_first):
+    def step_fn(trained, opt_state, state, steps, frozen, stream, groups, n_first):
         step, n_skipped = steps
         opt_state = _in_memory(jax.memory.Space.Device, opt_state, layout.opt_state)
         groups, n_first = _split_micro_batches(groups, n_first, n_parts, mesh)
+        is_only = [jax.tree.leaves(group)[0].shape[0] for group in groups] == [1]
+        gradient, loss = functions.gradient(is_only=is_only), functions.loss(inference=False, is_only=is_only)
+        key = stream_key(stream)
         rounding_key = jax.random.fold_in(jax.random.fold_in(key, _ROUND), step)
         key = jax.random.fold_in(jax.random.fold_in(key, _TRAIN), step)
 
@@ -227,17 +229,18 @@ def _state_leaves(tree: PyTree, before: Sequence[Array], treedef: Any) -> list[A
 def make_eval_step(
     functions: Functions, state_treedef: Any, options: Options | None = None
 ) -> tuple[Callable[..., Any], list[str]]:
-    """Returns the jitted `(trained, frozen, state, key, i, groups) -> vector` of sums over the `i`-th batch: total and
+    """Returns the jitted `(trained, frozen, state, stream, i, groups) -> vector` of sums over the `i`-th batch: total and
     weight of the loss, then of each metric in the list of names. The model is in inference mode."""
     loss = functions.loss(inference=True)
     names: list[str] = []
 
-    def eval_fn(trained, frozen, state, key, i, groups):
+    def eval_fn(trained, frozen, state, stream, i, groups):
         def micro_step(state, batch, key):
             total, (weight, metrics, _) = loss([*trained, *frozen], jax.tree.unflatten(state_treedef, state), batch, key)
             return {"loss": (total, weight), **metrics}, state
 
-        sums, _ = _accumulate(micro_step, state, groups, jax.random.fold_in(jax.random.fold_in(key, _EVAL), i))
+        key = jax.random.fold_in(jax.random.fold_in(stream_key(stream), _EVAL), i)
+        sums, _ = _accumulate(micro_step, state, groups, key)
         names[:] = sorted(sums)  # as a scan sorts them: every program of a run must agree on the order
         return jnp.stack([x for name in names for x in sums[name]])
 

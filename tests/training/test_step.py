@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import redeqx
 from redeqx._tree import named_leaves
 from redeqx.machine._mesh import replicated
+from redeqx.training import _functions
 from redeqx.training._functions import plan_rules
 from redeqx.training._loss import as_sums
 from redeqx.training._parts import Parts
@@ -242,6 +243,25 @@ class Mixed(eqx.Module):
 
 
 FLOATS = ("first.weight", "first.bias", "layers.0.weight", "layers.0.bias", "scale")
+
+
+@pytest.mark.parametrize(("accumulate", "weights"), [(1, {1}), (2, {8})])
+def test_the_mean_of_a_single_micro_batch_has_weight_1(accumulate, weights, monkeypatch):
+    """Its gradients are those of the loss itself, with no rounding by a weight."""
+    used = set()
+
+    def recording(loss, n_rows, *where):
+        used.add(n_rows)
+        return as_sums(loss, n_rows, *where)
+
+    monkeypatch.setattr(_functions, "as_sums", recording)
+    trainer = make_trainer(make_deployer(1), accumulate_grad_batches=accumulate)
+    loss = trainer.update(make_examples(24))["loss"]
+    assert used == weights
+    model, batch = linear(), stack(make_examples(24))
+    value, grads = eqx.filter_value_and_grad(mse)(model, batch, None)
+    assert loss == pytest.approx(float(value), rel=1e-6)
+    assert_close(trainer.model, jax.tree.map(lambda x, g: x - 0.1 * g, eqx.filter(model, eqx.is_array), grads))
 
 
 def test_parts_recombine_to_the_model():
