@@ -258,7 +258,7 @@ def test_the_mean_of_a_single_micro_batch_has_weight_1(accumulate, weights, monk
     trainer = make_trainer(make_deployer(1), accumulate_grad_batches=accumulate)
     loss = trainer.update(make_examples(24))["loss"]
     assert used == weights
-    model, batch = linear(), stack(make_examples(24))
+    model, batch = make_linear(), stack(make_examples(24))
     value, grads = eqx.filter_value_and_grad(mse)(model, batch, None)
     assert loss == pytest.approx(float(value), rel=1e-6)
     assert_close(trainer.model, jax.tree.map(lambda x, g: x - 0.1 * g, eqx.filter(model, eqx.is_array), grads))
