@@ -10,6 +10,7 @@ import redeqx
 from redeqx._tree import named_leaves
 from redeqx.data._rows import BatchSize
 from redeqx.machine._mesh import make_mesh
+from redeqx.training._run import stream_key
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 
@@ -153,7 +154,7 @@ def test_remainder_of_full_micro_batches_reuses_the_program():
     trainer.train(DATA, batch_size=32)
     assert trainer._engine.state.program.train_step._cache_size() == 1
     # By hand: each micro-batch separately, with the key of its index.
-    model, key = eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)), trainer._engine.key
+    model, key = eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)), stream_key(trainer._engine.stream)
     for step, (start, stop) in enumerate([(0, 32), (32, 40)]):
         step_key = jax.random.fold_in(jax.random.fold_in(key, 0), step)
         parts = [DATA[i : i + 8] for i in range(start, stop, 8)]
