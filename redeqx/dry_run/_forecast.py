@@ -258,9 +258,8 @@ def _offloaded(step: Step, state: int, other_bytes: int) -> Step:
 def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> dict[str, Any]:
     """Returns the traced steps of a program, by name."""
     groups = _step_groups(job, setting, program.plan.mesh)
-    carried = (program.trained, program.opt_state, program.state, program.steps)
     n_first = jax.ShapeDtypeStruct((), "int32")
-    traced = {"train": program.train_step.trace(*carried, program.frozen, program.stream, groups["train"], n_first)}
+    traced = {"train": program.train_step.trace(*program.train_shapes(groups["train"], n_first))}
     if not only_train and "eval" in groups:
         i = jax.ShapeDtypeStruct((), "uint32")
         args = (program.trained, program.frozen, program.state, program.stream, i, groups["eval"])

@@ -36,6 +36,7 @@ from ._mesh import (
     FSDP as FSDP,
     MODEL as MODEL,
     axes_of as axes_of,
+    copied as copied,
     in_host as in_host,
     is_in_host as is_in_host,
     make_mesh as make_mesh,

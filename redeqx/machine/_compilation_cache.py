@@ -5,6 +5,7 @@ checks this, but its check also prints errors and rejects entries on the machine
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -140,17 +141,19 @@ _SAVED = "/jax/compilation_cache/compile_time_saved_sec"
 
 @contextmanager
 def cache_use() -> Iterator[CacheUse]:
-    """A context that counts hits and misses, from the events that JAX reports to `jax.monitoring`."""
-    use = CacheUse()
+    """A context that counts this thread's hits and misses, from the events that JAX reports to `jax.monitoring`."""
+    use, thread = CacheUse(), threading.get_ident()
 
     def count(event: str, **kwargs: str | int) -> None:
         del kwargs
+        if threading.get_ident() != thread:
+            return
         use.n_misses += (event == _REQUESTS) - (event == _HITS)
         use.n_hits += event == _HITS
 
     def add(event: str, duration_secs: float, **kwargs: str | int) -> None:
         del kwargs
-        use.seconds_saved += duration_secs if event == _SAVED else 0.0
+        use.seconds_saved += duration_secs if event == _SAVED and threading.get_ident() == thread else 0.0
 
     jax.monitoring.register_event_listener(count)
     jax.monitoring.register_event_duration_secs_listener(add)

@@ -85,6 +85,12 @@ def is_in_host(sharding: Any) -> bool:
     return sharding.memory_kind == _HOST
 
 
+def copied(array: Any) -> Any:
+    """Returns a copy without a weak type. `jnp.array(2.0)` has one, but no output of a step: the next step would compile
+    again."""
+    return jnp.array(array, array.dtype) if getattr(array, "weak_type", False) else array.copy()
+
+
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
     """Puts a value on a mesh, which may span several processes. All of them must pass the same value."""
     if sharding.is_fully_addressable:

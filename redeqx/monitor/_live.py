@@ -170,20 +170,24 @@ class ProgressLine:
         return self._meter.waiting()
 
     @contextmanager
-    def compiling(self, what: str) -> Iterator[list[str]]:
+    def compiling(self, what: str, began: float | None = None) -> Iterator[list[str]]:
         """Prints that `what` compiles, then how long it took, with the notes that the caller adds to the yielded list.
 
         Rates exclude this time and the next step.
+
+        **Arguments:**
+
+        - `began`: by `time.perf_counter`, if the compilation has begun before.
         """
         if self._outer is not None:
-            with self._outer.compiling(what) as notes:
+            with self._outer.compiling(what, began) as notes:
                 yield notes
             self._meter.restart()
             return
         notes: list[str] = []
         if self._shows and self._live is None:
             self._console.info(f"compiling {what}")
-        began = time.perf_counter()
+        began = time.perf_counter() if began is None else began
         with self.pause(f"compiling {what}"):
             yield notes
         self._meter.restart()

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._tree import PyTree, is_array_like, merged, named_leaves, nearest, render, without_indices
 from ..compiled import line_of
-from ..machine import FSDP, MODEL, axes_of, put as put_on_mesh, replicated
+from ..machine import FSDP, MODEL, axes_of, copied, put as put_on_mesh, replicated
 from ..monitor import HtmlPage, size_text
 from ..tracing import Trace, product_flops
 from . import _rules
@@ -378,14 +378,13 @@ def place(model: PyTree, plan: Plan) -> PyTree:
         if not is_array_like(leaf):
             return leaf
         sharding = plan.sharding(render(path))
-        if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+        if isinstance(leaf, jax.Array) and leaf.sharding == sharding and not leaf.weak_type:
             return leaf
         # Copied first: for PRNG keys, and for arrays that are already on one of the mesh's devices, `device_put` may return
         # the caller's own buffer in spite of `may_alias=False`.
         if not sharding.is_fully_addressable:
             return put_on_mesh(leaf, sharding)
-        copied = leaf.copy() if isinstance(leaf, jax.Array) else leaf
-        return jax.device_put(copied, sharding, may_alias=False)
+        return jax.device_put(copied(leaf) if isinstance(leaf, jax.Array) else leaf, sharding, may_alias=False)
 
     return jtu.tree_map_with_path(put, model)
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -155,7 +156,7 @@ class Engine:
         self.place()
         return self.state.opt_tree
 
-    def place(self, batch: PyTree | None = None) -> None:
+    def place(self, batch: PyTree | None = None, first: Batch | None = None) -> None:
         """Makes the plan and the program, places the model, and creates or restores the optimizer state.
 
         Done once, at first use, with the plan of the loss. If the trainer is used before the first batch (to predict, or to
@@ -165,6 +166,7 @@ class Engine:
         **Arguments:**
 
         - `batch`: the shapes of a micro-batch; with None, no loss is traced.
+        - `first`: the batch of the next update, whose step compiles while the model is placed.
         """
         if self._train_state is not None and (self._is_planned or batch is None):
             return
@@ -177,9 +179,9 @@ class Engine:
         is_same = all(plan.leaves[name].spec == leaf.spec for name, leaf in before.items())
         self.plan, self._is_planned = plan, batch is not None
         if self._train_state is None:
-            path = self._restore_from
+            path, program = self._restore_from, None if first is None else self._compile_ahead(plan, first)
             with nullcontext() if path is None else self._resuming(path), self._using_averages(self._saved_averages):
-                self._train_state = self._make_state(self.recipe.program(plan, *self.trees))
+                self._train_state = self._make_state(program or self.recipe.program(plan, *self.trees))
                 self.given = None
                 self._restore()
             agree_on_opt_state(self.run.peers, self.state.opt_tree)
@@ -194,10 +196,29 @@ class Engine:
         for name, text in loss_rows(self.recipe, plan, trace).items():  # the header was printed without a loss
             self.run.console.info(f"{name}: {text}")
 
-    def place_for(self, batch: Batch) -> None:
-        """Calls `place` with the shapes of this batch."""
+    def place_for(self, batch: Batch, *, is_update: bool = False) -> None:
+        """Calls `place` with the shapes of this batch.
+
+        **Arguments:**
+
+        - `is_update`: whether the batch is that of the next update.
+        """
         if self._train_state is None or not self._is_planned:  # every step calls this: make shapes only if needed
-            self.place(batch.micro_batch)
+            self.place(batch.micro_batch, batch if is_update else None)
+
+    def _compile_ahead(self, plan: Plan, batch: Batch) -> Program | None:
+        """Starts to compile the train step for a batch, and returns its program; None if another program may run.
+
+        Averages of a checkpoint and `memory="auto"` may change the program, and several processes agree on it first.
+        """
+        saved = self._saved_averages
+        has_its_averages = saved is None or list(saved) == average_names(self.recipe.optimizer)
+        if self.run.peers.n > 1 or self.recipe.memory is not None or not has_its_averages:
+            return None
+        program = self.recipe.program(plan, *self.trees)
+        shapes = program.train_shapes(batch.groups, np.int32(batch.n_micro_batches))
+        self.calls.compile_ahead(program.train_step, shapes, batch.signature)
+        return program
 
     def _make_state(self, program: Program) -> TrainState:
         """Returns the state of step 0; if a checkpoint is to be restored, the shapes to load it into."""
@@ -275,7 +296,7 @@ class Engine:
         self.run.peers.check()
         if self.checkpoints is not None:
             self.checkpoints.check()
-        self.place_for(batch)
+        self.place_for(batch, is_update=True)
         self._choose_memory(batch, line)
         self._averages_aside = {}
         assert self.plan is not None

@@ -296,7 +296,7 @@ class Fit:
             if start is first:
                 # Before anything else is placed or evaluated, so that the plan is that of the loss.
                 if (batch := upcoming.peek()) is not None:
-                    engine.place_for(batch)
+                    engine.place_for(batch, is_update=True)
                 self._begin_callbacks()
                 if self._is_over():
                     return

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from .._tree import named_leaves
+from .._tree import is_key, named_leaves
 from ..machine import Options, in_host, replicated
 from ..partition import Plan, shardings_like
 from ..tracing import as_fun
@@ -50,6 +50,10 @@ class Program:
     eval_names: list[str]
     names: tuple[Sequence[str], Sequence[str]] = ((), ())
 
+    def train_shapes(self, groups: Any, n_first: Any) -> tuple[Any, ...]:
+        """Returns the arguments of the train step, as shapes except for `groups` and `n_first`."""
+        return (self.trained, self.opt_state, self.state, self.steps, self.frozen, self.stream, groups, n_first)
+
     @property
     def argument_names(self) -> dict[str, str]:
         """The names of the leaves that the steps receive in lists, by their names in a compiled program: `trained[3]`."""
@@ -59,8 +63,9 @@ class Program:
 
 
 def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array with a sharding."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    """Returns the shape of the array that a leaf becomes on devices, where JAX may use a narrower dtype than the host."""
+    dtype = leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
 
 def placed_shapes(parts: Parts, model: PyTree, plan: Plan) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from .._tree import is_key, named_leaves
+from .._tree import named_leaves
 from ..checkpoint import CheckpointFolder
-from ..machine import put, replicated
+from ..machine import copied, put, replicated
 from ..partition import place
 from ..storage import Location
 from ._parts import Parts
@@ -48,7 +47,7 @@ class TrainState:
         """Returns the state of step 0, with the model and the state of its layers copied to the program's mesh."""
         replicate = replicated(program.plan.mesh)
         trained, frozen = parts.take(place(model, program.plan))
-        layers = [put(jnp.copy(leaf), replicate) for leaf in jax.tree.leaves(model_state)]  # as `place` copies
+        layers = [put(copied(leaf), replicate) for leaf in jax.tree.leaves(model_state)]  # as `place` copies
         steps = put(np.zeros(2, np.int32), replicate)
         return cls(parts, program, trained, frozen, program.init_opt_state(trained), layers, steps, put(stream, replicate))
 
@@ -71,10 +70,10 @@ class TrainState:
         given = parts.take(model)
         trained, frozen = (
             [leaf if isinstance(leaf, jax.Array) and leaf.sharding == shape.sharding else shape for leaf, shape in pairs]
-            for pairs in map(zip, given, map(_canonical, (program.trained, program.frozen)))
+            for pairs in map(zip, given, (program.trained, program.frozen))
         )
         steps = put(np.zeros(2, np.int32), replicate)
-        opt_state, layers = _canonical(program.opt_state), _canonical(program.state)
+        opt_state, layers = list(program.opt_state), list(program.state)
         return cls(parts, program, trained, frozen, opt_state, layers, steps, put(stream, replicate), is_loaded=False)
 
     @property
@@ -167,11 +166,6 @@ class TrainState:
         for array in [*self.trained, *self.layers, *(self.opt_state if opt_state else [])]:
             if isinstance(array, jax.Array):
                 array.delete()
-        self.trained, self.frozen, self.layers = map(_canonical, (program.trained, program.frozen, program.state))
+        self.trained, self.frozen, self.layers = map(list, (program.trained, program.frozen, program.state))
         if opt_state:
-            self.opt_state = _canonical(program.opt_state)
-
-
-def _canonical(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
-    """Returns the shapes with the dtypes of arrays on devices, where JAX may use narrower dtypes than the host."""
-    return [shape if is_key(shape) else shape.update(dtype=jax.dtypes.canonicalize_dtype(shape.dtype)) for shape in shapes]
+            self.opt_state = list(program.opt_state)
