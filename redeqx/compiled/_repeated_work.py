@@ -80,22 +80,29 @@ def message(ratio: float, lines: Iterable[tuple[str, float]], n_devices: int) ->
 
 
 def _of_jaxpr(jaxpr: Any, unknown: set[str]) -> _Count:
-    count = _Count(Counter(), Counter())
-    for eqn in jaxpr.eqns:
-        if (flops := product_flops(eqn)) is not None:
-            line = line_of(eqn)
-            count.all[line] += flops
-            count.once[line] += flops
-            continue
-        inner = [_of_jaxpr(found.jaxpr, unknown) for found in all_inside(eqn)]
-        if eqn.primitive.name == "cond":
-            inner = _costliest(inner)
-        times = n_iterations(eqn)
-        for other in inner:
-            if eqn.primitive.name == "while":
-                unknown.update(other.all)
-            _add(count, other, times)
-    return count
+    memo: dict[int, _Count] = {}  # by jaxpr: calls of one jitted function share it
+
+    def count_of(jaxpr: Any) -> _Count:
+        if id(jaxpr) in memo:
+            return memo[id(jaxpr)]
+        count = memo[id(jaxpr)] = _Count(Counter(), Counter())
+        for eqn in jaxpr.eqns:
+            if (flops := product_flops(eqn)) is not None:
+                line = line_of(eqn)
+                count.all[line] += flops
+                count.once[line] += flops
+                continue
+            inner = [count_of(found.jaxpr) for found in all_inside(eqn)]
+            if eqn.primitive.name == "cond":
+                inner = _costliest(inner)
+            times = n_iterations(eqn)
+            for other in inner:
+                if eqn.primitive.name == "while":
+                    unknown.update(other.all)
+                _add(count, other, times)
+        return count
+
+    return count_of(jaxpr)
 
 
 def _costliest(branches: list[_Count]) -> list[_Count]:

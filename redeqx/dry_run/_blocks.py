@@ -181,8 +181,10 @@ def _more_often(item: Any, n: int) -> Iterable[Any]:
 
 
 def renamed(step: Step, names: Mapping[str, str]) -> Step:
-    """Replaces names in the operations of a step: of arguments by those of their leaves, and of the weights of a step with
-    fewer blocks by those in the full model."""
+    """Replaces names in the operations of a step.
+
+    Arguments get the names of their leaves, and the weights of a step with fewer blocks get those in the full model.
+    """
     changed = {name: full for name, full in names.items() if name != full}
     if not changed:
         return step

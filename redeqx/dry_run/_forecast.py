@@ -348,14 +348,16 @@ def _step_groups(job: Job, setting: Setting, mesh: Mesh) -> dict[str, tuple[PyTr
 
 
 def _repeats(job: Job, setting: Setting, mesh: Mesh) -> dict[str, float]:
-    """Returns the number of batch shards that compute a row, on average over the rows of a step, by name. It is 1 unless
-    the rows of a micro-batch do not divide over the shards, each of which then computes all of them."""
+    """Returns the number of batch shards that compute a row, on average over the rows of a step, by name.
+
+    It is 1 unless the rows of a micro-batch do not divide over the shards, each of which then computes all of them.
+    """
 
     def average(groups: tuple[PyTree, ...]) -> float:
         first = [jax.tree.leaves(group)[0] for group in groups]
         rows = [x.shape[0] * x.shape[1] for x in first]
         times = [n_batch_shards(mesh) if x.sharding.is_fully_replicated else 1 for x in first]
-        return sum(map(math.prod, zip(rows, times, strict=True))) / sum(rows)
+        return sum(n * each for n, each in zip(rows, times, strict=True)) / sum(rows)
 
     return {name: average(groups) for name, groups in _step_groups(job, setting, mesh).items()}
 

@@ -292,8 +292,10 @@ class DryRun:
         return {what: size for what, size in rows.items() if size}
 
     def _like_weights(self, step: Step) -> int:
-        """Counts the bytes, at a step's peak, of arrays with the shape of a weight's shard (as stored or as used), or of a
-        layer's slice of a stacked weight."""
+        """Counts the bytes, at a step's peak, of arrays with the shape of a weight.
+
+        The shape is that of the weight's shard, as stored or as used, or of a layer's slice of a stacked weight.
+        """
         shapes = set()
         for name, leaf in self.plan.leaves.items():
             for spec in (leaf.spec, self.plan.spec_in_use(name)):

@@ -166,11 +166,9 @@ def _scan_blocks(
     `block["rows"]` holds the positions of the block's queries. The last block is padded.
     """
     n_blocks = max(1, -(-n_queries // block_size))
-    shared = {
-        name: x for name, x in operands.items() if name not in _QUERY_DIM or x.shape[_QUERY_DIM[name]] == 1 != n_queries
-    }
     if n_blocks == 1:
         return fn(sums, {**operands, "rows": jnp.arange(n_queries)})
+    shared = {name: x for name, x in operands.items() if name not in _QUERY_DIM or x.shape[_QUERY_DIM[name]] == 1}
     size = -(-n_queries // n_blocks)
     blocks: Operands = {"rows": jnp.arange(n_blocks * size).reshape(n_blocks, size)}
     for name in operands.keys() - shared.keys():

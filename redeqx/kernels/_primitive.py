@@ -299,8 +299,10 @@ def _lowering(fn: Callable[..., list[Any]]) -> Callable[..., Any]:
 
 
 def _splash_lowering(fn: Callable[..., list[Any]]) -> Callable[..., Any]:
-    """Lowers to splash attention, or to blocks if several devices share arrays and the split is unknown: the compiler cannot
-    partition the kernel."""
+    """Lowers to splash attention, or to blocks if several devices share arrays and the split is unknown.
+
+    The compiler cannot partition the kernel.
+    """
     by_kernel, in_blocks = _lowering(partial(_or_blockwise, fn, _splash)), _lowering(partial(fn, _blockwise))
 
     def lower(ctx: Any, *operands: Any, setting: Setting) -> Any:

@@ -75,8 +75,10 @@ class Setting:
         return None if q.shape[0] % self.row_shards else rows, heads if heads_divide else None
 
     def n_repeats(self, n_heads: int, n_groups: int) -> int:
-        """Returns how often to repeat each key and value head, so that these divide over the devices that split the query
-        heads; 1 if the query heads do not divide."""
+        """Returns how often to repeat each key and value head, so that they divide over the devices that split query heads.
+
+        It is 1 if the query heads do not divide.
+        """
         return 1 if n_heads % self.head_shards else math.lcm(n_groups, self.head_shards) // n_groups
 
     @property
@@ -98,8 +100,9 @@ def default_precision() -> Any:
 def make_mask(
     setting: Setting, rows: Int[Array, " t"], n_keys: int, operands: dict[str, Any]
 ) -> Bool[Array, "b g r t s"] | None:
-    """Returns a mask that is True for the keys that queries attend to, of size 1 along dims where it repeats; None for all
-    keys.
+    """Returns a mask that is True for the keys that queries attend to; None for all keys.
+
+    It has size 1 along dims where it repeats.
 
     **Arguments:**
 

@@ -57,7 +57,7 @@ def _load_library() -> _Library | None:
 
 
 def _require_library() -> _Library:
-    """Returns the library after `_check_supported`."""
+    """Returns the library. Call `_check_supported` first."""
     library = _load_library()
     assert library is not None
     return library

@@ -93,7 +93,7 @@ def of_devices(name: str, devices: Any) -> Machine:
 
 
 def peak_memory(devices: Sequence[Any]) -> int | None:
-    """Returns the peak memory of these devices since the process started: the maximum, or None if none reports it."""
+    """Returns the peak bytes on any one of these devices since the process started, or None if none reports them."""
     stats = [device.memory_stats() or {} for device in devices]
     return max((each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each), default=None)
 

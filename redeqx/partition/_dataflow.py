@@ -77,8 +77,9 @@ def order(
     """
     sizes = [math.prod(leaf.shape) for leaf in trace.leaves]
     index = {name: i for i, name in enumerate(trace.names)}
-    declared = ((name, weight, dims) for name, (weight, dims) in followers.items() if {name, weight} <= index.keys())
-    follows = {index[name]: (index[weight], dims) for name, weight, dims in declared}
+    follows = {
+        index[name]: (index[weight], dims) for name, (weight, dims) in followers.items() if {name, weight} <= index.keys()
+    }
 
     def follow(forced: Mapping[int, int | None]) -> Pass:
         run = Pass(trace.names, trace.leaves, n_shards, forced, _follow, follows=follows)
@@ -428,8 +429,10 @@ def _follow_loop(
 def _iterate(
     run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]
 ) -> tuple[list[Flow], list[Flow]]:
-    """Returns the flows of a loop's outputs, and of the carry that its body returns, before that is resharded like the carry
-    that the body receives."""
+    """Returns the flows of a loop's outputs, and those of the carry that its body returns.
+
+    The latter are from before that carry is resharded like the one that the body receives.
+    """
     start, carried = run.snapshot(), list(carry)
     while True:
         outs = run.evaluate(closed, [*consts, *carried, *slices])

@@ -20,12 +20,8 @@ _PALE = 0.25  # opacity of the other devices' parts
 # All sizes are in inches.
 _WIDTH, _MARGIN = 10.0, 0.25  # maximal width of the picture, and its border
 _MEDIAN_SIDE, _MIN_SIDE, _MAX_SIDE = 0.75, 0.09, 1.5  # sides of rectangles
-_GAP, _TITLE, _LINE, _LETTER = (
-    0.28,
-    0.3,
-    0.135,
-    0.062,
-)  # gap between arrays, heights of a title and a line, width of a letter
+_GAP = 0.28  # between arrays
+_TITLE, _LINE, _LETTER = 0.3, 0.135, 0.062  # heights of a title and a line, width of a letter
 _TOP, _LEGEND = 0.45, 0.45  # height of the first line, and width of a legend entry without its text
 _SHEET = 0.05  # offset between the sheets of a stack
 _MAX_CUTS = 32  # more lines would merge into a grey area

@@ -7,7 +7,6 @@ primitive.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import jax
@@ -351,11 +350,8 @@ class Pass:
         }
         alike = frozenset(range(len(shape))).intersection(*broadcasts.values())
         if not any(ins[i].data for i in full):  # parameters only: the output is a view of them
-            views = [
-                ins[i].views if not broadcasts[i] else tuple(view.without(broadcasts[i]) for view in ins[i].views)
-                for i in full
-            ]
-            return [Flow(views=tuple(chain(*views)), broadcast=alike) for _ in eqn.outvars]
+            views = tuple(view.without(broadcasts[i]) for i in full for view in ins[i].views)
+            return [Flow(views=views, broadcast=alike) for _ in eqn.outvars]
         splits = {i: self.split(ins[i]) for i in full}
         found = [(dim, cause) for dim, cause in splits.values() if dim is not None]
         dim, cause = found[0] if found else (None, None)

@@ -262,8 +262,7 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
 
 
 def _why_replicated(leaves: Mapping[str, LeafPlan], total: int) -> list[str]:
-    """Returns a warning for each large replicated leaf, and one for the others if together they are a large part of the
-    model."""
+    """Returns a warning for each large replicated leaf, and one for the others if they are a large part of the model."""
     sizes = {name: math.prod(leaf.shape) for name, leaf in leaves.items()}
     large = [name for name, size in sizes.items() if size >= max(LARGE_SIZE, total // 100)]
     found = [

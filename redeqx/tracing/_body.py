@@ -110,7 +110,7 @@ class Body:
         return self.sources(atom) == frozenset()
 
     def value(self, atom: Any) -> Any | None:
-        """Computes a value while tracing, as an array. Returns None for values that depend on unknown inputs."""
+        """Returns a value that can be computed while tracing, as an array, or None for others."""
         if isinstance(atom, jex.Literal):
             return atom.val
         if self.sources(atom) is None:

@@ -487,9 +487,8 @@ class Engine:
             with self._using_averages(self._averages_of_record(record) if opt_states else None):
                 self._train_state.load(checkpoints, path, steps if opt_states else None)
         except ValueError:
-            if (
-                pending[0] is not None and self._train_state.is_loaded
-            ):  # such as another model's: the pending one stays valid
+            # Such as another model's checkpoint: the pending one stays valid.
+            if pending[0] is not None and self._train_state.is_loaded:
                 self._restore_from, self._saved_averages = pending
                 with self._resuming(pending[0]), self._using_averages(self._saved_averages):
                     self._restore()

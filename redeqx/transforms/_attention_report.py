@@ -66,12 +66,15 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
                 found.unfused[line], has_unfused = reason, True
                 record_dense(f"the weights at {line}", weights.size * weights.dtype.itemsize, Setting(1.0, split=split))
             if id(eqn) not in fused_ids:
-                score_like += [eqn] * _is_score_like(eqn)
+                if _is_score_like(eqn):
+                    score_like.append(eqn)
                 inner_times = times * n_iterations(eqn)
                 for index, inner in enumerate(insides(eqn)):
                     if inner.role not in ("condition", "manual"):
                         visit(body.inside(eqn, index), inner_times)
-        for eqn in () if has_unfused else score_like:  # no softmax of this body explains them
+        if has_unfused:  # a softmax of this body explains the products
+            return
+        for eqn in score_like:
             scores = eqn.outvars[0].aval
             record_dense(f"the products at {line_of(eqn)}", scores.size * scores.dtype.itemsize, Setting(1.0, split=split))
 
@@ -101,10 +104,10 @@ def _find_reason(body: Body, eqn: Any) -> str | None:
     readers = [reader for reader in body.readers(eqn.outvars[0]) if reader is not None]
     products = [product for reader in readers if (product := _following_product(body, reader)) is not None]
     if is_of_product and products:
-        reasons = [reason for product in products if isinstance(reason := match_attention(body, product), str)]
-        if reasons:
-            return reasons[0]
-        if all(match_attention(body, product) is None for product in products):
+        matches = [match_attention(body, product) for product in products]
+        if reason := next((match for match in matches if isinstance(match, str)), None):
+            return reason
+        if all(match is None for match in matches):
             return f"`{readers[0].primitive.name}` between the weights and the values"
         return "its scores or weights are also used elsewhere"
     if is_of_product and readers and _DROPOUT & {reader.primitive.name for reader in readers}:

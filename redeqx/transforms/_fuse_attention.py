@@ -198,13 +198,13 @@ def describe(setting: Setting) -> str:
 _OPERAND_WORDS = {"mask": "a mask", "bias": "a bias", "lengths": "lengths", "query_segments": "segments", "key": "dropout"}
 
 
-def find_attentions(body: Body) -> list["_Attention"]:
+def find_attentions(body: Body) -> list[_Attention]:
     """Finds the attentions of a body, including those whose intermediate values are used elsewhere."""
     found = (match_attention(body, eqn) for eqn in body.eqns if eqn.primitive.name == "dot_general")
     return [attention for attention in found if isinstance(attention, _Attention)]
 
 
-def match_attention(body: Body, product: Any) -> "_Attention | str | None":
+def match_attention(body: Body, product: Any) -> _Attention | str | None:
     """Matches the attention whose product with the values is the equation `product`.
 
     Returns None if there is none, and the reason if there is one that kernels do not compute.

@@ -271,8 +271,10 @@ class _Search:
         return _Read(atom, block, by, (j, out))
 
     def _hoisted(self, different: set[int], reads: dict[_Place, list[_Read]]) -> set[int] | None:
-        """Returns the equations that differ between blocks and those that they depend on, or None if one of these reads an
-        output of another block."""
+        """Returns the equations that differ between blocks and those that they depend on.
+
+        Returns None if one of these reads an output of another block.
+        """
         operands = defaultdict(list)
         for (j, _), of_blocks in reads.items():
             operands[j].append(of_blocks)

@@ -161,7 +161,7 @@ def main():
     if alone:
         print(f"  gather, save_file  {gib / of['gather']:6.2f} GiB/s, {of['dd'] / of['gather']:.2f} of dd; {mib['gather']}")
     print(f"  load               {gib / of['load']:6.2f} GiB/s, {of['dd'] / of['load']:.2f} of dd")
-    print(f"  a step             {of['step'] * 1e3:6.0f} ms alone, {of['with a save'] * 1e3:.0f} ms beside a save")
+    print(f"  a step             {of['step'] * 1e3:6.0f} ms alone, {of['with a save'] * 1e3:.0f} ms during a save")
     print(f"  the stall          {of['stall'] * 1e3:6.0f} ms to copy the arrays; {mib['background']}")
 
 

@@ -214,10 +214,10 @@ def test_verdict_survives_an_evaluation_that_does_not_compile(monkeypatch):
 
     real = _dry_run._step
 
-    def step(traced, machine, optimization, beside):
-        if beside:  # an eval or predict step
+    def step(traced, machine, optimization, other_bytes):
+        if other_bytes:  # an eval or predict step
             raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such operation")
-        return real(traced, machine, optimization, beside)
+        return real(traced, machine, optimization, other_bytes)
 
     monkeypatch.setattr(_dry_run, "_step", step)
     with redeqx.described("cpu:8"):
