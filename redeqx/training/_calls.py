@@ -61,9 +61,9 @@ class Calls:
             outs = step(*args)
         else:
             with self._compiling(_TRAIN, step, args, line, checked_work(step, args, plan, batch.groups)):
-                trained = _TrainProgram(step.lower(*args), count())  # the call below reuses the lowering
+                program = _TrainProgram(step.lower(*args), count())  # the call below reuses the lowering
                 outs = step(*args)
-            programs[signature] = trained
+            programs[signature] = program
         self._newest = programs[signature]
         return outs, programs[signature].work
 

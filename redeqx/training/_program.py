@@ -48,7 +48,7 @@ class Program:
     metric_names: list[str]
     eval_step: Callable[..., Any]
     eval_names: list[str]
-    names: tuple[Sequence[str], Sequence[str]] = ((), ())
+    names: tuple[Sequence[str], Sequence[str]]
 
     @property
     def argument_names(self) -> dict[str, str]:
