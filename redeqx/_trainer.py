@@ -225,7 +225,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         return self._engine.progress.n_skipped
 
     def batch_size(self, per_device_batch_size: int) -> int:
-        """Examples per step: rows per device x batch shards x micro-batches."""
+        """Returns the examples per step: rows per device x batch shards x micro-batches."""
         return per_device_batch_size * self.deployer.n_batch_shards * self._engine.recipe.accumulate
 
     # --- single passes -----------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         return dry_run(job, machine, optimization=optimization, search=search, fit=fit, exact=exact)
 
     def _job(self, steps: Iterator[Slice], size: BatchSize, n_devices: int | None = None) -> Job:
-        """The job of a dry run: the first of these steps."""
+        """Returns the job of a dry run: the first of these steps."""
         return make_job(self._engine.recipe, *self._engine.trees, next(steps), size, self.deployer.mesh, n_devices)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -523,7 +523,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
             all fits of the run is kept (`"argmax_accuracy"` in the index).
         - `save_end`: whether to save the end of the fit, if there is a `workdir`.
         - `keep_last`: how many of the newest checkpoints are kept in addition.
-        - `save_opt_states`: whether to save the optimizer's state. Without it a run cannot be resumed.
+        - `save_opt_states`: whether to save the optimizer state. Without it a run cannot be resumed.
         - `save_float_dtype`: floating leaves of the model are cast to it in the file, and a resumed run continues with them.
         - `resume`: whether to continue from the workdir's newest checkpoint, or where this trainer's last fit was
             interrupted. If False, a workdir that holds checkpoints is refused, and an interrupted fit is abandoned.

@@ -96,10 +96,10 @@ def listed(lines: Sequence[str], most: int = MOST_LISTED) -> list[str]:
 
 
 def is_array_like(leaf: Any) -> bool:
-    """Whether a leaf is an array, or the shape of one (`jax.ShapeDtypeStruct`) as in abstract models."""
+    """Returns whether a leaf is an array, or the shape of one (`jax.ShapeDtypeStruct`) as in abstract models."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or (hasattr(leaf, "__array__") and hasattr(leaf, "dtype"))
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed PRNG keys."""
+    """Returns whether a leaf is an array of typed PRNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -199,9 +199,9 @@ class CheckpointFolder:
         Raises DamagedError if the checkpoint has an unknown version, or a file is missing, truncated, altered or unreadable.
         """
         with self._noting(path):
-            manifest, checks = agree_on_manifest(path, self._peers, self._log)
+            manifest, verifier = agree_on_manifest(path, self._peers, self._log)
             if tensors:
-                checks.verify(name for name in manifest.files if name.endswith(TENSORS))
+                verifier.verify(name for name in manifest.files if name.endswith(TENSORS))
                 self._damaged.pop(path.name, None)
         return manifest.record
 
@@ -256,7 +256,7 @@ class CheckpointFolder:
         differs from the template. All processes raise the same error.
         """
         with self._noting(path):
-            checks = agree_on_manifest(path, self._peers, self._log)[1] if verify else None
+            verifier = agree_on_manifest(path, self._peers, self._log)[1] if verify else None
             trees: list[PyTree] = []
 
             def read() -> dict[str, int]:
@@ -264,20 +264,20 @@ class CheckpointFolder:
                 sums: dict[str, int] = {}
 
                 def add(file: TensorFile, start: int, stop: int) -> None:
-                    assert checks is not None
-                    sums[file.path.name] = sums.get(file.path.name, 0) ^ checks.contribution(file.path, start, stop)
+                    assert verifier is not None
+                    sums[file.path.name] = sums.get(file.path.name, 0) ^ verifier.contribution(file.path, start, stop)
 
-                if checks is not None:
+                if verifier is not None:
                     for each in TensorReader(file).files:
                         add(each, 0, each.begin)
-                add_tensor = None if checks is None else lambda file, name: add(file, *file.span(name))
+                add_tensor = None if verifier is None else lambda file, name: add(file, *file.span(name))
                 trees.append(load_tree(file, template, shardings, kind, add_tensor))
                 return sums
 
             found = run_everywhere(self._peers, f"load {kind}", path / f"{kind}{TENSORS}", read)
             for name in found[0]:
-                assert checks is not None
-                checks.compare(name, [sums[name] for sums in found])
+                assert verifier is not None
+                verifier.compare(name, [sums[name] for sums in found])
         (tree,) = trees
         return tree
 

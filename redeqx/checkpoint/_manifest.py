@@ -29,16 +29,13 @@ READABLE_VERSIONS = (1,)
 MANIFEST = "trainer.json"
 RESERVED = ("format", "version", "tags", "files", "crc32")  # the manifest's own fields
 TENSORS = ".safetensors"  # the suffix of files with tensors
-_SHARED = {
-    "damaged": DamagedError,
-    "store": StoreError,
-    "value": ValueError,
-}  # raised by all processes; first match
+# Errors that all processes raise together; the first that matches.
+_SHARED = {"damaged": DamagedError, "store": StoreError, "value": ValueError}
 TMP = ".tmp_"  # the prefix of names that are not part of a checkpoint yet
 
 
 def write_json(path: Location, value: Any) -> dict[str, int]:
-    """Writes a file, and calls fsync, or an object; returns its `{"size": bytes, "crc32": checksum}`."""
+    """Writes an object, or a file with fsync; returns its `{"size": bytes, "crc32": checksum}`."""
     text = json.dumps(value, indent=1).encode()
     if isinstance(path, StorePath):
         path.write_bytes(text)
@@ -238,9 +235,9 @@ def agree_on_manifest(folder: Location, peers: Peers, log: Callable[[str], None]
     manifests: list[Manifest] = []
     run_everywhere(peers, "manifest", folder / MANIFEST, lambda: manifests.append(read_manifest(folder)))
     (manifest,) = manifests
-    checks = Verifier(manifest, peers, is_shared)
-    checks.verify(name for name in manifest.files if not name.endswith(TENSORS))
-    return manifest, checks
+    verifier = Verifier(manifest, peers, is_shared)
+    verifier.verify(name for name in manifest.files if not name.endswith(TENSORS))
+    return manifest, verifier
 
 
 def _crc32_of_manifest(record: Mapping[str, Any]) -> int:

@@ -183,7 +183,7 @@ class Store(Medium):
         """Does nothing: a store has no folders that could be missing."""
 
     def create(self) -> None:
-        """Nor any to create."""
+        """Does nothing: a store has no folders to create."""
 
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
         del peers, log
@@ -198,7 +198,7 @@ class Store(Medium):
         return self.folder / name
 
     def prepare(self, name: str) -> None:
-        """Does nothing: there is nothing to prepare."""
+        """Does nothing: an object needs no folder."""
 
     def commit(
         self, name: str, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]

@@ -9,6 +9,7 @@ collates several batches at once.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -318,7 +319,7 @@ class Batch:
     rows: PyTree
     places: Sequence[int]
 
-    @property
+    @cached_property
     def signature(self) -> Any:
         """The structure, shapes and dtypes, which determine the compiled program."""
         leaves, treedef = jax.tree.flatten(self.groups)

@@ -59,7 +59,7 @@ class BatchSize:
         names = f"`{prefix}per_device_batch_size`, `{prefix}batch_size`"
         if per_device_batch_size is None and batch_size is None:
             raise ValueError(
-                f"{names}: expected one of the two, got neither. Pass `{prefix}batch_size`, examples an update."
+                f"{names}: expected one of the two, got neither. Pass `{prefix}batch_size`, examples per update."
             )
         if per_device_batch_size is not None and batch_size is not None:
             raise ValueError(

@@ -33,7 +33,7 @@ class Stream(Iterator[Any]):
 
     **Arguments:**
 
-    - `position`: the number of examples before this one.
+    - `position`: the number of examples before the first one to read.
     - `saved`: the result of `state` at this position.
     - `name`: the name of the iterable in errors.
     """

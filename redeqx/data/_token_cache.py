@@ -229,7 +229,7 @@ def _build(folder: Path, made: _Source, workers: Workers, console: Console, lock
     """Makes the cache, or continues from what an earlier process has written."""
     with closing(_Writer(folder.with_name(f".tmp_{folder.name}"), made.record)) as writer:
         if writer.n_documents:
-            console.info(f"{folder}: going on after {writer.n_documents:,} texts")
+            console.info(f"{folder}: continuing after {writer.n_documents:,} texts")
         texts = made.after(writer.n_documents)
         calls = (workers.start(some) for some in iter(lambda: list(islice(texts, _TEXTS_A_CALL)), []))
         line = console.progress(n_steps=made.n, first_step=writer.n_documents, title="tokenize", unit="text")

@@ -222,8 +222,8 @@ class _Process:
             message = pickle.dumps(examples)
         except Exception as error:
             raise TypeError(
-                f"`{self._names.function}`: expected examples that pickle, as `{self._names.processes}` sends them to "
-                f"processes, got some that do not ({error}). Pass `{self._names.otherwise}`."
+                f"`{self._names.function}`: expected examples that can be pickled, as `{self._names.processes}` sends them "
+                f"to processes, got some that cannot ({error}). Pass `{self._names.otherwise}`."
             ) from error
         try:
             if not self._is_ready:

@@ -59,7 +59,7 @@ def of_kind(*names: str, plan: Plan | None = None) -> Callable[[PyTree], PyTree[
 
 
 def decay_mask(params: PyTree, plan: Plan | None = None) -> PyTree[bool]:
-    """Returns True for the leaves that should have weight decay: matrices, heads, embeddings and convolutions.
+    """Returns the mask of the leaves that should have weight decay: matrices, heads, embeddings and convolutions.
 
     Pass it as `optax.adamw(learning_rate, mask=decay_mask)`. The number of dims does not decide, because the biases of
     scanned layers also have two. Without a plan, arrays of other modules decay if their field is called `weight`.

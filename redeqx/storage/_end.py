@@ -15,7 +15,7 @@ class AtEnd:
 
     **Arguments:**
 
-    - `owner`: of the thing to end; the function must not refer to it.
+    - `owner`: the object whose end calls the function, which must not refer to it.
     """
 
     def __init__(self, owner: Any, act: Callable[[], None]):

@@ -30,7 +30,7 @@ class Staging:
 
     def __init__(self, to: StorePath, restored: Iterable[str] = ()):
         self.to = to
-        to.is_dir()  # raises if the bucket does not exist, which missing objects do not tell
+        to.is_dir()  # raises if the bucket does not exist; reading a missing object does not show that
         downloaded = {name: (to / name).read_bytes() for name in restored if (to / name).is_file()}
         self.folder = Path(tempfile.mkdtemp(prefix="redeqx-")) / (to.name or "bucket")  # trackers name their run after it
         self.folder.mkdir()

@@ -44,8 +44,8 @@ class Callback:
 
     **Attributes:**
 
-    - `every`: `on_step` is called once every this many steps, for which the loop waits for the device. Without a callback
-        that overrides `on_step` it never waits.
+    - `every`: `on_step` is called after every `every` steps. The loop waits for the device at these steps; without a
+        callback that overrides `on_step` it never waits.
     - `needs_eval`: whether the callback only works with evaluations; a fit without them is then an error.
     """
 
@@ -66,7 +66,8 @@ class Callback:
         """Called after an evaluation, with its metrics, and before the checkpoint of the same step is saved."""
 
     def on_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """Called after an epoch, with the metrics of its evaluation or last step; before its checkpoint is saved."""
+        """Called after an epoch, before its checkpoint is saved, with the metrics of its evaluation, or without one, of its
+        last step."""
 
     def on_save(self, trainer: Any, path: Location) -> None:
         """Called after a checkpoint is complete on disk; the loop waits for this if a callback overrides this method. The
@@ -178,7 +179,7 @@ class SaveEvery(Callback):
     **Arguments:**
 
     - `minutes`: the time between two checkpoints.
-    - `every`: the clock is read once every this many steps.
+    - `every`: the clock is read after every `every` steps.
     - `keep_last`: how many of the newest checkpoints are kept.
 
     Raises ValueError without a workdir.

@@ -102,11 +102,11 @@ class Calls:
             if ahead is not None and (ahead.step is not step or ahead.signature != signature):
                 ahead = None
             with self._compiling(_TRAIN, step, args, line, checked_work(step, args, plan, batch.groups), ahead):
-                trained = _TrainProgram(step.lower(*args), count())  # the call below reuses the lowering
+                program = _TrainProgram(step.lower(*args), count())  # the call below reuses the lowering
                 if ahead is not None:
                     ahead.wait()
                 outs = step(*args)
-            programs[signature] = trained
+            programs[signature] = program
         self._newest = programs[signature]
         return outs, programs[signature].work
 

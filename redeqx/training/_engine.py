@@ -225,9 +225,9 @@ class Engine:
         model, state = self.trees
         if (path := self._restore_from) is None:
             return TrainState.of(self.recipe.parts, program, model, state, self.stream)
-        held = TrainState.to_load(self.recipe.parts, program, model, self.stream)
-        held.match(self.need_checkpoints(), path, opt_state=True)  # before the given values are freed
-        return held
+        train_state = TrainState.to_load(self.recipe.parts, program, model, self.stream)
+        train_state.match(self.need_checkpoints(), path, opt_state=True)  # before the given values are freed
+        return train_state
 
     def _agree(self) -> None:
         """Checks that the arrays still exist, and that the trainers of all processes agree."""
@@ -244,15 +244,17 @@ class Engine:
         if self._train_state is None:
             return
         assert self.plan is not None
-        held, before = self._train_state, self._train_state.opt_tree
-        held.program = program = self._program_with_eval(held.program)
-        if not held.is_loaded:
-            held.opt_state = list(program.opt_state)
+        train_state, before = self._train_state, self._train_state.opt_tree
+        train_state.program = program = self._program_with_eval(train_state.program)
+        if not train_state.is_loaded:
+            train_state.opt_state = list(program.opt_state)
             return
-        init = lambda: jax.tree.unflatten(program.opt_treedef, program.init_opt_state(held.trained))  # noqa: E731
+        init = lambda: jax.tree.unflatten(program.opt_treedef, program.init_opt_state(train_state.trained))  # noqa: E731
         state, self._averages_aside = with_averages(average_names(optimizer), before, self._averages_aside, init)
         pairs = zip(jax.tree.leaves(state), program.opt_state, strict=True)
-        held.opt_state = [x if x.sharding == shape.sharding else jax.device_put(x, shape.sharding) for x, shape in pairs]
+        train_state.opt_state = [
+            x if x.sharding == shape.sharding else jax.device_put(x, shape.sharding) for x, shape in pairs
+        ]
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
@@ -297,13 +299,13 @@ class Engine:
         if self.checkpoints is not None:
             self.checkpoints.check()
         self.place_for(batch, is_update=True)
-        self._choose_memory(batch, line)
+        # Read late, the steps around a compilation would count in the rates without their time.
+        if compiles := not self.calls.has_called(self.state.program.train_step, batch.signature):
+            self.flush(line)
+            self._choose_memory(batch, line)
         self._averages_aside = {}
         assert self.plan is not None
         program, plan, args = self.state.program, self.plan, self.state.train_args(batch.groups, batch.n_micro_batches)
-        # Read late, the steps around a compilation would count in the rates without their time.
-        if compiles := not self.calls.has_called(program.train_step, batch.signature):
-            self.metrics.read_all(line, self.progress, self._explain_nonfinite)
         count = lambda: work_of(self.recipe, plan, *self.trees, program.train_step, args)  # noqa: E731
         outs, work = self.calls.train(program.train_step, args, batch, line, plan, count)
         vector = self.state.advance(outs)
@@ -316,17 +318,15 @@ class Engine:
         update = Update(self.step, epoch, program.metric_names, vector, replace(batch, groups=()), work)
         self.metrics.add(update, line, self.progress, self._explain_nonfinite)
         if compiles:
-            self.metrics.read_all(line, self.progress, self._explain_nonfinite)
+            self.flush(line)
 
     def _choose_memory(self, batch: Batch, line: ProgressLine) -> None:
-        """With `memory="auto"`: chooses the first setting whose train step fits into memory, before its first run.
+        """With `memory="auto"`: chooses the first setting whose train step fits into memory, before a new program runs.
 
         Each program is compiled once: the compiled step whose memory was checked is the one that runs.
         """
         run, recipe = self.run, self.recipe
         if recipe.memory is None or recipe.grad_fn is not None:
-            return
-        if self.calls.has_called(self.state.program.train_step, batch.signature):
             return
         memory = least_memory(memory_of(run.mesh), run.peers)
         if memory is None:
@@ -498,9 +498,11 @@ class Engine:
             self.step = record["step"]
             self._continue_from(record, states)
         else:  # master copies and averages of the old parameters would bring these back at the next step
-            held = self._train_state
-            trained = held.parts.trained_tree(held.trained)
-            held.opt_state = jax.tree.leaves(with_new_averages(with_new_masters(held.opt_tree, trained), trained))
+            train_state = self._train_state
+            trained = train_state.parts.trained_tree(train_state.trained)
+            train_state.opt_state = jax.tree.leaves(
+                with_new_averages(with_new_masters(train_state.opt_tree, trained), trained)
+            )
         if is_ahead and path.parent == checkpoints.folder:
             self.follows = None  # the next fit resumes the part of it that an earlier run has done
         elif self.follows is None and path.parent == checkpoints.folder:
@@ -545,17 +547,17 @@ class Engine:
         if saved is None:
             yield
             return
-        given, held = self.recipe.optimizer, self._train_state
+        given, train_state = self.recipe.optimizer, self._train_state
         optimizer = with_saved_averages(given, saved, self.run.console.info)
-        before = None if held is None or optimizer is given else (held.program, held.opt_state)
+        before = None if train_state is None or optimizer is given else (train_state.program, train_state.opt_state)
         self.use_optimizer(optimizer)
         self._averages_aside = {}  # they belong to the replaced weights
         try:
             yield
         except BaseException:
-            if held is not None and held.is_loaded and before is not None:  # nothing was freed: undo
+            if train_state is not None and train_state.is_loaded and before is not None:  # nothing was freed: undo
                 self.recipe = replace(self.recipe, optimizer=given)
-                held.program, held.opt_state = before
+                train_state.program, train_state.opt_state = before
             raise
         finally:
             del before

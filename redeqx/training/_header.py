@@ -83,9 +83,8 @@ def _loop_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
     mesh, closed, notes = plan.mesh, trace.closed, []
     if recipe.stacks_on(mesh) and recipe.grad_fn is None:
         stacking = StackBlocks([stacking_key(plan, name) for name in trace.names])
-        notes += [
-            f"{n} equal blocks as one (from {shortened(line) or 'an unknown line'})" for n, line in stacking.found(closed)
-        ]
+        for n, line in stacking.found(closed):
+            notes.append(f"{n} equal blocks as one (from {shortened(line) or 'an unknown line'})")
         closed = stacking.rewritten(closed)
     unrolling = recipe.unroll_on(mesh, recipe.remat_level)
     if unrolling is not None:

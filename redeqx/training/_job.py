@@ -28,7 +28,7 @@ class Setting:
     remat: str = "auto"  # this and the next two as for `Trainer`
     unroll: bool = True
     offload_opt_state: bool = False
-    batch_size: int | None = None  # examples per update, if the script sets them instead of rows
+    batch_size: int | None = None  # examples per update, if the script sets them instead of rows per device
 
     def code(self) -> str:
         """Returns the arguments to write in a script."""

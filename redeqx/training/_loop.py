@@ -57,7 +57,6 @@ class Fit:
         self.callbacks = Callbacks(options.callbacks, trainer)
         self.metrics: dict[str, float] = {}  # of the newest evaluation
         self.evaluated_at: int | None = None  # the step of the newest evaluation
-        self.began_at = engine.step
         self.has_started = self.is_stopping = False
         attach(options.callbacks, trainer)
         optimizer = engine.recipe.optimizer

@@ -13,7 +13,7 @@ from ._progress import Progress
 
 Explain = Callable[[Batch], str]
 
-LAG = 2  # the newest steps stay unread, so that the device has one queued while the host reads
+LAG = 2  # this many newest steps stay unread, so that the device has one queued while the host reads
 
 
 @dataclass(frozen=True)

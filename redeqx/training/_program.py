@@ -48,7 +48,7 @@ class Program:
     metric_names: list[str]
     eval_step: Callable[..., Any]
     eval_names: list[str]
-    names: tuple[Sequence[str], Sequence[str]] = ((), ())
+    names: tuple[Sequence[str], Sequence[str]]
 
     def train_shapes(self, groups: Any, n_first: Any) -> tuple[Any, ...]:
         """Returns the arguments of the train step, as shapes except for `groups` and `n_first`."""

@@ -92,7 +92,7 @@ class TrainState:
         return jax.tree.unflatten(self.program.opt_treedef, self.opt_state)
 
     def train_args(self, groups: Any, n_micro_batches: int) -> tuple[Any, ...]:
-        """Returns the train step's arguments, for groups whose first counts `n_micro_batches` micro-batches."""
+        """Returns the train step's arguments. `n_micro_batches` is how many micro-batches of the first group count."""
         carried = (self.trained, self.opt_state, self.layers, self.steps)
         return (*carried, self.frozen, self.stream, groups, np.int32(n_micro_batches))
 
@@ -162,7 +162,7 @@ class TrainState:
         """Replaces the arrays that `load` reads by their shapes."""
         program, self.is_loaded = self.program, False
         # Deleted even if referenced elsewhere, as a step does: the caller's reference must not keep a second model alive.
-        # Frozen arrays are not deleted, by a step neither, since another model may share them.
+        # Frozen arrays are not deleted, nor does a step delete them, since another model may share them.
         for array in [*self.trained, *self.layers, *(self.opt_state if opt_state else [])]:
             if isinstance(array, jax.Array):
                 array.delete()

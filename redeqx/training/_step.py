@@ -118,8 +118,8 @@ def make_train_step(
     steps, vector)`, where `steps` counts the steps taken and, of those, the skipped ones, and `n_first` is as for
     `_accumulate`.
 
-    All arguments but the frozen arrays, the key, the batch and `n_first` are donated. The vector holds the metrics, in one
-    transfer per step; the list has their names once the step has been traced.
+    All arguments but the frozen arrays, the stream, the batch and `n_first` are donated. The vector holds the metrics, in
+    one transfer per step; the list has their names once the step has been traced.
 
     **Arguments:**
 

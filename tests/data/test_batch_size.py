@@ -95,7 +95,7 @@ def test_exactly_one_batch_size_argument_is_required(method):
     trainer = make_trainer()
     predictor = trainer.get_default_predictor(lambda model, batch, key: batch)
     call = predictor.predict if method == "predict" else getattr(trainer, method)
-    assert message(ValueError, call, DATA) == EXPECTED_ONE_OF_TWO.format("neither. Pass `batch_size`, examples an update.")
+    assert message(ValueError, call, DATA) == EXPECTED_ONE_OF_TWO.format("neither. Pass `batch_size`, examples per update.")
     assert message(ValueError, call, DATA, 4, batch_size=8) == EXPECTED_ONE_OF_TWO.format(
         "4 and 8. Pass `batch_size` alone: it sets the rows per device."
     )

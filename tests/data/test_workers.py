@@ -175,7 +175,9 @@ def test_unpicklable_batch_fails_only_that_batch(worker_process):
 
 
 def test_unpicklable_examples_raise(worker_process):
-    with pytest.raises(TypeError, match=r"`collate_fn`: expected examples that pickle, as .*, got some that do not .* Pass"):
+    with pytest.raises(
+        TypeError, match=r"`collate_fn`: expected examples that can be pickled, as .*, got some that cannot .* Pass"
+    ):
         collate_in_worker(worker_process, collating.stack_with_pid, [lambda: None])
 
 

@@ -137,7 +137,7 @@ MESSAGES = {
     "rows None": (
         "ValueError",
         "`per_device_batch_size`, `batch_size`: expected one of the two, got neither. "
-        "Pass `batch_size`, examples an update.",
+        "Pass `batch_size`, examples per update.",
     ),
     "batch_size 8.0": ("TypeError", "`batch_size`: expected an integer, got 8.0. Pass 8."),
     "eval_batch_size True": ("TypeError", "`eval_batch_size`: expected an integer, got True. Pass a whole number."),
