@@ -23,6 +23,16 @@ class Group:
     n: int
     rows: int
 
+    @property
+    def size(self) -> int:
+        """The number of rows of all micro-batches."""
+        return self.n * self.rows
+
+    def n_copies(self, mesh: Mesh) -> int:
+        """Returns the number of batch shards that compute each row: all of them, if the rows do not divide over them."""
+        n_shards = n_batch_shards(mesh)
+        return n_shards if self.rows % n_shards else 1
+
 
 @dataclass(frozen=True)
 class BatchSize:
@@ -115,17 +125,17 @@ def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group,
 
 def group_sharding(group: Group, mesh: Mesh) -> NamedSharding:
     """Returns the sharding of leaves `[n, rows, ...]`: rows over the batch axes if they divide, else replicated."""
-    return split_rows(mesh, dim=1) if group.rows % n_batch_shards(mesh) == 0 else replicated(mesh)
+    return split_rows(mesh, dim=1) if group.n_copies(mesh) == 1 else replicated(mesh)
 
 
 def local_rows(cut: Iterable[Group], mesh: Mesh) -> np.ndarray:
     """Returns the rows of a step that this process's devices need, in order: all rows if it has all devices."""
     cut = tuple(cut)
     if not mesh.is_multi_process:
-        return np.arange(sum(group.n * group.rows for group in cut))
+        return np.arange(sum(group.size for group in cut))
     needed, start = [], 0
     for group in cut:
-        rows = start + np.arange(group.n * group.rows).reshape(group.n, group.rows)
+        rows = start + np.arange(group.size).reshape(group.n, group.rows)
         indices = group_sharding(group, mesh).addressable_devices_indices_map(rows.shape).values()
         needed += [rows[index].reshape(-1) for index in indices]
         start += rows.size
@@ -149,7 +159,7 @@ def place_batch(
     placed = []
     start = 0
     for i, group in enumerate(cut):
-        places = start + np.arange(group.n * group.rows).reshape(group.n, group.rows)
+        places = start + np.arange(group.size).reshape(group.n, group.rows)
         start += places.size
         if i == 0 and group.n < n_micro_batches:
             places = np.concatenate([places, np.repeat(places[-1:], n_micro_batches - group.n, axis=0)])

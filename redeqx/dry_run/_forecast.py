@@ -205,19 +205,18 @@ def _compiled(
         machine, setting, plan, held, {}, {}, {}, in_host=in_host, extrapolated=fewer.what if fewer else "", failed=failed
     )
 
-    repeats = _repeats(job, setting, plan.mesh)
+    copies = {"train": _copies(job.batch, setting.per_device_batch_size, mesh)}
+    if job.eval_batch is not None:
+        copies["eval"] = _copies(job.eval_batch, job.eval_per_device_batch_size, mesh)
 
     def compiled(name: str, other_bytes: int) -> Step:
-        step, times = compile_step(name, other_bytes), repeats.get(name, 1.0)
-        return step if times == 1 else replace(step, flops={dtype: int(n * times) for dtype, n in step.flops.items()})
-
-    def compile_step(name: str, other_bytes: int) -> Step:
-        step = traced[name]
         if fewer is None:
-            return renamed(_step(step, machine, optimization, other_bytes), program.argument_names)
-        steps = [renamed(_step(each[name], machine, optimization, other_bytes), names) for each, names in fewer.programs]
-        flops = attempt(FLOPS, lambda: matmul_flops(step.jaxpr.jaxpr), {}, failed)
-        return fewer.shares.step(steps[0], steps[1:], flops)
+            step = renamed(_step(traced[name], machine, optimization, other_bytes), program.argument_names)
+        else:
+            steps = [renamed(_step(each[name], machine, optimization, other_bytes), names) for each, names in fewer.programs]
+            flops = attempt(FLOPS, lambda: matmul_flops(traced[name].jaxpr.jaxpr), {}, failed)
+            step = fewer.shares.step(steps[0], steps[1:], flops)
+        return replace(step, flops={dtype: int(n * copies.get(name, 1)) for dtype, n in step.flops.items()})
 
     train = compiled("train", 0)
     if not is_compiled_in_host:
@@ -257,12 +256,14 @@ def _offloaded(step: Step, state: int, other_bytes: int) -> Step:
 
 def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> dict[str, Any]:
     """Returns the traced steps of a program, by name."""
-    groups = _step_groups(job, setting, program.plan.mesh)
+    mesh = program.plan.mesh
+    groups = _groups(job.batch, setting.per_device_batch_size * n_batch_shards(mesh), mesh)
     n_first = jax.ShapeDtypeStruct((), "int32")
-    traced = {"train": program.train_step.trace(*program.train_shapes(groups["train"], n_first))}
-    if not only_train and "eval" in groups:
+    traced = {"train": program.train_step.trace(*program.train_shapes(groups, n_first))}
+    if not only_train and job.eval_batch is not None:
         i = jax.ShapeDtypeStruct((), "uint32")
-        args = (program.trained, program.frozen, program.state, program.stream, i, groups["eval"])
+        groups = _groups(job.eval_batch, job.eval_per_device_batch_size * n_batch_shards(mesh), mesh)
+        args = (program.trained, program.frozen, program.state, program.stream, i, groups)
         traced["eval"] = program.eval_step.trace(*args)
     if not only_train and job.trace_predict is not None:
         traced["predict"] = job.trace_predict(program)
@@ -338,28 +339,10 @@ _UNROLLED = (
 )
 
 
-def _step_groups(job: Job, setting: Setting, mesh: Mesh) -> dict[str, tuple[PyTree, ...]]:
-    """Returns the shapes of the batches of the train and eval steps, by name."""
-    n_shards = n_batch_shards(mesh)
-    found = {"train": _groups(job.batch, setting.per_device_batch_size * n_shards, mesh)}
-    if job.eval_batch is not None:
-        found["eval"] = _groups(job.eval_batch, job.eval_per_device_batch_size * n_shards, mesh)
-    return found
-
-
-def _repeats(job: Job, setting: Setting, mesh: Mesh) -> dict[str, float]:
-    """Returns the number of batch shards that compute a row, on average over the rows of a step, by name.
-
-    It is 1 unless the rows of a micro-batch do not divide over the shards, each of which then computes all of them.
-    """
-
-    def average(groups: tuple[PyTree, ...]) -> float:
-        first = [jax.tree.leaves(group)[0] for group in groups]
-        rows = [x.shape[0] * x.shape[1] for x in first]
-        times = [n_batch_shards(mesh) if x.sharding.is_fully_replicated else 1 for x in first]
-        return sum(n * each for n, each in zip(rows, times, strict=True)) / sum(rows)
-
-    return {name: average(groups) for name, groups in _step_groups(job, setting, mesh).items()}
+def _copies(batch: PyTree, per_device_batch_size: int, mesh: Mesh) -> float:
+    """Returns the number of batch shards that compute a row of a batch, on average over its rows."""
+    groups = cut_rows(jax.tree.leaves(batch)[0].shape[0], per_device_batch_size * n_batch_shards(mesh), mesh.size)
+    return sum(group.size * group.n_copies(mesh) for group in groups) / sum(group.size for group in groups)
 
 
 def _groups(batch: PyTree, micro_batch_size: int, mesh: Mesh) -> tuple[PyTree, ...]:

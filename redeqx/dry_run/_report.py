@@ -264,7 +264,7 @@ class DryRun:
         batch += f" and {n_examples - n_rows} more rows = " if n_examples > n_rows else " = "
         batch = ("" if n_examples < n_rows else batch) + f"{n_examples} examples a step"
         groups = cut_rows(n_examples, micro_batch, mesh.size)
-        if repeated := sum(group.n * group.rows for group in groups if group.rows % n_shards):
+        if repeated := sum(group.size for group in groups if group.n_copies(mesh) > 1):
             batch += f"; each batch shard computes all {repeated} rows that do not divide over the {n_shards} shards"
         return {
             "devices": f"{mesh.size} x {machine.devices[0].device_kind}, {memory}{hosts}",

@@ -64,6 +64,7 @@ def _require_library() -> _Library:
 
 
 _LANES = 128
+_DEFAULTS = (None, jax.lax.Precision.DEFAULT, jax.lax.DotAlgorithmPreset.DEFAULT)
 _MIN_LENGTH = 128  # of queries and keys; shorter ones would be mostly padding
 _BLOCK_SIZES = (512, 256, 128)
 
@@ -74,7 +75,7 @@ def unsupported_reason(setting: Setting, q: Any, k: Any, v: Any, extras: dict[st
         return "this version of JAX has another interface"
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it supports bfloat16 and float32, not {q.dtype}"
-    if q.dtype == jnp.float32 and setting.precision not in (None, jax.lax.Precision.DEFAULT):
+    if q.dtype == jnp.float32 and setting.precision not in _DEFAULTS:
         return f"it does not support precision {setting.precision.name}"
     if q.shape[-1] != v.shape[-1]:
         return f"it needs equal head sizes, not {q.shape[-1]} and {v.shape[-1]}"

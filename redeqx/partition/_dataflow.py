@@ -32,7 +32,8 @@ from ..tracing import Trace, called, insides, scan_counts, view
 from ._flow import Flow, Pass, Use, View
 from ._rules import Split
 
-MAX_TRIALS = 64  # alternative splits to try; each follows the whole loss again
+# Alternative splits to try. Each follows the whole loss again, and so does the check of each kind of leaf that was changed.
+MAX_TRIALS = 64
 # Minimum saving of an alternative, relative to the cost of the plan. If it saves less, the rules' own choice stays: a row
 # split whose input is replicated costs about the same by this count, but XLA then also splits the values before it.
 MIN_SAVING = 1e-3
