@@ -11,11 +11,14 @@ os.environ["NPROC"] = "16"
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Most of the suite's time is compilation: machine code is left unoptimised and fusions are emitted the older, quicker way
 # (all of XLA's own passes run), and programs that are alike are compiled once for all tests. The first process makes the
-# folder, those that it starts find it.
+# folder, those that it starts find it. Each worker has its own part: JAX writes an entry in place, and a worker that reads
+# it meanwhile warns of a truncated one.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="redeqx-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], worker)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
