@@ -7,6 +7,7 @@ primitive.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -84,6 +85,12 @@ class Flow:
         views = tuple(view.of(source) for view in self.views)
         tail = source.index(self.tail) if dim is not None and self.tail is not None and self.tail in source else None
         return replace(self, dim=dim, views=views, broadcast=frozenset(broadcast), tail=tail)
+
+    def views_without(self, dims: Collection[int]) -> tuple[View, ...]:
+        """Returns the views with these dims of the value marked as unrelated to the leaves' dims."""
+        if not dims:  # shared: a sum of many parameters has as many views, and copying them at each addition is quadratic
+            return self.views
+        return tuple(view.without(dims) for view in self.views)
 
 
 @dataclass(frozen=True)
@@ -350,8 +357,8 @@ class Pass:
         }
         alike = frozenset(range(len(shape))).intersection(*broadcasts.values())
         if not any(ins[i].data for i in full):  # parameters only: the output is a view of them
-            views = tuple(view.without(broadcasts[i]) for i in full for view in ins[i].views)
-            return [Flow(views=views, broadcast=alike) for _ in eqn.outvars]
+            views = [ins[i].views_without(broadcasts[i]) for i in full]
+            return [Flow(views=tuple(chain(*views)), broadcast=alike) for _ in eqn.outvars]
         splits = {i: self.split(ins[i]) for i in full}
         found = [(dim, cause) for dim, cause in splits.values() if dim is not None]
         dim, cause = found[0] if found else (None, None)

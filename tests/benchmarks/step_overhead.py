@@ -251,11 +251,9 @@ def measure_first(case: Case, n_devices: int, side: str) -> float:
     where = layout(case, n_devices, model) if side == "loop" else None
     with tempfile.TemporaryDirectory() as workdir:
         began = time.perf_counter()
-        if where is None:
-            by_fit(case, workdir, n_devices, model)(1)
-        else:
-            by_loop(case, model, where)(1)
-        return time.perf_counter() - began
+        turn = by_fit(case, workdir, n_devices, model) if where is None else by_loop(case, model, where)
+        turn(1)
+        return time.perf_counter() - began  # before `turn` frees its model and programs
 
 
 def in_process(*arguments: Any) -> Any:
