@@ -18,7 +18,7 @@ from redeqx.compiled import _hlo
 from redeqx.models.bert import BertConfig, BertForMaskedLM
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.nn._stack import Stack
-from redeqx.partition import _dataflow
+from redeqx.partition import _dataflow, _flow
 from redeqx.partition._dataflow import order
 from redeqx.tracing import Trace
 
@@ -488,3 +488,21 @@ def test_user_written_scan_has_the_collectives_of_our_stack(n_model_shards, n_fs
         sent.append(counts)
     assert sent[0] == sent[1]
     assert {axis for *_, axes, _ in sent[0] for axis in axes} == {a for a, n in deployer.mesh.shape.items() if n > 1}
+
+
+def test_a_sum_of_many_parameters_makes_views_linear_in_their_number(monkeypatch):
+    made = Counter()
+    init = _flow.View.__init__
+
+    def counted(self, *args):
+        made["views"] += 1
+        init(self, *args)
+
+    monkeypatch.setattr(_flow.View, "__init__", counted)
+
+    def views(n):
+        made.clear()
+        splits_of([zeros(D)] * n, lambda leaves, x: jnp.mean(x @ sum(leaves)), zeros(8, D))
+        return made["views"]
+
+    assert 0 < views(200) < 5 * views(50)
