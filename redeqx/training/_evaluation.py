@@ -33,8 +33,16 @@ def evaluate(engine: Engine, steps: Iterator[Slice], size: BatchSize, model: PyT
     if run.returns_zeros("eval_loss"):
         return dict.fromkeys(recipe.metric_names(*engine.trees, list(next(steps).examples)), 0.0)
     sums: np.ndarray | float = 0.0
-    pending: deque[jax.Array] = deque()
+    pending: deque[tuple[jax.Array, int, int | None]] = deque()  # not the batches, which take memory
+    n_done = 0
     weights: tuple[list[Any], list[Any]] | None = None
+
+    def finish_oldest() -> None:
+        nonlocal sums, n_done
+        vector, n_examples, n_tokens = pending.popleft()
+        sums, n_done = sums + np.asarray(vector, np.float64), n_done + 1
+        line.update(n_done, metrics={}, n_examples=n_examples, n_tokens=n_tokens)
+
     with run.console.progress(title="evaluate", unit="batch") as line, closing(engine.batches(steps, size)) as upcoming:
         for i, batch in enumerate(upcoming):
             engine.place_for(batch)
@@ -44,13 +52,12 @@ def evaluate(engine: Engine, steps: Iterator[Slice], size: BatchSize, model: PyT
             args = state.eval_args(i, batch.groups, weights)
             vector = engine.calls.evaluate(state.program.eval_step, args, batch, line)
             run.watch.beat_on()
-            line.update(i + 1, metrics={}, n_examples=batch.n_examples, n_tokens=batch.n_tokens)
             vector.copy_to_host_async()
-            pending.append(vector)
+            pending.append((vector, batch.n_examples, batch.n_tokens))
             if len(pending) > LAG:
-                sums = sums + np.asarray(pending.popleft(), np.float64)
-        for vector in pending:
-            sums = sums + np.asarray(vector, np.float64)
+                finish_oldest()
+        while pending:
+            finish_oldest()
     pairs = np.asarray(sums).reshape(-1, 2)
     with np.errstate(invalid="ignore", divide="ignore"):
         return dict(zip(engine.state.program.eval_names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))

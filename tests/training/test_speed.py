@@ -127,6 +127,30 @@ def test_evaluation_shows_its_batch_count(capsys):
     assert "evaluate  batch 3  " in capsys.readouterr().out
 
 
+def test_evaluation_rate_is_that_of_computed_batches(clock, monkeypatch, capsys):
+    """A call returns at once, and the results of each batch take 2 s."""
+    evaluate = Calls.evaluate
+
+    class Results:
+        def __init__(self, vector):
+            self.vector = vector
+
+        def copy_to_host_async(self):
+            pass
+
+        def __array__(self, dtype=None, copy=None):
+            clock.now += 2.0
+            return np.asarray(self.vector, dtype)
+
+    monkeypatch.setattr(Calls, "evaluate", lambda *args: Results(evaluate(*args)))
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(), model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
+    )
+    trainer.eval_loss(examples(80), batch_size=16)
+    lines = capsys.readouterr().out.splitlines()
+    assert "evaluate  batch 5  8 examples/s" in lines[-1]
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [{}, {"remat": True}, {"shards": (1, 8)}, {"accumulate_grad_batches": 2}],
