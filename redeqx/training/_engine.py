@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,6 +42,13 @@ from ._work import counted_share, work_of
 
 class DamagedCheckpoint(DamagedError):
     """The checkpoint from which a fit resumes was found to be damaged while it was read."""
+
+
+class _Pending(NamedTuple):
+    """A checkpoint to load once the model is placed."""
+
+    path: Location
+    averages: Sequence[str]  # the names of those in it
 
 
 class Engine:
@@ -96,8 +103,7 @@ class Engine:
         self.given: tuple[PyTree, PyTree] | None = (model, model_state)
         self._train_state: TrainState | None = None  # set once the model is placed
         self._is_planned = False  # from the loss of a batch, not only from the order of the fields
-        self._restore_from: Location | None = None  # a checkpoint to load once the model is placed
-        self._saved_averages: Sequence[str] | None = None  # in that checkpoint
+        self._pending: _Pending | None = None
         self._averages_aside: dict[str, PyTree] = {}  # loaded, not used by a fit yet; until the next step
         self._has_chosen = False  # a setting that fits, with `memory="auto"`
         if recipe.workers.n:
@@ -139,7 +145,7 @@ class Engine:
     @property
     def current(self) -> tuple[PyTree, PyTree]:
         """The model and the state of its layers. A pending restore is done first."""
-        if self._restore_from is not None:
+        if self._pending is not None:
             self.place()
         return self.trees
 
@@ -179,8 +185,8 @@ class Engine:
         is_same = all(plan.leaves[name].spec == leaf.spec for name, leaf in before.items())
         self.plan, self._is_planned = plan, batch is not None
         if self._train_state is None:
-            path, program = self._restore_from, None if first is None else self._compile_ahead(plan, first)
-            with nullcontext() if path is None else self._resuming(path), self._using_averages(self._saved_averages):
+            program = None if first is None else self._compile_ahead(plan, first)
+            with nullcontext() if self._pending is None else self._restoring(self._pending):
                 self._train_state = self._make_state(program or self.recipe.program(plan, *self.trees))
                 self.given = None
                 self._restore()
@@ -211,8 +217,8 @@ class Engine:
 
         Averages of a checkpoint and `memory="auto"` may change the program, and several processes agree on it first.
         """
-        saved = self._saved_averages
-        has_its_averages = saved is None or list(saved) == average_names(self.recipe.optimizer)
+        pending = self._pending
+        has_its_averages = pending is None or list(pending.averages) == average_names(self.recipe.optimizer)
         if self.run.peers.n > 1 or self.recipe.memory is not None or not has_its_averages:
             return None
         program = self.recipe.program(plan, *self.trees)
@@ -223,10 +229,10 @@ class Engine:
     def _make_state(self, program: Program) -> TrainState:
         """Returns the state of step 0; if a checkpoint is to be restored, the shapes to load it into."""
         model, state = self.trees
-        if (path := self._restore_from) is None:
+        if self._pending is None:
             return TrainState.of(self.recipe.parts, program, model, state, self.stream)
         train_state = TrainState.to_load(self.recipe.parts, program, model, self.stream)
-        train_state.match(self.need_checkpoints(), path, opt_state=True)  # before the given values are freed
+        train_state.match(self.need_checkpoints(), self._pending.path, opt_state=True)  # before the given values are freed
         return train_state
 
     def _agree(self) -> None:
@@ -477,8 +483,7 @@ class Engine:
         record = checkpoints.record(path)
         if opt_states:
             check_record(path, record)
-        pending = self._restore_from, self._saved_averages
-        self._restore_from = self._saved_averages = None
+        pending, self._pending = self._pending, None
         self.place()
         assert self._train_state is not None
         steps = (record["step"], record.get("n_skipped", 0))
@@ -488,9 +493,9 @@ class Engine:
                 self._train_state.load(checkpoints, path, steps if opt_states else None)
         except ValueError:
             # Such as another model's checkpoint: the pending one stays valid.
-            if pending[0] is not None and self._train_state.is_loaded:
-                self._restore_from, self._saved_averages = pending
-                with self._resuming(pending[0]), self._using_averages(self._saved_averages):
+            if pending is not None and self._train_state.is_loaded:
+                self._pending = pending
+                with self._restoring(pending):
                     self._restore()
             raise
         self.metrics.forget()
@@ -515,9 +520,9 @@ class Engine:
         with self._resuming(path):
             states = states_of_record(record.get("callbacks", {}), self.need_checkpoints(), path, verify=True)
         self._continue_from(record, states)
-        self._restore_from, self._saved_averages = path, self._averages_of_record(record)
+        self._pending = _Pending(path, self._averages_of_record(record))
         if self._train_state is not None:
-            with self._resuming(path), self._using_averages(self._saved_averages):
+            with self._restoring(self._pending):
                 self._restore()
 
     def _continue_from(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
@@ -526,10 +531,17 @@ class Engine:
         self.metrics.last = dict(record.get("train_metrics", {}))
 
     def _restore(self) -> None:
-        path, self._restore_from, self._saved_averages = self._restore_from, None, None
-        if path is not None:
+        """Loads the pending checkpoint, if there is one, within `_restoring`."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
             assert self._train_state is not None
-            self._train_state.load(self.need_checkpoints(), path, (self.step, self.progress.n_skipped), verify=True)
+            self._train_state.load(self.need_checkpoints(), pending.path, (self.step, self.progress.n_skipped), verify=True)
+
+    @contextmanager
+    def _restoring(self, pending: _Pending) -> Iterator[None]:
+        """A context in which a pending checkpoint is loaded."""
+        with self._resuming(pending.path), self._using_averages(pending.averages):
+            yield
 
     def _averages_of_record(self, record: Mapping[str, Any]) -> Sequence[str]:
         """Returns the names of a checkpoint's averages; earlier releases did not record them, then those of this trainer."""
@@ -571,7 +583,7 @@ class Engine:
         except ValueError as error:
             # A later fit finds that run again, and does not overwrite it.
             self.step, self.progress, self.follows = 0, Progress(), None
-            self._restore_from, self._saved_averages, self.callback_states = None, None, {}
+            self._pending, self.callback_states = None, {}
             if isinstance(error, DamagedError):
                 raise DamagedCheckpoint(str(error)) from error
             raise ValueError(
