@@ -4,6 +4,7 @@ Each process is a thread in these tests: what would end the process ends its thr
 """
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -370,6 +371,22 @@ def test_occupied_port_is_reported(cluster):
             meet(cluster.process(2, 0), port)
     assert str(caught.value) == (
         f"`host0_port`: expected a free port, got {port}, which another program holds. Pass another everywhere."
+    )
+
+
+def test_privileged_port_is_reported(cluster, monkeypatch):
+    def refuse(address):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    class Socket(socket.socket):
+        bind = staticmethod(refuse)
+
+    monkeypatch.setattr(socket, "socket", Socket)
+    with pytest.raises(ValueError) as caught:
+        meet(cluster.process(2, 0), 80)
+    assert str(caught.value) == (
+        "`host0_port`: expected a port that this user may listen on, got 80 (Permission denied). "
+        "Pass one above 1023 everywhere."
     )
 
 
