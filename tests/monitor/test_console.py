@@ -266,6 +266,19 @@ def test_tensorboard_purges_once(tmp_path):
     assert scalars(tmp_path / "tensorboard") == [(1, "loss", 1.0), (2, "loss", 2.0)]
 
 
+def test_tensorboard_keeps_what_was_written_within_the_same_second(tmp_path):
+    pytest.importorskip("tensorboardX")
+    console = Console(tmp_path, run_tensorboard=True)
+    console.metrics({"parameters": 9.0}, 0)  # before a fit
+    console.records.rewind(0)
+    for step in (1, 2, 3):
+        console.metrics({"loss": 1.0}, step)
+    console.records.rewind(1)
+    console.metrics({"loss": 2.0}, 2)
+    console.records.close()
+    assert scalars(tmp_path / "tensorboard") == [(0, "parameters", 9.0), (1, "loss", 1.0), (2, "loss", 2.0)]
+
+
 def test_tensorboard_missing_or_without_a_workdir(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"`run_tensorboard`: expected a `workdir` to write to, got None\. Pass"):
         Console(None, run_tensorboard=True)
