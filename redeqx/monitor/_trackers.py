@@ -99,7 +99,8 @@ class TensorBoard:
         self._writer = SummaryWriter(self.where, purge_step=opening.purge_step, filename_suffix=suffix)
 
     def config(self, values: Mapping[str, str]) -> None:
-        table = "".join(f"|{name}|{value.replace('|', chr(92) + '|')}|\n" for name, value in values.items())
+        cells = {name: value.replace("|", "\\|").replace("\n", "<br>") for name, value in values.items()}
+        table = "".join(f"|{name}|{cell}|\n" for name, cell in cells.items())
         self._writer.add_text("config", f"|name|value|\n|-|-|\n{table}", 0)
         self._writer.flush()
 

@@ -134,7 +134,7 @@ def test_tensorboard_receives_images_and_texts(tmp_path):
 
     console = Console(tmp_path, loggers=["tensorboard"], verbose=False)
     image = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
-    console.records.begin({"mesh": "data=8 | model=1"}, lambda: "the plan")
+    console.records.begin({"mesh": "data=8 | model=1", "prompt": "two\nlines"}, lambda: "the plan")
     console.records.image("samples", image, 5)
     console.records.text("words", "<b>\n*x*", 6)
     console.records.close()
@@ -150,7 +150,7 @@ def test_tensorboard_receives_images_and_texts(tmp_path):
     np.testing.assert_array_equal(pixels(value.image.encoded_image_string), image)
     texts = {tag: value.tensor.string_val[0].decode() for tag, (_, value) in found.items() if tag != "samples"}
     assert texts == {
-        "config/text_summary": "|name|value|\n|-|-|\n|mesh|data=8 \\| model=1|\n",
+        "config/text_summary": "|name|value|\n|-|-|\n|mesh|data=8 \\| model=1|\n|prompt|two<br>lines|\n",
         "plan/text_summary": "    the plan",
         "words/text_summary": "    <b>\n    *x*",
     }
