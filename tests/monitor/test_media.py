@@ -105,6 +105,8 @@ def test_file_names_are_derived_from_names(tmp_path):
         ValueError, match=r"`name`: expected letters or digits, which name a file, got '\.\./'\. Pass a name"
     ):
         console.records.text("../", "x", 1)
+    with pytest.raises(ValueError, match=r"`name`: expected at most 200 bytes, which name a file, got 202: 'üüü.*'\.\.\."):
+        console.records.text(101 * "ü", "x", 1)
 
 
 def test_matplotlib_figure(tmp_path):
